@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MAX_QUOTED = 60  # characters of a value in a sentence
+MAX_QUOTED = 60  # characters of a value in a message
 
 
 class UserError(Exception):
-    """A mistake of the user, as one sentence: what is wrong, where, what is allowed.
+    """A user's mistake in one sentence: what is wrong, where, and what is allowed.
 
     Attributes:
-      key: the dotted path of the setting that is wrong, as `generation.top_p`; None where it is no setting.
-      value: what it was set to.
+      key: the dotted path of the wrong setting, such as `generation.top_p`; None if the error is not about a setting.
+      value: the value of that setting.
     """
 
     def __init__(self, sentence: str, *, key: str | None = None, value: object = None):
@@ -25,7 +25,11 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def wrap_os_errors(what: str) -> Iterator[None]:
-    """Turns an `OSError` inside into one sentence: `cannot read x.txt: No such file or directory`, `what` before the colon."""
+    """Converts an `OSError` in the block to a `UserError` such as `cannot read x.txt: No such file or directory`.
+
+    Args:
+      what: the part of the message before the colon.
+    """
     try:
         yield
     except OSError as error:
@@ -34,7 +38,7 @@ def wrap_os_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def require_extra(extra: str, what: str) -> Iterator[None]:
-    """Turns an `ImportError` inside into a sentence, `what` and the command that installs an extra of this package."""
+    """Converts an `ImportError` in the block to a `UserError`: `what`, then the command that installs the extra."""
     try:
         yield
     except ImportError:
@@ -42,17 +46,17 @@ def require_extra(extra: str, what: str) -> Iterator[None]:
 
 
 def quote(value: Any) -> str:
-    """A value as an error shows it: on one line, not too long, `null`, `true` and `false` as YAML and JSON spell them."""
+    """Formats a value for an error message: on one line, truncated, and with `null`, `true` and `false` as in YAML and JSON."""
     return _truncate("null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value))
 
 
 def escape_name(name: str) -> str:
-    """A name from outside, without quotes, line breaks or control characters, not too long."""
+    """Formats a name from a file or a request for an error message: no quotes, escaped control characters, truncated."""
     return _truncate(repr(name)[1:-1])
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong in somebody else's words, as part of a sentence."""
+    """Returns the first line of an exception's message, at most 200 characters, or the name of its class."""
     lines = str(error).splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
@@ -62,18 +66,18 @@ def _truncate(text: str) -> str:
 
 
 def read_text(path: str | Path, limit: int, what: str = "") -> str:
-    """The UTF-8 text of a file, without a byte-order mark.
+    """Returns the UTF-8 text of a file, without a byte-order mark.
 
     Args:
-      limit: bytes that the file may have; no more than that is read.
+      limit: the largest size in bytes. A larger file is not read completely.
       what: the kind of file, for messages ("the chat template").
 
     Raises:
-      UserError: it is not there, cannot be read, is larger, or is not UTF-8.
+      UserError: the file is missing, cannot be read, is too large, or is not UTF-8.
     """
     name, path = f"{what} {path}".lstrip(), Path(path)
     try:
-        if not path.is_file():  # a pipe would never end
+        if not path.is_file():  # reading a pipe might never end
             hint = ": it is a directory" if path.is_dir() else ""
             raise UserError(f"no {what.removeprefix('the ') or 'file'} at {path}{hint}")
         with open(path, "rb") as file:
@@ -89,46 +93,52 @@ def read_text(path: str | Path, limit: int, what: str = "") -> str:
 
 
 def read_json(path: str | Path, limit: int, what: str = "") -> dict[str, Any]:
-    """The JSON object in a file; arguments and errors are those of `read_text`.
+    """Returns the JSON object in a file; the arguments are those of `read_text`.
 
     Raises:
-      UserError: it is not JSON, or not an object.
+      UserError: `read_text` raises it, the text is not JSON, or it is not an object.
     """
     name, text = f"{what} {path}".lstrip(), read_text(path, limit, what)
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {first_line(error)}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{name} must hold a JSON object, got {quote(found)}")
-    return found
+    if not isinstance(content, dict):
+        raise UserError(f"{name} must hold a JSON object, got {quote(content)}")
+    return content
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:
-    """Replaces `path` by `data` (text as UTF-8): whoever reads it, after whatever crash, finds the old file or the new one.
+    """Replaces the file `path` with `data` (a string is encoded as UTF-8).
+
+    A reader finds either the complete old file or the complete new one, even after a crash.
 
     Raises:
-      UserError: the disk is full, read-only or gone, and the old file intact; or `path` is a device, a pipe or a directory.
+      UserError: the file cannot be written, for example on a full or read-only disk, or `path` is a device, a pipe or a
+        directory. The old file is then unchanged.
     """
     with staged_write(path, [data.encode() if isinstance(data, str) else data]):
         pass
 
 
 @contextlib.contextmanager
-def staged_write(path: str | Path, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
-    """`atomic_write` of a file in pieces: within it they lie on the disk beside `path`, which is replaced at its end.
+def staged_write(path: str | Path, chunks: Iterable[bytes | memoryview]) -> Iterator[None]:
+    """Writes chunks to a temporary file next to `path`, and replaces `path` with it when the block ends.
 
-    Nothing is replaced where a piece cannot be made, or what is within raises.
+    `path` is unchanged if producing a chunk fails or the block raises.
+
+    Raises:
+      UserError: as `atomic_write` raises it.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
-        raise UserError(f"cannot write {path}: what is there is no file")
+        raise UserError(f"cannot write {path}: it is not a regular file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with wrap_os_errors(f"cannot write {path}"):
         try:
             with open(temporary, "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
+                for chunk in chunks:
+                    file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
             yield
@@ -139,40 +149,40 @@ def staged_write(path: str | Path, pieces: Iterable[bytes | memoryview]) -> Iter
 
 
 def check_writable(path: str | Path, flag: str = "") -> None:
-    """Checks that a file can be put at a path, before the work that it is to hold.
+    """Checks that a file can be written at a path, before the work whose result it will hold.
 
     Args:
-      flag: that named the path, for the message.
+      flag: the command-line flag that gave the path, for the message.
 
     Raises:
-      UserError: there is no such directory, it is read-only, or there is something else than a file.
+      UserError: the directory does not exist or is read-only, or the path exists and is not a regular file.
     """
     path = Path(path)
     cannot, parent = f"{flag} cannot write {path}".lstrip(), path.absolute().parent
     if not parent.is_dir():
         raise UserError(f"{cannot}: there is no directory {path.parent}")
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UserError(f"{cannot}: what is there is no file")
+        raise UserError(f"{cannot}: it is not a regular file")
     if not os.access(parent, os.W_OK):
         raise UserError(f"{cannot}: the directory {path.parent} is read-only")
 
 
 def check_writable_folder(path: str | Path, flag: str = "") -> None:
-    """Checks that files can be put into a folder, which may have to be made: what `check_writable` is for a file.
+    """Checks that files can be written into a folder, which may not exist yet; the arguments are those of `check_writable`.
 
     Raises:
-      UserError: there is something else, or no writable directory to make it in.
+      UserError: the path is not a directory, or the folder cannot be created.
     """
     path = Path(path)
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists() or place.is_symlink())
-    if not there.is_dir():
-        raise UserError(f"{flag} cannot write into {path}: {there} is no directory".lstrip())
-    if not os.access(there, os.W_OK):
-        raise UserError(f"{flag} cannot write into {path}: the directory {there} is read-only".lstrip())
+    existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists() or place.is_symlink())
+    if not existing.is_dir():
+        raise UserError(f"{flag} cannot write into {path}: {existing} is not a directory".lstrip())
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"{flag} cannot write into {path}: the directory {existing} is read-only".lstrip())
 
 
 def _sync_directory(path: Path) -> None:
-    """Makes a rename inside `path` survive a power cut."""
+    """Makes a rename inside the directory `path` survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

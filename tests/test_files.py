@@ -1,4 +1,4 @@
-"""The ground floor: values in sentences, atomic files, and one sentence for whatever stands in the way."""
+"""`dantinox.files`: quoted values, atomic writes, bounded reads, and errors in one sentence."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import pytest
 from dantinox.files import UserError, atomic_write, escape_name, quote, read_json, read_text, require_extra, wrap_os_errors
 
 
-def sentence(call, *args) -> str:
+def error_message(call, *args) -> str:
     with pytest.raises(UserError) as caught:
         call(*args)
     return str(caught.value)
@@ -25,15 +25,15 @@ def sentence(call, *args) -> str:
         ("x" * 99, "'" + "x" * 58 + "…"),
     ],
 )
-def test_a_value_in_a_sentence_is_short_and_on_one_line(value, text):
+def test_quoted_value_is_short_and_on_one_line(value, text):
     assert quote(value) == text
 
 
-def test_a_name_from_outside_has_no_quotes_and_no_control_characters():
+def test_escaped_name_has_no_quotes_and_no_control_characters():
     assert escape_name("a\x1b[31m\n") == r"a\x1b[31m\n" and escape_name("y" * 61) == "y" * 59 + "…"
 
 
-def test_atomic_write_replaces_text_and_bytes_and_leaves_nothing_behind(tmp_path):
+def test_atomic_write_replaces_text_and_bytes_and_leaves_no_temporary_file(tmp_path):
     path = tmp_path / "a.txt"
     atomic_write(path, "perché\n")
     assert path.read_text(encoding="utf-8") == "perché\n"
@@ -43,14 +43,14 @@ def test_atomic_write_replaces_text_and_bytes_and_leaves_nothing_behind(tmp_path
 
 
 @pytest.mark.skipif(os.name != "posix", reason="named pipes")
-def test_atomic_write_replaces_no_pipe_and_no_device(tmp_path):
-    """Whoever may write in /dev would be left without it."""
+def test_atomic_write_refuses_to_replace_a_pipe(tmp_path):
+    """A user with write access to /dev could otherwise lose a device."""
     os.mkfifo(tmp_path / "pipe")
-    assert sentence(atomic_write, tmp_path / "pipe", b"") == f"cannot write {tmp_path / 'pipe'}: what is there is no file"
+    assert error_message(atomic_write, tmp_path / "pipe", b"") == f"cannot write {tmp_path / 'pipe'}: it is not a regular file"
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_atomic_write_honours_the_umask(tmp_path):
+def test_atomic_write_respects_the_umask(tmp_path):
     old = os.umask(0o022)
     try:
         atomic_write(tmp_path / "a", b"x")
@@ -59,7 +59,7 @@ def test_atomic_write_honours_the_umask(tmp_path):
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
+def test_full_disk_keeps_the_old_file_and_leaves_no_temporary_file(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     atomic_write(path, "old")
 
@@ -67,46 +67,46 @@ def test_a_full_disk_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    assert sentence(atomic_write, path, "new") == f"cannot write {path}: No space left on device"
+    assert error_message(atomic_write, path, "new") == f"cannot write {path}: No space left on device"
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_a_vanished_directory_is_a_sentence(tmp_path):
-    assert "No such file or directory" in sentence(atomic_write, tmp_path / "gone" / "a", b"")
+def test_missing_directory_is_a_user_error(tmp_path):
+    assert "No such file or directory" in error_message(atomic_write, tmp_path / "gone" / "a", b"")
 
 
-def test_text_is_read_up_to_a_limit(tmp_path):
+def test_read_text_enforces_its_size_limit(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("für", encoding="utf-8")
     assert read_text(path, 4) == "für"
-    assert sentence(read_text, path, 3, "the notes") == f"the notes {path} is larger than 3 bytes"
-    assert sentence(read_text, tmp_path, 3) == f"no file at {tmp_path}: it is a directory"
-    assert sentence(read_text, tmp_path / "b", 3, "the notes") == f"no notes at {tmp_path / 'b'}"
+    assert error_message(read_text, path, 3, "the notes") == f"the notes {path} is larger than 3 bytes"
+    assert error_message(read_text, tmp_path, 3) == f"no file at {tmp_path}: it is a directory"
+    assert error_message(read_text, tmp_path / "b", 3, "the notes") == f"no notes at {tmp_path / 'b'}"
     path.write_bytes(b"a\nb\xff")
-    assert sentence(read_text, path, 1 << 20) == f"{path} is not UTF-8 text: the byte 0xff in line 2"
+    assert error_message(read_text, path, 1 << 20) == f"{path} is not UTF-8 text: the byte 0xff in line 2"
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [("{", "is not JSON: Expecting"), ("[" * 100_000, "is not JSON: "), ("[1]", "must hold a JSON object, got [1]")],
 )
-def test_json_is_an_object(tmp_path, content, problem):
+def test_read_json_accepts_only_an_object(tmp_path, content, problem):
     path = tmp_path / "a.json"
     path.write_text(content)
-    assert sentence(read_json, path, 1 << 20).startswith(f"{path} {problem}")
+    assert error_message(read_json, path, 1 << 20).startswith(f"{path} {problem}")
     path.write_text('{"a": 1}')
     assert read_json(path, 1 << 20) == {"a": 1}
 
 
-def test_an_error_of_the_operating_system_becomes_one_sentence(tmp_path):
+def test_os_error_becomes_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"^cannot read it: No such file or directory$"), wrap_os_errors("cannot read it"):
         (tmp_path / "absent").read_bytes()
     with pytest.raises(KeyError), wrap_os_errors("cannot read it"):
         raise KeyError
 
 
-def test_a_library_of_an_extra_that_is_absent_is_named_with_the_command_that_installs_it():
+def test_missing_extra_is_reported_with_its_install_command():
     with (
         pytest.raises(UserError, match=r"^it: pip install 'dantinox\[plot\]'$"),
         require_extra("plot", "it"),

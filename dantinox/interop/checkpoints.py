@@ -98,8 +98,8 @@ def import_checkpoint(
         else open_folder(path if path.exists() else download_repository(str(source)))
     )
     run = import_run(found, run_dir, dtype, max_context)
-    if found.left_out is not None:
-        note(found.left_out)
+    if found.skipped is not None:
+        note(found.skipped)
     return Imported(run, found.path, found.config["model_type"], len(found.tensors))
 
 

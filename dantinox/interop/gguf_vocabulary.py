@@ -332,7 +332,7 @@ def _byte_level_tree(given: dict[str, Any], tokens: list[str], types: list[int],
         near = difflib.get_close_matches(str(given.get("pre")), known, 1)
         hint = f"; the nearest is {near[0]}" if near else ""
         raise UserError(
-            f"{name} has tokenizer.ggml.pre: {quote(given.get('pre'))}, which is none of the {len(known)} ways to split text "
+            f"{name} has tokenizer.ggml.pre: {quote(given.get('pre'))}, expected one of the {len(known)} ways to split text "
             f"into words that are known here{hint}"
         )
     vocab = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}

@@ -9,9 +9,10 @@ from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.config.sections import FIELDS, flat
 from dantinox.files import escape_name, quote
-from dantinox.interop.hf_families import CONVERTED, FAMILIES, NEAREST, ONLY, UNUSED, Family
+from dantinox.interop.hf_families import CONVERSIONS, FAMILIES, Family
+from dantinox.interop.hf_unsupported import IGNORED_KEYS, SUPPORTED_VALUES, UNSUPPORTED_FAMILIES
 
-# How transformers names the scaling of rotary frequencies, how we do, and the keys that each has.
+# For each type of RoPE scaling, the keys in transformers and their settings.
 FACTOR = {"factor": "attention.rope_factor"}
 LLAMA3 = FACTOR | {"low_freq_factor": "attention.low_freq_factor", "high_freq_factor": "attention.high_freq_factor"}
 YARN = FACTOR | {
@@ -36,59 +37,60 @@ DEFAULTS = {"attention_bias": False, "mlp_bias": False}
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """The family that a `config.json` names, or an error where there is none of this name here."""
+    """Returns the family of a `config.json`; raises a `UserError` if it is not supported."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        if isinstance(name, str) and name in NEAREST:
-            nearest, missing = NEAREST[name]
-            raise UserError(f"config.json has model_type: {name}, which is not known here: it is {nearest} with {missing}")
-        raise UserError(f"config.json has model_type: {quote(name)}, which is none of {', '.join(FAMILIES)}")
+        if isinstance(name, str) and name in UNSUPPORTED_FAMILIES:
+            nearest, missing = UNSUPPORTED_FAMILIES[name]
+            raise UserError(f"config.json has model_type: {name}, which is not supported: it is {nearest} with {missing}")
+        raise UserError(f"config.json has model_type: {quote(name)}, expected one of {', '.join(FAMILIES)}")
     family, classes = FAMILIES[name], config.get("architectures") or [FAMILIES[name].architecture]
     if classes != [family.architecture]:
-        raise UserError(f"config.json has architectures: {quote(classes)}, of {name} only {family.architecture} writes text")
+        raise UserError(f"config.json has architectures: {quote(classes)}; only {family.architecture} of {name} generates text")
     return family
 
 
 class _Keys:
-    """The keys of a `config.json` that nobody has asked for yet."""
+    """The keys of a `config.json` that are not converted yet."""
 
     def __init__(self, config: Mapping[str, Any], family: Family):
-        self.left, self.family = deepcopy(dict(config)), family
+        self.remaining, self.family = deepcopy(dict(config)), family
 
     def take(self, names: str, default: Any = None) -> Any:
-        """The value of a key, or of one of several with the same meaning; transformers' own where it is absent."""
+        """Removes a key and returns its value, or transformers' default if it is absent. `a|b` are two names of one key."""
         first, *others = names.split("|")
-        found = [self.left.pop(name) for name in (first, *others) if name in self.left]
-        return found[0] if found else (DEFAULTS | dict(self.family.defaults)).get(first, default)
+        values = [self.remaining.pop(name) for name in (first, *others) if name in self.remaining]
+        return values[0] if values else (DEFAULTS | dict(self.family.defaults)).get(first, default)
 
     def finish(self) -> None:
-        """Raises where a key is left that may matter."""
-        unused, only = UNUSED.union(self.family.unused), ONLY | dict(self.family.only)
-        for key, value in self.left.items():
-            allowed = only.get(key, ())
-            if value is None or key in unused or value in (allowed if isinstance(allowed, tuple) else (allowed,)):
+        """Raises a `UserError` if a remaining key may change the model."""
+        ignored, supported = IGNORED_KEYS.union(self.family.ignored), SUPPORTED_VALUES | dict(self.family.supported)
+        for key, value in self.remaining.items():
+            allowed = supported.get(key, ())
+            if value is None or key in ignored or value in (allowed if isinstance(allowed, tuple) else (allowed,)):
                 continue
-            what = f"where only {quote(only[key])} is the same model here" if key in only else "of which nothing is known here"
-            raise UserError(f"config.json has {escape_name(key)}: {quote(value)}, {what}")
+            hint = f"only {quote(supported[key])} is supported" if key in supported else "the key is unknown"
+            raise UserError(f"config.json has {escape_name(key)}: {quote(value)}; {hint}")
 
 
 def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = None) -> dict[str, dict[str, Any]]:
-    """The settings (`model`, `moe`, `attention`) of a `config.json`.
+    """Returns the settings (sections `model`, `moe` and `attention`) of a `config.json`.
 
     Args:
-      max_context: instead of the checkpoint's own. With longrope that is the original context: a longer one takes its other
-        frequencies for all texts, however short.
+      config: the content of the file.
+      max_context: the longest sequence in tokens; None: the checkpoint's, with longrope its original context. A value above the
+        original context selects longrope's long factors for every sequence, even a short one.
 
     Raises:
-      UserError: the family is unknown, or a key matters and has no equal here; the sentence names it.
+      UserError: the family is unknown, or a key has no equivalent here; the message names it.
     """
     family = find_family(config)
     keys = _Keys(config, family)
     settings: dict[str, Any] = dict(family.settings)
     for names, paths in family.keys.items():
         value = keys.take(names)
-        if names in CONVERTED:
-            value = CONVERTED[names][0](_check_positive(value, names))
+        if names in CONVERSIONS:
+            value = CONVERSIONS[names][0](_check_positive(value, names))
         for path in (paths,) if isinstance(paths, str) else paths:
             if names in REQUIRED or FIELDS[path].default is not None:
                 _require(value, names.partition("|")[0])
@@ -96,7 +98,7 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
     key, activations = family.activation
     name = keys.take(key)
     if not isinstance(name, str) or name not in activations:
-        raise UserError(f"config.json has {key}: {quote(name)}, which is none of {', '.join(activations)}")
+        raise UserError(f"config.json has {key}: {quote(name)}, expected one of {', '.join(activations)}")
     settings["model.activation"] = activations[name]
     settings |= _rope_settings(keys, settings)
     settings |= _window_settings(keys, settings)
@@ -127,7 +129,7 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
 
 
 def _require(value: Any, key: str) -> Any:
-    """The value of a key that is needed."""
+    """Returns the value; raises a `UserError` if it is None."""
     if value is None:
         raise UserError(f"config.json lacks {key}")
     return value
@@ -146,26 +148,26 @@ def _check_positive(value: Any, key: str) -> float:
 
 
 def _check_object(value: Any, key: str) -> dict[str, Any]:
-    """A copy of what a key holds, which may be nothing."""
+    """Returns a copy of an object, which is empty for None."""
     if not isinstance(value or {}, dict):
         raise UserError(f"config.json has {key}: {quote(value)}, expected an object")
     return dict(value or {})
 
 
 def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions, in the spelling of transformers 5 (`rope_parameters`) or of older ones."""
+    """Returns the settings of rotary positions, from `rope_parameters` (transformers 5) or the keys of older versions."""
     family = keys.family
     if family.rope is None:
         return {}
-    kind = keys.take("position_embedding_type") if family.rope == "switched" else "rope"
+    kind = keys.take("position_embedding_type") if family.rope == "optional" else "rope"
     if kind not in (None, "nope", "rope"):
-        raise UserError(f"config.json has position_embedding_type: {quote(kind)}, which is none of rope, nope and null")
+        raise UserError(f"config.json has position_embedding_type: {quote(kind)}, expected rope, nope or null")
     if kind != "rope":
         for key in ("rope_scaling", "rope_parameters", "rope_theta"):
             keys.take(key)
         return {"attention.use_rotary_pos": False}
     scaling, parameters = (_check_object(keys.take(key), key) for key in ("rope_scaling", "rope_parameters"))
-    theta, share = keys.take("rope_theta", 10000.0), keys.take("partial_rotary_factor", 1.0)
+    theta, rotated_part = keys.take("rope_theta", 10000.0), keys.take("partial_rotary_factor", 1.0)
     found: dict[str, Any] = {}
     if family.rope == "local":
         layers = {kind: _check_object(parameters.pop(kind, None), kind) for kind in (SLIDING, FULL)}
@@ -177,95 +179,97 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     else:
         scaling = dict(scaling or parameters)
     found["attention.rope_theta"] = scaling.pop("rope_theta", theta)
-    if family.stretched and "dynamic" in (scaling.get("rope_type"), scaling.get("type")) and scaling.get("alpha"):
-        # The base is stretched once and for all (NTK-aware scaling); transformers reads none of the other keys.
+    if family.ntk_alpha and "dynamic" in (scaling.get("rope_type"), scaling.get("type")) and scaling.get("alpha"):
+        # NTK-aware scaling with a constant base; transformers ignores the other keys.
         alpha, size = _check_positive(scaling["alpha"], "alpha"), settings["model.head_size"]
         theta = _check_positive(found["attention.rope_theta"], "rope_theta")
         found["attention.rope_theta"] = theta * alpha ** (_check_integer(size, "head_dim", least=4) / (size - 2))
         scaling = {}
     if "proportional" not in (scaling.get("rope_type"), scaling.get("type")):
-        share = scaling.pop("partial_rotary_factor", share)
-    if share != 1 and family.rope not in ("partial", "share"):
-        raise UserError(f"config.json has partial_rotary_factor: {quote(share)}, where only 1 is the same model here")
-    found["attention.partial_rotary_factor"] = share
-    if family.rope == "some layers":
+        rotated_part = scaling.pop("partial_rotary_factor", rotated_part)
+    if rotated_part != 1 and family.rope not in ("longrope", "partial"):
+        raise UserError(f"config.json has partial_rotary_factor: {quote(rotated_part)}; only 1 is supported")
+    found["attention.partial_rotary_factor"] = rotated_part
+    if family.rope == "listed layers":
         L: int = settings["model.num_blocks"]
         every = _check_integer(keys.take("no_rope_layer_interval"), "no_rope_layer_interval")
-        rotated = keys.take("no_rope_layers")
-        given = _per_layer(rotated, L, "no_rope_layers") if rotated is not None else [(i + 1) % every for i in range(L)]
-        found["attention.rope_layers"] = _shortest_period([bool(turns) for turns in given])
+        flags = keys.take("no_rope_layers")
+        rotated = _per_layer(flags, L, "no_rope_layers") if flags is not None else [(i + 1) % every for i in range(L)]
+        found["attention.rope_layers"] = _shortest_period([bool(flag) for flag in rotated])
     return found | _scaling_settings(keys, settings, scaling)
 
 
 def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of RoPE scaling."""
     kinds = scaling.pop("rope_type", None), scaling.pop("type", None)
     kind = kinds[0] or kinds[1] or "default"
-    partial = keys.family.rope == "partial"
-    if partial and kind in ("su", "yarn"):  # names that older files of this family have
+    longrope = keys.family.rope == "longrope"
+    if longrope and kind in ("su", "yarn"):  # names in older files of this family
         kind = "longrope"
-    own = keys.take(ORIGINAL) if partial else None
+    model_original = keys.take(ORIGINAL) if longrope else None
     if keys.family.query_scaling:
-        scaling.pop("max_position_embeddings", None)  # which transformers never uses
+        scaling.pop("max_position_embeddings", None)  # transformers never uses it
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise UserError(f"config.json has rope_type: {quote(kind)}, which is none of {', '.join(SCALINGS)}")
+        raise UserError(f"config.json has rope_type: {quote(kind)}, expected one of {', '.join(SCALINGS)}")
     found = {path: scaling.pop(key, None) for key, path in SCALINGS[kind].items()}
     if keys.family.query_scaling and kind in WITH_ORIGINAL:
         found["attention.query_scaling_beta"] = _check_positive(scaling.pop(BETA, None), BETA)
     for path in ("attention.rope_mscale", "attention.rope_mscale_all_dim"):
-        found[path] = found.get(path) or None  # transformers takes 0 for nothing
-    original = scaling.pop(ORIGINAL, None)
+        found[path] = found.get(path) or None  # transformers treats 0 as absent
+    original = model_original or scaling.pop(ORIGINAL, None) or settings["model.max_context"]
+    scaling.pop(ORIGINAL, None)
     if kind in WITH_ORIGINAL:
-        found["attention.rope_original_context"] = _check_integer(own or original or settings["model.max_context"], ORIGINAL)
+        found["attention.rope_original_context"] = _check_integer(original, ORIGINAL)
     if kind in ("yarn", "longrope") and not found["attention.rope_factor"]:
         context = _check_integer(settings["model.max_context"], "max_position_embeddings")
         found["attention.rope_factor"] = context / found["attention.rope_original_context"]
     for key, value in scaling.items():
         if value is not None and (key, value) != ("truncate", True):
-            raise UserError(f"config.json has {escape_name(key)}: {quote(value)} for rope_type {kind}, which it has not here")
+            raise UserError(f"config.json has {escape_name(key)}: {quote(value)}, an unknown key for rope_type {kind}")
     if kind == "default" or (kind == "linear" and found["attention.rope_factor"] == 1):
         return {}
     return {"attention.rope_scaling": kind} | found
 
 
 def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers see how many keys."""
+    """Returns the settings of sliding windows: the window and the layers that have it."""
     family = keys.family
     if family.window is None:
         return {}
     L: int = settings["model.num_blocks"]
     window = keys.take("sliding_window")
-    if "switched" in family.window and not keys.take("use_sliding_window"):
+    if "optional" in family.window and not keys.take("use_sliding_window"):
         window = None
     kinds = [FULL if window is None else SLIDING] * L
     if "layers" in family.window:
-        given, first = keys.take("layer_types"), keys.take("max_window_layers", 0)
-        every = family.pattern
-        if family.rope in ("local", "sliding", "hybrid"):
+        layer_types, first = keys.take("layer_types"), keys.take("max_window_layers", 0)
+        every = family.full_every
+        if family.rope in ("local", "sliding layers", "windowed layers"):
             every = keys.take("_sliding_window_pattern|sliding_window_pattern", every)
-        if given is not None:
-            kinds = _per_layer(given, L, "layer_types")
-        elif family.pattern and "switched" in family.window:
+        if layer_types is not None:
+            kinds = _per_layer(layer_types, L, "layer_types")
+        elif family.full_every and "optional" in family.window:
             first = _check_integer(first, "max_window_layers", least=0)
-            kinds = [SLIDING if window and (i + 1) % family.pattern and i < first else FULL for i in range(L)]
-        elif family.pattern and not (family.rope == "hybrid" and window is None):
+            kinds = [SLIDING if window and (i + 1) % family.full_every and i < first else FULL for i in range(L)]
+        elif family.full_every and not (family.rope == "windowed layers" and window is None):
             kinds = [SLIDING if (i + 1) % _check_integer(every, "sliding_window_pattern") else FULL for i in range(L)]
-        elif family.rope == "some layers":
+        elif family.rope == "listed layers":
             rotated = settings["attention.rope_layers"]
             kinds = [SLIDING if window and not rotated[i % len(rotated)] else FULL for i in range(L)]
         else:
             first = _check_integer(first, "max_window_layers", least=0)
             kinds = [SLIDING if window and i >= first else FULL for i in range(L)]
-    if family.heads == "by kind":
-        kinds[-1] = FULL  # whatever `layer_types` says, as transformers has it
+    if family.per_layer_heads:
+        kinds[-1] = FULL  # as in transformers, regardless of `layer_types`
     if other := set(kinds) - {SLIDING, FULL}:
-        raise UserError(f"config.json has layer_types: {quote(min(other, key=str))}, which is neither {SLIDING} nor {FULL}")
+        raise UserError(f"config.json has layer_types: {quote(min(other, key=str))}, expected {SLIDING} or {FULL}")
     found: dict[str, Any] = {}
-    if family.rope == "sliding" or (family.rope == "hybrid" and window is not None):
+    if family.rope == "sliding layers" or (family.rope == "windowed layers" and window is not None):
         found["attention.rope_layers"] = _shortest_period([kind == SLIDING for kind in kinds])
     if SLIDING not in kinds:
         return found
     if window is None:
-        raise UserError(f"config.json has layer_types: {SLIDING} and no sliding_window in use")
+        raise UserError(f"config.json has layer_types: {SLIDING}, but no sliding_window is in use")
     return found | {
         "attention.sliding_window": True,
         "attention.context_window": _check_integer(window, "sliding_window") - 1,
@@ -274,130 +278,129 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _head_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The size and the number of heads of full layers, where they differ from those of sliding ones."""
-    if keys.family.heads is None:
+    """Returns the settings of the heads of full layers, if they differ from those of sliding layers."""
+    if not keys.family.per_layer_heads:
         return {}
     L: int = settings["model.num_blocks"]
     names = {"head_dim": "attention.global_head_size", "num_key_value_heads": "attention.global_kv_heads"}
-    given, size, heads = (keys.take(k) for k in ("per_layer_config", "global_head_dim", "num_global_key_value_heads"))
-    if given is None:
+    per_layer, size, heads = (keys.take(k) for k in ("per_layer_config", "global_head_dim", "num_global_key_value_heads"))
+    if per_layer is None:
         return {names["head_dim"]: size, names["num_key_value_heads"]: heads if settings["attention.k_eq_v"] else None}
     period = settings.get("attention.layer_types", ("full",))
     full = [i for i in range(L) if period[i % len(period)] == "full"]
-    layers = {key: _check_object(value, key) for key, value in _check_object(given, "per_layer_config").items()}
-    own = layers.get(str(full[0]), {})
-    if layers != ({str(i): own for i in full} if own else {}) or own.keys() - names.keys():
+    layers = {key: _check_object(value, key) for key, value in _check_object(per_layer, "per_layer_config").items()}
+    first = layers.get(str(full[0]), {})
+    if layers != ({str(i): first for i in full} if first else {}) or first.keys() - names.keys():
         raise UserError(
-            f"config.json has per_layer_config: {quote(given)}, expected the same head_dim and num_key_value_heads for each of "
-            f"the layers {', '.join(map(str, full))}, which are those of {FULL}, and for no other"
+            f"config.json has per_layer_config: {quote(per_layer)}, expected equal head_dim and num_key_value_heads for all "
+            f"layers of {FULL} ({', '.join(map(str, full))}) and no other layer"
         )
-    return {path: own.get(key) for key, path in names.items()}
+    return {path: first.get(key) for key, path in names.items()}
 
 
 def _head_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """The opposite of `_head_settings`, and the keys that go with the heads."""
-    if family.heads is None:
+    """Returns the keys for `_head_settings`, and `vocab_size_per_layer_input`."""
+    if not family.per_layer_heads:
         return {}
     size, heads = model.global_head_size or model.head_size, model.global_kv_heads
     written: dict[str, Any] = {"global_head_dim": size, "vocab_size_per_layer_input": model.vocab_size}
     written["num_global_key_value_heads"] = heads
-    if heads is not None and not model.k_eq_v:  # else transformers takes no notice of that key
+    if heads is not None and not model.k_eq_v:  # else transformers ignores `num_global_key_value_heads`
         full = [i for i, window in enumerate(model.windows) if window is None]
         written["per_layer_config"] = {str(i): {"head_dim": size, "num_key_value_heads": heads} for i in full}
     return written
 
 
 def _check_vocabulary(keys: _Keys, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raises where per-layer embeddings are of another vocabulary."""
+    """Raises a `UserError` if the per-layer embeddings have another vocabulary."""
     found, expected = keys.take("vocab_size_per_layer_input"), config.get("vocab_size", 262144)
     if settings["model.per_layer_dim"] and found != expected:
         raise UserError(
-            f"config.json has vocab_size_per_layer_input: {quote(found)}, where only the vocab_size {quote(expected)} is the "
-            "same model here"
+            f"config.json has vocab_size_per_layer_input: {quote(found)}; only the vocab_size, {quote(expected)}, is supported"
         )
 
 
 def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have no experts, and the groups that a token's experts are limited to."""
+    """Returns the settings of dense layers and of expert groups."""
     family, L = keys.family, settings["model.num_blocks"]
     found: dict[str, Any] = {}
     dense: set[int] = set()
-    if family.dense == "first":
+    if family.dense_layers == "first":
         dense = set(range(min(_check_integer(keys.take("first_k_dense_replace"), "first_k_dense_replace", least=0), L)))
-    elif family.dense == "steps":
+    elif family.dense_layers == "steps":
         every = _check_integer(keys.take("decoder_sparse_step", 1), "decoder_sparse_step")
-        named = keys.take("mlp_only_layers") or []
-        if not isinstance(named, list) or not all(type(layer) is int for layer in named):
-            raise UserError(f"config.json has mlp_only_layers: {quote(named)}, expected a list of numbers")
-        dense = {i for i in range(L) if (i + 1) % every or i in named}
-    elif family.dense == "range":
+        listed = keys.take("mlp_only_layers") or []
+        if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+            raise UserError(f"config.json has mlp_only_layers: {quote(listed)}, expected a list of numbers")
+        dense = {i for i in range(L) if (i + 1) % every or i in listed}
+    elif family.dense_layers == "range":
         start, end, every = (
             _check_integer(keys.take(key), key, least=least)
             for key, least in (("moe_layer_start_index", 0), ("moe_layer_end_index", -1), ("moe_layer_interval", 1))
         )
         dense = {i for i in range(L) if i < start or (i > end != -1) or (i + 1) % every}
-    elif family.dense == "types":
+    elif family.dense_layers == "types":
         kinds = keys.take("mlp_layer_types") or ["dense", *["sparse"] * (L - 1)]
         if other := [kind for kind in _per_layer(kinds, L, "mlp_layer_types") if kind not in ("dense", "sparse")]:
-            raise UserError(f"config.json has mlp_layer_types: {quote(other[0])}, which is neither dense nor sparse")
+            raise UserError(f"config.json has mlp_layer_types: {quote(other[0])}, expected dense or sparse")
         dense = {i for i, kind in enumerate(kinds) if kind == "dense"}
-    elif family.dense == "all":
+    elif family.dense_layers == "all or none":
         for kind in _per_layer(_require(keys.take("layer_types"), "layer_types"), L, "layer_types"):
             if kind not in ("attention", FULL):
-                raise UserError(f"config.json has layer_types: {quote(kind)}, of which only attention is known here")
-        found |= _optional_experts(keys)
-    elif family.dense == "beside":
-        found |= _branched_experts(keys)
+                raise UserError(f"config.json has layer_types: {quote(kind)}; only attention is supported")
+        found |= _optional_expert_settings(keys)
+    elif family.dense_layers == "parallel":
+        found |= _parallel_expert_settings(keys)
     if dense:
         found["moe.dense_layers"] = sorted(dense)
-    if family.groups is not None:
+    if family.group_score is not None:
         groups, best = keys.take("n_group"), keys.take("topk_group")
-        method = keys.take("topk_method", "group_limited_greedy") if family.groups == "max" else "group_limited_greedy"
+        method = keys.take("topk_method", "group_limited_greedy") if family.group_score == "max" else "group_limited_greedy"
         if method not in ("greedy", "group_limited_greedy"):
-            raise UserError(f"config.json has topk_method: {quote(method)}, which is none of greedy, group_limited_greedy")
+            raise UserError(f"config.json has topk_method: {quote(method)}, expected one of greedy, group_limited_greedy")
         if method != "greedy" and groups != 1:
             found["moe.n_groups"] = _check_integer(_require(groups, "n_group"), "n_group")
             best = _check_integer(_require(best, "topk_group"), "topk_group")
-            found |= {"moe.top_k_groups": best, "moe.group_score": family.groups}
+            found |= {"moe.top_k_groups": best, "moe.group_score": family.group_score}
     return found
 
 
-def _optional_experts(keys: _Keys) -> dict[str, Any]:
-    """Experts beside a layer that all tokens take, or that layer alone."""
+def _optional_expert_settings(keys: _Keys) -> dict[str, Any]:
+    """Returns the settings of experts with a shared expert, or of a dense model if there are no experts."""
     names = ("num_local_experts|num_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size")
-    count, taken, width, shared = (keys.take(name) for name in names)
+    count, top_k, width, shared = (keys.take(name) for name in names)
     if not count:
         return {"model.hidden_dim": shared}
-    experts = {"moe.use_moe": True, "moe.norm_topk_prob": True, "moe.n_experts": count, "moe.top_k_mlp": taken}
+    experts = {"moe.use_moe": True, "moe.norm_topk_prob": True, "moe.n_experts": count, "moe.top_k_mlp": top_k}
     return experts | {"model.hidden_dim": width, "moe.shared_experts": 1, "moe.shared_hidden_dim": shared}
 
 
-def _branched_experts(keys: _Keys) -> dict[str, Any]:
-    """Experts beside a dense layer that all tokens take, or that layer alone."""
+def _parallel_expert_settings(keys: _Keys) -> dict[str, Any]:
+    """Returns the settings of experts in parallel with a dense branch, or of a dense model without `enable_moe_block`."""
     names = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
-    switched = keys.take("enable_moe_block", False)
-    count, taken, width, dense = (keys.take(name) for name in names)
+    enabled = keys.take("enable_moe_block", False)
+    count, top_k, width, dense = (keys.take(name) for name in names)
     dense = _require(dense, "intermediate_size")
-    if not switched:
+    if not enabled:
         return {"model.hidden_dim": dense}
     experts = {"moe.use_moe": True, "moe.norm_topk_prob": True, "moe.branch_norms": True, "moe.shared_experts": 1}
-    experts |= {"moe.n_experts": _require(count, names[0]), "moe.top_k_mlp": _require(taken, names[1])}
+    experts |= {"moe.n_experts": _require(count, names[0]), "moe.top_k_mlp": _require(top_k, names[1])}
     return experts | {"model.hidden_dim": _require(width, names[2]), "moe.shared_hidden_dim": dense}
 
 
 def _expert_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """The opposite of `_expert_settings`."""
+    """Returns the keys for `_expert_settings`."""
     written: dict[str, Any]
-    if family.dense == "all":
+    if family.dense_layers == "all or none":
         written = {"position_embedding_type": "rope" if model.position == "rope" else None}
         written |= {"layer_types": [FULL] * model.num_blocks, "intermediate_size": model.hidden_dim}
-        written["mamba_n_heads"] = 1  # transformers wants a divisor of the width, without such layers too
+        written["mamba_n_heads"] = 1  # transformers requires a divisor of the width, even without Mamba layers
         experts = model.experts
         if experts is None:
             return written | {"num_local_experts": 0, "shared_intermediate_size": model.hidden_dim}
         sizes = {"num_local_experts": experts.count, "num_experts_per_tok": experts.top_k}
         return written | sizes | {"shared_intermediate_size": experts.shared_dim}
-    if family.dense == "beside":
+    if family.dense_layers == "parallel":
         experts = model.experts
         if experts is None:
             return {"enable_moe_block": False, "intermediate_size": model.hidden_dim}
@@ -407,22 +410,22 @@ def _expert_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
         return {}
     dense, groups = model.experts.dense_layers, model.experts.groups
     written = {}
-    if family.dense == "first":
+    if family.dense_layers == "first":
         written["first_k_dense_replace"] = len(dense)
-    elif family.dense == "steps":
+    elif family.dense_layers == "steps":
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
-    elif family.dense == "types":
+    elif family.dense_layers == "types":
         written["mlp_layer_types"] = ["dense" if i in dense else "sparse" for i in range(model.num_blocks)]
-    elif family.dense == "range":
+    elif family.dense_layers == "range":
         routed = [i for i in range(model.num_blocks) if i not in dense]
         first, last = routed[0], routed[-1]
         steps = range(1, model.num_blocks + 1)
         every = next((n for n in steps if routed == [i for i in range(first, last + 1) if not (i + 1) % n]), 1)
         end = -1 if last == model.num_blocks - 1 else last
         written |= {"moe_layer_start_index": first, "moe_layer_end_index": end, "moe_layer_interval": every}
-    if family.groups is not None:
+    if family.group_score is not None:
         written |= {"n_group": groups, "topk_group": model.experts.top_groups}
-    if family.groups == "max":
+    if family.group_score == "max":
         written["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
     return written
 
@@ -434,29 +437,31 @@ def _per_layer(values: Any, count: int, key: str) -> list[Any]:
 
 
 def _shortest_period(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What these values repeat."""
+    """Returns the shortest pattern whose repetition gives these values."""
     lengths = range(1, len(values) + 1)
     size = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
     return tuple(values[:size])
 
 
 def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = None) -> dict[str, Any]:
-    """The `config.json` of a model with these settings, of the first family that can say it, or of this one.
+    """Returns the `config.json` of a model in the first family that supports it, or in the given one.
 
-    What is written is read again: it is that of exactly this architecture.
+    The result is converted back to settings, to check that it describes exactly this architecture.
 
     Args:
-      vocab_size: tokens of the tokenizer.
+      config: the settings of the model.
+      vocab_size: the number of tokens in the tokenizer.
+      family: the `model_type`; None tries all families.
 
     Raises:
-      UserError: none can say the architecture; the sentence names a setting.
+      UserError: no family supports the architecture; the message names a setting.
     """
     model = config.architecture(vocab_size)
     nearest: list[str] | None = None
-    unlike: list[str] = []
+    excluded: list[str] = []
     for name in FAMILIES if family is None else [family]:
         if found := _required_differences(model, FAMILIES[name]):
-            unlike = unlike or found
+            excluded = excluded or found
             continue
         written = _hf_settings(config, model, FAMILIES[name])
         differing = [key for key, value in written.items() if value is _UNSUPPORTED]
@@ -466,26 +471,30 @@ def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = 
         if not differing:
             return written
         nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
-    nearest, values = nearest or unlike, flat(config)
+    nearest, values = nearest or excluded, flat(config)
     what = " and ".join(f"{path}: {quote(values[path])}" for path in nearest[:3])
-    which = "no family of transformers" if family is None else family
-    raise UserError(f"{which} can say this model: the nearest differs in {what}")
+    if family is None:
+        raise UserError(f"no Transformers class represents this architecture: the most similar one does not support {what}")
+    raise UserError(f"the family {family} of Transformers does not support {what}")
 
 
 def _required_differences(model: ModelConfig, family: Family) -> list[str]:
-    """The settings by which a model cannot be of a family, whatever its others are."""
+    """Returns the settings that exclude a model from a family, whatever its other settings are."""
     experts, latents = "moe.use_moe" in family.settings, "kv_lora_rank" in family.keys
-    has = {"moe.use_moe": (model.experts is not None, experts), "attention.kv_lora_rank": (model.latent is not None, latents)}
-    if family.dense in ("all", "beside"):  # with experts or without
-        del has["moe.use_moe"]
-    return [path for path, (ours, theirs) in has.items() if ours != theirs]
+    pairs = {"moe.use_moe": (model.experts is not None, experts), "attention.kv_lora_rank": (model.latent is not None, latents)}
+    if family.dense_layers in ("all or none", "parallel"):  # the family has models with and without experts
+        del pairs["moe.use_moe"]
+    return [path for path, (of_model, of_family) in pairs.items() if of_model != of_family]
 
 
 _UNSUPPORTED = object()
 
 
 def _hf_settings(config: Config, model: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys of a family for a model, whether or not they say all of it; `_UNSAID` by a setting that none of its names is."""
+    """Returns a family's `config.json` keys for a model, or an unsupported setting with the value `_UNSUPPORTED`.
+
+    The keys may not describe the model completely.
+    """
     values: dict[str, Any] = flat(config) | {"model.kv_heads": model.kv_heads, "model.head_size": model.head_size}
     values |= {"model.hidden_dim": model.hidden_dim}
     if model.experts is not None:
@@ -496,15 +505,15 @@ def _hf_settings(config: Config, model: ModelConfig, family: Family) -> dict[str
     if values["attention.query_pre_attn_scalar"] is None:
         values["attention.query_pre_attn_scalar"] = model.head_size
     elif (scalar := values["attention.query_pre_attn_scalar"]) == int(scalar):
-        values["attention.query_pre_attn_scalar"] = int(scalar)  # transformers takes no other
+        values["attention.query_pre_attn_scalar"] = int(scalar)  # transformers accepts only an int
     if values["attention.attention_multiplier"] is None:
         values["attention.attention_multiplier"] = (model.query_pre_attn_scalar or model.head_size) ** -0.5
     written: dict[str, Any] = {}
     for names, paths in family.keys.items():
         value = values[paths if isinstance(paths, str) else paths[0]]
-        written[names.partition("|")[0]] = CONVERTED[names][1](value) if names in CONVERTED else value
+        written[names.partition("|")[0]] = CONVERSIONS[names][1](value) if names in CONVERSIONS else value
     key, activations = family.activation
-    name = next((name for name, ours in activations.items() if ours == model.activation), None)
+    name = next((name for name, activation in activations.items() if activation == model.activation), None)
     if name is None:
         return {"model.activation": _UNSUPPORTED}
     return (
@@ -528,21 +537,21 @@ def _rope_keys(values: Mapping[str, Any], model: ModelConfig, family: Family) ->
     written: dict[str, Any] = {}
     if kind in WITH_ORIGINAL:
         scaling[ORIGINAL] = values["attention.rope_original_context"]
-    if family.rope == "partial":
+    if family.rope == "longrope":
         written[ORIGINAL] = values["attention.rope_original_context"] or model.max_context
-    if family.rope in ("partial", "share"):
+    if family.rope in ("longrope", "partial"):
         written["partial_rotary_factor"] = scaling["partial_rotary_factor"] = model.partial_rotary_factor
     if family.query_scaling and model.query_scaling_beta is not None:
         scaling[BETA] = model.query_scaling_beta
-    if family.rope == "some layers":
+    if family.rope == "listed layers":
         written["no_rope_layers"] = [int(layer not in model.unrotated) for layer in range(model.num_blocks)]
-    # Readers before transformers 5 know the older keys.
+    # Versions before transformers 5 read the older keys.
     written |= {"rope_theta": model.rope_theta} | ({} if kind == "default" else {"rope_scaling": dict(scaling)})
     scaling["rope_theta"] = model.rope_theta
     if family.rope == "local":
         local = model.rope_theta if model.rope_local_theta is None else model.rope_local_theta
         layers = {FULL: scaling, SLIDING: {"rope_type": "default", "rope_theta": local}}
-        if family.heads is not None:  # a family that no transformers before 5 has
+        if family.per_layer_heads:  # transformers before version 5 does not have this family
             return {"rope_parameters": layers}
         return written | {"rope_local_base_freq": local, "rope_parameters": layers}
     return written | {"rope_parameters": scaling}
@@ -552,12 +561,12 @@ def _window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
     if family.window is None:
         return {}
     window = max((window for window in model.windows if window is not None), default=None)
-    if window is None and family.heads is not None:
-        window = family.defaults["sliding_window"]  # transformers wants a number, though no layer slides
-    if window is None and (family.rope == "sliding" or (family.rope == "hybrid" and model.unrotated)):
-        window = family.defaults["sliding_window"]  # of no layer; with it full layers are not rotated
+    if window is None and family.per_layer_heads:
+        window = family.defaults["sliding_window"]  # transformers requires a number, even if no layer has a window
+    if window is None and (family.rope == "sliding layers" or (family.rope == "windowed layers" and model.unrotated)):
+        window = family.defaults["sliding_window"]  # no layer has it, but with it transformers does not rotate full layers
     written: dict[str, Any] = {"sliding_window": window}
-    if "switched" in family.window:
+    if "optional" in family.window:
         written["use_sliding_window"] = window is not None
     if "layers" in family.window:
         written["layer_types"] = [FULL if window is None else SLIDING for window in model.windows]
@@ -565,16 +574,18 @@ def _window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _changed_settings(written: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """The settings in which what a written `config.json` says is another model."""
+    """Returns the settings that change if a written `config.json` is converted back."""
     try:
-        again = build_config(hf_config_to_settings(written, model.max_context)).architecture(model.vocab_size)
+        converted = build_config(hf_config_to_settings(written, model.max_context)).architecture(model.vocab_size)
     except UserError:
         return [*(path for path in FIELDS if path.startswith(("model.", "attention.")))]
-    return sorted(SETTING_OF[name] for name in ARCHITECTURE if not _nearly_equal(getattr(again, name), getattr(model, name)))
+    return sorted(
+        SETTING_OF[name] for name in ARCHITECTURE if not _nearly_equal(getattr(converted, name), getattr(model, name))
+    )
 
 
 def _nearly_equal(one: Any, other: Any) -> bool:
-    """Equal; of numbers that were converted, to rounding."""
+    """Returns whether two values are equal; floats may differ by the rounding of a conversion."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-12)
     return bool(one == other)

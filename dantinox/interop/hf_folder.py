@@ -1,4 +1,4 @@
-"""Hugging Face model folders: their files, read and written."""
+"""Reading, downloading and writing Hugging Face model folders."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ MAX_JSON_BYTES = 128 << 20
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-# What is fetched of a repository.
+# The files of a repository that are downloaded.
 DOWNLOAD_PATTERNS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json", "*.safetensors", "model.safetensors.index.json",
@@ -35,13 +35,13 @@ DOWNLOAD_PATTERNS = (
 
 
 def open_folder(folder: str | Path) -> Source:
-    """A checkpoint in a folder: `config.json`, `tokenizer.json`, safetensors, and what else there is.
+    """Opens a checkpoint in a folder: `config.json`, `tokenizer.json`, safetensors files, and optional further files.
 
-    Quantized tensors are dequantized when they are read (`hf_quantized`), and `config` says nothing of them. Of a
-    vision–language model the text model is read (`hf_multimodal`).
+    Quantized tensors are dequantized when they are read (`hf_quantized`), and the returned config has no quantization keys. For
+    a vision–language model, the text model is returned (`hf_multimodal`).
 
     Raises:
-      UserError: one of these is missing or damaged, or the weights are a pickle.
+      UserError: a required file is missing or damaged, or the weights are a pickle.
     """
     folder = Path(folder)
 
@@ -52,47 +52,50 @@ def open_folder(folder: str | Path) -> Source:
         return read_json(folder / name, MAX_JSON_BYTES) if (folder / name).exists() else {}
 
     if not (folder / "config.json").exists():
-        raise UserError(f"{folder} is no folder of transformers: it has no config.json")
-    config, tensors, left_out = extract_text_model(*dequantize_checkpoint(settings("config.json"), open_tensors(folder)))
+        raise UserError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    config, tensors, skipped = extract_text_model(*dequantize_checkpoint(settings("config.json"), open_tensors(folder)))
     tokenizer = text("tokenizer.json")
     if tokenizer is None:
         slow = next((name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).exists()), None)
-        remedy = "save it in transformers by AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
+        remedy = "create one with AutoTokenizer.from_pretrained(…).save_pretrained(…) in transformers"
         raise UserError(f"{folder} has no tokenizer.json{f', only {slow}' if slow else ''}: {remedy}")
     tokenizer_config = settings("tokenizer_config.json")
     template = text("chat_template.jinja") or tokenizer_config.get("chat_template")
-    template = template or settings("chat_template.json").get("chat_template")  # of a processor for images and text
-    if isinstance(template, list):  # several by their names
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+    template = template or settings("chat_template.json").get("chat_template")  # written by processors for images and text
+    if isinstance(template, list):  # several named templates
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
     return Source(
         folder, "hf", config, tensors, tokenizer, tokenizer_config,
-        template if isinstance(template, str) else None, settings("generation_config.json"), left_out,
+        template if isinstance(template, str) else None, settings("generation_config.json"), skipped,
     )  # fmt: skip
 
 
 def download_repository(name: str) -> Path:
-    """The folder of a repository of Hugging Face's hub, by its name `owner/model`; what is needed of it is downloaded.
+    """Downloads the required files of a repository on the Hugging Face Hub and returns their folder.
+
+    Args:
+      name: the repository, as `owner/model`.
 
     Raises:
-      UserError: the library is not installed, there is no such repository, or the hub cannot be reached.
+      UserError: the library is not installed, the repository does not exist, or the Hub cannot be reached.
     """
-    with require_extra("hf", f"there is no folder {name}; a repository of the hub needs the extra `hf`"):
+    with require_extra("hf", f"there is no folder {name}; to download it from the Hugging Face Hub, install the extra `hf`"):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     try:
         return Path(snapshot_download(name, allow_patterns=list(DOWNLOAD_PATTERNS)))
     except (HFValidationError, HfHubHTTPError) as error:
-        raise UserError(f"there is no folder {name}, and the hub gives none of this name: {first_line(error)}") from None
-    except Exception as error:  # of the network, in many classes
+        raise UserError(f"there is no folder {name}, and the Hub has no such repository: {first_line(error)}") from None
+    except Exception as error:  # network errors have many classes
         raise UserError(
-            f"there is no folder {name}, and the hub cannot be reached: {first_line(error)}. "
-            "To import without it, copy the checkpoint's folder to this machine and name the folder"
+            f"there is no folder {name}, and the Hub cannot be reached: {first_line(error)}. "
+            "To import without network access, copy the checkpoint's folder to this machine and give its path"
         ) from None
 
 
 def write_folder(folder: Path, bundle: ExportBundle) -> None:
-    """Writes a checkpoint as transformers reads it.
+    """Writes a checkpoint that transformers can read.
 
     Raises:
       UserError: a number is too large for float16, or a file cannot be written.
@@ -101,10 +104,10 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
 
     def make(name: str) -> np.ndarray:
         array = bundle.tensors[name]
-        narrow = array.astype(DTYPES[CODES[dtypes[name]]], copy=False)
-        if dtypes[name] == "float16" and not np.array_equal(np.isfinite(narrow), np.isfinite(array)):
-            raise UserError(f"{name} has numbers that float16 cannot hold (above 65,504): export it as f32 or bf16")
-        return narrow
+        converted = array.astype(DTYPES[CODES[dtypes[name]]], copy=False)
+        if dtypes[name] == "float16" and not np.array_equal(np.isfinite(converted), np.isfinite(array)):
+            raise UserError(f"{name} has numbers above 65,504, the largest of float16: export it as f32 or bf16")
+        return converted
 
     kinds = {name: Tensor(tensor.shape, dtypes[name]) for name, tensor in bundle.tensors.tensors.items()}
     with np.errstate(over="ignore"):
@@ -118,24 +121,24 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
 
 
 def open_tensors(folder: Path) -> LazyArrays:
-    """The tensors of `model.safetensors` in a folder, or of the files that its index names.
+    """Opens the tensors of `model.safetensors` in a folder, or of the files in its index.
 
     Raises:
-      UserError: there is neither, one of them is damaged, or they do not hold what the index says.
+      UserError: both are missing, a file is damaged, or the files contradict the index.
     """
-    holders: dict[str, SafetensorsFile] = {}
-    for name, expected in _files(folder).items():
+    file_of: dict[str, SafetensorsFile] = {}
+    for name, expected in _list_files(folder).items():
         file = SafetensorsFile(folder / name)
         if missing := expected - file.tensors.keys():
-            raise UserError(f"{folder / name} lacks {escape_name(min(missing))}, which {INDEX} says it holds")
-        if twice := holders.keys() & file.tensors.keys():
-            raise UserError(f"{escape_name(min(twice))} stands in two files of {folder}")
-        holders |= dict.fromkeys(file.tensors, file)
-    return LazyArrays({name: file.tensors[name] for name, file in holders.items()}, lambda name: holders[name].read(name))
+            raise UserError(f"{folder / name} lacks {escape_name(min(missing))}, which {INDEX} lists for it")
+        if duplicates := file_of.keys() & file.tensors.keys():
+            raise UserError(f"{escape_name(min(duplicates))} is in two files of {folder}")
+        file_of |= dict.fromkeys(file.tensors, file)
+    return LazyArrays({name: file.tensors[name] for name, file in file_of.items()}, lambda name: file_of[name].read(name))
 
 
-def _files(folder: Path) -> dict[str, set[str]]:
-    """The files of a checkpoint, with the names that its index says they hold."""
+def _list_files(folder: Path) -> dict[str, set[str]]:
+    """Returns the safetensors files of a checkpoint, with the names of the tensors that the index lists for each."""
     index = folder / INDEX
     if (folder / ONE_FILE).is_file():
         return {ONE_FILE: set()}
@@ -143,17 +146,17 @@ def _files(folder: Path) -> dict[str, set[str]]:
         pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
         if pickles:
             raise UserError(
-                f"{folder} holds its weights as {pickles[0]}, a pickle, which can run any code and is not read: convert it to "
-                "safetensors where you trust it, in transformers by from_pretrained(…).save_pretrained(…)"
+                f"{folder} has its weights in {pickles[0]}, a pickle, which is not read because it can run any code: if you "
+                "trust it, convert it to safetensors with from_pretrained(…).save_pretrained(…) in transformers"
             )
         raise UserError(f"{folder} has no {ONE_FILE} and no {INDEX}")
-    places = read_json(index, MAX_JSON_BYTES).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise UserError(f"{index} must have an object under weight_map, got {quote(places)}")
+    weight_map = read_json(index, MAX_JSON_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} must have an object under weight_map, got {quote(weight_map)}")
     files: dict[str, set[str]] = {}
-    for name, file in places.items():
+    for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
-            raise UserError(f"{index} places {escape_name(name)} in {quote(file)}, which is no safetensors file beside it")
+            raise UserError(f"{index} lists {escape_name(name)} in {quote(file)}, which is not a safetensors file next to it")
         files.setdefault(file, set()).add(name)
     return files
 
@@ -162,25 +165,27 @@ def write_tensors(folder: Path, arrays: Mapping[str, np.ndarray], tensors: Mappi
     """Writes `model.safetensors`, or above `SHARD_BYTES` several files and their index.
 
     Args:
-      arrays: asked for one after the other, in their order.
-      tensors: shape and type of each of them.
+      folder: the target folder.
+      arrays: the arrays, accessed once each and in order.
+      tensors: the shape and dtype of each array.
 
     Raises:
       UserError: a file cannot be written.
     """
     shards: list[dict[str, Tensor]] = [{}]
-    held = 0
+    shard_bytes = 0
     for name in arrays:
-        if shards[-1] and held + tensors[name].nbytes > SHARD_BYTES:
+        if shards[-1] and shard_bytes + tensors[name].nbytes > SHARD_BYTES:
             shards.append({})
-            held = 0
+            shard_bytes = 0
         shards[-1][name] = tensors[name]
-        held += tensors[name].nbytes
-    places: dict[str, str] = {}
+        shard_bytes += tensors[name].nbytes
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else ONE_FILE
         with staged_write(folder / file, safetensors_pieces(arrays, shard)):
-            places |= dict.fromkeys(shard, file)
+            weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        index: dict[str, Any] = {"metadata": {"total_size": sum(tensors[name].nbytes for name in arrays)}, "weight_map": places}
+        total = sum(tensors[name].nbytes for name in arrays)
+        index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         atomic_write(folder / INDEX, json.dumps(index, indent=2))

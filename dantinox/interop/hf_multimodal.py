@@ -1,7 +1,7 @@
 """Text models inside vision–language checkpoints of Hugging Face.
 
-Such a checkpoint holds a text model, an encoder of images, and a projector between them. Only the text model is read: its part
-of `config.json`, and its tensors under the names that a checkpoint of the text model alone has.
+Such a checkpoint contains a text model, an image encoder, and a projector between them. Only the text model is read: its part
+of `config.json`, and its tensors with the names that a checkpoint of the text model alone has.
 """
 
 from collections import Counter
@@ -14,13 +14,14 @@ from dantinox.interop.source import LazyArrays
 
 
 class Multimodal(NamedTuple):
-    """A model of several parts.
+    """A multimodal model.
 
     Attributes:
-      architecture: the class of transformers.
-      text: the `model_type` of its text model where `text_config` does not say one.
-      others: the parts that are left out, by the first component of their tensors' names, after `model.` where that is first.
-      flat: whether older files have the keys of the text model at the top of `config.json`, with these keys of the other parts.
+      architecture: the model class in transformers.
+      text: the `model_type` of its text model, if `text_config` does not have one.
+      others: the parts that are not imported: the first component of their tensors' names, without the prefix `model.`.
+      flat: for models whose older files have the text model's keys at the top level of `config.json`: the keys of the other
+        parts there.
     """
 
     architecture: str
@@ -53,16 +54,16 @@ MULTIMODAL = {
     "qwen2_5_vl": Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ("visual",), QWEN_KEYS),
     "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ("visual",)),
 }
-# Text models whose positions have three axes, and the family that each is otherwise. For text the three positions are equal, so
-# that plain rotary positions give the same rotations.
+# Text models with multimodal rotary positions (M-RoPE), and the plain family of each. The three positions of a text token are
+# equal, so plain rotary positions give the same rotations.
 MROPE_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 SECTIONS = ("mrope_section", "mrope_interleaved")
-# The defaults of transformers for a `text_config`, which older versions write without the values that equal them.
+# Transformers' defaults for a `text_config`. Older versions do not write values that are equal to them.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 QWEN_VL: dict[str, Any] = dict(zip(SIZES, (152064, 8192, 29568, 80, 64), strict=True)) | {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6,
 }  # fmt: skip
-SEVEN_B = dict(zip(SIZES, (151936, 4096, 22016, 32, 32), strict=True)) | {"num_key_value_heads": 32}
+QWEN_7B = dict(zip(SIZES, (151936, 4096, 22016, 32, 32), strict=True)) | {"num_key_value_heads": 32}
 MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
@@ -71,21 +72,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": dict(zip(SIZES, (32000, 4096, 11008, 32, 32), strict=True)),
     "mistral": dict(zip(SIZES, (32000, 4096, 14336, 32, 32), strict=True)),
     "ministral3": dict(zip(SIZES, (131072, 4096, 14336, 34, 32), strict=True)) | {"rope_parameters": MINISTRAL3_ROPE},
-    "qwen2": SEVEN_B,
-    "qwen3": SEVEN_B,
+    "qwen2": QWEN_7B,
+    "qwen3": QWEN_7B,
     "gemma3_text": dict(zip(SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
     "gemma4_text": dict(zip(SIZES, (262144, 2304, 9216, 30, 8), strict=True)),
     "qwen2_vl_text": QWEN_VL,
     "qwen2_5_vl_text": QWEN_VL,
-    "qwen3_vl_text": SEVEN_B | {"max_position_embeddings": 128000, "rope_theta": 5e5},
+    "qwen3_vl_text": QWEN_7B | {"max_position_embeddings": 128000, "rope_theta": 5e5},
 }
-# Keys in the `text_config` of Idefics and SmolVLM that say nothing about the text model.
-UNUSED = ("_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor")
-ONLY = {"use_resampler": False, "qk_layer_norms": False}
-# Keys of the whole model that the text model takes where it has none of its own.
-SHARED = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Keys in the `text_config` of Idefics and SmolVLM that do not change the text model, and keys with the supported value.
+IGNORED_KEYS = ("_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor")
+SUPPORTED_VALUES = {"use_resampler": False, "qk_layer_norms": False}
+# Keys that the text model inherits from the whole model.
+INHERITED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = ("dtype", "torch_dtype")  # of the tensors in the file
-# How the names of a text model's tensors begin, by the class and the version that wrote them, and how they begin without.
+# Prefixes of the text model's tensors in different classes and versions of transformers, and the prefixes in a text model.
 PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -97,14 +98,14 @@ HEAD = "lm_head.weight"
 
 
 def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[dict[str, Any], LazyArrays, str | None]:
-    """The text model of a checkpoint of several parts; a checkpoint of a text model alone is given back as it is.
+    """Extracts the text model of a multimodal checkpoint; returns the checkpoint of a text model unchanged.
 
     Returns:
-      `config.json` of the text model, its tensors by the names that it has alone, and a line that says what is left out, or
-      None where nothing is.
+      The `config.json` of the text model, its tensors with the names of a text model, and one line about the parts that are not
+      imported, or None if there are none.
 
     Raises:
-      UserError: the text model is of no known family, or a tensor is neither of it nor of a known other part.
+      UserError: the family of the text model is not supported, or a tensor belongs to no known part.
     """
     name = config.get("model_type")
     if not isinstance(name, str) or name not in MULTIMODAL:
@@ -112,68 +113,72 @@ def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[
     whole = MULTIMODAL[name]
     classes = config.get("architectures") or [whole.architecture]
     if classes != [whole.architecture]:
-        raise UserError(f"config.json has architectures: {quote(classes)}, of {name} only {whole.architecture} writes text")
-    names, left_out = _text_names(tensors, whole)
+        raise UserError(f"config.json has architectures: {quote(classes)}; only {whole.architecture} of {name} generates text")
+    names, skipped = _text_names(tensors, whole)
     text = _text_config(config, whole, HEAD in names)
     kinds = {plain: tensors.tensors[stored] for plain, stored in names.items()}
-    parts = ", ".join(f"{part} ({count})" for part, count in left_out.items()) or "no other part"
+    parts = ", ".join(f"{part} ({count})" for part, count in skipped.items()) or "no other part"
     line = f"{name}: its text model, {text['model_type']}, is imported; tensors left out: {parts}"
     return text, LazyArrays(kinds, lambda plain: tensors[names[plain]]), line
 
 
 def _text_names(tensors: LazyArrays, whole: Multimodal) -> tuple[dict[str, str], Counter[str]]:
-    """The text model's names of its tensors → those in the checkpoint, and how many tensors of each other part there are."""
+    """Maps the names of the text model's tensors to those in the checkpoint, and counts the tensors of each other part."""
     names: dict[str, str] = {}
-    left_out: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     for stored in tensors:
         part = stored.removeprefix("model.").partition(".")[0]
         if part in whole.others:
-            left_out[part] += 1
+            skipped[part] += 1
             continue
         prefix = next((prefix for prefix in PREFIXES if stored.startswith(prefix)), None)
         if prefix is None and not (whole.flat and stored.startswith("model.")):
             known = ", ".join(whole.others)
-            raise UserError(f"the checkpoint has {escape_name(stored)}, which is neither of its text model nor of {known}")
+            raise UserError(f"the checkpoint has {escape_name(stored)}, which belongs neither to its text model nor to {known}")
         plain = stored if prefix is None else PREFIXES[prefix] + stored.removeprefix(prefix)
         if plain in names:
             raise UserError(
                 f"the checkpoint has {escape_name(stored)} and {escape_name(names[plain])}, which are the same tensor"
             )
         names[plain] = stored
-    return names, left_out
+    return names, skipped
 
 
 def _text_config(config: Mapping[str, Any], whole: Multimodal, has_head: bool) -> dict[str, Any]:
-    """The keys of the text model, with transformers' values for sizes that are not given."""
-    given = config.get("text_config")
-    if given is None and whole.flat:
-        given = {key: value for key, value in config.items() if key not in (*whole.flat, "model_type", "architectures")}
-    if not isinstance(given, dict):
-        raise UserError(f"config.json has text_config: {quote(given)}, expected an object")
-    kind = given.get("model_type", whole.text)
+    """Returns the `config.json` of the text model, with transformers' defaults for absent sizes."""
+    text_config = config.get("text_config")
+    if text_config is None and whole.flat:
+        text_config = {key: value for key, value in config.items() if key not in (*whole.flat, "model_type", "architectures")}
+    if not isinstance(text_config, dict):
+        raise UserError(f"config.json has text_config: {quote(text_config)}, expected an object")
+    kind = text_config.get("model_type", whole.text)
     family = MROPE_MODELS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted({whole.text} | FAMILIES.keys()))
-        raise UserError(f"config.json has a text_config of model_type: {quote(kind)}, which is none of {known}")
-    for key, value in ONLY.items():
-        if given.get(key, value) != value:
-            raise UserError(f"config.json has {key}: {quote(given[key])} in text_config, where only {quote(value)} is known")
-    text = DEFAULTS.get(kind, {}) | {key: value for key, value in given.items() if key not in (*UNUSED, *ONLY)}
-    for key in SHARED:
+        raise UserError(f"config.json has a text_config of model_type: {quote(kind)}, expected one of {known}")
+    for key, value in SUPPORTED_VALUES.items():
+        if text_config.get(key, value) != value:
+            raise UserError(
+                f"config.json has {key}: {quote(text_config[key])} in text_config; only {quote(value)} is supported"
+            )
+    dropped = (*IGNORED_KEYS, *SUPPORTED_VALUES)
+    text = DEFAULTS.get(kind, {}) | {key: value for key, value in text_config.items() if key not in dropped}
+    for key in INHERITED_KEYS:
         if config.get(key) is not None and text.get(key) is None:
             text[key] = config[key]
     if stored := {key: config[key] for key in DTYPES if config.get(key) is not None}:
         text = {key: value for key, value in text.items() if key not in DTYPES} | stored
     if kind in MROPE_MODELS:
         text |= {key: _drop_mrope(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
-    # Versions of transformers read one or the other. Where the two differ, the tensors decide.
-    said = [ties for ties in (given.get("tie_word_embeddings"), config.get("tie_word_embeddings")) if ties is not None]
-    text["tie_word_embeddings"] = said[0] if said and said.count(said[0]) == len(said) else not has_head
+    # Some versions of transformers read the key of the text model, others that of the whole model. If the two differ, the
+    # presence of an output layer decides.
+    ties = [value for value in (text_config.get("tie_word_embeddings"), config.get("tie_word_embeddings")) if value is not None]
+    text["tie_word_embeddings"] = ties[0] if ties and ties.count(ties[0]) == len(ties) else not has_head
     return text | {"model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 
 def _drop_mrope(rope: Any) -> Any:
-    """Rotary settings without the sections of a head that each of three axes rotates."""
+    """Returns RoPE settings without the head sections of M-RoPE."""
     if not isinstance(rope, dict):
         return rope
     plain = {key: value for key, value in rope.items() if key not in SECTIONS}

@@ -1,8 +1,8 @@
 """Quantized tensors of Hugging Face checkpoints, dequantized when they are read.
 
-`config.json` names the method under `quantization_config`; each method stores a matrix as several tensors. Formats: fp8 and
-mxfp4 as Transformers reads them (`integrations/finegrained_fp8.py`, `mxfp4.py`), compressed-tensors as its library does
-(`compressors/`), AWQ's and GPTQ's as AutoAWQ (`gemm`) and AutoGPTQ write them. Products are rounded to float32 once.
+The key `quantization_config` of `config.json` gives the method. Each method stores a matrix as several tensors. The formats are
+those of Transformers for fp8 and mxfp4 (`integrations/finegrained_fp8.py`, `mxfp4.py`), of its library for compressed-tensors
+(`compressors/`), of AutoAWQ for AWQ (`gemm`), and of AutoGPTQ for GPTQ. Every product is rounded to float32 once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +15,21 @@ import numpy as np
 from dantinox.files import UserError, escape_name, quote
 from dantinox.interop.source import LazyArrays, Tensor
 
-CHUNK = 1 << 20  # values dequantized at once
+CHUNK = 1 << 20  # values dequantized at a time
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 FLOATS = ("float32", "bfloat16", "float16")
-# The values of 4-bit floats (E2M1), by their code.
+# The value of each code of a 4-bit float (E2M1).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # in which 4 bits of a word the n-th of eight outputs lies
-# Tensors of quantized activations and caches, which are not quantized here.
-ACTIVATIONS = (
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of its eight outputs
+# Suffixes of scales for activations and caches, which are not imported.
+ACTIVATION_SCALES = (
     ".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
     ".k_scale", ".v_scale", ".q_scale",
 )  # fmt: skip
 
 
 class Dequantized(NamedTuple):
-    """A tensor that is made of stored ones: its shape and dtype, the names of those, and what makes it."""
+    """A tensor that is dequantized: its shape and dtype, the names of its stored tensors, and the function that computes it."""
 
     tensor: Tensor
     stored: tuple[str, ...]
@@ -37,26 +37,27 @@ class Dequantized(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A way to quantize.
+    """A quantization method.
 
     Attributes:
-      find: all quantized tensors of a checkpoint, by the name that they have without quantization.
-      only: options that change the numbers, and the values that are known; null counts as absent.
-      unused: options that change no weight.
+      find: a function that returns all quantized tensors of a checkpoint, by their names in an unquantized checkpoint.
+      supported: options that change the weights, and their supported values, or () if `find` checks the value. A null option
+        is treated as absent.
+      ignored: options that do not change the weights.
     """
 
     find: Callable[[Mapping[str, Any], LazyArrays], dict[str, Dequantized]]
-    only: Mapping[str, tuple[Any, ...]]
-    unused: tuple[str, ...]
+    supported: Mapping[str, tuple[Any, ...]]
+    ignored: tuple[str, ...]
 
 
 def dequantize_checkpoint(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[dict[str, Any], LazyArrays]:
-    """A checkpoint without quantization: its `config.json` without `quantization_config`, and tensors by their normal names.
+    """Returns `config.json` without `quantization_config`, and tensors with the names of an unquantized checkpoint.
 
-    Tensors are dequantized one by one when they are read, to float32, those of mxfp4 to bfloat16, which holds them exactly.
+    Each tensor is dequantized when it is read, to float32, or for mxfp4 to bfloat16, which represents its values exactly.
 
     Raises:
-      UserError: the method or an option is unknown, or the tensors do not fit together; the sentence names it.
+      UserError: the method or an option is not supported, or the tensors do not fit together; the message names it.
     """
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     options = config.get("quantization_config")
@@ -66,39 +67,42 @@ def dequantize_checkpoint(config: Mapping[str, Any], tensors: LazyArrays) -> tup
         raise UserError(f"config.json has quantization_config: {quote(options)}, expected an object")
     name = options.get("quant_method")
     if not isinstance(name, str) or name not in METHODS:
-        given = f"quantization_config.quant_method: {quote(name)}"
-        raise UserError(f"config.json has {given}; those read are {', '.join(METHODS)}")
+        raise UserError(
+            f"config.json has quantization_config.quant_method: {quote(name)}, expected one of {', '.join(METHODS)}"
+        )
     method = METHODS[name]
-    _check_options(options, method.only, method.unused, f"quantization_config of {name}")
+    _check_options(options, method.supported, method.ignored, f"quantization_config of {name}")
     found = method.find(options, tensors)
     if not found:
-        raise UserError(f"config.json has quantization_config.quant_method: {name}, and no tensor is stored in this way")
-    taken = {stored for entry in found.values() for stored in entry.stored}
-    rest = {key: tensor for key, tensor in tensors.tensors.items() if key not in taken and not key.endswith(ACTIVATIONS)}
-    if twice := found.keys() & rest.keys():
-        raise UserError(f"the checkpoint has {escape_name(min(twice))} both quantized and not")
+        raise UserError(f"config.json has quantization_config.quant_method: {name}, but no tensor has this format")
+    used = {stored for entry in found.values() for stored in entry.stored}
+    rest = {key: tensor for key, tensor in tensors.tensors.items() if key not in used and not key.endswith(ACTIVATION_SCALES)}
+    if duplicates := found.keys() & rest.keys():
+        raise UserError(f"the checkpoint has {escape_name(min(duplicates))} both quantized and not")
     kinds = rest | {key: entry.tensor for key, entry in found.items()}
     if any(entry.tensor.dtype == "float32" for entry in found.values()):
         plain |= {key: "float32" for key in ("dtype", "torch_dtype") if plain.get(key) is not None}
 
     def make(key: str) -> np.ndarray:
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is used
+        with np.errstate(over="ignore", invalid="ignore"):  # NaN and Inf are rejected when the parameter is converted
             return found[key].make() if key in found else tensors[key]
 
     return plain, LazyArrays(kinds, make)
 
 
-def _check_options(options: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], unused: Sequence[str], where: str) -> None:
-    """Raises on the first option that is unknown, or has an unknown value."""
+def _check_options(
+    options: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]], ignored: Sequence[str], where: str
+) -> None:
+    """Raises a `UserError` for the first option that is unknown or has an unsupported value."""
     for key, value in options.items():
-        if value is None or key in unused or key == "quant_method":
+        if value is None or key in ignored or key == "quant_method":
             continue
-        if key not in only:
-            known = ", ".join((*only, *unused))
-            raise UserError(f"config.json has {escape_name(key)}: {quote(value)} in {where}; the options known are {known}")
-        if only[key] and (type(value), value) not in [(type(allowed), allowed) for allowed in only[key]]:
-            known = ", ".join(map(quote, only[key]))
-            raise UserError(f"config.json has {escape_name(key)}: {quote(value)} in {where}; those known are {known}")
+        if key not in supported:
+            known = ", ".join((*supported, *ignored))
+            raise UserError(f"config.json has the unknown option {escape_name(key)} in {where}, expected one of {known}")
+        if supported[key] and (type(value), value) not in [(type(allowed), allowed) for allowed in supported[key]]:
+            allowed = ", ".join(map(quote, supported[key]))
+            raise UserError(f"config.json has {escape_name(key)}: {quote(value)} in {where}, expected one of {allowed}")
 
 
 def _number(options: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
@@ -109,17 +113,17 @@ def _number(options: Mapping[str, Any], key: str, default: int | None = None, le
     return value
 
 
-def _part(tensors: LazyArrays, name: str, beside: str, dtypes: tuple[str, ...]) -> Tensor:
-    """The description of a stored tensor, which must be there and have one of these dtypes."""
+def _stored_tensor(tensors: LazyArrays, name: str, companion: str, dtypes: tuple[str, ...]) -> Tensor:
+    """Returns the shape and dtype of a stored tensor, which must exist with its `companion` and have one of these dtypes."""
     if name not in tensors.tensors:
-        raise UserError(f"the checkpoint has {escape_name(beside)} without {escape_name(name)}")
+        raise UserError(f"the checkpoint has {escape_name(companion)} without {escape_name(name)}")
     tensor = tensors.tensors[name]
     if tensor.dtype not in dtypes:
         raise UserError(f"the checkpoint has {escape_name(name)} as {tensor.dtype}, expected {' or '.join(dtypes)}")
     return tensor
 
 
-def _expect(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(found)}, expected {list(expected)}")
 
@@ -129,16 +133,16 @@ def _modules(tensors: LazyArrays, suffix: str) -> list[str]:
 
 
 def _float_scale(scale: np.ndarray) -> np.ndarray:
-    """Scales as float32; bytes are exponents of 2 with the bias 127 (E8M0)."""
+    """Converts scales to float32; bytes are exponents of 2 with the bias 127 (E8M0)."""
     return (scale.view(ml_dtypes.float8_e8m0fnu) if scale.dtype == np.uint8 else scale).astype(np.float32)
 
 
 def _unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Fields of 1 to 8 bits that lie one behind the other in 32-bit words: `[rows, words]` → uint8 `[rows, count]`."""
+    """Unpacks consecutive fields of 1 to 8 bits from 32-bit words: `[rows, words]` → uint8 `[rows, count]`."""
     words = np.ascontiguousarray(words).view(np.uint32)
     position = np.arange(count, dtype=np.uint32) * np.uint32(bits)
     word, shift = position >> np.uint32(5), position & np.uint32(31)
-    split = shift > 32 - bits  # a field that ends in the next word
+    split = shift > 32 - bits  # fields that end in the next word
     result = np.empty((len(words), count), np.uint8)
     step = max(1, CHUNK // max(count, 1))
     for start in range(0, len(words), step):
@@ -150,29 +154,40 @@ def _unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     return result
 
 
-def _blocks(name: str, shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int] | None = None) -> tuple[int, int]:
-    """The rows and columns that share a scale, in a matrix with this grid of scales: all, a row, a group of one, or `block`."""
+def _scale_block(
+    name: str, shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Returns the rows and columns that share a scale.
+
+    Args:
+      name: the name of the matrix, for messages.
+      shape: the shape of the matrix.
+      grid: the shape of its scales: one scale for the matrix, for a row, for a group of columns in a row, or for a block.
+      block: the shape of a block, if the config gives one.
+    """
     if block is not None and tuple(-(-size // length) for size, length in zip(shape, block, strict=True)) == grid:
         return block
     if len(grid) != 2 or 0 in (*grid, *shape) or grid[0] not in (1, shape[0]) or shape[1] % grid[1]:
         raise UserError(
-            f"the checkpoint has {escape_name(name)} of shape {list(shape)} with scales of shape {list(grid)}, which are not "
-            "those of a tensor, nor of rows, groups or blocks"
+            f"the checkpoint has {escape_name(name)} of shape {list(shape)} with scales of shape {list(grid)}, expected scales "
+            "per tensor, row, group or block"
         )
     return shape[0] // grid[0], shape[1] // grid[1]
 
 
-def _scaled(
+def _apply_scales(
     values: np.ndarray, scale: np.ndarray, blocks: tuple[int, int], zero: Any = None, groups: np.ndarray | None = None,
     codebook: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """`(values - zero) * scale` in float32, some rows at a time.
+    """Computes `(values - zero) * scale` in float32, in chunks of rows.
 
     Args:
       values: `[rows, columns]`.
-      scale: `[row blocks, column blocks]`; `zero` is one number or has this shape.
-      groups: the column block of each column, where they do not follow one another.
-      codebook: what the values stand for, where they are codes.
+      scale: `[row blocks, column blocks]`.
+      blocks: the rows and columns of a block.
+      zero: the zero points: one number, or an array with the shape of `scale`.
+      groups: the column block of each column, if column blocks are not contiguous.
+      codebook: the value of each code, if `values` are codes.
     """
     rows, columns = values.shape
     result = np.empty((rows, columns), np.float32)
@@ -189,7 +204,7 @@ def _scaled(
 
 
 def _fp8(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """`X` in 8 bits, and `X_scale_inv` or `X_scale`, which both are factors."""
+    """A matrix `X` in 8 bits, and its factors in `X_scale_inv` or `X_scale`."""
     block = _block_size(options.get("weight_block_size"), "weight_block_size")
     found = {}
     for name, tensor in tensors.tensors.items():
@@ -212,32 +227,32 @@ def _block_size(block: Any, key: str) -> tuple[int, int] | None:
 def _scaled_matrix(
     tensors: LazyArrays, name: str, scale: str, dtypes: tuple[str, ...], block: tuple[int, int] | None, zero: str | None = None
 ) -> Dequantized:
-    """A matrix, or one for each expert, of numbers that stand for themselves, with scales and zero points."""
-    weight = _part(tensors, name, scale, dtypes)
-    scales = _part(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
+    """A matrix, or one per expert, whose elements are stored unpacked, with scales and zero points."""
+    weight = _stored_tensor(tensors, name, scale, dtypes)
+    scales = _stored_tensor(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
     if len(weight.shape) not in (2, 3):
         raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(weight.shape)}, expected two or three axes")
     grid = scales.shape or (1,)
     if len(grid) == 1:
         grid = (1, 1) if grid == (1,) else (*grid, 1)
     if len(weight.shape) == 3 and grid[0] != weight.shape[0]:
-        _expect(scale, scales.shape, (weight.shape[0], *scales.shape[1:]))
-    blocks = _blocks(name, weight.shape[-2:], grid[len(weight.shape) - 2 :], block)
+        _check_shape(scale, scales.shape, (weight.shape[0], *scales.shape[1:]))
+    blocks = _scale_block(name, weight.shape[-2:], grid[len(weight.shape) - 2 :], block)
     if zero:
-        _expect(zero, _part(tensors, zero, name, ("int8", "uint8")).shape, scales.shape)
+        _check_shape(zero, _stored_tensor(tensors, zero, name, ("int8", "uint8")).shape, scales.shape)
 
     def make() -> np.ndarray:
         values, factors = tensors[name], _float_scale(tensors[scale]).reshape(grid)
         zeros = tensors[zero].reshape(grid) if zero else np.zeros(grid, np.int8)
         if values.ndim == 2:
-            return _scaled(values, factors, blocks, zeros if zero else None)
-        return np.stack([_scaled(*expert[:2], blocks, expert[2]) for expert in zip(values, factors, zeros, strict=True)])
+            return _apply_scales(values, factors, blocks, zeros if zero else None)
+        return np.stack([_apply_scales(*expert[:2], blocks, expert[2]) for expert in zip(values, factors, zeros, strict=True)])
 
     return Dequantized(Tensor(weight.shape, "float32"), (name, scale, *([zero] if zero else [])), make)
 
 
 def _compressed_tensors(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """What a module is stored as goes by the names and dtypes of its tensors."""
+    """The names and dtypes of a module's tensors determine its format."""
     widths, block = _schemes(options)
     found = {}
     for module in _modules(tensors, ".weight_scale"):
@@ -254,7 +269,7 @@ def _compressed_tensors(options: Mapping[str, Any], tensors: LazyArrays) -> dict
 
 
 def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | None]:
-    """The widths in bits, and the block, that the groups of a compressed-tensors config name."""
+    """Returns the widths in bits and the block shape in the groups of a compressed-tensors config."""
     groups = options.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise UserError(f"config.json has config_groups: {quote(groups)} in quantization_config, expected an object of schemes")
@@ -266,24 +281,24 @@ def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | No
         _check_options({"format": group.get("format")}, {"format": CT_FORMATS}, (), f"the scheme {escape_name(name)}")
         weights = group.get("weights") or {}
         where = f"the weights of the scheme {escape_name(name)}"
-        _check_options(weights, {"num_bits": (), "type": ("int", "float"), "strategy": CT_STRATEGIES}, CT_UNUSED, where)
+        _check_options(weights, {"num_bits": (), "type": ("int", "float"), "strategy": CT_STRATEGIES}, CT_IGNORED, where)
         if weights:
             widths.add(_number(weights, "num_bits"))
             blocks.add(_block_size(weights.get("block_structure"), "block_structure"))
     blocks.discard(None)
     if len(blocks) > 1:
-        raise UserError("config.json has schemes with several values of block_structure, of which one is known here")
+        raise UserError("config.json has schemes with several values of block_structure; only one is supported")
     return widths, next(iter(blocks), None)
 
 
 def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequantized:
-    """Integers above their smallest in int32 words along the columns; zero points likewise along the rows."""
+    """Integers with an offset, packed into int32 words along the columns; zero points are packed along the rows."""
     packed, scale, size, zero, order = (
         f"{module}.weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx")
     )
-    words = _part(tensors, packed, scale, ("int32",)).shape
-    grid = _part(tensors, scale, packed, FLOATS).shape
-    _expect(size, _part(tensors, size, packed, ("int64", "int32")).shape, (2,))
+    words = _stored_tensor(tensors, packed, scale, ("int32",)).shape
+    grid = _stored_tensor(tensors, scale, packed, FLOATS).shape
+    _check_shape(size, _stored_tensor(tensors, size, packed, ("int64", "int32")).shape, (2,))
     shape = tuple(int(length) for length in tensors[size])
     fits = [bits for bits in sorted(widths) if bits <= 8 and words == (shape[0], -(-shape[1] * bits // 32))]
     if min(shape) < 1 or len(fits) != 1:
@@ -293,11 +308,11 @@ def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequ
         )
     bits, grid = fits[0], (1, 1) if grid in ((), (1,)) else grid
     stored = (packed, scale, size, *(part for part in (zero, order) if part in tensors.tensors))
-    blocks = _blocks(packed, shape, grid)
+    blocks = _scale_block(packed, shape, grid)
     if order in tensors.tensors:
-        _expect(order, _part(tensors, order, packed, ("int32", "int64")).shape, (shape[1],))
+        _check_shape(order, _stored_tensor(tensors, order, packed, ("int32", "int64")).shape, (shape[1],))
     if zero in tensors.tensors:
-        _expect(zero, _part(tensors, zero, packed, ("int32",)).shape, (-(-grid[0] * bits // 32), grid[1]))
+        _check_shape(zero, _stored_tensor(tensors, zero, packed, ("int32",)).shape, (-(-grid[0] * bits // 32), grid[1]))
 
     def make() -> np.ndarray:
         zeros: Any = 1 << (bits - 1)
@@ -305,7 +320,7 @@ def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequ
             zeros = _unpack(tensors[zero].T, bits, grid[0]).T
         groups = _group_numbers(tensors, order, grid[1]) if order in tensors.tensors else None
         factors = tensors[scale].astype(np.float32).reshape(grid)
-        return _scaled(_unpack(tensors[packed], bits, shape[1]), factors, blocks, zeros, groups)
+        return _apply_scales(_unpack(tensors[packed], bits, shape[1]), factors, blocks, zeros, groups)
 
     return Dequantized(Tensor(shape, "float32"), stored, make)
 
@@ -318,40 +333,41 @@ def _group_numbers(tensors: LazyArrays, name: str, groups: int) -> np.ndarray:
 
 
 def _packed_fp4(tensors: LazyArrays, module: str) -> Dequantized:
-    """Pairs of 4-bit floats in bytes, the first in the low half, with E4M3 scales over a global one, or E8M0 scales."""
-    packed, scale, whole = (f"{module}.weight_{part}" for part in ("packed", "scale", "global_scale"))
-    codes = _part(tensors, packed, scale, ("uint8",)).shape
-    scales = _part(tensors, scale, packed, ("float8_e4m3fn", "float8_e8m0fnu", "uint8"))
+    """Two 4-bit floats per byte, the first in the low half, with E4M3 scales divided by a global scale, or E8M0 scales."""
+    packed, scale, global_scale = (f"{module}.weight_{part}" for part in ("packed", "scale", "global_scale"))
+    codes = _stored_tensor(tensors, packed, scale, ("uint8",)).shape
+    scales = _stored_tensor(tensors, scale, packed, ("float8_e4m3fn", "float8_e8m0fnu", "uint8"))
     if len(codes) != 2:
         raise UserError(f"the checkpoint has {escape_name(packed)} of shape {list(codes)}, expected two axes")
     shape = (codes[0], 2 * codes[1])
-    blocks = _blocks(packed, shape, scales.shape)
-    has_whole = scales.dtype == "float8_e4m3fn"
-    if has_whole and _part(tensors, whole, packed, FLOATS).shape not in ((), (1,)):
-        _expect(whole, tensors.tensors[whole].shape, (1,))
+    blocks = _scale_block(packed, shape, scales.shape)
+    has_global = scales.dtype == "float8_e4m3fn"
+    if has_global and _stored_tensor(tensors, global_scale, packed, FLOATS).shape not in ((), (1,)):
+        _check_shape(global_scale, tensors.tensors[global_scale].shape, (1,))
 
     def make() -> np.ndarray:
         factors = _float_scale(tensors[scale])
-        if has_whole:
-            factors = factors / tensors[whole].astype(np.float32).reshape(())
+        if has_global:
+            factors = factors / tensors[global_scale].astype(np.float32).reshape(())
         bytes_ = tensors[packed]
         pairs = np.stack([bytes_ & np.uint8(15), bytes_ >> np.uint8(4)], -1).reshape(shape)
-        return _scaled(pairs, factors, blocks, codebook=E2M1)
+        return _apply_scales(pairs, factors, blocks, codebook=E2M1)
 
-    return Dequantized(Tensor(shape, "float32"), (packed, scale, *([whole] if has_whole else [])), make)
+    return Dequantized(Tensor(shape, "float32"), (packed, scale, *([global_scale] if has_global else [])), make)
 
 
 def _mxfp4(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """`X` `[experts, columns, rows]`: bytes `X_blocks` `[experts, rows, blocks, 16]`, `X_scales` `[experts, rows, blocks]`."""
+    """A tensor `X` `[experts, columns, rows]`: bytes `X_blocks` `[experts, rows, blocks, 16]` and `X_scales` `[experts, rows,
+    blocks]`."""
     found = {}
     for name in _modules(tensors, "_blocks"):
         blocks, scales = f"{name}_blocks", f"{name}_scales"
-        codes = _part(tensors, blocks, scales, ("uint8",)).shape
+        codes = _stored_tensor(tensors, blocks, scales, ("uint8",)).shape
         if len(codes) != 4 or codes[3] != 16:
             raise UserError(
                 f"the checkpoint has {escape_name(blocks)} of shape {list(codes)}, expected four axes, the last of 16"
             )
-        _expect(scales, _part(tensors, scales, blocks, ("uint8",)).shape, codes[:3])
+        _check_shape(scales, _stored_tensor(tensors, scales, blocks, ("uint8",)).shape, codes[:3])
         experts, rows, columns = codes[0], codes[1], codes[2] * codes[3] * 2
 
         def make(blocks: str = blocks, scales: str = scales, rows: int = rows, columns: int = columns) -> np.ndarray:
@@ -367,8 +383,8 @@ def _mxfp4(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequant
     return found
 
 
-class _Columns(NamedTuple):
-    """The sizes of a matrix that is stored `[inputs, outputs]`, with scales for groups of inputs."""
+class _GroupedSizes(NamedTuple):
+    """The sizes of a matrix that is stored as `[inputs, outputs]`, with scales for groups of inputs."""
 
     inputs: int
     outputs: int
@@ -380,35 +396,41 @@ class _Columns(NamedTuple):
         return -(-self.inputs // self.group)
 
 
-def _columns(tensors: LazyArrays, module: str, options: Mapping[str, Any], bits: int, along_inputs: bool) -> _Columns:
-    """The sizes by the shapes of `qweight`, `qzeros` and `scales`; a word of `qweight` holds several inputs, or outputs."""
+def _grouped_sizes(
+    tensors: LazyArrays, module: str, options: Mapping[str, Any], bits: int, along_inputs: bool
+) -> _GroupedSizes:
+    """Returns the sizes of a matrix from the shapes of `qweight`, `qzeros` and `scales`.
+
+    Args:
+      along_inputs: whether a word of `qweight` contains several inputs of one output, instead of several outputs of one input.
+    """
     qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
-    words = _part(tensors, qweight, scales, ("int32",)).shape
+    words = _stored_tensor(tensors, qweight, scales, ("int32",)).shape
     if len(words) != 2 or min(words) < 1:
         raise UserError(f"the checkpoint has {escape_name(qweight)} of shape {list(words)}, expected two axes")
     inputs = words[0] * 32 // bits if along_inputs else words[0]
     outputs = words[1] if along_inputs else words[1] * 32 // bits
     group = _number(options, "group_size", options.get("q_group_size", 128), least=-1)
-    found = _Columns(inputs, outputs, bits, group if group > 0 else inputs)
-    _expect(qzeros, _part(tensors, qzeros, qweight, ("int32",)).shape, (found.groups, -(-outputs * bits // 32)))
-    _expect(scales, _part(tensors, scales, qweight, FLOATS).shape, (found.groups, outputs))
+    found = _GroupedSizes(inputs, outputs, bits, group if group > 0 else inputs)
+    _check_shape(qzeros, _stored_tensor(tensors, qzeros, qweight, ("int32",)).shape, (found.groups, -(-outputs * bits // 32)))
+    _check_shape(scales, _stored_tensor(tensors, scales, qweight, FLOATS).shape, (found.groups, outputs))
     return found
 
 
 def _awq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """Words of `qweight` `[inputs, outputs / 8]` and `qzeros` hold eight outputs in an order of their own."""
+    """Each word of `qweight` `[inputs, outputs / 8]` and of `qzeros` contains eight outputs in the order `AWQ_ORDER`."""
 
-    def make(module: str, sizes: _Columns) -> np.ndarray:
+    def make(module: str, sizes: _GroupedSizes) -> np.ndarray:
         def unpack(part: str) -> np.ndarray:
             fields = _unpack(tensors[f"{module}.{part}"], sizes.bits, sizes.outputs)
             return fields.reshape(len(fields), -1, 8)[..., AWQ_ORDER].reshape(len(fields), -1).T
 
         scales = tensors[f"{module}.scales"].astype(np.float32)
-        return _scaled(unpack("qweight"), scales.T, (1, sizes.group), unpack("qzeros"))
+        return _apply_scales(unpack("qweight"), scales.T, (1, sizes.group), unpack("qzeros"))
 
     found = {}
     for module in _modules(tensors, ".qweight"):
-        sizes = _columns(tensors, module, options, 4, along_inputs=False)
+        sizes = _grouped_sizes(tensors, module, options, 4, along_inputs=False)
         stored = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
         tensor = Tensor((sizes.outputs, sizes.inputs), "float32")
         found[f"{module}.weight"] = Dequantized(tensor, stored, partial(make, module, sizes))
@@ -418,24 +440,24 @@ def _awq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantiz
 def _gptq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
     """`qweight` `[inputs · bits / 32, outputs]` is packed along the inputs, `qzeros` along the outputs.
 
-    The first version of the format stores zero points less one, modulo 2^bits.
+    The first version of the format stores zero points minus one, modulo 2^bits.
     """
     one = 0 if "gptq_v2" in (options.get("checkpoint_format"), options.get("format")) else 1
 
-    def make(module: str, sizes: _Columns) -> np.ndarray:
+    def make(module: str, sizes: _GroupedSizes) -> np.ndarray:
         values = _unpack(tensors[f"{module}.qweight"].T, sizes.bits, sizes.inputs)
         zeros = _unpack(tensors[f"{module}.qzeros"], sizes.bits, sizes.outputs)
         zeros = zeros + np.uint8(one) & np.uint8((1 << sizes.bits) - 1)
         scales, order = tensors[f"{module}.scales"].astype(np.float32), f"{module}.g_idx"
         groups = _group_numbers(tensors, order, sizes.groups) if order in tensors.tensors else None
-        return _scaled(values, scales.T, (1, sizes.group), zeros.T, groups)
+        return _apply_scales(values, scales.T, (1, sizes.group), zeros.T, groups)
 
     found = {}
     for module in _modules(tensors, ".qweight"):
-        sizes = _columns(tensors, module, options, _number(options, "bits"), along_inputs=True)
+        sizes = _grouped_sizes(tensors, module, options, _number(options, "bits"), along_inputs=True)
         stored, order = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")], f"{module}.g_idx"
         if order in tensors.tensors or options.get("desc_act"):
-            _expect(order, _part(tensors, order, stored[0], ("int32", "int64")).shape, (sizes.inputs,))
+            _check_shape(order, _stored_tensor(tensors, order, stored[0], ("int32", "int64")).shape, (sizes.inputs,))
             stored.append(order)
         tensor = Tensor((sizes.outputs, sizes.inputs), "float32")
         found[f"{module}.weight"] = Dequantized(tensor, tuple(stored), partial(make, module, sizes))
@@ -447,7 +469,7 @@ CT_FORMATS = (
     "mixed-precision", "dense",
 )  # fmt: skip
 CT_STRATEGIES = tuple("tensor channel group block tensor_group".split())  # noqa: SIM905, one of them is also a mesh axis
-CT_UNUSED = (
+CT_IGNORED = (
     "symmetric", "group_size", "block_structure", "dynamic", "actorder", "observer", "observer_kwargs", "scale_dtype",
     "zp_dtype",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face checkpoints: tensors to parameters and back, by the tables of the families."""
+"""Conversion between the tensors of Hugging Face checkpoints and parameters, by the tables in `hf_families`."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import escape_name
 from dantinox.interop.hf_config import MAX_LAYERS, find_family, hf_config_to_settings, settings_to_hf_config
-from dantinox.interop.hf_families import FAMILIES, MTP, Axes, Family
+from dantinox.interop.hf_families import FAMILIES, MTP, Family
+from dantinox.interop.hf_tensors import Axes
 from dantinox.interop.source import LazyArrays, Tensor, storage_dtype
 from dantinox.model.parameters import abstract_model
 
@@ -19,62 +20,71 @@ __all__ = ["from_hf", "hf_config_to_settings", "to_hf"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("float32", "bfloat16", "float16")
-MOST_NUMBERS = 1 << 48
+MAX_ELEMENTS = 1 << 48  # of one parameter
 TABLE, HEAD = "embed", "head/kernel"
-ROWS = 256  # that are copied at once
-EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # all ones where a number is NaN or infinite
+ROWS = 256  # copied at a time
+EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # these bits are all ones in NaN and Inf
 
 
-class Place(NamedTuple):
-    """Where a tensor stands among our parameters: in one, or in one expert's part of it, piece by piece."""
+class Location(NamedTuple):
+    """The location of a tensor in the parameters.
+
+    Attributes:
+      parameter: the parameter that contains the tensor.
+      parts: the parts of the parameter that the tensor concatenates along its first axis.
+      expert: the index of the expert, if the tensor belongs to one.
+    """
 
     parameter: str
-    forms: tuple[Axes, ...]
+    parts: tuple[Axes, ...]
     expert: int | None
 
     def views(self, parameter: np.ndarray) -> list[np.ndarray]:
-        part = parameter if self.expert is None else parameter[self.expert]
-        return [form.view(part) for form in self.forms]
+        """Returns a view of each part of the parameter, with its axes in the tensor's order."""
+        whole = parameter if self.expert is None else parameter[self.expert]
+        return [part.view(whole) for part in self.parts]
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape of the tensor, from those of all parameters."""
+        """Returns the shape of the tensor, given the shapes of all parameters."""
         views = self.views(np.broadcast_to(np.uint8(0), shapes[self.parameter]))
-        pieces = [form.shape(view) for form, view in zip(self.forms, views, strict=True)]
-        return (sum(piece[0] for piece in pieces), *pieces[0][1:])
+        part_shapes = [part.shape(view) for part, view in zip(self.parts, views, strict=True)]
+        return (sum(shape[0] for shape in part_shapes), *part_shapes[0][1:])
 
 
 def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, dtype: str = "auto") -> LazyArrays:
-    """Every parameter of a model of this architecture, made of a checkpoint's tensors when it is asked for.
+    """Returns every parameter of a model, converted from a checkpoint's tensors on access.
 
     Args:
-      config: the `config.json`, for its family.
-      dtype: of matrices, `float32` or `bfloat16`; `auto`: bfloat16 where the checkpoint has bfloat16, else float32. Scales and
-        biases are float32.
+      config: the content of `config.json`, which gives the family.
+      model: the architecture.
+      tensors: the checkpoint's tensors.
+      dtype: the dtype of matrices, `float32` or `bfloat16`; `auto` is bfloat16 where the checkpoint has bfloat16, else float32.
+        Scales and biases are float32.
 
     Raises:
-      UserError: a tensor is missing, is not used, has another shape, or numbers that are no floats; the sentence names it.
-        An array that is made raises it where a tensor of it holds NaN or Inf.
+      UserError: a tensor is missing, is not used, has a wrong shape, or is not floating-point. Access to a parameter raises it
+        if one of its tensors contains NaN or Inf.
     """
     family = find_family(config)
     expected = model.num_blocks
     if model.experts is not None and any("{e}" in row.tensor for row in family.tensors):
         expected = (model.num_blocks - len(model.experts.dense_layers)) * model.experts.count
-    if expected > len(tensors):  # before anything is made of so large a number
+    if expected > len(tensors):  # checked first: building so large a model would exhaust the memory
         raise UserError(f"the checkpoint has {len(tensors)} tensors, its config says {expected} layers or experts")
-    shapes = _shapes(model)
-    if large := next((name for name, shape in shapes.items() if math.prod(shape) > MOST_NUMBERS), None):
-        raise UserError(f"config.json asks for a parameter {large} of shape {list(shapes[large])}, which no file can hold")
-    places = _places(family, shapes)
-    given = _named(tensors, family, places, range(model.num_blocks, model.num_blocks + predicting_layers(config)))
-    _account(given, tensors.tensors, places, shapes)
+    shapes = parameter_shapes(model)
+    if large := next((name for name, shape in shapes.items() if math.prod(shape) > MAX_ELEMENTS), None):
+        raise UserError(f"config.json describes a parameter {large} of shape {list(shapes[large])}, which is too large")
+    locations = _locate(family, shapes)
+    stored = _stored_names(tensors, family, locations, range(model.num_blocks, model.num_blocks + predicting_layers(config)))
+    _check_tensors(stored, tensors.tensors, locations, shapes)
     if model.weight_tying:
-        _check_tied(family, given, tensors)
+        _check_tied(family, stored, tensors)
     sources: dict[str, list[str]] = {}
-    for name, place in places.items():
-        sources.setdefault(place.parameter, []).append(name)
+    for name, location in locations.items():
+        sources.setdefault(location.parameter, []).append(name)
     kinds = {
         parameter: Tensor(
-            shapes[parameter], storage_dtype(parameter, dtype, {tensors.tensors[given[name]].dtype for name in names})
+            shapes[parameter], storage_dtype(parameter, dtype, {tensors.tensors[stored[name]].dtype for name in names})
         )
         for parameter, names in sources.items()
     }
@@ -83,11 +93,11 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, 
         shape, kind = kinds[parameter]
         array = np.empty(shape, BFLOAT16 if kind == "bfloat16" else kind)
         for name in sources[parameter]:
-            tensor = tensors[given[name]]
+            tensor = tensors[stored[name]]
             if not _is_finite(tensor):
-                raise UserError(f"the checkpoint has {escape_name(given[name])} with numbers that are NaN or infinite")
-            order = paired_rows(family, config, model, name, len(tensor))
-            _fill(places[name].views(array), tensor if order is None else tensor[order])
+                raise UserError(f"the checkpoint has NaN or Inf in {escape_name(stored[name])}")
+            order = rope_row_order(family, config, model, name, len(tensor))
+            _fill(locations[name].views(array), tensor if order is None else tensor[order])
         return array
 
     return LazyArrays(kinds, make)
@@ -96,56 +106,59 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, 
 def to_hf(
     config: Config, vocab_size: int, parameters: Mapping[str, Any], like: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], LazyArrays]:
-    """A model as transformers has it.
+    """Returns a model in the format of transformers.
 
     Args:
-      vocab_size: tokens of the tokenizer.
-      parameters: by their paths, float32 or bfloat16.
-      like: the `config.json` that it was imported from, which is given back where it says this very model.
+      config: the settings of the run.
+      vocab_size: the number of tokens in the tokenizer.
+      parameters: float32 or bfloat16 arrays by parameter path.
+      like: the `config.json` of an imported checkpoint, used instead of a new one.
 
     Returns:
-      `config.json`, and the tensors by their names, each in the type of its parameter.
+      The content of `config.json`, and the tensors by name, each in the dtype of its parameter.
 
     Raises:
-      UserError: no family can say the architecture; the sentence names a setting.
+      UserError: no family supports the architecture; the message names a setting.
     """
     model = config.architecture(vocab_size)
-    written = dict(like) if like is not None else settings_to_hf_config(config, vocab_size)
-    written |= {key: 0 for key in MTP.split("|") if written.get(key)}  # layers that are not imported
-    family = FAMILIES[written["model_type"]]
-    shapes = _shapes(model)
-    places = _places(family, shapes)
+    hf_config = dict(like) if like is not None else settings_to_hf_config(config, vocab_size)
+    hf_config |= {key: 0 for key in MTP.split("|") if hf_config.get(key)}  # multi-token prediction layers are not imported
+    family = FAMILIES[hf_config["model_type"]]
+    shapes = parameter_shapes(model)
+    locations = _locate(family, shapes)
     kinds = {
-        name: Tensor(place.shape(shapes), np.asarray(parameters[place.parameter]).dtype.name) for name, place in places.items()
+        name: Tensor(location.shape(shapes), np.asarray(parameters[location.parameter]).dtype.name)
+        for name, location in locations.items()
     }
 
     def make(name: str) -> np.ndarray:
-        parameter = np.asarray(parameters[places[name].parameter])
+        parameter = np.asarray(parameters[locations[name].parameter])
         whole, start = np.empty(kinds[name].shape, parameter.dtype), 0
-        for view in places[name].views(parameter):
+        for view in locations[name].views(parameter):
             _copy(whole.reshape(-1)[start : start + view.size].reshape(view.shape), view)
             start += view.size
-        order = paired_rows(family, written, model, name, len(whole))
+        order = rope_row_order(family, hf_config, model, name, len(whole))
         if order is None:
             return whole
-        paired = np.empty_like(whole)
-        paired[order] = whole
-        return paired
+        ordered = np.empty_like(whole)
+        ordered[order] = whole
+        return ordered
 
-    return written, LazyArrays(kinds, make)
+    return hf_config, LazyArrays(kinds, make)
 
 
-def paired_rows(family: Family, config: Mapping[str, Any], model: ModelConfig, name: str, count: int) -> np.ndarray | None:
-    """Which of the `count` rows of a tensor stands where, or None where all stay.
+def rope_row_order(family: Family, config: Mapping[str, Any], model: ModelConfig, name: str, count: int) -> np.ndarray | None:
+    """Returns the order of a tensor's `count` rows in the parameter, or None if it is unchanged.
 
-    Families that rotate neighbouring numbers of a head, (x₀, x₁), (x₂, x₃), …, come to rotate (x₀, x_{R/2}), … as all models
-    here: the scores are the same. Of a head of latent attention the last numbers are rotated, of others the first. Families
-    that rotate in the other direction have their halves swapped, to the same end.
+    Models here rotate the pairs (x₀, x_{R/2}), (x₁, x_{R/2+1}), … of a head. Some families rotate the pairs (x₀, x₁), (x₂, x₃),
+    … instead; reordering the rows of queries and keys gives the same scores. Families that rotate in the opposite direction
+    have the two halves of a head swapped. The rotated elements are the last ones of a head in latent attention, and the first
+    ones elsewhere.
     """
-    if name.endswith(family.swapped or "\0"):
+    if name.endswith(family.reversed_rope or "\0"):
         halves = np.roll(np.arange(model.head_size), model.head_size // 2)
         return (np.arange(0, count, model.head_size)[:, None] + halves).reshape(-1)
-    if not name.endswith(family.pairs or "\0") or config.get("rope_interleave") is False:
+    if not name.endswith(family.interleaved_rope or "\0") or config.get("rope_interleave") is False:
         return None
     R, size, start = model.rotated_size, model.head_size, 0
     if model.latent is not None:
@@ -157,7 +170,7 @@ def paired_rows(family: Family, config: Mapping[str, Any], model: ModelConfig, n
 
 
 def predicting_layers(config: Mapping[str, Any]) -> int:
-    """How many layers that predict further tokens stand behind the others; they are left out."""
+    """Returns the number of multi-token prediction layers, which follow the others and are not imported."""
     count = next((config[key] for key in MTP.split("|") if config.get(key)), 0)
     if type(count) is not int or not 0 <= count < MAX_LAYERS:
         raise UserError(f"config.json has num_nextn_predict_layers: {escape_name(str(count))}, expected a number")
@@ -165,98 +178,100 @@ def predicting_layers(config: Mapping[str, Any]) -> int:
 
 
 @lru_cache(maxsize=4)
-def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(leaf.shape) for name, leaf in abstract_model(model)[1].items()}
 
 
-def _places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """Where each tensor stands that a model with these parameters has, in the order of the table."""
+def _locate(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Location]:
+    """Returns the location of each tensor of a model with these parameters, in the order of the family's table."""
     L = 1 + max((int(name.split("/")[1]) for name in shapes if name.startswith("blocks/")), default=-1)
-    places: dict[str, Place] = {}
-    for tensor, parameter, forms, beside, projected in family.tensors:
+    locations: dict[str, Location] = {}
+    for tensor, parameter, parts, condition, kv_projections in family.tensors:
         for layer in range(L) if "{i}" in tensor else (0,):
-            name, other = (path.replace("{i}", str(layer)) for path in (parameter, beside))
-            if name not in shapes or (beside and (other.lstrip("!") in shapes) == other.startswith("!")):
+            name, other = (path.replace("{i}", str(layer)) for path in (parameter, condition))
+            if name not in shapes or (condition and (other.lstrip("!") in shapes) == other.startswith("!")):
                 continue
-            if projected is not None and projected != _projected(shapes, layer):
+            if kv_projections is not None and kv_projections != _kv_projections(shapes, layer):
                 continue
-            numbers = range(shapes[name][0]) if "{e}" in tensor else (None,)
-            places |= {tensor.replace("{i}", str(layer)).replace("{e}", str(e)): Place(name, forms, e) for e in numbers}
-    if left := shapes.keys() - {place.parameter for place in places.values()}:
-        raise UserError(f"{family.architecture} has no tensor for the parameter {min(left)} of this model")
-    return places
+            experts = range(shapes[name][0]) if "{e}" in tensor else (None,)
+            locations |= {tensor.replace("{i}", str(layer)).replace("{e}", str(e)): Location(name, parts, e) for e in experts}
+    if rest := shapes.keys() - {location.parameter for location in locations.values()}:
+        raise UserError(f"{family.architecture} has no tensor for the parameter {min(rest)} of this model")
+    return locations
 
 
-def _projected(shapes: Mapping[str, tuple[int, ...]], layer: int) -> int:
-    """The keys and values that a layer projects for each key head, see `ModelConfig.kv_projections`."""
-    made, groups = shapes[f"blocks/{layer}/attention/qkv/kernel"][2], shapes[f"blocks/{layer}/attention/out/kernel"][1]
-    return made - groups
+def _kv_projections(shapes: Mapping[str, tuple[int, ...]], layer: int) -> int:
+    """Returns how many of keys and values a layer projects, see `ModelConfig.kv_projections`."""
+    projections, groups = shapes[f"blocks/{layer}/attention/qkv/kernel"][2], shapes[f"blocks/{layer}/attention/out/kernel"][1]
+    return projections - groups
 
 
-def _named(tensors: LazyArrays, family: Family, places: Mapping[str, Place], ignored: range) -> dict[str, str]:
-    """Our name of a tensor → the one that it has in the checkpoint, without known buffers and layers that are left out."""
-    left_out = tuple(f"model.layers.{layer}." for layer in ignored)
-    given = {name: name for name in tensors if not name.endswith(family.buffers) and not name.startswith(left_out)}
-    prefix = next(iter(places)).partition(".")[0] + "."  # absent where only the body of a model was saved
-    if not any(name.startswith(prefix) for name in given):
-        given = {name if name in places else prefix + name: name for name in given}
-    return given
+def _stored_names(tensors: LazyArrays, family: Family, locations: Mapping[str, Location], ignored: range) -> dict[str, str]:
+    """Maps the full name of each tensor to its name in the checkpoint. Known buffers and ignored layers are left out."""
+    skipped = tuple(f"model.layers.{layer}." for layer in ignored)
+    stored = {name: name for name in tensors if not name.endswith(family.buffers) and not name.startswith(skipped)}
+    prefix = next(iter(locations)).partition(".")[0] + "."  # a checkpoint of a base model without head lacks the prefix
+    if not any(name.startswith(prefix) for name in stored):
+        stored = {name if name in locations else prefix + name: name for name in stored}
+    return stored
 
 
-def _account(
-    given: Mapping[str, str], tensors: Mapping[str, Tensor], places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]
+def _check_tensors(
+    stored: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    locations: Mapping[str, Location],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raises unless every tensor is used once and every parameter filled."""
-    for name, place in places.items():
-        if name not in given:
-            raise UserError(f"the checkpoint lacks {name}, which its config asks for")
-        (found, dtype), expected = tensors[given[name]], place.shape(shapes)
+    """Raises a `UserError` unless the checkpoint has exactly the expected tensors with the expected shapes."""
+    for name, location in locations.items():
+        if name not in stored:
+            raise UserError(f"the checkpoint lacks {name}, which its config requires")
+        (found, dtype), expected = tensors[stored[name]], location.shape(shapes)
         if found != expected:
-            raise UserError(f"the checkpoint has {given[name]} of shape {list(found)}, its config says {list(expected)}")
+            raise UserError(f"the checkpoint has {stored[name]} of shape {list(found)}, its config requires {list(expected)}")
         if dtype not in FLOATS:
-            raise UserError(f"the checkpoint has {given[name]} as {dtype}, which is none of {', '.join(FLOATS)}")
+            raise UserError(f"the checkpoint has {stored[name]} as {dtype}, expected one of {', '.join(FLOATS)}")
     tied = {"lm_head.weight"} if HEAD not in shapes else set()
-    if left := given.keys() - places.keys() - tied:
-        what = escape_name(given[min(left)])
-        raise UserError(f"the checkpoint has {what}, for which the model of its config has no place")
+    if rest := stored.keys() - locations.keys() - tied:
+        name = escape_name(stored[min(rest)])
+        raise UserError(f"the checkpoint has {name}, which the model of its config does not have")
 
 
-def _check_tied(family: Family, given: Mapping[str, str], tensors: LazyArrays) -> None:
-    """Raises where a checkpoint with a tied head has another one as well."""
+def _check_tied(family: Family, stored: Mapping[str, str], tensors: LazyArrays) -> None:
+    """Raises a `UserError` if the checkpoint of a model with tied embeddings has a different output layer."""
     table = next(row.tensor for row in family.tensors if row.parameter == TABLE)
-    if "lm_head.weight" in given:
-        head, embed = tensors[given["lm_head.weight"]], tensors[given[table]]
+    if "lm_head.weight" in stored:
+        head, embed = tensors[stored["lm_head.weight"]], tensors[stored[table]]
         if head.dtype != embed.dtype or head.shape != embed.shape or not np.array_equal(_bits(head), _bits(embed)):
             raise UserError(
-                f"the checkpoint has lm_head.weight with other numbers than {given[table]}, and its config says "
+                f"the checkpoint has different numbers in lm_head.weight and {stored[table]}, but its config has "
                 "tie_word_embeddings: true"
             )
 
 
 def _fill(views: list[np.ndarray], tensor: np.ndarray) -> None:
-    """Writes a tensor into the views that it is made of."""
+    """Splits a tensor along its first axis and writes the parts into the views."""
     start = 0
     for view in views:
         size = tensor.shape[0] if len(views) == 1 else view.size // (tensor.size // tensor.shape[0])
-        piece = tensor[start : start + size].reshape(view.shape)
-        _copy(view, piece)
+        _copy(view, tensor[start : start + size].reshape(view.shape))
         start += size
 
 
-def _copy(to: np.ndarray, of: np.ndarray) -> None:
-    """Writes an array into another one some rows at a time, which stay in the caches of a CPU."""
-    if to.dtype == of.dtype:
-        to, of = _bits(to), _bits(of)  # NumPy moves integers faster than what it does not know
-    if to.ndim < 2 or not to.size:
-        to[...] = of
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """Copies an array in blocks of rows that fit the caches of a CPU."""
+    if target.dtype == source.dtype:
+        target, source = _bits(target), _bits(source)  # NumPy copies integers faster than dtypes of other packages
+    if target.ndim < 2 or not target.size:
+        target[...] = source
         return
-    step = max(1, ROWS * len(to) * to.shape[-1] // to.size)
-    for start in range(0, len(to), step):
-        to[start : start + step] = of[start : start + step]
+    step = max(1, ROWS * len(target) * target.shape[-1] // target.size)
+    for start in range(0, len(target), step):
+        target[start : start + step] = source[start : start + step]
 
 
 def _is_finite(tensor: np.ndarray) -> bool:
-    """Whether a tensor holds neither NaN nor Inf."""
+    """Returns whether a tensor contains neither NaN nor Inf."""
     mask = EXPONENTS[tensor.dtype.name]
     bits = tensor.view(f"u{tensor.itemsize}")
     step = max(1, ROWS * 1024 * len(bits) // max(bits.size, 1))

@@ -27,12 +27,12 @@ def lora_support(family: Family) -> str:
         return NO
     if "moe.use_moe" in family.settings:
         return "attention"
-    return "all, with experts attention" if family.dense in ("all", "beside") else "all"
+    return "all, with experts attention" if family.dense_layers in ("all or none", "parallel") else "all"
 
 
 def cache_compression(family: Family) -> str:
     """Whether the cache of a family can be compressed."""
-    return NO if "kv_lora_rank" in family.keys or family.heads is not None else YES
+    return NO if "kv_lora_rank" in family.keys or family.per_layer_heads else YES
 
 
 def _cells(name: str, family: Family) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`Source`: a checkpoint of any foreign format as settings, tensors and tokenizer in Hugging Face's terms."""
+"""`Source`: a checkpoint in any supported format, with Hugging Face's names for settings, tensors and tokenizer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,11 @@ from dantinox.text import Tokenizer
 
 
 class LazyArrays(Mapping[str, np.ndarray]):
-    """Arrays by their names, each made or read when it is asked for, and not kept; `tensors`: shape and type of each."""
+    """A mapping from names to arrays. Every access makes or reads the array again; nothing is cached.
+
+    Attributes:
+      tensors: the shape and dtype of each array.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], make: Callable[[str], np.ndarray]):
         self.tensors, self._make = tensors, make
@@ -28,12 +32,17 @@ class LazyArrays(Mapping[str, np.ndarray]):
         return len(self.tensors)
 
 
-def storage_dtype(parameter: str, wanted: str, found: set[str]) -> str:
-    """The type in which a run keeps a parameter: float32, but for matrices where bfloat16 is `wanted`, or all that was `found`
-    with `auto`."""
+def storage_dtype(parameter: str, requested: str, found: set[str]) -> str:
+    """Returns the dtype in which a run stores a parameter. Scales and biases are always float32.
+
+    Args:
+      parameter: the path of the parameter.
+      requested: the dtype of matrices; `auto` is bfloat16 if all tensors in the checkpoint are bfloat16, else float32.
+      found: the dtypes of the parameter's tensors in the checkpoint.
+    """
     if parameter != "embed" and not parameter.endswith(("/embed", "/kernel")):
-        return "float32"  # a rounding of these is felt, and they are small
-    return wanted if wanted != "auto" else "bfloat16" if found == {"bfloat16"} else "float32"
+        return "float32"  # rounding them would change the output, and they are small
+    return requested if requested != "auto" else "bfloat16" if found == {"bfloat16"} else "float32"
 
 
 @dataclass(frozen=True)
@@ -41,16 +50,16 @@ class Source:
     """A checkpoint to import.
 
     Attributes:
-      path: where it lies, for messages.
+      path: its path, for messages.
       format: `hf` or `gguf`, for `origin.json`.
-      config: as transformers' `config.json` would have it; `model_type` names the family.
-      tensors: by transformers' names, read one after the other. Arrays of bfloat16 have the dtype of `ml_dtypes`.
+      config: its settings, with the keys of transformers' `config.json`; `model_type` is the family.
+      tensors: its tensors, with transformers' names. bfloat16 arrays have the dtype of `ml_dtypes`.
       tokenizer: the text of a `tokenizer.json`.
-      tokenizer_config: as transformers' `tokenizer_config.json` would have it: `bos_token`, `eos_token`, `pad_token` (names of
-        special tokens, as text), `add_bos_token`. What is absent is looked for in `generation_config`, then in the tokenizer.
-      chat_template: Jinja, as it stands in the checkpoint.
+      tokenizer_config: the keys of transformers' `tokenizer_config.json`: `bos_token`, `eos_token`, `pad_token` (special tokens
+        as strings) and `add_bos_token`. An absent key is looked up in `generation_config`, then in the tokenizer.
+      chat_template: the Jinja template in the checkpoint.
       generation_config: `eos_token_id` (one or several), `bos_token_id`, `pad_token_id`, and sampling defaults.
-      left_out: a line that says what else the checkpoint holds, which is not imported; None where it holds nothing else.
+      skipped: one line about the parts of the checkpoint that are not imported; None if everything is imported.
     """
 
     path: Path
@@ -61,12 +70,17 @@ class Source:
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     generation_config: Mapping[str, Any] = field(default_factory=dict)
-    left_out: str | None = None
+    skipped: str | None = None
 
 
 class ExportBundle(NamedTuple):
-    """A run as transformers has it: their files, the tensors by their names in the types of our parameters, and the type that
-    each had where it came from, or has here."""
+    """A run in the format of transformers.
+
+    Attributes:
+      hf_config, generation_config, tokenizer_config: the contents of those JSON files.
+      tensors: the tensors, with transformers' names and the dtypes of the run's parameters.
+      dtypes: the dtype of each tensor in the imported checkpoint, or in the run if it was not imported.
+    """
 
     config: Config
     hf_config: dict[str, Any]

@@ -67,7 +67,7 @@ class SafetensorsFile:
         self._content = np.memmap(path, np.uint8, mode="r")
         for name, array in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if (code := array["dtype"]) not in DTYPES:
-                raise UserError(f"{path} has {escape_name(name)} as {code}, which is none of {', '.join(DTYPES)}")
+                raise UserError(f"{path} has {escape_name(name)} as {code}, expected one of {', '.join(DTYPES)}")
             self.tensors[name] = Tensor(tuple(array["shape"]), DTYPES[code].name)
             start, end = array["data_offsets"]
             self._places[name] = 8 + length + start, 8 + length + end

@@ -9,7 +9,7 @@ from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
 from dantinox.interop.gguf import export_gguf
 from dantinox.interop.hf_config import hf_config_to_settings
-from dantinox.interop.hf_weights import _shapes, to_hf
+from dantinox.interop.hf_weights import parameter_shapes, to_hf
 from dantinox.text import train_tokenizer
 
 from .damaged import CUTS, FOLDERS, GGUF, damaged_gguf, is_one_sentence
@@ -30,7 +30,7 @@ def whole(tmp_path_factory):
     config = CONFIG | {"vocab_size": tokenizer.vocab_size}
     settings = build_config(hf_config_to_settings(config, 64))
     rng = np.random.default_rng(0)
-    shapes = _shapes(settings.architecture(tokenizer.vocab_size))
+    shapes = parameter_shapes(settings.architecture(tokenizer.vocab_size))
     weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     export_gguf(place / "x.gguf", settings, *to_hf(settings, tokenizer.vocab_size, weights, config), tokenizer, kind="q8_0")
     import_checkpoint(place / "x.gguf", place / "run")

@@ -16,7 +16,7 @@ from dantinox.interop.gguf_config import llama3_factors
 from dantinox.interop.gguf_families import FAMILIES
 from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
 from dantinox.interop.hf_config import hf_config_to_settings
-from dantinox.interop.hf_weights import _shapes, from_hf, to_hf
+from dantinox.interop.hf_weights import from_hf, parameter_shapes, to_hf
 from dantinox.run import RunDirectory, load_weights, save_config, save_tokenizer, save_weights
 from dantinox.text.vocabulary import train_tokenizer
 
@@ -77,7 +77,7 @@ def model_of(config):
     """Settings and random weights of a `config.json`."""
     settings = build_config(hf_config_to_settings(config, max_context=64))
     rng = np.random.default_rng(3)
-    shapes = _shapes(settings.architecture(SYMBOLS))
+    shapes = parameter_shapes(settings.architecture(SYMBOLS))
     return settings, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -330,7 +330,7 @@ def test_rows_that_are_of_no_token_have_names_that_are_not_used(tmp_path):
     settings = build_config(
         hf_config_to_settings(config, max_context=64) | {"model": hf_config_to_settings(config)["model"] | PADDED}
     )
-    shapes = _shapes(settings.architecture(SYMBOLS))
+    shapes = parameter_shapes(settings.architecture(SYMBOLS))
     weights = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     export_gguf(tmp_path / "x.gguf", settings, *to_hf(settings, SYMBOLS, weights, config), TOKENIZER)
     metadata = open_gguf(tmp_path / "x.gguf").metadata

@@ -197,22 +197,22 @@ def test_scaling_is_read_with_its_numbers():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic', which is none of default, linear"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "more": 1}}, "more: 1 for rope_type linear"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}, where only null is the same model here"),
-        ({"hidden_act": "gelu"}, "hidden_act: 'gelu', which is none of silu"),
-        ({"sliding_window": 9}, "sliding_window: 9, of which nothing is known here"),
-        ({"model_type": "qwen3_next"}, "qwen3_next, which is not known here: it is qwen3_moe with gated DeltaNet layers"),
-        ({"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 4}, "'mamba', of which only attention is known here"),
-        ({"model_type": "bert"}, "model_type: 'bert', which is none of llama"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "of llama only LlamaForCausalLM writes text"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic', expected one of default, linear"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "more": 1}}, "more: 1, an unknown key for rope_type linear"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}; only null is supported"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu', expected one of silu"),
+        ({"sliding_window": 9}, "sliding_window: 9; the key is unknown"),
+        ({"model_type": "qwen3_next"}, "qwen3_next, which is not supported: it is qwen3_moe with gated DeltaNet layers"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 4}, "'mamba'; only attention is supported"),
+        ({"model_type": "bert"}, "model_type: 'bert', expected one of llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "; only LlamaForCausalLM of llama generates text"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": -3}, "model.dim must be"),
         ({"rope_parameters": [1]}, "rope_parameters: [1], expected an object"),
-        ({"hidden_act": ["silu"]}, "hidden_act: ['silu'], which is none of silu"),
-        ({"model_type": "gemma2", "sliding_window_pattern": 3}, "sliding_window_pattern: 3, of which nothing is known here"),
+        ({"hidden_act": ["silu"]}, "hidden_act: ['silu'], expected one of silu"),
+        ({"model_type": "gemma2", "sliding_window_pattern": 3}, "sliding_window_pattern: 3; the key is unknown"),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None}, "max_window_layers: null, expected a"),
-        ({"rope_scaling": {"rope_type": {}, "type": [1], "factor": 2.0}}, "rope_type: [1], which is none of default"),
+        ({"rope_scaling": {"rope_type": {}, "type": [1], "factor": 2.0}}, "rope_type: [1], expected one of default"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000, expected a number from 1 to 10000"),
         ({"model_type": "smollm3", "no_rope_layers": 3}, "no_rope_layers: 3, expected a list of 4"),
         ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "full_attention: 3, expected an object"),
@@ -226,15 +226,15 @@ def test_scaling_is_read_with_its_numbers():
         ),
         (
             {"model_type": "deepseek_v2", "num_experts_per_tok": 2, "topk_method": "best"},
-            "topk_method: 'best', which is none of",
+            "topk_method: 'best', expected one of greedy",
         ),
         ({"model_type": "deepseek_v3", "num_experts_per_tok": 2, "n_group": None}, "config.json lacks n_group"),
-        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func: 'softmax', where only 'sigmoid' is the same"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func: 'softmax'; only 'sigmoid' is supported"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": ["1"]}, "mlp_only_layers: ['1'], expected a list of numbers"),
-        ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias: true, where only false is the same model here"),
-        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm: true, where only false is the same model here"),
+        ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias: true; only false is supported"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm: true; only false is supported"),
         ({"model_type": "cohere", "logit_scale": None}, "logit_scale: null, expected a positive number"),
-        ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm: true, where only false is the same model here"),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm: true; only false is supported"),
         ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "sliding_window_pattern: 'LLLG', expected a number"),
         (
             {"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
@@ -242,14 +242,17 @@ def test_scaling_is_read_with_its_numbers():
         ),
         (
             {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_type: 'dynamic', which is",
+            "rope_type: 'dynamic', expected one of",
         ),
-        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all', where only"),
-        (GEMMA4 | {"vocab_size_per_layer_input": 50}, "vocab_size_per_layer_input: 50, where only the vocab_size 60 is"),
-        (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config: {'0': {'head_dim': 8}}, expected the same"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all'; only"),
+        (GEMMA4 | {"vocab_size_per_layer_input": 50}, "vocab_size_per_layer_input: 50; only the vocab_size, 60, is supported"),
+        (
+            GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}},
+            "per_layer_config: {'0': {'head_dim': 8}}, expected equal head_dim",
+        ),
         (
             GEMMA4 | {"per_layer_config": {"3": {"sliding_window": 8}}},
-            "each of the layers 3, which are those of full_att",
+            "for all layers of full_attention (3) and no other",
         ),
         (GEMMA4 | {"per_layer_config": 3}, "per_layer_config: 3, expected an object"),
         (GEMMA4 | {"num_kv_shared_layers": 4}, "attention.kv_shared_layers must leave a layer of each kind"),
@@ -278,7 +281,7 @@ def test_what_cannot_be_had_is_named(changes, says):
     ],
 )
 def test_what_no_family_has_is_named(settings, names):
-    with pytest.raises(UserError, match="no family of transformers can say this model") as caught:
+    with pytest.raises(UserError, match="no Transformers class represents this architecture") as caught:
         settings_to_hf_config(build_config(settings), 60)
     assert names in str(caught.value)
 

@@ -27,7 +27,7 @@ MODELS = Path(__file__).parent / "multimodal"
 SYMBOLS = 67
 LETTERS = "".join(map(chr, range(32, 93)))
 TEXT = {"gemma3": "gemma3_text", "mistral3": "ministral3", "qwen2_5_vl": "qwen2"}
-LEFT_OUT = {
+SKIPPED = {
     "gemma3": "multi_modal_projector (2), vision_tower (32)",
     "mistral3": "multi_modal_projector (4), vision_tower (11)",
     "qwen2_5_vl": "visual (18)",
@@ -53,9 +53,9 @@ def parameters(config, tensors):
 
 @each
 def test_logits_of_text_are_those_of_transformers(name):
-    config, tensors, left_out = extract_text_model(*read(name))
+    config, tensors, skipped = extract_text_model(*read(name))
     assert config["model_type"] == TEXT[name]
-    assert left_out == f"{name}: its text model, {TEXT[name]}, is imported; tensors left out: {LEFT_OUT[name]}"
+    assert skipped == f"{name}: its text model, {TEXT[name]}, is imported; tensors left out: {SKIPPED[name]}"
     settings = hf_config_to_settings(config, max_context=64)
     settings["model"]["dtype"] = "float32"
     architecture = build_config(settings).architecture(SYMBOLS, "cpu")
@@ -135,18 +135,22 @@ def test_a_text_model_alone_stays_as_it_is():
         (
             {},
             {"vision_tower.": "audio_tower."},
-            "has audio_tower.embeddings.patch_embedding.bias, which is neither of its text",
+            "has audio_tower.embeddings.patch_embedding.bias, which belongs neither to its text",
         ),
         (
             {},
             {"language_model.model.norm.": "extra."},
-            "has extra.weight, which is neither of its text model nor of vision_tower",
+            "has extra.weight, which belongs neither to its text model nor to vision_tower",
         ),
-        ({"architectures": ["Gemma3Model"]}, {}, "['Gemma3Model'], of gemma3 only Gemma3ForConditionalGeneration writes text"),
+        (
+            {"architectures": ["Gemma3Model"]},
+            {},
+            "['Gemma3Model']; only Gemma3ForConditionalGeneration of gemma3 generates text",
+        ),
         ({"text_config": None}, {}, "config.json has text_config: null, expected an object"),
-        ({"text_config": {"model_type": "bert"}}, {}, "has a text_config of model_type: 'bert', which is none of arcee, "),
-        ({"text_config": {"model_type": []}}, {}, "has a text_config of model_type: [], which is none of"),
-        ({"text_config": {"qk_layer_norms": True}}, {}, "has qk_layer_norms: true in text_config, where only false is known"),
+        ({"text_config": {"model_type": "bert"}}, {}, "has a text_config of model_type: 'bert', expected one of arcee, "),
+        ({"text_config": {"model_type": []}}, {}, "has a text_config of model_type: [], expected one of"),
+        ({"text_config": {"qk_layer_norms": True}}, {}, "has qk_layer_norms: true in text_config; only false is supported"),
     ],
 )
 def test_anything_else_is_refused(changes, names, sentence):

@@ -16,7 +16,7 @@ from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
 from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_folder import open_tensors, write_tensors
 from dantinox.interop.hf_quantized import dequantize_checkpoint
-from dantinox.interop.hf_weights import _shapes, from_hf, to_hf
+from dantinox.interop.hf_weights import from_hf, parameter_shapes, to_hf
 from dantinox.interop.source import LazyArrays
 from dantinox.run.safetensors_file import Tensor
 
@@ -202,7 +202,7 @@ def test_gpt_oss_takes_its_mxfp4_experts():
     config = plain | {"quantization_config": {"quant_method": "mxfp4"}}
     settings = build_config(hf_config_to_settings(plain, 64))
     model = settings.architecture(67, "cpu")
-    _, tensors = to_hf(settings, 67, {name: np.zeros(shape, np.float32) for name, shape in _shapes(model).items()})
+    _, tensors = to_hf(settings, 67, {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(model).items()})
     held = {name: tensors[name] for name in tensors}
     for layer in range(2):
         for name in ("gate_up_proj", "down_proj"):
@@ -234,14 +234,18 @@ PACKED = {"weight_packed": np.zeros((4, 8), np.int32), "weight_scale": scales(4,
 
 
 @pytest.mark.parametrize(
-    ("options", "tensors", "sentence"),
+    ("options", "tensors", "message"),
     [
         ("gptq", {}, "quantization_config: 'gptq', expected an object"),
-        ({"quant_method": "bitsandbytes"}, {}, "'bitsandbytes'; those read are fp8, fbgemm_fp8, compressed-tensors, awq, gptq"),
-        ({"bits": 4}, {}, "quant_method: null; those read are"),
-        (GPTQ, {"weight": scales(2, 2)}, "quant_method: gptq, and no tensor is stored in this way"),
-        (GPTQ | {"shiny": 1}, INT4, "has shiny: 1 in quantization_config of gptq; the options known are bits, group_size"),
-        (GPTQ | {"bits": 5}, INT4, "has bits: 5 in quantization_config of gptq; those known are 2, 3, 4, 8"),
+        (
+            {"quant_method": "bitsandbytes"},
+            {},
+            "'bitsandbytes', expected one of fp8, fbgemm_fp8, compressed-tensors, awq, gptq",
+        ),
+        ({"bits": 4}, {}, "quant_method: null, expected one of"),
+        (GPTQ, {"weight": scales(2, 2)}, "quant_method: gptq, but no tensor has this format"),
+        (GPTQ | {"shiny": 1}, INT4, "has the unknown option shiny in quantization_config of gptq, expected one of bits, group"),
+        (GPTQ | {"bits": 5}, INT4, "has bits: 5 in quantization_config of gptq, expected one of 2, 3, 4, 8"),
         (GPTQ | {"bits": True}, INT4, "has bits: true"),
         (GPTQ | {"group_size": "x"}, INT4, "has group_size: 'x' in quantization_config, expected a number of at least -1"),
         (GPTQ | {"group_size": 16}, INT4, "x.qzeros of shape [1, 1], expected [2, 1]"),
@@ -266,14 +270,14 @@ PACKED = {"weight_packed": np.zeros((4, 8), np.int32), "weight_scale": scales(4,
         ({"quant_method": "mxfp4"}, {"w_blocks": np.zeros((1, 2, 3, 16), np.uint8)}, "x.w_blocks without x.w_scales"),
     ],
 )
-def test_what_does_not_fit_together_is_one_sentence(options, tensors, sentence):
+def test_what_does_not_fit_together_is_one_message(options, tensors, message):
     tensors = {f"x.{name}": array for name, array in tensors.items()}
-    with pytest.raises(UserError, match=re.escape(sentence)) as error:
+    with pytest.raises(UserError, match=re.escape(message)) as error:
         dequantize_checkpoint({"quantization_config": options}, arrays_of(tensors))
     assert "\n" not in str(error.value)
 
 
-def test_a_group_that_is_not_there_is_one_sentence():
+def test_a_group_that_is_not_there_is_one_message():
     tensors = {f"x.{name}": array for name, array in INT4.items()} | {"x.g_idx": np.full(32, 9, np.int32)}
     _, found = dequantize_checkpoint({"quantization_config": GPTQ}, arrays_of(tensors))
     with pytest.raises(UserError, match=r"x.g_idx with numbers outside of its 1 groups"):

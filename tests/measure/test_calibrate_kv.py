@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_not_taken_over(measured, run_path, tmp_path):
     for key, what in (("weights", "other weights"), ("tokenizer", "another tokenizer")):
         other.write_text(json.dumps(measured[1] | {key: "0" * 64}), encoding="utf-8")
         assert f"was measured on {what}" in sentence(run_path, from_results=other)
-    assert sentence(run_path, output=tmp_path) == f"cannot write {tmp_path}: what is there is no file"
+    assert sentence(run_path, output=tmp_path) == f"cannot write {tmp_path}: it is not a regular file"
     assert "no calibration at" in sentence(run_path, from_results=tmp_path / "none.json")
     for more in ({"data_path": "x.txt"}, {"loss": False}):
         assert "from_results measures nothing" in sentence(run_path, from_results=SAMPLE, **more)
