@@ -260,7 +260,7 @@ def _through_pipe(talk: "Chat") -> int:
 
 def _show(pieces: "Generator[TextPart]", entropy: bool, colours: Any, stopped: Callable[[], bool]) -> None:
     """Prints an answer as it comes; without colours one that shows its entropies once it is complete."""
-    from dantinox.report.entropy_view import digits_below, painted
+    from dantinox.report.entropy_view import digit_lines, shade_text
 
     waits = entropy and colours == "none"
     found = []
@@ -269,10 +269,10 @@ def _show(pieces: "Generator[TextPart]", entropy: bool, colours: Any, stopped: C
             if waits:
                 found.append((piece.text, piece.entropy))
             else:
-                print(painted(piece.text, piece.entropy if entropy else None, colours), end="", flush=True)
+                print(shade_text(piece.text, piece.entropy if entropy else None, colours), end="", flush=True)
             if stopped():
                 break
-    print_lines(lambda width: digits_below(found, width))
+    print_lines(lambda width: digit_lines(found, width))
     if not waits:
         print(flush=True)
 

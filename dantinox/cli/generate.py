@@ -221,14 +221,14 @@ def _show(documents: list[dict[str, Any]]) -> None:
 
 def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Writes the samples as --trace and --report ask; one that fails does not prevent the other."""
-    from dantinox.report.page import page
+    from dantinox.report.page import report_page
     from dantinox.report.trace_file import trace_lines
 
     with contextlib.ExitStack() as outputs:
         if options.trace is not None:
             outputs.callback(atomic_write, options.trace, "".join(line + "\n" for line in trace_lines(documents)))
         if options.report is not None:
-            outputs.callback(atomic_write, options.report, page(documents))
+            outputs.callback(atomic_write, options.report, report_page(documents))
 
 
 def _prompts(options: argparse.Namespace, settings: dict[str, Any], base: "Config") -> "list[tuple[str, Config]]":

@@ -19,7 +19,7 @@ from dantinox.measure.head_loss import SINKS, estimate_loss_rises
 from dantinox.measure.texts import map_batches, open_text_store, pad_rows
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.report.console import Progress
-from dantinox.report.trace_file import finite
+from dantinox.report.trace_file import replace_nonfinite
 from dantinox.run import (
     KV_FORMAT,
     HeadCalibrationFile,
@@ -172,7 +172,7 @@ def entropy_stats(heads: np.ndarray) -> dict[str, float | None]:
     """Returns mean, extremes and spread of the heads' entropies; None for a ratio that would divide by zero."""
     found = {name: float(getattr(heads, name)()) for name in ("mean", "min", "max", "std")}
     ratios = {"cv": ("std", "mean"), "range_ratio": ("max", "min")}
-    return found | finite({name: found[a] / found[b] if found[b] > 0 else None for name, (a, b) in ratios.items()})
+    return found | replace_nonfinite({name: found[a] / found[b] if found[b] > 0 else None for name, (a, b) in ratios.items()})
 
 
 def head_types(heads: np.ndarray) -> dict[str, int]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from dantinox.measure.calibrate_kv import HEAD_TYPES, HeadCalibration
 from dantinox.measure.calibrate_router_view import COLOURS
-from dantinox.report.plots import as_png, new_figure
-from dantinox.report.tables import percent, side_by_side, wrapped
+from dantinox.report.plots import new_figure, to_png
+from dantinox.report.tables import percent, side_by_side, wrap_lines
 
 CELL = 6  # characters of a number in the table
 TYPE_COLOURS = [COLOURS[name] for name in ("greedy", "explore", "clarify", "resample", "adaptive")]
@@ -26,7 +26,7 @@ def kv_calibration_lines(found: HeadCalibration, width: int = 80, path: Path | N
     heading = f"entropy of the attention of {found.n_head} heads in each of {found.n_layer} layers, in bits"
     if found.sequences is not None and found.tokens is not None:
         heading += f", on {found.sequences:,} sequences of {found.tokens:,} tokens together"
-    yield from wrapped([heading, ""], width, "")
+    yield from wrap_lines([heading, ""], width, "")
     yield from side_by_side(_entropy_columns(found, width))
     yield ""
     counts = found.head_types
@@ -36,7 +36,7 @@ def kv_calibration_lines(found: HeadCalibration, width: int = 80, path: Path | N
     use = "saved in the run directory: " if path is None else f"saved in {path}: --kv_calibration {path} with "
     ways = ["--kv_signal loss by what its eviction costs"] * (found.loss is not None) + ["--kv_signal entropy by its entropy"]
     use += f"--kv_budget 0.3 gives a head slots with {', with '.join(ways)}"
-    yield from wrapped(["", *_extra_lines(found), "", use], width, "")
+    yield from wrap_lines(["", *_extra_lines(found), "", use], width, "")
 
 
 def _entropy_columns(found: HeadCalibration, width: int) -> list[list[str]]:
@@ -85,7 +85,7 @@ def draw_kv_calibration(found: HeadCalibration) -> bytes:
     for axes, size in zip(more, sizes, strict=True):
         title = f"what it costs if a head alone sees {size} tokens"
         _draw_heads(figure, axes, np.maximum(found.heads("loss")[..., 0], 0), title, "nats per token")
-    return as_png(figure)
+    return to_png(figure)
 
 
 def _draw_heads(figure: Any, axes: Any, values_LN: np.ndarray, title: str, unit: str) -> None:

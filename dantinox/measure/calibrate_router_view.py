@@ -8,8 +8,8 @@ import numpy as np
 
 from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, RULES, intervals
 from dantinox.measure.calibrate_router import RouterCalibration
-from dantinox.report.plots import as_png, new_figure
-from dantinox.report.tables import percent, side_by_side, wrapped
+from dantinox.report.plots import new_figure, to_png
+from dantinox.report.tables import percent, side_by_side, wrap_lines
 
 PRESETS = tuple(PRESET_NUMBERS)
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
@@ -29,7 +29,7 @@ def calibration_lines(found: RouterCalibration, width: int = 100) -> Iterator[st
         yield ""
         yield from side_by_side([[title, *names], *([preset, *cells] for preset, cells in columns.items())])
     use = "saved in the run directory: --strategy entropy --router_preset calibrated uses it"
-    yield from wrapped(["", preset_summary(found), *unused_strategies(found), "", use], max(width, 40), "")
+    yield from wrap_lines(["", preset_summary(found), *unused_strategies(found), "", use], max(width, 40), "")
 
 
 def preset_summary(found: RouterCalibration) -> str:
@@ -66,7 +66,7 @@ def draw_calibration(found: RouterCalibration) -> bytes:
     for axes, preset in zip(panels, PRESETS, strict=True):
         _draw(axes, found, preset)
     panels[-1].set_ylabel("")
-    return as_png(figure)
+    return to_png(figure)
 
 
 def _draw(axes: Any, found: RouterCalibration, preset: str) -> None:

@@ -21,7 +21,7 @@ from dantinox.generation.static_batch import clamp_to_context, padded_length
 from dantinox.generation.token_settings import with_default_seed
 from dantinox.measure.texts import padded_positions
 from dantinox.model import Transformer
-from dantinox.report.trace_file import finite
+from dantinox.report.trace_file import replace_nonfinite
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace
 from dantinox.sampling.entropy_router import ADAPTIVE, Route
 from dantinox.text import Tokenizer
@@ -188,7 +188,7 @@ def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
     """The settings of a step, as JSON has them: null for -inf."""
     settings = STEPS[step].settings
     keys = [key for key in settings if key in NUMBERS] or settings[:1]
-    return {key: finite(getattr(section, key)) for key in keys}
+    return {key: replace_nonfinite(getattr(section, key)) for key in keys}
 
 
 def display_token(tokenizer: Tokenizer, token: int) -> str:

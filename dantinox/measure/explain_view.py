@@ -11,8 +11,8 @@ from rich.cells import cell_len, set_cell_size
 from dantinox.config import GenerationSection
 from dantinox.measure.explain import Explanation, Step
 from dantinox.report.console import printable
-from dantinox.report.plots import as_png, new_figure
-from dantinox.report.tables import percent, side_by_side, wrapped
+from dantinox.report.plots import new_figure, to_png
+from dantinox.report.tables import percent, side_by_side, wrap_lines
 
 COLUMN = 11  # the longest word of a step's name
 TOKEN_CELLS = 20
@@ -40,7 +40,7 @@ def explanation_lines(found: Explanation, width: int = 100) -> Iterator[str]:
     for line, settings in zip(side_by_side(list(columns)), ["", *map(_settings, found.steps)], strict=True):
         yield _clip(f"{line}  {settings}".rstrip(), max(width, 40))
     yield ""
-    yield from wrapped(_drawn_lines(found), max(width, 40))
+    yield from wrap_lines(_drawn_lines(found), max(width, 40))
 
 
 def _names(found: Explanation) -> list[list[str]]:
@@ -130,7 +130,7 @@ def draw_explanation(found: Explanation) -> bytes:
     drawn = [(i, token.probabilities[shown[-1]]) for i, token in enumerate(found.tokens) if token.id in found.drawn]
     panels[-1].plot(*zip(*drawn, strict=True), "v", color=ACCENT, label=_draw_method(found), clip_on=False)
     panels[-1].legend(frameon=False, fontsize=8)
-    return as_png(figure)
+    return to_png(figure)
 
 
 def draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: Sequence[float] | None = None) -> None:

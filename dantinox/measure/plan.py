@@ -33,7 +33,7 @@ from dantinox.model.cache import uncompressed_slots
 from dantinox.model.flops import adapter_parameters, attention_flops, matrix_parameters, training_flops
 from dantinox.model.parameters import abstract_model
 from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
-from dantinox.report.tables import Column, human_bytes, human_count, percent, text_table, wrapped
+from dantinox.report.tables import Column, human_bytes, human_count, percent, text_table, wrap_lines
 from dantinox.sampling import SamplingParams
 
 LOOKUP_TABLES = ("embed", "position_embed")  # tables of which a token reads a row
@@ -373,7 +373,7 @@ COLLECTIVE_COLUMNS = tuple(map(_collective_column, BYTES_SENT))
 
 def plan_lines(found: Plan, width: int = 100) -> Iterator[str]:
     """The machine, the table of programs, and what is to be said of each, in lines of at most `width`."""
-    yield from wrapped(_machine(found), width)
+    yield from wrap_lines(_machine(found), width)
     yield ""
     names = MESH_COLUMNS if found.chips > 1 else NAME_COLUMNS
     passing = [program for program in found.programs if program.collectives]
@@ -385,10 +385,10 @@ def plan_lines(found: Plan, width: int = 100) -> Iterator[str]:
     for program in found.programs:
         on = f" on {program.mesh}" if found.chips > 1 else ""
         kernels = "".join(f", {count} × {name}" for name, count in program.kernels.items())
-        yield from wrapped([f"{program.name}{on}: {_fits(program, found.memory)}{kernels}"], width)
+        yield from wrap_lines([f"{program.name}{on}: {_fits(program, found.memory)}{kernels}"], width)
     yield ""
     formulas = [f"{name}: {formula}" for name, formula in found.formulas.items()]
-    yield from wrapped([f"N = {human_count(found.matrix_parameters)} weights in matrix products; FLOPs:", *formulas], width)
+    yield from wrap_lines([f"N = {human_count(found.matrix_parameters)} weights in matrix products; FLOPs:", *formulas], width)
 
 
 def _machine(found: Plan) -> Iterator[str]:

@@ -16,7 +16,7 @@ import jax
 
 from dantinox.files import UserError, wrap_os_errors
 from dantinox.measure.hlo import Instruction, instructions
-from dantinox.report.tables import Column, percent, text_table, wrapped
+from dantinox.report.tables import Column, percent, text_table, wrap_lines
 
 CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}  # what runs inside is traced itself
 # What an operation is called by the first of these opcodes in it.
@@ -199,10 +199,10 @@ def profile_lines(found: Profile, unit: str, width: int = 100, number: int = 10)
     """What was traced, its most expensive operations, and where the trace lies; `unit`: what was counted, `step` or `token`."""
     each = found.wall_ms / found.count
     plural = unit if found.count == 1 else f"{unit}s"
-    yield from wrapped([f"{found.count} {plural} of {each:.2f} ms on {found.device}", ""], width)
+    yield from wrap_lines([f"{found.count} {plural} of {each:.2f} ms on {found.device}", ""], width)
     shown = found.operations[:number]
     yield from text_table(COLUMNS, shown, max(width, WIDTH), front=3)
     rest = len(found.operations) - len(shown)
     others = f", {rest} others {percent(sum(x.share for x in found.operations[number:]))}" if rest else ""
-    yield from wrapped(["", f"all operations: {found.traced_ms:.2f} ms, summed over threads and devices{others}"], width)
+    yield from wrap_lines(["", f"all operations: {found.traced_ms:.2f} ms, summed over threads and devices{others}"], width)
     yield f"trace: {found.folder} (TensorBoard with its profile plug-in, or the .trace.json.gz in ui.perfetto.dev)"

@@ -17,8 +17,10 @@ __all__ = [
 
 
 def open_console(stream: TextIO | None = None) -> Console:
-    """A live display where `stream` (default: stderr) is a terminal that can move its cursor, a bar in a notebook, else plain
-    lines."""
+    """Returns the display for `stream` (default: stderr).
+
+    A terminal that can move its cursor gets a live display, a notebook a progress bar, anything else plain lines.
+    """
     ipython = sys.modules.get("IPython")
     if stream is None and ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
         from dantinox.report.notebook import NotebookConsole

@@ -1,4 +1,4 @@
-"""Progress of a training and of long commands on stderr: a live display at a terminal, plain lines elsewhere."""
+"""Progress of training and of long commands, as plain lines on stderr."""
 
 import contextlib
 import os
@@ -12,26 +12,28 @@ from typing import Any, TextIO
 from dantinox.report.tables import human_count, human_time
 
 Row = Mapping[str, Any]
-EVERY = 5.0  # seconds between two lines of progress
-SILENCE = 8.0  # seconds without a line, after which `steady_progress` repeats the last one
+PROGRESS_INTERVAL = 5.0  # seconds between two lines of progress
+REPEAT_INTERVAL = 8.0  # seconds without a line after which `steady_progress` repeats the last one
 
 
 def show_progress(line: str) -> None:
-    """Prints a line of progress of a long command on stderr."""
+    """Prints a line of a long command's progress on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def steady_progress(show: Callable[[str], None] = show_progress, seconds: float = SILENCE) -> Iterator[Callable[[str], None]]:
-    """A function that shows lines of progress. After `seconds` without one the last is shown again with the time it took."""
+def steady_progress(
+    show: Callable[[str], None] = show_progress, seconds: float = REPEAT_INTERVAL
+) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows a line. After `seconds` without a line, the last one is shown again with its duration."""
     stopped, lock = threading.Event(), threading.Lock()
-    last, begun, shown = "starting", time.monotonic(), time.monotonic()
+    last, started, shown = "starting", time.monotonic(), time.monotonic()
 
     def note(line: str) -> None:
-        nonlocal last, begun, shown
+        nonlocal last, started, shown
         with lock:
             last = line
-            begun = shown = time.monotonic()
+            started = shown = time.monotonic()
             show(line)
 
     def repeat() -> None:
@@ -41,7 +43,7 @@ def steady_progress(show: Callable[[str], None] = show_progress, seconds: float 
                 now = time.monotonic()
                 if now - shown >= seconds:
                     shown = now
-                    show(f"{last} (for {human_time(now - begun)})")
+                    show(f"{last} (for {human_time(now - started)})")
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
@@ -53,33 +55,33 @@ def steady_progress(show: Callable[[str], None] = show_progress, seconds: float 
 
 
 class Progress:
-    """How much of a long task is done, in a line at its start and then every few seconds.
+    """Shows the progress of a long task: a line at its start and one every `PROGRESS_INTERVAL` seconds.
 
     `reading sequences: 12 of 80 sequences, 2m05s left`
     """
 
     def __init__(self, show: Callable[[str], None], task: str, total: int, unit: str):
         self.show, self.task, self.total, self.unit = show, task, total, unit
-        self.done, self.begun = 0, time.monotonic()
-        self.shown = self.begun
+        self.done, self.started = 0, time.monotonic()
+        self.shown = self.started
         show(f"{task}: {human_count(total)} {unit}")
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Adds what was done since the last call; `note` is appended to the line, if one is due."""
+        """Adds `count` completed units; `note` is appended to the line if one is due."""
         self.done, now = self.done + count, time.monotonic()
-        if now - self.shown < EVERY:
+        if now - self.shown < PROGRESS_INTERVAL:
             return
         self.shown = now
-        left = human_time((now - self.begun) * (self.total - self.done) / max(1, self.done))
+        left = human_time((now - self.started) * (self.total - self.done) / max(1, self.done))
         done = f"{human_count(self.done)} of {human_count(self.total)} {self.unit}, {left} left"
         self.show(f"{self.task}: {done}{note}")
 
 
 class Console:
-    """Plain lines of `key value` pairs, one per interval and evaluation: `step 250 val_loss 1.9412 bits_per_byte 2.801`.
+    """Prints a line of `key value` pairs per interval and evaluation: `step 250 val_loss 1.9412 bits_per_byte 2.801`.
 
-    Rows are those of the metric files; only the `train_loss` of an evaluation is shown as `train_loss_since_eval`, because an
-    interval that ends with the same step has another mean. `seconds_left` in a row is shown as a time.
+    Rows are those of the metric files, except that the `train_loss` of an evaluation is shown as `train_loss_since_eval`: an
+    interval that ends at the same step has another mean. `seconds_left` is shown as a duration.
     """
 
     def __init__(self, stream: TextIO):
@@ -87,39 +89,39 @@ class Console:
         self.stages: set[str] = set()
 
     def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
-        """What goes on before the first step, on how much; called again as it gets on."""
+        """Shows a preparation before the first step; called again as `done` of `total` units grows."""
         if name not in self.stages:
             self.stages.add(name)
             self.note(f"{name}: {human_count(total)} {unit}")
 
     def start(self, total_steps: int, step: int = 0) -> None:
-        """Called before the first step; `step` is the one a resumed run stands at."""
+        """Starts the display before the first step; `step` is the last step of a resumed run."""
 
     def interval(self, row: Row) -> None:
-        """A row of the training loop."""
-        self._write(pairs(row))
+        """Shows the row of a training interval."""
+        self._write(format_pairs(row))
 
     def evaluation(self, row: Row) -> None:
-        """A row with the validation loss."""
-        self._write(pairs(row))
+        """Shows a row with the validation loss."""
+        self._write(format_pairs(row))
 
     def sample(self, text: str, step: int) -> None:
-        """A text the model wrote."""
+        """Shows a generated text."""
         self._write(f"sample at step {step}:\n{printable(text)}")
 
     def note(self, text: str) -> None:
-        """A sentence to the person: where the run lies, what it resumed from, why it stops."""
+        """Shows a sentence: where the run is, what it resumed from, why it stops."""
         self._write(printable(text))
 
     def close(self) -> None:
-        """Leaves the terminal as it was; may be called twice."""
+        """Restores the terminal; may be called twice."""
 
     def _write(self, text: str) -> None:
-        """Prints a line; a reader that went away (`| head`) does not stop the training."""
+        """Prints a line; a closed pipe (`| head`) does not stop the training."""
         try:
             print(text, file=self.stream, flush=True)
         except BrokenPipeError:
-            self.stream = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
+            self.stream = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
 
     def __enter__(self) -> "Console":
         return self
@@ -128,13 +130,13 @@ class Console:
         self.close()
 
 
-def pairs(row: Row) -> str:
-    """`step 10 train_loss 3.2104 lr 0.0003`, the row's names unchanged so that a script can read them."""
+def format_pairs(row: Row) -> str:
+    """Formats a row as `step 10 train_loss 3.2104 lr 0.0003`, with the row's own names so that a script can read it."""
     return " ".join(f"{name} {_number(name, value)}" for name, value in row.items() if value is not None)
 
 
-def headline(row: Row) -> str:
-    """The same row as a person reads it: `loss 3.2104 · val 3.3310 · 2.801 bits/byte · lr 3.0e-04 · 25.1k tok/s · 0.82 GB`."""
+def format_headline(row: Row) -> str:
+    """Formats a row for people: `loss 3.2104 · val 3.3310 · 2.801 bits/byte · lr 3.0e-04 · 25.1k tok/s · 0.82 GB`."""
     parts = {
         "train_loss": lambda x: f"loss {x:.4f}",
         "train_loss_since_eval": lambda x: f"mean loss {x:.4f}",
@@ -145,11 +147,11 @@ def headline(row: Row) -> str:
         "mfu": lambda x: f"MFU {100 * x:.1f}%",
         "memory_gb": lambda x: f"{x:.2f} GB",
     }
-    return " · ".join(form(float(row[name])) for name, form in parts.items() if row.get(name) is not None)
+    return " · ".join(format_part(float(row[name])) for name, format_part in parts.items() if row.get(name) is not None)
 
 
 def printable(text: str) -> str:
-    """The text with its line breaks and tabs, but no character that could command a terminal."""
+    """Replaces control characters and lone surrogates, except line breaks and tabs, so that a terminal does not act on them."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\ufffd" for c in text)
 
 

@@ -1,11 +1,11 @@
 """Generated text at the terminal, each token shaded by the entropy of its distribution.
 
-Shades run from dark to light (viridis, which colour-blind eyes can tell apart) with black or white letters on them, so that
-they read on dark and light terminals. Where there are no colours each line of text has a line of digits below it, the
-entropies in whole bits, and a line of letters for the strategies.
+Shades go from dark to light (viridis, which colour-blind readers can distinguish) with black or white letters, so that they
+are readable on dark and light terminals. Without colours, each line of text has a line of digits below it, the entropies in
+whole bits, and a line of letters for the strategies.
 
-What the model wrote never reaches the terminal as a command: control characters are shown as pictures (␛), other characters
-that can hide or reorder text as `<U+202E>`. A line break is shown as ↵.
+Text of the model cannot control the terminal: control characters are shown as pictures (␛), other characters that can hide or
+reorder text as `<U+202E>`. A line break is shown as ↵.
 """
 
 import math
@@ -22,16 +22,16 @@ from rich.cells import cell_len
 from dantinox.report.trace_file import Document
 
 Colours = Literal["truecolor", "256", "none"]
-Piece = tuple[str, float | None, str | None]  # text of one or more tokens, entropy and strategy; neither in the prompt
+Piece = tuple[str, float | None, str | None]  # text of one or more tokens, its entropy and strategy (None in the prompt)
 
 RAMP = np.array([
     (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140), (40, 174, 128), (94, 201, 98),
     (173, 220, 48), (253, 231, 37),
 ])  # fmt: skip
-# The same in the colours that every terminal of 256 has alike: rising in lightness, too.
+# The same ramp in the 256 colours that all terminals share, also with increasing lightness.
 RAMP_256 = (53, 55, 24, 31, 36, 77, 149, 220, 226)
-RAMP_BITS = 8.0  # the end of the ramps; most of them is for the first bits, where tokens differ most
-WHITE_BELOW = {"truecolor": 1.503, "256": 0.782}  # bits below which white letters stand out more than black ones (WCAG 2)
+RAMP_BITS = 8.0  # the end of the ramps; most of each is for the first bits, where tokens differ most
+WHITE_BELOW = {"truecolor": 1.503, "256": 0.782}  # bits below which white letters have more contrast than black ones (WCAG 2)
 LEGEND_BITS = (0, 0.5, 1, 2, 3, 4, 6, 8)
 MARKS = {"greedy": "ᵍ", "clarify": "ᶜ", "explore": "ᵉ", "resample": "ʳ", "adaptive": "ᵃ"}
 PICTURES = {**{chr(code): chr(0x2400 + code) for code in range(32)}, "\x7f": "␡", "\t": "⇥   "}
@@ -39,12 +39,12 @@ BREAK, BASE, ZERO_WIDTH_NON_JOINER, ZERO_WIDTH_JOINER = "↵", "◌", "\u200c", 
 
 
 class Glyph(NamedTuple):
-    """What a terminal moves past as one: a character with its combining marks, at most `cells` wide.
+    """A character with its combining marks, which a terminal draws as one.
 
     Attributes:
-      mark: the strategy that begins here, else "".
-      starts: whether a token begins here.
-      breaks: whether the line ends here.
+      mark: the strategy that starts at this glyph, else "".
+      starts: whether a token starts at this glyph.
+      breaks: whether the line ends after this glyph.
     """
 
     text: str
@@ -55,12 +55,12 @@ class Glyph(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """Some terminals draw joined emoji as one, others side by side."""
+        """Its largest width in terminal cells: some terminals draw joined emoji as one, others side by side."""
         return max(cell_len(self.text), sum(map(cell_len, self.text)))
 
 
 def terminal_colours(stream: TextIO) -> Colours:
-    """The colours that `show_entropy` may use on a stream, by rich's reading of it and of NO_COLOR, TERM, COLORTERM …"""
+    """Returns the colours that `show_entropy` may use on a stream, as rich detects them (NO_COLOR, TERM, COLORTERM …)."""
     from rich.console import Console  # 40 ms to import
 
     screen = Console(file=stream)
@@ -70,10 +70,12 @@ def terminal_colours(stream: TextIO) -> Colours:
 
 
 def show_entropy(documents: Sequence[Document], width: int, colours: Colours) -> Iterator[str]:
-    """The texts of documents (as `report.trace` describes them) in lines of at most `width` cells, with a legend and totals.
+    """Yields the texts of documents in lines of at most `width` cells, with a legend and totals.
 
     Args:
-      colours: `truecolor` and `256` shade with escape sequences, each line ends without any; `none` writes digits below.
+      documents: as `trace_file` describes them.
+      width: in terminal cells, at least 20.
+      colours: `truecolor` and `256` shade with escape sequences and reset them in each line; `none` writes digits below.
     """
     width = max(width, 20)
     used = {token.get("strategy") for document in documents for token in document["tokens"]}
@@ -82,76 +84,77 @@ def show_entropy(documents: Sequence[Document], width: int, colours: Colours) ->
         yield ""
         if len(documents) > 1:
             yield f"sample {number} of {len(documents)}, seed {document['seed']}"
-        yield from _drawn(_glyphs([(document["prompt"], None, None), *_pieces(document["tokens"])]), width, colours)
+        glyphs = _to_glyphs([(document["prompt"], None, None), *_pieces(document["tokens"])])
+        yield from _draw_lines(glyphs, width, colours)
         yield ""
         yield from textwrap.wrap(_totals(document["tokens"]), width)
 
 
-def painted(text: str, bits: float | None, colours: Colours) -> str:
-    """A piece of a text that is still growing, harmless to the terminal, shaded by its entropy where there is one to be seen.
+def shade_text(text: str, bits: float | None, colours: Colours) -> str:
+    """Returns a piece of a streamed text, escaped for the terminal and shaded by its entropy of `bits`, None without a shade.
 
-    A shaded line break is shown as ↵ in front of it, so that no line has a shade to its end.
+    A shaded line break is shown as ↵ before the break, so that the shade does not extend to the end of the line.
     """
-    lines = ["".join(c if c == "\t" else harmless(c) for c in line) for line in text.split("\n")]
+    lines = ["".join(c if c == "\t" else escape_character(c) for c in line) for line in text.split("\n")]
     if bits is None or colours == "none":
         return "\n".join(lines)
     shown = [line + BREAK for line in lines[:-1]] + lines[-1:]
     return "\n".join(f"\x1b[{_style(bits, colours)}m{line}\x1b[0m" if line else "" for line in shown)
 
 
-def digits_below(pieces: Iterable[tuple[str, float | None]], width: int) -> Iterator[str]:
-    """A text without colours: below each line of it the entropies of its pieces in whole bits (9: 9 or more)."""
-    glyphs = _glyphs((text, entropy, None) for text, entropy in pieces)
-    yield from _drawn(glyphs, max(width, 20), "none")
+def digit_lines(pieces: Iterable[tuple[str, float | None]], width: int) -> Iterator[str]:
+    """Yields the lines of a text, each followed by the entropies of its pieces in whole bits (9: 9 or more)."""
+    glyphs = _to_glyphs((text, entropy, None) for text, entropy in pieces)
+    yield from _draw_lines(glyphs, max(width, 20), "none")
 
 
-def shade(bits: float) -> tuple[int, ...]:
-    """The colour of an entropy as red, green and blue, the same whatever the vocabulary."""
-    places = np.linspace(0, 1, len(RAMP))
-    return tuple(round(float(np.interp(_place(bits), places, channel))) for channel in RAMP.T)
+def shade_rgb(bits: float) -> tuple[int, ...]:
+    """Returns the colour of an entropy as red, green and blue in [0, 255]; it does not depend on the vocabulary."""
+    positions = np.linspace(0, 1, len(RAMP))
+    return tuple(round(float(np.interp(_ramp_position(bits), positions, channel))) for channel in RAMP.T)
 
 
 def shade_256(bits: float) -> int:
-    """The colour of an entropy, by its number."""
-    return RAMP_256[round(_place(bits) * (len(RAMP_256) - 1))]
+    """Returns the number of an entropy's colour among 256."""
+    return RAMP_256[round(_ramp_position(bits) * (len(RAMP_256) - 1))]
 
 
-def _place(bits: float) -> float:
-    """Where on the ramp an entropy lies, in [0, 1]."""
+def _ramp_position(bits: float) -> float:
+    """Returns the position of an entropy on the ramp, in [0, 1]."""
     return math.sqrt(min(max(bits, 0.0), RAMP_BITS) / RAMP_BITS)
 
 
-def harmless(character: str) -> str:
-    """What is shown for a character: itself, unless a terminal would act on it, hide it or reorder others by it."""
-    acts = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    spelt = f"<U+{ord(character):04X}>" if acts and character not in (ZERO_WIDTH_NON_JOINER, ZERO_WIDTH_JOINER) else character
-    return PICTURES.get(character, spelt)
+def escape_character(character: str) -> str:
+    """Returns a character, or its visible replacement if a terminal would interpret it, hide it or reorder text by it."""
+    is_unsafe = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    is_joiner = character in (ZERO_WIDTH_NON_JOINER, ZERO_WIDTH_JOINER)
+    return PICTURES.get(character, f"<U+{ord(character):04X}>" if is_unsafe and not is_joiner else character)
 
 
 def _pieces(tokens: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """The tokens that show something. Those that spell one character together count as the most uncertain one of them."""
+    """Yields the pieces of a text. Tokens that form one character together have the entropy of the most uncertain one."""
     parts: list[Mapping[str, Any]] = []
     for token in tokens:
         parts.append(token)
         if token["text"]:
-            chief = max(parts, key=lambda part: _number(part["entropy"]) or 0.0)
-            yield token["text"], _number(chief["entropy"]), chief.get("strategy")
+            least_sure = max(parts, key=lambda part: _finite(part["entropy"]) or 0.0)
+            yield token["text"], _finite(least_sure["entropy"]), least_sure.get("strategy")
             parts = []
 
 
-def _glyphs(pieces: Iterable[Piece]) -> list[Glyph]:
-    """Pieces cut into glyphs; one that runs over several pieces belongs to the first of them."""
+def _to_glyphs(pieces: Iterable[Piece]) -> list[Glyph]:
+    """Splits pieces into glyphs; a glyph that extends over several pieces belongs to the first."""
     glyphs: list[Glyph] = []
     before = None
     for text, entropy, strategy in pieces:
         starts = True
         for character in text:
-            shown = BREAK if character == "\n" else harmless(character)
+            shown = BREAK if character == "\n" else escape_character(character)
             if shown == character and glyphs and _joins(glyphs[-1], character):
                 glyphs[-1] = glyphs[-1]._replace(text=glyphs[-1].text + character)
                 continue
             if not cell_len(shown):
-                shown = BASE + shown  # a mark with nothing to stand on
+                shown = BASE + shown  # a combining mark without a base character
             mark = strategy if strategy and strategy != before else ""
             glyphs.append(Glyph(shown, entropy, mark, starts, character == "\n"))
             starts, before = False, strategy
@@ -159,18 +162,18 @@ def _glyphs(pieces: Iterable[Piece]) -> list[Glyph]:
 
 
 def _joins(before: Glyph, character: str) -> bool:
-    """Whether a character is drawn into the glyph before it: combining marks, and what a joiner ties to an emoji."""
-    is_tied = before.text[-1] == ZERO_WIDTH_JOINER and unicodedata.category(character) == "So"
-    return not before.breaks and (is_tied or not cell_len(character))
+    """Returns whether a character is part of the glyph before it: a combining mark, or an emoji after a joiner."""
+    is_joined = before.text[-1] == ZERO_WIDTH_JOINER and unicodedata.category(character) == "So"
+    return not before.breaks and (is_joined or not cell_len(character))
 
 
-def _drawn(glyphs: Sequence[Glyph], width: int, colours: Colours) -> Iterator[str]:
-    for line in _wrapped(glyphs, width, mark_cells=0 if colours == "none" else 1):
-        yield from _with_marks_below(line) if colours == "none" else [_painted(line, colours)]
+def _draw_lines(glyphs: Sequence[Glyph], width: int, colours: Colours) -> Iterator[str]:
+    for line in _wrap(glyphs, width, mark_cells=0 if colours == "none" else 1):
+        yield from _draw_marks_below(line) if colours == "none" else [_shade_line(line, colours)]
 
 
-def _wrapped(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list[Glyph]]:
-    """Lines of glyphs, cut behind a space where there is one."""
+def _wrap(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list[Glyph]]:
+    """Yields lines of glyphs, broken after a space if there is one."""
     line: list[Glyph] = []
     for glyph in glyphs:
         while line and sum(one.cells + mark_cells * bool(one.mark) for one in [*line, glyph]) > width:
@@ -186,8 +189,8 @@ def _wrapped(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[l
         yield line
 
 
-def _painted(line: Iterable[Glyph], colours: Colours) -> str:
-    """The line with escape sequences; it ends in the terminal's own colours."""
+def _shade_line(line: Iterable[Glyph], colours: Colours) -> str:
+    """Returns a line with escape sequences, reset at its end."""
     parts = []
     for glyph in line:
         if glyph.mark:
@@ -198,15 +201,15 @@ def _painted(line: Iterable[Glyph], colours: Colours) -> str:
 
 
 def _style(bits: float, colours: Colours) -> str:
-    """The parameters of the escape sequence: black or white in front, the shade behind."""
+    """Returns the parameters of the escape sequence: black or white letters on the shade."""
     white = bits < WHITE_BELOW[colours]
     if colours == "256":
         return f"38;5;{231 if white else 16};48;5;{shade_256(bits)}"
-    return "38;2;{0};{0};{0};48;2;{1};{2};{3}".format(255 if white else 0, *shade(bits))
+    return "38;2;{0};{0};{0};48;2;{1};{2};{3}".format(255 if white else 0, *shade_rgb(bits))
 
 
-def _with_marks_below(line: Sequence[Glyph]) -> Iterator[str]:
-    """The text; below it a digit at the first cell of each token; below that a letter where a strategy begins."""
+def _draw_marks_below(line: Sequence[Glyph]) -> Iterator[str]:
+    """Yields the text, a line with a digit at the start of each token, and a line with a letter where a strategy starts."""
     yield "".join(glyph.text for glyph in line)
     digits = [f"{min(int(g.entropy + 0.5), 9)}" if g.starts and g.entropy is not None else "" for g in line]
     letters = [glyph.mark[:1] if glyph.mark in MARKS else "?" if glyph.mark else "" for glyph in line]
@@ -217,25 +220,25 @@ def _with_marks_below(line: Sequence[Glyph]) -> Iterator[str]:
 
 def _legend(strategies: Sequence[str], width: int, colours: Colours) -> Iterator[str]:
     if colours == "none":
-        letters = "; below that the strategy from there on: " + ", ".join(f"{name[0]} {name}" for name in strategies)
+        letters = "; below that the strategy from that token on: " + ", ".join(f"{name[0]} {name}" for name in strategies)
         text = "below each token its entropy in bits, rounded (9: 9 or more)" + (letters if strategies else "")
         yield from textwrap.wrap(text, width)
         return
     chips = [Glyph(f" {bits:g}{'+' if bits == RAMP_BITS else ''} ", bits) for bits in LEGEND_BITS]
     names = "".join(f"  {MARKS[name]} {name}" for name in strategies)
-    words = [_glyphs([(text, None, None)]) for text in ("entropy in bits ", names)]
-    yield from _drawn([*words[0], *chips, *words[1]], width, colours)
+    words = [_to_glyphs([(text, None, None)]) for text in ("entropy in bits ", names)]
+    yield from _draw_lines([*words[0], *chips, *words[1]], width, colours)
 
 
 def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:
-    """`64 tokens, mean entropy 1.84 bits, perplexity 3.91, adaptive 62 %, greedy 38 %, mean temperature 0.91`."""
+    """Returns `64 tokens, mean entropy 1.84 bits, perplexity 3.91, adaptive 62 %, greedy 38 %, mean temperature 0.91`."""
     parts = [f"{len(tokens)} tokens"]
     if (mean := _mean(tokens, "entropy")) is not None:
         parts.append(f"mean entropy {mean:.2f} bits")
     if tokens:
-        surprise = -(_mean(tokens, "logprob") or 0) if all(_number(t["logprob"]) is not None for t in tokens) else math.inf
-        parts.append(f"perplexity {math.exp(surprise) if surprise < 700 else math.inf:.2f}")
-    shares = Counter("".join(map(harmless, token["strategy"])) for token in tokens if "strategy" in token)
+        surprisal = -(_mean(tokens, "logprob") or 0) if all(_finite(t["logprob"]) is not None for t in tokens) else math.inf
+        parts.append(f"perplexity {math.exp(surprisal) if surprisal < 700 else math.inf:.2f}")
+    shares = Counter("".join(map(escape_character, token["strategy"])) for token in tokens if "strategy" in token)
     parts += [f"{name} {100 * count / len(tokens):.0f}\u00a0%" for name, count in shares.most_common()]
     if forced := sum(token.get("forced", False) for token in tokens):
         parts.append(f"{forced} forced")
@@ -245,10 +248,10 @@ def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _mean(tokens: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    values = [value for token in tokens if (value := _number(token.get(name))) is not None]
+    values = [value for token in tokens if (value := _finite(token.get(name))) is not None]
     return math.fsum(values) / len(values) if values else None
 
 
-def _number(value: Any) -> float | None:
-    """The number, or None where a trace has none or the model gave no finite one."""
+def _finite(value: Any) -> float | None:
+    """Returns a finite number, and None for any other value."""
     return value if value is not None and math.isfinite(value) else None

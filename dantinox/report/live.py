@@ -1,4 +1,4 @@
-"""The live display of a training at a terminal (rich)."""
+"""The live display of training at a terminal, drawn with rich."""
 
 from typing import TextIO
 
@@ -9,14 +9,14 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from dantinox.report.console import Console, Row, headline, printable
+from dantinox.report.console import Console, Row, format_headline, printable
 from dantinox.report.tables import human_time
 
 
 class LiveConsole(Console):
-    """A progress bar and the newest numbers at the bottom; evaluations, samples and notes scroll above it.
+    """Shows a progress bar and the latest numbers at the bottom; evaluations, samples and notes scroll above them.
 
-    Whatever comes from outside is shown as `Text`, which rich prints as it stands and never reads as markup.
+    External text is wrapped in `Text`, which rich prints literally and never interprets as markup.
     """
 
     def __init__(self, stream: TextIO, screen: Screen | None = None):
@@ -33,9 +33,9 @@ class LiveConsole(Console):
         )
         self.task = self.progress.add_task("train", total=None, left="")
         self.live = Live(console=self.screen, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
-        self.newest: dict[str, object] = {}
+        self.latest: dict[str, object] = {}
         self.best: float | None = None
-        self.bar: Progress | None = None  # of a stage
+        self.bar: Progress | None = None  # of the current stage
 
     def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
         if name not in self.stages:
@@ -54,17 +54,21 @@ class LiveConsole(Console):
         self.live.start()
 
     def interval(self, row: Row) -> None:
-        self.newest |= row
+        self.latest |= row
         left = f"{human_time(float(row['seconds_left']))} left" if row.get("seconds_left") is not None else ""
         self.progress.update(self.task, completed=int(row["step"]), left=left)
-        self.live.update(Group(self.progress, Text(headline(self.newest), style="dim", overflow="ellipsis", no_wrap=True)))
+        self.live.update(
+            Group(self.progress, Text(format_headline(self.latest), style="dim", overflow="ellipsis", no_wrap=True))
+        )
 
     def evaluation(self, row: Row) -> None:
-        self.newest |= {name: row[name] for name in ("val_loss", "bits_per_byte") if name in row}
+        self.latest |= {name: row[name] for name in ("val_loss", "bits_per_byte") if name in row}
         loss = float(row["val_loss"])
         is_best = self.best is None or loss < self.best
         self.best = loss if is_best else self.best
-        line = Text.assemble((f"step {row['step']:>7}  ", "bold"), headline(row), ("  best so far" if is_best else "", "green"))
+        line = Text.assemble(
+            (f"step {row['step']:>7}  ", "bold"), format_headline(row), ("  best so far" if is_best else "", "green")
+        )
         self.screen.print(line)
 
     def sample(self, text: str, step: int) -> None:

@@ -1,7 +1,7 @@
 """Metric files of a run: `training_log.csv` and `metrics.jsonl`.
 
-Every row is on the disk before `append` returns, floats are written so that they read back bitwise, and `cut` takes a log back
-to an earlier step.
+Every row is on disk before the method that adds it returns. Floats are written so that they read back bitwise. `truncate`
+removes the rows after a step.
 """
 
 import csv
@@ -19,14 +19,15 @@ from dantinox.report.trackers import Tracker
 
 HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb,mfu,muon_lr"
 COLUMNS = HEADER.split(",")
-LEAST_COLUMNS = COLUMNS.index("memory_gb") + 1  # a log that an older version began is gone on with as it is
+MIN_COLUMNS = COLUMNS.index("memory_gb") + 1  # a log with the columns of an older version keeps them
 
 
 @dataclass(frozen=True)
 class MetricsLog:
-    """The two files; a row may leave cells of the CSV empty, its JSON line leaves them out.
+    """Writes the two metric files and passes their rows to the trackers.
 
-    As a context it ends what it told the trackers.
+    A row may lack values: their cells are empty in the CSV and absent from the JSON line. As a context manager it ends the
+    trackers.
     """
 
     path_csv: Path
@@ -37,30 +38,32 @@ class MetricsLog:
         """Adds an evaluation to both files.
 
         Raises:
-          UserError: a file cannot be written, or the CSV was begun with other columns.
-          ValueError: `row` has a name that is no column.
+          UserError: a file cannot be written, or the CSV has other columns.
+          ValueError: `row` has a name that is not a column.
         """
         unknown = set(row) - set(COLUMNS)
         if unknown:
-            raise ValueError(f"no such column: {', '.join(sorted(unknown))}")
+            raise ValueError(f"unknown columns: {', '.join(sorted(unknown))}")
         header = _read(self.path_csv).partition(b"\n")[0].decode(errors="replace")
         columns = header.split(",") if header else COLUMNS
-        if columns != COLUMNS[: len(columns)] or len(columns) < LEAST_COLUMNS:
-            raise UserError(f"{self.path_csv} has the columns {header[:200]}, this version writes {HEADER}")
+        if columns != COLUMNS[: len(columns)] or len(columns) < MIN_COLUMNS:
+            raise UserError(f"{self.path_csv} has the columns {header[:200]}, but this version writes {HEADER}")
         cells = ["" if row.get(column) is None else repr(_plain(row[column])) for column in columns]
         _append(self.path_csv, "" if header else f"{HEADER}\n", ",".join(cells) + "\n")
         self.event("evaluation", row)
 
-    def cut(self, step: int) -> None:
-        """Removes all rows past `step`, and whatever a crash tore, from both files; to be called before the first row."""
-        told = max((_step_of(line) or 0 for line in _read(self.path_jsonl).splitlines()), default=0) if self.trackers else 0
+    def truncate(self, step: int) -> None:
+        """Removes rows after `step` and incomplete rows of a crash from both files. Call it before adding the first row."""
+        last_step = (
+            max((_step_of(line) or 0 for line in _read(self.path_jsonl).splitlines()), default=0) if self.trackers else 0
+        )
         for path in (self.path_csv, self.path_jsonl):
-            _cut(path, step)
+            _truncate(path, step)
         for tracker in self.trackers:
-            tracker.begin(step, told, read_jsonl(self.path_jsonl))
+            tracker.begin(step, last_step, read_jsonl(self.path_jsonl))
 
     def sample(self, step: int, text: str) -> None:
-        """Shows the trackers a text that the model wrote."""
+        """Passes a generated text to the trackers."""
         for tracker in self.trackers:
             tracker.text(step, text)
 
@@ -72,20 +75,20 @@ class MetricsLog:
             tracker.end(failed=failure is not None)
 
     def event(self, kind: str, row: Mapping[str, Any]) -> None:
-        """Adds an `interval` of `logging.log_every` steps, or something that happened, to the JSON lines.
+        """Adds an `interval` of `logging.log_every` steps, or another event, to the JSON lines.
 
-        `row` has a `step` no smaller than that of the row before.
+        The `step` of `row` must not be smaller than that of the row before.
         """
         plain = {name: _plain(value) for name, value in row.items() if value is not None}
-        # JSON has no NaN: such a value is null here, and `nan` in the CSV.
+        # JSON has no NaN: the value is null here and `nan` in the CSV.
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
         _append(self.path_jsonl, json.dumps({"kind": kind} | finite, allow_nan=False) + "\n")
         for tracker in self.trackers:
             tracker.row(kind, finite)
 
 
-def _cut(path: Path, step: int) -> None:
-    """Keeps the header and the leading whole rows up to `step` of a CSV or JSON-lines file; a missing file stays missing."""
+def _truncate(path: Path, step: int) -> None:
+    """Keeps the header and the leading complete rows up to `step` of a CSV or JSON-lines file; ignores a missing file."""
     content, kept = _read(path), b""
     for line in content.splitlines(keepends=True):
         at = _step_of(line) if kept or path.suffix == ".jsonl" else -1  # a CSV begins with its header
@@ -108,21 +111,21 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a file, nothing of a missing one."""
+    """Returns the content of a file, empty for a missing one."""
     with wrap_os_errors(f"cannot read {path}"):
         return path.read_bytes() if path.exists() else b""
 
 
 def _whole_lines(path: Path) -> str:
-    """The text of a log without a torn last line."""
+    """Returns the text of a log without an incomplete last line."""
     return _read(path).decode().rpartition("\n")[0]
 
 
 def read_csv(path: Path) -> list[dict[str, float]]:
-    """The rows of a log; empty cells are left out, and so is a torn last line. A missing file has none.
+    """Returns the rows of a training log without empty cells and without an incomplete last line; none for a missing file.
 
     Raises:
-      UserError: the file cannot be read or is no log.
+      UserError: the file cannot be read or is not a training log.
     """
     try:
         reader = csv.DictReader(io.StringIO(_whole_lines(path)), strict=True)
@@ -132,10 +135,10 @@ def read_csv(path: Path) -> list[dict[str, float]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, without a torn last line. A missing file has none.
+    """Returns the rows of a metrics file without an incomplete last line; none for a missing file.
 
     Raises:
-      UserError: the file cannot be read or holds something else.
+      UserError: the file cannot be read or is not JSON lines.
     """
     try:
         return [json.loads(line) for line in _whole_lines(path).split("\n") if line]
@@ -144,7 +147,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _append(path: Path, *texts: str) -> None:
-    """Adds texts and waits for the disk. Opened each time: a directory that vanished is noticed at once."""
+    """Appends texts and waits for the disk. The file is opened each time, so that a deleted directory raises an error."""
     with wrap_os_errors(f"cannot write {path}"), open(path, "a", encoding="utf-8", newline="\n") as file:
         file.writelines(texts)
         file.flush()
@@ -152,5 +155,5 @@ def _append(path: Path, *texts: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A Python number for a NumPy or jax scalar."""
+    """Converts a NumPy or jax scalar to a Python number."""
     return value.item() if hasattr(value, "item") else value

@@ -1,17 +1,17 @@
-"""The display of a training in a notebook: one progress bar, updated in place."""
+"""The display of training in a notebook: one progress bar, updated in place."""
 
 from typing import Any
 
 from IPython.display import display
 
-from dantinox.report.console import Console, Row, headline
+from dantinox.report.console import Console, Row, format_headline
 from dantinox.report.tables import human_time
 
 WIDTH = 30  # characters of the bar
 
 
 class NotebookConsole(Console):
-    """Rows between evaluations update the bar; evaluations, samples and notes are plain lines below it."""
+    """Shows interval rows in a progress bar, and evaluations, samples and notes as plain lines below it."""
 
     total = 0
     handle: Any = None
@@ -22,7 +22,7 @@ class NotebookConsole(Console):
 
     def interval(self, row: Row) -> None:
         left = f" · {human_time(float(row['seconds_left']))} left" if row.get("seconds_left") is not None else ""
-        self._show(int(row["step"]), headline(row) + left)
+        self._show(int(row["step"]), format_headline(row) + left)
 
     def _show(self, step: int, text: str) -> None:
         done = WIDTH * step // max(self.total, 1)

@@ -1,4 +1,4 @@
-"""Plots with matplotlib, an optional dependency that is imported when a plot is drawn."""
+"""Plots with matplotlib, an optional dependency that is imported only to draw a plot."""
 
 import io
 import json
@@ -19,17 +19,17 @@ TRAIN, VALIDATION, GREY = "#8aa4c8", "#c2410c", "#6b7280"
 
 
 def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
-    """Draws train and validation loss over steps, tokens along the upper edge where the log has them.
+    """Plots train and validation loss by step into the PNG file `out`. The upper axis shows tokens if the log has them.
 
     Raises:
-      UserError: matplotlib is not installed, there is no row to draw yet, or a file cannot be read or written.
+      UserError: matplotlib is not installed, the logs have no loss yet, or a file cannot be read or written.
     """
     evaluations = read_csv(path_csv)
     rows = read_jsonl(path_jsonl)
     train = _points([row for row in rows if row.get("kind") == "interval"] or evaluations, "train_loss")
     validation = _points(evaluations, "val_loss")
     if not train and not validation:
-        raise UserError(f"nothing to plot yet: {path_csv} and {path_jsonl} hold no loss")
+        raise UserError(f"nothing to plot yet: {path_csv} and {path_jsonl} have no loss")
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
     if train:
@@ -43,18 +43,18 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     counted = [row["tokens"] / row["step"] for row in [*rows, *evaluations] if row.get("tokens") and row.get("step")]
     if counted:
         _add_tokens(axes, counted[-1])
-    save_files(out.parent, {out.name: partial(as_png, figure)})
+    save_files(out.parent, {out.name: partial(to_png, figure)})
 
 
 BY = {"step": "optimizer step", "tokens": "training tokens", "time": "minutes of training"}
 
 
 def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None:
-    """Draws the losses of runs over each other: validation as lines with points, training faintly behind them.
+    """Plots the losses of several runs into the PNG file `out`: validation as lines with points, training as faint lines.
 
     Args:
-      logs: name → the CSV and the JSON lines of a run.
-      by: a key of `BY`. Time is that of the steps alone, without start, compilation, evaluations and checkpoints.
+      logs: name of a run → paths of its CSV and JSON lines.
+      by: the x axis, a key of `BY`. Time counts the steps only, without start, compilation, evaluations and checkpoints.
 
     Raises:
       UserError: matplotlib is not installed, a run has no loss yet, or a file cannot be read or written.
@@ -64,13 +64,13 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
     for number, (name, paths) in enumerate(logs.items()):
         evaluations, rows = read_csv(paths[0]), read_jsonl(paths[1])
         intervals = [row for row in rows if row.get("kind") == "interval"] or evaluations
-        place = _places(intervals if by == "time" else [*intervals, *evaluations], by)
+        x_of = _axis_mapping(intervals if by == "time" else [*intervals, *evaluations], by)
         train, validation = (
-            [(place(step), loss) for step, loss in _points(found, key)]
+            [(x_of(step), loss) for step, loss in _points(found, key)]
             for found, key in ((intervals, "train_loss"), (evaluations, "val_loss"))
         )
         if not train and not validation:
-            raise UserError(f"nothing to plot yet: {paths[0]} and {paths[1]} hold no loss")
+            raise UserError(f"nothing to plot yet: {paths[0]} and {paths[1]} have no loss")
         color = f"C{number % 10}"
         if train:
             axes.plot(*zip(*train, strict=True), color=color, linewidth=0.9, alpha=0.4, label=None if validation else name)
@@ -78,11 +78,17 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
             axes.plot(*zip(*validation, strict=True), color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)
     axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
     _label(axes, BY[by], "loss (nats per token), points: validation")
-    save_files(out.parent, {out.name: partial(as_png, figure)})
+    save_files(out.parent, {out.name: partial(to_png, figure)})
 
 
 def draw_rates(key: str, rates: list[float], losses: list[float], smoothed: list[float], marks: Mapping[str, float]) -> bytes:
-    """Losses over climbing learning rates, as PNG; `marks` are rates by their names."""
+    """Returns a PNG of the losses of a learning-rate range test.
+
+    Args:
+      key: name of the learning rate.
+      rates, losses, smoothed: one number per step.
+      marks: rates to mark by a vertical line, by their labels.
+    """
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
     axes.plot(rates, losses, color=TRAIN, linewidth=0.9, label="loss")
@@ -92,11 +98,11 @@ def draw_rates(key: str, rates: list[float], losses: list[float], smoothed: list
         axes.annotate(f"{name} {rate:.2g}", (rate, max(smoothed)), rotation=90, ha="right", va="top", fontsize=9, color=GREY)
     axes.set_xscale("log")
     _label(axes, key, "loss (nats per token)", "lower left")
-    return as_png(figure)
+    return to_png(figure)
 
 
-def _places(rows: list[dict[str, Any]], by: str) -> Callable[[float], float]:
-    """Where a step lies on the axis `by`: minutes are summed over the rows, and divided evenly between them."""
+def _axis_mapping(rows: list[dict[str, Any]], by: str) -> Callable[[float], float]:
+    """Returns the function from a step to its value on the axis `by`. Minutes are interpolated linearly between rows."""
     if by == "step":
         return lambda step: step
     if by == "tokens":
@@ -119,20 +125,24 @@ def _places(rows: list[dict[str, Any]], by: str) -> Callable[[float], float]:
 
 
 def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """(step, value) for every row that has a finite value of that name."""
+    """Returns (step, value) of every row with a finite value of that name."""
     found = [(row["step"], row[name]) for row in rows if row.get(name) is not None and "step" in row]
     return [(step, value) for step, value in found if math.isfinite(value)]
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches, or an error where matplotlib is not installed."""
+    """Returns an empty figure of a size in inches.
+
+    Raises:
+      UserError: matplotlib is not installed.
+    """
     with require_extra("plot", "plots need matplotlib"):
         from matplotlib.figure import Figure
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
-def as_png(figure: Any) -> bytes:
-    """The figure as PNG; what the font lacks is drawn as a box, without a word."""
+def to_png(figure: Any) -> bytes:
+    """Returns a figure as PNG. Characters that the font lacks become boxes, without a warning."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = io.BytesIO()
@@ -142,8 +152,8 @@ def as_png(figure: Any) -> bytes:
     return picture.getvalue()
 
 
-def tidy(axes: Any) -> None:
-    """A faint grid, and no edges above and on the right."""
+def style_axes(axes: Any) -> None:
+    """Adds a faint grid and removes the upper and right edges."""
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -151,18 +161,18 @@ def tidy(axes: Any) -> None:
 def _label(axes: Any, x: str, y: str, corner: str = "upper right") -> None:
     axes.set(xlabel=x, ylabel=y)
     axes.legend(frameon=False, loc=corner)
-    tidy(axes)
+    style_axes(axes)
 
 
 def _mark_best(axes: Any, step: float, loss: float) -> None:
     axes.axhline(loss, color=GREY, linewidth=0.7, linestyle=":")
     label = f"best {loss:.3f} at step {step:.0f}"
-    side = "right" if step > sum(axes.get_xlim()) / 2 else "left"  # towards the middle of the picture
+    side = "right" if step > sum(axes.get_xlim()) / 2 else "left"  # towards the middle of the plot
     axes.annotate(label, (step, loss), xytext=(0, 22), textcoords="offset points", ha=side, fontsize=9, color=GREY)
 
 
 def _add_tokens(axes: Any, per_step: float) -> None:
-    """A second scale along the upper edge."""
+    """Adds an upper axis in tokens."""
     axes.spines["top"].set_visible(True)
     top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
     top.xaxis.set_major_formatter(lambda value, _: human_count(value))
@@ -172,7 +182,7 @@ def _add_tokens(axes: Any, per_step: float) -> None:
 def study_files(
     name: str, study: Any, csv: Callable[[Any], str], markdown: Callable[[Any], str], draw: Callable[[Any], bytes]
 ) -> dict[str, Callable[[], str | bytes]]:
-    """What makes each file of a study; the picture, which needs matplotlib, is the last."""
+    """Returns the functions that make a study's files, by file name. The plot is last, because it needs matplotlib."""
 
     def as_json(study: Any) -> str:
         return json.dumps(asdict(study), indent=1, allow_nan=False) + "\n"
@@ -182,10 +192,13 @@ def study_files(
 
 
 def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> None:
-    """Makes and writes files (name → what makes its content) one after the other into a folder, which is made if it is missing.
+    """Makes and writes files one after the other into a folder, which is created if it is missing.
+
+    Args:
+      files: file name → function that returns its content.
 
     Raises:
-      UserError: a file cannot be written or, as where matplotlib is not installed, made; those before it are there then.
+      UserError: a file cannot be written, or cannot be made because matplotlib is missing. The files before it then exist.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -193,5 +206,5 @@ def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> 
         raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from None
     for name, make in files.items():
         content = make()
-        # The name of a run need not be text.
+        # The name of a run may contain bytes that are not UTF-8.
         atomic_write(folder / name, content.encode(errors="replace") if isinstance(content, str) else content)

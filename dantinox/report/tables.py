@@ -7,19 +7,19 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-NOTHING = "–"
+MISSING = "–"
 
 
 class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-      name: its heading in CSV.
-      heading: its heading elsewhere.
-      value: what a row has in it: text, a number, None, or where `interval` is set [value, low, high] or None.
-      form: of a number, as `format` takes it; digits behind the point are dropped from 100 on.
-      interval: it takes three columns of a CSV, and Markdown shows both ends.
-      spread: text shows half the width of the interval too.
+      name: heading in CSV.
+      heading: heading in text and Markdown.
+      value: returns a row's cell: text, a number or None; with `interval` set, [value, low, high] or None.
+      form: format specification of a number; numbers from 100 on have no decimals.
+      interval: whether the value has an interval. CSV then has three columns, and Markdown shows both ends.
+      spread: whether text shows half the width of the interval after the value.
     """
 
     name: str
@@ -30,13 +30,14 @@ class Column(NamedTuple):
     spread: bool = True
 
     def number(self, value: Any) -> str:
+        """Formats one cell: a number by `form`, text as it is, None as a dash."""
         if value is None or isinstance(value, str):
-            return value or NOTHING
+            return value or MISSING
         form = re.sub(r"[.]\d", ".0", self.form) if abs(value) >= 100 else self.form
         return f"{value:{form}}"
 
     def short(self, row: Any) -> str:
-        """`1.502 ±0.018`: the value and half the width of its interval."""
+        """Formats a row's value and half the width of its interval: `1.502 ±0.018`."""
         found = self.value(row)
         if not self.interval or found is None:
             return self.number(found)
@@ -45,7 +46,7 @@ class Column(NamedTuple):
         return self.number(value) + f" ±{(high - low) / 2:.{digits}f}" * self.spread
 
     def long(self, row: Any) -> str:
-        """`1.502 [1.484, 1.520]`."""
+        """Formats a row's value and its interval: `1.502 [1.484, 1.520]`."""
         found = self.value(row)
         if not self.interval or found is None:
             return self.number(found)
@@ -54,18 +55,19 @@ class Column(NamedTuple):
 
 
 def text_table(columns: Sequence[Column], rows: Sequence[Any], width: int, front: int = 1) -> Iterator[str]:
-    """The table in lines of at most `width`, see `side_by_side`."""
+    """Yields the table in lines of at most `width` cells; see `side_by_side`."""
     return side_by_side([[column.heading, *map(column.short, rows)] for column in columns], width, front)
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
+    """Formats the table as Markdown."""
     lines = [[column.heading for column in columns], ["---"] * len(columns)]
     lines += [[column.long(row) for column in columns] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def csv_table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
-    """Numbers read back bitwise; what there is not is an empty cell."""
+    """Formats the table as CSV. Numbers are written exactly; a missing value is an empty cell."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([c.name + end for c in columns for end in (("", "_low", "_high") if c.interval else ("",))])
@@ -76,10 +78,10 @@ def csv_table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
 
 
 def side_by_side(columns: Sequence[Sequence[str]], width: int = 1 << 30, front: int = 1) -> Iterator[str]:
-    """Columns of text, each under its first cell, which may have several lines.
+    """Yields the lines of a table from its columns, each a sequence of cells whose first is the heading, of one or more lines.
 
-    The first `front` columns are set to the left, the others to the right. Those that do not fit in a width stand below,
-    behind an empty line, with the first ones repeated.
+    The first `front` columns are aligned left, the others right. Columns that do not fit into `width` cells follow below,
+    after an empty line, with the first `front` columns repeated.
     """
     from rich.cells import cell_len
 
@@ -103,40 +105,41 @@ def side_by_side(columns: Sequence[Sequence[str]], width: int = 1 << 30, front: 
 
 
 def table(rows: Iterable[tuple[str, object]]) -> str:
-    """Two columns of plain text, a line per row."""
+    """Formats (name, value) rows as two columns of plain text, one row per line."""
     rows = [(name, str(value)) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 
 
-def wrapped(sentences: Iterable[str], width: int, indent: str = "  ") -> Iterator[str]:
-    """Sentences in lines of at most `width`; an empty one is an empty line."""
+def wrap_lines(sentences: Iterable[str], width: int, indent: str = "  ") -> Iterator[str]:
+    """Yields sentences as lines of at most `width` characters; an empty sentence is an empty line."""
     for sentence in sentences:
         yield from textwrap.wrap(sentence, width, subsequent_indent=indent) or [""]
 
 
 def bullets(sentences: Iterable[str]) -> str:
+    """Formats sentences as a Markdown list."""
     return "\n".join(f"* {sentence}" for sentence in sentences)
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """`12.6%`, and `<0.1%` for a share that would look like none."""
+    """Formats a share as `12.6%`, or as `<0.1%` if it is above 0 and would be rounded to 0."""
     least = 10.0**-digits
     return f"{100 * share:.{digits}f}%" if share == 0 or 100 * share >= least else f"<{least:g}%"
 
 
 def human_bytes(count: float) -> str:
-    """`1.4 GB`, in powers of 1000 as disks and devices are sold."""
+    """Formats bytes as `1.4 GB`, in powers of 1000."""
     return _scaled(count, (" B", " kB", " MB", " GB", " TB"))
 
 
 def human_count(count: float) -> str:
-    """`812`, `25.1k`, `1.31M`, `7.0B`."""
+    """Formats a count as `812`, `25.1k`, `1.31M` or `7.0B`."""
     return _scaled(count, ("", "k", "M", "B", "T"))
 
 
 def _scaled(count: float, units: Sequence[str]) -> str:
-    """Three digits and a unit."""
+    """Formats a number with three significant digits and a unit."""
     power = 0
     while abs(count) >= 999.5 and power < len(units) - 1:
         count, power = count / 1000, power + 1
@@ -145,7 +148,7 @@ def _scaled(count: float, units: Sequence[str]) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """`41s`, `2m05s`, `3h07m`, `2d04h`."""
+    """Formats seconds as `41s`, `2m05s`, `3h07m` or `2d04h`."""
     whole = max(0, round(seconds))
     for large, small, units in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
         if whole >= large:

@@ -1,18 +1,18 @@
 """The file of `--trace`: one line of JSON per token.
 
-A sample is a document: a plain dict with `prompt`, `text`, `seed`, `finish_reason`, `strategy`, `settings`, `router`, `stats`,
-`vocab_size` and `tokens`, a list of dicts. Its lines are
+Each sample is a document: a dict with `prompt`, `text`, `seed`, `finish_reason`, `strategy`, `settings`, `router`, `stats`,
+`vocab_size` and `tokens`, a list of dicts. In the file it becomes the lines
 
     {"kind": "sample", "sample": 0, "prompt": …, "text": …, …, "tokens": 64}
     {"kind": "token", "sample": 0, "step": 0, "position": 12, "id": 31, "text": " di", "entropy": 0.83, …}
 
-one for the sample as a whole, with the number of its tokens, then one for each of them. `sample` counts the samples of the
-file, `step` the tokens of a sample, both from 0; `position` is the token's place in the context, the prompt included. A token's
-`alternatives` are lists `[id, text, logprob, logprob_sampled]`, best first, its `candidates` lists `[id, text, logprob, score]`
-in the order they were drawn; all other values of it are plain. A table of the tokens is
-`pandas.read_json(path, lines=True).query("kind == 'token'")`.
+one for the sample, with the number of its tokens, and one for each token. `sample` counts the samples of the file and `step`
+the tokens of a sample, both from 0. `position` is the token's position in the context, including the prompt. A token's
+`alternatives` are lists `[id, text, logprob, logprob_sampled]`, most likely first. Its `candidates` are lists
+`[id, text, logprob, score]` in the order of their draws. All other values are numbers, strings or booleans.
+`pandas.read_json(path, lines=True).query("kind == 'token'")` returns a table of the tokens.
 
-The files are strict JSON: a number that is infinite or NaN is null.
+The files are strict JSON: infinite numbers and NaN are null.
 """
 
 import json
@@ -23,14 +23,14 @@ from typing import Any
 
 Document = Mapping[str, Any]
 
-# What a token has lists of, and the values of each.
+# The lists of a token, and the fields of their entries.
 LISTS = {"alternatives": ("id", "text", "logprob", "logprob_sampled"), "candidates": ("id", "text", "logprob", "score")}
-# JSON may hold these as they are; but some readers end a line at them, and a terminal that shows the file obeys some.
+# JSON allows these unescaped, but some readers end a line at them, and a terminal interprets some.
 UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def trace_lines(documents: Iterable[Document]) -> Iterator[str]:
-    """The lines of a trace file, without their line ends."""
+    """Yields the lines of a trace file, without line ends."""
     for sample, document in enumerate(documents):
         tokens = document["tokens"]
         yield _line({"kind": "sample", "sample": sample, **document, "tokens": len(tokens)})
@@ -41,15 +41,15 @@ def trace_lines(documents: Iterable[Document]) -> Iterator[str]:
             yield _line(place | token | lists)
 
 
-def finite(value: Any) -> Any:
-    """A JSON value with null in place of numbers that JSON cannot write."""
+def replace_nonfinite(value: Any) -> Any:
+    """Returns a JSON value with None in place of infinite numbers and NaN, which JSON cannot represent."""
     if isinstance(value, Mapping):
-        return {str(name): finite(inner) for name, inner in value.items()}
+        return {str(name): replace_nonfinite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
+        return [replace_nonfinite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(replace_nonfinite(record), ensure_ascii=False, allow_nan=False)
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

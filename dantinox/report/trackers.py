@@ -1,10 +1,10 @@
 """Experiment trackers: TensorBoard and Weights & Biases.
 
-What they show are the numbers of the rows, as `interval/train_loss` and `evaluation/val_loss`, the samples, and the settings.
+They receive the numbers of the rows, as `interval/train_loss` and `evaluation/val_loss`, the samples and the settings.
 
-A tracker's `begin(step, told, rows)` is called before the first row, and whenever the run goes back: what it was told of later
-steps is void. `told` is the last step of which a row was on the disk until now; `rows` are those up to `step`, for a tracker
-that has not seen them. `row` takes a row as `metrics.jsonl` has it, `text` a sample; when `end` returns all is on its way.
+`begin(step, last_step, rows)` is called before the first row, and whenever the run returns to an earlier step: rows after
+`step` are void. `last_step` is the last step that had a row on disk until now. `rows` are the rows up to `step`, for a tracker
+that has not received them. `row` logs a row of `metrics.jsonl` and `text` a sample. When `end` returns, everything is sent.
 """
 
 import html
@@ -25,7 +25,11 @@ Row = Mapping[str, Any]
 
 
 def trackers(config: Config, folder: Path) -> "tuple[Tracker, ...]":
-    """Those that `logging` asks for, for the run in a folder; an error where the library of one is not installed."""
+    """Returns the trackers that the `logging` section enables for the run in `folder`.
+
+    Raises:
+      UserError: the library of a tracker is not installed.
+    """
     tensorboard = [_TensorBoard(folder / "tensorboard", config)] if config.logging.tensorboard else []
     return (*tensorboard, *([_WeightsAndBiases(folder, config)] if config.logging.wandb else []))
 
@@ -40,22 +44,22 @@ def _numbers(kind: str, row: Row) -> dict[str, float]:
 
 
 class _TensorBoard:
-    """Event files, each step's written through before the next. A resumed run begins another file, which says by a restart of
-    the session what TensorBoard is to forget of those before it."""
+    """Writes event files and flushes each event. A resumed run starts another file with a session restart, by which TensorBoard
+    discards the later steps of the files before it."""
 
     def __init__(self, folder: Path, config: Config):
-        # The synchronous part of the library: its SummaryWriter hands rows to a thread and loses some when it is killed.
+        # The synchronous part of the library: its SummaryWriter passes rows to a thread and loses some if it is killed.
         self.files = _library("tensorboardX.event_file_writer", "tensorboard")
         self.events = _library("tensorboardX.proto.event_pb2", "tensorboard")
         self.summary = _library("tensorboardX.summary", "tensorboard")
         self.folder, self.config, self.writer = folder, config, None
 
-    def begin(self, step: int, told: int, rows: Iterable[Row]) -> None:
+    def begin(self, step: int, last_step: int, rows: Iterable[Row]) -> None:
         self.end(False)
         new = not any(self.folder.glob("events.*"))
         with wrap_os_errors(f"cannot write into {self.folder}"):
             self.folder.mkdir(exist_ok=True)
-            # Files are read in the order of their names, which the library numbers by the second.
+            # TensorBoard reads files in the order of their names. The library's own names have a resolution of one second.
             self.writer = self.files.EventsWriter(str(self.folder / "events"), f".{time.time_ns()}")
         if not new:
             restart = self.events.SessionLog(status=self.events.SessionLog.START)
@@ -90,15 +94,15 @@ class _TensorBoard:
 
 
 def _verbatim(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Returns text as a Markdown code block."""
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
 class _WeightsAndBiases:
-    """One run there for a run here, however often it is resumed: its id and the last step it was told lie in `wandb/`.
+    """Logs all sessions of a run to one Weights & Biases run; the folder `wandb/` holds its id and the last logged step.
 
-    It takes no row back and none twice: of steps that it knows it is told nothing again. Online it says itself which these are,
-    offline they are taken to be all that were logged here.
+    Weights & Biases does not accept a step twice, so steps that it has are not logged again. Online the service reports its
+    last step; offline it is the last step that was logged here.
     """
 
     def __init__(self, folder: Path, config: Config):
@@ -106,23 +110,24 @@ class _WeightsAndBiases:
         self.folder, self.config = folder, config
         self.memory = folder / "wandb" / "dantinox.json"
         self.run: Any = None
-        self.told = 0
+        self.last_logged = 0
 
-    def begin(self, step: int, told: int, rows: Iterable[Row]) -> None:
+    def begin(self, step: int, last_step: int, rows: Iterable[Row]) -> None:
         known = json.loads(self.memory.read_text()) if self.memory.exists() else None
         if self.run is not None:
-            self.told = max(self.told, told)
+            self.last_logged = max(self.last_logged, last_step)
         else:
             self.run = self._init(known and known["id"])
-            self.told = max(known["told"], told) if known and self.run.offline else self.run.starting_step - 1
+            offline_step = max(known["told"], last_step) if known and self.run.offline else None
+            self.last_logged = self.run.starting_step - 1 if offline_step is None else offline_step
         self.memory.parent.mkdir(exist_ok=True)
-        atomic_write(self.memory, json.dumps({"id": self.run.id, "told": self.told}) + "\n")
+        atomic_write(self.memory, json.dumps({"id": self.run.id, "told": self.last_logged}) + "\n")
         for row in rows:
             self.row(row["kind"], row)
 
     def _init(self, identity: str | None) -> Any:
         log = self.config.logging
-        # Without it a run that is asked to stop waits for a network that is gone; what is not sent stays in `wandb/`.
+        # Without a timeout, a run that is asked to stop waits for a lost network. Data that is not sent stays in `wandb/`.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", "8")
         try:
             return self.wandb.init(
@@ -133,29 +138,29 @@ class _WeightsAndBiases:
                 dir=str(self.folder),
                 config=self.config.model_dump(mode="json"),
                 allow_val_change=True,
-                settings=self.wandb.Settings(console="off"),  # the console is ours
+                settings=self.wandb.Settings(console="off"),  # DantinoX has its own console
             )
-        except Exception as error:  # of the library, its server, the network
-            advice = "with WANDB_MODE=offline it needs neither account nor network"
-            raise UserError(f"Weights & Biases cannot begin: {first_line(error)} ({advice})") from error
+        except Exception as error:  # from the library, its server or the network
+            advice = "with WANDB_MODE=offline it needs neither an account nor a network"
+            raise UserError(f"Weights & Biases cannot start: {first_line(error)} ({advice})") from error
 
     def row(self, kind: str, row: Row) -> None:
-        if row["step"] > self.told:
+        if row["step"] > self.last_logged:
             self._log(_numbers(kind, row), row["step"])
 
     def text(self, step: int, text: str) -> None:
-        if step > self.told:
+        if step > self.last_logged:
             self._log({"sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step)
 
     def _log(self, data: dict[str, Any], step: int) -> None:
-        """A training does not end because somebody else's program did."""
+        """Logs data; an error of the library disables this tracker but does not end the training."""
         if self.run is None:
             return
         try:
             self.run.log(data, step=step)
         except Exception as error:
             self.run = None
-            warnings.warn(f"Weights & Biases failed, the run goes on without it: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"Weights & Biases failed, training continues without it: {first_line(error)}", stacklevel=2)
 
     def end(self, failed: bool) -> None:
         run, self.run = self.run, None

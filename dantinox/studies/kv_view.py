@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.report.plots import as_png, new_figure, study_files, tidy
-from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrapped
+from dantinox.report.plots import new_figure, study_files, style_axes, to_png
+from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrap_lines
 from dantinox.studies.kv import KVStudy
 from dantinox.studies.kv_bench import NEAR_KEYS
 from dantinox.studies.kv_tasks import SEEDS
@@ -62,11 +62,11 @@ def kv_lines(study: KVStudy, width: int = 100) -> Iterator[str]:
     tasks = [] if study.tasks is None else [pair("needle"), pair("copy")]
     columns = [Column("", "method", attrgetter("name")), DPPL._replace(form="+.2f"), KL._replace(spread=False), TOP1]
     columns += [GAP._replace(form=".0f", spread=False), DIFFERS, *tasks, BYTES, SPEED]
-    yield from wrapped([_description(study), *preconditions(study), *_left_out_lines(study)], width, "")
+    yield from wrap_lines([_description(study), *preconditions(study), *_left_out_lines(study)], width, "")
     for ratio in study.ratios:
         yield from ["", f"ratio {ratio.ratio:g}"]
         yield from text_table(columns, [study.full, *ratio.methods], width)
-    yield from wrapped(["", *conclusions(study), "", *_notes(study)], width)
+    yield from wrap_lines(["", *conclusions(study), "", *_notes(study)], width)
 
 
 def kv_csv(study: KVStudy) -> str:
@@ -163,7 +163,7 @@ def draw_kv(study: KVStudy) -> bytes:
     losses.yaxis.set_major_formatter("{x:g}")
     losses.minorticks_off()
     figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
-    return as_png(figure)
+    return to_png(figure)
 
 
 def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
@@ -184,7 +184,7 @@ def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
     axes.minorticks_off()
     axes.set_xlabel("share of the slots that is kept")
-    tidy(axes)
+    style_axes(axes)
 
 
 def _description(study: KVStudy) -> str:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
-from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrapped
+from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrap_lines
 from dantinox.studies.ruler import QUESTION_MODES, RulerResult, RulerStudy
 
 # Heading → the beginning of its tasks' names.
@@ -51,11 +51,11 @@ def _columns(study: RulerStudy) -> list[Column]:
 def ruler_lines(study: RulerStudy, width: int = 100) -> Iterator[str]:
     """What was done, a table for each length, and what its words mean, in lines of at most `width`."""
     width = max(width, 60)
-    yield from wrapped([_description(study), *(f"Left out: {line}" for line in study.left_out)], width, "")
+    yield from wrap_lines([_description(study), *(f"Left out: {line}" for line in study.left_out)], width, "")
     for length in dict.fromkeys(finding.length for finding in study.findings):
         yield from ["", f"{length} tokens"]
         yield from text_table(_columns(study), [finding for finding in study.findings if finding.length == length], width, 2)
-    yield from wrapped(["", *_notes()], width)
+    yield from wrap_lines(["", *_notes()], width)
 
 
 def ruler_markdown(study: RulerStudy) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dantinox.report.plots import as_png, new_figure, study_files, tidy
-from dantinox.report.tables import NOTHING, Column, bullets, csv_table, markdown_table, text_table, wrapped
+from dantinox.report.plots import new_figure, study_files, style_axes, to_png
+from dantinox.report.tables import MISSING, Column, bullets, csv_table, markdown_table, text_table, wrap_lines
 from dantinox.studies.sampling import Difference, MethodResult, SamplingStudy, format_values
 from dantinox.studies.statistics import verdict
 
@@ -37,9 +37,9 @@ def sampling_lines(study: SamplingStudy, width: int = 100) -> Iterator[str]:
     """What was done, the table, what it says, and what its words mean, in lines of at most `width` where a column fits."""
     width = max(width, 60)
     columns = [Column("", "method", lambda method: method.name), Column("", "setting", _setting), *MEASURES, SPEED]
-    yield from wrapped([_description(study), ""], width, "")
+    yield from wrap_lines([_description(study), ""], width, "")
     yield from text_table(columns, study.methods, width, front=2)
-    yield from wrapped(["", *conclusions(study), "", *_notes(study)], width)
+    yield from wrap_lines(["", *conclusions(study), "", *_notes(study)], width)
 
 
 def sampling_csv(study: SamplingStudy) -> str:
@@ -95,7 +95,7 @@ def draw_sampling(study: SamplingStudy) -> bytes:
         panels[1].set_title("the tuned methods", loc="left", fontsize=10)
     panels[0].set_title("all, with the temperatures of the grey line", loc="left", fontsize=10)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
-    return as_png(figure)
+    return to_png(figure)
 
 
 def _draw(axes: Any, study: SamplingStudy) -> None:
@@ -116,7 +116,7 @@ def _draw(axes: Any, study: SamplingStudy) -> None:
             label=method.name, zorder=3,
         )  # fmt: skip
     axes.set(xlabel="bits per byte under the reference (left: likelier)", ylabel="diversity (up: more varied)")
-    tidy(axes)
+    style_axes(axes)
 
 
 def _around(intervals: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -166,4 +166,4 @@ def _notes(study: SamplingStudy) -> list[str]:
 
 
 def _setting(method: MethodResult) -> str:
-    return format_values(method.tuned) + " *" * method.at_edge if method.tuned else NOTHING
+    return format_values(method.tuned) + " *" * method.at_edge if method.tuned else MISSING

@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from dantinox.files import quote
-from dantinox.report.plots import as_png, new_figure, study_files, tidy
-from dantinox.report.tables import Column, csv_table, markdown_table, text_table, wrapped
+from dantinox.report.plots import new_figure, study_files, style_axes, to_png
+from dantinox.report.tables import Column, csv_table, markdown_table, text_table, wrap_lines
 from dantinox.studies.sweep import SweepStudy, TrialResult
 
 ALL, BEST, WRONG = "#0072b2", "#d55e00", "#888888"
@@ -42,7 +42,7 @@ def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
     columns = [NAME, *(_setting_column(key, name, format_value) for key, name in _short_names(study.keys).items()), *MEASURES]
     yield from text_table(columns, study.trials, max(width, 60))
     problems = [f"{trial.name}: {trial.problem}" for trial in study.trials if trial.problem]
-    yield from wrapped(["", *problems] if problems else [], max(width, 60))
+    yield from wrap_lines(["", *problems] if problems else [], max(width, 60))
 
 
 def sweep_csv(study: SweepStudy) -> str:
@@ -79,7 +79,7 @@ def draw_sweep(study: SweepStudy) -> bytes:
         axes.set_visible(False)
     figure.suptitle("★ the best   ▲ above the picture   × ended with an error", fontsize=8, color=WRONG)
     figure.supylabel("best val loss (nats per token)", fontsize=10)
-    return as_png(figure)
+    return to_png(figure)
 
 
 def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
@@ -105,7 +105,7 @@ def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
             axes.scatter(place, top, color=WRONG, s=28, marker="x" if trial.problem else "^", clip_on=False)
     axes.set_ylim(top=top)
     axes.set_xlabel(_short_names(study.keys)[key])
-    tidy(axes)
+    style_axes(axes)
 
 
 def _axis_positions(values: Sequence[Any]) -> tuple[list[float], list[str]]:

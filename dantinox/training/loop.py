@@ -160,7 +160,7 @@ class Trainer:
             self.store.reference = load_or_compute_logprobs(self.run, self.store, base, compute, self.console.note)
         if get_platform().name == "cpu":
             release_free_memory()
-        self.log.files.cut(self.step)
+        self.log.files.truncate(self.step)
         self.console.start(self.steps, self.step)
         self.stop.can_save = True
         barrier()
@@ -202,7 +202,7 @@ class Trainer:
         else:
             self._init_state()
         self.progress = replace(self.progress, skipped_batches=ahead.skipped_batches + bad.step - self.step)
-        self.log.files.cut(self.step)
+        self.log.files.truncate(self.step)
         self.saved_step = self.step
         if ahead.best_step not in (None, self.progress.best_step):
             self._export(self._best_state())  # the rewind discarded the step of the exported weights

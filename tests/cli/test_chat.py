@@ -14,7 +14,7 @@ import pytest
 from dantinox import cli
 from dantinox.cli import chat as chatting
 from dantinox.config import UserError
-from dantinox.report.entropy_view import digits_below, painted
+from dantinox.report.entropy_view import digit_lines, shade_text
 from dantinox.run import RunDirectory, accept_run
 
 pytestmark = pytest.mark.slow
@@ -100,10 +100,10 @@ def test_help_names_every_command(talk):
 
 
 def test_pieces_are_shaded():
-    assert painted("a\x1b\nb", None, "truecolor") == "a␛\nb", "no control character reaches the terminal"
-    assert painted("ab\nc", 0.0, "256") == "\x1b[38;5;231;48;5;53mab↵\x1b[0m\n\x1b[38;5;231;48;5;53mc\x1b[0m"
-    assert painted("ab\n", 8.0, "none") == "ab\n"
-    assert list(digits_below([("ab", 1.2), ("c\n", 9.7), ("d", None)], 20)) == ["abc↵", "1 9", "d"]
+    assert shade_text("a\x1b\nb", None, "truecolor") == "a␛\nb", "no control character reaches the terminal"
+    assert shade_text("ab\nc", 0.0, "256") == "\x1b[38;5;231;48;5;53mab↵\x1b[0m\n\x1b[38;5;231;48;5;53mc\x1b[0m"
+    assert shade_text("ab\n", 8.0, "none") == "ab\n"
+    assert list(digit_lines([("ab", 1.2), ("c\n", 9.7), ("d", None)], 20)) == ["abc↵", "1 9", "d"]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")

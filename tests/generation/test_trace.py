@@ -12,7 +12,7 @@ from dantinox.generation import LoadedModel
 from dantinox.generation.trace import trace_document
 from dantinox.model import Transformer
 from dantinox.report.entropy_view import show_entropy
-from dantinox.report.page import page
+from dantinox.report.page import report_page
 from dantinox.report.trace_file import trace_lines
 from dantinox.sampling.entropy_router import STRATEGIES
 from dantinox.text import Tokenizer, train_tokenizer
@@ -84,7 +84,7 @@ def test_nothing_generated_has_nothing_to_tell(run):
         result = run.generate("abc", logprobs=4, max_new_tokens=0, **settings)
         document = trace_document(result, run.tokenizer)
         assert (document["tokens"], document["text"], document["finish_reason"]) == ([], "", "length")
-        assert '"samples":[' in page([document]) and len([*trace_lines([document])]) == 1
+        assert '"samples":[' in report_page([document]) and len([*trace_lines([document])]) == 1
         assert any(line.startswith("0 tokens") for line in show_entropy([document], 80, "none"))
     with pytest.raises(ValueError, match="only a sample with log-probabilities"):
         trace_document(run.generate("abc", max_new_tokens=2, greedy=True), run.tokenizer)
@@ -130,6 +130,6 @@ def test_candidates_in_document_json_trace_and_page(run):
     assert [line["candidates"] for line in lines] == [
         [[one["id"], one["text"], one["logprob"], one["score"]] for one in token["candidates"]] for token in document["tokens"]
     ]
-    assert '"score":[' in page([document])
+    assert '"score":[' in report_page([document])
     with pytest.raises(UserError, match="give logprobs too"):
         run.generate("abc", show_candidates=True, **ROUTED)

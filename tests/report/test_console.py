@@ -13,7 +13,7 @@ from rich.console import Console as Screen
 
 import dantinox.report.console as report_console
 from dantinox.report import open_console
-from dantinox.report.console import Console, Progress, headline, printable, steady_progress
+from dantinox.report.console import Console, Progress, format_headline, printable, steady_progress
 from dantinox.report.live import LiveConsole
 from dantinox.report.tables import human_bytes, human_count, human_time, table
 
@@ -133,7 +133,7 @@ def test_closing_twice_is_fine():
 
 
 def test_headline_without_numbers_is_empty():
-    assert headline({"step": 3}) == ""
+    assert format_headline({"step": 3}) == ""
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_notebook_gets_a_bar_that_is_updated_in_place(monkeypatch, capsys):
         console.evaluation({"step": 20, "val_loss": 1.5})
     assert [raw for _, raw in shown] == [True, True]
     assert shown[0][0].startswith("step 10/40 " + "█" * 7 + "░" * 23)
-    assert shown[1][0] == "step 20/40 " + "█" * 15 + "░" * 15 + f" {headline(ROW)} · 1m23s left"
+    assert shown[1][0] == "step 20/40 " + "█" * 15 + "░" * 15 + f" {format_headline(ROW)} · 1m23s left"
     assert capsys.readouterr().err == "step 20 val_loss 1.5000\n"
     ipython.get_ipython = lambda: None  # IPython is imported and runs no cell
     assert type(open_console()) is Console

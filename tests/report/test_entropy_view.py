@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from dantinox.report.entropy_view import harmless, shade, shade_256, show_entropy, terminal_colours
+from dantinox.report.entropy_view import escape_character, shade_256, shade_rgb, show_entropy, terminal_colours
 
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 SUPERSCRIPTS = "ᵍᶜᵉʳᵃ"
@@ -93,9 +93,9 @@ def test_more_entropy_is_lighter_and_letters_are_readable_on_it(colours):
 
 
 def test_shades_are_viridis_by_the_square_root():
-    assert shade(0) == (68, 1, 84) and shade(8) == shade(math.inf) == (253, 231, 37)
-    assert shade(2) == (33, 145, 140)  # the middle
-    assert shade(-1e-7) == shade(0)  # rounding may leave less than nothing
+    assert shade_rgb(0) == (68, 1, 84) and shade_rgb(8) == shade_rgb(math.inf) == (253, 231, 37)
+    assert shade_rgb(2) == (33, 145, 140)  # the middle
+    assert shade_rgb(-1e-7) == shade_rgb(0)  # rounding may leave less than nothing
     assert (shade_256(0), shade_256(100)) == (53, 226)
 
 
@@ -104,7 +104,7 @@ def test_every_character_has_its_tokens_shade_and_the_prompt_none():
     styles = [style for _, style in painted(line)]
     assert styles[:4] == [""] * 4
     backs = [front_and_back(style, "truecolor")[1] for style in styles[4:]]
-    assert backs == [shade(0.5)] * 2 + [shade(6.0)] * 2
+    assert backs == [shade_rgb(0.5)] * 2 + [shade_rgb(6.0)] * 2
 
 
 def test_tokens_that_spell_one_character_together_show_the_most_uncertain():
@@ -113,13 +113,13 @@ def test_tokens_that_spell_one_character_together_show_the_most_uncertain():
         (line,) = body([*parts, token("漢", 0.1, "greedy"), token("", 8.0)])
         (mark, character) = painted(line)
         assert mark == ("ᵉ", "1")
-        assert front_and_back(character[1], "truecolor")[1] == shade(4.0)
+        assert front_and_back(character[1], "truecolor")[1] == shade_rgb(4.0)
 
 
 def test_a_combining_mark_stays_with_its_letter():
     (line,) = body([token("e", 0.0), token("\u0301x", 8.0)])
     assert [c for c, _ in painted(line)] == ["e", "\u0301", "x"]
-    assert front_and_back(painted(line)[1][1], "truecolor")[1] == shade(0.0)
+    assert front_and_back(painted(line)[1][1], "truecolor")[1] == shade_rgb(0.0)
     assert plain(body([token("\u0301")])) == ["◌\u0301"]
     assert plain(body([token("a\n\u0301")])) == ["a↵", "◌\u0301"]
 
@@ -142,7 +142,7 @@ def test_a_chain_has_no_strategies():
 def test_the_text_is_recovered(pieces, prompt, width):
     tokens = [token(*piece) for piece in pieces]
     text = prompt + "".join(t["text"] for t in tokens)
-    safe = "".join("\n" if c == "\n" else harmless(c) for c in text)
+    safe = "".join("\n" if c == "\n" else escape_character(c) for c in text)
     for colours in ("truecolor", "256"):
         lines = plain(body(tokens, prompt, width, colours))
         shown = re.sub(f"[{SUPERSCRIPTS}◌]", "", "".join(lines)).replace("↵", "\n")

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 import numpy as np
 import pytest
 
-from dantinox.report.page import page
+from dantinox.report.page import report_page
 from dantinox.report.trace_file import LISTS
 
 from .page_sample import HOSTILE, trace
@@ -81,7 +81,7 @@ def close(value):
 )
 def test_the_file_holds_every_number_of_the_document(kind):
     documents = [trace(60, **kind), trace(7, seed=8, **kind)]
-    data = data_of(page(documents))
+    data = data_of(report_page(documents))
     for s, document in enumerate(documents):
         found = tokens_of(data, s)
         assert len(found) == len(document["tokens"])
@@ -103,13 +103,13 @@ def test_what_is_compared_with_thresholds_keeps_every_bit_of_float32():
     document = trace(1)
     values = [float(value) for value in np.float32([0.1, np.nextafter(np.float32(0.1), np.float32(1)), 4.9999995])]
     document["tokens"] = [{**document["tokens"][0], "entropy": value, "varentropy": value} for value in values]
-    found = tokens_of(data_of(page([document])))
+    found = tokens_of(data_of(report_page([document])))
     assert [np.float32(token["entropy"]) for token in found] == [np.float32(value) for value in values]
     assert [np.float32(token["varentropy"]) for token in found] == [np.float32(value) for value in values]
 
 
 def test_two_thousand_tokens_with_ten_alternatives_stay_below_a_megabyte_and_a_half():
-    assert len(page([trace(2000)]).encode()) < 1_500_000
+    assert len(report_page([trace(2000)]).encode()) < 1_500_000
 
 
 def test_the_size_holds_where_no_word_comes_twice():
@@ -117,7 +117,7 @@ def test_the_size_holds_where_no_word_comes_twice():
     for i, token in enumerate(document["tokens"]):
         for a, other in enumerate(token["alternatives"]):
             other.update(id=10 * i + a, text=f" parola{10 * i + a}", logprob_sampled=other["logprob"])
-    assert len(page([document]).encode()) < 1_500_000
+    assert len(report_page([document]).encode()) < 1_500_000
 
 
 @pytest.mark.parametrize("where", ["prompt", "text", "token", "alternative", "settings"])
@@ -130,7 +130,7 @@ def test_what_the_model_writes_is_data(where):
     else:
         token = document["tokens"][2]
         (token if where == "token" else token["alternatives"][1])["text"] = HOSTILE
-    html = page([document])
+    html = report_page([document])
     elements = Elements(html)
     assert len(elements.all("script")) == 2
     assert not elements.all("img")
@@ -148,7 +148,7 @@ def strings(value):
 def test_half_a_character_can_be_written():
     document = trace(3)
     document["tokens"][1]["text"] = "a\ud83c"
-    html = page([document])
+    html = report_page([document])
     assert tokens_of(data_of(html.encode().decode()))[1]["text"] == "a\ud83c"
 
 
@@ -159,7 +159,7 @@ def test_numbers_that_are_not_finite_become_null(number):
     document["settings"] = {"logit_bias": {"a": number}}
     document["tokens"][1].update(logprob=number, temperature=number)
     document["tokens"][1]["alternatives"][0].update(logprob=number, logprob_sampled=number)
-    data = data_of(page([document]))
+    data = data_of(report_page([document]))
     token = tokens_of(data)[1]
     assert data["samples"][0]["router"]["temperature_max"] is None
     assert data["samples"][0]["settings"] == {"logit_bias": {"a": None}}
@@ -167,7 +167,7 @@ def test_numbers_that_are_not_finite_become_null(number):
 
 
 def test_the_page_refers_to_nothing_outside():
-    html = page([trace(20)])
+    html = report_page([trace(20)])
     assert not re.search(r"https?:|://|@import|url\(|localhost", html)
     elements = Elements(html)
     assert [one[1]["href"] for one in elements.all("link")] == ["data:,"]
@@ -177,7 +177,7 @@ def test_the_page_refers_to_nothing_outside():
 
 
 def test_only_the_script_and_the_style_of_the_package_may_run():
-    elements = Elements(page([trace(20)]))
+    elements = Elements(report_page([trace(20)]))
     (policy,) = elements.all("meta", **{"http-equiv": "Content-Security-Policy"})
     directives = dict(part.strip().split(" ", 1) for part in policy[1]["content"].split(";"))
     (style,) = elements.all("style")
@@ -191,7 +191,7 @@ def test_only_the_script_and_the_style_of_the_package_may_run():
 
 def test_no_sample_is_refused():
     with pytest.raises(ValueError, match="at least one sample"):
-        page([])
+        report_page([])
 
 
 def test_a_wheel_has_the_parts_of_the_page():

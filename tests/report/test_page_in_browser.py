@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from dantinox.report.page import page
+from dantinox.report.page import report_page
 from dantinox.sampling.entropy_router import RULES, RouterConfig
 
 from .page_sample import HOSTILE, STRATEGY_NAMES, trace
@@ -47,7 +47,7 @@ def opened(browser, tmp_path):
 
     def open_page(*documents):
         path = tmp_path / "page.html"
-        path.write_bytes(page(documents).encode())
+        path.write_bytes(report_page(documents).encode())
         browser.get(path.as_uri())
         return browser
 

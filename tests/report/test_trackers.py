@@ -71,17 +71,17 @@ def texts(folder, tag):
 def test_event_files_hold_the_rows_also_of_a_run_that_was_killed_and_resumed(tmp_path):
     pytest.importorskip("tensorboardX")
     log = log_of(tmp_path, tensorboard=True)
-    log.cut(0)
+    log.truncate(0)
     fill(log, range(10, 61, 10))
     log.sample(60, "a <text>\n\nof # two parts")
     assert_shows(tmp_path)  # each row is in the file when it was written: nothing was closed
     for resumed_at in (40, 40, 0):
         with log_of(tmp_path, tensorboard=True) as log:
-            log.cut(resumed_at)
+            log.truncate(resumed_at)
             assert_shows(tmp_path) if resumed_at else None
             fill(log, range(resumed_at + 10, 101, 10), factor=3.0)
         assert_shows(tmp_path)
-    log.cut(50)  # a rewind
+    log.truncate(50)  # a rewind
     fill(log, range(60, 71, 10), factor=4.0)
     assert_shows(tmp_path)
     assert texts(tmp_path, "sample") == ["    a <text>\n    \n    of # two parts\n"]
@@ -92,10 +92,10 @@ def test_event_files_hold_the_rows_also_of_a_run_that_was_killed_and_resumed(tmp
 def test_a_tracker_that_comes_late_is_told_what_was_before(tmp_path, wandb):
     pytest.importorskip("tensorboardX")
     log = log_of(tmp_path)
-    log.cut(0)
+    log.truncate(0)
     fill(log, range(10, 61, 10))
     with log_of(tmp_path, tensorboard=True, wandb=True) as log:
-        log.cut(40)
+        log.truncate(40)
         assert_shows(tmp_path)
         fill(log, range(50, 81, 10))
     assert_shows(tmp_path)
@@ -141,26 +141,26 @@ def wandb(monkeypatch):
 def test_online_it_is_told_what_it_lost_when_the_process_was_killed(tmp_path, wandb):
     wandb.offline = False
     log = log_of(tmp_path, wandb=True)
-    log.cut(0)
+    log.truncate(0)
     fill(log, range(10, 61, 10))
     del wandb.rows[-5:]  # of steps 40, 50 and 60
     log = log_of(tmp_path, wandb=True)
-    log.cut(20)
+    log.truncate(20)
     fill(log, range(30, 81, 10))
     assert wandb.shown() == told(read_jsonl(log.path_jsonl))
 
 
 def test_one_run_at_weights_and_biases_however_often_it_is_resumed(tmp_path, wandb):
     with log_of(tmp_path / "run", wandb=True, wandb_project="small") as log:
-        log.cut(0)
+        log.truncate(0)
         fill(log, range(10, 61, 10))
         log.sample(60, "a <b>")
     whole = told(read_jsonl(log.path_jsonl)) | {("sample", 60): "<pre>a &lt;b&gt;</pre>"}
     assert wandb.shown() == whole
     with pytest.raises(KeyError), log_of(tmp_path / "run", wandb=True) as log:
-        log.cut(20)
+        log.truncate(20)
         fill(log, range(30, 51, 10))  # told before
-        log.cut(20)  # a rewind: the last step it was told is still 60
+        log.truncate(20)  # a rewind: the last step it was told is still 60
         fill(log, range(30, 81, 10))
         raise KeyError
     assert wandb.shown() == whole | told(read_jsonl(log.path_jsonl))
@@ -173,12 +173,12 @@ def test_one_run_at_weights_and_biases_however_often_it_is_resumed(tmp_path, wan
 
 def test_a_failure_of_weights_and_biases_is_a_sentence_before_the_training_and_a_warning_in_it(tmp_path, wandb):
     with log_of(tmp_path, wandb=True) as log:
-        log.cut(0)
+        log.truncate(0)
         wandb.broken = True
-        with pytest.warns(UserWarning, match="Weights & Biases failed, the run goes on without it: gone"):
+        with pytest.warns(UserWarning, match="Weights & Biases failed, training continues without it: gone"):
             fill(log, range(10, 31, 10))
-        with pytest.raises(UserError, match=r"cannot begin: no API key .with WANDB_MODE=offline it needs neither"):
-            log.cut(0)
+        with pytest.raises(UserError, match=r"cannot start: no API key .with WANDB_MODE=offline it needs neither"):
+            log.truncate(0)
     assert [row["step"] for row in read_jsonl(log.path_jsonl)] == [] and wandb.rows == []
     assert json.loads((tmp_path / "wandb" / "dantinox.json").read_text()) == {"id": "id0", "told": -1}
 

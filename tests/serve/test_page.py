@@ -6,7 +6,7 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
-from dantinox.report.page import page
+from dantinox.report.page import report_page
 from dantinox.serve.pages import PUBLIC, STATIC
 from tests.report.page_sample import trace
 
@@ -95,6 +95,6 @@ def test_the_empty_report_is_the_report_without_its_data(client):
     empty = client.get("/page/report.html").text
     place = '"words":[],"samples":[]'
     assert empty.count(place) == 1
-    whole = page([trace(5)])
+    whole = report_page([trace(5)])
     before, behind = empty.split(place)
     assert whole.startswith(before) and whole.endswith(behind)

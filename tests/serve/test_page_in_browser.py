@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dantinox.report.page import page
+from dantinox.report.page import report_page
 from dantinox.report.trace_file import trace_lines
 from dantinox.serve.app import make_app
 from dantinox.serve.options import Options
@@ -292,7 +292,7 @@ def test_saved_files_are_those_of_a_trace(opened, engine, tmp_path):
     def data(html):
         return json.loads(html.split('<script id="data" type="application/json">')[1].split("</script>")[0])
 
-    ours, theirs = data(html), data(page(documents))
+    ours, theirs = data(html), data(report_page(documents))
     assert ours.keys() == theirs.keys()
     for sample in (0, 1):
         assert tokens_of(ours, sample) == tokens_of(theirs, sample)

@@ -48,7 +48,7 @@ class Trainer:
             return problem
         save_config(run, trial.config)
         log, loss = MetricsLog(run.log(trial.config), run.metrics), LOSSES[int(trial.name[-3:]) - 1]
-        log.cut(0)
+        log.truncate(0)
         for step, more in ((10, 0.5), (20, 0.0), (30, 0.125)):
             log.evaluation({"step": step, "val_loss": loss + more, "bits_per_byte": loss, "ms_per_step": float(step)})
             if problem:

@@ -19,7 +19,7 @@ from dantinox.config.sampling_steps import STEPS
 from dantinox.config.sections import Config
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.generation.trace import changed_settings, router_values
-from dantinox.report.trace_file import finite
+from dantinox.report.trace_file import replace_nonfinite
 from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import RequestError
 from dantinox.serve.protocols.bodies import ALTERNATIVES, Alternatives, Message, StrictBody, parse_body
@@ -100,7 +100,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         "left_out": left_out,
         "texts": texts,
         "seed": config.generation.seed,
-        "settings": finite(changed_settings(config)),
+        "settings": replace_nonfinite(changed_settings(config)),
         "router": await _router(service, config),
         "vocab_size": size,
         "context": context,
@@ -119,7 +119,7 @@ def _about(service: Service) -> dict[str, Any]:
         "vocab_size": service.tokenizer.vocab_size,
         "chat": service.options.template is not None,
         "alternatives": ALTERNATIVES,
-        "changed": finite(changed_settings(service.engine.settings({}))),
+        "changed": replace_nonfinite(changed_settings(service.engine.settings({}))),
         "steps": [{"name": name, "group": step.group, "on": [*step.on]} for name, step in STEPS.items()],
         "orders": orders,
     }
@@ -134,8 +134,8 @@ def _settings(config: Config) -> list[dict[str, Any]]:
             "section": section,
             "steps": [step for step, row in STEPS.items() if name in (*row.on, *row.settings)],
             **_typed(schema),
-            "default": finite(schema.get("default")),
-            "value": finite(values[name]),
+            "default": replace_nonfinite(schema.get("default")),
+            "value": replace_nonfinite(values[name]),
             "help": schema["description"],
         }
         for section, kind in (("generation", GenerationSection), ("router", RouterSection))
@@ -224,4 +224,4 @@ class NativeReply(Reply):
 
 
 def _event(name: str, content: Mapping[str, object]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(finite(content), allow_nan=False)}\n\n".encode()
+    return f"event: {name}\ndata: {json.dumps(replace_nonfinite(content), allow_nan=False)}\n\n".encode()
