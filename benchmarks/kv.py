@@ -239,7 +239,7 @@ def filled(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
     cache = jax.tree.unflatten(tree, [noise(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
 
     def placed(group: HeadGroup) -> HeadGroup:
-        C, sinks = group.position_BKS.shape[2], group.rule.sinks
+        C, sinks = group.position_BKS.shape[2], group.compression.sinks
         slots = np.arange(C)
         newest = np.where(slots < sinks, slots, last + 1 - C + slots)
         held = newest if last + 1 >= C else np.where(slots <= last, slots, -1)

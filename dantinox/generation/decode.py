@@ -193,11 +193,11 @@ def prefill_hidden(
     The repetition stands at the positions behind the tokens, so that attention knows it for what it is (Kim et al. 2025). Its
     own outputs are dropped.
     """
-    if cache is None or not cache.reconstructs or tokens_BT.shape[1] == 1:
+    if cache is None or not cache.needs_two_passes or tokens_BT.shape[1] == 1:
         return model.hidden(tokens_BT, positions_BT, cache=cache, probe=probe)
     count_B1 = jnp.sum(positions_BT >= 0, axis=1, keepdims=True)
     twice = jnp.concatenate([positions_BT, jnp.where(positions_BT >= 0, positions_BT + count_B1, -1)], axis=1)
-    x_BTD, cache, aux = model.hidden(jnp.tile(tokens_BT, (1, 2)), twice, cache=cache.read_twice(), probe=probe)
+    x_BTD, cache, aux = model.hidden(jnp.tile(tokens_BT, (1, 2)), twice, cache=cache.for_two_passes(), probe=probe)
     return x_BTD[:, : tokens_BT.shape[1]], cache, aux
 
 
@@ -216,7 +216,7 @@ def _prefill_rows(
     P, T = tokens_PT.shape
     parts = -(-T // COMPRESSED_PREFILL_CHUNK) if cache is not None and cache.compressed else 1
     if parts == 1:
-        twice = cache is not None and cache.reconstructs
+        twice = cache is not None and cache.needs_two_passes
         begun = cache if cache is None or twice else cache.for_prefill(model.config, model.parallelism)
         x_PTD, cache, aux = prefill_hidden(model, tokens_PT, positions_PT, begun, make_probe(params))
         return x_PTD, cache, attention_metrics(params, aux)

@@ -13,10 +13,10 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.model import Transformer
 from dantinox.model.attention import Attention
-from dantinox.model.cache_store import rounded
+from dantinox.model.cache_store import quantize_int8
 from dantinox.model.layers import Linear, add_bias
-from dantinox.model.moe import ExpertLinear, Rows, grouped_product
-from dantinox.model.transformer import output_layer
+from dantinox.model.moe import ExpertLinear, ExpertRows, grouped_matmul
+from dantinox.model.transformer import make_output_layer
 from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform
 
 HeadOrder = tuple[tuple[int, ...], ...]
@@ -51,17 +51,17 @@ class LowPrecisionLinear(nnx.Module):
         self.one = nnx.Param(jnp.ones((), jnp.float32))
         self.bias = linear.bias
         weights_OI = linear.kernel[...].reshape(math.prod(self.shape_in), -1).T
-        weights_OI, scale_O = rounded(weights_OI) if dtype == "int8" else (weights_OI, None)
+        weights_OI, scale_O = quantize_int8(weights_OI) if dtype == "int8" else (weights_OI, None)
         self.scale = None if scale_O is None else nnx.Param(scale_O)
         self.kernel = nnx.Param(weights_OI.astype(dtype))
 
-    def __call__(self, x: jax.Array, summed: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
         lead = x.shape[: x.ndim - len(self.shape_in)]
         rows_RI = x.reshape(math.prod(lead), -1)
         one_product = self.bfloat16_from is not None and len(rows_RI) >= self.bfloat16_from
         y_RO = (self._matmul if one_product else self._matvec_rows)(rows_RI)
         y_RO = y_RO if self.scale is None else y_RO * self.scale[...]
-        return add_bias(summed(y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)), self.bias)
+        return add_bias(reduce(y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)), self.bias)
 
     def _matvec_rows(self, rows_RI: jax.Array) -> jax.Array:
         rows_RI = jax.lax.optimization_barrier(rows_RI.astype(jnp.float32)) / self.one[...]
@@ -72,7 +72,7 @@ class LowPrecisionLinear(nnx.Module):
         weights_OI = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16)
         return jnp.einsum("RI,OI->RO", rows_RI.astype(jnp.bfloat16), weights_OI, preferred_element_type=jnp.float32)
 
-    def wide(self) -> Linear:
+    def dequantize(self) -> Linear:
         """The plain projection with the same numbers in float32."""
         weights_OI = self.kernel[...].astype(jnp.float32)
         if self.scale is not None:
@@ -90,27 +90,27 @@ class LowPrecisionExperts(nnx.Module):
         self.shape_out, self.dtype = linear.shape_out, linear.dtype
         self.one = nnx.Param(jnp.ones((), jnp.float32))
         weights_EOI = linear.kernel[...].reshape(*linear.kernel.shape[:2], -1).swapaxes(1, 2)
-        weights_EOI, scale_EO = rounded(weights_EOI) if dtype == "int8" else (weights_EOI, None)
+        weights_EOI, scale_EO = quantize_int8(weights_EOI) if dtype == "int8" else (weights_EOI, None)
         self.scale = None if scale_EO is None else nnx.Param(scale_EO)
         self.kernel = nnx.Param(weights_EOI.astype(dtype))
         self.bias = linear.bias
 
-    def __call__(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
+    def __call__(self, x_MI: jax.Array, rows: ExpertRows) -> jax.Array:
         one_product = self.bfloat16_from is not None and len(x_MI) >= self.bfloat16_from
         y_MO = (self._matmul if one_product else self._matvec_rows)(x_MI, rows)
         y_MO = y_MO if self.scale is None else y_MO * self.scale[...][rows.expert_M]
         return y_MO.astype(self.dtype).reshape(-1, *self.shape_out)
 
-    def _matvec_rows(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
+    def _matvec_rows(self, x_MI: jax.Array, rows: ExpertRows) -> jax.Array:
         x_MI = jax.lax.optimization_barrier(x_MI.astype(jnp.float32)) / self.one[...]
         weights_EOI, x_MI = jax.lax.optimization_barrier((self.kernel[...], x_MI))
         return jnp.stack([_matvec(x_I, weights_EOI[e]) for x_I, e in zip(x_MI, rows.expert_M, strict=True)])
 
-    def _matmul(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
+    def _matmul(self, x_MI: jax.Array, rows: ExpertRows) -> jax.Array:
         weights_EIO = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16).swapaxes(1, 2)
-        return grouped_product(x_MI.astype(jnp.bfloat16), weights_EIO, rows, self.platform)
+        return grouped_matmul(x_MI.astype(jnp.bfloat16), weights_EIO, rows, self.platform)
 
-    def wide(self) -> ExpertLinear:
+    def dequantize(self) -> ExpertLinear:
         """The plain experts with the same numbers in float32."""
         weights_EOI = self.kernel[...].astype(jnp.float32)
         if self.scale is not None:
@@ -163,7 +163,7 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
     model = nnx.clone(model)
     if model.head is None:
         V, D = model.embed.shape
-        model.head = nnx.eval_shape(lambda: output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
+        model.head = nnx.eval_shape(lambda: make_output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
         model.head.kernel = nnx.Param(model.embed[...].T)
     if weights == "auto":
         # Of `[I, O]` and a single row a GPU would make sums of products, and transpose the weights for them on every call.
@@ -201,7 +201,7 @@ def dequantize(model: Transformer) -> Transformer:
     narrow = LowPrecisionLinear, LowPrecisionExperts
     if not any(isinstance(node, narrow) and node.bfloat16_from is None for _, node in nnx.iter_graph(model)):
         return model
-    return _replace(nnx.clone(model), narrow, lambda linear: linear.wide())
+    return _replace(nnx.clone(model), narrow, lambda linear: linear.dequantize())
 
 
 def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:

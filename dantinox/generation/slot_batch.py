@@ -436,9 +436,9 @@ def _prefill_part(
     transformer = dequantize(model.merge(model.leaves))
     places_T = jnp.arange(tokens_1T.shape[1])
     positions_1T = jnp.where(places_T < count, first + places_T, -1)[None]
-    x_1TD, read, _ = prefill_hidden(transformer, tokens_1T, positions_1T, cache.one_slot(slot))
+    x_1TD, read, _ = prefill_hidden(transformer, tokens_1T, positions_1T, cache.at_slot(slot))
     assert read is not None
-    cache = read.all_slots()
+    cache = read.without_slot()
     if report is None:
         return cache, None
 

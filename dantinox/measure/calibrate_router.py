@@ -197,6 +197,6 @@ def _entropy_batch(model: Transformer, tokens_BT: jax.Array, segments_BT: jax.Ar
     model = dequantize(model)
     x_BTD, _, _ = model.hidden(tokens_BT, jnp.arange(tokens_BT.shape[1])[None], segments_BT=segments_BT)
     found: tuple[jax.Array, jax.Array] = map_positions(
-        lambda x_D: logit_metrics(model.logits(x_D)), model.config.vocab_size, x_BTD, at_once=CHUNK_LOGITS
+        lambda x_D: logit_metrics(model.logits(x_D)), model.config.vocab_size, x_BTD, max_logits=CHUNK_LOGITS
     )
     return found

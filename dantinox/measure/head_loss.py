@@ -48,7 +48,7 @@ class LimitedKeys:
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         keys_B1S = positions_BT[:, None]
-        store = Store.of(k_BTKH, v_BTKH, q_BTKGH.dtype)
+        store = Store.from_kv(k_BTKH, v_BTKH, q_BTKGH.dtype)
         valid_BKTS = causal_mask(positions_BT, keys_B1S, window)
         if self.best:
             weights_BKGTS = attention(q_BTKGH, store, valid_BKTS, softmax).weights_BKGTS

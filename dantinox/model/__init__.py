@@ -1,4 +1,4 @@
-"""The transformer, and the caches that decoding reads and writes."""
+"""The transformer model and its key/value caches."""
 
 from dantinox.model.cache import CacheReport, KVCache, make_cache
 from dantinox.model.compressed_cache import Compression

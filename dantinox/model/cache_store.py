@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-BITS = jnp.dtype(jnp.uint16)  # of bfloat16, where a platform likes it so
-PACKED = jnp.dtype(jnp.uint8)  # two int4 numbers in a byte
-GROUP = 32  # numbers of an int4 vector that share a scale, at most
-LEAST_PART, MOST_PARTS = 128, 4
+# bfloat16 stored as bits, on platforms that prefer it (see `Platform.bfloat16_cache_as_bits`).
+BFLOAT16_BITS = jnp.dtype(jnp.uint16)
+INT4_PACKED = jnp.dtype(jnp.uint8)  # two int4 numbers per byte
+MAX_GROUP_SIZE = 32  # largest number of elements of an int4 vector that share a scale
+MIN_SEGMENT, MAX_SEGMENTS = 128, 4
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
@@ -22,13 +23,14 @@ LEAST_PART, MOST_PARTS = 128, 4
 class Store:
     """Keys and values of S slots.
 
-    Keys lie with their slots side by side, `[B, K, H, S]`: scores are then a plain product q · k, which a CPU does in less than
-    two thirds of the time of q · kᵀ. In int8 every key and every value has a scale of its own (its largest magnitude is 127),
-    which is folded into the products. With dtype `BITS` they are bfloat16, kept as the integers of their bits.
+    Keys are stored as `[B, K, H, S]`, with the slots in the last axis. Scores are then q · k without a transpose, which takes a
+    CPU less than two thirds of the time of q · kᵀ. In int8 every key and every value has its own scale, so that its largest
+    magnitude is 127. The scales are multiplied into the operands or the results of the matrix multiplications. With dtype
+    `BFLOAT16_BITS` keys and values are bfloat16, stored as the integers of their bits.
 
-    With dtype `PACKED` they are int4: byte h of a vector holds number h in its lower and number H/2 + h in its upper four bits.
-    `group_size` consecutive numbers share a scale and a minimum, bfloat16 kept as their bits. Those of keys are
-    `[B, K, 2 H/32, S]`, those of values `[B, K, S, 2 H/32]`: the scales of all groups, then their minima.
+    With dtype `INT4_PACKED` they are int4: byte h of a vector holds number h in its lower four bits and number H/2 + h in its
+    upper four bits. `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits: first the
+    scales of all groups, then their minima. Their shape is `[B, K, 2 H/32, S]` for keys and `[B, K, S, 2 H/32]` for values.
     """
 
     k_BKHS: jax.Array
@@ -38,32 +40,33 @@ class Store:
 
     @classmethod
     def empty(cls, batch: int, heads: int, sizes: tuple[int, int], slots: int, dtype: DTypeLike) -> Self:
-        """Zeros; `sizes`: numbers in the key and in the value of a slot."""
-        packed = 2 if dtype == PACKED else 1
-        k = jnp.zeros((batch, heads, sizes[0] // packed, slots), dtype)
-        v = jnp.zeros((batch, heads, slots, sizes[1] // packed), dtype)
-        if dtype == PACKED:
+        """Returns a store of zeros; `sizes` are the sizes of the key and of the value of a slot."""
+        quantize_int4 = 2 if dtype == INT4_PACKED else 1
+        k = jnp.zeros((batch, heads, sizes[0] // quantize_int4, slots), dtype)
+        v = jnp.zeros((batch, heads, slots, sizes[1] // quantize_int4), dtype)
+        if dtype == INT4_PACKED:
             k_groups, v_groups = (2 * size // group_size(size) for size in sizes)
-            return cls(k, v, jnp.zeros((batch, heads, k_groups, slots), BITS), jnp.zeros((batch, heads, slots, v_groups), BITS))
+            k_scales = jnp.zeros((batch, heads, k_groups, slots), BFLOAT16_BITS)
+            return cls(k, v, k_scales, jnp.zeros((batch, heads, slots, v_groups), BFLOAT16_BITS))
         if dtype != jnp.int8:
             return cls(k, v)
         return cls(k, v, jnp.zeros((batch, heads, slots), jnp.float32), jnp.zeros((batch, heads, slots), jnp.float32))
 
     @classmethod
-    def of(cls, k_BTKH: jax.Array, v_BTKH: jax.Array, dtype: DTypeLike) -> Self:
-        """New keys and values, token t in slot t."""
-        k, k_scale_BTK = stored(cls._key(k_BTKH, v_BTKH), dtype)
-        v, v_scale_BTK = stored(v_BTKH, dtype)
+    def from_kv(cls, k_BTKH: jax.Array, v_BTKH: jax.Array, dtype: DTypeLike) -> Self:
+        """Returns a store of new keys and values, token t in slot t."""
+        k, k_scale_BTK = quantize(cls._key(k_BTKH, v_BTKH), dtype)
+        v, v_scale_BTK = quantize(v_BTKH, dtype)
         keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
         if k_scale_BTK is None or v_scale_BTK is None:
             return cls(keys, values)
-        if dtype == PACKED:
+        if dtype == INT4_PACKED:
             return cls(keys, values, k_scale_BTK.transpose(0, 2, 3, 1), v_scale_BTK.transpose(0, 2, 1, 3))
         return cls(keys, values, k_scale_BTK.transpose(0, 2, 1), v_scale_BTK.transpose(0, 2, 1))
 
     @staticmethod
     def _key(k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-        """The part of a key that is stored besides the value."""
+        """Returns the part of a key that is stored next to the value."""
         return k_BTKH
 
     @property
@@ -76,13 +79,13 @@ class Store:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers in the two vectors in a slot of a head."""
-        packed = 2 if self.dtype == PACKED else 1
-        return packed * self.k_BKHS.shape[2], packed * self.v_BKSH.shape[3]
+        """The sizes of the two vectors in a slot of a head."""
+        quantize_int4 = 2 if self.dtype == INT4_PACKED else 1
+        return quantize_int4 * self.k_BKHS.shape[2], quantize_int4 * self.v_BKSH.shape[3]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """float32, bfloat16, int8, `BITS` or `PACKED`."""
+        """float32, bfloat16, int8, `BFLOAT16_BITS` or `INT4_PACKED`."""
         return self.v_BKSH.dtype
 
     @property
@@ -90,34 +93,34 @@ class Store:
         """Bytes of the keys and values, without their scales."""
         return self.k_BKHS.nbytes + self.v_BKSH.nbytes
 
-    def wide(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Keys and values `[B, S, K, H]` as numbers of a dtype."""
-        keys_BKHS = _wide(self.k_BKHS, self.k_scale_BKS, -2).astype(dtype)
-        values_BKSH = _wide(self.v_BKSH, self.v_scale_BKS, -1).astype(dtype)
+    def dequantize(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values `[B, S, K, H]` in a floating-point dtype."""
+        keys_BKHS = _dequantize(self.k_BKHS, self.k_scale_BKS, -2).astype(dtype)
+        values_BKSH = _dequantize(self.v_BKSH, self.v_scale_BKS, -1).astype(dtype)
         return keys_BKHS.transpose(0, 3, 1, 2), values_BKSH.swapaxes(1, 2)
 
     def scores(self, q_BKMH: jax.Array) -> jax.Array:
-        """Scaled scores `[B, K, M, S]`, float32."""
-        return _product(q_BKMH, self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1) * q_BKMH.shape[-1] ** -0.5
+        """Returns the scaled scores `[B, K, M, S]`, float32."""
+        return _matmul(q_BKMH, self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1) * q_BKMH.shape[-1] ** -0.5
 
-    def average(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Values `[B, K, M, H]` by their weights."""
-        return _product(weights_BKMS, self.v_BKSH, self.v_scale_BKS, dtype, slots=-2)
+    def weighted_values(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Returns the sums of the values `[B, K, M, H]`, weighted by `weights_BKMS`."""
+        return _matmul(weights_BKMS, self.v_BKSH, self.v_scale_BKS, dtype, slots=-2)
 
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array, row: jax.Array | None = None) -> Self:
-        """Each new key and value in its slot (the K axis may be 1); a slot outside the store is dropped.
+        """Writes each new key and value to its slot (the K axis may be 1); slots outside the store are dropped.
 
-        With `row`, those of a single text are written into this row of the store.
+        With `row`, the input is a single sequence, which is written to this row of the store.
         """
         B, K = self.v_BKSH.shape[:2]
         rows, heads = (jnp.arange(B) if row is None else row[None])[:, None, None], jnp.arange(K)[None, None, :]
-        k, k_scale_BTK = stored(self._key(k_BTKH, v_BTKH), self.dtype)
-        v, v_scale_BTK = stored(v_BTKH, self.dtype)
+        k, k_scale_BTK = quantize(self._key(k_BTKH, v_BTKH), self.dtype)
+        v, v_scale_BTK = quantize(v_BTKH, self.dtype)
         keys = self.k_BKHS.at[rows, heads, :, slots_BTK].set(k, mode="drop")
         values = self.v_BKSH.at[rows, heads, slots_BTK].set(v, mode="drop")
         if self.k_scale_BKS is None or self.v_scale_BKS is None:
             return type(self)(keys, values)
-        of_keys = (rows, heads, slice(None), slots_BTK) if self.dtype == PACKED else (rows, heads, slots_BTK)
+        of_keys = (rows, heads, slice(None), slots_BTK) if self.dtype == INT4_PACKED else (rows, heads, slots_BTK)
         return type(self)(
             keys,
             values,
@@ -125,33 +128,33 @@ class Store:
             self.v_scale_BKS.at[rows, heads, slots_BTK].set(v_scale_BTK, mode="drop"),
         )
 
-    def of_row(self, row: jax.Array) -> Self:
-        """One row of the store as a store of one row."""
+    def select_row(self, row: jax.Array) -> Self:
+        """Returns one row as a store with a batch of one."""
         return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row, 1), self)
 
     def join(self, other: Self) -> Self:
-        """The slots of both, these first."""
-        return self._by_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
+        """Returns the slots of both stores, those of this store first."""
+        return self._map_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
 
-    def take(self, index_BKS: jax.Array) -> Self:
-        """The slots named by `index_BKS` (the K axis may be 1), in that order."""
+    def gather_slots(self, index_BKS: jax.Array) -> Self:
+        """Returns the slots at `index_BKS` (the K axis may be 1), in that order."""
 
         def taken(axis: int, leaf: jax.Array) -> jax.Array:
             index = index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
             return jnp.take_along_axis(leaf, index, axis=axis)
 
-        return self._by_slots(taken)
+        return self._map_slots(taken)
 
-    def where(self, chosen_BKS: jax.Array, other: Self) -> Self:
-        """These slots where `chosen_BKS` (the K axis may be 1), else the other's."""
+    def select_slots(self, chosen_BKS: jax.Array, other: Self) -> Self:
+        """Returns the slots of this store where `chosen_BKS` (the K axis may be 1) is true, else those of the other store."""
 
         def picked(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.where(chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3), a, b)
 
-        return self._by_slots(picked, other)
+        return self._map_slots(picked, other)
 
-    def _by_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
-        """`function(slot axis, leaf, …)` of every leaf."""
+    def _map_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
+        """Applies `function(slot axis, leaf, …)` to every leaf."""
         scales = () if self.k_scale_BKS is None else (self.k_scale_BKS.ndim - 1, 2)
         axes = type(self)(3, 2, *scales)  # type: ignore[arg-type]
         return jax.tree.map(function, axes, self, *others)
@@ -160,138 +163,146 @@ class Store:
 @partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
 @dataclass(frozen=True)
 class LatentStore(Store):
-    """Latents of S slots as the values, and as the keys the rotated part that follows the latent in every key.
+    """Latents of S slots, stored as the values; the keys hold only the rotated part that follows the latent in every key.
 
-    A latent and its rotated part are the one key of all query heads, and the latent alone is their value: the axis K is 1. In
-    int8 and int4 the latent and the rotated part have scales of their own.
+    A latent with its rotated part is the single key of all query heads, and the latent alone is their value, so the axis K is
+    1. In int8 and int4 the latent and the rotated part have separate scales.
     """
 
     @staticmethod
     def _key(k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
         return k_BTKH[..., v_BTKH.shape[-1] :]
 
-    def wide(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Keys `[B, S, 1, R + P]` and values `[B, S, 1, R]` as numbers of a dtype."""
-        rotated, latent = super().wide(dtype)
+    def dequantize(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Returns keys `[B, S, 1, R + P]` and values `[B, S, 1, R]` in a floating-point dtype."""
+        rotated, latent = super().dequantize(dtype)
         return jnp.concatenate([latent, rotated], axis=-1), latent
 
     def scores(self, q_BKMC: jax.Array) -> jax.Array:
-        """Scaled scores `[B, 1, M, S]`, float32."""
+        """Returns the scaled scores `[B, 1, M, S]`, float32."""
         rank = self.sizes[1]
-        latent = _product(q_BKMC[..., :rank], self.v_BKSH, self.v_scale_BKS, jnp.float32, slots=-2, transposed=True)
-        rotated = _product(q_BKMC[..., rank:], self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1)
+        latent = _matmul(q_BKMC[..., :rank], self.v_BKSH, self.v_scale_BKS, jnp.float32, slots=-2, transposed=True)
+        rotated = _matmul(q_BKMC[..., rank:], self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1)
         return (latent + rotated) * q_BKMC.shape[-1] ** -0.5
 
 
 class StorePrefix(NamedTuple):
-    """The first parts of a `SegmentedStore` store, as one."""
+    """The first segments of a `SegmentedStore`, read as one store."""
 
-    parts: tuple[Store, ...]
+    segments: tuple[Store, ...]
 
     @property
     def ends(self) -> list[int]:
-        """The slots up to each part's end."""
-        return [*accumulate(part.slots for part in self.parts)]
+        """The number of slots up to the end of each segment."""
+        return [*accumulate(segment.slots for segment in self.segments)]
 
     def scores(self, q_BKMH: jax.Array) -> jax.Array:
-        """Scaled scores `[B, K, M, S]`, float32."""
-        return jnp.concatenate([part.scores(q_BKMH) for part in self.parts], axis=-1)
+        """Returns the scaled scores `[B, K, M, S]`, float32."""
+        return jnp.concatenate([segment.scores(q_BKMH) for segment in self.segments], axis=-1)
 
-    def average(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Values `[B, K, M, H]` by their weights."""
+    def weighted_values(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Returns the sums of the values `[B, K, M, H]`, weighted by `weights_BKMS`."""
         weights = jnp.split(weights_BKMS, self.ends[:-1], axis=-1)
-        pairs = zip(self.parts, weights, strict=True)
-        total: jax.Array = sum(part.average(weights_BKMS, dtype).astype(jnp.float32) for part, weights_BKMS in pairs)  # type: ignore[assignment]
+        sums = (
+            segment.weighted_values(segment_weights, dtype).astype(jnp.float32)
+            for segment, segment_weights in zip(self.segments, weights, strict=True)
+        )
+        total: jax.Array = sum(sums)  # type: ignore[assignment]
         return total.astype(dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["parts", "used_B", "row"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["segments", "used_B", "row"], meta_fields=[])
 @dataclass(frozen=True)
 class SegmentedStore:
-    """A store in parts, of which a CPU reads those that any text has got to: slot s of them all holds position s.
+    """A store in segments, of which a CPU reads only those that some row has reached; slot s of the whole store holds position
+    s.
 
-    What is computed of a row is bit for bit the same however far the other rows have got: the parts are the same, sums are
-    made part by part, and those behind its own text add zeros. For a `Full` cache alone.
+    The result of a row is bitwise the same however far the other rows have come: the segments are the same, sums are computed
+    segment by segment, and segments after the end of a row add zeros. Only a `FullLayer` uses this store.
 
     Attributes:
-      used_B: the slots of each row up to the newest one that was written with the last `write`; 0 for a row that wrote nothing.
-      row: the only row that is read, see `of_row`.
+      used_B: the number of slots of each row up to the newest one that the last `write` filled; 0 for a row that wrote nothing.
+      row: the only row that is read, see `select_row`.
     """
 
-    parts: tuple[Store, ...]
+    segments: tuple[Store, ...]
     used_B: jax.Array
     row: jax.Array | None = None
 
     @classmethod
-    def empty(cls, batch: int, slots: int, part: Callable[[int], Store]) -> "SegmentedStore":
-        """Parts made by `part(slots)`: a half, a quarter and two eighths of all, none shorter than `LEAST_PART`."""
+    def empty(cls, batch: int, slots: int, segment: Callable[[int], Store]) -> "SegmentedStore":
+        """Returns segments made by `segment(slots)`: a half, a quarter and two eighths of all slots, none shorter than
+        `MIN_SEGMENT`.
+        """
         ends = [slots]
-        while len(ends) < MOST_PARTS and ends[0] // 2 >= LEAST_PART:
+        while len(ends) < MAX_SEGMENTS and ends[0] // 2 >= MIN_SEGMENT:
             ends.insert(0, ends[0] // 2)
         sizes = [end - first for first, end in zip([0, *ends], ends, strict=False)]
-        return cls(tuple(map(part, sizes)), jnp.zeros(batch, jnp.int32))
+        return cls(tuple(map(segment, sizes)), jnp.zeros(batch, jnp.int32))
 
     @property
     def slots(self) -> int:
-        return sum(part.slots for part in self.parts)
+        return sum(segment.slots for segment in self.segments)
 
     @property
     def heads(self) -> int:
-        return self.parts[0].heads
+        return self.segments[0].heads
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers in the two vectors in a slot of a head."""
-        return self.parts[0].sizes
+        """The sizes of the two vectors in a slot of a head."""
+        return self.segments[0].sizes
 
     @property
     def dtype(self) -> jnp.dtype:
-        """float32, bfloat16, int8, `BITS` or `PACKED`."""
-        return self.parts[0].dtype
+        """float32, bfloat16, int8, `BFLOAT16_BITS` or `INT4_PACKED`."""
+        return self.segments[0].dtype
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the keys and values, without their scales."""
-        return sum(part.payload_bytes for part in self.parts)
+        return sum(segment.payload_bytes for segment in self.segments)
 
     @property
-    def _firsts(self) -> list[int]:
-        return [sum(part.slots for part in self.parts[:number]) for number in range(len(self.parts))]
+    def _starts(self) -> list[int]:
+        return [sum(segment.slots for segment in self.segments[:number]) for number in range(len(self.segments))]
 
-    def of_row(self, row: jax.Array) -> "SegmentedStore":
-        """One row as a store of one row, to be read: a part is copied when it is used."""
+    def select_row(self, row: jax.Array) -> "SegmentedStore":
+        """Returns one row as a store with a batch of one, for reading: a segment is copied only when it is used."""
         return replace(self, row=row)
 
     def write(
         self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT1: jax.Array, row: jax.Array | None = None
     ) -> "SegmentedStore":
-        """Each new key and value in its slot, as of `Store`."""
+        """Writes each new key and value to its slot, as `Store.write` does."""
 
-        def written(first: int, part: Store) -> Store:
-            inside = (slots_BT1 >= first) & (slots_BT1 < first + part.slots)
-            return part.write(k_BTKH, v_BTKH, jnp.where(inside, slots_BT1 - first, part.slots), row)
+        def write_segment(first: int, segment: Store) -> Store:
+            inside = (slots_BT1 >= first) & (slots_BT1 < first + segment.slots)
+            return segment.write(k_BTKH, v_BTKH, jnp.where(inside, slots_BT1 - first, segment.slots), row)
 
         used_B = jnp.max(jnp.where(slots_BT1 < self.slots, slots_BT1 + 1, 0), axis=(1, 2))
         used_B = used_B if row is None else self.used_B.at[row].set(used_B[0])
-        return SegmentedStore(tuple(map(written, self._firsts, self.parts)), used_B)
+        return SegmentedStore(tuple(map(write_segment, self._starts, self.segments)), used_B)
 
-    def in_use(self, function: Callable[[StorePrefix], Any]) -> Any:
-        """The function of those parts that some row has got to; its outcome has the same shape for any of them."""
+    def apply_to_used(self, function: Callable[[StorePrefix], Any]) -> Any:
+        """Applies a function to the segments that some row has reached; its result must have the same shape for any number of
+        them.
+        """
         used = jnp.max(self.used_B) if self.row is None else self.used_B[self.row]
 
-        def front(count: int) -> Any:
-            parts, row = self.parts[:count], self.row
-            return function(StorePrefix(parts if row is None else tuple(part.of_row(row) for part in parts)))
+        def apply_to_prefix(count: int) -> Any:
+            segments, row = self.segments[:count], self.row
+            return function(StorePrefix(segments if row is None else tuple(segment.select_row(row) for segment in segments)))
 
-        number = jnp.sum(used > jnp.asarray(self._firsts[1:], jnp.int32))
-        return jax.lax.switch(number, [partial(front, count + 1) for count in range(len(self.parts))])
+        number = jnp.sum(used > jnp.asarray(self._starts[1:], jnp.int32))
+        return jax.lax.switch(number, [partial(apply_to_prefix, count + 1) for count in range(len(self.segments))])
 
 
 AnyStore = Store | SegmentedStore
-OneStore = Store | StorePrefix  # whose scores are those of all its slots
+ContiguousStore = Store | StorePrefix  # stores whose scores cover all of their slots
 
 
-def _product(
+def _matmul(
     x_BKMI: jax.Array,
     w_BKIO: jax.Array,
     scale: jax.Array | None,
@@ -300,109 +311,114 @@ def _product(
     slots: int,
     transposed: bool = False,
 ) -> jax.Array:
-    """x · w for every row and head, w in whatever it is stored in; `transposed`: x · wᵀ of `w_BKOI`.
+    """Multiplies x by w for every row and head, in whatever dtype w is stored; `transposed`: x · wᵀ with `w_BKOI`.
 
     Args:
-      x_BKMI: queries, or weights of the slots.
-      scale: the scales of w, one per slot in int8, and one per group of numbers in int4.
-      out_dtype: of the result; weights of slots are rounded to it first.
+      x_BKMI: queries, or the attention weights of the slots.
+      scale: the scales of w: one per slot in int8, one per group of numbers in int4.
+      out_dtype: the dtype of the result; attention weights are cast to it first.
       slots: the axis of the slots in w.
     """
-    summed = (slots == -2) != transposed  # whether the sum is over slots
-    if scale is not None and w_BKIO.dtype == jnp.int8 and summed:
+    sums_slots = (slots == -2) != transposed  # whether the matrix multiplication sums over slots
+    if scale is not None and w_BKIO.dtype == jnp.int8 and sums_slots:
         x_BKMI = x_BKMI * scale[:, :, None]
-    x_BKMI = x_BKMI.astype(out_dtype) if summed else x_BKMI
-    groups = scale if w_BKIO.dtype == PACKED else None
-    at_once, head_by_head = (
-        partial(way, out_dtype=out_dtype, axis=-3 - slots, transposed=transposed) for way in (_at_once, _head_by_head)
+    x_BKMI = x_BKMI.astype(out_dtype) if sums_slots else x_BKMI
+    groups = scale if w_BKIO.dtype == INT4_PACKED else None
+    batched, per_head = (
+        partial(form, out_dtype=out_dtype, axis=-3 - slots, transposed=transposed)
+        for form in (_batched_matmul, _matmul_per_head)
     )
     if w_BKIO.dtype == x_BKMI.dtype:
-        out = at_once(x_BKMI, w_BKIO, groups)
-    elif w_BKIO.dtype == BITS:
-        out = head_by_head(x_BKMI, w_BKIO, groups)
+        out = batched(x_BKMI, w_BKIO, groups)
+    elif w_BKIO.dtype == BFLOAT16_BITS:
+        out = per_head(x_BKMI, w_BKIO, groups)
     else:
-        out = jax.lax.platform_dependent(x_BKMI, w_BKIO, groups, cpu=head_by_head, default=at_once)
-    return out * scale[:, :, None] if scale is not None and w_BKIO.dtype == jnp.int8 and not summed else out
+        out = jax.lax.platform_dependent(x_BKMI, w_BKIO, groups, cpu=per_head, default=batched)
+    return out * scale[:, :, None] if scale is not None and w_BKIO.dtype == jnp.int8 and not sums_slots else out
 
 
-def _at_once(
+def _batched_matmul(
     x_BKMI: jax.Array, w_BKIO: jax.Array, groups: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
 ) -> jax.Array:
     axes = "BKMI,BKOI->BKMO" if transposed else "BKMI,BKIO->BKMO"
-    w = w_BKIO.astype(x_BKMI.dtype) if groups is None else _wide(w_BKIO, groups, axis).astype(x_BKMI.dtype)
+    w = w_BKIO.astype(x_BKMI.dtype) if groups is None else _dequantize(w_BKIO, groups, axis).astype(x_BKMI.dtype)
     return jnp.einsum(axes, x_BKMI, w, preferred_element_type=out_dtype)
 
 
-def _head_by_head(
+def _matmul_per_head(
     x_BKMI: jax.Array, w_BKIO: jax.Array, groups: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
 ) -> jax.Array:
-    """On a CPU the conversion then stays in the cores' caches: at once, it would make a wide copy of the whole layer.
+    """Multiplies head by head, so that on a CPU the converted values stay in the caches of the cores.
 
-    The barrier keeps XLA from moving it out of the loop to the same end.
+    A batched multiplication would write a float32 copy of the whole layer. The barrier keeps XLA from moving the conversion out
+    of the loop, which would have the same effect.
     """
     B, K = w_BKIO.shape[:2]
     flat = jax.tree.map(lambda leaf: leaf.reshape(B * K, *leaf.shape[2:]), (x_BKMI, w_BKIO, groups))
 
-    def head(parts: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
-        x_MI, stored_IO, scales = parts
+    def head(operands: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        x_MI, stored_IO, scales = operands
         stored_IO, scales = jax.lax.optimization_barrier((stored_IO, scales))
-        w_IO = _wide(stored_IO, scales, axis)
+        w_IO = _dequantize(stored_IO, scales, axis)
         return x_MI.astype(jnp.float32) @ (w_IO.T if transposed else w_IO)
 
     out = jax.lax.map(head, flat)
     return out.reshape(B, K, *out.shape[1:]).astype(out_dtype)
 
 
-def _wide(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
-    """What is stored as float32; `axis`: of the numbers of a vector, which int8 scales do not have."""
-    if w.dtype == PACKED:
-        both = jnp.concatenate([w & 15, w >> 4], axis=axis).astype(jnp.float32)
+def _dequantize(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
+    """Converts stored vectors to float32; `axis` is the axis of the vector elements, which int8 scales do not have."""
+    if w.dtype == INT4_PACKED:
+        numbers = jnp.concatenate([w & 15, w >> 4], axis=axis).astype(jnp.float32)
         assert scale is not None
-        spread = jnp.repeat(_wide(scale, None, axis), 2 * both.shape[axis] // scale.shape[axis], axis=axis)
-        step, least = jnp.split(spread, 2, axis=axis)
-        return both * step + least
-    wide = (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BITS else w.astype(jnp.float32)
-    return wide if scale is None else wide * jnp.expand_dims(scale, axis)
+        scales = jnp.repeat(_dequantize(scale, None, axis), 2 * numbers.shape[axis] // scale.shape[axis], axis=axis)
+        step, minimum = jnp.split(scales, 2, axis=axis)
+        return numbers * step + minimum
+    floats = (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BFLOAT16_BITS else w.astype(jnp.float32)
+    return floats if scale is None else floats * jnp.expand_dims(scale, axis)
 
 
-def stored(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Vectors `[..., H]` as they are kept, and their scales: `[...]` in int8, `[..., 2 H / group_size]` with `PACKED`."""
-    if dtype == PACKED:
-        return packed(x.astype(jnp.float32))
+def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
+    """Converts vectors `[..., H]` to a storage dtype; the scales are `[...]` in int8 and `[..., 2 H / group_size]` with
+    `INT4_PACKED`.
+    """
+    if dtype == INT4_PACKED:
+        return quantize_int4(x.astype(jnp.float32))
     if dtype != jnp.int8:
-        return x.astype(jnp.bfloat16).view(BITS) if dtype == BITS else x.astype(dtype), None
-    return rounded(x.astype(jnp.float32))
+        return x.astype(jnp.bfloat16).view(BFLOAT16_BITS) if dtype == BFLOAT16_BITS else x.astype(dtype), None
+    return quantize_int8(x.astype(jnp.float32))
 
 
-def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Float32 vectors `[..., H]` in int8, symmetric, and the scale of each `[...]`: its largest magnitude becomes 127."""
+def quantize_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantizes float32 vectors `[..., H]` to symmetric int8; their scales `[...]` map the largest magnitude to 127."""
     largest = jnp.max(jnp.abs(x), axis=-1)
     scale = jnp.where(largest > 0, largest, 1.0) / 127
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
 
 
 def group_size(size: int) -> int:
-    """How many numbers of an int4 vector of so many share a scale: 32, or the largest power of two that divides it.
+    """Returns how many elements of an int4 vector of this size share a scale: 32, or the largest power of two that divides the
+    size.
 
     Raises:
       ValueError: the size is odd.
     """
     if size % 2:
-        raise ValueError(f"int4 needs vectors with an even number of numbers, got {size}")
-    return math.gcd(size, GROUP)
+        raise ValueError(f"int4 vectors must have an even size, got {size}")
+    return math.gcd(size, MAX_GROUP_SIZE)
 
 
-def packed(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Float32 vectors `[..., H]` in int4 as bytes `[..., H/2]`, and the bits of the groups' scales and minima `[..., 2 H/32]`.
+def quantize_int4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantizes float32 vectors `[..., H]` to int4 as bytes `[..., H/2]`, with the bits of scales and minima `[..., 2 H/32]`.
 
-    The least number of a group becomes 0 and the largest 15, up to the rounding of scale and minimum to bfloat16. But for that
-    rounding no number is off by more than half a scale. See `Store` for the order of the numbers.
+    The minimum of a group becomes 0 and the maximum 15, up to the rounding of scale and minimum to bfloat16. Apart from that
+    rounding no element is off by more than half a scale. See `Store` for the order of the elements.
     """
     H = x.shape[-1]
     groups = x.reshape(*x.shape[:-1], -1, group_size(H))
-    least, width = jnp.min(groups, axis=-1), jnp.ptp(groups, axis=-1)
-    bits = stored(jnp.concatenate([jnp.where(width > 0, width, 1.0) / 15, least], axis=-1), BITS)[0]
-    step, least = jnp.split(_wide(bits, None, -1)[..., None], 2, axis=-2)
-    steps = jnp.clip(jnp.round((groups - least) / step), 0, 15).reshape(x.shape)
-    low, high = jnp.split(steps.astype(PACKED), 2, axis=-1)
+    minimum, extent = jnp.min(groups, axis=-1), jnp.ptp(groups, axis=-1)
+    bits = quantize(jnp.concatenate([jnp.where(extent > 0, extent, 1.0) / 15, minimum], axis=-1), BFLOAT16_BITS)[0]
+    step, minimum = jnp.split(_dequantize(bits, None, -1)[..., None], 2, axis=-2)
+    steps = jnp.clip(jnp.round((groups - minimum) / step), 0, 15).reshape(x.shape)
+    low, high = jnp.split(steps.astype(INT4_PACKED), 2, axis=-1)
     return low | (high << 4), bits

@@ -1,9 +1,10 @@
 """Causal attention in blocks of queries and keys, so that memory grows linearly with the length.
 
-The backward pass makes them again from the log-normalisers (Rabe & Staats 2021; Dao et al. 2022, algorithm 4), so memory grows
-with the length and not with its square. Blocks see no keys behind them, which saves almost half of the products.
+The scores are never held at once. The backward pass computes them again from the log-normalizers (Rabe & Staats 2021; Dao et
+al. 2022, algorithm 4). Blocks skip the keys after them, which saves almost half of the matrix multiplications.
 
-Shapes: N rows times key heads, G query heads per key head, T time, R queries of a block, S keys they may see, H head size.
+Shapes: N rows times key heads, G query heads per key head, T time, R queries of a block, S keys they may attend to, H head
+size.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from jax import Array, lax
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 
 BLOCK = 128  # queries
-GROUPS = 8  # of blocks: those of a group see the same keys, which are sliced once
-SCORES = 1 << 23  # held at a time: as many heads go together as have these; 32 MiB
+NUM_GROUPS = 8  # groups of blocks; the blocks of a group share one slice of the keys
+MAX_SCORES = 1 << 23  # the most scores held at a time (32 MiB), which limits how many heads run batch_size
 
 
 def chunked_attention(
@@ -29,15 +30,15 @@ def chunked_attention(
     window: int | None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
-    """Causal attention of tokens that stand in order, `[B, T, K, G, H]`; values may have another size than keys.
+    """Computes causal attention of tokens in order, `[B, T, K, G, H]`; the head size of values may differ from that of keys.
 
     Args:
-      segments_BT: document numbers, which attention never crosses; None: a document per row.
-      window: keys that a query sees, its own included; None: all before it.
+      segments_BT: document numbers; attention never crosses documents. None: one document per row.
+      window: the number of keys that a query attends to, its own included; None: all keys up to its own.
     """
     B, T, K, G, _ = q_BTKGH.shape
     blocks = -(-T // BLOCK)
-    span = min(T, BLOCK) * -(-blocks // GROUPS)  # queries of a group
+    span = min(T, BLOCK) * -(-blocks // NUM_GROUPS)  # queries per group
     padding = -T % span
     segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
 
@@ -54,7 +55,7 @@ def chunked_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(window: int | None, span: int, cap: float | None, *inputs: Array | None) -> Array:
-    """Attention of `q_NGTH` over `k_NTH` and `v_NTH` with `segments_NT` and `sinks_NG` or None."""
+    """Computes attention of `q_NGTH` over `k_NTH` and `v_NTH`, with `segments_NT`, and `sinks_NG` or None."""
     return _forward(window, span, cap, *inputs)[0]
 
 
@@ -64,7 +65,7 @@ def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | 
         for first, low, high in _groups(k_TH.shape[0], span, window):
 
             def block(_: None, start: Array, first: int = first, low: int = low, high: int = high) -> tuple[None, Any]:
-                q_GRH = _rows(q_GTH, start)
+                q_GRH = _block_rows(q_GTH, start)
                 scores_GRS = _scores(q_GRH, k_TH[low:high], segments_T, start, low, window, cap)[0]
                 largest_GR1 = jnp.max(scores_GRS, axis=-1, keepdims=True)
                 if sinks_G is not None:
@@ -73,12 +74,12 @@ def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | 
                 mass_GR1 = jnp.sum(weights_GRS, axis=-1, keepdims=True)
                 if sinks_G is not None:
                     mass_GR1 += jnp.exp(sinks_G[:, None, None] - largest_GR1)
-                out_GRH = _product("GRS,SH->GRH", weights_GRS.astype(q_GRH.dtype), v_TH[low:high]) / mass_GR1
+                out_GRH = _einsum("GRS,SH->GRH", weights_GRS.astype(q_GRH.dtype), v_TH[low:high]) / mass_GR1
                 return None, (out_GRH.astype(q_GRH.dtype), (largest_GR1 + jnp.log(mass_GR1))[..., 0])
 
             out_nGRH, normaliser_nGR = lax.scan(block, None, _starts(first, span))[1]
-            outs.append(_joined(out_nGRH))
-            normalisers.append(_joined(normaliser_nGR))
+            outs.append(_join_blocks(out_nGRH))
+            normalisers.append(_join_blocks(normaliser_nGR))
         return jnp.concatenate(outs, axis=1), jnp.concatenate(normalisers, axis=1)
 
     out_NGTH, normaliser_NGT = _over_heads(head, *inputs)
@@ -86,7 +87,7 @@ def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | 
 
 
 def _backward(
-    window: int | None, span: int, cap: float | None, kept: tuple[Array | None, ...], d_out_NGTH: Array
+    window: int | None, span: int, cap: float | None, residuals: tuple[Array | None, ...], d_out_NGTH: Array
 ) -> tuple[Array | None, ...]:
     def head(
         q_GTH: Array,
@@ -99,7 +100,7 @@ def _backward(
         d_out_GTH: Array,
     ) -> tuple[Array, Array, Array, Array | None]:
         size = q_GTH.shape[-1]
-        # Σ over keys of weight · d weight, which the softmax's derivative takes off.
+        # Σ over keys of weight · d weight, which the derivative of the softmax subtracts.
         mean_GT = jnp.sum(out_GTH.astype(jnp.float32) * d_out_GTH.astype(jnp.float32), axis=-1)
         d_q, d_k_TH, d_v_TH = [], jnp.zeros(k_TH.shape, jnp.float32), jnp.zeros(v_TH.shape, jnp.float32)
         for first, low, high in _groups(k_TH.shape[0], span, window):
@@ -108,26 +109,26 @@ def _backward(
             def block(
                 sums: tuple[Array, Array], start: Array, k_SH: Array = k_SH, v_SH: Array = v_SH, low: int = low
             ) -> tuple[tuple[Array, Array], Array]:
-                q_GRH, d_out_GRH = _rows(q_GTH, start), _rows(d_out_GTH, start)
+                q_GRH, d_out_GRH = _block_rows(q_GTH, start), _block_rows(d_out_GTH, start)
                 scores_GRS, slope_GRS = _scores(q_GRH, k_SH, segments_T, start, low, window, cap)
-                weights_GRS = jnp.exp(scores_GRS - _rows(normaliser_GT, start)[..., None])
-                d_weights_GRS = _product("GRH,SH->GRS", d_out_GRH, v_SH)
-                d_scores_GRS = weights_GRS * (d_weights_GRS - _rows(mean_GT, start)[..., None]) * size**-0.5
+                weights_GRS = jnp.exp(scores_GRS - _block_rows(normaliser_GT, start)[..., None])
+                d_weights_GRS = _einsum("GRH,SH->GRS", d_out_GRH, v_SH)
+                d_scores_GRS = weights_GRS * (d_weights_GRS - _block_rows(mean_GT, start)[..., None]) * size**-0.5
                 d_scores_GRS = d_scores_GRS if slope_GRS is None else d_scores_GRS * slope_GRS
                 weights_GRS, d_scores_GRS = weights_GRS.astype(v_SH.dtype), d_scores_GRS.astype(q_GRH.dtype)
-                d_k_SH = _product("GRS,GRH->SH", d_scores_GRS, q_GRH)
-                d_v_SH = _product("GRS,GRH->SH", weights_GRS, d_out_GRH)
-                return (sums[0] + d_k_SH, sums[1] + d_v_SH), _product("GRS,SH->GRH", d_scores_GRS, k_SH)
+                d_k_SH = _einsum("GRS,GRH->SH", d_scores_GRS, q_GRH)
+                d_v_SH = _einsum("GRS,GRH->SH", weights_GRS, d_out_GRH)
+                return (sums[0] + d_k_SH, sums[1] + d_v_SH), _einsum("GRS,SH->GRH", d_scores_GRS, k_SH)
 
             zero = jnp.zeros(k_SH.shape, jnp.float32), jnp.zeros(v_SH.shape, jnp.float32)
             (d_k_SH, d_v_SH), d_q_nGRH = lax.scan(block, zero, _starts(first, span))
             d_k_TH, d_v_TH = d_k_TH.at[low:high].add(d_k_SH), d_v_TH.at[low:high].add(d_v_SH)
-            d_q.append(_joined(d_q_nGRH))
+            d_q.append(_join_blocks(d_q_nGRH))
         d_sinks_G = None if sinks_G is None else -jnp.sum(jnp.exp(sinks_G[:, None] - normaliser_GT) * mean_GT, axis=-1)
         d_q_GTH = jnp.concatenate(d_q, axis=1).astype(q_GTH.dtype)
         return d_q_GTH, d_k_TH.astype(k_TH.dtype), d_v_TH.astype(v_TH.dtype), d_sinks_G
 
-    *d_qkv, d_sinks_NG = _over_heads(head, *kept, d_out_NGTH)
+    *d_qkv, d_sinks_NG = _over_heads(head, *residuals, d_out_NGTH)
     return (*d_qkv, None, d_sinks_NG)
 
 
@@ -135,7 +136,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _groups(length: int, span: int, window: int | None) -> list[tuple[int, int, int]]:
-    """(first query, first key, end of queries and keys) of each group."""
+    """Returns (first query, first key, end of queries and keys) of each group."""
     return [(first, 0 if window is None else max(0, first - window + 1), first + span) for first in range(0, length, span)]
 
 
@@ -146,37 +147,39 @@ def _starts(first: int, span: int) -> Array:
 def _scores(
     q_GRH: Array, k_SH: Array, segments_T: Array, start: Array, low: int, window: int | None, cap: float | None
 ) -> tuple[Array, Array | None]:
-    """The scaled scores `[G, R, S]`, float32, least where a query does not see a key; capped ones with the cap's derivative."""
+    """Returns the scaled scores `[G, R, S]`, float32, with the float32 minimum where masked, and the derivative of the cap or
+    None.
+    """
     R, H, S = *q_GRH.shape[1:], k_SH.shape[0]
     query_R1, key_S = (start + jnp.arange(R))[:, None], low + jnp.arange(S)
-    seen_RS = key_S <= query_R1
+    mask_RS = key_S <= query_R1
     if window is not None:
-        seen_RS &= query_R1 - key_S < window
-    seen_RS &= lax.dynamic_slice_in_dim(segments_T, start, R)[:, None] == segments_T[low : low + S]
-    scores_GRS = _product("GRH,SH->GRS", q_GRH, k_SH) * H**-0.5
+        mask_RS &= query_R1 - key_S < window
+    mask_RS &= lax.dynamic_slice_in_dim(segments_T, start, R)[:, None] == segments_T[low : low + S]
+    scores_GRS = _einsum("GRH,SH->GRS", q_GRH, k_SH) * H**-0.5
     least = jnp.finfo(jnp.float32).min
     if cap is None:
-        return jnp.where(seen_RS, scores_GRS, least), None
-    bent_GRS = jnp.tanh(scores_GRS / cap)
-    return jnp.where(seen_RS, cap * bent_GRS, least), 1 - jnp.square(bent_GRS)
+        return jnp.where(mask_RS, scores_GRS, least), None
+    tanh_GRS = jnp.tanh(scores_GRS / cap)
+    return jnp.where(mask_RS, cap * tanh_GRS, least), 1 - jnp.square(tanh_GRS)
 
 
-def _product(axes: str, x: Array, y: Array) -> Array:
+def _einsum(axes: str, x: Array, y: Array) -> Array:
     return jnp.einsum(axes, x, y, preferred_element_type=jnp.float32)
 
 
-def _rows(x_GT: Array, start: Array) -> Array:
-    """The queries of the block that begins at `start`, of [G, T, …]."""
+def _block_rows(x_GT: Array, start: Array) -> Array:
+    """Returns the queries of the block that begins at `start`, from [G, T, …]."""
     return lax.dynamic_slice_in_dim(x_GT, start, min(BLOCK, x_GT.shape[1]), axis=1)
 
 
-def _joined(x_nGR: Array) -> Array:
+def _join_blocks(x_nGR: Array) -> Array:
     """[n, G, R, …] -> [G, n · R, …]."""
     return jnp.moveaxis(x_nGR, 0, 1).reshape(x_nGR.shape[1], -1, *x_nGR.shape[3:])
 
 
 def _over_heads(head: Callable, *arrays: Any) -> Any:
-    """`head` for each row and key head, as many at once as may hold their scores."""
+    """Maps `head` over rows and key heads, in batches whose scores fit into `MAX_SCORES`."""
     N, G, T = arrays[0].shape[:3]
-    together = max(1, SCORES // (G * min(T, BLOCK) * T))
-    return jax.vmap(head)(*arrays) if together >= N else lax.map(lambda x: head(*x), arrays, batch_size=together)
+    batch_size = max(1, MAX_SCORES // (G * min(T, BLOCK) * T))
+    return jax.vmap(head)(*arrays) if batch_size >= N else lax.map(lambda x: head(*x), arrays, batch_size=batch_size)

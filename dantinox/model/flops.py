@@ -1,4 +1,4 @@
-"""FLOPs and active parameters of a model, by formula."""
+"""Formulas for the FLOPs and the active parameters of a model."""
 
 from dantinox.config import ModelConfig
 from dantinox.config.model import GATED
@@ -7,9 +7,9 @@ from dantinox.model.lora import layer_projections, projection_sizes
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """N: the weights that a token is multiplied by, of attention `D·Q·(2H + 2K)`, of the feed-forward, and `D·V`.
+    """Returns N, the weights that a token is multiplied by: attention `D·Q·(2H + 2K)`, feed-forward, and `D·V`.
 
-    Of experts those that a token takes, and the router; of per-layer inputs `3·L·D·P`.
+    Of a mixture of experts it counts the experts that a token uses and the router; of per-layer inputs `3·L·D·P`.
     """
     D, L, P = model.dim, model.num_blocks, model.per_layer_dim
     layers = sum(_layer_parameters(model.of_layer(layer), model.kv_projections(layer)) for layer in range(L))
@@ -17,10 +17,10 @@ def matrix_parameters(model: ModelConfig) -> int:
 
 
 def _layer_parameters(model: ModelConfig, kv_projections: int) -> int:
-    """N of a layer in a model whose layers are all like it, see `ModelConfig.of_layer`."""
+    """Returns N of one layer of a model whose layers are all like it, see `ModelConfig.of_layer`."""
     D, Q, F = model.dim, model.head_size, model.hidden_dim
     attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * kv_projections * model.kv_heads
-    if model.latent is not None:  # what makes the latents, what they become, queries, the output
+    if model.latent is not None:  # down-projection to latents, up-projection, queries, output
         R, P, V, rank = model.latent.rank, model.latent.rotated_size, model.latent.value_size, model.latent.query_rank
         queries = D * model.n_heads * (Q + P) if rank is None else D * rank + rank * model.n_heads * (Q + P)
         attention = D * (R + P) + R * model.n_heads * (Q + V) + queries + (1 + model.no_sink) * model.n_heads * V * D
@@ -32,9 +32,10 @@ def _layer_parameters(model: ModelConfig, kv_projections: int) -> int:
 
 
 def attention_flops(model: ModelConfig, keys: int) -> int:
-    """`4·L·H·Q·T` of one query: scores and weighted values of `keys` keys, in windowed layers of as many as they hold.
+    """Returns `4·L·H·Q·T` for one query: the scores and the weighted values of `keys` keys, at most the window in windowed
+    layers.
 
-    Keys that the causal mask hides count too, as in the formulas' sources.
+    Keys that the causal mask hides count too, as in the sources of the formulas.
     """
     if model.latent is not None:
         size = model.head_size + model.latent.rotated_size + model.latent.value_size
@@ -43,17 +44,18 @@ def attention_flops(model: ModelConfig, keys: int) -> int:
 
 
 def training_flops(model: ModelConfig, length: int) -> int:
-    """FLOPs of a training step for each token of texts of `length` tokens: `3·(2·N + 4·L·H·Q·T)`.
+    """Returns the FLOPs of a training step per token, for sequences of `length` tokens: `3·(2·N + 4·L·H·Q·T)`.
 
-    Forward once and backward twice (Chowdhery et al. 2022, "PaLM", appendix B); what is computed again to save memory, the
-    optimizer and norms do not count. Weights beside adapters have no derivatives: they are `2·2·N`, and the adapters `3·2·n`.
+    The forward pass counts once and the backward pass twice (Chowdhery et al. 2022, "PaLM", appendix B). Recomputation to save
+    memory, the optimizer and norms do not count. Frozen weights next to adapters have no gradients and cost `2·2·N`; the
+    adapters cost `3·2·n`.
     """
     times = 3 if model.lora is None else 2
     return 2 * times * matrix_parameters(model) + 6 * adapter_parameters(model) + 3 * attention_flops(model, length)
 
 
 def adapter_parameters(model: ModelConfig) -> int:
-    """n: the weights of the adapters of all layers, of a projection `r·(in + out)`."""
+    """Returns n, the weights of the adapters of all layers: `r·(in + out)` per projection."""
     if model.lora is None:
         return 0
     return model.lora.rank * sum(

@@ -1,7 +1,7 @@
-"""Attention kernels: plain, chunked, cuDNN (GPU) and splash (TPU), and the choice between them.
+"""Attention kernels: XLA, chunked, cuDNN (GPU) and splash (TPU), and the choice between them.
 
-A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, softmax) -> out_BTKGH` of tokens that stand in order.
-Where the scores themselves are asked for, all of them are made.
+A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, softmax) -> out_BTKGH` of tokens in order. The XLA form
+is used where the scores themselves are needed: it computes all of them.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 from dantinox.platform import get_platform
 
 Kernel = Callable[..., Array]
-LANES = 128  # of a TPU; splash takes lengths that are multiples of it
+LANES = 128  # the lanes of a TPU; splash needs lengths that are multiples of it
 
 
 def cudnn_attention(
@@ -29,7 +29,9 @@ def cudnn_attention(
     window: int | None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
-    """cuDNN's fused attention: a plain softmax. Documents are told apart by a bias `[B, 1, T, T]` in the queries' dtype."""
+    """Runs the fused attention of cuDNN, with a plain softmax; documents are masked by a bias `[B, 1, T, T]` in the dtype of
+    the queries.
+    """
     B, T, K, G, H = q_BTKGH.shape
     mask = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
     sides = None if window is None else (window - 1, 0)
@@ -53,7 +55,7 @@ def splash_attention(
     window: int | None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
-    """JAX's Pallas kernel for TPUs, which skips the blocks that no query sees."""
+    """Runs the Pallas kernel of JAX for TPUs, which skips fully masked blocks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     B, T, K, G, H = q_BTKGH.shape
@@ -70,7 +72,7 @@ def splash_attention(
 
 @lru_cache(maxsize=16)
 def _splash(length: int, heads: int, window: int | None, cap: float | None) -> Callable:
-    """The kernel for the query heads of one key head."""
+    """Returns the kernel for the query heads of one key head."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -91,42 +93,47 @@ def kernel_for(
     softmax: Softmax = PLAIN_SOFTMAX,
     value_size: int | None = None,
 ) -> Kernel | None:
-    """The kernel for queries `[B, T, K, G, H]` of a dtype; None: all scores at once.
+    """Returns the kernel for queries `[B, T, K, G, H]` of a dtype; None: compute all scores at once.
 
     Args:
-      name: `auto` takes the platform's own where it can be had, blocks for the other texts that are longer than one, and else
-        all scores.
-      softmax: what it is to do beside a softmax.
-      value_size: of the values' heads, where it is another than H.
+      name: `auto` uses the kernel of the platform if it supports the queries, else the chunked kernel for sequences longer than
+        one block, else all scores at once.
+      softmax: what the kernel must support besides a plain softmax.
+      value_size: the head size of the values, if it differs from H.
 
     Raises:
-      UserError: the kernel that is named does not take such queries.
+      UserError: the named kernel does not support these queries.
     """
-    T, H, own = shape[1], shape[-1], get_platform(platform).attention_kernel
-    other = value_size is not None and value_size != H
+    T, H, platform_kernel = shape[1], shape[-1], get_platform(platform).attention_kernel
+    other_values = value_size is not None and value_size != H
     if name == "auto":
-        fitting = own is not None and T > BLOCK and not _refusal(own, platform, T, H, dtype, softmax, other)
-        name = own if fitting and own is not None else "chunked" if T > BLOCK else "xla"
-    elif refusal := _refusal(name, platform, T, H, dtype, softmax, other):
-        raise UserError(f"attention.kernel {name} {refusal}")
+        supported = (
+            platform_kernel is not None
+            and T > BLOCK
+            and not _unsupported_reason(platform_kernel, platform, T, H, dtype, softmax, other_values)
+        )
+        name = platform_kernel if supported and platform_kernel is not None else "chunked" if T > BLOCK else "xla"
+    elif reason := _unsupported_reason(name, platform, T, H, dtype, softmax, other_values):
+        raise UserError(f"attention.kernel {name} {reason}")
     return KERNELS.get(name)
 
 
-def _refusal(
+def _unsupported_reason(
     name: str, platform: str, length: int, head_size: int, dtype: DTypeLike, softmax: Softmax, other_values: bool
 ) -> str:
-    """Why a kernel does not take queries of this length, head size and dtype on a platform; "" if it does."""
+    """Returns why a kernel does not support queries of this length, head size and dtype on a platform; "" if it does."""
     needed = {"cudnn": "gpu", "splash": "tpu"}.get(name)
     if needed and get_platform(platform).name != needed:
-        return f"needs a {needed.upper()}, and this is a {get_platform(platform).name.upper()}"
+        return f"needs a {needed.upper()}, but the platform is a {get_platform(platform).name.upper()}"
     if name == "cudnn" and (head_size % 8 or head_size > 128 or jnp.dtype(dtype) == jnp.float32):
-        return f"takes bfloat16 and heads of up to 128 that are multiples of 8, got {jnp.dtype(dtype).name} and {head_size}"
+        got = f"{jnp.dtype(dtype).name} and {head_size}"
+        return f"needs bfloat16 and a head size of at most 128 that is a multiple of 8, got {got}"
     if name == "cudnn" and softmax.cap is not None:
-        return "has no cap of scores (attention.attn_logit_softcapping)"
+        return "does not support capped scores (attention.attn_logit_softcapping)"
     if name in ("cudnn", "splash") and softmax.sinks_KG is not None:
-        return "has no sinks (attention.sink_logits)"
+        return "does not support sinks (attention.sink_logits)"
     if name in ("cudnn", "splash") and other_values:
-        return "takes keys and values of one size (attention.v_head_dim)"
+        return "needs keys and values of the same size (attention.v_head_dim)"
     if name == "splash" and length % LANES:
-        return f"takes lengths that are multiples of {LANES}, got {length}"
+        return f"needs lengths that are multiples of {LANES}, got {length}"
     return ""

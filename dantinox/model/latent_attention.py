@@ -1,10 +1,11 @@
 """Multi-head latent attention (DeepSeek-AI 2024, section 2.1).
 
-A call that reads a text from its beginning makes the keys and values of all heads from the latents, as in the paper's figures.
-A cache keeps the latents alone: there the up-projections of keys are applied to the queries, and those of values to what the
-heads found, so that all heads read the same vectors and nothing is made large ("absorbed").
+A call that reads a sequence from its beginning computes the keys and values of all heads from the latents, as in the figures of
+the paper. A cache stores only the latents. With a cache, the up-projection of the keys is applied to the queries, and that of
+the values to the output of attention. All heads then read the same vectors, and keys and values are never expanded
+("absorbed").
 
-Shapes: B batch, T time, D model, N heads, R the latent's size, P the size of a rotated part, H of an unrotated, V of a value.
+Shapes: B batch, T time, D model, N heads, R size of the latent, P size of a rotated part, H of an unrotated part, V of a value.
 """
 
 from functools import partial
@@ -23,7 +24,7 @@ from dantinox.model.positions import rotate, yarn_gain
 
 
 class UpProjection(nnx.Module):
-    """`kernel [R, N, H + V]`: keys and values of every head from a latent."""
+    """`kernel [R, N, H + V]`: computes the keys and values of every head from a latent."""
 
     def __init__(self, rank: int, heads: int, key_size: int, value_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.key_size, self.dtype = key_size, dtype
@@ -31,16 +32,16 @@ class UpProjection(nnx.Module):
         self.kernel = nnx.Param(rank**-0.5 * jax.random.normal(rngs.params(), shape, jnp.float32))
 
     def __call__(self, latent_BTR: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys `[B, T, N, H]` and values `[B, T, N, V]`."""
+        """Returns keys `[B, T, N, H]` and values `[B, T, N, V]`."""
         both = cast_tensordot(latent_BTR, self.kernel[...], 1, self.dtype, self.dtype)
         return both[..., : self.key_size], both[..., self.key_size :]
 
     def queries(self, q_BTNH: jax.Array) -> jax.Array:
-        """`[B, T, N, R]`, whose products with latents are those of the queries with the keys."""
+        """Returns `[B, T, N, R]`, whose dot products with latents equal those of the queries with the keys."""
         return self._by_head("BTNH,RNH->BTNR", q_BTNH, self.kernel[..., : self.key_size])
 
     def values(self, latent_BTNR: jax.Array) -> jax.Array:
-        """`[B, T, N, V]`: the values' average from the latents'."""
+        """Returns the weighted values `[B, T, N, V]` from the weighted latents."""
         return self._by_head("BTNR,RNV->BTNV", latent_BTNR, self.kernel[..., self.key_size :])
 
     def _by_head(self, axes: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -49,10 +50,13 @@ class UpProjection(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention: `kv_a [D, R + P]` makes the latent and the part of the key that all heads share and that is
-    rotated, `kv_b` all else of keys and values; queries come from `q [D, N, H + P]`, or through a latent of their own.
+    """Multi-head latent attention.
 
-    Scores are divided by √(H + P), and with `mscale_all_dim` multiplied by the square of its gain (DeepSeek-V2)."""
+    `kv_a [D, R + P]` computes the latent and the rotated part of the key, which all heads share. `kv_b` computes the rest of
+    keys and values. Queries come from `q [D, N, H + P]`, or through their own latent.
+
+    Scores are divided by √(H + P). With `mscale_all_dim` they are multiplied by the square of its gain (DeepSeek-V2).
+    """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         latent, D, N, H = config.latent, config.dim, config.n_heads, config.head_size
@@ -77,7 +81,7 @@ class LatentAttention(nnx.Module):
         x_BTD: jax.Array,
         positions_BT: jax.Array,
         angles: Angles,
-        memory: Any,
+        layer_cache: Any,
         probe: Probe | None,
         parallelism: Parallelism,
     ):
@@ -90,31 +94,34 @@ class LatentAttention(nnx.Module):
         kv_BTC = self.kv_a(x_BTD)
         latent_BT1R = parallelism.copy_to_tp(self.kv_norm(kv_BTC[..., : self.rank])[:, :, None])
         shared_BT1P = parallelism.copy_to_tp(rotate(kv_BTC[:, :, None, self.rank :], angles))
-        attend = self._plain if memory.is_prefill else self._absorbed
-        a_BTNV, memory, probed = attend(*parts, latent_BT1R, shared_BT1P, positions_BT, memory, probe)
+        attend = self._plain if layer_cache.is_prefill else self._absorbed
+        a_BTNV, layer_cache, probed = attend(*parts, latent_BT1R, shared_BT1P, positions_BT, layer_cache, probe)
         if self.gate is not None:
             a_BTNV = a_BTNV * jax.nn.sigmoid(self.gate(parallelism.copy_to_tp(x_BTD)))
-        return self.out(a_BTNV, parallelism.reduce_from_tp), memory, probed
+        return self.out(a_BTNV, parallelism.reduce_from_tp), layer_cache, probed
 
-    def _plain(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, memory, probe):
-        """Every head with keys and values of its own."""
-        kept = memory.as_kept(jnp.concatenate([latent_BT1R, shared_BT1P], axis=-1), latent_BT1R)
-        k_BTNH, v_BTNV = self.kv_b(kept[1][:, :, 0])
-        shared_BTNP = jnp.broadcast_to(kept[0][..., self.rank :], rotated_BTNP.shape)
+    def _plain(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, layer_cache, probe):
+        """Attends with separate keys and values for every head."""
+        stored_kv = layer_cache.round_trip(jnp.concatenate([latent_BT1R, shared_BT1P], axis=-1), latent_BT1R)
+        k_BTNH, v_BTNV = self.kv_b(stored_kv[1][:, :, 0])
+        shared_BTNP = jnp.broadcast_to(stored_kv[0][..., self.rank :], rotated_BTNP.shape)
         q_BTN1Q = jnp.concatenate([q_BTNH, rotated_BTNP], axis=-1)[:, :, :, None]
         k_BTNQ = jnp.concatenate([k_BTNH, shared_BTNP], axis=-1)
         softmax = self._softmax((-1, 1))
-        out, memory, probed = memory.attend(q_BTN1Q, k_BTNQ, v_BTNV, positions_BT, self.window, probe, softmax, kept)
-        return out[:, :, :, 0], memory, probed
+        inputs = q_BTN1Q, k_BTNQ, v_BTNV, positions_BT
+        out, layer_cache, probed = layer_cache.attend(*inputs, self.window, probe, softmax, stored_kv)
+        return out[:, :, :, 0], layer_cache, probed
 
-    def _absorbed(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, memory, probe):
-        """All heads with the latent as their one key and value. Attention divides by √(R + P), and √(H + P) is meant."""
+    def _absorbed(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, layer_cache, probe):
+        """Attends with the latent as the single key and value of all heads; the scale corrects the divisor √(R + P) of
+        attention to √(H + P).
+        """
         scale = ((self.rank + self.rotated_size) / (self.head_size + self.rotated_size)) ** 0.5
         q_BT1NC = (jnp.concatenate([self.kv_b.queries(q_BTNH), rotated_BTNP], axis=-1) * scale)[:, :, None]
         k_BT1C = jnp.concatenate([latent_BT1R, shared_BT1P], axis=-1)
         softmax = self._softmax((1, -1))
-        out, memory, probed = memory.attend(q_BT1NC, k_BT1C, latent_BT1R, positions_BT, self.window, probe, softmax)
-        return self.kv_b.values(out[:, :, 0]), memory, probed
+        out, layer_cache, probed = layer_cache.attend(q_BT1NC, k_BT1C, latent_BT1R, positions_BT, self.window, probe, softmax)
+        return self.kv_b.values(out[:, :, 0]), layer_cache, probed
 
     def _softmax(self, shape: tuple[int, int]) -> Softmax:
         return Softmax(self.cap, None if self.sinks is None else self.sinks[...].reshape(shape))

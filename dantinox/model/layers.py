@@ -14,49 +14,55 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.parallelism import Parallelism
 
-LINEAR_OUTPUT = "product"  # the name of what a `Linear` gives, for those who keep it for the backward pass
+LINEAR_OUTPUT = "product"  # checkpoint name of the output of a `Linear`, for remat policies that save it
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def cast_tensordot(
-    x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike, rounded: jax.Array | None = None
+    x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike, cast_w: jax.Array | None = None
 ) -> jax.Array:
-    """x · w over the last `axes` axes of x and the first of w: operands rounded to `dtype`, sums in float32, then `out_dtype`.
+    """Contracts the last `axes` axes of x with the first axes of w: casts both to `dtype`, sums in float32, returns
+    `out_dtype`.
 
-    In the backward pass too: the derivative that comes in is rounded to `dtype`, or a float32 one, as that of logits, would
-    make all products behind it float32 products. Sums in float32 are also what a CPU with units for bfloat16 wants.
+    The backward pass works in the same way: the incoming gradient is cast to `dtype`. Otherwise a float32 gradient, such as
+    that of the logits, would turn all later matrix multiplications into float32. CPUs with bfloat16 units also prefer float32
+    sums.
 
     Args:
-      rounded: w in `dtype`, for who multiplies by it many times; the derivative is that of w all the same.
+      cast_w: w in `dtype`, for callers that multiply by it many times; the gradient is still that of w.
     """
-    w = w.astype(dtype) if rounded is None else rounded
+    w = w.astype(dtype) if cast_w is None else cast_w
     return jnp.tensordot(x.astype(dtype), w, axes, preferred_element_type=jnp.float32).astype(out_dtype)
 
 
-def _product_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operands: tuple[Any, ...], d_y: jax.Array):
-    x, w, rounded = operands
+def _cast_tensordot_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operands: tuple[Any, ...], d_y: jax.Array):
+    x, w, cast_w = operands
     d_y, lead, outs = d_y.astype(dtype), tuple(range(x.ndim - axes)), w.ndim - axes
-    behind = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
-    narrow = w.astype(dtype) if rounded is None else rounded
-    d_x = jnp.tensordot(d_y, narrow, behind, preferred_element_type=jnp.float32)
+    contracted = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
+    cast = w.astype(dtype) if cast_w is None else cast_w
+    d_x = jnp.tensordot(d_y, cast, contracted, preferred_element_type=jnp.float32)
 
-    def weighed(dtype: DTypeLike, x: jax.Array, d_y: jax.Array) -> jax.Array:
+    def weight_gradient(dtype: DTypeLike, x: jax.Array, d_y: jax.Array) -> jax.Array:
         return jnp.tensordot(x.astype(dtype), d_y.astype(dtype), (lead, lead), preferred_element_type=jnp.float32)
 
-    # The same numbers in float32: for CPUs XLA has no fast bfloat16 product of this form, and none at all if it is transposed.
-    ways = {"cpu": partial(weighed, jnp.float32), "default": partial(weighed, dtype)}
-    d_w = jax.lax.platform_dependent(x.astype(dtype), d_y, **ways) if dtype != jnp.float32 else weighed(dtype, x, d_y)
+    # Equal results in float32: on CPUs XLA has no fast bfloat16 kernel for this form, and no kernel at all if it is transposed.
+    branches = {"cpu": partial(weight_gradient, jnp.float32), "default": partial(weight_gradient, dtype)}
+    if dtype == jnp.float32:
+        d_w = weight_gradient(dtype, x, d_y)
+    else:
+        d_w = jax.lax.platform_dependent(x.astype(dtype), d_y, **branches)
     return d_x.astype(x.dtype), d_w.astype(w.dtype), None
 
 
-cast_tensordot.defvjp(lambda x, w, *others: (cast_tensordot(x, w, *others), (x, w, others[-1])), _product_backward)
+cast_tensordot.defvjp(lambda x, w, *others: (cast_tensordot(x, w, *others), (x, w, others[-1])), _cast_tensordot_backward)
 
 
 class Linear(nnx.Module):
     """A projection from axes `shape_in` to axes `shape_out`.
 
-    `kernel` has the shape `[*shape_in, *shape_out]`; it starts normal with standard deviation `gain / sqrt(fan in)`. A `bias`
-    has the shape `shape_out` and starts at zero. Operands are rounded to `dtype`, sums to `out_dtype` (default: the same).
+    `kernel` has the shape `[*shape_in, *shape_out]` and is initialized from a normal distribution with standard deviation `gain
+    / sqrt(fan in)`. A `bias` has the shape `shape_out` and starts at zero. Operands are cast to `dtype` and sums to `out_dtype`
+    (default: `dtype`).
     """
 
     def __init__(
@@ -76,23 +82,24 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (*shape_in, *shape_out), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(shape_out, jnp.float32)) if bias else None
 
-    def __call__(self, x: jax.Array, summed: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
-        """x · kernel + bias. `summed` adds up what devices made of their parts of x, before the bias is added."""
+    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+        """Returns x · kernel + bias. `reduce` adds up the partial results of the devices before the bias is added."""
         y = cast_tensordot(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
-        return add_bias(summed(checkpoint_name(y, LINEAR_OUTPUT)), self.bias)
+        return add_bias(reduce(checkpoint_name(y, LINEAR_OUTPUT)), self.bias)
 
 
 def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """y + bias in the dtype of y, or y where there is none."""
+    """Returns y + bias in the dtype of y, or y if there is no bias."""
     return y if bias is None else y + bias[...].astype(y.dtype)
 
 
 class Softmax(NamedTuple):
-    """How scores become weights, where that is more than a softmax.
+    """Options of the softmax over scores.
 
     Attributes:
-      cap: scores are first `softcap` at it.
-      sinks_KG: float32, a logit per query head that stands among the scores and has no value (Agarwal et al. 2025, gpt-oss).
+      cap: bound of the scores, see `softcap`.
+      sinks_KG: float32, one logit per query head that takes part in the softmax and has no value (Agarwal et al. 2025,
+        gpt-oss).
     """
 
     cap: float | None = None
@@ -103,14 +110,14 @@ PLAIN_SOFTMAX = Softmax()
 
 
 def softcap(scores: jax.Array, cap: float) -> jax.Array:
-    """cap · tanh(scores / cap) (Gemma Team 2024, section 2)."""
+    """Returns cap · tanh(scores / cap) (Gemma Team 2024, section 2)."""
     return cap * jnp.tanh(scores / cap)
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) · scale over the last axes (Zhang & Sennrich 2019, eq. 4), computed in float32.
 
-    `scale` has the shape of these axes, or is None; with `zero_centered` x is multiplied by 1 + scale.
+    `scale` has the shape of these axes, or is None. With `zero_centered` x is multiplied by 1 + scale.
     """
 
     def __init__(self, shape: int | tuple[int, ...], epsilon: float, zero_centered: bool = False, scaled: bool = True):
@@ -118,10 +125,10 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.zero_centered = epsilon, zero_centered
         self.scale = nnx.Param((jnp.zeros if zero_centered else jnp.ones)(self.shape, jnp.float32)) if scaled else None
 
-    def __call__(self, x: jax.Array, averaged: Callable[[jax.Array], jax.Array] = lambda square: square) -> jax.Array:
-        """`averaged` is the mean over devices that have parts of x."""
+    def __call__(self, x: jax.Array, pmean: Callable[[jax.Array], jax.Array] = lambda square: square) -> jax.Array:
+        """Normalizes x; `pmean` averages the mean square over the devices that hold parts of x."""
         y, axes = x.astype(jnp.float32), tuple(range(-len(self.shape), 0))
-        square = averaged(jnp.mean(jnp.square(y), axis=axes, keepdims=True))
+        square = pmean(jnp.mean(jnp.square(y), axis=axes, keepdims=True))
         y = y * jax.lax.rsqrt(square + self.epsilon)
         if self.scale is not None:
             y = y * (1 + self.scale[...] if self.zero_centered else self.scale[...])
@@ -131,7 +138,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x − mean) / std · scale + bias over the last axis (Ba et al. 2016, eq. 4), computed in float32.
 
-    Without `scaled`, `scale` and `bias` are None; without `with_bias` the bias is.
+    Without `scaled`, `scale` and `bias` are None; without `with_bias`, `bias` is None.
     """
 
     def __init__(self, size: int, epsilon: float, scaled: bool = True, with_bias: bool = True):
@@ -148,19 +155,19 @@ class LayerNorm(nnx.Module):
 
 
 def make_rms_norm(config: ModelConfig, shape: int | tuple[int, ...]) -> RMSNorm:
-    """The RMS-normalisation of vectors of this shape."""
+    """Returns the RMS normalization of vectors of this shape."""
     return RMSNorm(shape, config.norm_epsilon, config.norm_zero_centered, config.norm_scale)
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """The normalisation of the residual stream that `config.norm` asks for."""
+    """Returns the normalization of the residual stream, as `config.norm` names it."""
     if config.norm == "rmsnorm":
         return make_rms_norm(config, config.dim)
     return LayerNorm(config.dim, config.norm_epsilon, config.norm_scale, config.norm_bias)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes elements with probability `rate` and scales the rest by 1 / (1 − rate); without a key, the identity."""
+    """Zeroes elements with probability `rate` and scales the rest by 1 / (1 − rate); without a key, returns x."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
@@ -168,12 +175,14 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def relu2(x: jax.Array) -> jax.Array:
-    """max(x, 0)² (So et al. 2021)."""
+    """Returns max(x, 0)² (So et al. 2021)."""
     return jnp.square(jax.nn.relu(x))
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
-    """(u + 1) · g σ(alpha g), where g is the gate, at most `limit`, and u is `up` within ±`limit` (OpenAI 2025, gpt-oss)."""
+    """Returns (u + 1) · g σ(alpha g), where g is the gate, at most `limit`, and u is `up` within ±`limit` (OpenAI 2025,
+    gpt-oss).
+    """
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
@@ -183,12 +192,12 @@ PLAIN: dict[str, Callable] = {"gelu": jax.nn.gelu, "relu2": relu2}
 
 
 def gated_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`config.activation` as a function of gate and up."""
-    return _gated(config.activation, config.swiglu_limit, config.swiglu_alpha)
+    """Returns `config.activation` as a function of gate and up."""
+    return _cached_gated_activation(config.activation, config.swiglu_limit, config.swiglu_alpha)
 
 
-@cache  # the same function for all layers: only layers with equal attributes share a trace
-def _gated(activation: str, limit: float, alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+@cache  # return the same function for all layers: only layers with equal attributes share a trace
+def _cached_gated_activation(activation: str, limit: float, alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
     if activation == "clamped_swiglu":
         return partial(clamped_swiglu, limit=limit, alpha=alpha)
     function = GATED[activation]
@@ -224,5 +233,5 @@ class PlainFeedForward(nnx.Module):
 
 
 def make_feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:
-    """The feed-forward layer that `config.activation` asks for."""
+    """Returns the feed-forward layer for `config.activation`."""
     return (PlainFeedForward if config.activation in PLAIN else GatedFeedForward)(config, **kwargs)

@@ -1,7 +1,7 @@
 """Low-rank adapters on the projections of a frozen model (Hu et al. 2021, "LoRA").
 
-A projection with kernel W gives W x + scale · B A dropout(x) (equation 3). Projections that are one kernel here have an adapter
-for each of those that others keep apart, under the names by which PEFT (Hugging Face) knows them.
+A projection with kernel W computes W x + scale · B A dropout(x) (equation 3). Some projections share one kernel here. They have
+one adapter each, under the names that PEFT (Hugging Face) uses.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,27 +19,27 @@ from dantinox.config import LoraConfig, ModelConfig
 from dantinox.model.layers import LINEAR_OUTPUT, PLAIN, Linear, add_bias, cast_tensordot, dropout
 from dantinox.model.moe import ExpertLinear
 
-ADAPTER_SUFFIXES = ("lora_a", "lora_b")  # how the names of all trained parameters end
-SEED = 0x10FA  # apart from the model's own dropout
+ADAPTER_SUFFIXES = ("lora_a", "lora_b")  # suffixes of the names of all trained parameters
+DROPOUT_SEED = 0x10FA  # keeps it separate from the dropout of the model
 
 
 class Projection(NamedTuple):
-    """Where a projection lies: the module of its layer, and the part of its outputs, from and to in the last axis but one."""
+    """The location of a projection: the module of its layer, and its slice (start, stop) of the second to last output axis."""
 
     module: str
     part: tuple[int | None, int | None] | None = None
 
-    def of(self, outputs: tuple[int, ...]) -> tuple[int, ...]:
-        """The axes that come out of the projection, of those that come out of the module."""
+    def shape_out(self, outputs: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the output axes of the projection, given those of the module."""
         if self.part is None:
             return outputs
         return *outputs[:-2], len(range(*slice(*self.part).indices(outputs[-2]))), outputs[-1]
 
 
 def projections(activation: str, kv_projections: int = 2) -> dict[str, Projection]:
-    """Every projection of a dense layer by its name. `qkv` is `[D, K, G+2, H]`, `gate_up` is `[D, 2, F]`.
+    """Returns every projection of a dense layer by name. `qkv` is `[D, K, G+2, H]`, `gate_up` is `[D, 2, F]`.
 
-    `kv_projections`: what stands in the place of that 2, see `ModelConfig.kv_projections`.
+    `kv_projections` replaces the 2 in `G+2`, see `ModelConfig.kv_projections`.
     """
     n = kv_projections
     attention = {"q_proj": Projection("attention/qkv", (None, -n or None))}
@@ -55,16 +55,16 @@ def projections(activation: str, kv_projections: int = 2) -> dict[str, Projectio
 
 
 def layer_projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
-    """The projections of a layer that can have adapters."""
+    """Returns the projections of a layer that can have adapters."""
     if model.latent is not None:
         return {}
     known = projections(model.activation, model.kv_projections(layer))
-    routes = model.experts is not None  # then dense layers have none either
-    return {name: place for name, place in known.items() if not routes or place.module.startswith("attention")}
+    routes = model.experts is not None  # dense layers of such a model have no feed-forward adapters either
+    return {name: projection for name, projection in known.items() if not routes or projection.module.startswith("attention")}
 
 
 def projection_sizes(model: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """How many numbers go into each projection of a layer without experts, and how many come out."""
+    """Returns the input and output size of each projection of a layer without experts."""
     model = model.of_layer(layer)
     D, F, Q, K = model.dim, model.hidden_dim, model.n_heads * model.head_size, model.kv_heads * model.head_size
     attention = {"q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D)}
@@ -73,30 +73,33 @@ def projection_sizes(model: ModelConfig, layer: int) -> dict[str, tuple[int, int
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def frozen_tensordot(x: jax.Array, w: jax.Array, scale: jax.Array | None, axes: int, dtype: DTypeLike) -> jax.Array:
-    """`cast_tensordot` in float32 with weights that have no derivative: neither it nor x is kept for the backward pass.
+    """Computes `cast_tensordot` in float32 with weights that have no gradient; neither the weights nor x are saved for the
+    backward pass.
 
     Args:
-      w: float32, bfloat16 or int8; widened for the product alone.
-      scale: of int8, for each output.
+      w: float32, bfloat16 or int8; converted to `dtype` for this operation only.
+      scale: of int8, one per output.
     """
-    x, w = _widened(x, w, dtype)
+    x, w = _cast_operands(x, w, dtype)
     y = jnp.tensordot(x, w, axes, preferred_element_type=jnp.float32)
     return y if scale is None else y * scale
 
 
-def _widened(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Both in `dtype`, w not before x is there: else a compiler widens all weights at once, and keeps them so."""
+def _cast_operands(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Casts both to `dtype`, w only once x is available: otherwise the compiler converts all weights at the start and keeps
+    them.
+    """
     if w.dtype != dtype:
         x, w = jax.lax.optimization_barrier((x, w))
     return x.astype(dtype), w.astype(dtype)
 
 
-def _frozen_backward(axes: int, dtype: DTypeLike, kept: tuple[Any, ...], d_y: jax.Array):
-    w, scale, like = kept
-    d_y, w = _widened(d_y if scale is None else d_y * scale, w, dtype)
+def _frozen_backward(axes: int, dtype: DTypeLike, residuals: tuple[Any, ...], d_y: jax.Array):
+    w, scale, like = residuals
+    d_y, w = _cast_operands(d_y if scale is None else d_y * scale, w, dtype)
     outs = w.ndim - axes
-    behind = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
-    return jnp.tensordot(d_y, w, behind, preferred_element_type=jnp.float32).astype(like.dtype), None, None
+    contracted = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
+    return jnp.tensordot(d_y, w, contracted, preferred_element_type=jnp.float32).astype(like.dtype), None, None
 
 
 frozen_tensordot.defvjp(
@@ -106,7 +109,7 @@ frozen_tensordot.defvjp(
 
 
 class LowRank(nnx.Module):
-    """`lora_a [*shape_in, r]`, uniform in ±1/√(fan in) as PEFT's, and `lora_b [r, *shape_out]`, zero."""
+    """`lora_a [*shape_in, r]`, uniform in ±1/√(fan in) as in PEFT, and `lora_b [r, *shape_out]`, zero."""
 
     def __init__(self, shape_in: tuple[int, ...], shape_out: tuple[int, ...], rank: int, *, rngs: nnx.Rngs):
         bound = float(np.prod(shape_in)) ** -0.5
@@ -115,9 +118,9 @@ class LowRank(nnx.Module):
 
 
 class AdaptedLinear(nnx.Module):
-    """A `Linear` whose weights stay as they are, with an adapter for each projection in it that has one.
+    """A `Linear` with frozen weights and an adapter for each of its projections that has one.
 
-    `kernel` is held as `lora.held` says, of int8 with a `scale` for each output. With a `key` dropout is on.
+    `kernel` is stored in the dtype `lora.held`, in int8 with a `scale` per output. With a `key`, dropout is on.
     """
 
     def __init__(self, linear: Linear, targets: Mapping[str, Projection], lora: LoraConfig, *, rngs: nnx.Rngs):
@@ -127,13 +130,15 @@ class AdaptedLinear(nnx.Module):
         self.kernel = nnx.Param(linear.kernel[...].astype(lora.held))
         self.bias = linear.bias
         self.scale = nnx.Param(jnp.ones(self.shape_out, jnp.float32)) if lora.held == "int8" else None
-        self.parts = tuple((name, place.part) for name, place in targets.items())
-        for name, place in targets.items():
-            setattr(self, name, LowRank(self.shape_in, place.of(self.shape_out), lora.rank, rngs=rngs))
+        self.parts = tuple((name, projection.part) for name, projection in targets.items())
+        for name, projection in targets.items():
+            setattr(self, name, LowRank(self.shape_in, projection.shape_out(self.shape_out), lora.rank, rngs=rngs))
         self.key: Any = nnx.data(None)
 
-    def __call__(self, x: jax.Array, summed: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
-        """What a `Linear` gives. Of parts of x the adapters' parts are summed with it, as they come before the bias."""
+    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+        """Returns the output of the `Linear` plus the adapters. `reduce` adds up the partial results of the devices before the
+        bias is added.
+        """
         axes, scale = len(self.shape_in), None if self.scale is None else self.scale[...]
         y = frozen_tensordot(x, self.kernel[...], scale, axes, self.dtype)
         read = dropout(x, self.rate, None if self.key is None else self.key[...])
@@ -141,80 +146,83 @@ class AdaptedLinear(nnx.Module):
             adapter = getattr(self, name)
             inner = cast_tensordot(read, adapter.lora_a[...], axes, self.dtype, self.dtype)
             added = self.factor * cast_tensordot(inner, adapter.lora_b[...], 1, self.dtype, jnp.float32)
-            y = y + (added if part is None else _among(added, part, y.shape[-2]))
-        return add_bias(summed(checkpoint_name(y.astype(self.out_dtype), LINEAR_OUTPUT)), self.bias)
+            y = y + (added if part is None else _pad_to_outputs(added, part, y.shape[-2]))
+        return add_bias(reduce(checkpoint_name(y.astype(self.out_dtype), LINEAR_OUTPUT)), self.bias)
 
 
-def _among(added: jax.Array, part: tuple[int | None, int | None], size: int) -> jax.Array:
-    """What is added to a part of the outputs, with zeros for the others."""
+def _pad_to_outputs(added: jax.Array, part: tuple[int | None, int | None], size: int) -> jax.Array:
+    """Pads the output of an adapter with zeros to all outputs of its module."""
     start, stop, _ = slice(*part).indices(size)
     return jnp.pad(added, [(0, 0)] * (added.ndim - 2) + [(start, size - stop), (0, 0)])
 
 
 def add_adapters(layer: nnx.Module, number: int, model: ModelConfig, *, rngs: nnx.Rngs) -> None:
-    """Puts an `AdaptedLinear` in the place of every `Linear` of a layer; other matrices are held as `lora.held` says.
+    """Replaces every `Linear` of a layer by an `AdaptedLinear`, and casts its other matrices to the dtype of frozen weights.
 
-    `number`: of the layer, from 0.
+    `number` is the index of the layer, from 0.
     """
     lora = model.lora
     assert lora is not None
-    targets = {name: place for name, place in layer_projections(model, number).items() if name in lora.targets}
+    targets = [(name, p) for name, p in layer_projections(model, number).items() if name in lora.targets]
     owners = [(path, node) for path, node in nnx.iter_graph(layer) if isinstance(node, nnx.Module)]
     for path, owner in owners:
         for name, part in list(vars(owner).items()):
             if isinstance(part, Linear):
                 module = "/".join(map(str, (*path, name)))
-                own: dict[str, Projection] = {target: place for target, place in targets.items() if place.module == module}
-                setattr(owner, name, AdaptedLinear(part, own, lora, rngs=rngs))
+                adapted: dict[str, Projection] = {target: p for target, p in targets if p.module == module}
+                setattr(owner, name, AdaptedLinear(part, adapted, lora, rngs=rngs))
             elif isinstance(part, ExpertLinear):
                 cast_frozen_table(part.kernel, lora)
 
 
 def cast_frozen_table(table: Any, lora: LoraConfig | None) -> None:
-    """Holds a matrix that is no projection of a layer in bfloat16 where the projections are held narrow."""
+    """Casts a matrix outside the projections of a layer to bfloat16, if the projections are stored in bfloat16 or int8."""
     if lora is not None and lora.held != "float32":
         table.set_value(table[...].astype(jnp.bfloat16))
 
 
 def adapted_linears(model: nnx.Module) -> Iterator[AdaptedLinear]:
-    """The adapted projections of a model, always in the same order."""
+    """Yields the adapted projections of a model, always in the same order."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, AdaptedLinear) and node.parts:
             yield node
 
 
 def enable_dropout(model: Any, key: jax.Array) -> None:
-    """Switches the adapters' dropout on, for one reading with this key."""
+    """Enables the dropout of the adapters for one forward pass with this key."""
     if model.config.lora is None or model.config.lora.dropout == 0:
         return
     layers = model.config.num_blocks // model.config.period if model.config.scan_layers else None
     for number, part in enumerate(adapted_linears(model)):
-        own = jax.random.fold_in(jax.random.fold_in(key, SEED), number)
+        own = jax.random.fold_in(jax.random.fold_in(key, DROPOUT_SEED), number)
         part.key = nnx.Variable(own if layers is None else jax.random.split(own, layers))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is one of an adapter's, by its path."""
+    """Returns whether the parameter at this path belongs to an adapter."""
     return name.endswith(ADAPTER_SUFFIXES)
 
 
 def trainable_parameters(parameters: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Those of a model's parameters that are trained: all, or its adapters'."""
+    """Returns the parameters that are trained: all, or those of the adapters."""
     return {name: p for name, p in parameters.items() if model.lora is None or is_adapter(name)}
 
 
 def frozen_parameters(parameters: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Those that stay as they are."""
+    """Returns the parameters that are not trained."""
     return {name: p for name, p in parameters.items() if model.lora is not None and not is_adapter(name)}
 
 
 def to_frozen_dtype(name: str, array: np.ndarray, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """A weight of a file as it is held beside adapters, for int8 with the scales of its outputs, symmetric; `shapes`: of the
-    parameters of the model with its layers apart."""
-    kind, beside = shapes[name].dtype, f"{name.removesuffix('kernel')}scale"
-    if kind != jnp.int8:
-        return {name: np.array(array, kind)}
+    """Converts a weight from a file to the dtype of frozen weights; for int8, symmetric, with the scales of its outputs.
+
+    Args:
+      shapes: of the parameters of the model with separate layers.
+    """
+    dtype, scale_name = shapes[name].dtype, f"{name.removesuffix('kernel')}scale"
+    if dtype != jnp.int8:
+        return {name: np.array(array, dtype)}
     wide = np.asarray(array, np.float32)
-    largest = np.max(np.abs(wide), axis=tuple(range(wide.ndim - len(shapes[beside].shape))))
+    largest = np.max(np.abs(wide), axis=tuple(range(wide.ndim - len(shapes[scale_name].shape))))
     scale = np.where(largest > 0, largest, np.float32(1)) / np.float32(127)
-    return {name: np.round(wide / scale).astype(np.int8), beside: scale}
+    return {name: np.round(wide / scale).astype(np.int8), scale_name: scale}

@@ -1,9 +1,9 @@
 """Mixture of experts: routing, dispatch, combine, and the balancing losses.
 
-A token's copies, one for each expert it takes, are sorted by expert; each expert then multiplies its own stretch of rows. So
-the cost is that of the experts that are taken, however many there are.
+Each token is copied once for each of its experts, and the copies are sorted by expert. Each expert then multiplies its own
+contiguous rows. The cost is that of the chosen experts, however many there are.
 
-Shapes: N tokens, K experts of a token, M = N · K rows, E experts, D model, F an expert's width.
+Shapes: N tokens, K experts per token, M = N · K rows, E experts, D model, F the width of an expert.
 """
 
 from dataclasses import replace
@@ -22,19 +22,21 @@ from dantinox.model.layers import PLAIN, Linear, RMSNorm, gated_activation, make
 from dantinox.model.parallelism import GATHERED, Parallelism
 from dantinox.platform import get_platform
 
-TILE = 64  # rows that a CPU multiplies at once, or all where there are fewer
-FEW = 16  # rows, up to which each is multiplied alone if there are as many experts: of decoding
+TILE = 64  # rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer
+# Up to this many rows each row is multiplied by itself, if there are as many experts: the case of decoding.
+MAX_MATVEC_ROWS = 16
 
 
 class Routing(NamedTuple):
-    """How a batch was spread over the experts of a layer; of all layers with a first axis for them.
+    """How a batch is distributed over the experts of a layer; for all layers, with a leading layer axis.
 
     Attributes:
-      balance: E · Σ over experts of (share of the rows) · (mean score), 1 where all are alike (Fedus et al. 2022, eq. 4).
-      z: the mean squared log-normaliser of the scores (Zoph et al. 2022, eq. 5).
+      balance: E · Σ over experts of (share of the rows) · (mean score), 1 for a uniform distribution (Fedus et al. 2022, eq.
+        4).
+      z: the mean squared log-normalizer of the scores (Zoph et al. 2022, eq. 5).
       counts_E: rows of each expert, int32.
 
-    All are zero of a layer without experts among others that have some.
+    All are zero for a dense layer in a model with experts.
     """
 
     balance: Array
@@ -42,28 +44,29 @@ class Routing(NamedTuple):
     counts_E: Array
 
 
-def unrouted(E: int) -> Routing:
-    """The routing of a layer without experts in a model with E."""
+def zero_routing(E: int) -> Routing:
+    """Returns the routing of a dense layer in a model with E experts."""
     return Routing(jnp.zeros(()), jnp.zeros(()), jnp.zeros(E, jnp.int32))
 
 
-class Rows(NamedTuple):
-    """Rows in the order of their experts: the expert of each, and how many each has."""
+class ExpertRows(NamedTuple):
+    """Rows sorted by expert: the expert of each row, and the number of rows of each expert."""
 
     expert_M: Array
     sizes_E: Array
 
 
 class Router(nnx.Module):
-    """Which experts a token takes, and with what weights; in float32.
+    """Chooses the experts of each token and their weights, in float32.
 
-    With `bias`, that is added to the scores where experts are chosen and nowhere else. No gradient moves it: training raises it
-    where an expert has fewer rows than others (Wang et al. 2024, algorithm 1).
+    `bias` is added to the scores only for the choice of experts. It has no gradient: training raises it for experts with fewer
+    rows than others (Wang et al. 2024, algorithm 1).
 
-    Of several groups of experts, a token takes experts of the best ones alone (DeepSeek-AI 2024, "DeepSeek-V2", section 2.2.2).
+    With several groups of experts, a token uses experts of the best groups only (DeepSeek-AI 2024, "DeepSeek-V2", section
+    2.2.2).
 
-    With `branch_norms` it reads norm(x) · scale / √D, where the norm has no scale, and the weights of a token's experts are
-    multiplied by their `expert_scale [E]` (Gemma 4).
+    With `branch_norms` the router reads norm(x) · scale / √D, where the norm has no scale, and the weights of the experts of a
+    token are multiplied by their `expert_scale [E]` (Gemma 4).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -77,7 +80,7 @@ class Router(nnx.Module):
         self.norm = RMSNorm(D, config.norm_epsilon, scaled=False)
 
     def __call__(self, x_ND: Array, parallelism: Parallelism) -> tuple[Array, Array, Routing]:
-        """Experts `[N, K]`, their weights `[N, K]`, and how the batch is spread, on all devices that share it."""
+        """Returns experts `[N, K]`, their weights `[N, K]`, and the routing over all devices that share the batch."""
         K, E = self.rule.top_k, self.rule.count
         x_ND = x_ND.astype(jnp.float32)
         if self.scale is not None:
@@ -87,7 +90,7 @@ class Router(nnx.Module):
             logits_NE = logits_NE + self.logit_bias[...]
         scores_NE = jax.nn.softmax(logits_NE) if self.rule.score == "softmax" else jax.nn.sigmoid(logits_NE)
         chosen_by_NE = scores_NE if self.bias is None else scores_NE + self.bias[...]
-        _, experts_NK = lax.top_k(self._of_best_groups(lax.stop_gradient(chosen_by_NE)), K)
+        _, experts_NK = lax.top_k(self._mask_other_groups(lax.stop_gradient(chosen_by_NE)), K)
         weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=1)
         if self.rule.normalise:
             weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
@@ -95,14 +98,14 @@ class Router(nnx.Module):
             weights_NK = self.rule.scaling * weights_NK
         if self.expert_scale is not None:
             weights_NK = weights_NK * self.expert_scale[...][experts_NK]
-        counts_E = parallelism.psum_batch(counts(experts_NK, E))
+        counts_E = parallelism.psum_batch(count_rows(experts_NK, E))
         share_NE = scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True)
         balance = E * jnp.sum(counts_E / jnp.sum(counts_E) * parallelism.pmean_batch(jnp.mean(share_NE, axis=0)))
         z = parallelism.pmean_batch(jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
         return experts_NK, weights_NK, Routing(balance, z, counts_E)
 
-    def _of_best_groups(self, scores_NE: Array) -> Array:
-        """The scores, with −∞ for experts of groups that a token does not take."""
+    def _mask_other_groups(self, scores_NE: Array) -> Array:
+        """Returns the scores, with −∞ for experts in groups that a token does not use."""
         groups, E = self.rule.groups, self.rule.count
         if groups == 1:
             return scores_NE
@@ -112,15 +115,15 @@ class Router(nnx.Module):
         return jnp.where(jnp.repeat(taken_NG, E // groups, axis=1), scores_NE, -jnp.inf)
 
 
-def counts(experts: Array, E: int) -> Array:
-    """How often each of E experts was chosen, `[E]` int32; numbers of E and above are nobody's."""
+def count_rows(experts: Array, E: int) -> Array:
+    """Counts how often each of E experts was chosen, `[E]` int32; indices of E and above are ignored."""
     return jnp.zeros(E, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")
 
 
 class ExpertLinear(nnx.Module):
-    """A projection for each expert: `kernel [E, I, *shape_out]`, of rows in the order of their experts.
+    """A projection per expert, `kernel [E, I, *shape_out]`, applied to rows sorted by expert.
 
-    A `bias [E, *shape_out]` is held for the caller, who adds it.
+    A `bias [E, *shape_out]` is stored for the caller, who adds it.
     """
 
     def __init__(
@@ -132,17 +135,17 @@ class ExpertLinear(nnx.Module):
         self.kernel = nnx.Param(gain * size_in**-0.5 * noise)
         self.bias = nnx.Param(jnp.zeros((experts, *shape_out), jnp.float32)) if bias else None
 
-    def __call__(self, x_MI: Array, rows: Rows) -> Array:
-        E, I, *shape_out = self.kernel.shape  # noqa: E741 - of those that stand on this device
+    def __call__(self, x_MI: Array, rows: ExpertRows) -> Array:
+        E, I, *shape_out = self.kernel.shape  # noqa: E741 - E counts the experts on this device
         kernel_EIO = checkpoint_name(self.kernel[...].reshape(E, I, -1).astype(self.dtype), GATHERED)
-        y_MO = grouped_product(x_MI.astype(self.dtype), kernel_EIO, rows, self.platform)
+        y_MO = grouped_matmul(x_MI.astype(self.dtype), kernel_EIO, rows, self.platform)
         return y_MO.astype(self.dtype).reshape(-1, *shape_out)
 
 
 class Experts(nnx.Module):
     """The feed-forward layers of all experts: `gate_up [E, D, 2, F]` or `up [E, D, F]`, and `down [E, F, D]`.
 
-    What comes out is without the biases of `down`, which are added to the sum over devices that have parts of F.
+    The output lacks the biases of `down`, which are added after the sum over devices that hold parts of F.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
@@ -157,19 +160,21 @@ class Experts(nnx.Module):
             self.up = linear(D, (F,))
         self.down = linear(F, (D,), gain=out_gain)
 
-    def __call__(self, x_MD: Array, rows: Rows) -> Array:
+    def __call__(self, x_MD: Array, rows: ExpertRows) -> Array:
         if not self.gated:
-            return self.down(self.function(self._biased(self.up, x_MD, rows)), rows)
-        gate_up = self._biased(self.gate_up, x_MD, rows)
+            return self.down(self.function(self._project(self.up, x_MD, rows)), rows)
+        gate_up = self._project(self.gate_up, x_MD, rows)
         return self.down(self.function(gate_up[:, 0], gate_up[:, 1]), rows)
 
-    def _biased(self, linear: Any, x_MD: Array, rows: Rows) -> Array:
+    def _project(self, linear: Any, x_MD: Array, rows: ExpertRows) -> Array:
         y: Array = linear(x_MD, rows)
         return y if linear.bias is None else y + linear.bias[...].astype(y.dtype)[rows.expert_M]
 
 
 class MixtureOfExperts(nnx.Module):
-    """The weighted sum of what a token's experts give (Shazeer et al. 2017, eq. 1), and of shared ones that all tokens take."""
+    """The weighted sum of the outputs of the experts of a token (Shazeer et al. 2017, eq. 1), plus shared experts for all
+    tokens.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         assert config.experts is not None
@@ -183,7 +188,7 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = nnx.data(gate)
 
     def __call__(self, x_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
-        y_BTD, routing = self.mixed(x_BTD, x_BTD, parallelism)
+        y_BTD, routing = self.routed_experts(x_BTD, x_BTD, parallelism)
         if self.shared is None:
             return y_BTD, routing
         shared_BTD = self.shared(x_BTD, parallelism)
@@ -191,12 +196,12 @@ class MixtureOfExperts(nnx.Module):
             shared_BTD *= jax.nn.sigmoid(self.shared_gate(x_BTD))
         return y_BTD + shared_BTD, routing
 
-    def mixed(self, x_BTD: Array, routed_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
-        """The weighted sum of what its experts give for each token; `routed_BTD`: what the router reads."""
+    def routed_experts(self, x_BTD: Array, routed_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
+        """Returns the weighted sum of the expert outputs for each token; the router reads `routed_BTD`."""
         x_ND, routed_ND = (a.reshape(-1, x_BTD.shape[-1]) for a in (x_BTD, routed_BTD))
         *chosen, routing = self.router(routed_ND, parallelism)
         x_ND, experts_NK, weights_NK = (parallelism.all_gather_tokens(parallelism.copy_to_tp(a)) for a in (x_ND, *chosen))
-        y_ND = self._of_own_experts(x_ND, experts_NK, weights_NK, parallelism)
+        y_ND = self._local_experts(x_ND, experts_NK, weights_NK, parallelism)
         y_ND = parallelism.reduce_from_tp(parallelism.reduce_scatter_tokens(y_ND))
         if self.experts.down.bias is not None:
             experts_NK, weights_NK = (parallelism.all_gather_tokens(a) for a in chosen)
@@ -204,20 +209,20 @@ class MixtureOfExperts(nnx.Module):
             y_ND += parallelism.reduce_scatter_tokens(biases_ND)
         return y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape), routing
 
-    def _of_own_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
-        """What tokens get of the experts that stand on this device: float32 `[N, D]`."""
+    def _local_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
+        """Returns the contribution of the experts on this device to each token: float32 `[N, D]`."""
         here = self.router.rule.count // parallelism.groups
         expert_M = experts_NK.reshape(-1)
-        if parallelism.groups > 1:  # the rows of others come last, behind all sizes
+        if parallelism.groups > 1:  # rows of experts on other devices come last, after all sizes
             own = expert_M - parallelism.first_expert(here)
             expert_M = jnp.where((own >= 0) & (own < here), own, here)
         order_M = jnp.argsort(expert_M)
-        place_M = jnp.zeros_like(order_M).at[order_M].set(jnp.arange(len(order_M), dtype=order_M.dtype))
-        rows = Rows(expert_M[order_M], counts(expert_M, here))
-        y_MD = self.experts(dispatch(experts_NK.shape[1], x_ND, order_M, place_M), rows)
+        inverse_M = jnp.zeros_like(order_M).at[order_M].set(jnp.arange(len(order_M), dtype=order_M.dtype))
+        rows = ExpertRows(expert_M[order_M], count_rows(expert_M, here))
+        y_MD = self.experts(dispatch(experts_NK.shape[1], x_ND, order_M, inverse_M), rows)
         if parallelism.groups > 1:
             y_MD = jnp.where((rows.expert_M < here)[:, None], y_MD, 0)
-        y_NKD = combine(y_MD, order_M, place_M).reshape(*experts_NK.shape, -1)
+        y_NKD = combine(y_MD, order_M, inverse_M).reshape(*experts_NK.shape, -1)
         return jnp.einsum("NKD,NK->ND", y_NKD, weights_NK.astype(y_NKD.dtype), preferred_element_type=jnp.float32)
 
 
@@ -232,56 +237,56 @@ class BranchedExperts(MixtureOfExperts):
     def __call__(self, x_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
         assert self.shared is not None
         shared_BTD = self.shared_post_norm(self.shared(self.shared_norm(x_BTD), parallelism))
-        y_BTD, routing = self.mixed(self.experts_norm(x_BTD), x_BTD, parallelism)
+        y_BTD, routing = self.routed_experts(self.experts_norm(x_BTD), x_BTD, parallelism)
         return shared_BTD + self.experts_post_norm(y_BTD), routing
 
 
 def weighted_biases(bias_ED: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
-    """The sum of the biases of a token's experts that are on this device, times their weights: float32 `[N, D]`."""
+    """Returns the weighted sum of the biases of the experts of a token that are on this device: float32 `[N, D]`."""
     here = jnp.arange(len(bias_ED)) + parallelism.first_expert(len(bias_ED))
     weights_NE = jnp.sum(jnp.where(experts_NK[:, :, None] == here, weights_NK[:, :, None], 0), axis=1)
     return jnp.matmul(weights_NE, bias_ED, precision="highest")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch(K: int, x_ND: Array, order_M: Array, place_M: Array) -> Array:
-    """A copy of each token for each of its experts, in their order: row m is token `order_M[m] // K`.
+def dispatch(K: int, x_ND: Array, order_M: Array, inverse_M: Array) -> Array:
+    """Copies each token once for each of its experts, sorted by expert: row m is token `order_M[m] // K`.
 
-    Its derivative gathers as well: that of a plain gather would be a scatter, a slow loop on a CPU.
+    The gradient is a gather too: that of a plain gather would be a scatter, a slow loop on a CPU.
     """
     return x_ND[order_M // K]
 
 
 dispatch.defvjp(
-    lambda K, x_ND, order_M, place_M: (x_ND[order_M // K], place_M),
-    lambda K, place_M, d_MD: (jnp.sum(d_MD[place_M].reshape(-1, K, d_MD.shape[-1]), axis=1), None, None),
+    lambda K, x_ND, order_M, inverse_M: (x_ND[order_M // K], inverse_M),
+    lambda K, inverse_M, d_MD: (jnp.sum(d_MD[inverse_M].reshape(-1, K, d_MD.shape[-1]), axis=1), None, None),
 )
 
 
 @jax.custom_vjp
-def combine(y_MD: Array, order_M: Array, place_M: Array) -> Array:
-    """Rows in the order of their tokens again, the inverse of that permutation."""
-    return y_MD[place_M]
+def combine(y_MD: Array, order_M: Array, inverse_M: Array) -> Array:
+    """Puts the rows back into token order, with the inverse of the permutation of `dispatch`."""
+    return y_MD[inverse_M]
 
 
-combine.defvjp(lambda y_MD, order_M, place_M: (y_MD[place_M], order_M), lambda order_M, d_MD: (d_MD[order_M], None, None))
+combine.defvjp(lambda y_MD, order_M, inverse_M: (y_MD[inverse_M], order_M), lambda order_M, d_MD: (d_MD[order_M], None, None))
 
 
-def grouped_product(x_MI: Array, w_EIO: Array, rows: Rows, platform: str) -> Array:
-    """Every row times the weights of its expert, sums in float32: `[M, O]`."""
-    if len(x_MI) <= min(FEW, len(w_EIO)):  # what no expert here is for takes the last one
+def grouped_matmul(x_MI: Array, w_EIO: Array, rows: ExpertRows, platform: str) -> Array:
+    """Multiplies every row by the weights of its expert, with float32 sums: `[M, O]`."""
+    if len(x_MI) <= min(MAX_MATVEC_ROWS, len(w_EIO)):  # rows of other devices use the last expert; their result is dropped
         chosen = [lax.dynamic_index_in_dim(w_EIO, expert, keepdims=False) for expert in rows.expert_M]
         return jnp.stack([jnp.matmul(x, w, preferred_element_type=jnp.float32) for x, w in zip(x_MI, chosen, strict=True)])
-    if get_platform(platform).name == "cpu":  # where `ragged_dot` multiplies all rows by all experts
-        return tiled_product(x_MI, w_EIO, rows.sizes_E)
+    if get_platform(platform).name == "cpu":  # there `ragged_dot` multiplies all rows by all experts
+        return tiled_matmul(x_MI, w_EIO, rows.sizes_E)
     return lax.ragged_dot(x_MI, w_EIO, rows.sizes_E, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def tiled_product(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
-    """`ragged_dot` expert by expert, in tiles of rows.
+def tiled_matmul(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
+    """Computes `ragged_dot` expert by expert, in tiles of rows.
 
-    The last tile of an expert reaches into the rows of the next one, which writes them after it.
+    The last tile of an expert reaches into the rows of the next expert, which overwrites them.
     """
     return _over_tiles(x_MI, w_EIO, sizes_E)
 
@@ -303,8 +308,8 @@ def _over_tiles(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
     return lax.scan(expert, jnp.zeros((M + R, O), jnp.float32), (w_EIO, _starts(sizes_E), sizes_E))[0][:M]
 
 
-def _tiled_backward(kept: Any, d_MO: Array):
-    x_MI, w_EIO, sizes_E = kept
+def _tiled_matmul_backward(residuals: Any, d_MO: Array):
+    x_MI, w_EIO, sizes_E = residuals
     R = _tile(x_MI)
     d_MO = d_MO.astype(w_EIO.dtype)
     d_x = _over_tiles(d_MO, w_EIO.swapaxes(1, 2), sizes_E).astype(x_MI.dtype)
@@ -324,7 +329,7 @@ def _tiled_backward(kept: Any, d_MO: Array):
     return d_x, d_w.astype(w_EIO.dtype), None
 
 
-tiled_product.defvjp(lambda *operands: (_over_tiles(*operands), operands), _tiled_backward)
+tiled_matmul.defvjp(lambda *operands: (_over_tiles(*operands), operands), _tiled_matmul_backward)
 
 
 def _tile(x_MI: Array) -> int:

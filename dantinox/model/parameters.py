@@ -1,7 +1,7 @@
 """The parameters of a model as a flat dict from path to array, for optimizers and checkpoints.
 
 Paths are `embed`, `norm_f/scale`, `head/kernel`, `blocks/<layer>/<module>/…/<leaf>`; matrices are called `kernel`. With
-`scan_layers` the layers are `rolled/<kind>/<module>/…/<leaf>`, and have one axis more, the first.
+`scan_layers` the layers are `rolled/<kind>/<module>/…/<leaf>` and have a leading layer axis.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,10 @@ Parameters = dict[str, jax.Array]
 
 
 def abstract_model(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer], dict[str, jax.ShapeDtypeStruct]]:
-    """`build(parameters) -> Transformer`, inside or outside of jit, and the shape of every parameter; nothing is allocated."""
-    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=_OneKey()))  # type: ignore[arg-type]
+    """Returns `build(parameters) -> Transformer`, which also works inside jit, and the shape of every parameter; allocates
+    nothing.
+    """
+    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=_ConstantKey()))  # type: ignore[arg-type]
     graph, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
     shapes = {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
@@ -32,8 +34,8 @@ def abstract_model(config: ModelConfig) -> tuple[Callable[[Parameters], Transfor
     return build, shapes
 
 
-class _OneKey:
-    """Stands for `nnx.Rngs` where only shapes are computed: deriving a key for every weight takes most of the tracing time."""
+class _ConstantKey:
+    """Replaces `nnx.Rngs` where only shapes are computed: deriving a key for every weight takes most of the tracing time."""
 
     def __init__(self) -> None:
         self._key = jax.random.key(0)
@@ -43,7 +45,7 @@ class _OneKey:
 
 
 def stack_layers(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """The weights of a model with its layers apart as those of one with `scan_layers`; the numbers are the same."""
+    """Converts the weights of a model with separate layers to those of one with `scan_layers`; the values are the same."""
     result: dict[str, Any] = {name: array for name, array in parameters.items() if not name.startswith("blocks/")}
     for name in parameters:
         head, _, rest = name.partition("/")
@@ -51,13 +53,13 @@ def stack_layers(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str
         if head == "blocks" and int(layer) < config.period:
             kind = int(layer)
             layers = [parameters[f"blocks/{i}/{leaf}"] for i in range(kind, config.num_blocks, config.period)]
-            stack = np.stack if isinstance(layers[0], np.ndarray) else jnp.stack  # what is in the host's memory stays there
+            stack = np.stack if isinstance(layers[0], np.ndarray) else jnp.stack  # arrays in host memory stay there
             result[f"rolled/{kind}/{leaf}"] = stack(layers)
     return result
 
 
 def unstack_layers(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights with their layers apart, as files hold them and decoding wants them. Others stay as they are."""
+    """Converts the weights to separate layers, as in files and for decoding; returns other weights unchanged."""
     result: dict[str, Any] = {}
     period = 1 + max((int(name.split("/")[1]) for name in parameters if name.startswith("rolled/")), default=0)
     for name, array in parameters.items():
@@ -71,17 +73,17 @@ def unstack_layers(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def init_parameters(config: ModelConfig, seed: int) -> Parameters:
-    """Fresh random weights; the same for the same seed on the same kind of device."""
+    """Returns new random weights, equal for equal seeds on the same kind of device."""
     return get_parameters(Transformer(config, rngs=nnx.Rngs(params=random_key(seed))))
 
 
 def random_key(seed: int) -> jax.Array:
-    """The root of a run's randomness. XLA's own generator: a fraction of Threefry's time to compile and to run."""
+    """Returns the root key of a run. XLA's own generator takes a fraction of the time of Threefry to compile and to run."""
     return jax.random.key(seed, impl="rbg")
 
 
 def get_parameters(model: Transformer) -> Parameters:
-    """The weights of a model, path to array."""
+    """Returns the weights of a model, path to array."""
     return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 

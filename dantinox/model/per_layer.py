@@ -1,4 +1,4 @@
-"""Per-layer input embeddings (Gemma 3n and 4): a small vector for each token and layer, which the layer reads.
+"""Per-layer input embeddings (Gemma 3n and 4): a small vector for each token and layer, which the layer adds to its output.
 
 Shapes: B batch, T time, D model, L layers, P size of the vector.
 """
@@ -16,9 +16,10 @@ from dantinox.model.parallelism import Parallelism
 
 
 class PerLayerEmbedding(nnx.Module):
-    """The inputs of all layers: (√P · embed[token] + norm(projection(x) / √D)) / √2, where x is the token's embedding.
+    """Computes the inputs of all layers: (√P · embed[token] + norm(projection(x) / √D)) / √2, where x is the embedding of the
+    token.
 
-    `embed` is `[V, L, P]`, `projection/kernel` `[D, L, P]`; the norm is over P (transformers, `project_per_layer_inputs`).
+    `embed` is `[V, L, P]`, `projection/kernel` is `[D, L, P]`; the norm is over P (transformers, `project_per_layer_inputs`).
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -29,7 +30,7 @@ class PerLayerEmbedding(nnx.Module):
         self.norm = make_rms_norm(config, P)
 
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
-        """The inputs `[L, B, T, P]` of the layers; `x_BTD`: the embeddings that the first layer gets."""
+        """Returns the inputs `[L, B, T, P]` of the layers; `x_BTD` are the embeddings that the first layer reads."""
         own_BTLP = parallelism.all_gather(self.embed[...][tokens_BT].astype(self.dtype)) * jnp.asarray(
             math.sqrt(self.size), self.dtype
         )
@@ -38,7 +39,7 @@ class PerLayerEmbedding(nnx.Module):
 
 
 class PerLayerInput(nnx.Module):
-    """x + norm(out(f(gate(x)) · input)): how a layer reads its input `[B, T, P]`, with `gate [D, P]` and `out [P, D]`."""
+    """x + norm(out(f(gate(x)) · input)): adds the per-layer input `[B, T, P]`, with `gate [D, P]` and `out [P, D]`."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, P = config.dim, config.per_layer_dim

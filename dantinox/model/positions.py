@@ -12,7 +12,7 @@ from dantinox.config import RopeScaling
 def rotary_angles(
     positions_BT: jax.Array, head_size: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[B, T, H/2]` of position · theta^(−2i/H) (Su et al. 2021, eq. 15), or of frequencies scaled."""
+    """Returns cosines and sines `[B, T, H/2]` of position · theta^(−2i/H) (Su et al. 2021, eq. 15), or of scaled angles."""
     if scaling is None:
         frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
         angles = positions_BT[..., None].astype(jnp.float32) * frequencies
@@ -23,15 +23,17 @@ def rotary_angles(
 
 
 def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tuple[np.ndarray, float]:
-    """The rotary frequencies `[H/2]` in float64 for texts `scaling.factor` times as long, and a factor on cosines and sines.
+    """Returns the rotary frequencies `[H/2]` in float64 for a context `scaling.factor` times as long, and a gain for cosines
+    and sines.
 
-    `linear` divides all of them (Chen et al. 2023). `llama3` divides those whose wave is longer than the original context /
-    `low_freq_factor`, keeps those shorter than it / `high_freq_factor`, and blends between (Llama 3.1). `yarn` divides those
-    that turn less than `beta_slow` times in the original context, keeps those that turn more than `beta_fast` times, and goes
-    linearly in the index between; scores are sharper by the factor's square (Peng et al. 2023, sections 3.2 to 3.4). With
-    `mscale` and `mscale_all_dim` that factor is the quotient of their gains (DeepSeek-V2).
-    `longrope` divides each by its own factor, and scores are sharper likewise (Ding et al. 2024, section 3.2).
-    `proportional` divides all of them, and sets those after the first `share` to 0 (Gemma 4).
+    * `linear` divides all frequencies (Chen et al. 2023).
+    * `llama3` divides those with a wavelength above the original context / `low_freq_factor`, keeps those with a wavelength
+      below the original context / `high_freq_factor`, and interpolates between them (Llama 3.1).
+    * `yarn` divides those with fewer than `beta_slow` turns in the original context, keeps those with more than `beta_fast`
+      turns, and interpolates linearly in the index between them. The scores are multiplied by the square of the gain (Peng et
+      al. 2023, sections 3.2 to 3.4). With `mscale` and `mscale_all_dim` the gain is the quotient of their gains (DeepSeek-V2).
+    * `longrope` divides each by its own factor, with a similar gain (Ding et al. 2024, section 3.2).
+    * `proportional` divides all frequencies and sets those after the first `share` to 0 (Gemma 4).
     """
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     slow, turns = frequencies / scaling.factor, scaling.original_context * frequencies / (2 * math.pi)
@@ -48,7 +50,7 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
         return (1 - kept) * slow + kept * frequencies, 1.0
 
     def index(turns: float) -> float:
-        """Where a frequency turns so often, as a number of its pair."""
+        """Returns the pair index (a real number) at which a frequency makes this number of turns in the original context."""
         return head_size * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     down, up = (math.floor, math.ceil) if scaling.truncate else (float, float)
@@ -64,19 +66,19 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
 
 
 def yarn_gain(scaling: RopeScaling, weight: float = 1.0) -> float:
-    """0.1 · weight · ln factor + 1 (Peng et al. 2023, equation 22; the weight is that of DeepSeek-V2)."""
+    """Returns 0.1 · weight · ln factor + 1 (Peng et al. 2023, equation 22; the weight is that of DeepSeek-V2)."""
     return 0.1 * weight * math.log(scaling.factor) + 1
 
 
 def query_scaling(positions_BT: jax.Array, beta: float, context: int) -> jax.Array:
-    """1 + β ln(1 + ⌊position / context⌋), float32 `[B, T]`: sharper scores for texts longer than `context` (Llama 4)."""
+    """Returns 1 + β ln(1 + ⌊position / context⌋), float32 `[B, T]`: sharper scores beyond `context` positions (Llama 4)."""
     return 1 + beta * jnp.log1p((jnp.clip(positions_BT, 0) // context).astype(jnp.float32))
 
 
 def rotate(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (x_i, x_{i+R/2}) of the first R numbers of every head by angles `[B, T, R/2]`; mostly R is H.
+    """Rotates the pairs (x_i, x_{i+R/2}) of the first R elements of every head by angles `[B, T, R/2]`; usually R equals H.
 
-    That is the half-split layout of Hugging Face checkpoints. `x_BTNH` may have any number of head axes between T and H.
+    This is the half-split layout of Hugging Face checkpoints. `x_BTNH` may have any number of head axes between T and H.
     """
     R = 2 * angles[0].shape[-1]
     if x_BTNH.shape[-1] > R:
@@ -84,13 +86,13 @@ def rotate(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     extra = tuple(range(2, x_BTNH.ndim - 1))
     cos, sin = (jnp.expand_dims(part, extra).astype(jnp.float32) for part in angles)
     x = x_BTNH.astype(jnp.float32)
-    # The two halves change places by a roll: cheaper than to split and join them, in the backward pass too.
+    # A roll swaps the two halves: it is cheaper than split and concatenate, in the backward pass too.
     swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)
     rotated = x * jnp.concatenate([cos, cos], axis=-1) + swapped * jnp.concatenate([-sin, sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)
 
 
 def sinusoidal(positions_BT: jax.Array, dim: int) -> jax.Array:
-    """Embeddings `[B, T, D]`: sines in the even places, cosines in the odd (Vaswani et al. 2017, section 3.5)."""
+    """Returns embeddings `[B, T, D]`: sines at even indices, cosines at odd ones (Vaswani et al. 2017, section 3.5)."""
     cos, sin = rotary_angles(positions_BT, dim, 10000.0)
     return jnp.stack([sin, cos], axis=-1).reshape(*positions_BT.shape, dim)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, computed for some positions at a time to bound memory."""
+"""Log-probabilities of given tokens, computed for a few positions at a time to bound memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,30 +7,32 @@ import jax
 
 from dantinox.model.transformer import Transformer
 
-LOGITS_AT_ONCE = 1 << 22  # 16 MiB in float32
+MAX_LOGITS = 1 << 22  # 16 MiB in float32
 
 
-def map_positions(function: Callable[..., Any], vocab_size: int, *values_BT: Any, at_once: int = LOGITS_AT_ONCE) -> Any:
-    """`function` of the values at each position, of as many positions together as `at_once` logits allow.
+def map_positions(function: Callable[..., Any], vocab_size: int, *values_BT: Any, max_logits: int = MAX_LOGITS) -> Any:
+    """Applies `function` to the values at each position, batched so that at most `max_logits` logits exist at a time.
 
     Args:
       values_BT: arrays `[B, T, …]`; the function gets `[…]` of each and returns arrays of any shape.
 
     Returns:
-      What the function returns, with `[B, T]` in front of its axes.
+      The results of the function, with leading axes `[B, T]`.
     """
     B, T = values_BT[0].shape[:2]
     rows = tuple(x.reshape(B * T, *x.shape[2:]) for x in values_BT)
-    found = jax.lax.map(lambda row: function(*row), rows, batch_size=min(B * T, max(1, at_once // vocab_size)))
+    found = jax.lax.map(lambda row: function(*row), rows, batch_size=min(B * T, max(1, max_logits // vocab_size)))
     return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), found)
 
 
 def token_logprobs(model: Transformer, x_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """ln p `[B, T]` of each token under the distribution that the final hidden state at its position gives.
+    """Returns ln p `[B, T]` of each token under the distribution at the position before it.
+
+    Runs inside `jax.jit`.
 
     Args:
       x_BTD: the final hidden states, as `model.hidden` returns them.
-      tokens_BT: the token that follows each position. Runs inside `jax.jit`.
+      tokens_BT: the token that follows each position.
     """
     return map_positions(
         lambda x_D, token: jax.nn.log_softmax(model.logits(x_D))[token], model.config.vocab_size, x_BTD, tokens_BT

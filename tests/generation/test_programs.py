@@ -191,7 +191,7 @@ def test_a_decoding_step_costs_what_the_request_needs(wide, optimised):
 
 def test_reading_a_prompt_into_a_slot_copies_no_whole_row(wide):
     """The parts of a row that are in use are copied layer by layer, and the cache is updated in place."""
-    cache = jax.eval_shape(lambda: make_cache(wide.config, 4, 4096, "float32", parted=True))
+    cache = jax.eval_shape(lambda: make_cache(wide.config, 4, 4096, "float32", segmented=True))
     tokens_1T, zero = jnp.zeros((1, 16), jnp.int32), jnp.int32(0)
     compiled = _prefill_part.lower(split_model(wide), cache, zero, tokens_1T, zero, zero, tokens_1T, report=None).compile()
     memory, row = compiled.memory_analysis(), tree_bytes(cache) // 4

@@ -146,7 +146,7 @@ def test_attention_and_its_gradients_are_those_of_jax(window):
     valid_BTS = jnp.broadcast_to(seen, (2, 7, 7))
 
     def ours(q, k, v):
-        out = attention(q, Store.of(k, v, jnp.float32), valid_BTS[:, None]).out_BTKGH
+        out = attention(q, Store.from_kv(k, v, jnp.float32), valid_BTS[:, None]).out_BTKGH
         return jnp.sum(out * weight)
 
     def theirs(q, k, v):
@@ -169,12 +169,12 @@ def test_many_queries_are_read_in_blocks(window):
     lengths = np.array([[140], [0]])  # of the second row nothing is new
     positions = jnp.asarray(np.where(np.arange(T) < lengths, 100 + np.arange(T), -1))
     held, counted = jnp.arange(S)[None, None], positions >= 120
-    store = Store.of(k, v, jnp.float32)
+    store = Store.from_kv(k, v, jnp.float32)
     found = jax.jit(lambda: attend(q, store, positions, held, window, lambda *told: told, counted))()
     valid = causal_mask(positions, held, window)
     seen = attention(q, store, valid)
     np.testing.assert_allclose(found.out_BTKGH, seen.out_BTKGH, atol=1e-5)
-    np.testing.assert_allclose(found.got_BKS, np.einsum("bkgts,bt->bks", seen.weights_BKGTS, counted) / G, atol=1e-5)
+    np.testing.assert_allclose(found.received_BKS, np.einsum("bkgts,bt->bks", seen.weights_BKGTS, counted) / G, atol=1e-5)
     scores_BNS, valid_BS = found.probed
     np.testing.assert_array_equal(valid_BS, np.asarray(valid)[[0, 1], 0, [139, 0]])
     np.testing.assert_allclose(scores_BNS[0].reshape(K, G, S), seen.scores_BKGTS[0, :, :, 139], atol=1e-5)

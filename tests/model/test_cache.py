@@ -119,10 +119,10 @@ def test_cached_is_uncached(model_config):
 )
 def test_parts_of_a_cache_are_the_whole_of_it(model_config, monkeypatch):
     """Six slots are the shortest part here: rows reach into one, two or three of the parts, and some are idle."""
-    monkeypatch.setattr(stores, "LEAST_PART", 6)
+    monkeypatch.setattr(stores, "MIN_SEGMENT", 6)
     built = build(model_config)
-    cache = make_cache(built.config, ROWS, LENGTH, jnp.float32, parted=True)
-    assert [part.slots for part in cache.layers[1].store.parts] == [6, 6, 12]
+    cache = make_cache(built.config, ROWS, LENGTH, jnp.float32, segmented=True)
+    assert [part.slots for part in cache.layers[1].store.segments] == [6, 6, 12]
     for schedule in SCHEDULES.values():
         follow(built, schedule, cache)
 
@@ -332,13 +332,13 @@ def test_int4_is_within_half_a_scale(size):
     x_BTKH[0, 0, 0] = 0
     k, v = jnp.asarray(x_BTKH, jnp.float32), jnp.asarray(-x_BTKH[..., ::-1], jnp.float32)
     group = 32 if size == 64 else {24: 8, 6: 2}[size]
-    store = stores.Store.of(k, v, stores.PACKED)
-    one_by_one = stores.Store.empty(2, 3, (size, size), 5, stores.PACKED)
+    store = stores.Store.from_kv(k, v, stores.INT4_PACKED)
+    one_by_one = stores.Store.empty(2, 3, (size, size), 5, stores.INT4_PACKED)
     for t in range(5):
         one_by_one = one_by_one.write(k[:, t : t + 1], v[:, t : t + 1], jnp.full((2, 1, 1), t))
     jax.tree.map(np.testing.assert_array_equal, store, one_by_one)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(store)) == 2 * 2 * 5 * 3 * (size // 2 + 2 * 2 * size // group)
-    held = [np.asarray(side_BSKH, np.float64) for side_BSKH in store.wide(jnp.float32)]
+    held = [np.asarray(side_BSKH, np.float64) for side_BSKH in store.dequantize(jnp.float32)]
     for side_BSKH, wanted in zip(held, (x_BTKH, -x_BTKH[..., ::-1]), strict=True):
         groups = wanted.reshape(2, 5, 3, -1, group)
         rounding = 2**-8 * np.abs(groups).max(axis=-1)  # of the minimum and of 15 scales to bfloat16
@@ -348,7 +348,7 @@ def test_int4_is_within_half_a_scale(size):
     scores = np.einsum("bkmh,bskh->bkms", q_BKMH, held[0]) / np.sqrt(size)
     np.testing.assert_allclose(store.scores(jnp.asarray(q_BKMH, jnp.float32)), scores, rtol=1e-4, atol=1e-4)
     average = np.einsum("bkms,bskh->bkmh", weights_BKMS, held[1])
-    found = store.average(jnp.asarray(weights_BKMS, jnp.float32), jnp.float32)
+    found = store.weighted_values(jnp.asarray(weights_BKMS, jnp.float32), jnp.float32)
     np.testing.assert_allclose(found, average, rtol=1e-4, atol=1e-4)
 
 

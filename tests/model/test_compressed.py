@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dantinox.model import Compression
 from dantinox.model.cache import FullLayer
-from dantinox.model.cache_store import PACKED, Store
+from dantinox.model.cache_store import INT4_PACKED, Store
 from dantinox.model.compressed_cache import FUTURE, CompressedLayer, expected_attention, position_hash
 from dantinox.model.layers import Softmax
 
@@ -60,7 +60,7 @@ class Layout:
         )
 
     def empty(self, policy: str, dtype="float32") -> CompressedLayer:
-        kept = PACKED if dtype == "int4" else jnp.dtype(dtype)
+        kept = INT4_PACKED if dtype == "int4" else jnp.dtype(dtype)
         return CompressedLayer.empty(ROWS, SIZE, self.rule(policy), 0, kept)
 
     def references(self, policy: str) -> list[list[HeadReference]]:
@@ -421,7 +421,7 @@ def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
         once = np.where(np.arange(T) < count[:, None], read[:, None] + np.arange(T), -1)
         again = np.where(once >= 0, once + count[:, None], -1)
         if policy == "kvzip":
-            out, cache, _ = cache.attend_twice(q, k, v, jnp.asarray(np.concatenate([once, again], axis=1)), None)
+            out, cache, _ = cache.attend_two_pass(q, k, v, jnp.asarray(np.concatenate([once, again], axis=1)), None)
         else:
             out, cache, _ = cache.attend(q[:, :T], k[:, :T], v[:, :T], jnp.asarray(once), None)
         expected = None
@@ -473,5 +473,5 @@ def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
 def test_a_cache_that_reads_twice_refuses_to_read_once():
     rule = Compression((((1, 8),),), ((0.9,),), prompt="reconstruction")
     x = jnp.zeros((1, 4, 1, 2))
-    with pytest.raises(ValueError, match="reads prompts twice"):
+    with pytest.raises(ValueError, match="needs two passes over a prompt"):
         CompressedLayer.empty(1, 2, rule, 0, jnp.float32).attend(x[:, :, :, None], x, x, jnp.arange(4)[None], None)

@@ -66,7 +66,7 @@ SHAPES = [(50, None, 128, 8, 1 << 23), (40, 7, 8, 8, 1 << 23), (45, None, 8, 2, 
 
 @pytest.mark.parametrize("T, window, block, groups, scores", SHAPES)
 def test_chunked_attention_is_attention(monkeypatch, T, window, block, groups, scores):
-    for name, value in (("BLOCK", block), ("GROUPS", groups), ("SCORES", scores)):
+    for name, value in (("BLOCK", block), ("NUM_GROUPS", groups), ("MAX_SCORES", scores)):
         monkeypatch.setattr(chunked, name, value)
     q, k, v, segments = drawn(T)
     d_out = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
@@ -90,7 +90,7 @@ def test_chunked_attention_of_one_document_a_row():
 
 @pytest.mark.parametrize("cap, with_sinks", [(0.7, False), (None, True), (0.7, True)])
 def test_chunked_attention_caps_its_scores_and_has_sinks(monkeypatch, cap, with_sinks):
-    for name, value in (("BLOCK", 8), ("GROUPS", 2)):
+    for name, value in (("BLOCK", 8), ("NUM_GROUPS", 2)):
         monkeypatch.setattr(chunked, name, value)
     q, k, v, segments = drawn(29)
     sinks = np.random.default_rng(2).standard_normal((K, G)).astype(np.float32) if with_sinks else None
@@ -149,16 +149,16 @@ def test_the_kernel_that_is_taken():
     cap, sinks = Softmax(30.0), Softmax(None, jnp.zeros((2, 2)))
     assert [taken("auto", on, softmax=cap) for on in ("gpu", "tpu")] == ["chunked", "splash"]
     assert [taken("auto", on, softmax=sinks) for on in ("gpu", "tpu")] == ["chunked"] * 2
-    with pytest.raises(UserError, match=r"attention\.kernel splash takes keys and values of one size"):
+    with pytest.raises(UserError, match=r"attention\.kernel splash needs keys and values of the same size"):
         kernel_for("splash", "tpu", (1, 256, 2, 2, 64), jnp.bfloat16, value_size=32)
     for name, on, softmax in (("cudnn", "gpu", cap), ("cudnn", "gpu", sinks), ("splash", "tpu", sinks)):
-        with pytest.raises(UserError, match=rf"attention\.kernel {name} has no "):
+        with pytest.raises(UserError, match=rf"attention\.kernel {name} does not support "):
             taken(name, on, softmax=softmax)
-    with pytest.raises(UserError, match=r"attention\.kernel splash takes lengths that are multiples of 128, got 200"):
+    with pytest.raises(UserError, match=r"attention\.kernel splash needs lengths that are multiples of 128, got 200"):
         taken("splash", "tpu", T=200)
-    with pytest.raises(UserError, match=r"attention\.kernel cudnn takes bfloat16 .* got float32 and 64"):
+    with pytest.raises(UserError, match=r"attention\.kernel cudnn needs bfloat16 .* got float32 and 64"):
         taken("cudnn", "gpu", dtype=jnp.float32)
-    with pytest.raises(UserError, match=r"attention\.kernel cudnn needs a GPU, and this is a CPU"):
+    with pytest.raises(UserError, match=r"attention\.kernel cudnn needs a GPU, but the platform is a CPU"):
         taken("cudnn", "cpu")
 
 

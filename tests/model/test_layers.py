@@ -47,7 +47,7 @@ def streams(built: Built, with_dropout: bool):
     @quick
     def run(state, tokens_BT, key):
         seen: list[jax.Array] = []
-        through = Transformer._through
+        through = Transformer._run_block
 
         def record(model, block, probe, x_BTD, *args, **options):
             after_BTD, *rest = through(model, block, probe, x_BTD, *args, **options)
@@ -55,7 +55,7 @@ def streams(built: Built, with_dropout: bool):
             return after_BTD, *rest
 
         rngs = nnx.Rngs(dropout=key) if with_dropout else None
-        with mock.patch.object(Transformer, "_through", record):
+        with mock.patch.object(Transformer, "_run_block", record):
             x_BTD, _, _ = built.model(state).hidden(tokens_BT, places(*tokens_BT.shape), rngs=rngs)
         return seen, x_BTD
 

@@ -9,7 +9,7 @@ from flax import nnx
 from dantinox.config import ExpertsConfig
 from dantinox.generation.quantized_weights import LowPrecisionExperts
 from dantinox.model import moe
-from dantinox.model.moe import ExpertLinear, MixtureOfExperts, Rows, grouped_product, tiled_product
+from dantinox.model.moe import ExpertLinear, ExpertRows, MixtureOfExperts, grouped_matmul, tiled_matmul
 from dantinox.model.parallelism import SINGLE_DEVICE
 
 from .builder import config
@@ -31,7 +31,7 @@ def test_products_in_tiles_and_their_derivatives(monkeypatch, sizes):
 
     @jax.jit
     def run(x, w, d_y):
-        y, back = jax.vjp(lambda x, w: tiled_product(x, w, jnp.asarray(sizes)), x, w)
+        y, back = jax.vjp(lambda x, w: tiled_matmul(x, w, jnp.asarray(sizes)), x, w)
         return y, *back(d_y)
 
     y, d_x, d_w = run(x, w, d_y)
@@ -48,7 +48,7 @@ def test_every_kind_of_product_is_the_same(platform, rows):
     sizes = np.bincount(random.integers(0, 5, rows), minlength=5)
     x, w = random.standard_normal((rows, 6)).astype(np.float32), random.standard_normal((5, 6, 7)).astype(np.float32)
     wanted, expert_M = in_float64(x, w, sizes)
-    run = jax.jit(lambda x, w, *rows: grouped_product(x, w, Rows(*rows), platform))
+    run = jax.jit(lambda x, w, *rows: grouped_matmul(x, w, ExpertRows(*rows), platform))
     np.testing.assert_allclose(run(x, w, expert_M, sizes), wanted, atol=1e-5)
 
 
@@ -61,9 +61,9 @@ def test_narrow_experts_are_the_wide_ones_they_say(dtype, rows, from_rows):
     expert_M = np.sort(random.integers(0, 3, rows))
     x, groups = (
         random.standard_normal((rows, 6)).astype(np.float32),
-        Rows(jnp.asarray(expert_M), jnp.bincount(expert_M, length=3)),
+        ExpertRows(jnp.asarray(expert_M), jnp.bincount(expert_M, length=3)),
     )
-    same = narrow.wide().kernel[...]
+    same = narrow.dequantize().kernel[...]
     wanted = np.array([np.tensordot(row, same[e], 1) for row, e in zip(x, expert_M, strict=True)])
     found = jax.jit(lambda narrow, *given: narrow(*given))(narrow, x, groups)
     np.testing.assert_allclose(found, wanted, atol=2e-6 if from_rows is None else 0.03)
