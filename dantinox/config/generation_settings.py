@@ -41,8 +41,12 @@ class _Request(Section):
     weights: Literal["auto", "float32", "bfloat16", "int8"] = field(
         "auto", "precision of the weights while decoding (auto: the compute dtype of the run)"
     )
-    products: Annotated[Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", one_of("bfloat16", "int8")))] = (
-        field("auto", "what narrow weights are multiplied in (auto: bfloat16 where it is the faster one, measured once)")
+    matmul_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", one_of("bfloat16", "int8")))
+    ] = field(
+        "auto",
+        "dtype of matrix multiplications with quantized (int8) or bfloat16 weights (auto: bfloat16 on an accelerator, and on a "
+        "CPU on which a measurement shows that it is faster)",
     )
     tensor_parallel: Count = field(1, "devices that hold different heads and features of each layer")
     greedy: bool = field(False, "always the most likely token")

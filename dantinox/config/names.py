@@ -7,7 +7,7 @@ V0_NAMES = {
     "data.dataset_name": "data.path",
 }
 # Former names, accepted with a warning.
-FORMER_NAMES: dict[str, str] = {}
+FORMER_NAMES = {"generation.products": "generation.matmul_dtype"}
 ALIASES = V0_NAMES | FORMER_NAMES  # old dotted path → new dotted path
 
 # Additional flags of settings: name → dotted path.

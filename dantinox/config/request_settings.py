@@ -17,7 +17,7 @@ class SamplingSettings(TypedDict, total=False):
     ignore_eos: bool
     use_cache: bool
     weights: Literal["auto", "float32", "bfloat16", "int8"]
-    products: Literal["auto", "float32", "bfloat16"]
+    matmul_dtype: Literal["auto", "float32", "bfloat16"]
     tensor_parallel: int
     greedy: bool
     strategy: Literal["chain", "entropy"]

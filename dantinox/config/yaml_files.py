@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dantinox.config.model import OF_WEIGHTS
-from dantinox.config.names import ALIASES, OTHER_NAMES, flat_name
+from dantinox.config.names import ALIASES, FORMER_NAMES, OTHER_NAMES, flat_name
 from dantinox.config.packaged import CONFIGS
 from dantinox.config.reference import PREREQUISITES, type_in_words
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, flat, idle, without
@@ -343,10 +343,17 @@ def _place(key: str, where: Mapping[str, str], source: str) -> str:
 
 
 def _resolve_aliases(given: Mapping[str, object], where: dict[str, str], source: str) -> dict[str, Any]:
+    """Returns the settings by their present names; a former name prints one warning.
+
+    Raises:
+      UserError: a setting is given by two names.
+    """
     flat = dict[str, Any](given)
     for old, new in ALIASES.items():
         if old not in flat:
             continue
+        if old in FORMER_NAMES:
+            warnings.warn(f"{old} is now called {new}{_place(old, where, source)}", stacklevel=5)
         value = flat.pop(old)
         if value is not None and flat.get(new) is not None:
             raise UserError(f"{old} is an alias of {new}: give one of them{_place(old, where, source)}", key=old, value=value)

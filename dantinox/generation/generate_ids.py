@@ -22,7 +22,7 @@ from dantinox.sampling.params import ScoreFn
 
 DEFAULTS = Config().generation
 # They need a tokenizer, or change the weights, which come as they are.
-REFUSED = ("stop", "keep_stop", "weights", "products", "tensor_parallel")
+REFUSED = ("stop", "keep_stop", "weights", "matmul_dtype", "tensor_parallel")
 
 
 Ids = jax.Array | np.ndarray | Sequence[Sequence[int]]

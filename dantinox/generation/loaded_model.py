@@ -41,7 +41,7 @@ from dantinox.sampling.params import ScoreFn
 from dantinox.text import ChatTemplate, Tokenizer
 
 # The same for all rows of a batch, with router.use_attention, all of kv, and what the request reports.
-PER_BATCH_SETTINGS = ("use_cache", "weights", "products", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
+PER_BATCH_SETTINGS = ("use_cache", "weights", "matmul_dtype", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
 ALIASED = 64  # bytes: on a CPU `jax.device_put` does not copy an array of NumPy with this alignment
 
 

@@ -82,12 +82,12 @@ class ModelBundle:
 
     def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
         """The model as decoding wants it; the `PREPARED` used last, by precision, devices and order of heads, are kept."""
-        weights, products, tensor = generation.weights, generation.products, generation.tensor_parallel
-        key = weights, products, tensor, order
+        weights, matmul_dtype, tensor = generation.weights, generation.matmul_dtype, generation.tensor_parallel
+        key = weights, matmul_dtype, tensor, order
         made = self._prepared.pop(key, None)
         if made is None:
             mesh = tensor_mesh(self.model.config, tensor) if tensor > 1 else None
-            made = prepare(permute_heads(self.model, order), weights, products)
+            made = prepare(permute_heads(self.model, order), weights, matmul_dtype)
             made = made if mesh is None else shard_model(made, mesh)
         self._prepared[key] = made
         if len(self._prepared) > PREPARED:

@@ -145,19 +145,19 @@ def _merge(graph: Any, structure: Any) -> Callable[[tuple[jax.Array, ...]], Tran
     return lambda leaves: nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
 
-def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -> Transformer:
+def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto") -> Transformer:
     """A model for decoding; arrays that need no other form are shared with `model`, which stays as it is.
 
     Args:
       weights: `float32`, `bfloat16` or `int8` (symmetric, a scale per output row) for the projections and the output
         layer, norms and embeddings kept; `auto` is the precision the model computes in.
-      products: of narrow weights: `float32` or `bfloat16`; `auto` is bfloat16 on an accelerator, and on a CPU where it was
+      matmul_dtype: of narrow weights: `float32` or `bfloat16`; `auto` is bfloat16 on an accelerator, and on a CPU where it was
         measured to be faster.
 
     Raises:
       UserError: another name.
     """
-    for key, value, allowed in (("weights", weights, WEIGHT_DTYPES), ("products", products, MATMUL_DTYPES)):
+    for key, value, allowed in (("weights", weights, WEIGHT_DTYPES), ("matmul_dtype", matmul_dtype, MATMUL_DTYPES)):
         if value not in allowed:
             raise UserError(f"generation.{key} must be one of {', '.join(allowed)}, got {value!r}")
     model = nnx.clone(model)
@@ -173,7 +173,7 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
     if weights != "float32" and model.per_layer is not None:
         model.per_layer.embed = nnx.Param(model.per_layer.embed[...].astype(model.dtype))
-    together = _bfloat16_from(model.config.platform, weights, products)
+    together = _bfloat16_from(model.config.platform, weights, matmul_dtype)
     change = {
         "float32": lambda linear: _in_dtype(linear, jnp.float32),
         "compute": lambda linear: _in_dtype(linear, linear.dtype),
@@ -186,12 +186,12 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
 LOW_PRECISION: dict[type, type] = {Linear: LowPrecisionLinear, ExpertLinear: LowPrecisionExperts}
 
 
-def _bfloat16_from(platform: str, weights: str, products: str) -> int | None:
+def _bfloat16_from(platform: str, weights: str, matmul_dtype: str) -> int | None:
     """From how many rows on narrow weights are multiplied in bfloat16; None: never."""
     on = get_platform(platform)
-    if products == "float32" or weights not in ("bfloat16", "int8"):
+    if matmul_dtype == "float32" or weights not in ("bfloat16", "int8"):
         return None
-    if products == "auto" and on.name == "cpu" and bfloat16_gain() < MIN_BFLOAT16_GAIN:
+    if matmul_dtype == "auto" and on.name == "cpu" and bfloat16_gain() < MIN_BFLOAT16_GAIN:
         return None
     return 1 + on.max_matvec_rows[weights == "int8"]
 

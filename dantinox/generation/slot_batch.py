@@ -158,7 +158,7 @@ class SlotBatch(RunningBatch):
           UserError: they differ from the server's in what its weights and caches were made by.
         """
         for section, names in (
-            ("generation", ("weights", "products", "tensor_parallel", "use_cache")),
+            ("generation", ("weights", "matmul_dtype", "tensor_parallel", "use_cache")),
             ("kv", type(config.kv).model_fields),
         ):
             for name in names:

@@ -46,7 +46,7 @@ def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iter
         if reference is not None and name == "float32":
             model = reference.model
         else:
-            model = prepare(run.model, name, run.config.generation.products)
+            model = prepare(run.model, name, run.config.generation.matmul_dtype)
         line = f"weights {name:<9} {human_bytes(weight_bytes(model)):>8}"
         if reference is not None and name != "float32":
             nats, model_nats, gap, targets = reference.compare(model)
@@ -115,7 +115,7 @@ class FloatReference:
     """
 
     def __init__(self, run: LoadedModel, store: TokenStore):
-        self.model = prepare(run.model, "float32", run.config.generation.products)
+        self.model = prepare(run.model, "float32", run.config.generation.matmul_dtype)
         self.batches = jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *map(_rows, store.validation(ROWS, TOKENS)))
         self.x_NBTD = _hidden(self.model, self.batches)
 

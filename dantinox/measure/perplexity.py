@@ -88,7 +88,7 @@ def measure_perplexity(
       stride: tokens from one window to the next (default: half of a window).
       tokens: maximum tokens of the text to read.
       context: tokens of a window (default: the model's context).
-      settings: `weights`, `products` and `tensor_parallel` of the section `generation`.
+      settings: `weights`, `matmul_dtype` and `tensor_parallel` of the section `generation`.
 
     Raises:
       UserError: a number is out of range, the text cannot be read or encoded, or it has no token to score.

@@ -38,14 +38,16 @@ class LMEvalModel:
         """Prepares the model.
 
         Args:
-          settings: `weights`, `products` and `tensor_parallel` of the section `generation`.
+          settings: `weights`, `matmul_dtype` and `tensor_parallel` of the section `generation`.
 
         Raises:
           UserError: the tokenizer has neither a begin nor an end token, which an empty context is made of.
         """
         self.run, self.progress = run, progress
         self.context = run.model.config.max_context
-        self._device = {name: settings_of(run.settings(settings))[name] for name in ("weights", "products", "tensor_parallel")}
+        self._device = {
+            name: settings_of(run.settings(settings))[name] for name in ("weights", "matmul_dtype", "tensor_parallel")
+        }
         self._model = run.prepared(run.settings(settings).generation)
         self._bos_ids = bos_ids(run.tokenizer)
         self._empty_context = [token for token in (run.tokenizer.bos_id, run.tokenizer.eos_id) if token is not None][:1]

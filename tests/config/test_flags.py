@@ -4,9 +4,11 @@ import argparse
 
 import pytest
 
-from dantinox.config import UserError, build_config
+from dantinox.config import UserError, build_config, overlay
 from dantinox.config.flag_values import overrides
 from dantinox.config.flags import Parser, add_config_flags
+from dantinox.config.names import FORMER_NAMES
+from dantinox.config.sections import flat
 from dantinox.config.yaml_files import FIELDS
 
 
@@ -70,6 +72,21 @@ def test_a_flag_sets_its_key(argv, key, value):
     result = getattr(getattr(config_of(*words), section), name)
     assert result == value
     assert type(result) is type(value)
+
+
+@pytest.mark.parametrize("old", FORMER_NAMES)
+def test_a_former_name_is_accepted_with_one_warning(old, tmp_path):
+    new = FORMER_NAMES[old]
+    values = {"generation.products": "float32"}
+    tree = {"generation": {"weights": "int8", old.partition(".")[2]: values[old]}}
+    with pytest.warns(UserWarning, match=rf"^{old} is now called {new} \(a.yaml, line 3\)$") as warned:
+        config = build_config(tree, {}, {old: "a.yaml, line 3"}, "a.yaml")
+    assert len(warned) == 1 and flat(config)[new] == values[old]
+    with pytest.warns(UserWarning, match=r"is now called .* \(command line\)"):
+        assert flat(config_of("--weights", "int8", f"--{old}", values[old]))[new] == values[old]
+    name = old.partition(".")[2]
+    with pytest.warns(UserWarning, match="is now called"):
+        assert flat(overlay(config, {name: "bfloat16"}))[new] == "bfloat16"
 
 
 def test_no_flag_changes_nothing():

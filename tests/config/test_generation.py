@@ -234,7 +234,7 @@ def test_no_step_is_without_a_flag():
         "seed",
         "use_cache",
         "weights",
-        "products",
+        "matmul_dtype",
         "tensor_parallel",
     }
     assert {*AS_FLAGS} == {*GenerationSection.model_fields} - refining - others

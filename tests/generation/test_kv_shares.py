@@ -68,7 +68,7 @@ def test_tokens_without_a_run_name_the_file():
 def test_few_orders_of_the_heads_stay_prepared(monkeypatch):
     made = []
     monkeypatch.setattr(model_bundle, "permute_heads", lambda model, order: order)
-    monkeypatch.setattr(model_bundle, "prepare", lambda model, weights, products: made.append(model) or model)
+    monkeypatch.setattr(model_bundle, "prepare", lambda model, weights, matmul_dtype: made.append(model) or model)
     run = LoadedModel(Config(), SimpleNamespace(config=CONFIG), None)
     for order in (1, 2, 1, 3, 4, 5, 1, 2):
         assert run.prepared(GenerationSection(), order) == order

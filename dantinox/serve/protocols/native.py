@@ -26,7 +26,7 @@ from dantinox.serve.protocols.bodies import ALTERNATIVES, Alternatives, Message,
 from dantinox.serve.protocols.token_text import check_ids
 from dantinox.serve.service import Reply, Service
 
-FIXED = ("n", "use_cache", "weights", "products", "tensor_parallel")  # the same for every request
+FIXED = ("n", "use_cache", "weights", "matmul_dtype", "tensor_parallel")  # the same for every request
 
 
 def _prompt(value: Any) -> Any:
