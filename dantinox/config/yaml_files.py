@@ -182,6 +182,15 @@ def build_training(
     return without(config, [key for key in unused if key not in given])
 
 
+def inherit_settings(config: Config) -> Config:
+    """Fills the settings of model and tokenizer that were not given with those of the run `training.init_from`.
+
+    Raises:
+      UserError: as `build_training`.
+    """
+    return build_training(config.model_dump(mode="json", exclude_unset=True)) if config.training.init_from else config
+
+
 def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapping[str, str], init_from: str) -> None:
     """Raises where a setting that was given contradicts the weights of the base, or its tokenizer."""
     before, after = flat(base), flat(config)

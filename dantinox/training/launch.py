@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from dantinox.config import Config
+from dantinox.config import Config, load_config
 from dantinox.config.sections import idle, without
+from dantinox.config.yaml_files import inherit_settings, load_training
 from dantinox.distributed import NullOutput, broadcast_from_rank0, initialize_processes, is_rank0, make_layout
 from dantinox.files import UserError
 from dantinox.platform import use_compilation_cache
@@ -37,10 +38,12 @@ MIN_STEPS = 20  # a training of fewer steps gets a warning if its length is give
 LAUNCH_SETTINGS = ("distributed.coordinator", "distributed.processes", "distributed.process")
 
 
-def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = False) -> RunDirectory:
+def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, resume: bool = False) -> RunDirectory:
     """Trains a model into a run directory, or goes on with one.
 
     Args:
+      config: the settings, a YAML file, or the name of a packaged config such as "quickstart". Settings of the model and the
+        tokenizer that it does not give come from the run `training.init_from`, if there is one.
       run_dir: where to write; None: a new directory under runs/. It must be new or empty, unless `resume`.
       resume: go on from the newest checkpoint with the tokens that the run keeps, whatever has become of its corpus; only
         steps, intervals, the sample prompt and logging may differ from the run's own settings.
@@ -52,33 +55,40 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
     """
     if resume and run_dir is None:
         raise UserError("resume=True needs run_dir")
-    trackers(config, Path())  # report a missing tracker library before the corpus is read
-    initialize_processes(config)
+    settings = _read_settings(config, resume)
+    trackers(settings, Path())  # report a missing tracker library before the corpus is read
+    initialize_processes(settings)
     use_compilation_cache()
-    config = without(
-        config, [*LAUNCH_SETTINGS, *idle(config)]
-    )  # not saved: settings of this launch and settings without effect
+    # Settings of this launch and settings without effect are not saved.
+    settings = without(settings, [*LAUNCH_SETTINGS, *idle(settings)])
     with contextlib.ExitStack() as stack:
         console: Any = stack.enter_context(open_console() if is_rank0() else NullOutput())
         prepared: PreparedRun | None = None
 
         def prepare() -> str:
             nonlocal prepared
-            make_layout(config, config.trained_architecture(vocab_size=1))  # report an invalid mesh first
+            make_layout(settings, settings.trained_architecture(vocab_size=1))  # report an invalid mesh first
             run = RunDirectory(run_dir or "") if resume else create_run(run_dir)
             if resume and not run.config.is_file():
                 raise UserError(f"nothing to resume at {run_dir}: it has no {run.config.name}")
             stack.enter_context(run.lock())
-            prepared = (_prepare_resumed_run if resume else _prepare_new_run)(config, run, console)
+            prepared = (_prepare_resumed_run if resume else _prepare_new_run)(settings, run, console)
             return str(run.path)
 
         run = RunDirectory(broadcast_from_rank0(prepare))
-        config, tokenizer, store, sample = prepared or _load_prepared(run)
+        settings, tokenizer, store, sample = prepared or _load_prepared(run)
         console.note(f"run directory {run.path}")
-        for line in plan_lines(config, tokenizer, store):
+        for line in plan_lines(settings, tokenizer, store):
             console.note(line)
-        train(config, run, tokenizer, store, console, resume=resume, sample=sample)
+        train(settings, run, tokenizer, store, console, resume=resume, sample=sample)
     return run
+
+
+def _read_settings(config: Config | str | Path, resume: bool) -> Config:
+    """Returns the settings of a file or the given ones; a new run inherits the model that it starts from."""
+    if isinstance(config, Config):
+        return config if resume else inherit_settings(config)
+    return load_config(config) if resume else load_training(config)
 
 
 def _load_prepared(run: RunDirectory) -> PreparedRun:

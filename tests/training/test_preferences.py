@@ -1,6 +1,7 @@
 """Direct preference optimisation: loss, gradients and rewards against NumPy in float64, the reference, resume; and fine-tuning
 on conversations through the same loop."""
 
+import importlib
 import json
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.config import TokenizerSection, UserError, build_config, load_config
 from dantinox.model import Transformer
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
@@ -183,3 +184,17 @@ def test_what_ends_an_answer_ends_a_text(base, tmp_path):
     config = config_of(base, objective="sft", steps=1, **given, **{"data.chat_template": str(tmp_path / "t.jinja")})
     assert Tokenizer.load(tmp_path / "t.json").stop_ids == ()
     assert Tokenizer.load(launch(config, run_dir=tmp_path / "run").tokenizer).stop_ids == (258,)
+
+
+@pytest.mark.parametrize("read", [str, load_config], ids=["file", "config"])
+def test_launch_inherits_the_model_of_the_run_it_starts_from(base, tmp_path, monkeypatch, read):
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        f"data: {{path: {base / 'a.jsonl'}}}\n"
+        f"training: {{objective: sft, init_from: {base / 'base'}, steps: 2, batch_size: 2, warmup_steps: 1}}\n"
+    )
+    found = []
+    module = importlib.import_module("dantinox.training.launch")  # the package exports a function of that name
+    monkeypatch.setattr(module, "train", lambda config, *_, **__: found.append(config))
+    launch(read(path), run_dir=tmp_path / "run")
+    assert found[0].model.dim == 16 and found[0].training.steps == 2
