@@ -31,15 +31,15 @@ StepSettings = tuple[str, dict[str, Any]]  # a step's name and settings
 
 @dataclass(frozen=True)
 class Step:
-    """What a step left.
+    """The distribution after a sampling step.
 
     Attributes:
-      settings: what it was given, name → value; nothing for the model.
-      survivors: tokens left.
-      mass: what these have together under the model.
-      entropy: of the distribution behind the step, in bits.
-      changed: whether it changed any logit of the vocabulary; True for the model.
-      others: what all tokens that are not shown have together.
+      settings: the settings of the step, name → value; empty for the model.
+      survivors: number of tokens that the step kept.
+      mass: total probability of these tokens under the model.
+      entropy: entropy of the distribution after the step, in bits.
+      changed: whether the step changed any logit; True for the model.
+      others: total probability, after the step, of all tokens that are not shown.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Token:
-    """A token: what it spells, how it is shown, the step that removed it, and its probability behind each step (float64)."""
+    """A token, its text, its displayed form, the step that removed it, and its probability after each step (float64)."""
 
     id: int
     text: str
@@ -64,14 +64,14 @@ class Token:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The distribution of the token behind a prompt, step by step.
+    """The next-token distribution after a prompt, step by step.
 
     Attributes:
-      greedy: the tokens drawn are the most likely ones, and nothing was drawn.
-      strategy: what the entropy router chose, None without it.
-      forced: it emitted its clarify token, and nothing was drawn.
-      steps: `model`, then the steps of the chain in their order, last the router's `candidates` where it took them.
-      tokens: the most likely under the model, best first, then those that were drawn and are not among them.
+      greedy: whether the most likely token was chosen without sampling.
+      strategy: the strategy of the entropy router; None without the router.
+      forced: whether the router emitted its clarify token without sampling.
+      steps: `model`, then the steps of the chain in order, then the router's `candidates` if it drew some.
+      tokens: the most likely tokens under the model, best first, followed by any other sampled tokens.
       drawn: the token of each of the `n` samples.
     """
 
@@ -88,14 +88,14 @@ class Explanation:
 
 
 def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: int = 20) -> Explanation:
-    """Follows the token behind a prompt through the chain that `run.generate(prompt, **settings)` would use.
+    """Traces the next-token distribution through the sampling chain that `run.generate(prompt, **settings)` would use.
 
     Args:
-      settings: keys of the `generation` section; they win over the run's own.
-      count: how many of the most likely tokens are shown.
+      settings: keys of the `generation` section; they override the settings of the run.
+      count: how many of the most likely tokens to show.
 
     Raises:
-      UserError: a wrong setting, or a prompt that is empty or fills the context.
+      UserError: a setting is invalid, or the prompt is empty or fills the context.
     """
     config = with_default_seed(run.settings(settings), secrets.randbits(32))
     section, ids = config.generation, run.prompt_ids(prompt)
@@ -133,7 +133,7 @@ def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: i
 def _trace_steps(
     model: Transformer, tokens_1T: jax.Array, length: jax.Array, params: SamplingParams, state: SamplerState
 ) -> tuple[jax.Array, Route | None, jax.Array, jax.Array]:
-    """The logits [S, V] behind each step and the route of the first sample, every sample's token, and whether it was forced."""
+    """Returns the logits `[S, V]` after each step and the route of the first sample; each sample's token; which were forced."""
     x_1TD, _, aux = dequantize(model).hidden(tokens_1T, padded_positions(tokens_1T, length[None]), probe=make_probe(params))
     seen = dequantize(model).logits(x_1TD[:, length - 1]), attention_metrics(params, aux)
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), seen)
@@ -147,7 +147,7 @@ def _trace_steps(
 def _steps_and_tokens(
     tokenizer: Tokenizer, given: Sequence[StepSettings], x_SV: np.ndarray, drawn: Sequence[int], count: int
 ) -> tuple[list[Step], list[Token]]:
-    """What the logits behind each step say, and of each token that is shown."""
+    """Summarizes the logits after each step, and collects the tokens to show."""
     names = [name for name, _ in given]
     left_SV = x_SV > -np.inf
     largest_S1 = np.max(x_SV, axis=1, keepdims=True)
@@ -178,23 +178,23 @@ def _steps_and_tokens(
 
 
 def _apply_router_settings(given: Sequence[StepSettings], route: Route, candidates: int) -> list[StepSettings]:
-    """The numbers that the router set in the place of the section's, and its own last step where it took one."""
+    """Replaces the settings that the router overrode, and appends its `candidates` step if the strategy drew candidates."""
     found = [(name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED else own) for name, own in given]
     found = [(name, {name: 0} if own.get("top_k") == EVERY else own) for name, own in found]
     return found + ([("candidates", {"candidates": candidates})] if int(route.strategy) == ADAPTIVE else [])
 
 
 def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
-    """The settings of a step, as JSON has them: null for -inf."""
+    """Returns the settings of a step as JSON values, with null for -inf."""
     settings = STEPS[step].settings
     keys = [key for key in settings if key in NUMBERS] or settings[:1]
     return {key: replace_nonfinite(getattr(section, key)) for key in keys}
 
 
 def display_token(tokenizer: Tokenizer, token: int) -> str:
-    """A token as a person can tell it from any other: in quotes, with escapes for what has no shape of its own.
+    """Returns an unambiguous printable form of a token: in quotes, with escapes for unprintable characters.
 
-    Special tokens stand without quotes; bytes that are only a part of a character are written as `\\xe2`.
+    Special tokens have no quotes. Bytes of an incomplete UTF-8 sequence are written as `\\xe2`.
     """
     if token in tokenizer.special_ids:
         return "".join(map(_escape, str(tokenizer.core.id_to_token(token))))
@@ -203,7 +203,7 @@ def display_token(tokenizer: Tokenizer, token: int) -> str:
 
 def _escape(character: str) -> str:
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that is no text
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is not valid UTF-8
         return f"\\x{code - 0xDC00:02x}"
     if character in '"\\':
         return "\\" + character

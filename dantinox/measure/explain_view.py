@@ -1,4 +1,4 @@
-"""The steps of `dantinox explain` as table and plot."""
+"""Table and plot of `dantinox explain`."""
 
 import itertools
 import json
@@ -14,18 +14,19 @@ from dantinox.report.console import printable
 from dantinox.report.plots import new_figure, to_png
 from dantinox.report.tables import percent, side_by_side, wrap_lines
 
-COLUMN = 11  # the longest word of a step's name
+COLUMN = 11  # the longest word in the name of a step
 TOKEN_CELLS = 20
-# Okabe and Ito's colours, which stay apart for colour-blind eyes; before is light, after is dark.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; before is light, after is dark.
 BEFORE, REMOVED, AFTER, ACCENT = "#c9ced6", "#eceef1", "#0072b2", "#d55e00"
 
 
 def explanation_lines(found: Explanation, width: int = 100) -> Iterator[str]:
-    """The table of tokens, that of steps, and what was drawn, in lines of at most `width` where a column fits at all.
+    """Returns the table of tokens, the table of steps and the samples, in lines of at most `width` if a column fits.
 
-    Only steps that change something get a column; where not all fit side by side the tokens are repeated below.
+    Only steps that change the distribution get a column. If the columns do not all fit side by side, the tokens are repeated
+    below.
     """
-    yield f"the most likely of {found.vocab_size} tokens behind a prompt of {found.prompt_tokens}"
+    yield f"the most likely of {found.vocab_size} tokens after a prompt of {found.prompt_tokens}"
     yield ""
     yield from side_by_side([*_names(found), *_probabilities(found)], width, front=4)
     yield ""
@@ -44,7 +45,7 @@ def explanation_lines(found: Explanation, width: int = 100) -> Iterator[str]:
 
 
 def _names(found: Explanation) -> list[list[str]]:
-    """The first columns: mark, rank, id and token, the last two under headings; the last line is for all other tokens."""
+    """Returns the first columns: mark, rank, id and token, the last two with headings. The last line is for other tokens."""
     rows = [
         ("*" if token.id in found.drawn else " ", f"{rank:>2}", str(token.id), _clip(token.shown, TOKEN_CELLS))
         for rank, token in enumerate(found.tokens, 1)
@@ -56,7 +57,7 @@ def _names(found: Explanation) -> list[list[str]]:
 
 
 def _probabilities(found: Explanation) -> Iterator[list[str]]:
-    """For each step that changes something its name, a cell per token, and what the other tokens have together."""
+    """Yields a column for each step that changes the distribution: name, a cell per token, total of the other tokens."""
     lost: set[str | None] = set()
     for s, step in enumerate(found.steps):
         if step.changed:
@@ -69,7 +70,7 @@ def _probabilities(found: Explanation) -> Iterator[list[str]]:
 
 
 def _heading(step: Step) -> str:
-    """The words of a step's name in lines that fit a column, and its number where it has just one."""
+    """Returns the name of a step in lines that fit a column, and its setting if it has exactly one number."""
     lines = [line.replace(" ", "_") for line in textwrap.wrap(step.name.replace("_", " "), COLUMN)]
     values = list(_nondefault_settings(step).values())
     if len(values) == 1 and not isinstance(values[0], str):
@@ -83,7 +84,7 @@ def _drawn_lines(found: Explanation) -> Iterator[str]:
         token = tokens[token_id]
         which = f", sample {sample}" if len(found.drawn) > 1 and not found.greedy else ""
         first, last = (percent(token.probabilities[s], 2) for s in (0, -1))
-        then = "" if found.greedy or found.forced else f", {last} where it was drawn"
+        then = "" if found.greedy or found.forced else f", {last} when it was drawn"
         yield f"{_draw_method(found)}{which}: {token.shown} (id {token_id}), {first} under the model{then}"
 
 
@@ -92,13 +93,13 @@ def _draw_method(found: Explanation) -> str:
 
 
 def _settings(step: Step) -> str:
-    """`top_p 0.9`, and after a step that changed nothing that it did not."""
+    """Returns the settings of a step, such as `top_p 0.9`, and a remark if the step changed nothing."""
     parts = [f"{key} {_value(value)}" for key, value in _nondefault_settings(step).items()]
     return ", ".join(parts) + ("" if step.changed else " (changes nothing here)")
 
 
 def _nondefault_settings(step: Step) -> dict[str, Any]:
-    """The settings of a step without refinements that have their default."""
+    """Returns the main setting of a step, and its other settings if they differ from their defaults."""
     fields = GenerationSection.model_fields
     return {key: value for i, (key, value) in enumerate(step.settings.items()) if i == 0 or value != fields[key].default}
 
@@ -114,7 +115,7 @@ def _clip(text: str, cells: int) -> str:
 
 
 def draw_explanation(found: Explanation) -> bytes:
-    """One panel per step that changes something: light before it, dark behind it, crosses for removed tokens."""
+    """Plots a panel per step that changes the distribution: light before it, dark after it, crosses for removed tokens."""
     shown = [s for s, step in enumerate(found.steps) if step.changed]
     pairs = list(itertools.pairwise(shown)) or [(0, 0)]
     figure = new_figure(8, 0.9 + 1.7 * len(pairs))
@@ -134,7 +135,7 @@ def draw_explanation(found: Explanation) -> bytes:
 
 
 def draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: Sequence[float] | None = None) -> None:
-    """Light bars before a step, dark ones after it, the places of removed tokens crossed out."""
+    """Draws light bars for before a step, dark bars for after it, and crosses for removed tokens."""
     places = range(len(labels))
     kept = before if after is None else after
     gone = [i for i in places if before[i] > 0 and kept[i] == 0]
@@ -142,7 +143,7 @@ def draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: 
     axes.bar(places, before, width=0.86, color=colours, edgecolor=BEFORE, linewidth=0.5)
     if after is not None:
         axes.bar(places, after, width=0.5, color=AFTER)
-    if gone:  # an empty curve that is not clipped upsets the layout
+    if gone:  # an empty unclipped curve breaks the layout
         axes.plot(gone, [0] * len(gone), "x", color=ACCENT, markersize=3, markeredgewidth=0.9, clip_on=False, zorder=5)
     upright = max(map(len, labels), default=0) <= 2
     axes.set_xticks(places, labels, rotation=0 if upright else 90, fontsize=7, fontfamily="DejaVu Sans Mono", parse_math=False)

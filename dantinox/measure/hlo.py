@@ -21,7 +21,7 @@ MAX_FRAMES = 100  # frames
 
 
 class Frame(NamedTuple):
-    """A line of Python."""
+    """A Python source line."""
 
     file: str
     function: str
@@ -30,13 +30,13 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """`name = type opcode(operands), attributes`; where it comes from is set by `instructions` alone.
+    """An instruction `name = type opcode(operands), attributes`. Only `instructions` sets the last four fields.
 
     Attributes:
-      inside: the opcodes of what is fused into it.
-      label: jax's name for its origin, `jit(step)/transpose(jvp())/dot_general`.
-      frames: the Python calls that it was traced in, the innermost last.
-      target: of a custom call.
+      inside: the opcodes of the instructions fused into it.
+      label: JAX's name of its origin, such as `jit(step)/transpose(jvp())/dot_general`.
+      frames: the Python call stack in which it was traced, innermost last.
+      target: the target of a custom call.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """The computations that it calls; of a loop the body, not the condition."""
+        """The computations that it calls; for a loop the body but not the condition."""
         return [name for _, names in CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", names)]
 
 
 def computations(text: str) -> dict[str, list[Instruction]]:
-    """The instructions of each computation of a program's text; the program's own computation is `ENTRY`."""
+    """Parses the text of a program into computation → instructions; the main computation is `ENTRY`."""
     found: dict[str, list[Instruction]] = {}
     inside: list[Instruction] = []
     for line in text.splitlines():
@@ -75,7 +75,7 @@ def _instruction(name: str, line: str) -> Instruction:
 
 
 def _closing_bracket(line: str, opening: int) -> int:
-    """The index after the bracket that closes the one at `opening`."""
+    """Returns the index after the bracket that closes the one at `opening`."""
     depth = 0
     for bracket in BRACKET.finditer(line, opening):
         depth += 1 if bracket[0] == "(" else -1
@@ -85,17 +85,17 @@ def _closing_bracket(line: str, opening: int) -> int:
 
 
 def instructions(text: str) -> dict[str, Instruction]:
-    """The instructions of a program by their names, with their origins.
+    """Returns the instructions of a program by name, with their origins.
 
-    A fusion takes the origin of the product in it, or of any instruction in it, if it has none of its own. An instruction that
-    XLA has added takes that of the first instruction that reads it.
+    A fusion gets the origin of the matrix multiplication in it; else its own; else that of any instruction in it. An
+    instruction that XLA added gets the origin of the first instruction that reads it.
     """
     frames, members = _Frames(text), computations(text)
     found = {i.name: _set_origin(i, frames) for inside in members.values() for i in inside}
     for i in list(found.values()):
         if "calls=" in i.attributes:
             found[i.name] = _set_fusion_origin(i, [found[part.name] for called in i.called for part in members.get(called, [])])
-    for i in reversed(list(found.values())):  # an instruction comes before those that read it
+    for i in reversed(list(found.values())):  # an instruction precedes those that read it
         for read in NAME.findall(i.operands):
             if read in found and not found[read].frames and found[i.name].frames:
                 found[read] = replace(found[read], label=found[i.name].label, frames=found[i.name].frames)
@@ -110,15 +110,15 @@ def _set_origin(i: Instruction, frames: "_Frames") -> Instruction:
 
 
 def _set_fusion_origin(outer: Instruction, parts: list[Instruction]) -> Instruction:
-    products = [part for part in parts if part.opcode in ("dot", "convolution", "custom-call") and part.frames]
-    origin = next(iter([*products, *([outer] if outer.frames else []), *(part for part in parts if part.frames)]), outer)
+    matmuls = [part for part in parts if part.opcode in ("dot", "convolution", "custom-call") and part.frames]
+    origin = next(iter([*matmuls, *([outer] if outer.frames else []), *(part for part in parts if part.frames)]), outer)
     target = next((part.target for part in parts if part.target), outer.target)
     opcodes = tuple(dict.fromkeys(part.opcode for part in parts))
     return replace(outer, inside=opcodes, label=origin.label, frames=origin.frames, target=target)
 
 
 class _Frames:
-    """The calls that the metadata of an instruction names: by a number in tables at the head of the program, or by itself."""
+    """The call stacks of instructions. Metadata refers to tables at the head of the program, or contains a source line."""
 
     def __init__(self, text: str):
         tables = {name: dict(_rows(rows)) for name, rows in TABLE.findall(text)}
@@ -127,7 +127,7 @@ class _Frames:
         )
         self.places = {number: _pairs(row) for number, row in tables.get("FileLocations", {}).items()}
         self.stack = {number: _pairs(row) for number, row in tables.get("StackFrames", {}).items()}
-        # A frame's parent is counted from 0 where one seems to be its own.
+        # If a frame appears to be its own parent, parent ids count from 0 instead of 1.
         self.shift = int(any(frame.get("parent_frame_id") == number for number, frame in self.stack.items()))
 
     def of(self, metadata: str) -> tuple[Frame, ...]:

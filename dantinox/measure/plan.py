@@ -1,4 +1,4 @@
-"""`dantinox plan`: memory, FLOPs and minimum time of the compiled programs of a config, without allocating anything."""
+"""`dantinox plan`: memory, FLOPs and minimum time of the compiled programs of a config, without allocating memory."""
 
 import re
 import time
@@ -36,17 +36,17 @@ from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
 from dantinox.report.tables import Column, human_bytes, human_count, percent, text_table, wrap_lines
 from dantinox.sampling import SamplingParams
 
-LOOKUP_TABLES = ("embed", "position_embed")  # tables of which a token reads a row
-SCHEDULE_STEPS = 1000  # of a schedule whose length the corpus decides: a constant in the program, which changes nothing here
-# What each figure is, and whose formula it is; N, L, H, Q as in the functions below.
+LOOKUP_TABLES = ("embed", "position_embed")  # tables of which each token reads one row
+SCHEDULE_STEPS = 1000  # if the corpus determines the length of the schedule; this constant does not affect the plan
+# The formula of each program's FLOPs and its source; N, L, H, Q as in `dantinox.model.flops`.
 FORMULAS = {
-    "train": "6N + 12·L·H·Q·T FLOPs a token (Chowdhery et al. 2022, appendix B); what is done again is none of them; "
-    "beside n weights of adapters 4N + 6n",
-    "evaluation": "2N + 4·L·H·Q·T FLOPs a token (Kaplan et al. 2020, section 2.1)",
-    "prefill": "the same without the output layer, which reads a row's last token alone",
-    "decode": "2N + 4·L·H·Q·S FLOPs a token, S the slots of the cache",
+    "train": "6N + 12·L·H·Q·T FLOPs per token (Chowdhery et al. 2022, appendix B), without recomputation; "
+    "with n adapter weights 4N + 6n",
+    "evaluation": "2N + 4·L·H·Q·T FLOPs per token (Kaplan et al. 2020, section 2.1)",
+    "prefill": "the same without the output layer, which reads only the last token of a row",
+    "decode": "2N + 4·L·H·Q·S FLOPs per token, where S is the number of cache slots",
 }
-# What libtpu writes as custom calls and is no kernel.
+# Custom calls of libtpu that are not kernels.
 NON_KERNELS = {
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
     "GatherScatterIndicesBitpacked",
@@ -56,7 +56,7 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Collectives:
-    """Those of one kind in a call of a program: how many, and the bytes that a device sends in them."""
+    """The collectives of one kind in a call of a program: their number, and the bytes that each device sends."""
 
     count: int
     sent: int
@@ -64,24 +64,24 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Program:
-    """What one program takes on each device, and the least time of a call: of one token per row in the case of `decode`.
+    """The cost of one program on each device, and the minimum time of a call. A call of `decode` is one token per row.
 
     Attributes:
-      mesh: of the devices that share it, in words.
-      reads: what a call reads, in words.
-      flops: a device's share of those of the mathematics, by `FORMULAS`, whatever the program throws away; `again` those that
-        it does a second time, the layers forward where `model.gradient_checkpointing` asks for all of it.
-      traffic: bytes that must pass between memory and chip: every weight, moment and key once, and what is written anew or
+      mesh: description of the mesh that shares the program.
+      reads: description of the input of a call.
+      flops: a device's share of the model FLOPs, by `FORMULAS`, without work that the program discards.
+      again: FLOPs of recomputation: the forward pass of the layers under full `model.gradient_checkpointing`.
+      traffic: bytes that must pass between memory and chip: every weight, moment and key once, and what is written or
         received.
-      collectives: kind → how many a call has, loops counted as often as they turn, and the bytes that the device sends in them.
-      bytes: of the compiled program; None where the compiler gave up.
-      needs: the most memory at any time, in bytes; None where the compiler does not say.
-      fits: whether the chip has as much; None where nobody says.
-      kernels: calls in the program's text that are no plain XLA, and sorts, with how often they stand there.
-      compute_seconds, memory_seconds, link_seconds: of `flops + again`, of `traffic`, and of what is sent to other devices, at
-        the chip's published rates, if it has any.
-      mfu: the share of the peak that `flops` are at most, if the longest of these is all it takes.
-      failure: why it was not compiled.
+      collectives: kind → number per call, with loop iterations counted, and the bytes that the device sends.
+      bytes: memory of the compiled program; None if it did not compile.
+      needs: peak memory in bytes; None if the compiler does not report it.
+      fits: whether the chip has this much memory; None if unknown.
+      kernels: custom calls and sorts in the program's text, with their number of occurrences.
+      compute_seconds, memory_seconds, link_seconds: time of `flops + again`, of `traffic`, and of the bytes sent to other
+        devices, at the published rates of the chip; None without published rates.
+      mfu: upper bound of the model FLOPs utilization, reached if the call takes only the longest of these times.
+      failure: the error if the program did not compile.
     """
 
     name: str
@@ -108,12 +108,15 @@ class Plan:
     """The programs of a config on a machine.
 
     Attributes:
-      chips: of the whole machine.
-      memory: bytes of a chip, of the machine at hand those that are free.
-      chip: its published figures.
-      trained: all of its parameters, or those of adapters beside them.
-      matrix_parameters: N of the formulas: all that are multiplied by, the output layer too, norms and look-ups not.
-      batch, prompt, new: of the texts that are generated: prompts at once, their tokens, and tokens behind them.
+      chips: number of chips of the machine.
+      memory: bytes of a chip; for this machine, the free bytes.
+      chip: published figures of the chip.
+      trained: number of trained parameters: all parameters, or those of adapters.
+      matrix_parameters: N of the formulas: the weights in matrix multiplications, including the output layer, but without
+        norms and lookup tables.
+      batch: prompts that are generated from together.
+      prompt: tokens of each prompt.
+      new: generated tokens.
     """
 
     topology: str
@@ -133,11 +136,11 @@ class Plan:
     programs: list[Program]
 
 
-# What is known of a program before it is compiled, the program as jax traced it, and the options of its compiler.
+# A program's figures before compilation, the traced program, and compiler options.
 PlannedProgram = tuple[Program, Any, Mapping[str, Any]]
 
 
-# `training.step.TrainStep`, whose `traced()` gives for each name (rows, length, program, compiler options).
+# `training.step.TrainStep`, whose `traced()` returns name → (rows, length, program, compiler options).
 MakeTrainStep = Callable[[Config, ModelConfig, int, Layout], Any]
 
 
@@ -156,15 +159,16 @@ def make_plan(
     """Compiles training, evaluation, prefill and decoding for a machine.
 
     Args:
-      training: gives the programs of a training run.
-      meshes: sizes of axes in place of those of `distributed`, for each mesh that is asked for; none: `distributed` as it is.
-      batch: prompts that are generated from at once, `generation.n` samples of each.
-      prompt: their length in tokens; None: all that `new` leaves of the context.
-      new: tokens to generate; None: `generation.max_new_tokens`, at most half of the context.
+      training: returns the programs of a training run.
+      meshes: axis sizes for each mesh to plan, overriding those of `distributed`; empty: `distributed` unchanged.
+      batch: prompts that are generated from together, with `generation.n` samples each.
+      prompt: tokens of each prompt; None: the context minus `new`.
+      new: tokens to generate; None: `generation.max_new_tokens`, but at most half of the context.
+      progress: called with a line before each compilation.
 
     Raises:
-      UserError: prompt and new tokens do not fit into the context, the settings name tokens by their text, or a mesh does not
-        fit the devices, the batch or the model.
+      UserError: prompt and new tokens do not fit in the context, the settings name tokens by their text, or a mesh does not
+        match the devices, the batch or the model.
     """
     model = config.architecture(vocab_size, topology.platform)
     new = min(config.generation.max_new_tokens, model.max_context // 2) if new is None else new
@@ -182,7 +186,7 @@ def make_plan(
         traced: list[PlannedProgram] = []
         for one, layout in zip(meshed, layouts, strict=True):
             traced += training_programs(one, trained, training, layout)
-        traced.sort(key=lambda planned: planned[0].name, reverse=True)  # the meshes of one program beside each other
+        traced.sort(key=lambda planned: planned[0].name, reverse=True)  # groups the meshes of each program
         traced += generation_programs(topology, config, model, batch, prompt, new)
         programs = []
         for planned, program, options in traced:
@@ -209,7 +213,7 @@ def make_plan(
 
 
 def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
-    """Bytes of the experts that so many tokens leave alone, if all of them take different ones."""
+    """Returns the bytes of the experts that `tokens` tokens do not use, if every token uses different experts."""
     if model.experts is None:
         return 0
     held = tree_bytes([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if "experts" in path and path[-1] != "one"])
@@ -218,14 +222,15 @@ def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
 
 
 def training_programs(config: Config, model: ModelConfig, training: MakeTrainStep, layout: Layout) -> Iterator[PlannedProgram]:
-    """The optimizer step and the evaluation of a batch; `training` as of `make_plan`."""
+    """Yields the optimizer step and the evaluation of a batch; `training` is that of `make_plan`."""
     steps = config.training.steps or SCHEDULE_STEPS
     for name, (rows, length, program, options) in training(config, model, steps, layout).traced().items():
         forward = 2 * (matrix_parameters(model) + adapter_parameters(model)) + attention_flops(model, length)
         flops = rows * length * (training_flops(model, length) if name == "train" else forward) // layout.devices
         layers = rows * length * (forward - 2 * model.dim * model.vocab_size) // layout.devices
         again = layers if name == "train" and model.remat == "full" else 0
-        # Of a table on one device rows are looked up; in parts it is passed on, which counts as that.
+        # On one device, evaluation reads only some rows of the embedding table. A sharded table is communicated and counts
+        # completely.
         untouched = 0 if name == "train" or model.weight_tying or layout.mesh else model.vocab_size * model.dim * 4
         (state, batch, base), _ = program.in_avals
         traffic = (
@@ -240,7 +245,7 @@ def training_programs(config: Config, model: ModelConfig, training: MakeTrainSte
 def generation_programs(
     topology: Topology, config: Config, model: ModelConfig, batch: int, prompt: int, new: int
 ) -> Iterator[PlannedProgram]:
-    """Prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
+    """Yields prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
     g, rows, model = config.generation, batch * config.generation.n, replace(model, scan_layers=False)
     weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.matmul_dtype))
     mesh = tensor_mesh(model, g.tensor_parallel, topology.devices) if g.tensor_parallel > 1 else None
@@ -248,7 +253,7 @@ def generation_programs(
     if mesh is not None:
         weights, place = shard_model_shapes(weights, mesh), partial(shard_program_arguments, mesh)
     lengths, limits = np.full(batch, prompt, np.int32), np.full(batch, new)
-    # Which head gets which share is measured on a trained model: here all are alike.
+    # The shares of the heads are measured on a trained model: here all heads get equal shares.
     kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})
     cache_plan = plan_cache(model, kv, slots_needed(lengths, limits))
     seeded = config.model_copy(update={"generation": g.model_copy(update={"seed": g.seed or 0})})
@@ -271,13 +276,13 @@ def generation_programs(
     token = 2 * matrix_parameters(model) - head
 
     def forward(rows: int, length: int) -> int:
-        """FLOPs of reading texts for the logits behind them."""
+        """Returns the FLOPs of a forward pass over `rows` sequences that computes only their last logits."""
         return rows * (length * (token + attention_flops(model, length)) + head)
 
     shares, on = g.tensor_parallel, ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
     yield Program("prefill", on, f"{batch} × {prompt} tokens", forward(batch, prompt) // shares, 0, read + cache), first, {}
     sizes, groups = 2 * model.head_size, model.n_heads // model.kv_heads
-    if model.latent is not None:  # which all heads read, as key and as value
+    if model.latent is not None:  # all heads read the latent, as key and as value
         sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
     flops = rows * (token + head + 2 * sizes * groups * slots_read(model, cache_plan))
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
@@ -287,7 +292,7 @@ def generation_programs(
 
 
 def slots_read(model: ModelConfig, plan: CachePlan) -> int:
-    """Slots that all key heads of all layers read."""
+    """Returns the number of slots that a step reads, over all key/value heads of all layers."""
     if plan.compression is None:
         heads = [model.of_layer(i).kv_heads if model.latent is None else 1 for i in range(model.num_blocks)]
         return sum(count * span for count, span in zip(heads, uncompressed_slots(model, plan.slots), strict=True))
@@ -321,7 +326,7 @@ def _compile_program(topology: Topology, planned: Program, program: Any, options
 
 
 def find_kernels(text: str) -> dict[str, int]:
-    """Custom calls by their target, Triton's and cuDNN's fusions by their kind, sorts by their length, in a program's text."""
+    """Counts the kernels in a program's text: custom calls by target, Triton and cuDNN fusions by kind, sorts by length."""
     names = re.findall(r'custom_call_target="([^"]+)"', text) + re.findall(r'"kind":"(__(?:triton|cudnn)[^"]*)"', text)
     for shape, axis in re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(.*dimensions=\{(\d+)\}", text):
         names.append(f"sort of {shape.split(',')[int(axis)]}")
@@ -329,7 +334,7 @@ def find_kernels(text: str) -> dict[str, int]:
 
 
 def parse_needed_bytes(failure: str) -> int | None:
-    """What a compiler that ran out of memory says that it needs."""
+    """Returns the memory that an out-of-memory error of the compiler reports as needed, in bytes; None for other errors."""
     number = re.search(r"(\d+(?:\.\d+)?)([KMGT])\b", failure) if "RESOURCE_EXHAUSTED" in failure else None
     return number and int(float(number[1]) * UNITS[number[2]])
 
@@ -343,13 +348,13 @@ def _bytes(kind: str) -> Column:
 
 
 def _collective_column(kind: str) -> Column:
-    """How many collectives of a kind there are, and what they pass."""
+    """Returns a column with the number of collectives of a kind and the bytes that a device sends in them."""
 
-    def said(p: Program) -> str | None:
+    def cell(p: Program) -> str | None:
         of = p.collectives.get(kind)
         return None if of is None else f"{of.count} · {human_bytes(of.sent)}"
 
-    return Column(kind, kind, said)
+    return Column(kind, kind, cell)
 
 
 NAME_COLUMNS = (Column("program", "program", lambda p: p.name), Column("reads", "reads", lambda p: p.reads))
@@ -372,7 +377,7 @@ COLLECTIVE_COLUMNS = tuple(map(_collective_column, BYTES_SENT))
 
 
 def plan_lines(found: Plan, width: int = 100) -> Iterator[str]:
-    """The machine, the table of programs, and what is to be said of each, in lines of at most `width`."""
+    """Returns the machine, the tables of programs, and remarks on each program, in lines of at most `width`."""
     yield from wrap_lines(_machine(found), width)
     yield ""
     names = MESH_COLUMNS if found.chips > 1 else NAME_COLUMNS
@@ -388,20 +393,21 @@ def plan_lines(found: Plan, width: int = 100) -> Iterator[str]:
         yield from wrap_lines([f"{program.name}{on}: {_fits(program, found.memory)}{kernels}"], width)
     yield ""
     formulas = [f"{name}: {formula}" for name, formula in found.formulas.items()]
-    yield from wrap_lines([f"N = {human_count(found.matrix_parameters)} weights in matrix products; FLOPs:", *formulas], width)
+    heading = f"N = {human_count(found.matrix_parameters)} weights in matrix multiplications; FLOPs:"
+    yield from wrap_lines([heading, *formulas], width)
 
 
 def _machine(found: Plan) -> Iterator[str]:
     memory = "memory unknown" if found.memory is None else human_bytes(found.memory)
     yield f"{found.topology} ({found.device}), {memory}"
     if found.chip is None:
-        yield "no published figures of this machine, and so no bounds of time"
+        yield "no time bounds: this machine has no published figures"
     else:
         yield f"{human_count(found.chip.flops)} bfloat16 FLOP/s, {human_bytes(found.chip.bandwidth)}/s: {found.chip.source}"
     if found.chips > 1:
-        link = f", whose links send {human_bytes(found.chip.link)}/s" if found.chip else ""
-        yield f"{found.chips} chips{link}: all figures are of one of them, a collective's bytes those that it sends"
-    adapters = f" and {human_count(found.trained)} of adapters, which alone are trained" * (found.trained != found.parameters)
+        link = f", links of {human_bytes(found.chip.link)}/s" if found.chip else ""
+        yield f"{found.chips} chips{link}: all figures are per chip; the bytes of a collective are those that a chip sends"
+    adapters = f" and {human_count(found.trained)} trained adapter parameters" * (found.trained != found.parameters)
     yield f"{human_count(found.parameters)} parameters{adapters}, computing in {found.dtype}, {found.vocab_size} symbols"
 
 
@@ -409,6 +415,6 @@ def _fits(program: Program, memory: int | None) -> str:
     if program.fits:
         return "fits"
     if program.needs is None or memory is None:
-        return "not compiled: " + program.failure if program.failure else "nobody says whether it fits"
+        return "not compiled: " + program.failure if program.failure else "unknown whether it fits"
     over = program.needs - memory
     return f"does not fit, {human_bytes(over)} too much" if over > 0 else f"does not fit: {program.failure}"

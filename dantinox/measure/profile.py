@@ -1,7 +1,7 @@
 """`dantinox profile`: a device trace, and the table of its most expensive operations.
 
-XLA's operations are read off the trace, and what each is and which line of this package it comes from off the compiled
-programs. Operations of the same kind and line, as those of all layers are, count as one.
+The trace contains the times of XLA operations. The compiled programs give the kind of each operation and its source line in
+this package. Operations of the same kind and line, such as those of all layers, are added up.
 """
 
 import re
@@ -18,8 +18,8 @@ from dantinox.files import UserError, wrap_os_errors
 from dantinox.measure.hlo import Instruction, instructions
 from dantinox.report.tables import Column, percent, text_table, wrap_lines
 
-CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}  # what runs inside is traced itself
-# What an operation is called by the first of these opcodes in it.
+CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}  # their contents are traced separately
+# The kind of an operation is the first one that has an opcode in the operation.
 KINDS = {
     "matmul": ("dot", "convolution", "ragged-dot"),
     "collective": ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),
@@ -33,9 +33,9 @@ DATA_MOVEMENT = {
     "copy", "transpose", "concatenate", "pad", "reverse", "slice", "bitcast", "broadcast", "reshape", "convert", "iota",
     "parameter", "constant", "fusion",
 }  # fmt: skip
-OUTER_SCOPES = ("Transformer.", "Block.")  # nearly everything is in these
+OUTER_SCOPES = ("Transformer.", "Block.")  # nearly all operations are inside these
 PACKAGE = f"/{__package__.partition('.')[0]}/"
-# What a custom call is, by its target or its name.
+# The kind of a custom call, by its target or name.
 KERNELS = {
     "matmul": re.compile(r"gemm|matmul|cublas|onednn|__cudnn\$conv"),
     "attention": re.compile(r"fmha|attention|flash|splash"),
@@ -44,15 +44,16 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """Operations of one kind and origin.
+    """The operations of one kind and origin.
 
     Attributes:
-      name: what XLA calls them, without their numbers.
+      name: XLA's name without its number.
       kind: matmul, reduction, elementwise and so on.
-      place: the part of the model, or the function, that they come from.
+      place: the part of the model or the function where they originate.
       source: file and line.
-      ms: in all calls together, summed over the threads or streams they ran on.
-      share: of the time of all operations.
+      ms: total time of all calls, summed over threads or streams.
+      share: share of the time of all operations.
+      calls: number of calls.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Profile:
-    """A trace of `count` steps or tokens. `wall_ms`: of the whole; `operations`: all, most expensive first."""
+    """A trace of `count` steps or tokens that took `wall_ms` in total; `operations` has the most expensive first."""
 
     folder: str
     device: str
@@ -80,13 +81,16 @@ class Profile:
 
 
 def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
-    """Traces `work()`, `count` steps or tokens that are to be warm, into a folder that TensorBoard, XProf and Perfetto read.
+    """Traces `work()` into a folder that TensorBoard, XProf and Perfetto can read.
+
+    Args:
+      work: runs `count` steps or tokens. Its programs must be compiled already.
 
     Raises:
-      UserError: the folder cannot be written, or there is no operation in the trace.
+      UserError: the folder cannot be written, or the trace has no device operation.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would slow down what is measured
+    options.python_tracer_level = 0  # Python tracing would slow down the measured work
     before = set(folder.rglob("*.xplane.pb"))
     with wrap_os_errors(f"cannot write into {folder}"), jax.profiler.trace(folder, profiler_options=options):
         begin = time.perf_counter()
@@ -102,22 +106,22 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
         programs[name].append(instructions(text))
     operations = rank_operations(runs, programs)
     if not operations:
-        raise UserError(f"there is no operation of the device in the trace {files[-1]}")
+        raise UserError(f"the trace {files[-1]} has no device operation")
     kind = f"{jax.device_count()} × " * (jax.device_count() > 1) + device.device_kind
     return Profile(str(folder), kind, count, wall * 1e3, operations)
 
 
 Program = Mapping[str, Instruction]
-# The name of a program and which run of it → operation → the nanoseconds of each of its calls.
+# (name of a program, id of one run of it) → operation → nanoseconds of each call.
 Runs = Mapping[tuple[str, str], Mapping[str, Sequence[float]]]
 
 
 def operation_times(data: Any) -> Runs:
-    """Times over all devices and threads of a trace (`jax.profiler.ProfileData`)."""
+    """Returns the times of operations on all devices and threads of a trace (`jax.profiler.ProfileData`)."""
     found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for plane in data.planes:
         lines = list(plane.lines)
-        # Accelerators may have each operation twice: as they were launched, and on a line of this name.
+        # Accelerators may list each operation twice: at its launch, and on a line named "XLA Ops".
         of_xla = [line for line in lines if line.name == "XLA Ops"]
         for event in (event for line in of_xla or lines for event in line.events):
             stats = dict(event.stats)
@@ -129,7 +133,7 @@ def operation_times(data: Any) -> Runs:
 
 
 def _program_texts(names: set[str]) -> Iterator[tuple[str, str]]:
-    """The programs of these names that are compiled in this process."""
+    """Yields (name, HLO text) of the programs of these names that are compiled in this process."""
     for executable in jax.devices()[0].client.live_executables():
         for module in executable.hlo_modules():
             if module.name in names:
@@ -137,9 +141,9 @@ def _program_texts(names: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def rank_operations(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operation]:
-    """The operations, most expensive first, those of one kind and origin together; what only holds others is left out.
+    """Groups operations by kind and origin, most expensive first, without containers such as loops.
 
-    A run is of the program of its name that knows most of its operations.
+    Several programs can have the same name. A run is assigned to the one that has the most of its operations.
     """
     groups: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
     for (name, _), times in runs.items():
@@ -155,7 +159,7 @@ def rank_operations(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> li
 
 
 def operation_kind(found: Instruction, name: str) -> str:
-    """What an operation is, by what is in it."""
+    """Returns the kind of an operation from the opcodes in it."""
     inside = {found.opcode, *found.inside}
     if "custom-call" in inside:
         return next((kind for kind, names in KERNELS.items() if names.search(f"{found.target} {found.label}")), "kernel")
@@ -168,7 +172,7 @@ def operation_kind(found: Instruction, name: str) -> str:
 
 
 def _origin(found: Instruction) -> tuple[str, str]:
-    """The place and the source of an operation, `–` where the program does not say."""
+    """Returns the place and the source of an operation; `–` if unknown."""
     own = [frame for frame in found.frames if PACKAGE in frame.file]
     if not own:
         return "–", "–"
@@ -177,13 +181,13 @@ def _origin(found: Instruction) -> tuple[str, str]:
     methods = [name for name in methods if not name.startswith(OUTER_SCOPES)] or methods[-1:]
     if methods:
         parts = dict.fromkeys(name.removesuffix(".__call__") for name in (methods[0], methods[-1]))
-    else:  # behind the last line of this package may stand a library's function, an optimizer's for instance
+    else:  # the innermost frame may be a library function, an optimizer for instance
         parts = dict.fromkeys([found.frames[-1].function.replace(".<locals>", "").replace(".<lambda>", "")])
     backward = " (backward)" * ("transpose(" in found.label)
     return " › ".join(parts) + backward, f"{own[-1].file.rpartition(PACKAGE)[2]}:{own[-1].line}"
 
 
-WIDTH = 160  # a table in several parts would be harder to read than lines that a terminal breaks
+WIDTH = 160  # lines that the terminal wraps are easier to read than a table in several parts
 COLUMNS = [
     Column("name", "operation", lambda operation: operation.name),
     Column("kind", "what", lambda operation: operation.kind),
@@ -196,7 +200,7 @@ COLUMNS = [
 
 
 def profile_lines(found: Profile, unit: str, width: int = 100, number: int = 10) -> Iterator[str]:
-    """What was traced, its most expensive operations, and where the trace lies; `unit`: what was counted, `step` or `token`."""
+    """Returns a summary of the trace, its most expensive operations, and its folder; `unit` is `step` or `token`."""
     each = found.wall_ms / found.count
     plural = unit if found.count == 1 else f"{unit}s"
     yield from wrap_lines([f"{found.count} {plural} of {each:.2f} ms on {found.device}", ""], width)

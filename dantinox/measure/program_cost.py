@@ -1,6 +1,6 @@
 """FLOPs and collectives of a compiled program, counted from its HLO.
 
-A compiler's own count takes the body of a loop once; here it is taken as often as the loop turns.
+The compiler's cost analysis counts the body of a loop once. This count multiplies it by the number of iterations.
 """
 
 import math
@@ -12,7 +12,7 @@ from functools import cache
 
 from dantinox.measure.hlo import Instruction, computations
 
-# Bytes that each of n devices sends round a ring, of operands of so many bytes (Chan et al. 2007, "Collective
+# (bytes of the operands, n devices) → bytes that each device sends in a ring algorithm (Chan et al. 2007, "Collective
 # communication: theory, practice, and experience", section 7).
 BYTES_SENT: Mapping[str, Callable[[float, int], float]] = {
     "all-gather": lambda size, n: size * (n - 1),
@@ -26,13 +26,13 @@ SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 
 @dataclass(frozen=True)
 class Work:
-    """What one device does in a run of a program.
+    """The work of one device in a run of a program.
 
     Attributes:
-      flops: of products, two per multiplication and addition.
-      count: how many collectives of each kind; not those of a group of one device.
-      sent: the bytes of each kind that the device sends.
-      unknown_loops: loops whose turns are known only as they run; what is in them is counted once.
+      flops: FLOPs of matrix multiplications and convolutions; a multiply-add counts as two.
+      count: number of collectives of each kind, without those in groups of one device.
+      sent: bytes that the device sends, by kind.
+      unknown_loops: number of loops without a static trip count; their bodies are counted once.
     """
 
     flops: float = 0.0
@@ -42,7 +42,7 @@ class Work:
 
     @property
     def bytes(self) -> float:
-        """What the device sends in all."""
+        """The bytes that the device sends in total."""
         return sum(self.sent.values())
 
     def __add__(self, other: "Work") -> "Work":
@@ -50,13 +50,13 @@ class Work:
         return Work(self.flops + other.flops, count, sent, self.unknown_loops + other.unknown_loops)
 
     def repeat(self, turns: int) -> "Work":
-        """The same in a loop."""
+        """Returns the work of `turns` iterations."""
         count, sent = (Counter({kind: turns * n for kind, n in of.items()}) for of in (self.count, self.sent))
         return Work(turns * self.flops, count, sent, self.unknown_loops)
 
 
 def count_work(text: str) -> Work:
-    """The work of a program, from `compiled.as_text()`; of a condition that the program decides itself, all branches."""
+    """Counts the work of a program from `compiled.as_text()`. All branches of a conditional are counted."""
     members = computations(text)
     header = text.partition("\n")[0]
     devices = max(int(n) for n in [*re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header), "1"])
@@ -65,7 +65,8 @@ def count_work(text: str) -> Work:
     def of(computation: str) -> Work:
         types = {i.name: i.type for i in members[computation]}
         total = Work()
-        # On a TPU a collective stands in every fusion that goes on with it; a sum of which parts are kept is one fusion.
+        # A TPU program repeats an asynchronous collective in every fusion that continues it: count only its start. A fusion
+        # named all-reduce-scatter contains an all-reduce but works as a reduce-scatter.
         begins = any('"AsyncCollectiveStart"' in i.attributes for i in members[computation])
         scatters = computation.startswith("all-reduce-scatter")
         for i in members[computation]:
@@ -84,7 +85,7 @@ def count_work(text: str) -> Work:
 
 
 def _instruction_work(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
-    """The work of an instruction without that of what it calls."""
+    """Returns the work of an instruction without the computations that it calls."""
     operands = [types[name] for name in re.findall(r"%([\w.\-]+)", i.operands) if name in types]
     if contracted := _contraction_size(i, operands):
         return Work(flops=2.0 * math.prod(_dimensions(i.type)) * contracted)
@@ -95,11 +96,11 @@ def _instruction_work(i: Instruction, types: Mapping[str, str], devices: int) ->
 
 
 def _contraction_size(i: Instruction, operands: list[str]) -> int:
-    """Over how many products an element of the result is summed; 0 where it is no product."""
+    """Returns how many multiplications each element of the result sums up; 0 if it is not a matrix multiplication."""
     if i.opcode == "convolution":
         letters = re.findall(r"dim_labels=\w+_(\w+)->", i.attributes)[0]
         return math.prod(n for letter, n in zip(letters, _dimensions(operands[1]), strict=True) if letter != "o")
-    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)  # of a `dot`, or of a call of a library
+    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)  # of a `dot` or a library call
     if not axes:
         return 0
     sizes = _dimensions(operands[0])
@@ -107,7 +108,7 @@ def _contraction_size(i: Instruction, operands: list[str]) -> int:
 
 
 def _group_size(rest: str, devices: int) -> int:
-    """Between how many devices a collective passes what they have; of pairs, 0."""
+    """Returns the number of devices in a group of a collective; 0 for source-target pairs."""
     if "source_target_pairs=" in rest:
         return 0
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
@@ -125,13 +126,13 @@ def _loop_work(body: Work, loop: Instruction, members: Mapping[str, list[Instruc
     if known:
         return body.repeat(int(known[1]))
     limits = set(_constants(re.findall(r"\bcondition=%?([\w.\-]+)", loop.attributes)[0], members))
-    if len(limits) == 1:  # a count from 0 up to it
+    if len(limits) == 1:  # assume a counter from 0 up to this limit
         return body.repeat(limits.pop())
     return body + Work(unknown_loops=1)
 
 
 def _constants(computation: str, members: Mapping[str, list[Instruction]]) -> Iterator[int]:
-    """Whole numbers that a computation names."""
+    """Yields the integer constants of a computation."""
     for i in members[computation]:
         if i.opcode == "constant" and re.match(r"[su]\d+\[\]", i.type):
             yield int(i.operands)
@@ -145,7 +146,7 @@ def _dimensions(type: str) -> list[int]:
 
 
 def _bytes(type: str) -> float:
-    """Of an array, or of all in a tuple."""
+    """Returns the bytes of an array, or of all arrays in a tuple."""
     return sum(_bits(name) / 8 * math.prod(map(int, re.findall(r"\d+", sizes))) for name, sizes in SHAPE.findall(type))
 
 

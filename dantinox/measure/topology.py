@@ -1,4 +1,4 @@
-"""Target devices of a plan: this machine, and TPU and GPU topologies that need no such device."""
+"""Target devices of a plan: this machine, or TPU and GPU topologies, which need no such device."""
 
 import contextlib
 import importlib
@@ -20,13 +20,13 @@ from dantinox.programs import CHIPS, Chip, available_bytes, compile_program, fin
 
 NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
 COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-GPU_COUNTS = tuple(map(str, range(1, 9)))  # that NVLink joins
-CUDNN, CAPABILITY = 91000, (9, 0)  # 9.10.0, and of an H100: as in the file
+GPU_COUNTS = tuple(map(str, range(1, 9)))  # connected by NVLink
+CUDNN, CAPABILITY = 91000, (9, 0)  # cuDNN 9.10.0 and an H100, as in the file
 H100 = Path(__file__).with_name("h100.txtpb")
-# Autotuning runs kernels on the device: without one, XLA's heuristics choose them.
+# Autotuning runs kernels on the device. Without a device, XLA's heuristics choose the kernels.
 OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0}}
-# Else libtpu looks for its machine in the network, says at length that there is none and is loaded by one process at a time,
-# and jax looks for NVIDIA's libraries.
+# Without these, libtpu searches the network for its machine, prints long errors and allows one process at a time, and JAX
+# searches for NVIDIA's libraries.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
@@ -38,14 +38,14 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Topology:
-    """What programs are compiled for.
+    """The devices that programs are compiled for.
 
     Attributes:
       platform: a name of `dantinox.platform`.
-      devices: that share a training.
-      memory: bytes of a chip; of the machine at hand what is free; None where nobody says.
-      chip: its published figures, None where there are none.
-      options: of the compiler.
+      devices: the devices that share a training.
+      memory: bytes of a chip, or the free bytes of this machine; None if unknown.
+      chip: published figures of the chip; None if there are none.
+      options: compiler options.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Topology:
 
     @property
     def device(self) -> jax.Device:
-        """The chip that texts are generated on."""
+        """The chip that generation runs on."""
         return self.devices[0]
 
     @contextlib.contextmanager
     def emulated(self) -> Iterator[None]:
-        """Inside, jax's cuDNN attention, which asks the device while it is traced and lowered, takes an H100 for granted."""
+        """Makes JAX's cuDNN attention assume an H100 inside the block: it queries the device while it is traced and lowered."""
         if self.platform != "gpu" or self.device in jax.devices():
             yield
             return
@@ -70,34 +70,34 @@ class Topology:
             yield
 
     def place(self, tree: Any) -> Any:
-        """The shapes of arrays, or shapes, on this machine's device."""
+        """Returns the shapes of a tree of arrays or shapes, placed on `device`."""
         sharding = SingleDeviceSharding(self.device)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
     def compile(self, traced: Any, options: Mapping[str, Any]) -> Any:
-        """A program that was traced on arguments of these devices, with further options of the compiler."""
+        """Compiles a program that was traced with arguments on these devices, with additional compiler options."""
         return compile_program(traced.lower(), {**self.options, **options})
 
 
 def find_topology(name: str | None = None) -> Topology:
-    """The machine of a name: `cpu`, `gpu:h100`, `gpu:h100:8`, `tpu:v5e`, `tpu:v5e:4x4`; None is the one at hand.
+    """Returns the topology of a name: `cpu`, `gpu:h100`, `gpu:h100:8`, `tpu:v5e`, `tpu:v5e:4x4`; None: this machine.
 
     Raises:
-      UserError: there is none of that name, or its compiler is not installed.
+      UserError: the name is unknown, or its compiler is not installed.
     """
     if name is None or name == "cpu":
         devices = jax.devices(name)
         platform: Any = "gpu" if devices[0].platform == "cuda" else devices[0].platform
         memory = available_bytes(devices[0])
         if platform == "cpu" and memory is not None:
-            memory //= len(devices)  # they are simulated and share it
+            memory //= len(devices)  # simulated devices share the memory
         return Topology(name or platform, platform, devices, memory, find_chip(devices[0]))
     found = re.fullmatch(r"(gpu|tpu):(\w+)(?::(\d+(?:x\d+)*))?", name)
     family, model, shape = found.groups() if found else ("", "", None)
     if f"{family}:{model}" not in NAMES or (shape and family == "gpu" and shape not in GPU_COUNTS):
         raise UserError(
-            f"no topology {escape_name(name)}: they are {', '.join(NAMES)}, a GPU also with the number in its host, up to "
-            f"{GPU_COUNTS[-1]}, as gpu:h100:8, a TPU with its shape, as tpu:v5e:4x4"
+            f"unknown topology {escape_name(name)}: use one of {', '.join(NAMES)}; a GPU may have a count of up to "
+            f"{GPU_COUNTS[-1]}, as in gpu:h100:8, and a TPU a shape, as in tpu:v5e:4x4"
         )
     if not any(map(find_spec, COMPILERS[family])):
         newer = ", on Python 3.12 or newer" if family == "tpu" else ""
@@ -114,12 +114,12 @@ def find_topology(name: str | None = None) -> Topology:
     return Topology(name, family, list(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
 
 
-CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"  # private: read and replaced by `_emulate_h100` alone
+CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"  # private: only `_emulate_h100` uses and patches it
 
 
 @contextlib.contextmanager
 def _emulate_h100() -> Iterator[None]:
-    """Inside, the functions by which jax's cuDNN attention asks the device answer as on an H100 with `CUDNN`."""
+    """Patches the functions with which JAX's cuDNN attention queries the device, to answer like an H100 with `CUDNN`."""
     answers: dict[str, Callable[..., Any]] = {
         "check_cudnn_version": lambda: CUDNN,
         "check_compute_capability": lambda least: tuple(map(int, least.split("."))) <= CAPABILITY,
@@ -127,20 +127,20 @@ def _emulate_h100() -> Iterator[None]:
     }
     try:
         module = importlib.import_module(CUDNN_MODULE)
-        own = {name: getattr(module, name) for name in answers}
+        originals = {name: getattr(module, name) for name in answers}
     except (ImportError, AttributeError) as error:
-        raise UserError(f"jax {jax.__version__} cannot be planned for a GPU that is not there: {first_line(error)}") from None
+        raise UserError(f"jax {jax.__version__} cannot compile for a GPU without the device: {first_line(error)}") from None
     vars(module).update(answers)
     try:
         yield
     finally:
-        vars(module).update(own)
+        vars(module).update(originals)
 
 
 def _tpu_devices(model: str, shape: str) -> list[jax.Device]:
-    # A host has four chips or more, unless it is told that it has one.
-    alone = {"chips_per_host_bounds": (1, 1, 1)} if set(shape) == {"1", "x"} or shape == "1" else {}
+    # A host has four chips or more unless this option limits it to one.
+    one_chip = {"chips_per_host_bounds": (1, 1, 1)} if set(shape) == {"1", "x"} or shape == "1" else {}
     try:
-        return topologies.get_topology_desc(f"{model}:{shape}", "tpu", **alone).devices
+        return topologies.get_topology_desc(f"{model}:{shape}", "tpu", **one_chip).devices
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"no topology tpu:{model}:{shape}: {first_line(error)}") from None
+        raise UserError(f"unknown topology tpu:{model}:{shape}: {first_line(error)}") from None
