@@ -254,7 +254,7 @@ def test_a_training_that_will_take_long_says_so_after_its_first_steps(workshop, 
     monkeypatch.setattr(training_log, "MIN_ESTIMATE", 0)
     workshop.train("run", config)
     assert re.search(r"about \S+ for 8 steps at \S+ m?s a step, evaluations not counted\n", workshop.notes.getvalue())
-    assert training_log.duration(500, 4.2) == "about 35m00s for 500 steps at 4.2 s a step, evaluations not counted"
+    assert training_log.duration_line(500, 4.2) == "about 35m00s for 500 steps at 4.2 s a step, evaluations not counted"
 
 
 @pytest.mark.parametrize(("epochs", "warned"), [(1, True), (30, False)])

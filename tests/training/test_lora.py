@@ -250,7 +250,7 @@ def test_the_base_must_be_there_and_the_same(base, tuned, tmp_path):
     other = config.model_copy(update={"training": config.training.model_copy(update={"init_from": str(tmp_path / "base")})})
     with pytest.raises(UserError, match=r"the adapters of .*tuned are for the weights [0-9a-f]{12}…, and its base .* has"):
         weights_of(copy, other)
-    with pytest.raises(UserError, match=r"was trained on weights [0-9a-f]{12} .*training.init_from.*, and those are"):
+    with pytest.raises(UserError, match=r"was trained on weights [0-9a-f]{12} .*training.init_from.*, but those are"):
         moved.train(
             "tuned", other.model_copy(update={"training": other.training.model_copy(update={"steps": 30})}), resume=True
         )
