@@ -1,4 +1,4 @@
-"""`import_checkpoint` and `export_checkpoint`: a foreign checkpoint to a run directory, and a run to a checkpoint."""
+"""`import_checkpoint` converts a checkpoint of another program to a run directory; `export_checkpoint` does the opposite."""
 
 import json
 import os
@@ -37,11 +37,10 @@ from dantinox.text.chat_template import MAX_TEMPLATE_BYTES
 from dantinox.text.tokenizer import ROLES
 
 DTYPES = ("auto", "float32", "bfloat16")
-FORMATS = {"hf": tuple(TYPES), "gguf": (*TYPES, "q8_0")}  # with the types that each can have
-# The sampling settings that a generation_config.json may hold.
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# The settings of `generation` for a model with a chat template whose checkpoint gives none.
-INSTRUCT = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "max_new_tokens": 512}
+FORMATS = {"hf": tuple(TYPES), "gguf": (*TYPES, "q8_0")}  # export formats and their number types
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of generation_config.json
+# The settings of `generation` for a model with a chat template whose checkpoint has no sampling settings.
+INSTRUCT_DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "max_new_tokens": 512}
 
 
 class Imported(NamedTuple):
@@ -50,8 +49,8 @@ class Imported(NamedTuple):
     Attributes:
       run: the run directory that was written.
       source: the folder or file that was read.
-      family: the model family, as `model_type` of transformers.
-      tensors: how many tensors the checkpoint has.
+      family: the model family, transformers' `model_type`.
+      tensors: the number of tensors in the checkpoint.
     """
 
     run: RunDirectory
@@ -67,17 +66,18 @@ def import_checkpoint(
     max_context: int | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Imported:
-    """Writes a run directory from a checkpoint. Nothing is written before everything has been read and checked.
+    """Writes a run directory from a checkpoint. It appears only after everything was read and checked.
 
     Args:
-      source: a folder of transformers, a .gguf file, a run directory of DantinoX 0, owner/model of Hugging Face's hub, or
-        the name of a checkpoint in a package (`interop.packaged_checkpoints.PACKAGED`: "smollm2").
-      dtype: the type in which matrices are stored: float32, bfloat16, or bfloat16 where the checkpoint has that (`auto`).
-      max_context: longest sequence in tokens; None: the checkpoint's, with longrope its original one.
-      note: gets one line before a download, and one that says what of the checkpoint is left out.
+      source: a Hugging Face model folder, a .gguf file, a run directory of DantinoX 0, a repository `owner/model` on the
+        Hugging Face Hub, or a key of `interop.packaged_checkpoints.PACKAGED` ("smollm2").
+      run_dir: the run directory to create.
+      dtype: the dtype of stored matrices: float32, bfloat16, or `auto`, which is bfloat16 where the checkpoint has it.
+      max_context: the longest sequence in tokens; None: the checkpoint's, with longrope its original context.
+      note: a function that is called with one line before a download, and with one line about parts that are not imported.
 
     Raises:
-      UserError: the checkpoint cannot be had exactly, or something is in the way; the sentence names it.
+      UserError: the checkpoint cannot be represented exactly, or a file cannot be read or written; the message names it.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
@@ -86,38 +86,37 @@ def import_checkpoint(
     path = Path(source)
     if (path / "config.yaml").is_file() and not (path / "config.json").exists():
         if RunDirectory(path).manifest.is_file():
-            raise UserError(f"{path} is a run directory of this version already: use it as it is")
+            raise UserError(f"{path} is already a run directory of this version: no import is needed")
         run, arrays = import_v0(path, run_dir, dtype, max_context)
         return Imported(run, path, "DantinoX 0", arrays)
     if not path.exists() and str(source) in PACKAGED:
         check_new(Path(run_dir))
         path = find_packaged_checkpoint(str(source), note)
-    found = (
-        source_from_gguf(open_gguf(path))
-        if path.suffix == ".gguf"
-        else open_folder(path if path.exists() else download_repository(str(source)))
-    )
-    run = import_run(found, run_dir, dtype, max_context)
-    if found.skipped is not None:
-        note(found.skipped)
-    return Imported(run, found.path, found.config["model_type"], len(found.tensors))
+    if path.suffix == ".gguf":
+        checkpoint = source_from_gguf(open_gguf(path))
+    else:
+        checkpoint = open_folder(path if path.exists() else download_repository(str(source)))
+    run = import_run(checkpoint, run_dir, dtype, max_context)
+    if checkpoint.skipped is not None:
+        note(checkpoint.skipped)
+    return Imported(run, checkpoint.path, checkpoint.config["model_type"], len(checkpoint.tensors))
 
 
 def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> RunDirectory:
-    """Makes a run directory of an open checkpoint; the other arguments and the errors are those of `import_checkpoint`."""
+    """Writes a run directory from an open checkpoint; the other arguments and errors are those of `import_checkpoint`."""
     tokenizer = Tokenizer(source.tokenizer, str(source.path))
     where = "config.json" if source.format == "hf" else str(source.path)
     rows = source.config.get("vocab_size")
     if type(rows) is not int or rows < 1:
-        raise UserError(f"{where} has vocab_size: {quote(rows)}, expected a number of at least 1")
+        raise UserError(f"{where} has vocab_size: {quote(rows)}, expected an integer ≥ 1")
     origin, template = json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n", source.chat_template or ""
     try:
         size = len(template.encode())
         origin.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{source.path} has a text with a lone surrogate, which is no character") from None
+        raise UserError(f"{source.path} has a string with a lone surrogate, which is not valid Unicode") from None
     if size > MAX_TEMPLATE_BYTES:
-        raise UserError(f"{source.path} has a chat template of {size} bytes, at most {MAX_TEMPLATE_BYTES} are read")
+        raise UserError(f"{source.path} has a chat template of {size} bytes; at most {MAX_TEMPLATE_BYTES} are allowed")
     path, settings = Path(run_dir), hf_config_to_settings(source.config, max_context)
     vocabulary = _vocabulary_settings(tokenizer, rows, path, where)
     settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
@@ -136,55 +135,60 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
 
 
 def _sampling_defaults(source: Source, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `generation` that the checkpoint gives, else `INSTRUCT` for a model with a chat template."""
-    given = {key: source.generation_config.get(key) for key in SAMPLING if source.generation_config.get("do_sample")}
-    given = {key: value for key, value in given.items() if value is not None}
-    if given or source.chat_template is None:
-        return given
-    room = model.get("max_context", Config().model.max_context) // 2
-    return INSTRUCT | {"max_new_tokens": max(1, min(INSTRUCT["max_new_tokens"], room))}
+    """Returns the checkpoint's settings of `generation`, or `INSTRUCT_DEFAULTS` for a model with a chat template."""
+    settings = {key: source.generation_config.get(key) for key in SAMPLING_KEYS if source.generation_config.get("do_sample")}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    if settings or source.chat_template is None:
+        return settings
+    half_context = model.get("max_context", Config().model.max_context) // 2
+    return INSTRUCT_DEFAULTS | {"max_new_tokens": max(1, min(INSTRUCT_DEFAULTS["max_new_tokens"], half_context))}
 
 
 def import_v0(folder: Path, run_dir: str | Path, dtype: str, max_context: int | None) -> tuple[RunDirectory, int]:
-    """Makes a run of one of DantinoX 0, and counts its arrays; arguments and errors are those of `import_checkpoint`."""
-    found = read_v0(folder)
-    tokenizer = Tokenizer(found.tokenizer, f"{folder}/tokenizer.json")
-    settings: dict[str, Any] = found.settings | _vocabulary_settings(tokenizer, found.rows, Path(run_dir), found.weights)
-    settings["model"] = found.settings["model"] | settings["model"]
+    """Converts a run of DantinoX 0; the arguments and errors are those of `import_checkpoint`.
+
+    Returns:
+      The run directory, and the number of arrays.
+    """
+    old = read_v0(folder)
+    tokenizer = Tokenizer(old.tokenizer, f"{folder}/tokenizer.json")
+    settings: dict[str, Any] = old.settings | _vocabulary_settings(tokenizer, old.rows, Path(run_dir), old.weights)
+    settings["model"] = old.settings["model"] | settings["model"]
     if max_context is not None:
         settings["model"]["max_context"] = max_context
     config = build_config(settings, source="config.yaml")
-    arrays = parameters(found, config.architecture(tokenizer.vocab_size), dtype)
-    with _staged_directory(Path(run_dir)) as place:
-        run = RunDirectory(place)
+    arrays = parameters(old, config.architecture(tokenizer.vocab_size), dtype)
+    with _staged_directory(Path(run_dir)) as staging:
+        run = RunDirectory(staging)
         save_weights(run.weights, arrays)
-        save_tokenizer(run, found.tokenizer)
+        save_tokenizer(run, old.tokenizer)
         save_config(run, config)
     return RunDirectory(run_dir), len(arrays)
 
 
 def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: str) -> dict[str, dict[str, Any]]:
-    """The settings of a model with so many rows of embeddings, of which some may be of no token."""
+    """Returns the settings of a model with `rows` rows of embeddings, possibly more than the tokenizer has tokens."""
     if tokenizer.vocab_size > rows:
         raise UserError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, {where} has vocab_size: {rows}: it is another's"
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but {where} has vocab_size: {rows}: "
+            "the tokenizer belongs to another model"
         )
     padded = {"padded_vocab_size": rows} if rows > tokenizer.vocab_size else {}
     return {"model": padded, "tokenizer": {"tokenizer_type": "file", "tokenizer_path": str(run_dir / "tokenizer.json")}}
 
 
 def check_new(path: Path) -> None:
-    """Raises a `UserError` where `path` is a file or a folder that is not empty."""
-    with wrap_os_errors(f"cannot make {path}"):
+    """Raises a `UserError` if `path` is a file or a folder that is not empty."""
+    with wrap_os_errors(f"cannot create {path}"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} is there already and not empty: choose another place")
+            raise UserError(f"{path} already exists and is not empty: choose another path")
 
 
 @contextmanager
 def _staged_directory(path: Path) -> Iterator[Path]:
-    """A folder to fill, which is at `path` at the end, and nowhere after an error."""
+    """Provides a temporary folder, which is moved to `path` when the block ends, or deleted if it raises."""
     check_new(path)
-    with wrap_os_errors(f"cannot make {path}"):
+    with wrap_os_errors(f"cannot create {path}"):
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
     try:
@@ -194,21 +198,21 @@ def _staged_directory(path: Path) -> Iterator[Path]:
         folder.chmod(0o777 & ~mask)
         os.replace(folder, path)
     except OSError as error:
-        raise UserError(f"cannot make {path}: {error.strerror}") from None
+        raise UserError(f"cannot create {path}: {error.strerror}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the tokens of a checkpoint are for, in one place: names, and nothing that its own files only hint at."""
-    given, ids_of = source.tokenizer_config, {**source.config, **source.generation_config}
+    """Returns the special tokens of a checkpoint by role (`bos_token`, …), its stop tokens, and `add_bos_token`."""
+    tokenizer_config, ids_of = source.tokenizer_config, {**source.config, **source.generation_config}
 
     def name(index: Any) -> str | None:
         return tokenizer.core.id_to_token(index) if type(index) is int and 0 <= index < tokenizer.vocab_size else None
 
     roles: dict[str, Any] = {}
     for role in ROLES:
-        token = given.get(role)
+        token = tokenizer_config.get(role)
         token = token.get("content") if isinstance(token, dict) else token
         if tokenizer.token_to_id(token) is None:
             ids = ids_of.get(f"{role}_id")
@@ -216,17 +220,17 @@ def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
         roles[role] = token
     stops = ids_of.get("eos_token_id")
     names = [name(index) for index in (stops if isinstance(stops, list) else [stops])]
-    others = names if any(names) else [roles["eos_token"]]
-    roles["stop_tokens"] = [stop for stop in others if stop is not None]
-    adds = given.get("add_bos_token")
-    if not isinstance(adds, bool):
-        begun = tokenizer.core.encode("a").ids
-        adds = bool(begun) and begun[0] == tokenizer.token_to_id(roles["bos_token"])
-    return roles | {"add_bos_token": adds}
+    stop_tokens = names if any(names) else [roles["eos_token"]]
+    roles["stop_tokens"] = [stop for stop in stop_tokens if stop is not None]
+    add_bos = tokenizer_config.get("add_bos_token")
+    if not isinstance(add_bos, bool):
+        ids = tokenizer.core.encode("a").ids
+        add_bos = bool(ids) and ids[0] == tokenizer.token_to_id(roles["bos_token"])
+    return roles | {"add_bos_token": add_bos}
 
 
 def _origin(source: Source) -> dict[str, Any]:
-    """What of a checkpoint a run does not hold, to give it back."""
+    """Returns the content of `origin.json`: what a run does not store of its checkpoint, and an export needs."""
     usual = Counter(tensor.dtype for tensor in source.tensors.tensors.values()).most_common(1)[0][0]
     others = {name: tensor.dtype for name, tensor in source.tensors.tensors.items() if tensor.dtype != usual}
     return {
@@ -245,15 +249,16 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
     """Writes a run as a checkpoint of another program.
 
     Args:
-      dest: the folder (`hf`), or the file (`gguf`).
-      format: `hf`, a folder of transformers, or `gguf`, a file of llama.cpp.
-      kind: type of the numbers, f32, f16 or bf16, of GGUF also q8_0; None: as they are in a folder, f32 in a GGUF.
+      run_dir: the run directory.
+      dest: the folder (`hf`) or file (`gguf`) to create.
+      format: `hf`, a Hugging Face model folder, or `gguf`, a file of llama.cpp.
+      kind: the number type: f32, f16 or bf16, for GGUF also q8_0. None: unchanged for `hf`, f32 for `gguf`.
 
     Returns:
-      The family, as transformers calls it.
+      The model family, transformers' `model_type`.
 
     Raises:
-      UserError: the format cannot say the run, or something is in the way; the sentence names it.
+      UserError: the format cannot represent the run, or a file cannot be read or written; the message names it.
     """
     if format not in FORMATS:
         raise UserError(f"format must be one of {', '.join(FORMATS)}, got {format}")
@@ -264,7 +269,7 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
     if format == "hf":
         return export_hf(run_dir, dest, kind)["model_type"]
     if Path(dest).exists():
-        raise UserError(f"{dest} is there already: choose another name")
+        raise UserError(f"{dest} already exists: choose another name")
     bundle = export_bundle(run_dir)
     export_gguf(
         dest, bundle.config, bundle.hf_config, bundle.tensors, bundle.tokenizer, kind=kind or "f32",
@@ -274,14 +279,14 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
 
 
 def export_bundle(run_dir: str | Path) -> ExportBundle:
-    """What an export of a run has to say: of an imported one what its checkpoint said.
+    """Returns a run in the format of transformers. An unchanged imported run keeps the contents of its checkpoint's files.
 
     Raises:
-      UserError: the run is damaged, or no family of transformers can say its architecture.
+      UserError: the run is damaged, or no Transformers class represents its architecture.
     """
     run = open_run(run_dir)
     if run.weights_or_adapter != run.weights:
-        raise UserError(f"{run.path} holds adapters alone: `dantinox merge-lora` makes a run of them that can be exported")
+        raise UserError(f"{run.path} contains only adapters: use `dantinox merge-lora` and export the merged run")
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
     shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
     weights = load_weights(run.weights, shapes)
@@ -305,22 +310,22 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
         made = tensors
         tensors = LazyArrays(kinds, lambda name: made[table if name == "lm_head.weight" else name])
     dtypes = {name: origin["other_dtypes"].get(name, origin["dtype"]) for name in tensors}
-    # Without one of its own, transformers takes the vocabulary for one of the family's usual kind.
-    own = origin["tokenizer_config"] if origin["format"] == "hf" else {}
-    files = origin["generation_config"], own or _tokenizer_config(tokenizer, config)
+    # Without a tokenizer_config.json, transformers assumes the family's usual type of tokenizer.
+    original = origin["tokenizer_config"] if origin["format"] == "hf" else {}
+    files = origin["generation_config"], original or _tokenizer_config(tokenizer, config)
     return ExportBundle(config, hf_config, *files, tensors, dtypes, tokenizer, template)
 
 
 def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, Any] | None:
-    """What the checkpoint of an imported run said, where it still is this very model."""
+    """Returns the content of `origin.json` if the run was imported and its architecture is unchanged, else None."""
     if not run.origin.is_file():
         return None
     run.check(run.origin)
     origin = read_json(run.origin, MAX_JSON_BYTES)
-    said = hf_config_to_settings(origin["config"], config.model.max_context)
-    other = config.architecture(vocab_size)
-    one = build_config(said).architecture(other.vocab_size)
-    return origin if all(getattr(one, name) == getattr(other, name) for name in ARCHITECTURE) else None
+    settings = hf_config_to_settings(origin["config"], config.model.max_context)
+    model = config.architecture(vocab_size)
+    imported = build_config(settings).architecture(model.vocab_size)
+    return origin if all(getattr(imported, name) == getattr(model, name) for name in ARCHITECTURE) else None
 
 
 def _tokenizer_config(tokenizer: Tokenizer, config: Config) -> dict[str, Any]:
@@ -335,21 +340,23 @@ def _tokenizer_config(tokenizer: Tokenizer, config: Config) -> dict[str, Any]:
 
 
 def export_hf(run_dir: str | Path, dest: str | Path, kind: str | None = None) -> dict[str, Any]:
-    """Writes a run as a folder of transformers; an imported one as it was.
+    """Writes a run as a Hugging Face model folder.
 
     Args:
-      kind: f32, f16 or bf16 for all tensors; None: as the checkpoint had them, or as the run has.
+      run_dir: the run directory.
+      dest: the folder to create.
+      kind: f32, f16 or bf16 for all tensors; None: the dtypes of the imported checkpoint, or else of the run.
 
     Returns:
-      Its `config.json`.
+      The content of `config.json`.
 
     Raises:
-      UserError: no family can say the run, a number does not fit, or something is in the way.
+      UserError: no family supports the run, a number is too large for `kind`, or a file cannot be read or written.
     """
     bundle = export_bundle(run_dir)
     if kind is not None:
-        said = {key: TYPES[kind] for key in ("dtype", "torch_dtype") if bundle.hf_config.get(key) is not None}
-        bundle = bundle._replace(hf_config=bundle.hf_config | said, dtypes=dict.fromkeys(bundle.dtypes, TYPES[kind]))
+        dtypes = {key: TYPES[kind] for key in ("dtype", "torch_dtype") if bundle.hf_config.get(key) is not None}
+        bundle = bundle._replace(hf_config=bundle.hf_config | dtypes, dtypes=dict.fromkeys(bundle.dtypes, TYPES[kind]))
     with _staged_directory(Path(dest)) as folder:
         write_folder(folder, bundle)
     return bundle.hf_config

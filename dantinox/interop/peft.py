@@ -24,40 +24,40 @@ from dantinox.run.adapters import SETTINGS, AdapterDeltas, load_run_weights, mer
 from dantinox.text import Tokenizer
 
 WEIGHTS = "adapter_model.safetensors"
-LARGEST = 1 << 20  # bytes of an adapter_config.json
-# Keys of adapter_config.json that say nothing about what a trained adapter computes.
-NO_MATTER = {
+MAX_CONFIG_BYTES = 1 << 20  # of an adapter_config.json
+# Keys of adapter_config.json that do not change the output of a trained adapter.
+IGNORED_KEYS = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
-# Those with one value that is read. All others must be what stands for nothing.
-FIXED: dict[str, tuple[Any, ...]] = {
+READ_KEYS = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+# Keys with supported values. Every other key must be null, false or empty.
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the weights beside
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # other methods change the base weights
 }
 
 
 def load_adapter(folder: str | Path, model: ModelConfig) -> AdapterDeltas:
-    """What the adapters in a folder of PEFT's add to the kernels of a model.
+    """Reads the adapters in a PEFT folder, as deltas for the kernels of a model.
 
     Raises:
-      UserError: a file is missing or damaged, does something that is not read here, or does not fit the model.
+      UserError: a file is missing or damaged, uses an unsupported feature, or does not fit the model.
     """
     settings = _settings(Path(folder) / SETTINGS)
 
     def scaling(module: str) -> tuple[int, float]:
-        rank = _by_pattern(settings["rank_pattern"], module, settings["r"])
-        alpha = _by_pattern(settings["alpha_pattern"], module, settings["lora_alpha"])
+        rank = _match_pattern(settings["rank_pattern"], module, settings["r"])
+        alpha = _match_pattern(settings["alpha_pattern"], module, settings["lora_alpha"])
         return rank, alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
 
     return read_adapter(Path(folder) / WEIGHTS, model, scaling)[0]
 
 
-def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of the first pattern that a module's name ends with, as PEFT takes it, or the default."""
+def _match_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Returns the value of the first pattern that is a suffix of a module's name, as in PEFT, or the default."""
     for pattern, value in patterns.items():
         if f".model.{name}".endswith(f".{pattern}"):
             return value
@@ -65,17 +65,18 @@ def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """An `adapter_config.json` that says nothing that is not read."""
-    settings = read_json(path, LARGEST)
+    """Reads an `adapter_config.json` and checks that all its keys are supported."""
+    settings = read_json(path, MAX_CONFIG_BYTES)
     for key, value in settings.items():
-        if key in FIXED:
-            if not any(value is allowed or value == allowed for allowed in FIXED[key]):
-                raise UserError(f"{path} has {key} {quote(value)}: only {', '.join(map(quote, FIXED[key]))} can be read")
-        elif key not in NO_MATTER | READ and value not in (None, False, [], {}):
-            raise UserError(f"{path} has {escape_name(key)} {quote(value)}, which is not read here")
+        if key in SUPPORTED_VALUES:
+            if not any(value is allowed or value == allowed for allowed in SUPPORTED_VALUES[key]):
+                allowed = ", ".join(map(quote, SUPPORTED_VALUES[key]))
+                raise UserError(f"{path} has {key}: {quote(value)}, expected one of {allowed}")
+        elif key not in IGNORED_KEYS | READ_KEYS and value not in (None, False, [], {}):
+            raise UserError(f"{path} has {escape_name(key)}: {quote(value)}, which is not supported")
     if "peft_type" not in settings:
-        raise UserError(f"{path} has no peft_type: not the settings of an adapter of PEFT's")
-    read = {"r": 8, "lora_alpha": 8, "use_rslora": False} | {key: settings[key] for key in READ if key in settings}
+        raise UserError(f"{path} has no peft_type: it is not the configuration of a PEFT adapter")
+    read = {"r": 8, "lora_alpha": 8, "use_rslora": False} | {key: settings[key] for key in READ_KEYS if key in settings}
     read["rank_pattern"] = _patterns(path, "rank_pattern", read.get("rank_pattern"))
     read["alpha_pattern"] = _patterns(path, "alpha_pattern", read.get("alpha_pattern"))
     for value in (read["r"], *read["rank_pattern"].values()):
@@ -89,38 +90,42 @@ def _settings(path: Path) -> dict[str, Any]:
     return read
 
 
-def _patterns(path: Path, key: str, given: Any) -> dict[str, Any]:
-    """Names of modules from their ends; PEFT allows any regular expression and writes names, perhaps with ^, $ and escapes."""
-    if given is not None and not isinstance(given, dict):
-        raise UserError(f"{path} must have a mapping as {key}, got {quote(given)}")
+def _patterns(path: Path, key: str, patterns: Any) -> dict[str, Any]:
+    """Returns patterns as suffixes of module names.
+
+    PEFT allows any regular expression, but writes plain names, possibly with `^`, `$` and escapes.
+    """
+    if patterns is not None and not isinstance(patterns, dict):
+        raise UserError(f"{path} must have a mapping as {key}, got {quote(patterns)}")
     plain = {}
-    for pattern, value in (given or {}).items():
+    for pattern, value in (patterns or {}).items():
         name = re.sub(r"\\([.\-])", r"\1", pattern.removeprefix("^").removesuffix("$"))
         if not re.fullmatch(r"[\w.\-]+", name):
-            raise UserError(f"{path} has the pattern {quote(pattern)} in {key}: names of modules alone are read")
+            raise UserError(f"{path} has the pattern {quote(pattern)} in {key}, expected the name of a module")
         plain[name] = value
     return plain
 
 
 def merge_adapter(out: str | Path, source: RunDirectory, adapter: str | Path | None = None) -> RunDirectory:
-    """Makes an ordinary run of adapters and the weights that they are for.
+    """Merges adapters into the weights of their base model, and writes the result as an ordinary run.
 
     Args:
-      source: the run of the adapters, or with `adapter` the run that they are for.
-      adapter: a folder of PEFT's.
+      out: the run directory to create.
+      source: the run with the adapters, or with `adapter` the run of the base model.
+      adapter: a PEFT folder.
 
     Raises:
-      UserError: a file is missing or damaged, they do not fit each other, or there is something in `out`.
+      UserError: a file is missing or damaged, the adapters do not fit the base model, or `out` is not empty.
     """
     config = load_run_config(source)
     tokenizer = Tokenizer.load(source.tokenizer)
-    symbols = tokenizer.vocab_size
+    vocab_size = tokenizer.vocab_size
     if adapter is None and config.lora.rank is None:
-        raise UserError(f"{source.path} is no run of adapters: with --adapter and --base it can be what they are for")
-    model = replace(config.architecture(symbols), scan_layers=False)
-    changes = {} if adapter is None else load_adapter(adapter, model)
+        raise UserError(f"{source.path} is not a run with adapters: give it as --base, together with --adapter")
+    model = replace(config.architecture(vocab_size), scan_layers=False)
+    deltas = {} if adapter is None else load_adapter(adapter, model)
     weights = load_run_weights(
-        source, config, abstract_model(model)[1], symbols, merge_on_load(changes, lambda path, array: array)
+        source, config, abstract_model(model)[1], vocab_size, merge_on_load(deltas, lambda path, array: array)
     )
     run = create_run(out)
     with run.lock():

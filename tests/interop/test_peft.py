@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them (`make_adapters.py`), and what is said of those that cannot be read."""
+"""Adapters written by PEFT (`make_adapters.py`), and the error messages for unsupported and damaged ones."""
 
 import json
 import shutil
@@ -24,25 +24,25 @@ MODEL = CONFIG.architecture(V)
 
 
 def base_weights():
-    """The Llama of `base.safetensors` by our names."""
-    theirs = {name.removeprefix("model."): array for name, array in load_file(FOLDER / "base.safetensors").items()}
-    ours = {"embed": theirs["embed_tokens.weight"], "norm_f/scale": theirs["norm.weight"]}
+    """The parameters of the Llama model in `base.safetensors`."""
+    tensors = {name.removeprefix("model."): array for name, array in load_file(FOLDER / "base.safetensors").items()}
+    parameters = {"embed": tensors["embed_tokens.weight"], "norm_f/scale": tensors["norm.weight"]}
     for i in range(MODEL.num_blocks):
-        at = {name.removeprefix(f"layers.{i}."): a for name, a in theirs.items() if name.startswith(f"layers.{i}.")}
-        q, k, v = (at[f"self_attn.{p}_proj.weight"].T.reshape(16, 2, -1, 4) for p in "qkv")
-        ours |= {
-            f"blocks/{i}/norm1/scale": at["input_layernorm.weight"],
-            f"blocks/{i}/norm2/scale": at["post_attention_layernorm.weight"],
+        layer = {name.removeprefix(f"layers.{i}."): a for name, a in tensors.items() if name.startswith(f"layers.{i}.")}
+        q, k, v = (layer[f"self_attn.{p}_proj.weight"].T.reshape(16, 2, -1, 4) for p in "qkv")
+        parameters |= {
+            f"blocks/{i}/norm1/scale": layer["input_layernorm.weight"],
+            f"blocks/{i}/norm2/scale": layer["post_attention_layernorm.weight"],
             f"blocks/{i}/attention/qkv/kernel": np.concatenate([q, k, v], axis=2),
-            f"blocks/{i}/attention/out/kernel": at["self_attn.o_proj.weight"].T.reshape(2, 2, 4, 16),
-            f"blocks/{i}/ffn/gate_up/kernel": np.stack([at[f"mlp.{p}_proj.weight"].T for p in ("gate", "up")], axis=1),
-            f"blocks/{i}/ffn/down/kernel": at["mlp.down_proj.weight"].T,
+            f"blocks/{i}/attention/out/kernel": layer["self_attn.o_proj.weight"].T.reshape(2, 2, 4, 16),
+            f"blocks/{i}/ffn/gate_up/kernel": np.stack([layer[f"mlp.{p}_proj.weight"].T for p in ("gate", "up")], axis=1),
+            f"blocks/{i}/ffn/down/kernel": layer["mlp.down_proj.weight"].T,
         }
-    return ours
+    return parameters
 
 
 @pytest.mark.parametrize("name", ["base", "all", "patterns"])
-def test_what_peft_wrote_gives_the_logits_that_peft_computes(name):
+def test_logits_with_an_adapter_equal_those_of_peft(name):
     expected, changes = np.load(FOLDER / "expected.npz"), {} if name == "base" else load_adapter(FOLDER / name, MODEL)
     weights = {path: merge_adapters(array, changes.get(path, [])) for path, array in base_weights().items()}
     build, shapes = abstract_model(MODEL)
@@ -51,7 +51,7 @@ def test_what_peft_wrote_gives_the_logits_that_peft_computes(name):
     np.testing.assert_allclose(logits, expected[name], atol=2e-5)
 
 
-def test_rank_and_alpha_of_patterns_and_of_rslora():
+def test_scale_with_rank_and_alpha_patterns_and_rslora():
     changes = load_adapter(FOLDER / "patterns", MODEL)
     found = {(path, c.a_IR.shape[1]): c.scale for path, cs in changes.items() for c in cs if "blocks/1" in path}
     assert found == {
@@ -63,7 +63,7 @@ def test_rank_and_alpha_of_patterns_and_of_rslora():
 
 @pytest.fixture
 def adapter(tmp_path):
-    """A copy to be changed: a function that changes keys of its settings, or its arrays."""
+    """A function that copies an adapter, changes keys of its configuration or its arrays, and returns the folder."""
     folder = Path(shutil.copytree(FOLDER / "all", tmp_path / "adapter"))
 
     def change(arrays=None, **keys):
@@ -79,17 +79,17 @@ def adapter(tmp_path):
 
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-REFUSED = [
-    ({"use_dora": True}, r"adapter_config.json has use_dora true, which is not read here"),
-    ({"bias": "all"}, r"has bias 'all': only 'none' can be read"),
-    ({"peft_type": "IA3"}, r"has peft_type 'IA3': only 'LORA' can be read"),
-    ({"peft_type": "absent"}, r"has no peft_type: not the settings of an adapter"),
-    ({"init_lora_weights": "pissa"}, r"has init_lora_weights 'pissa': only"),
-    ({"fan_in_fan_out": True}, r"has fan_in_fan_out true, which is not read here"),
-    ({"modules_to_save": ["lm_head"]}, r"has modules_to_save \['lm_head'\], which is not read here"),
+UNSUPPORTED = [
+    ({"use_dora": True}, r"adapter_config.json has use_dora: true, which is not supported"),
+    ({"bias": "all"}, r"has bias: 'all', expected one of 'none'"),
+    ({"peft_type": "IA3"}, r"has peft_type: 'IA3', expected one of 'LORA'"),
+    ({"peft_type": "absent"}, r"has no peft_type: it is not the configuration of a PEFT adapter"),
+    ({"init_lora_weights": "pissa"}, r"has init_lora_weights: 'pissa', expected one of"),
+    ({"fan_in_fan_out": True}, r"has fan_in_fan_out: true, which is not supported"),
+    ({"modules_to_save": ["lm_head"]}, r"has modules_to_save: \['lm_head'\], which is not supported"),
     ({"layer_replication": [[0, 2]]}, r"has layer_replication"),
-    ({"a_key_of_the_future": 1}, r"has a_key_of_the_future 1, which is not read here"),
-    ({"rank_pattern": {".*q_proj": 2}}, r"has the pattern '\.\*q_proj' in rank_pattern: names of modules alone are read"),
+    ({"a_key_of_the_future": 1}, r"has a_key_of_the_future: 1, which is not supported"),
+    ({"rank_pattern": {".*q_proj": 2}}, r"has the pattern '\.\*q_proj' in rank_pattern, expected the name of a module"),
     ({"rank_pattern": [1]}, r"must have a mapping as rank_pattern, got \[1\]"),
     ({"rank_pattern": {"q_proj": 2}}, r"has lora_A of layers.0.self_attn.q_proj with shape \(4, 16\), \(2, 16\) is wanted"),
     ({"r": "4"}, r"must have a rank that is an integer ≥ 1, got '4'"),
@@ -103,13 +103,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
-def test_what_is_not_read_is_named(adapter, change, sentence):
-    with pytest.raises(UserError, match=sentence):
+@pytest.mark.parametrize(("change", "message"), UNSUPPORTED, ids=[message for _, message in UNSUPPORTED])
+def test_unsupported_adapter_is_an_error(adapter, change, message):
+    with pytest.raises(UserError, match=message):
         load_adapter(adapter(**change), MODEL)
 
 
-def test_damaged_files_are_a_sentence(adapter):
+def test_damaged_files_are_an_error(adapter):
     folder = adapter()
     weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     content = weights.read_bytes()
@@ -126,30 +126,29 @@ def test_damaged_files_are_a_sentence(adapter):
         load_adapter(folder, MODEL)
 
 
-def test_a_model_without_such_projections_says_so():
+def test_adapter_for_a_model_without_its_projections_is_an_error():
     latent = build_config({}, {"attention.kv_lora_rank": 8}).architecture(V)
     with pytest.raises(UserError, match=r"for nothing in this model of 6 layers with no projections that have adapters"):
         load_adapter(FOLDER / "all", latent)
 
 
-def test_our_settings_are_a_file_of_peft():
+def test_adapter_config_has_the_keys_of_peft():
     lora = build_config({}, {"training.init_from": "x", "lora.rank": 4, "lora.alpha": 3.0}).trained_architecture(V).lora
-    theirs = json.loads((FOLDER / "all" / "adapter_config.json").read_text())
-    ours = peft_config(lora)
-    assert ours.keys() <= theirs.keys()
-    assert set(ours["target_modules"]) == {name.rpartition(".")[2] for name in theirs["target_modules"]}
-    assert {key: type(value) for key, value in ours.items() if key != "lora_alpha"} == {
-        key: type(theirs[key]) for key in ours if key != "lora_alpha"
+    peft = json.loads((FOLDER / "all" / "adapter_config.json").read_text())
+    written = peft_config(lora)
+    assert written.keys() <= peft.keys()
+    assert set(written["target_modules"]) == {name.rpartition(".")[2] for name in peft["target_modules"]}
+    assert {key: type(value) for key, value in written.items() if key != "lora_alpha"} == {
+        key: type(peft[key]) for key in written if key != "lora_alpha"
     }
-    assert ours["lora_alpha"] == 3.0
+    assert written["lora_alpha"] == 3.0
 
 
-def test_an_adapter_of_peft_becomes_a_run(tmp_path, run_dir):
-    """One that does not fit leaves nothing behind."""
+def test_adapter_that_does_not_fit_leaves_no_run(tmp_path, run_dir):
     from dantinox.run import RunDirectory
 
     with pytest.raises(UserError, match=r"with shape .*is wanted"):
         merge_adapter(tmp_path / "out", RunDirectory(run_dir), FOLDER / "all")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match=r"is no run of adapters: with --adapter and --base"):
+    with pytest.raises(UserError, match=r"is not a run with adapters: give it as --base"):
         merge_adapter(tmp_path / "out", RunDirectory(run_dir))

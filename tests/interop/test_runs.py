@@ -333,7 +333,7 @@ def test_what_is_missing_is_named_with_a_remedy(folder_of, tmp_path):
     assert "it has no config.json" in refused(tmp_path, tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").touch()
-    with pytest.raises(UserError, match="is there already and not empty"):
+    with pytest.raises(UserError, match="already exists and is not empty"):
         import_run(open_folder(folder_of()), tmp_path / "run")
 
 
@@ -367,7 +367,7 @@ def test_a_chat_template_stands_in_one_of_three_files(folder_of):
 
 
 def test_sampling_defaults_are_those_of_the_checkpoint_or_of_its_kind(folder_of, tmp_path, capsys):
-    """A base model keeps the defaults; one with a chat template gets `INSTRUCT`, unless its files give others."""
+    """A base model keeps the defaults; one with a chat template gets `INSTRUCT_DEFAULTS`, unless its files give others."""
     folder = folder_of()
     edit(folder / "generation_config.json", do_sample=False, temperature=0.3)
     assert main(["import", str(folder), "--run_dir", str(tmp_path / "base")]) == 0
@@ -390,7 +390,7 @@ def test_the_commands(folder_of, tmp_path, capsys):
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf", "--type", "bf16"]) == 0
     assert {tensor.dtype for tensor in open_tensors(tmp_path / "out").tensors.values()} == {"bfloat16"}
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]) == 2
-    assert "is there already and not empty" in capsys.readouterr().err
+    assert "already exists and is not empty" in capsys.readouterr().err
     assert main(["import", str(tmp_path / "none"), "--run_dir", str(tmp_path / "x")]) == 2
     assert main(["import", str(folder), "--run_dir", str(tmp_path / "x"), "--max_context", "0"]) == 2
     assert not (tmp_path / "x").exists()
@@ -425,6 +425,6 @@ def test_a_hub_that_cannot_be_reached_is_not_a_missing_name(monkeypatch):
 
 def test_an_export_never_replaces_a_file(tmp_path, run_dir):
     (tmp_path / "mine.gguf").write_text("mine")
-    with pytest.raises(UserError, match=r"mine.gguf is there already"):
+    with pytest.raises(UserError, match=r"mine.gguf already exists"):
         export_checkpoint(run_dir, tmp_path / "mine.gguf", "gguf")
     assert (tmp_path / "mine.gguf").read_text() == "mine"
