@@ -1,7 +1,7 @@
-"""The weights of a run with its low-rank adapters: loaded separately or merged.
+"""Low-rank adapters of a run: writes them, reads them, and merges them into the weights of the base run.
 
-The folder `adapter` of a run can be read by PEFT: `adapter_model.safetensors` holds A `[r, in]` and B `[out, r]` of every
-projection under the names of transformers' Llama. The weights of such a run are those of its base plus scale · B A.
+PEFT can read the folder `adapter` of a run: `adapter_model.safetensors` holds A `[r, in]` and B `[out, r]` of every projection
+under the names of Llama in Transformers. The weights of such a run are those of its base plus scale · B A.
 """
 
 import json
@@ -21,16 +21,16 @@ from dantinox.run.safetensors_file import SafetensorsFile, Tensor, safetensors_p
 from dantinox.run.weights import load_weights, weights_digest
 
 SETTINGS = "adapter_config.json"
-BASE = "dantinox_base_sha256"  # metadata of the weights of a run's adapters: the digest of the weights they were trained on
+BASE = "dantinox_base_sha256"  # metadata key: the digest of the weights that the adapters were trained on
 MODULES = {"attention": "self_attn", "ffn": "mlp"}
 TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight")
 FLOATS = ("float32", "float16", "bfloat16")
 
 
 class AdapterDelta(NamedTuple):
-    """What an adapter adds to a kernel: scale · A B, with A `[in, r]` and B `[r, out]`, to its outputs `place.part`."""
+    """The change of a kernel by one adapter: adds scale · A B, with A `[in, r]` and B `[r, out]`, to `projection.part`."""
 
-    place: Projection
+    projection: Projection
     a_IR: np.ndarray
     b_RO: np.ndarray
     scale: float
@@ -39,24 +39,25 @@ class AdapterDelta(NamedTuple):
 AdapterDeltas = Mapping[str, list[AdapterDelta]]  # by the path of the kernel
 
 
-def merge_adapters(array: np.ndarray, changes: list[AdapterDelta]) -> np.ndarray:
-    """A kernel of a file with what adapters add to it, float32."""
+def merge_adapters(array: np.ndarray, deltas: list[AdapterDelta]) -> np.ndarray:
+    """Returns a kernel plus the changes of its adapters, as a float32 copy."""
     result = np.array(array, np.float32)
-    for place, a_IR, b_RO, scale in changes:
-        part = result if place.part is None else result[..., slice(*place.part), :]
+    for projection, a_IR, b_RO, scale in deltas:
+        part = result if projection.part is None else result[..., slice(*projection.part), :]
         part += np.float32(scale) * (a_IR @ b_RO).reshape(part.shape)
     return result
 
 
 def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelConfig, facts: Mapping[str, Any]) -> None:
-    """Writes the adapters of a training into its run.
+    """Writes trained adapters into their run, in the format of PEFT.
 
     Args:
-      parameters: `lora_a` and `lora_b` of every adapter by their paths, layers apart.
-      facts: what made them, with `base_sha256`.
+      parameters: `lora_a` and `lora_b` of every adapter by path, with separate layers.
+      model: the architecture with its `lora` settings.
+      facts: what the adapters were made with, for the manifest; must contain `base_sha256`.
 
     Raises:
-      UserError: they cannot be written.
+      UserError: the files cannot be written, or the manifest is damaged.
     """
     lora = model.lora
     assert lora is not None
@@ -76,7 +77,7 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
 
 
 def peft_config(lora: LoraConfig) -> dict[str, Any]:
-    """`adapter_config.json` of these adapters."""
+    """Returns the content of `adapter_config.json` for these settings."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -96,13 +97,14 @@ def peft_config(lora: LoraConfig) -> dict[str, Any]:
 def read_adapter(
     path: Path, model: ModelConfig, scaling: Callable[[str], tuple[int, float]]
 ) -> tuple[AdapterDeltas, dict[str, str]]:
-    """What the adapters in a safetensors file add to the kernels of a model.
+    """Reads the adapters in a safetensors file.
 
     Args:
-      scaling: rank and scale of a module by its name in transformers, `layers.0.self_attn.q_proj`.
+      model: the architecture that the adapters are for.
+      scaling: returns rank and scale of a module, given its name in Transformers, such as `layers.0.self_attn.q_proj`.
 
     Returns:
-      The changes, and the metadata of the file.
+      The changes by the path of the kernel, and the metadata of the file.
 
     Raises:
       UserError: the file cannot be read, is damaged, or does not fit the model.
@@ -113,28 +115,29 @@ def read_adapter(
     for name in file.tensors:
         match = TENSOR.fullmatch(name)
         if match is None or int(match[1]) >= model.num_blocks or match[2] not in known[int(match[1])]:
+            targets = ", ".join(dict.fromkeys(target for layer in known for target in layer))
             raise UserError(
-                f"{path} holds {escape_name(name)}, which is for nothing in this model of {model.num_blocks} layers with "
-                f"{', '.join(dict.fromkeys(name for layer in known for name in layer)) or 'no projections that have adapters'}"
+                f"{path} holds {escape_name(name)}, but this model has {model.num_blocks} layers with "
+                f"{targets or 'no projections that support adapters'}"
             )
         found.setdefault((match[1], match[2]), {})[match[3]] = file.read(name)
     if not found:
-        raise UserError(f"{path} holds no adapter")
-    changes: dict[str, list[AdapterDelta]] = {}
+        raise UserError(f"{path} holds no adapters")
+    deltas: dict[str, list[AdapterDelta]] = {}
     for (layer, target), pair in sorted(found.items()):
-        place, (ins, outs) = known[int(layer)][target], projection_sizes(model, int(layer))[target]
-        module = f"layers.{layer}.{MODULES[place.module.partition('/')[0]]}.{target}"
+        projection, (ins, outs) = known[int(layer)][target], projection_sizes(model, int(layer))[target]
+        module = f"layers.{layer}.{MODULES[projection.module.partition('/')[0]]}.{target}"
         rank, scale = scaling(module)
         for letter, shape in (("A", (rank, ins)), ("B", (outs, rank))):
             if letter not in pair:
                 raise UserError(f"{path} lacks lora_{letter} of {module}")
             if pair[letter].shape != shape:
-                raise UserError(f"{path} has lora_{letter} of {module} with shape {pair[letter].shape}, {shape} is wanted")
+                raise UserError(f"{path} has lora_{letter} of {module} with shape {pair[letter].shape}, expected {shape}")
             if (kind := pair[letter].dtype.name) not in FLOATS:
                 raise UserError(f"{path} has lora_{letter} of {module} as {kind}, expected one of {', '.join(FLOATS)}")
         a, b = (np.asarray(pair[letter], np.float32).T for letter in "AB")
-        changes.setdefault(f"blocks/{layer}/{place.module}/kernel", []).append(AdapterDelta(place, a, b, scale))
-    return changes, file.metadata
+        deltas.setdefault(f"blocks/{layer}/{projection.module}/kernel", []).append(AdapterDelta(projection, a, b, scale))
+    return deltas, file.metadata
 
 
 def load_run_weights(
@@ -144,29 +147,30 @@ def load_run_weights(
     vocab_size: int,
     place: Callable[[str, np.ndarray], Any] = lambda path, array: array,
 ) -> dict[str, Any]:
-    """The weights of a run: those of its file, or those of its base, with what its adapters add.
+    """Loads the weights of a run, or those of its base with the adapters of the run merged into them.
 
     Args:
-      config: its settings.
-      shapes, place: as of `load_weights`; an array that adapters change is float32.
+      config: the settings of the run.
+      shapes, place: as in `load_weights`. Arrays that adapters change are float32.
+      vocab_size: the vocabulary size of the model.
 
     Raises:
-      UserError: a file is missing or damaged, or the base is gone or another one.
+      UserError: a file is missing or damaged, or the base run is missing or has other weights than in training.
     """
     if config.lora.rank is None:
         return load_weights(run.weights, shapes, place)
     base, lora = open_base(config.training.init_from, run), config.trained_architecture(vocab_size).lora
     assert lora is not None
-    changes, metadata = read_adapter(run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale))
+    deltas, metadata = read_adapter(run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale))
     wanted, digest = metadata.get(BASE, ""), weights_digest(base)
     if digest != wanted:
         raise UserError(
-            f"the adapters of {run.path} are for the weights {escape_name(wanted[:12])}…, and its base {base.path} has "
-            f"{digest[:12]}…: put those it was trained on back"
+            f"the adapters of {run.path} were trained on the weights {escape_name(wanted[:12])}…, but its base {base.path} has "
+            f"{digest[:12]}…: restore the original weights of the base"
         )
-    return load_run_weights(base, load_run_config(base), shapes, vocab_size, merge_on_load(changes, place))
+    return load_run_weights(base, load_run_config(base), shapes, vocab_size, merge_on_load(deltas, place))
 
 
-def merge_on_load(changes: AdapterDeltas, place: Callable[[str, np.ndarray], Any]) -> Callable[[str, np.ndarray], Any]:
-    """`place` of arrays to which adapters are added."""
-    return lambda path, array: place(path, merge_adapters(array, changes[path]) if path in changes else array)
+def merge_on_load(deltas: AdapterDeltas, place: Callable[[str, np.ndarray], Any]) -> Callable[[str, np.ndarray], Any]:
+    """Returns a `place` function for `load_weights` that merges adapters into each array before it calls `place`."""
+    return lambda path, array: place(path, merge_adapters(array, deltas[path]) if path in deltas else array)

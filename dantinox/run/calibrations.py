@@ -1,4 +1,4 @@
-"""Calibration files of a run: router thresholds and signals of the attention heads."""
+"""The calibration files of a run: thresholds of the entropy router, and statistics of the attention heads."""
 
 import itertools
 import json
@@ -29,23 +29,34 @@ KV_FORMAT = 2
 HEAD_SIGNALS = {  # H: query heads, K: key heads
     "head_entropies": "H", "coverage": "H", "distance": "H", "loss": "K", "length_entropies": "H",
 }  # fmt: skip
-Whole = Annotated[int, Field(ge=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 LossIncrease = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
-Signal = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # bits, keys: a sum of them stays a number
+Signal = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # in bits or keys; the bound keeps sums finite
 
 
 def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> None:
-    """Writes what was measured for the router: `weights` (their digest), `measured` (the numbers of `MEASURED`), and more."""
+    """Writes the router calibration of a run.
+
+    Args:
+      record: `weights` (SHA-256 of the weights), `measured` (the numbers of `config.router_settings.MEASURED`), and any
+        further information.
+
+    Raises:
+      UserError: the file cannot be written, or the manifest is damaged.
+    """
     write_file(run.path, run.router.name, json.dumps({"version": 1, **record}, allow_nan=False) + "\n")
 
 
 def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, float] | None:
-    """The numbers of `config.router.MEASURED` in a file, or of a run; None for a run that was not calibrated.
+    """Loads the router calibration of a run or from a file.
 
-    Warns if the weights of the run have changed since; of a file it is not known which model it is for.
+    Warns if the weights of the run have changed since the calibration. A file is not compared with any weights.
+
+    Returns:
+      The numbers of `config.router_settings.MEASURED`, or None for a run that was not calibrated.
 
     Raises:
-      UserError: the file cannot be read, is lost, or does not hold exactly these numbers.
+      UserError: the file cannot be read, is missing although the manifest lists it, or does not hold exactly these numbers.
     """
     run, path = (source, source.router) if isinstance(source, RunDirectory) else (None, Path(source))
     again = _recalibrate_hint(path, "router")
@@ -58,7 +69,7 @@ def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, floa
 
 
 def _read(path: Path, kind: Any, limit: int, again: str) -> Any:
-    """What a file holds, checked; `again` says in errors how to make another."""
+    """Reads and validates a file; `again` is the part of error messages that says how to create it again."""
     try:
         found = kind.model_validate_json(read_text(path, limit, "the calibration"))
     except UserError as error:
@@ -66,7 +77,7 @@ def _read(path: Path, kind: Any, limit: int, again: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         where = escape_name(": ".join(map(str, first["loc"])))
-        wrong = f"lacks {where}" if first["type"] == "missing" else f"is no good ({where}{': ' * bool(where)}{first['msg']})"
+        wrong = f"lacks {where}" if first["type"] == "missing" else f"is invalid ({where}{': ' * bool(where)}{first['msg']})"
         raise UserError(f"the calibration {path} {wrong}: {again}") from None
     if problem := recorded_file_damage(path):
         raise UserError(f"the calibration {problem}: {again}")
@@ -77,22 +88,26 @@ class _Method(Section):
     """How the heads were measured."""
 
     model_config = ConfigDict(extra="ignore")
-    n_sequences: Whole | None = None
-    n_sample_positions: Whole | None = None
+    n_sequences: NonNegativeInt | None = None
+    n_sample_positions: NonNegativeInt | None = None
     method: str | None = None
 
 
 class HeadCalibrationFile(Section):
-    """What is read of a file about attention heads, whose format 1 ends with `calibration`; other keys are passed over.
+    """The content of a file with statistics of attention heads. Unknown keys are ignored.
+
+    Format 1 has only the fields up to `calibration`.
 
     Attributes:
-      head_entropies: of a query head's attention in bits, by names like `L0_H1`.
-      lengths: tokens up to the query rows, means over the sequences, and `length_entropies`, the entropies there.
-      coverage: keys that hold 95 % of a query head's attention.
-      distance: mean distance in tokens of a query head's attention, without the first tokens of the text.
-      loss: what eviction costs a key head (`L0_K1`) in nats per token, a number for each of `loss_slots`.
+      n_layer, n_head, n_head_kv: layers, query heads per layer and key heads per layer.
+      head_entropies: attention entropy of each query head in bits, by names such as `L0_H1`.
+      n_ctx: tokens per sequence.
+      lengths: mean numbers of tokens up to the measured queries; `length_entropies` are the entropies at these lengths.
+      coverage: the number of keys that hold 95 % of a query head's attention.
+      distance: mean attention distance of a query head in tokens, without the first tokens of the sequence.
+      loss: for each key head (`L0_K1`), the loss increase by eviction in nats per token, for each of `loss_slots`.
       split_half_correlation: of the heads' entropies in odd and in even sequences.
-      tokenizer, weights: SHA-256.
+      tokenizer, weights: SHA-256 (hex).
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -111,26 +126,26 @@ class HeadCalibrationFile(Section):
     loss: dict[str, list[LossIncrease]] | None = None
     loss_slots: list[Count] | None = None
     split_half_correlation: Annotated[float, Field(ge=-1, le=1)] | None = None
-    tokens: Whole | None = None
-    sequences: Whole | None = None
-    seed: Whole | None = None
+    tokens: NonNegativeInt | None = None
+    sequences: NonNegativeInt | None = None
+    seed: NonNegativeInt | None = None
     tokenizer: str | None = None
     weights: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class KVCalibration:
-    """What a head's share of the slots can go by, for N query heads and K key heads in each of L layers.
+    """Statistics of the attention heads that can decide how many cache slots each head gets.
+
+    There are L layers with N query heads and K key heads each. A signal that was not measured is None.
 
     Attributes:
-      entropy_LN: mean entropy of a query head's attention, in bits.
-      coverage_LN: mean number of keys that hold 95 % of its mass, or None where it was not measured.
-      loss_LKC: by how many nats per token the loss is higher if a key head alone keeps so many slots, or None where it was
-        not measured.
-      loss_slots: how many, C growing numbers; with the last one nothing is lost.
+      entropy_LN: mean attention entropy of each query head, in bits.
+      coverage_LN: mean number of keys that hold 95 % of a query head's attention.
+      loss_LKC: increase of the loss in nats per token if only this key head is limited to C different numbers of slots.
+      loss_slots: these C numbers of slots, increasing; the last one evicts nothing.
       path: the file, for messages.
-      distance_LN: how many tokens back a query head attends in the mean, the first tokens of the text left out, or None where
-        it was not measured.
+      distance_LN: mean attention distance of each query head in tokens, without the first tokens of the sequence.
     """
 
     entropy_LN: np.ndarray
@@ -141,10 +156,10 @@ class KVCalibration:
     distance_LN: np.ndarray | None = None
 
     def signal(self, name: str) -> np.ndarray:
-        """`entropy`, `coverage` or `distance` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`.
+        """Returns `entropy`, `coverage` or `distance` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`.
 
         Raises:
-          UserError: it was not measured.
+          UserError: this signal was not measured.
         """
         measured = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "distance": self.distance_LN}
         found = (measured | {"loss": self.loss_LKC})[name]
@@ -155,7 +170,7 @@ class KVCalibration:
         return found
 
     def missing_signal(self, name: str) -> str:
-        """The sentence where a signal was not measured, else nothing."""
+        """Returns the error message if this signal was not measured, else ""."""
         try:
             self.signal(name)
         except UserError as error:
@@ -164,7 +179,15 @@ class KVCalibration:
 
 
 def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Writes what was measured on the attention heads, the keys of format 2."""
+    """Writes statistics of attention heads.
+
+    Args:
+      path: the file. If its directory is a run, the file is also recorded in the manifest.
+      record: the fields of `HeadCalibrationFile` in format 2, without `format_version`.
+
+    Raises:
+      UserError: the file cannot be written, or the manifest is damaged.
+    """
     path, content = Path(path), json.dumps({"format_version": KV_FORMAT, **record}, allow_nan=False) + "\n"
     if (path.parent / MANIFEST).exists():
         write_file(path.parent, path.name, content)
@@ -175,7 +198,7 @@ def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
 def load_kv_calibration(
     path: str | Path, config: ModelConfig, weights: str | None, tokenizer: str | None = None
 ) -> KVCalibration:
-    """The signals in a file; arguments and errors are those of `read_kv_calibration`."""
+    """Loads the signals from a file; for arguments and errors see `read_kv_calibration`."""
     found = read_kv_calibration(path, config, weights, tokenizer)
 
     def grid(name: str, *more: int) -> np.ndarray | None:
@@ -189,15 +212,18 @@ def load_kv_calibration(
 def read_kv_calibration(
     path: str | Path, config: ModelConfig, weights: str | None, tokenizer: str | None = None
 ) -> dict[str, Any]:
-    """What a file of format 1 or 2 holds, without what is derived from it; heads in their order, absent what is null.
+    """Reads a file with statistics of attention heads, in format 1 or 2.
 
     Args:
-      config: the model that it must be of.
-      weights: SHA-256 of the weights that it must have been measured on, if it says on which; None: any.
-      tokenizer: the same of the tokenizer.
+      config: the model that the file must match in layers and heads.
+      weights: SHA-256 of the weights that the file must be for, if it names any. None: any weights.
+      tokenizer: SHA-256 of the tokenizer that the file must be for, if it names any. None: any tokenizer.
+
+    Returns:
+      The fields of `HeadCalibrationFile` that are not null, with the heads in order.
 
     Raises:
-      UserError: the file cannot be read, holds something else, or is of another model or other weights.
+      UserError: the file cannot be read, is invalid, or is for another model, other weights or another tokenizer.
     """
     path = Path(path)
     again = _recalibrate_hint(path, "kv")
@@ -205,7 +231,7 @@ def read_kv_calibration(
     theirs, ours = (file.n_layer, file.n_head, file.n_head_kv), (config.num_blocks, config.n_heads, config.kv_heads)
     if theirs != ours:
         counted = [f"{L} layers with {N} query heads and {K} key heads" for L, N, K in (theirs, ours)]
-        raise UserError(f"the calibration {path} is of another model: it has {counted[0]}, this model has {counted[1]}")
+        raise UserError(f"the calibration {path} is for another model: it has {counted[0]}, this model has {counted[1]}")
     for what, own, other in (("other weights", weights, file.weights), ("another tokenizer", tokenizer, file.tokenizer)):
         if None not in (own, other) and own != other:
             raise UserError(f"the calibration {path} was measured on {what}: {again}")
@@ -214,32 +240,36 @@ def read_kv_calibration(
         if key in found:
             names, values = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter), found[key]
             if missing := [name for name in names if name not in values]:
-                raise UserError(f"the calibration {path} lacks {missing[0]} in {key}, which this model has: {again}")
+                raise UserError(f"the calibration {path} lacks {missing[0]} in {key}, which this model needs: {again}")
             if surplus := values.keys() - set(names):
                 name = escape_name(min(surplus))
-                raise UserError(f"the calibration {path} holds {name} in {key}, which this model has not: {again}")
+                raise UserError(f"the calibration {path} holds {name} in {key}, which this model does not have: {again}")
             found[key] = {name: values[name] for name in names}
     for name, by in (("length_entropies", "lengths"), ("loss", "loss_slots")):
         count = len(found.get(by, []))
         for head, values in found.get(name, {}).items():
             if len(values) != count:
-                raise UserError(f"the calibration {path} has {len(values)} numbers for {head} in {name}, not {count}")
+                raise UserError(f"the calibration {path} has {len(values)} numbers for {head} in {name}, expected {count}")
     slots = found.get("loss_slots", [1])
     if not slots or any(a >= b for a, b in itertools.pairwise(slots)):
-        raise UserError(f"the calibration {path} has loss_slots that do not grow: {again}")
+        raise UserError(f"the calibration {path} has loss_slots that do not increase: {again}")
     return found
 
 
 def head_names(layers: int, heads: int, letter: str) -> list[str]:
-    """`L0_H0`, `L0_H1` … for query heads, `L0_K0` … for key heads."""
+    """Returns the names of all heads: `L0_H0`, `L0_H1` … for query heads (`letter` H), `L0_K0` … for key heads (K)."""
     return [f"L{layer}_{letter}{head}" for layer in range(layers) for head in range(heads)]
 
 
 def has_calibration(path: Path, what: str) -> bool:
-    """Whether there is a file of a run's calibration; `what` is router or kv.
+    """Returns whether a calibration file of a run exists.
+
+    Args:
+      path: the file.
+      what: `router` or `kv`.
 
     Raises:
-      UserError: there is none, and the run was calibrated: without it other tokens would come, and nobody would know.
+      UserError: the manifest lists the file, but it is missing. Without it the run would silently generate other tokens.
     """
     if path.exists():
         return True
@@ -249,6 +279,6 @@ def has_calibration(path: Path, what: str) -> bool:
 
 
 def _recalibrate_hint(path: Path, what: str) -> str:
-    """How to make a calibration anew; the file may lie in its run or anywhere."""
+    """Returns the advice that names the command to repeat a calibration, with the run if the file is in one."""
     run = path.parent if path.absolute() in (RunDirectory(path.parent).kv, RunDirectory(path.parent).router) else "RUN"
     return f"run `dantinox calibrate --run_dir {run} --what {what}` again"

@@ -1,9 +1,9 @@
-"""Manifests: SHA-256 and size of every file that was written, so that damage is detected.
+"""Manifests record the SHA-256 and the size of every file that a run writes, so that damage can be detected.
 
-A manifest is a JSON object with SHA-256 and size of every file it records, and with what they were made by: settings,
-tokenizer, versions. Its last line is the SHA-256 of the lines above. There are two kinds: one of the run's own files, beside
-them, and one in every checkpoint. A file that was changed, cut, emptied, lost or exchanged is told by it; a manifest that was,
-by its last line.
+A manifest is a JSON object, followed by one line with the SHA-256 of the lines above. The object holds the SHA-256 and the size
+of each file, and what the files were made with: settings, tokenizer, versions. The run directory has one manifest for its own
+files, and every checkpoint has one. A manifest reveals files that are changed, truncated, empty, missing or swapped. The last
+line reveals a damaged manifest.
 """
 
 import contextlib
@@ -23,26 +23,29 @@ from dantinox.files import UserError, atomic_write, quote, staged_write, wrap_os
 
 MANIFEST = "manifest.txt"
 FORMAT = 1
-LAST_LINE = 65  # bytes: a SHA-256 in hexadecimal digits and the end of the line
-SMALL = 1 << 20  # bytes of a file that a quick look reads too
-READ_BYTES = 8 << 20  # bytes read at once
+LAST_LINE = 65  # bytes: 64 hexadecimal digits and a line break
+SMALL = 1 << 20  # bytes; a quick check reads files up to this size and compares only the size of larger ones
+READ_BYTES = 8 << 20  # bytes per read
 
 
 class DamagedFile(UserError):
-    """A file is not what was written."""
+    """A file differs from what was written."""
 
 
 class Entry(NamedTuple):
-    """The SHA-256 (hex) of a file, or of its first `size` bytes."""
+    """The size of a file, or of the leading part that was recorded, in bytes, and the SHA-256 (hex) of these bytes."""
 
     sha256: str
     size: int
 
 
 def hash_file(path: Path, size: int | None = None) -> Entry:
-    """Reads a file, or its first `size` bytes, a piece at a time. Raises an OSError if it cannot be read.
+    """Returns the SHA-256 and the size of a file, or of its first `size` bytes.
 
-    Pieces are large because another thread may hold the interpreter between two of them.
+    The file is read in large blocks because another thread may hold the interpreter lock between two reads.
+
+    Raises:
+      OSError: the file cannot be read.
     """
     digest, count = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as file:
@@ -54,7 +57,7 @@ def hash_file(path: Path, size: int | None = None) -> Entry:
 
 
 def hash_file_cached(path: Path) -> Entry:
-    """`hash_file`, computed once for as long as the file is unchanged."""
+    """Returns `hash_file(path)`, computed once as long as inode, size and modification time stay the same."""
     try:
         return hash_file_in_background(path).result()
     except OSError:
@@ -63,7 +66,7 @@ def hash_file_cached(path: Path) -> Entry:
 
 
 def hash_file_in_background(path: Path) -> "Future[Entry]":
-    """The result of `hash_file_cached`, computed in a thread that does not delay the end of the process."""
+    """Starts to compute `hash_file_cached(path)` in a daemon thread and returns its future."""
     now = path.stat()
     return _entry(path, now.st_ino, now.st_size, now.st_mtime_ns)
 
@@ -83,13 +86,14 @@ def _entry(path: Path, *state: int) -> "Future[Entry]":
 
 
 def write_manifest(path: Path, record: Mapping[str, Any]) -> None:
-    """Replaces a manifest and waits for the disk.
+    """Replaces a manifest and flushes it to disk.
 
     Args:
-      record: `files`, by their names the entries that each may have (null: it may be absent), and whatever they were made by.
+      record: `files` maps each name to the list of entries that are valid for it; a null entry means that the file may be
+        absent. The other keys record what the files were made with.
 
     Raises:
-      UserError: the disk is full, read-only or gone.
+      UserError: the manifest cannot be written, for example to a full or read-only disk.
     """
     files = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entries)}" for name, entries in record["files"].items())
     facts = {"format": FORMAT} | {name: value for name, value in record.items() if name != "files"}
@@ -98,51 +102,53 @@ def write_manifest(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
-    """What `write_manifest` wrote, its last line checked.
+    """Reads the record that `write_manifest` wrote and checks its last line.
 
     Args:
-      step: the checkpoint that it is to be of; None: it is to be that of a run.
+      step: the step of the checkpoint that the manifest must belong to. None: it must belong to a run.
 
     Raises:
-      Damage: it is missing, damaged, or belongs elsewhere.
-      UserError: it cannot be read, or was written by another version.
+      DamagedFile: the manifest is missing, damaged, or belongs to another step.
+      UserError: it cannot be read, or has another format version.
     """
     with wrap_os_errors(f"cannot read {path}"):
-        if not path.is_file():  # a pipe would never end
-            nowhere = f"{path} is missing: nothing says whether the files beside it are whole"
-            raise DamagedFile(f"{path} is no file" if os.path.lexists(path) else nowhere)
+        if not path.is_file():  # reading a pipe would never end
+            missing = f"{path} is missing, so the files next to it cannot be checked"
+            raise DamagedFile(f"{path} is not a regular file" if os.path.lexists(path) else missing)
         content = path.read_bytes()
     text, last = content[:-LAST_LINE], content[-LAST_LINE:]
     if last.decode(errors="replace") != hashlib.sha256(text).hexdigest() + "\n":
         raise DamagedFile(f"{path} is damaged: its last line is not the SHA-256 of the lines above")
-    return _record_of(path, text, step)
+    return _parse_record(path, text, step)
 
 
-def _record_of(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
+def _parse_record(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except ValueError:
         record = None
     if isinstance(record, dict) and record.get("format", FORMAT) != FORMAT:
-        raise UserError(f"{path} has format {quote(record['format'])}, this version reads {FORMAT}")
+        raise UserError(f"{path} has format {quote(record['format'])}, but this version reads format {FORMAT}")
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
-        raise DamagedFile(f"{path} is damaged: it names no files")
+        raise DamagedFile(f"{path} is damaged: it lists no files")
     if (found := record.get("step")) != step:
-        raise DamagedFile(f"{path} is that of {'a run' if found is None else f'step {quote(found)}'}")
+        raise DamagedFile(f"{path} belongs to {'a run' if found is None else f'step {quote(found)}'}")
     return record
 
 
 def write_file(
     folder: Path, name: str, data: bytes | str | Iterable[bytes | memoryview], facts: Mapping[str, Any] | None = None
 ) -> None:
-    """Replaces a file of a run and its entry in the manifest, both or neither: after whatever crash they agree.
+    """Replaces a file of a run and its entry in the manifest atomically: after a crash, file and manifest agree.
 
     Args:
-      data: its content, or pieces of it one after the other.
-      facts: what the file was made by, recorded beside the files.
+      folder: the run directory.
+      name: the path of the file relative to `folder`.
+      data: the content, or an iterable of its parts.
+      facts: what the file was made with; added to the manifest.
 
     Raises:
-      UserError: the disk is full, read-only or gone, and the old file intact; or the manifest is damaged.
+      UserError: the file cannot be written, in which case the old file is intact; or the manifest is damaged.
     """
     data = data.encode() if isinstance(data, str) else data
     digest, size = hashlib.sha256(), 0
@@ -155,50 +161,50 @@ def write_file(
             yield piece
 
     with _lock_manifest(folder):
-        record = _record(folder)
+        record = _read_or_empty(folder)
         before = record["files"].get(name, [None])[0]
         with staged_write(folder / name, read()):
             new = Entry(digest.hexdigest(), size)
-            # Two files cannot be replaced at once: in between the old one is as good as the new one.
-            _replace(folder, record | {"files": record["files"] | {name: [new, before]}})
-        _replace(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
+            # File and manifest cannot be replaced in one operation: in between, both the old and the new file are valid.
+            _write_sorted(folder, record | {"files": record["files"] | {name: [new, before]}})
+        _write_sorted(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
 
 
-def record_files(folder: Path, names: Iterable[str], afresh: bool = False) -> None:
-    """Records files of a run, as they are now, in its manifest.
+def record_files(folder: Path, names: Iterable[str], reset: bool = False) -> None:
+    """Adds the current state of files of a run to its manifest.
 
     Args:
-      afresh: forget what the manifest said before.
+      reset: discard the old entries.
 
     Raises:
-      UserError: one of them cannot be read, or the manifest cannot be written.
+      UserError: a file cannot be read, or the manifest cannot be written.
     """
     try:
         entries = {name: [hash_file(folder / name)] for name in names}
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
     with _lock_manifest(folder):
-        record: dict[str, Any] = {"files": {}} if afresh else _record(folder)
-        _replace(folder, record | {"files": record["files"] | entries})
+        record: dict[str, Any] = {"files": {}} if reset else _read_or_empty(folder)
+        _write_sorted(folder, record | {"files": record["files"] | entries})
 
 
 @contextlib.contextmanager
 def _lock_manifest(folder: Path) -> Iterator[None]:
-    """Keeps other processes from the manifest: a run may be calibrated while it is trained."""
+    """Locks the manifest against other processes: a run may be calibrated while it is trained."""
     with wrap_os_errors(f"cannot write {folder / MANIFEST}"):
         directory = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # ends with the process, however that ends
+        fcntl.flock(directory, fcntl.LOCK_EX)  # the kernel releases it when the process ends
         yield
     finally:
         os.close(directory)
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _read_or_empty(folder: Path) -> dict[str, Any]:
     return read_manifest(folder / MANIFEST) if (folder / MANIFEST).exists() else {"files": {}}
 
 
-def _replace(folder: Path, record: Mapping[str, Any]) -> None:
+def _write_sorted(folder: Path, record: Mapping[str, Any]) -> None:
     write_manifest(folder / MANIFEST, {**record, "files": dict(sorted(record["files"].items()))})
 
 
@@ -206,7 +212,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     """Compares files of a run with its manifest.
 
     Raises:
-      Damage: one of them is not what was written, or nothing says what was; the sentence names it.
+      DamagedFile: a file differs from its entry, or has none; the message names it. Or the manifest is damaged.
     """
     files = read_manifest(folder / MANIFEST)["files"]
     for name in names:
@@ -215,7 +221,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def recorded_file_damage(path: Path) -> str:
-    """`describe_damage` of a file that somebody else may have written: nothing where there is no manifest that names it."""
+    """Returns `describe_damage` for a file, or "" if no manifest lists it, as for a file that the user added."""
     manifest = path.parent / MANIFEST
     expected = read_manifest(manifest)["files"].get(path.name) if manifest.exists() else None
     return describe_damage(path.parent, path.name, expected) if expected else ""
@@ -224,23 +230,24 @@ def recorded_file_damage(path: Path) -> str:
 def describe_damage(
     folder: Path, name: str, expected: Iterable[Any] | None, entry: Callable[[Path], Entry] = hash_file, quick: bool = False
 ) -> str:
-    """What is wrong with a file, as a sentence; nothing where it is what was written.
+    """Returns a sentence that says how a file differs from what was written, or "" if it does not.
 
     Args:
-      expected: the entries that it may have; None: no manifest names it.
-      quick: of a large file only the size is looked at.
+      expected: the entries that are valid for the file, null if it may be absent. None: no manifest lists it.
+      entry: computes the actual entry of the file.
+      quick: compare only the size of files of more than 1 MiB.
 
     Raises:
-      UserError: it cannot be read, for want of a permission or of memory: then nobody knows whether it is damaged.
+      UserError: the file cannot be read, for example for lack of permission, so its state is unknown.
     """
     path = folder / name
     if expected is None:
-        return f"{path} is named by no manifest" if os.path.lexists(path) else ""
+        return f"{path} is not listed in the manifest" if os.path.lexists(path) else ""
     allowed = [tuple(one) if one else None for one in expected]
     try:
         if not path.is_file():
             missing = "" if None in allowed else f"{path} is missing"
-            return f"{path} is no file" if os.path.lexists(path) else missing
+            return f"{path} is not a regular file" if os.path.lexists(path) else missing
         size = path.stat().st_size
         if quick and size > SMALL:
             return "" if any(one and one[1] == size for one in allowed) else _size_differs(path, size, allowed)
@@ -254,30 +261,39 @@ def describe_damage(
     if not any(one and one[1] == found.size for one in allowed):
         return _size_differs(path, found.size, allowed)
     sha256 = next(one[0] for one in allowed if one)
-    return f"{path} is damaged: its SHA-256 is {found.sha256[:12]}…, {sha256[:12]}… was written"
+    return f"{path} is damaged: its SHA-256 is {found.sha256[:12]}…, expected {sha256[:12]}…"
 
 
 def _size_differs(path: Path, size: int, allowed: list[Any]) -> str:
-    return f"{path} is damaged: it has {size} bytes, {next(one[1] for one in allowed if one)} were written"
+    return f"{path} is damaged: it has {size} bytes, expected {next(one[1] for one in allowed if one)}"
 
 
 def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path, int]) -> None:
-    """Records all files of a complete checkpoint, and the first bytes of the logs beside it.
+    """Writes the manifest of a complete checkpoint: all of its files, and the logs of the run up to this step.
 
     Args:
-      step: the directory, whose name is the number of the step.
-      logs: for each log how many bytes it had when the step was saved.
+      step: the directory of the checkpoint; its name is the step number.
+      facts: what the checkpoint was made with.
+      logs: the size in bytes of each log when the step was saved.
+
+    Raises:
+      OSError: a file cannot be read.
+      UserError: the manifest cannot be written.
     """
     files = {name: [hash_file(step / name)] for name in _files(step)}
-    beside = {path.name: [hash_file(path, size)] for path, size in logs.items()}
-    write_manifest(step / MANIFEST, {"step": int(step.name), "files": files, "logs": beside} | dict(facts))
+    log_entries = {path.name: [hash_file(path, size)] for path, size in logs.items()}
+    write_manifest(step / MANIFEST, {"step": int(step.name), "files": files, "logs": log_entries} | dict(facts))
 
 
 def find_step_damage(step: Path, quick: bool = False) -> Iterator[str]:
-    """A sentence for everything in a checkpoint that is not as it was written; with `quick` large files by their size alone.
+    """Yields one sentence for each damaged, missing or unlisted file of a checkpoint.
+
+    Args:
+      step: the directory of the checkpoint.
+      quick: compare only the size of files of more than 1 MiB.
 
     Raises:
-      UserError: something cannot be read.
+      UserError: a file cannot be read.
     """
     try:
         files = read_manifest(step / MANIFEST, int(step.name))["files"]
@@ -290,20 +306,20 @@ def find_step_damage(step: Path, quick: bool = False) -> Iterator[str]:
 
 
 def find_log_damage(folder: Path, step: Path) -> Iterator[str]:
-    """A sentence for every log that does not begin with what it held when a checkpoint was saved."""
+    """Yields one sentence for each log whose beginning differs from its content when the checkpoint was saved."""
     for name, size, entries in recorded_logs(step):
         problem = describe_damage(folder, name, entries, lambda path, size=size: hash_file(path, size))  # type: ignore[misc]
         if problem:
-            yield f"{problem} up to step {step.name}"
+            yield f"{problem} (compared up to step {step.name})"
 
 
 def recorded_logs(step: Path) -> Iterator[tuple[str, int, Any]]:
-    """(name, bytes when the checkpoint was saved, entries) of the logs that a checkpoint records."""
+    """Yields (name, size in bytes when the checkpoint was saved, valid entries) of each log that a checkpoint records."""
     for name, entries in read_manifest(step / MANIFEST, int(step.name))["logs"].items():
         yield name, entries[0][1], entries
 
 
 def _files(step: Path) -> list[str]:
-    """All but directories; a link to one has nothing to say about what is behind it."""
+    """Returns the relative paths of everything but directories; a link to a directory counts as a file."""
     found = (path for path in step.rglob("*") if path.name != MANIFEST or path.parent != step)
     return sorted(str(path.relative_to(step)) for path in found if path.is_symlink() or not path.is_dir())

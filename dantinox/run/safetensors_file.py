@@ -25,7 +25,7 @@ CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 
 
 class Tensor(NamedTuple):
-    """The shape of an array and the name of its dtype, NumPy's or `bfloat16`."""
+    """The shape of an array, and the name of its dtype: a NumPy name, or one of ml_dtypes such as `bfloat16`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,24 +36,24 @@ class Tensor(NamedTuple):
 
 
 class SafetensorsFile:
-    """A safetensors file, mapped into memory.
+    """A memory-mapped safetensors file.
 
     Attributes:
-      tensors: shape and dtype of each array by its name.
-      metadata: the texts in its header.
+      tensors: shape and dtype of each array by name, in the order of their data.
+      metadata: the strings in the header.
     """
 
     def __init__(self, path: Path):
-        """Opens a file; the library compares its header with its size to the byte.
+        """Opens a file. The safetensors library checks that the header describes exactly the bytes of the file.
 
         Raises:
-          UserError: it cannot be read, is damaged, or holds an array of an unknown dtype.
+          UserError: the file cannot be read, is damaged, or holds an array of an unknown dtype.
         """
         try:
-            with open(path, "rb") as file:  # its errors name the reason, the library's do not
+            with open(path, "rb") as file:  # an OSError of `open` names the reason, unlike the library's error
                 length = int.from_bytes(file.read(8), "little")
                 if MAX_HEADER_BYTES < length <= os.fstat(file.fileno()).st_size:
-                    raise UserError(f"{path} has a header of {length} bytes, at most {MAX_HEADER_BYTES} are read")
+                    raise UserError(f"{path} has a header of {length} bytes, the maximum is {MAX_HEADER_BYTES}")
                 with safe_open(path, framework="numpy"):
                     header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
         except OSError as error:
@@ -73,32 +73,33 @@ class SafetensorsFile:
             self._places[name] = 8 + length + start, 8 + length + end
 
     def read(self, name: str) -> np.ndarray:
-        """A copy of an array."""
+        """Returns a copy of an array."""
         (start, end), (shape, dtype) = self._places[name], self.tensors[name]
         return np.array(self._content[start:end].view(DTYPES[CODES[dtype]]).reshape(shape))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; the library takes the last of several entries with one name."""
+    """Builds a JSON object and refuses duplicate names; the library would use the last of them."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)} twice")
+        raise ValueError(f"duplicate entry {next(name for name in names if names.count(name) > 1)}")
     return found
 
 
 def safetensors_pieces(
     arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, in pieces; arrays are requested one after the other.
+    """Yields the bytes of a safetensors file in parts, and reads the arrays one at a time.
 
-    The library's own writer needs all arrays of a file in memory, and puts metadata in a random order.
+    The library's own writer needs all arrays of a file in memory, and writes metadata in random order.
 
     Args:
-      arrays: may hold more than `tensors` names.
-      tensors: what the file holds, with shape and dtype of each array.
+      arrays: arrays by name; may hold more than the file.
+      tensors: the names, shapes and dtypes of the arrays in the file.
+      metadata: strings for the header, added to `format: pt`.
     """
-    # As the library orders them, for alignment: the largest items first, then by name.
+    # The order of the library, for alignment: largest item size first, then by name.
     order = sorted(tensors, key=lambda name: (-DTYPES[CODES[tensors[name].dtype]].itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -111,4 +112,4 @@ def safetensors_pieces(
     for name in order:
         array = np.ascontiguousarray(arrays[name])
         yield array.reshape(-1).view(np.uint8).data
-        del array  # before the next one is made
+        del array  # frees it before the next array is read

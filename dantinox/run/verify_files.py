@@ -21,14 +21,20 @@ from dantinox.run.manifest import (
     recorded_logs,
 )
 
-SAVING_SUFFIX = ".saving"  # checkpoints/12.saving: step 12 is on its way to the disk, or was when the process ended
-TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # what Orbax writes until a step has its name
-DAMAGED_PREFIX = "damaged-"  # checkpoints/damaged-12: what a resumed run found damaged and put aside
+SAVING_SUFFIX = ".saving"  # checkpoints/12.saving: step 12 is being saved, or was when the process ended
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # of the directory that Orbax writes before it renames it to the step number
+DAMAGED_PREFIX = "damaged-"  # checkpoints/damaged-12: a damaged checkpoint that a resumed run set aside
 
 
 @dataclass
 class VerifyReport:
-    """What was found: a sentence for every damage, remarks that are none, and how much was read."""
+    """The result of `verify_run`.
+
+    Attributes:
+      damage: one sentence for each damaged file.
+      remarks: one sentence for each finding that is not damage.
+      files, bytes: the number of files read, and their total size.
+    """
 
     damage: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -37,7 +43,7 @@ class VerifyReport:
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps whose directories lie there, whole or not, newest first."""
+    """Returns the steps that have a checkpoint directory, complete or not, newest first."""
     if not checkpoints.is_dir():
         return []
     names = (path.name for path in checkpoints.iterdir() if path.name.isdecimal() and path.is_dir())
@@ -45,7 +51,11 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def verify_run(run: RunDirectory) -> VerifyReport:
-    """Reads every file that a manifest of the run names. Raises a UserError if there is no run."""
+    """Compares every file of a run that a manifest lists.
+
+    Raises:
+      UserError: the directory is not a run.
+    """
     if not run.config.is_file() and not (run.path / MANIFEST).is_file():
         raise UserError(f"{run.path} is not a run directory: it has neither {run.config.name} nor {MANIFEST}")
     found = VerifyReport()
@@ -55,10 +65,14 @@ def verify_run(run: RunDirectory) -> VerifyReport:
 
 
 def find_file_damage(run: RunDirectory, entry: Callable[[Path], Entry] = hash_file) -> Iterator[str]:
-    """A sentence for each of the run's own files that is not as it was written; checkpoints and logs are not looked at.
+    """Yields one sentence for each damaged, missing or unlisted file of a run, without checkpoints and logs.
+
+    Args:
+      entry: computes the actual entry of a file.
 
     Raises:
-      UserError: something cannot be read, or the manifest is damaged.
+      DamagedFile: the manifest is damaged.
+      UserError: a file cannot be read.
     """
     files = read_manifest(run.path / MANIFEST)["files"]
     own = {str(path.relative_to(run.path)) for path in (run.config, run.tokenizer, run.weights, run.adapter) if path.exists()}
@@ -76,12 +90,12 @@ def _check_own_files(run: RunDirectory, found: VerifyReport) -> list[str]:
         found.files = found.bytes = 0
         before = _file_state(run.manifest)
         problems = list(_errors_as_problems(find_file_damage(run, counted)))
-        if not problems or before == _file_state(run.manifest):  # else the run goes on meanwhile
+        if not problems or before == _file_state(run.manifest):  # else a running training replaced a file: read again
             return problems
 
 
 def _file_state(path: Path) -> tuple[int, ...]:
-    """Another one whenever a file is replaced."""
+    """Returns a value that changes whenever the file is replaced."""
     with contextlib.suppress(OSError):
         state = path.stat()
         return state.st_ino, state.st_mtime_ns
@@ -98,10 +112,10 @@ def _check_checkpoints(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
             _count_file(path, found)
         problems = list(_errors_as_problems(find_step_damage(step)))
         if not step.exists():
-            continue  # a run that goes on meanwhile had no more use for it
+            continue  # a running training deleted it in the meantime
         yield from problems
         if not logs_compared:
-            with contextlib.suppress(DamagedFile):  # the manifest of an older step may do
+            with contextlib.suppress(DamagedFile):  # try the manifest of an older step
                 yield from _check_logs(run, step, found)
                 logs_compared = True
     yield from _check_stray_files(run, found)
@@ -116,26 +130,26 @@ def _check_logs(run: RunDirectory, step: Path, found: VerifyReport) -> Iterator[
 
 
 def _check_stray_files(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
-    """What lies among the checkpoints and is none."""
+    """Yields one sentence for each unexpected entry in the checkpoint directory."""
     if not run.checkpoints.is_dir():
         if os.path.lexists(run.checkpoints):
-            yield f"{run.checkpoints} is no directory"
+            yield f"{run.checkpoints} is not a directory"
         return
     steps, unfinished = {str(step) for step in saved_steps(run.checkpoints)}, set()
     for path in sorted(run.checkpoints.iterdir()):
         if path.name.startswith(DAMAGED_PREFIX):
-            found.remarks.append(f"{path} was found damaged and put aside")
+            found.remarks.append(f"{path} is damaged and was set aside by a resumed run")
         elif path.suffix == TEMPORARY_SUFFIX or (path.suffix == SAVING_SUFFIX and path.is_file()):
             unfinished.add(path.with_suffix(""))
         elif path.name not in steps and not path.name.startswith("."):
-            yield f"{path} is named by no manifest"
+            yield f"{path} is not listed in the manifest"
     for step in sorted(unfinished):
         if not (step / MANIFEST).exists():
-            found.remarks.append(f"{step} is unfinished: a run is writing it, or ended while it did")
+            found.remarks.append(f"{step} is unfinished: a run is saving it, or ended while it saved it")
 
 
 def _errors_as_problems(problems: Iterator[str]) -> Iterator[str]:
-    """What cannot be read is a sentence like the others."""
+    """Yields the problems, and the message of a `UserError` as one more problem."""
     try:
         yield from problems
     except UserError as error:
@@ -148,19 +162,19 @@ def _count_file(path: Path, found: VerifyReport) -> None:
 
 
 def accept_run(run: RunDirectory) -> list[str]:
-    """Makes a manifest of the run's own files as they are now: their owner says that they are right.
+    """Accepts the current content of a run's own files: writes a new manifest for them.
 
-    Checkpoints stay as they are.
+    Checkpoints and their manifests do not change.
 
     Returns:
-      The names of the files.
+      The names of the recorded files.
 
     Raises:
-      UserError: another process is working on the run, or it cannot be written.
+      UserError: another process is working on the run, a file cannot be read, or the manifest cannot be written.
     """
     with run.lock():
         own = run.config, run.tokenizer, run.tokenizer_config, run.chat_template, run.origin, run.weights, run.router, run.kv
-        kept = [*own, *run.adapter.parent.glob("adapter_*"), *run.data.glob("tokens*"), run.data / "reference.json"]
-        names = sorted(str(path.relative_to(run.path)) for path in kept if path.is_file())
-        record_files(run.path, names, afresh=True)
+        paths = [*own, *run.adapter.parent.glob("adapter_*"), *run.data.glob("tokens*"), run.data / "reference.json"]
+        names = sorted(str(path.relative_to(run.path)) for path in paths if path.is_file())
+        record_files(run.path, names, reset=True)
         return names

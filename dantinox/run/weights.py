@@ -1,7 +1,7 @@
-"""The weights file of a run: Flax's msgpack format, read (memory-mapped) and written array by array.
+"""The weights file of a run in Flax's msgpack format, written array by array and read through a memory map.
 
-An array is the msgpack extension 1, packed (shape, dtype name, bytes); a large one is a map of flat chunks. Nothing in a file
-is executed, and every size is compared with the bytes that are left before anything is made of it.
+An array is msgpack extension 1: the packed triple (shape, dtype name, bytes). A large array is a map of flat chunks. Reading
+executes nothing in the file, and compares every size with the remaining bytes before it allocates anything.
 """
 
 import math
@@ -25,25 +25,26 @@ ARRAY_EXTENSION = 1
 CHUNK_BYTES = 1 << 30
 CHUNKED = "__msgpack_chunked_array__"
 BFLOAT16 = "bfloat16"
-MAX_DEPTH = 16  # levels of names that a file may have
-# The first byte of what a length of 1, 2 or 4 bytes follows (github.com/msgpack/msgpack/blob/master/spec.md).
+MAX_DEPTH = 16  # maximum nesting of names in a file
+# Type bytes that precede a length of 1, 2 or 4 bytes (github.com/msgpack/msgpack/blob/master/spec.md).
 BINARY, EXTENSION, TEXT = (0xC4, 0xC5, 0xC6), (0xC7, 0xC8, 0xC9), (0xD9, 0xDA, 0xDB)
 FIXED_EXTENSION = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
 PACKER = msgpack.Packer()
 
 
 def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
-    """Writes arrays in Flax's msgpack format, and their SHA-256 to the manifest beside them.
+    """Writes arrays in Flax's msgpack format, and the SHA-256 of the file to the manifest in the same directory.
 
-    Equal weights give equal bytes. Arrays are asked for one after the other, so a mapping that makes them needs memory for one.
+    Equal weights result in equal bytes. Arrays are read from `parameters` one at a time, so a lazy mapping needs memory for
+    only one array.
 
     Args:
-      parameters: arrays by their paths, "blocks/0/norm1/scale"; the file holds them as nested dicts, those of bfloat16 as they
-        are and all others as float32.
-      facts: what made them, for the manifest.
+      parameters: arrays by path, such as "blocks/0/norm1/scale". The file holds them as nested dicts: bfloat16 arrays
+        unchanged, all others as float32.
+      facts: what the weights were made with, for the manifest.
 
     Raises:
-      UserError: the file cannot be written.
+      UserError: the file cannot be written, or the manifest is damaged.
     """
     path = Path(path)
     write_file(path.parent, path.name, msgpack_pieces(parameters), facts)
@@ -52,12 +53,14 @@ def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping
 def load_weights(
     path: str | Path, expected: Mapping[str, Any], place: Callable[[str, np.ndarray], Any] = lambda path, array: array
 ) -> dict[str, Any]:
-    """Reads what `save_weights` wrote. Nothing in the file is run, and the file is mapped into memory, not copied.
+    """Reads a file that `save_weights` wrote. The file is memory-mapped, and nothing in it is executed.
 
     Args:
-      expected: for every path something that has a `shape`.
-      place: called with a path and a read-only array, float32 or bfloat16 as the file has it; what it returns stands in the
-        result.
+      expected: for every path, an object with a `shape`.
+      place: called with each path and its read-only array, float32 or bfloat16 as stored. Its results are returned.
+
+    Returns:
+      The results of `place` by path, in the order of `expected`.
 
     Raises:
       UserError: the file is missing, damaged, or does not hold exactly the expected names and shapes.
@@ -69,35 +72,43 @@ def load_weights(
     total = sum(leaf.nbytes for leaf in found.values())
     overhead = 1024 + sum(256 + len(name) for name in shapes)
     if size > total + overhead:
-        raise UserError(f"the weights {path} are damaged: {size} bytes, expected {total} and at most {overhead} around them")
+        raise UserError(
+            f"the weights {path} are damaged: {size} bytes, expected {total} for the arrays and at most {overhead} more"
+        )
     return {name: place(name, found.pop(name).array()) for name in shapes}
 
 
 def read_arrays(path: Path) -> tuple[dict[str, "StoredArray"], int]:
-    """The arrays of a file by their paths, mapped into memory, and the bytes of the file.
+    """Returns the memory-mapped arrays of a file by path, and the size of the file in bytes.
 
     Raises:
-      UserError: it cannot be read, or does not hold a tree of arrays.
+      UserError: the file cannot be read, or does not hold a tree of arrays.
     """
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        return Reader(content).leaves(), size
+        return MsgpackReader(content).arrays(), size
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, struct.error) as error:  # what bytes from outside can cause
-        raise UserError(f"the weights {path} are damaged or no weights at all: {first_line(error)}") from None
+    except (ValueError, KeyError, TypeError, struct.error) as error:  # any of these can result from invalid bytes
+        raise UserError(f"the weights {path} are damaged or not a weights file: {first_line(error)}") from None
 
 
 def weights_digest(run: RunDirectory) -> str:
-    """SHA-256 (hex) of the weights, or of the adapters, which name theirs; computed once for as long as the file stays."""
+    """Returns the SHA-256 (hex) of the weights of a run, or of its adapters, which contain the digest of their base.
+
+    It is computed once as long as the file does not change.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
     with wrap_os_errors(f"cannot read the weights {run.weights_or_adapter}"):
         return hash_file_cached(run.weights_or_adapter).sha256
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"blocks/0/norm1/scale": x}` as `{"blocks": {"0": {"norm1": {"scale": x}}}}`."""
+    """Turns `{"blocks/0/norm1/scale": x}` into `{"blocks": {"0": {"norm1": {"scale": x}}}}`."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         *parents, last = name.split("/")
@@ -109,7 +120,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What `_nested` was made from."""
+    """Yields the (path, value) pairs of a nested dict: the inverse of `_nested`."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}/")
@@ -118,10 +129,11 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def msgpack_pieces(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
-    """A file's bytes, in pieces: the arrays as nested dicts with sorted names, each asked for when its place comes.
+    """Yields the bytes of a weights file in parts: the arrays as nested dicts with sorted names.
 
     Args:
-      parameters: arrays by their paths, "blocks/0/norm1/scale"; those of bfloat16 stay, all others become float32.
+      parameters: arrays by path, such as "blocks/0/norm1/scale", each read when its bytes are due. bfloat16 arrays stay
+        unchanged, all others become float32.
     """
     return _tree_pieces(_nested({name: name for name in parameters}), parameters)
 
@@ -135,7 +147,7 @@ def _tree_pieces(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iter
             continue
         array = np.asarray(parameters[tree[key]])
         yield from _array_pieces(array if array.dtype.name == BFLOAT16 else np.asarray(array, np.float32))
-        del array  # before the next one is made
+        del array  # frees it before the next array is read
 
 
 def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
@@ -154,23 +166,23 @@ def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 
 def _extension_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
-    """One array as Flax packs it: (shape, name of the dtype, bytes), of which the bytes are not copied."""
+    """Yields one array as Flax packs it: (shape, dtype name, bytes). The bytes are not copied."""
     inside = b"\x93" + PACKER.pack(array.shape) + PACKER.pack(array.dtype.name) + _data_header(array.nbytes, BINARY)
     yield _data_header(len(inside) + array.nbytes, EXTENSION) + bytes([ARRAY_EXTENSION]) + inside
     yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _data_header(size: int, heads: tuple[int, int, int]) -> bytes:
-    """The head of binary data or of an extension, whose content follows in a piece of its own."""
-    if heads is EXTENSION and size in FIXED_EXTENSION:
+def _data_header(size: int, type_bytes: tuple[int, int, int]) -> bytes:
+    """Returns the type and length bytes of binary data or of an extension; the content follows separately."""
+    if type_bytes is EXTENSION and size in FIXED_EXTENSION:
         return bytes([FIXED_EXTENSION[size]])
     width = 0 if size < 1 << 8 else 1 if size < 1 << 16 else 2
-    return bytes([heads[width]]) + size.to_bytes(1 << width, "big")
+    return bytes([type_bytes[width]]) + size.to_bytes(1 << width, "big")
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array in a file: its flat parts in their order, which are views into the file, and the shape of the whole."""
+    """An array in a file: its shape, and its flat parts in order, which are views of the file."""
 
     shape: tuple[int, ...]
     parts: tuple[np.ndarray, ...]
@@ -184,39 +196,44 @@ class StoredArray:
         return sum(part.nbytes for part in self.parts)
 
     def array(self) -> np.ndarray:
+        """Returns the read-only array; a copy only if the file stores it in several parts."""
         flat = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
         flat.flags.writeable = False
         return flat.reshape(self.shape)
 
 
 def _compare(path: Path, found: Mapping[str, StoredArray], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises on the first parameter that is missing, too many, of another shape or neither dtype."""
+    """Raises a UserError for the first parameter that is missing, unexpected, or has a wrong shape or dtype."""
     for name, shape in shapes.items():
         if name not in found:
-            raise UserError(f"the weights {path} lack {name} of shape {shape}, which this model has")
+            raise UserError(f"the weights {path} lack {name} of shape {shape}, which this model needs")
         array = found[name]
         if array.shape != shape:
-            raise UserError(f"the weights {path} hold {name} with shape {array.shape}, this model has {shape}")
+            raise UserError(f"the weights {path} hold {name} with shape {array.shape}, but this model has {shape}")
         if array.dtype.name not in ("float32", BFLOAT16):
             raise UserError(f"the weights {path} hold {name} as {array.dtype}, expected float32 or bfloat16")
     for name, array in found.items():
         if name not in shapes:
-            raise UserError(f"the weights {path} hold {escape_name(name)} of shape {array.shape}, which this model has not")
+            raise UserError(
+                f"the weights {path} hold {escape_name(name)} of shape {array.shape}, which this model does not have"
+            )
 
 
-class Reader:
-    """Reads the msgpack of a tree of arrays, and nothing else that msgpack can say; arrays stay where they are.
+class MsgpackReader:
+    """Reads the part of msgpack that a tree of arrays needs. Arrays are views of the content.
 
-    Every size is compared with the bytes that are left before anything is made of it. Raises ValueError or struct.error.
+    Every size is compared with the remaining bytes before anything is allocated. Invalid content raises a ValueError, KeyError,
+    TypeError or struct.error.
     """
 
     def __init__(self, content: Any):
         self.content, self.at, self.end = content, 0, len(content)
 
-    def leaves(self) -> dict[str, StoredArray]:
+    def arrays(self) -> dict[str, StoredArray]:
+        """Returns the arrays by path."""
         tree = self._map(0)
         if self.at != self.end:
-            raise ValueError(f"{self.end - self.at} bytes behind the parameters")
+            raise ValueError(f"{self.end - self.at} extra bytes after the parameters")
         return dict(_flat(tree))
 
     def _take(self, form: str) -> int:
@@ -224,24 +241,24 @@ class Reader:
         self.at += struct.calcsize(form)
         return value
 
-    def _length(self, short: range, heads: tuple[int, ...], what: str) -> int:
-        """The number behind a first byte: within it, or in 1, 2 or 4 bytes after it."""
-        head = self._take(">B")
-        if head in short:
-            return head - short.start
-        if head not in heads:
-            raise ValueError(f"found byte 0x{head:02x} where {what} should be")
-        return self._take({0xDE: ">H", 0xDF: ">I"}.get(head) or (">B", ">H", ">I")[heads.index(head)])
+    def _length(self, short: range, type_bytes: tuple[int, ...], what: str) -> int:
+        """Reads a length: it is part of the type byte (`short`), or in the 1, 2 or 4 bytes after it."""
+        kind = self._take(">B")
+        if kind in short:
+            return kind - short.start
+        if kind not in type_bytes:
+            raise ValueError(f"found byte 0x{kind:02x} instead of {what}")
+        return self._take({0xDE: ">H", 0xDF: ">I"}.get(kind) or (">B", ">H", ">I")[type_bytes.index(kind)])
 
     def _name(self) -> str:
-        """A name, or the number that a list's entry has for one."""
+        """Reads a name; entries of a list have an integer as their name."""
         head = self.content[self.at] if self.at < self.end else 0
         return str(self._integer()) if head < 0x80 or 0xCC <= head <= 0xCF else self._text()
 
     def _text(self) -> str:
         size = self._length(range(0xA0, 0xC0), TEXT, "a name")
         if size > self.end - self.at:
-            raise ValueError("a name that is longer than the file")
+            raise ValueError("a name that extends past the end of the file")
         self.at += size
         return bytes(self.content[self.at - size : self.at]).decode()
 
@@ -250,7 +267,7 @@ class Reader:
         if head < 128:
             return head
         if not 0xCC <= head <= 0xCF:
-            raise ValueError("a shape that is not made of whole numbers")
+            raise ValueError("a shape with an entry that is not an integer")
         return self._take((">B", ">H", ">I", ">Q")[head - 0xCC])
 
     def _map(self, depth: int) -> dict[str, Any]:
@@ -263,46 +280,46 @@ class Reader:
             if name == CHUNKED and number == 0:
                 return {CHUNKED: self._chunked(depth)}
             if name in tree:
-                raise ValueError(f"{escape_name(name)} twice")
+                raise ValueError(f"duplicate name {escape_name(name)}")
             tree[name] = self._node(depth)
         return tree
 
     def _node(self, depth: int) -> Any:
         head = self.content[self.at] if self.at < self.end else 0
         if head in EXTENSION or head in FIXED_EXTENSION.values():
-            shape, values = self._one()
+            shape, values = self._array()
             return StoredArray(shape, (values,))
         tree = self._map(depth + 1)
         return tree.get(CHUNKED, tree)
 
     def _chunked(self, depth: int) -> StoredArray:
-        """What follows the first name of a large array: true, "shape": {"0": n, …}, "chunks": {"0": array, …}."""
+        """Reads the rest of a chunked array after its first name: true, "shape": {"0": n, …}, "chunks": {"0": array, …}."""
         if self._take(">B") != 0xC3 or self._text() != "shape":
-            raise ValueError("an array in chunks without a shape")
+            raise ValueError("a chunked array without a shape")
         axes = {self._text(): self._integer() for _ in range(self._length(range(0x80, 0x90), (), "a shape"))}
         shape = tuple(axes[str(axis)] for axis in range(len(axes)))
         if self._text() != "chunks":
-            raise ValueError("an array in chunks without chunks")
+            raise ValueError("a chunked array without chunks")
         chunks = self._map(depth + 1)
         parts = tuple(chunks[str(number)].parts[0] for number in range(len(chunks)))
         if not parts or sum(part.size for part in parts) != math.prod(shape) or len({part.dtype for part in parts}) > 1:
-            raise ValueError(f"chunks that are no array of shape {shape}")
+            raise ValueError(f"chunks that do not form an array of shape {shape}")
         return StoredArray(shape, parts)
 
-    def _one(self) -> tuple[tuple[int, ...], np.ndarray]:
+    def _array(self) -> tuple[tuple[int, ...], np.ndarray]:
         head = self._take(">B")
         fixed = {byte: size for size, byte in FIXED_EXTENSION.items()}
         size = fixed[head] if head in fixed else self._take((">B", ">H", ">I")[EXTENSION.index(head)])
         if (code := self._take(">B")) != ARRAY_EXTENSION:
-            raise ValueError(f"extension {code}")
+            raise ValueError(f"unknown extension type {code}")
         end = self.at + size
         if self._take(">B") != 0x93:
-            raise ValueError("an array without shape, type and content")
+            raise ValueError("an array without shape, dtype and content")
         shape = tuple(self._integer() for _ in range(self._length(range(0x90, 0xA0), (), "a shape")))
         name, count = self._text(), self._length(range(0), BINARY, "the content of an array")
         kind = np.dtype(ml_dtypes.bfloat16 if name == BFLOAT16 else name)
         if math.prod(shape) * kind.itemsize != count or self.at + count != end or end > self.end:
-            raise ValueError(f"an array of shape {shape} whose content has another size")
+            raise ValueError(f"an array of shape {shape} with content of another size")
         values = np.frombuffer(self.content, kind, math.prod(shape), self.at) if count else np.empty(0, kind)
         self.at = end
         return shape, values

@@ -150,7 +150,7 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
     """Prepares the continuation of a run with its saved tokenizer and tokens."""
     run.check(run.tokenizer, *(path for path in (run.weights, run.adapter) if path.exists()))
     if run.data.exists():
-        run.check(*(run.path / name for name in run.tokens(named=True)))
+        run.check(*(run.path / name for name in run.tokens(recorded=True)))
     saved = load_run_config(run)
     config = resume_config(saved, config)
     tokenizer = Tokenizer.load(run.tokenizer)
@@ -174,7 +174,7 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
 def _check_rebuilt(run: RunDirectory) -> None:
     """Raises UserError if rebuilt tokens differ from those that the run began with."""
     try:
-        run.check(*(run.path / name for name in run.tokens(named=True)))
+        run.check(*(run.path / name for name in run.tokens(recorded=True)))
     except UserError:
         shutil.rmtree(run.data)
         raise UserError(f"the tokens of {run.path} are missing and its corpus has changed: restore one of them") from None

@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_steps_back_and_stays(copied, kind):
     assert str(largest) in restored.notes[0] and "going back to step 8" in restored.notes[0]
     aside = run.checkpoints / "damaged-12"
     assert contents(aside) == before
-    assert any("put aside" in remark for remark in verify_run(run).remarks)
+    assert any("set aside" in remark for remark in verify_run(run).remarks)
 
 
 def test_a_run_that_stepped_back_ends_as_if_nothing_had_happened(finished, copied):
@@ -144,7 +144,13 @@ def test_damaged_logs_are_refused_and_lost_ones_told(copied):
     settings, run = copied
     content = run.metrics.read_bytes()
     run.metrics.write_bytes(content.replace(b"1", b"2", 1))
+<<<<<<< HEAD
     with pytest.raises(UserError, match=r"metrics.jsonl is damaged: its SHA-256 .* up to step 12: restore the original file"):
+=======
+    with pytest.raises(
+        UserError, match=r"metrics.jsonl is damaged: its SHA-256 .* \(compared up to step 12\): put the right file there"
+    ):
+>>>>>>> 5426670 (Rewrite the docstrings and messages of run in plain English)
         launch(settings, run.path, resume=True)
     run.metrics.unlink()
     assert "metrics.jsonl is missing up to step 12: starting a new one" in launch(settings, run.path, resume=True)

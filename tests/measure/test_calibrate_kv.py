@@ -308,7 +308,7 @@ def test_what_does_not_fit_is_not_taken_over(measured, run_path, tmp_path):
     other = tmp_path / "other.json"
     tree = json.loads(SAMPLE.read_bytes()) | {"n_layer": 3}
     other.write_text(json.dumps(tree), encoding="utf-8")
-    assert "is of another model: it has 3 layers" in sentence(run_path, from_results=other)
+    assert "is for another model: it has 3 layers" in sentence(run_path, from_results=other)
     for key, what in (("weights", "other weights"), ("tokenizer", "another tokenizer")):
         other.write_text(json.dumps(measured[1] | {key: "0" * 64}), encoding="utf-8")
         assert f"was measured on {what}" in sentence(run_path, from_results=other)

@@ -51,7 +51,7 @@ def test_a_directory_that_holds_only_a_lock_is_new(tmp_path):
 
 def test_a_file_in_the_way_is_a_sentence(tmp_path):
     (tmp_path / "x").touch()
-    assert "a file is in its way" in sentence(create_run, tmp_path / "x")
+    assert "a file with this name exists" in sentence(create_run, tmp_path / "x")
     assert "Not a directory" in sentence(create_run, tmp_path / "x" / "y")
 
 
@@ -77,7 +77,7 @@ def test_opening_says_what_is_missing_and_names_the_newest_run(tmp_path, monkeyp
     assert open_run("runs/old", check=False).path == tmp_path / "runs" / "old"
     assert "tokenizer.json is damaged" in sentence(open_run, "runs/old")
     Path("runs/old/best_model_weights.msgpack").touch()
-    says = "runs/old is a run of DantinoX 0, by its weights (best_model_weights.msgpack): `dantinox import runs/old"
+    says = "runs/old is a run of DantinoX 0 (it has best_model_weights.msgpack): convert it with `dantinox import runs/old"
     assert sentence(open_run, "runs/old").startswith(says)
 
 

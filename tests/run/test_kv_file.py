@@ -98,12 +98,12 @@ def test_loss_is_per_key_head(path):
     found = load_kv_calibration(path, CONFIG, None)
     np.testing.assert_array_equal(found.signal("loss"), [[[1, 0], [0.5, 0]], [[-0.1, 0], [0.25, 0]]])
     assert found.loss_slots == (8, 64)
-    for slots, told in (([8], "has 2 numbers for L0_K0 in loss, not 1"), ([64, 8], "has loss_slots that do not grow")):
+    for slots, told in (([8], "has 2 numbers for L0_K0 in loss, expected 1"), ([64, 8], "has loss_slots that do not increase")):
         changed(path, lambda tree, slots=slots: tree.update(loss_slots=slots))
         assert told in sentence(load_kv_calibration, path, CONFIG, None)
     changed(path, lambda tree: tree.update(loss_slots=[8, 64]))
     changed(path, lambda tree: tree["loss"].pop("L1_K1"))
-    assert "lacks L1_K1 in loss, which this model has" in sentence(load_kv_calibration, path, CONFIG, None)
+    assert "lacks L1_K1 in loss, which this model needs" in sentence(load_kv_calibration, path, CONFIG, None)
 
 
 def test_a_signal_that_was_not_measured_names_the_command(path):
@@ -125,7 +125,7 @@ def test_another_model_is_told_with_both_counts(path):
         counts = f"{other.num_blocks} layers with {other.n_heads} query heads and {other.kv_heads} key heads"
         for file in (path, SAMPLE):
             assert sentence(load_kv_calibration, file, other, None) == (
-                f"the calibration {file} is of another model: it has 2 layers with 4 query heads and 2 key heads, "
+                f"the calibration {file} is for another model: it has 2 layers with 4 query heads and 2 key heads, "
                 f"this model has {counts}"
             )
 
@@ -158,7 +158,7 @@ def test_missing_and_surplus_heads_are_named(path, key):
         tree[key] |= dict.fromkeys(("L0_H2", "L1_H3", "L2\n_H0" * 50), tree[key]["L0_H0"])
 
     told = sentence(load_kv_calibration, changed(path, surplus), CONFIG, None)
-    assert "holds L2\\n_H0" in told and f"in {key}, which this model has not" in told and len(told) < 500
+    assert "holds L2\\n_H0" in told and f"in {key}, which this model does not have" in told and len(told) < 500
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.01, 1e10, "1", True, None, [1], 10**400])
@@ -166,7 +166,7 @@ def test_missing_and_surplus_heads_are_named(path, key):
 def test_what_is_no_measure_is_refused_by_name(path, key, value):
     changed(path, lambda tree: tree[key].update(L1_H2=value))
     told = sentence(load_kv_calibration, path, CONFIG, None)
-    assert f"is no good ({key}: L1_H2: " in told and "dantinox calibrate" in told and len(told) < 700
+    assert f"is invalid ({key}: L1_H2: " in told and "dantinox calibrate" in told and len(told) < 700
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_what_is_no_measure_is_refused_by_name(path, key, value):
         (lambda tree: tree.update(split_half_correlation=1.5), "(split_half_correlation: "),
         (lambda tree: tree.update(weights=7), "(weights: "),
         (lambda tree: tree.update(calibration=[]), "(calibration: "),
-        (lambda tree: tree["length_entropies"].update(L0_H1=[1.0]), "1 numbers for L0_H1 in length_entropies, not 2"),
-        (lambda tree: tree.pop("lengths"), "2 numbers for L0_H0 in length_entropies, not 0"),
+        (lambda tree: tree["length_entropies"].update(L0_H1=[1.0]), "1 numbers for L0_H1 in length_entropies, expected 2"),
+        (lambda tree: tree.pop("lengths"), "2 numbers for L0_H0 in length_entropies, expected 0"),
     ],
 )
 def test_other_wrong_values(path, change, part):
@@ -201,7 +201,7 @@ def test_null_is_what_was_not_measured(path):
 def test_what_is_no_calibration_is_one_sentence(path, content):
     path.write_bytes(content)
     told = sentence(load_kv_calibration, path, CONFIG, None)
-    assert ("is no good (" in told or "is not UTF-8 text" in told) and "--what kv` again" in told and len(told) < 700
+    assert ("is invalid (" in told or "is not UTF-8 text" in told) and "--what kv` again" in told and len(told) < 700
 
 
 def test_a_huge_file_is_not_read(path, monkeypatch):

@@ -82,16 +82,15 @@ def test_each_kind_of_damage_is_a_sentence(tmp_path):
     path.write_text("contend")
     found = hashlib.sha256(b"contend").hexdigest()[:12]
     assert (
-        describe_damage(tmp_path, "a", entries)
-        == f"{path} is damaged: its SHA-256 is {found}…, {entries[0][0][:12]}… was written"
+        describe_damage(tmp_path, "a", entries) == f"{path} is damaged: its SHA-256 is {found}…, expected {entries[0][0][:12]}…"
     )
     path.write_text("conten")
-    assert describe_damage(tmp_path, "a", entries) == f"{path} is damaged: it has 6 bytes, 7 were written"
+    assert describe_damage(tmp_path, "a", entries) == f"{path} is damaged: it has 6 bytes, expected 7"
     path.unlink()
     assert describe_damage(tmp_path, "a", entries) == f"{path} is missing"
     path.mkdir()
-    assert describe_damage(tmp_path, "a", entries) == f"{path} is no file"
-    assert describe_damage(tmp_path, "a", None) == f"{path} is named by no manifest"
+    assert describe_damage(tmp_path, "a", entries) == f"{path} is not a regular file"
+    assert describe_damage(tmp_path, "a", None) == f"{path} is not listed in the manifest"
 
 
 def test_a_step_answers_for_its_files_and_the_logs_beside_it(tmp_path):
@@ -105,12 +104,12 @@ def test_a_step_answers_for_its_files_and_the_logs_beside_it(tmp_path):
     assert list(find_log_damage(tmp_path, step)) == []
     log.write_bytes(b"row 0\nrow 2\n")
     (problem,) = find_log_damage(tmp_path, step)
-    assert problem.startswith(f"{log} is damaged: its SHA-256") and problem.endswith("up to step 12")
+    assert problem.startswith(f"{log} is damaged: its SHA-256") and problem.endswith("(compared up to step 12)")
     (step / "more").write_bytes(b"")
-    assert list(find_step_damage(step)) == [f"{step / 'more'} is named by no manifest"]
+    assert list(find_step_damage(step)) == [f"{step / 'more'} is not listed in the manifest"]
     (step / "more").unlink()
     step.rename(step.with_name("13"))
-    assert list(find_step_damage(step.with_name("13"))) == [f"{step.with_name('13') / MANIFEST} is that of step 12"]
+    assert list(find_step_damage(step.with_name("13"))) == [f"{step.with_name('13') / MANIFEST} belongs to step 12"]
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_the_old_file(tmp_path, monkeypatch):

@@ -130,11 +130,11 @@ def no_folder(run):
 
 
 HOSTILE = {
-    "a step renamed": (rename, "15/manifest.txt is that of step 12"),
-    "two steps exchanged": (exchange_steps, "12/manifest.txt is that of step 8"),
-    "manifest of another step": (manifest_of_another_step, "12/manifest.txt is that of step 8"),
-    "manifest of the run in a step": (manifest_of_the_run, "12/manifest.txt is that of a run"),
-    "manifest of a step in the run": (manifest_of_a_step, "run/manifest.txt is that of step 12"),
+    "a step renamed": (rename, "15/manifest.txt belongs to step 12"),
+    "two steps exchanged": (exchange_steps, "12/manifest.txt belongs to step 8"),
+    "manifest of another step": (manifest_of_another_step, "12/manifest.txt belongs to step 8"),
+    "manifest of the run in a step": (manifest_of_the_run, "12/manifest.txt belongs to a run"),
+    "manifest of a step in the run": (manifest_of_a_step, "run/manifest.txt belongs to step 12"),
     "upper case": (upper_case, "its last line is not the SHA-256"),
     "last line twice": (last_line_twice, "its last line is not the SHA-256"),
     "no line end": (without_its_last_byte, "its last line is not the SHA-256"),
@@ -142,24 +142,30 @@ HOSTILE = {
     "white space in the settings": (appended(lambda run: run.config, b" \n"), "config.yaml is damaged: it has"),
     "bytes behind the weights": (appended(lambda run: run.weights, b"\0"), "model_weights.msgpack is damaged: it has"),
     "bytes behind the numbers": (appended(state, b"\0"), "12/state/d is damaged: it has"),
-    "a pipe for numbers": (put_in_place_of(state, os.mkfifo), "12/state/d is no file"),
-    "a pipe for a manifest": (put_in_place_of(step_manifest, os.mkfifo), "12/manifest.txt is no file"),
-    "a folder for a manifest": (put_in_place_of(step_manifest, os.mkdir), "12/manifest.txt is no file"),
-    "a device for numbers": (put_in_place_of(state, an_endless_link), "12/state/d is no file"),
-    "a device for the weights": (put_in_place_of(lambda run: run.weights, an_endless_link), "weights.msgpack is no file"),
-    "a device for the manifest": (put_in_place_of(lambda run: run.manifest, an_endless_link), "manifest.txt is no file"),
-    "a link to itself": (put_in_place_of(state, a_ring), "12/state/d is no file"),
-    "a pipe for a log": (put_in_place_of(lambda run: run.log(Config()), os.mkfifo), "training_log.csv is no file"),
-    "a link to a folder": (a_link_to_a_folder, "12/more is named by no manifest"),
-    "a stray file in a step": (new_file("12/stray"), "12/stray is named by no manifest"),
-    "a manifest deeper in a step": (new_file("12/state/manifest.txt"), "12/state/manifest.txt is named by no manifest"),
-    "a stray file beside steps": (new_file("stray"), "checkpoints/stray is named by no manifest"),
-    "a file in place of a step": (new_file("20"), "checkpoints/20 is named by no manifest"),
-    "a stray folder": (new_file("best/state"), "checkpoints/best is named by no manifest"),
-    "a step by another spelling": (new_file("012/state"), "checkpoints/012 is named by no manifest"),
-    "a step in other digits": (new_file("１２/state"), "checkpoints/１２ is named by no manifest"),
-    "a folder in place of a mark": (new_file("12.saving/a"), "checkpoints/12.saving is named by no manifest"),
-    "a file in place of all steps": (no_folder, "checkpoints is no directory"),
+    "a pipe for numbers": (put_in_place_of(state, os.mkfifo), "12/state/d is not a regular file"),
+    "a pipe for a manifest": (put_in_place_of(step_manifest, os.mkfifo), "12/manifest.txt is not a regular file"),
+    "a folder for a manifest": (put_in_place_of(step_manifest, os.mkdir), "12/manifest.txt is not a regular file"),
+    "a device for numbers": (put_in_place_of(state, an_endless_link), "12/state/d is not a regular file"),
+    "a device for the weights": (
+        put_in_place_of(lambda run: run.weights, an_endless_link),
+        "weights.msgpack is not a regular file",
+    ),
+    "a device for the manifest": (
+        put_in_place_of(lambda run: run.manifest, an_endless_link),
+        "manifest.txt is not a regular file",
+    ),
+    "a link to itself": (put_in_place_of(state, a_ring), "12/state/d is not a regular file"),
+    "a pipe for a log": (put_in_place_of(lambda run: run.log(Config()), os.mkfifo), "training_log.csv is not a regular file"),
+    "a link to a folder": (a_link_to_a_folder, "12/more is not listed in the manifest"),
+    "a stray file in a step": (new_file("12/stray"), "12/stray is not listed in the manifest"),
+    "a manifest deeper in a step": (new_file("12/state/manifest.txt"), "12/state/manifest.txt is not listed in the manifest"),
+    "a stray file beside steps": (new_file("stray"), "checkpoints/stray is not listed in the manifest"),
+    "a file in place of a step": (new_file("20"), "checkpoints/20 is not listed in the manifest"),
+    "a stray folder": (new_file("best/state"), "checkpoints/best is not listed in the manifest"),
+    "a step by another spelling": (new_file("012/state"), "checkpoints/012 is not listed in the manifest"),
+    "a step in other digits": (new_file("１２/state"), "checkpoints/１２ is not listed in the manifest"),
+    "a folder in place of a mark": (new_file("12.saving/a"), "checkpoints/12.saving is not listed in the manifest"),
+    "a file in place of all steps": (no_folder, "checkpoints is not a directory"),
 }
 
 
@@ -190,7 +196,7 @@ def test_what_a_killed_save_left_is_no_damage(run):
     (run.checkpoints / "16.orbax-checkpoint-tmp").mkdir()
     found = verify_run(run)
     assert found.damage == []
-    assert found.remarks == [f"{run.checkpoints / '16'} is unfinished: a run is writing it, or ended while it did"]
+    assert found.remarks == [f"{run.checkpoints / '16'} is unfinished: a run is saving it, or ended while it saved it"]
 
 
 def test_rows_behind_the_newest_checkpoint_are_a_remark(run):
@@ -220,7 +226,7 @@ def test_a_manifest_that_is_none_is_a_sentence(run, text):
     for path in (run.manifest, step_manifest(run)):
         path.write_text(line + hashlib.sha256(line.encode()).hexdigest() + "\n")
         assert any(str(path) in problem for problem in verify_run(run).damage)
-    with pytest.raises(Exception, match=r"manifest.txt (is damaged|has format 2, this version reads 1)"):
+    with pytest.raises(Exception, match=r"manifest.txt (is damaged|has format 2, but this version reads format 1)"):
         read_manifest(run.manifest)
     with pytest.raises(DamagedFile if "2" not in text else Exception):
         list(find_log_damage(run.path, run.checkpoints / "12"))

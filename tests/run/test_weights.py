@@ -82,15 +82,17 @@ def test_names_and_shapes_that_differ_are_named_with_both_values(tmp_path):
     save_weights(path, tree)
     wanted = shapes_of(tree)
     wanted["embed"] = SimpleNamespace(shape=(9, 4))
-    assert sentence(load_weights, path, wanted) == (f"the weights {path} hold embed with shape (7, 4), this model has (9, 4)")
+    assert sentence(load_weights, path, wanted) == (
+        f"the weights {path} hold embed with shape (7, 4), but this model has (9, 4)"
+    )
     wanted = shapes_of(tree) | {"head": SimpleNamespace(shape=(4, 7))}
     assert "lack head of shape (4, 7)" in sentence(load_weights, path, wanted)
     wanted = shapes_of(tree)
     del wanted["norm_f"]
-    assert "hold norm_f of shape (4,), which this model has not" in sentence(load_weights, path, wanted)
+    assert "hold norm_f of shape (4,), which this model does not have" in sentence(load_weights, path, wanted)
     wanted = shapes_of(tree)
     wanted["embed"] = SimpleNamespace(shape=(4, 7))
-    assert "(7, 4), this model has (4, 7)" in sentence(load_weights, path, wanted)
+    assert "(7, 4), but this model has (4, 7)" in sentence(load_weights, path, wanted)
 
 
 def test_another_dtype_is_refused(tmp_path):
@@ -149,7 +151,7 @@ def test_no_flipped_byte_ends_in_a_traceback(tmp_path):
 )
 def test_foreign_content_is_refused(tmp_path, content):
     (tmp_path / "w").write_bytes(content)
-    assert "damaged or no weights at all" in sentence(load_weights, tmp_path / "w", {"a": np.zeros(4)})
+    assert "damaged or not a weights file" in sentence(load_weights, tmp_path / "w", {"a": np.zeros(4)})
 
 
 def test_arrays_lie_in_the_file_and_are_not_copied(tmp_path):

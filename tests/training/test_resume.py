@@ -103,7 +103,7 @@ def test_a_damaged_newest_step_is_left_for_the_one_before(workshop):
     damaged = run.checkpoints / "24" / "state" / "manifest.ocdbt"
     damaged.write_bytes(b"")
     assert outcome(workshop.train("whole", config, resume=True), config) == expected
-    assert f"{damaged} is damaged: it has 0 bytes, 115 were written: going back to step 18" in workshop.notes.getvalue()
+    assert f"{damaged} is damaged: it has 0 bytes, expected 115: going back to step 18" in workshop.notes.getvalue()
     assert "resumed from step 18" in workshop.notes.getvalue()
     assert (run.checkpoints / "damaged-24" / "state" / "manifest.ocdbt").read_bytes() == b""
     for step in run.checkpoints.glob("[0-9]*/state/manifest.ocdbt"):
