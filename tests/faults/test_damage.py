@@ -144,13 +144,7 @@ def test_damaged_logs_are_refused_and_lost_ones_told(copied):
     settings, run = copied
     content = run.metrics.read_bytes()
     run.metrics.write_bytes(content.replace(b"1", b"2", 1))
-<<<<<<< HEAD
-    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: its SHA-256 .* up to step 12: restore the original file"):
-=======
-    with pytest.raises(
-        UserError, match=r"metrics.jsonl is damaged: its SHA-256 .* \(compared up to step 12\): put the right file there"
-    ):
->>>>>>> 5426670 (Rewrite the docstrings and messages of run in plain English)
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: its SHA-256 .*up to step 12\): restore the original file"):
         launch(settings, run.path, resume=True)
     run.metrics.unlink()
     assert "metrics.jsonl is missing up to step 12: starting a new one" in launch(settings, run.path, resume=True)
