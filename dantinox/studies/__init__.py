@@ -1,1 +1,1 @@
-"""Long comparisons that end in tables with confidence intervals: `dantinox eval` and `dantinox sweep`."""
+"""Comparisons that produce tables with confidence intervals: `dantinox eval` and `dantinox sweep`."""

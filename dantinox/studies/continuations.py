@@ -1,4 +1,4 @@
-"""Prompts with reference continuations, continuations by a model, and their likelihood under a reference model."""
+"""Prompts with their real continuations, continuations by a model, and their likelihood under a reference model."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,14 +23,14 @@ from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, TokenStore
 
 PROMPT_TOKENS, MIN_PROMPT_TOKENS = 64, 8
-STREAM_TOKENS = 1 << 22  # windows are taken from so many first tokens of the validation text
-ROWS = 32  # continued together
-# The run's own defaults must not colour a method: everything that is not the method's is switched off.
+STREAM_TOKENS = 1 << 22  # windows come from at most this many first tokens of the validation text
+ROWS = 32  # prompts per batch
+# Default settings, used instead of the run's own, so that those do not influence a comparison.
 NEUTRAL_SETTINGS = {**settings_of(Config()), "ignore_eos": True}
 
 
 class PromptWindows(NamedTuple):
-    """Prompts, and how the text they were taken from goes on: as text, and as tokens `[P, T]`."""
+    """P prompts and their real continuations, as texts and as tokens `[P, T]`."""
 
     prompts: list[str]
     texts: list[str]
@@ -38,20 +38,24 @@ class PromptWindows(NamedTuple):
 
 
 def prompt_tokens(max_context: int, tokens: int) -> int:
-    """Tokens of a prompt: 64, or what `tokens` new ones leave of the context, which must be 8."""
-    room = min(PROMPT_TOKENS, max_context - tokens)
-    if room < MIN_PROMPT_TOKENS:
+    """Returns the tokens of a prompt: 64, or what `tokens` new tokens leave of the context, if that is less.
+
+    Raises:
+      UserError: fewer than 8 tokens remain.
+    """
+    available = min(PROMPT_TOKENS, max_context - tokens)
+    if available < MIN_PROMPT_TOKENS:
         raise UserError(
             f"--tokens must leave room for a prompt of {MIN_PROMPT_TOKENS} in the model's context of {max_context}: "
             f"at most {max_context - MIN_PROMPT_TOKENS}, got {tokens}"
         )
-    return room
+    return available
 
 
 def draw_windows(
     tokenizer: Tokenizer, store: TokenStore, count: int, prompt: int, tokens: int
 ) -> tuple[PromptWindows, PromptWindows]:
-    """Two disjoint sets of `count` windows of the validation text, drawn without replacement and each within one document."""
+    """Samples two disjoint sets of `count` windows of the validation text, each window within one document."""
     length = prompt + tokens
     stream_S = store.validation_ids[:-1][:STREAM_TOKENS].astype(np.int32)
     ids_WT = stream_S[: len(stream_S) // length * length].reshape(-1, length)
@@ -59,8 +63,8 @@ def draw_windows(
     found = list(itertools.islice(_decode_windows(tokenizer, np.random.default_rng(0).permutation(ids_WT), prompt), 2 * count))
     if len(found) < 2 * count:
         raise UserError(
-            f"the validation text has {len(found)} windows of {length} tokens within a document, and {2 * count} are needed, "
-            f"{count} to tune on and as many to test on: lower --prompts or --tokens, or give more text with --data_path"
+            f"the validation text has {len(found)} windows of {length} tokens within a document, but {2 * count} are needed, "
+            f"{count} each for tuning and testing: lower --prompts or --tokens, or select a longer text with --data_path"
         )
     halves = [zip(*half, strict=True) for half in (found[:count], found[count:])]
     first, second = (PromptWindows(list(prompts), list(texts), np.stack(ids)) for prompts, texts, ids in halves)
@@ -68,7 +72,7 @@ def draw_windows(
 
 
 def _decode_windows(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int) -> Iterator[tuple[str, str, np.ndarray]]:
-    """(prompt, continuation, tokens of the continuation); a character cut by an edge goes to the text it ends in."""
+    """Yields (prompt, continuation, tokens of the continuation). A character split by an edge goes to the text it ends in."""
     for ids_T in ids_WT:
         spell = tokenizer.detokenizer()
         before = spell.push(ids_T[:prompt]).lstrip("\ufffd")
@@ -81,7 +85,7 @@ class Continuations(NamedTuple):
 
     Attributes:
       rates: tokens per second of every batch.
-      shares: of the router's strategies among all tokens; None without a report.
+      shares: share of each router strategy among all tokens; None without a report.
     """
 
     ids: np.ndarray
@@ -100,12 +104,12 @@ def generate_continuations(
     shares: Mapping[str, float] | None = None,
     report: bool = False,
 ) -> Continuations:
-    """Continues every prompt by exactly `tokens` tokens, none of them special.
+    """Continues every prompt by exactly `tokens` tokens, none of which is special.
 
     Args:
-      settings: keys of the sections `generation` and `router`; all others have their defaults, whatever the run says.
-      seed: every prompt has draws of its own, which depend on the seed and the prompt's number alone.
-      shares: draw the router's strategy of every token at random with these probabilities, whatever the model thinks.
+      settings: keys of the sections `generation` and `router`; all other settings have their defaults, not those of the run.
+      seed: the random numbers of a prompt depend only on this seed and the index of the prompt.
+      shares: sample the router's strategy of every token with these probabilities, independently of the model.
       report: count the strategies.
     """
     special = sorted(run.tokenizer.special_ids)
@@ -147,7 +151,10 @@ FORCING_THRESHOLDS = np.array([[*forcing(name).values()] for name in STRATEGIES]
 
 
 def draw_strategies(params: SamplingParams, shares: Mapping[str, float], random: np.random.Generator) -> SamplingParams:
-    """The control: for every row a strategy drawn at random, independent of the metrics, its formulas as they are."""
+    """Samples a router strategy for every row, independently of the metrics, for the control method.
+
+    The formulas of the strategies do not change.
+    """
     assert params.router is not None
     strategy_B = random.choice(len(STRATEGIES), params.batch, p=[shares[name] for name in STRATEGIES])
     thresholds = dict(zip(THRESHOLDS, jnp.asarray(FORCING_THRESHOLDS[strategy_B].T), strict=True))
@@ -155,7 +162,7 @@ def draw_strategies(params: SamplingParams, shares: Mapping[str, float], random:
 
 
 class ReferenceModel:
-    """The model of a run in float32 as a reference, and the likelihood it gives a text."""
+    """The model of a run in float32, which computes the likelihood of texts."""
 
     def __init__(self, run_dir: str | Path):
         run = open_run(run_dir)
@@ -165,12 +172,12 @@ class ReferenceModel:
         self.model = load_model(config, self.tokenizer.vocab_size, run)
 
     def bits_per_byte(self, prompts: Sequence[str], texts: Sequence[str]) -> np.ndarray:
-        """−log2 p(text | prompt) per UTF-8 byte of each text, spelt by the judge's own tokenizer: `[N]` float64.
+        """Returns −log2 p(text | prompt) per UTF-8 byte of each text, with the reference's own tokenizer: float64 `[N]`.
 
-        Of a prompt that is too long the beginning is left out.
+        The beginning of a prompt that is too long is dropped.
 
         Raises:
-          UserError: the judge cannot spell a text, or a text does not fit its context.
+          UserError: the reference cannot encode a text, or a text does not fit in its context.
         """
         sequences = [self._encode(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         with jax.default_matmul_precision("highest"):
@@ -178,18 +185,18 @@ class ReferenceModel:
         sizes = [max(1, len(text.encode())) for text in texts]
         bits_N = nats_N / np.log(2) / sizes
         if not np.isfinite(bits_N).all():
-            raise UserError("the reference gives a text no likelihood that is a number: its weights are damaged")
+            raise UserError("the reference returns a NaN or infinite likelihood: its weights are damaged")
         return bits_N
 
     def _encode(self, prompt: str, text: str) -> ScoringInput:
-        """The tokens of prompt and text, at most a context of them, of which the text's are to be scored."""
+        """Returns the tokens of prompt and text, truncated to the context; the tokens of the text are to be scored."""
         try:
             before, ids = self.tokenizer.encode(prompt), self.tokenizer.encode(text)
         except UserError as error:
-            raise UserError(f"the reference cannot read a text that it is to judge: {error}") from None
+            raise UserError(f"the reference cannot encode a text to score: {error}") from None
         context = self.model.config.max_context
         if len(ids) >= context:
             raise UserError(
-                f"a continuation is {len(ids)} tokens for the reference, whose context holds {context}: lower --tokens"
+                f"a continuation has {len(ids)} tokens for the reference, whose context is {context}: lower --tokens"
             )
         return ScoringInput(np.array((before + ids)[-context:], np.int32), len(ids))

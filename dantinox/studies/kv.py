@@ -1,12 +1,12 @@
 """`dantinox eval kv`: the quality of a model with compressed caches.
 
-Every cache of a ratio has the same number of slots in all, and what they lose is measured beside the full cache on the same
-text: read token by token behind a prompt, continued greedily, and in tasks that ask for something far back. A text in which
-nothing far back matters shows no cache's damage, so how much does is measured too.
+All caches of a ratio have the same total number of slots. Each is compared with the full cache on the same text: on the loss of
+tokens after a prompt, on greedy continuations, and on recall tasks about distant facts. A text without long-range dependencies
+would show no difference, so the study measures these dependencies too.
 
-The rule for the signal that heads should share the slots by, fixed before anything is measured: a signal beats equal shares at
-a ratio if the paired difference of loss lies outside its interval in all three seeds. One that beats them at some ratio and is
-beaten at none is to be taken, of several the one with the least loss; without one, equal shares are.
+The rule for the signal that divides the slots among heads was fixed before any measurement. A signal beats equal shares at a
+ratio if the paired difference of loss excludes 0 in all three seeds. Among the signals that beat equal shares at some ratio and
+lose at none, the one with the lowest loss wins; if there is none, equal shares win.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,38 +38,45 @@ from dantinox.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, encodes
 from dantinox.studies.statistics import Interval, bootstrap_indices, default_count, mean_interval, percentile_interval, verdict
 
 MIN_TOKENS, MIN_SEQUENCES = 32, 2 * SEEDS
-FULL_COUNTS, QUICK_COUNTS = (200, 100), (48, 48)  # sequences read of the text, tasks of each kind: see `default_count`
+FULL_COUNTS, QUICK_COUNTS = (200, 100), (48, 48)  # sequences of text, tasks of each kind; see `default_count`
 MIN_COUNTS = (12, 6)
 DEFAULT_TOKENS = 512
-CONTINUED_PROMPTS = 24  # prompts
+CONTINUED_PROMPTS = 24
 
 
 @dataclass(frozen=True)
 class SeedIntervals:
-    """A measure of all sequences, and of those of each seed."""
+    """The interval of a measure over all sequences, and over the sequences of each seed."""
 
     all: Interval
     seeds: Sequence[Interval]
 
     @property
     def verdict(self) -> str:
-        """What a difference of losses says of the first of two methods, if it says so in all seeds, outside their intervals."""
+        """`better` or `worse` if a difference of losses excludes 0 in all seeds with the same sign, else `same`."""
         verdicts = {verdict(interval) for interval in self.seeds}
         return verdicts.pop() if len(verdicts) == 1 else "same"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheResult:
-    """What was found of a cache; None where there is no such number: the oracle has no size, and continues nothing.
+    """The results of a cache. Fields are None if they do not apply: the oracle has no size and generates no text.
 
     Attributes:
-      ratio: the share of the slots asked for; 1 for the full cache.
-      bytes: of one row, `share` of the full cache's, and the fewest and the most `slots` of a head.
-      loss: nats per token, `dppl` the change of perplexity (%), `kl` from the full cache (nats), `top1` equal
-        likeliest tokens (%).
-      same: greedy tokens (%) that are the full cache's; `diverges`: the median of how many stand before the first other one.
-      needle_aware: right answers (%) with the question in the prompt, `agnostic`: behind it; the same of records copied.
-      gap_closed: how much of the gap between streaming and oracle (%).
+      ratio: requested share of the slots; 1 for the full cache.
+      bytes: bytes of one row.
+      share: `bytes` relative to the full cache.
+      slots: fewest and most slots of a head.
+      loss: nats per token.
+      dppl: change of perplexity relative to the full cache, in %.
+      kl: KL divergence from the full cache, in nats per token.
+      top1: share of positions with the same most likely token, in %.
+      same: share of greedy tokens equal to those of the full cache, in %.
+      diverges: median number of equal greedy tokens before the first different one.
+      tok_per_s: tokens per second.
+      needle_aware, needle_agnostic: correct answers in % if the cache is compressed with and without the question in view.
+      copy_aware, copy_agnostic: the same for the copy tasks.
+      gap_closed: share of the gap between streaming and oracle that the cache closes, in %.
     """
 
     name: str
@@ -93,7 +100,7 @@ class CacheResult:
 
 @dataclass(frozen=True)
 class RatioResults:
-    """The caches of a ratio, and each signal against equal shares: the paired difference of loss in nats per token."""
+    """The caches of a ratio, and the paired loss difference of each signal to equal shares (nats per token)."""
 
     ratio: float
     methods: Sequence[CacheResult]
@@ -102,16 +109,18 @@ class RatioResults:
 
 @dataclass(frozen=True)
 class KVStudy:
-    """What was done, and what was found.
+    """The conditions and the results of the study.
 
     Attributes:
-      dtype: of the compressed caches.
-      tokens: of a sequence; the first half is the prompt.
-      tasks: of each kind, None without tasks; `continued`: prompts, by `free_tokens` each.
-      overlapping: the text was too short to draw sequences apart; `repeated`: the share of its word 4-grams seen before.
-      long_range_gain: by how much the loss is higher (nats per token) if tokens see the nearest `NEAR_KEYS` alone.
-      left_out: what was not compared, and why.
-      default_signal: by the rule above.
+      dtype: dtype of the compressed caches.
+      tokens: tokens of a sequence; the first half is the prompt.
+      tasks: number of tasks of each kind; None without tasks.
+      continued: number of prompts that were continued by `free_tokens` tokens.
+      overlapping: whether sequences overlap because the text is short.
+      repeated: share of word 4-grams that occurred earlier in the text.
+      long_range_gain: rise of the loss (nats per token) if tokens see only the nearest `NEAR_KEYS` keys.
+      left_out: methods and ratios that were left out, with reasons.
+      default_signal: the signal that wins by the rule of this module.
     """
 
     run: str
@@ -145,22 +154,22 @@ def evaluate_kv(
     sequences: int | None = None,
     data_path: str | Path | None = None,
 ) -> KVStudy:
-    """Reads a text, continues it and does tasks through the full cache and through compressed ones.
+    """Compares compressed caches with the full cache on reading text, continuing it and recall tasks.
 
     Args:
-      quick: read `QUICK_COUNTS` instead of `FULL_COUNTS`.
-      ratios: shares of the slots; None: those of `RATIOS` that the length of the text allows, or `LARGE_RATIOS` of a model
-        with more than 10 M parameters.
-      methods: names of `METHODS`; None: all for which something was measured, or `LARGE_METHODS` of such a model.
-      kv_calibration: the file of the measured signals; None: the run's own.
-      kv_dtype: of the compressed caches, a value of `kv.dtype`; the full one is in the compute dtype.
-      progress: called with a line before every stretch of work.
-      tokens: of a sequence, at most the context; the first half is the prompt. None: the context, at most 512.
-      sequences: how many are read; None: 200, with `quick` 48, and fewer of a model of more than 10 M parameters.
-      data_path: the text, as `data.path` names one; None: the validation tokens that training left in the run.
+      quick: use the counts `QUICK_COUNTS` instead of `FULL_COUNTS`.
+      ratios: shares of the slots; None: those of `RATIOS` that the sequence length allows, or `LARGE_RATIOS` for a model with
+        more than 10 M parameters.
+      methods: names of `METHODS`; None: all whose signal was measured, or `LARGE_METHODS` for such a model.
+      kv_calibration: the file of measured signals; None: that of the run.
+      kv_dtype: dtype of the compressed caches, a value of `kv.dtype`; the full cache has the compute dtype.
+      progress: called with a line at the start of each part of the work and then every few seconds.
+      tokens: tokens of a sequence, at most the context; the first half is the prompt. None: the context, at most 512.
+      sequences: number of sequences; None: 200, or 48 with `quick`, and fewer for a model with more than 10 M parameters.
+      data_path: the text, in the form of `data.path`; None: the validation tokens that training saved in the run.
 
     Raises:
-      UserError: a name or number is wrong, the text is too short or repeats itself, or the run was not calibrated.
+      UserError: a name or number is invalid, the text is too short or too repetitive, or the run was not calibrated.
     """
     directory = open_run(run_dir)
     store = open_text_store(directory, data_path)
@@ -171,12 +180,12 @@ def evaluate_kv(
     sequences, of_each_kind = counts[0] if sequences is None else sequences, counts[1]
     length = min(run.model.config.max_context, DEFAULT_TOKENS if tokens is None else tokens)
     if length < MIN_TOKENS:
-        raise UserError(f"--tokens, and the model's context, must be at least {MIN_TOKENS}, got {length}")
+        raise UserError(f"--tokens and the model's context must be at least {MIN_TOKENS}, got {length}")
     if sequences < MIN_SEQUENCES:
         raise UserError(f"--sequences must be at least {MIN_SEQUENCES}, got {sequences}")
     for ratio in ratios or ():
         if not 0 < ratio < 1:
-            raise UserError(f"--ratios must lie between 0 and 1, got {ratio:g}")
+            raise UserError(f"--ratios must be between 0 and 1, got {ratio:g}")
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
     names, left_out = select_methods(methods, measured, directory.path, run.parameters)
     caches, too_small = build_variants(run, measured, names, ratios, length, kv_dtype)
@@ -237,7 +246,7 @@ def _loss_metrics(own: ReadMetrics, full: ReadMetrics, seeds_S: np.ndarray) -> d
 
 
 def intervals_by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[float], float] = float) -> SeedIntervals:
-    """A growing function of the mean, of all values and of those of each seed."""
+    """Returns intervals of the mean, mapped by the increasing function `of`, over all values and over those of each seed."""
     parts = [values_S, *(values_S[seeds_S == seed] for seed in range(SEEDS))]
     whole, *seeds = [Interval(*(float(of(end)) for end in mean_interval(part))) for part in parts]
     return SeedIntervals(whole, seeds)
@@ -254,7 +263,7 @@ def _agreement(own: GreedyContinuations | None, full: GreedyContinuations | None
 def _results_by_ratio(
     caches: Sequence[CacheVariant], found: Sequence[CacheResult], losses: Sequence[np.ndarray], seeds_S: np.ndarray
 ) -> list[RatioResults]:
-    """The methods of every ratio, with what each closes of the gap between streaming and oracle."""
+    """Groups the results by ratio, and adds the share of the gap between streaming and oracle that each method closes."""
     ratios = []
     for ratio in dict.fromkeys(cache.ratio for cache in caches[1:]):
         own = {cache.name: i for i, cache in enumerate(caches) if i > 0 and cache.ratio == ratio}
@@ -267,7 +276,11 @@ def _results_by_ratio(
 
 
 def gap_closed(loss: Mapping[str, np.ndarray], name: str) -> Interval | None:
-    """(streaming − method) / (streaming − oracle) of mean losses `[S]` in %; None where the gap may be none."""
+    """Returns (streaming − method) / (streaming − oracle) of mean losses in %; None if the gap is not significantly above 0.
+
+    Args:
+      loss: method → losses of S sequences, `[S]`.
+    """
     if not {STREAMING, ORACLE} <= loss.keys():
         return None
     streaming_S, oracle_S, own_S = (loss[key] for key in (STREAMING, ORACLE, name))
@@ -280,7 +293,7 @@ def gap_closed(loss: Mapping[str, np.ndarray], name: str) -> Interval | None:
 
 
 def default_signal(ratios: Sequence[RatioResults]) -> str:
-    """The signal that wins by the rule above."""
+    """Returns the signal that wins by the rule of this module."""
     means = {}
     for name in SIGNALS:
         verdicts = {ratio.against_uniform[name].verdict for ratio in ratios if name in ratio.against_uniform}

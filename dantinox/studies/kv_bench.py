@@ -1,4 +1,4 @@
-"""The cache variants that `eval kv` compares, run on the same texts, prompts and tasks."""
+"""The cache variants that `eval kv` compares on the same texts, prompts and tasks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,8 @@ from dantinox.studies.statistics import LARGE_MODEL, select_names
 
 REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
 SIGNALS = ("entropy", "coverage", "distance", "loss")
-# Name → the keys of `kv` beside the budget. The oracle is no cache: it keeps everything and looks at its best keys alone.
+# Name → settings of the section `kv` other than the budget. The oracle is not a cache: it keeps all keys, and each query
+# attends only to the keys with the largest attention weights.
 METHODS: dict[str, dict[str, Any]] = {
     STREAMING: {"policy": "streaming", "signal": "uniform"},
     UNIFORM: {"signal": "uniform"},
@@ -38,19 +39,19 @@ METHODS: dict[str, dict[str, Any]] = {
     ORACLE: {"signal": "uniform"},
 }
 RATIOS = (0.5, 0.3, 0.2, 0.1)
-# Compared by default when the model has more than `LARGE_MODEL` parameters: compiling its caches takes most of the time.
+# Defaults for models with more than `LARGE_MODEL` parameters, where compilation takes most of the time.
 LARGE_METHODS, LARGE_RATIOS = (STREAMING, UNIFORM, "distance", "loss", ORACLE), (0.5, 0.2)
-NEAR_KEYS = 64  # keys a token is left with, to see what those before them are worth
+NEAR_KEYS = 64  # visible keys when the value of more distant keys is measured
 FREE_TOKENS, FREE_ROWS = 64, 8
-MIN_TIMED_BATCHES = 3  # batches at least, the fastest of which counts
+MIN_TIMED_BATCHES = 3  # the fastest batch counts
 
 
 class CacheVariant(NamedTuple):
-    """A cache to be compared, and the model with its heads in the order that the cache wants.
+    """A cache to compare, and the model with its heads in the order that the cache needs.
 
     Attributes:
-      ratio: the share of the slots that was asked for.
-      report: of one row of it; None for the oracle.
+      ratio: requested share of the slots.
+      report: the report of a cache with one row; None for the oracle.
     """
 
     name: str
@@ -60,9 +61,9 @@ class CacheVariant(NamedTuple):
     report: CacheReport | None = None
 
     def logprobs(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
-        """Log-probabilities `[B, T − start + 1, V]` of what follows each token from `start − 1` on.
+        """Returns next-token log-probabilities `[B, T − start + 1, V]` at the positions from `start − 1` on.
 
-        The first `start` tokens are read as a prompt, the others one by one, as decoding does.
+        The first `start` tokens are prefilled. The rest are read one by one, as in decoding.
         """
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name == ORACLE:
@@ -70,7 +71,7 @@ class CacheVariant(NamedTuple):
         return _teacher_forced_logprobs(*inputs, plan=self.plan, start=start)
 
     def answer(self, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
-        """The likeliest token `[B]` behind a prompt by what is left of it in the cache."""
+        """Returns the most likely token `[B]` after a prompt, computed from what the cache kept of the prompt."""
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name != ORACLE:
             return _answer_from_cache(*inputs, plan=self.plan)
@@ -80,7 +81,7 @@ class CacheVariant(NamedTuple):
 
     @property
     def _kept_LK(self) -> jax.Array:
-        """The slots of every key head."""
+        """The slots of every key/value head."""
         assert self.plan.compression is not None
         return jnp.array([[slots for heads, slots in groups for _ in range(heads)] for groups in self.plan.compression.groups])
 
@@ -89,7 +90,7 @@ class CacheVariant(NamedTuple):
 def _teacher_forced_logprobs(
     model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan, start: int
 ) -> jax.Array:
-    """See `CacheVariant.logprobs`; tokens are right-padded, and what stands behind a row's length is not read."""
+    """See `CacheVariant.logprobs`. Tokens are right-padded, and the padding is not read."""
     model, B = dequantize(model), len(tokens_BT)
     positions_BT = padded_positions(tokens_BT, lengths_B)
     empty = make_cache(model.config, B, *plan)
@@ -108,9 +109,9 @@ def _teacher_forced_logprobs(
 
 @nnx.jit(static_argnames=("plan",), graph_updates=False)
 def _answer_from_cache(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
-    """The likeliest token behind a prompt that was read whole, its last token once more: it now sees what the cache kept.
+    """Returns the most likely token after a prompt whose last token is read twice, the second time from the compressed cache.
 
-    While a prompt is read it sees all of itself, so its own next token says nothing of the cache.
+    During prefill every query sees the whole prompt, so the next token after prefill would not depend on the compression.
     """
     model, B, last_B = dequantize(model), len(tokens_BT), lengths_B - 1
     cache = make_cache(model.config, B, *plan)
@@ -123,7 +124,7 @@ def _answer_from_cache(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.
 
 
 def _clear_slot(layer: CompressedLayer, position_B: jax.Array) -> CompressedLayer:
-    """The layer with the slot of one position of each row empty; a full cache writes it anew in its place."""
+    """Empties the slot of one position of each row in a compressed layer. (A full cache overwrites the position in place.)"""
     gone_B11 = position_B[:, None, None]
     groups = [replace(g, position_BKS=jnp.where(g.position_BKS == gone_B11, -1, g.position_BKS)) for g in layer.groups]
     return CompressedLayer(tuple(groups))
@@ -131,7 +132,7 @@ def _clear_slot(layer: CompressedLayer, position_B: jax.Array) -> CompressedLaye
 
 @jax.jit
 def _argmax_at(logprobs_BSV: jax.Array, at_B: jax.Array) -> jax.Array:
-    """The likeliest token at one step of each row."""
+    """Returns the most likely token at one step of each row."""
     return jnp.argmax(logprobs_BSV[jnp.arange(len(at_B)), at_B], axis=-1)
 
 
@@ -157,22 +158,20 @@ def select_methods(
     found = [name for name in select_names(names, (*METHODS, REFERENCE), "method of eval kv") if name in usual]
     skipped = [f"{', '.join(sorted(METHODS.keys() - usual))}: name them in --methods"] if usual is LARGE_METHODS else []
     if not found:
-        raise UserError(f"{REFERENCE} is what the others are compared with: name at least one of {', '.join(METHODS)}")
+        raise UserError(f"{REFERENCE} is the baseline of the comparison: name at least one of {', '.join(METHODS)}")
     signals = [name for name in found if name in SIGNALS]
     if not signals:
         return found, skipped
     if measured is None:
         raise UserError(
             f"{', '.join(signals)} cannot run without {path / 'kv_entropy.json'}: run `dantinox calibrate --run_dir {path} "
-            "--what kv`, give another file with --kv_calibration, or name other methods in --methods"
+            "--what kv`, select another file with --kv_calibration, or name other methods in --methods"
         )
-    lacking = {name: measured.missing_signal(name) for name in signals if measured.missing_signal(name)}
-    if lacking and names is not None:
-        raise UserError(next(iter(lacking.values())))
-    return [name for name in found if name not in lacking], [
-        *skipped,
-        *(f"{name}: {reason}" for name, reason in lacking.items()),
-    ]
+    missing = {name: measured.missing_signal(name) for name in signals if measured.missing_signal(name)}
+    if missing and names is not None:
+        raise UserError(next(iter(missing.values())))
+    reasons = [f"{name}: {reason}" for name, reason in missing.items()]
+    return [name for name in found if name not in missing], [*skipped, *reasons]
 
 
 def build_variants(
@@ -183,13 +182,16 @@ def build_variants(
     length: int,
     dtype: str = "auto",
 ) -> tuple[list[CacheVariant], list[str]]:
-    """The full cache and the methods at every ratio, and a line for each ratio that is left out.
+    """Builds the full cache and every method at every ratio.
 
     Args:
-      ratios: None: `RATIOS`, or `LARGE_RATIOS` of a model with more than `LARGE_MODEL` parameters.
+      ratios: shares of the slots; None: `RATIOS`, or `LARGE_RATIOS` for a model with more than `LARGE_MODEL` parameters.
+
+    Returns:
+      The caches, and a line for each ratio that is left out.
 
     Raises:
-      UserError: a ratio that was asked for, or the largest of the default ones, leaves a head less than it must have.
+      UserError: a requested ratio, or the largest default ratio, leaves a head fewer slots than the minimum.
     """
     usual = LARGE_RATIOS if run.parameters > LARGE_MODEL else RATIOS
 
@@ -213,14 +215,14 @@ def build_variants(
 
 
 class GreedyContinuations(NamedTuple):
-    """Continuations `[P, T]` of P prompts, and tokens per second of the fastest batch."""
+    """Continuations `[P, T]` of P prompts, and the tokens per second of the fastest batch."""
 
     ids: np.ndarray
     rate: float
 
 
 class ReadMetrics(NamedTuple):
-    """Per sequence: mean loss (nats per token), mean KL(full ‖ compressed) in nats, share of steps with the same best token."""
+    """Per sequence: mean loss and mean KL(full ‖ compressed) in nats per token, share of steps with the same top token."""
 
     loss_B: np.ndarray
     kl_B: np.ndarray
@@ -228,7 +230,7 @@ class ReadMetrics(NamedTuple):
 
 
 def read_metrics(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, start: int) -> ReadMetrics:
-    """What `CacheVariant.logprobs` gives beside the full cache's, over the tokens behind the prompt."""
+    """Compares the log-probabilities of a cache with those of the full cache, over the tokens after the prompt."""
     found = _read_metrics(logprobs_BSV[:, :-1], full_BSV[:, :-1], jnp.asarray(tokens_BT[:, start:]))
     return ReadMetrics(*(np.asarray(x_B, np.float64) for x_B in found))
 
@@ -242,7 +244,7 @@ def _read_metrics(ours_BSV: jax.Array, full_BSV: jax.Array, next_BS: jax.Array) 
 
 @dataclass(frozen=True)
 class CacheBenchmark:
-    """Caches for texts of one length, the full one first; `progress` gets lines about what is done."""
+    """Caches for sequences of one length, the full cache first. `progress` is called with progress lines."""
 
     caches: Sequence[CacheVariant]
     progress: Callable[[str], None] = lambda _: None
@@ -265,10 +267,10 @@ class CacheBenchmark:
         return found[:-1], found[-1]
 
     def measure_tasks(self, tasks: RecallTasks) -> list[dict[str, np.ndarray]]:
-        """Which tasks each cache leads to the right answer: `{"needle_aware": [P], …}`.
+        """Returns which tasks each cache answers correctly: `{"needle_aware": [P], …}`.
 
-        A cache that is `aware` of the question has it before it when it chooses what to keep of the prompt; `agnostic`, it
-        reads the question afterwards, token by token. Both answer from what they kept.
+        With `aware`, the question is part of the prompt when the cache chooses what to keep. With `agnostic`, the question is
+        read afterwards, token by token. Both answer from the compressed cache.
         """
 
         def agnostic(cache: CacheVariant, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
@@ -290,7 +292,7 @@ class CacheBenchmark:
         return found
 
     def continue_prompts(self, run: LoadedModel, text: Sequences, count: int) -> list[GreedyContinuations | None]:
-        """The greedy continuations of the first halves of `count` sequences by each cache, None for the oracle."""
+        """Continues the first halves of `count` sequences greedily with each cache; None for the oracle."""
         T = text.ids.shape[1]
         tokens = min(FREE_TOKENS, T - T // 2)
         picked = [np.flatnonzero(text.seeds == seed)[:share] for seed, share in enumerate(split_by_seed(count))]
@@ -313,19 +315,19 @@ class CacheBenchmark:
         ]
 
     def _map_batches(self, task: str, count: int, caches: int, read: Callable[[np.ndarray, Progress], Any]) -> Any:
-        """What `read` makes of all texts, in batches as large as memory allows; it counts a batch for each of the caches."""
+        """Applies `read` to all sequences in batches as large as memory allows. Progress counts a batch for each cache."""
         most = rows_per_batch(self.caches[0].model.config, -(-self.caches[0].plan.slots // 2))  # the other half is the prompt
         done = self._start_progress(task, -(-count // most) * caches)
         return map_batches(count, most, lambda rows: read(rows, done))
 
     def _start_progress(self, task: str, total: int) -> Progress:
-        # What other work compiled is not needed again, and takes memory maps: hundreds a program, of 65,530 that Linux gives.
+        # Drop programs compiled earlier: each takes hundreds of memory maps, and Linux allows 65,530 per process.
         jax.clear_caches()
         return Progress(self.progress, task, total, "batches, one for each cache")
 
 
 def near_keys_variant(full: CacheVariant) -> CacheVariant:
-    """The same model, every layer of which sees the nearest `NEAR_KEYS` keys alone."""
+    """Returns the full cache with a model in which every layer sees only the nearest `NEAR_KEYS` keys."""
     model = nnx.clone(full.model)
     windows = tuple(NEAR_KEYS if window is None else min(NEAR_KEYS, window) for window in model.config.windows)
     model.config = replace(model.config, windows=windows)

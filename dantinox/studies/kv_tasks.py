@@ -12,10 +12,10 @@ from dantinox.studies.statistics import repetition
 from dantinox.text import Tokenizer, TokenStore, builtin_recall
 
 SEEDS = 3
-STREAM_TOKENS = 1 << 22  # sequences are taken from so many first tokens of the validation text
-MAX_REPETITION = 0.2  # a text that repeats itself more often is refused
-FACTS_PER_PROMPT = 8  # in a prompt
-MAX_TRIES = 100  # to make a task
+STREAM_TOKENS = 1 << 22  # sequences come from at most this many first tokens of the validation text
+MAX_REPETITION = 0.2  # share of repeated word 4-grams above which a text is rejected
+FACTS_PER_PROMPT = 8
+MAX_TRIES = 100  # attempts to build a task
 KINDS = ("needle", "copy")
 
 
@@ -23,9 +23,10 @@ class Sequences(NamedTuple):
     """S sequences of T tokens, each within one document.
 
     Attributes:
-      ids: `[S, T]`, `seeds`: `[S]`, which of the seeds drew each.
-      overlapping: the text was too short to draw them apart.
-      repeated: the share of the word 4-grams in all of them that stood in them before.
+      ids: tokens `[S, T]`.
+      seeds: index of the seed that selected each sequence, `[S]`.
+      overlapping: whether sequences overlap because the text is short.
+      repeated: share of word 4-grams in the sequences that occurred in them earlier.
     """
 
     ids: np.ndarray
@@ -35,22 +36,22 @@ class Sequences(NamedTuple):
 
 
 def split_by_seed(count: int) -> list[int]:
-    """How many of `count` things each seed draws."""
+    """Splits `count` into nearly equal parts, one per seed."""
     return [count // SEEDS + (seed < count % SEEDS) for seed in range(SEEDS)]
 
 
 def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: int) -> Sequences:
-    """Sequences of the validation text without special tokens, no two the same and, where it is long enough, none overlapping.
+    """Samples distinct sequences of the validation text without special tokens; they do not overlap if the text is long enough.
 
     Raises:
-      UserError: it has fewer, or repeats itself so much that nothing can be learnt from it.
+      UserError: the text has fewer sequences, or is too repetitive to show the effect of a cache.
     """
     stream_N = store.validation_ids[:-1][:STREAM_TOKENS].astype(np.int32)
     apart, left = _start_positions(np.isin(stream_N, list(tokenizer.special_ids)), length)
     if len(left) < count:
         raise UserError(
-            f"the validation text has {len(left)} places where {length} tokens stand within a document, and {count} sequences "
-            "are needed: lower --tokens or --sequences, or give more text with --data_path"
+            f"the validation text has {len(left)} positions with {length} tokens within a document, but {count} sequences "
+            "are needed: lower --tokens or --sequences, or select a longer text with --data_path"
         )
     overlapping = len(apart) < count
     left = left if overlapping else apart
@@ -63,14 +64,14 @@ def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: 
     repeated = repetition(tokenizer.decode(stream_N[read_N]).split(), 4)  # type: ignore[arg-type]
     if repeated > MAX_REPETITION:
         raise UserError(
-            f"{100 * repeated:.0f} % of the word 4-grams of the validation text stood in it before, and above "
-            f"{100 * MAX_REPETITION:.0f} % a text hides what a cache has lost: give another one with --data_path"
+            f"{100 * repeated:.0f} % of the word 4-grams of the validation text occurred in it before; above "
+            f"{100 * MAX_REPETITION:.0f} % a text hides the losses of a cache: select another text with --data_path"
         )
     return Sequences(stream_N[places_ST], np.repeat(np.arange(SEEDS), split_by_seed(count)), overlapping, repeated)
 
 
 def _start_positions(special_N: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where sequences can begin: places `length` or more apart, and all places."""
+    """Returns positions at which sequences can begin: positions at least `length` apart, and all positions."""
     edges = np.concatenate([[-1], np.flatnonzero(special_N), [len(special_N)]])
     spans = [(before + 1, end - length + 1) for before, end in itertools.pairwise(edges)]
     empty = [np.zeros(0, np.int64)]
@@ -79,12 +80,14 @@ def _start_positions(special_N: np.ndarray, length: int) -> tuple[np.ndarray, np
 
 
 class RecallTasks(NamedTuple):
-    """P prompts behind which one token is right.
+    """P prompts that each have one correct next token.
 
     Attributes:
-      tokens: `[P, T]`, right-padded, `lengths`: `[P]`, `answers`: `[P]`.
-      needles: `[P]`, which of them ask for a fact; the others say a record of facts again.
-      context: tokens in front of the question.
+      tokens: right-padded prompts `[P, T]`.
+      lengths: tokens of each prompt, `[P]`.
+      answers: the correct tokens, `[P]`.
+      needles: which prompts ask for a fact, `[P]`; the others ask for a copy of a record of facts.
+      context: tokens before the question.
     """
 
     tokens: np.ndarray
@@ -95,7 +98,7 @@ class RecallTasks(NamedTuple):
 
 
 def encodes_words(tokenizer: Tokenizer) -> bool:
-    """Whether every word of the tasks is one token, so that a model can have learnt them."""
+    """Returns whether the tokenizer encodes every word of the tasks as one token; otherwise models cannot know them."""
     try:
         words = [word for topic, words in builtin_recall.TOPICS.items() for word in (topic, *words)]
         return all(len(ids) == 1 for ids in tokenizer.encode_batch([f" {word}" for word in words]))
@@ -104,7 +107,7 @@ def encodes_words(tokenizer: Tokenizer) -> bool:
 
 
 def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> RecallTasks:
-    """`count` tasks of each kind between lines of the sequences, as long as these; the contexts are equally long."""
+    """Builds `count` tasks of each kind, hidden among lines of the sequences. All contexts have the same length."""
     T = sequences.ids.shape[1]
     context = T - len(tokenizer.encode(builtin_recall.copy_task(random.Random(0), FACTS_PER_PROMPT).question))  # the longest
     made = [
@@ -118,7 +121,7 @@ def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Recall
 
 
 def _make_task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: str, context: int) -> tuple[list[int], int]:
-    """Tokens of a prompt, `context` of them before the question, and the token of its answer."""
+    """Returns the tokens of a prompt, with `context` tokens before the question, and the token of its answer."""
     for _ in range(MAX_TRIES):
         lines = f"{tokenizer.decode(ids_ST[rng.randrange(len(ids_ST))])}\n".splitlines(keepends=True)
         lines = [line for line in lines if not line.startswith(f"{builtin_recall.MARK} ")]
@@ -131,5 +134,5 @@ def _make_task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kin
         if len(ids) == context and task.question + task.answer in tokenizer.decode(ids):
             return ids + tokenizer.encode(task.question), tokenizer.encode(task.answer)[0]
     raise UserError(
-        f"no {kind} task can be made of sequences of {ids_ST.shape[1]} tokens of the validation text: raise --tokens"
+        f"cannot build a {kind} task from sequences of {ids_ST.shape[1]} tokens of the validation text: raise --tokens"
     )

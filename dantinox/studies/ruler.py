@@ -141,7 +141,7 @@ def evaluate_ruler(
         raise UserError(f"--samples must be at least 1, got {samples}")
     for ratio in ratios or ():
         if not 0 < ratio < 1:
-            raise UserError(f"--ratios must lie between 0 and 1, got {ratio:g}")
+            raise UserError(f"--ratios must be between 0 and 1, got {ratio:g}")
     names = select_names(None if tasks is None else tasks.split(","), TASKS, "task of RULER")
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
     found, left_out = _select_methods(methods, measured)

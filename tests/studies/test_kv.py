@@ -249,7 +249,7 @@ def test_a_short_text_is_read_in_places_that_overlap_or_not_at_all(run):
         UserError, match=rf"has {places} places where 100 tokens stand within a document, and 999 sequences are"
     ):
         draw_sequences(run.tokenizer, store, 999, 100)
-    with pytest.raises(UserError, match="has 0 places where 1000 tokens"):
+    with pytest.raises(UserError, match="has 0 positions with 1000 tokens"):
         draw_sequences(run.tokenizer, store, 6, 1000)
 
 
@@ -286,7 +286,7 @@ def test_words_of_several_tokens_make_no_tasks():
 def test_a_text_too_short_for_a_task_is_told(run):
     ids = np.array([run.tokenizer.encode("the house\n") * 2])
     ids = ids[:, :5]
-    with pytest.raises(UserError, match=r"no needle task can be made of sequences of 5 tokens .*: raise --tokens"):
+    with pytest.raises(UserError, match=r"cannot build a needle task from sequences of 5 tokens .*: raise --tokens"):
         draw_tasks(run.tokenizer, Sequences(ids, np.zeros(1, int), False, 0.0), 3)
 
 
@@ -311,7 +311,7 @@ def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
         select_methods(["loss"], calibration(), tmp_path)
     with pytest.raises(UserError, match=r"entropy cannot run without .*kv_entropy.json: run `dantinox calibrate .*--what kv`"):
         select_methods(["uniform", "entropy"], None, tmp_path)
-    with pytest.raises(UserError, match="full is what the others are compared with: name at least one of streaming, uniform"):
+    with pytest.raises(UserError, match="full is the baseline of the comparison: name at least one of streaming, uniform"):
         select_methods(["full"], None, tmp_path)
     with pytest.raises(UserError, match=r"no method of eval kv is called Entrpy: did you mean entropy\?"):
         select_methods(["Entrpy"], None, tmp_path)
@@ -502,8 +502,8 @@ def test_the_record_of_an_evaluation(toy, monkeypatch):
 
 def test_what_is_wrong_is_told_before_the_work(toy, run_dir):
     for wrong, sentence in (
-        ({"ratios": [1.0]}, "--ratios must lie between 0 and 1, got 1"),
-        ({"tokens": 31}, "--tokens, and the model's context, must be at least 32, got 31"),
+        ({"ratios": [1.0]}, "--ratios must be between 0 and 1, got 1"),
+        ({"tokens": 31}, "--tokens and the model's context must be at least 32, got 31"),
         ({"sequences": 5}, "--sequences must be at least 6, got 5"),
         ({"methods": ["uniform"], "sequences": 9999}, "9999 sequences are needed"),
         ({"methods": ["uniform"], "kv_calibration": "nowhere.json"}, "no calibration at nowhere.json"),

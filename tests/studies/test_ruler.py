@@ -187,7 +187,7 @@ def test_a_study_of_a_model_that_goes_in_circles(run_dir, monkeypatch, tmp_path)
     [
         ({"lengths": [100]}, r"--lengths must lie in \[256, 128\], the model's context, got 100"),
         ({"samples": 0}, "--samples must be at least 1, got 0"),
-        ({"ratios": [1.0]}, "--ratios must lie between 0 and 1, got 1"),
+        ({"ratios": [1.0]}, "--ratios must be between 0 and 1, got 1"),
         ({"tasks": "vt,cw"}, "no task of RULER is called cw: did you mean cwe"),
         ({"methods": ["kvzap"]}, "no method of eval ruler is called kvzap: did you mean kvzip"),
         ({"methods": ["loss"]}, "the method loss needs what was not measured: run `dantinox calibrate"),

@@ -368,7 +368,9 @@ def test_no_window_crosses_a_document(toy, store):
     tokenizer = load(toy).tokenizer
     for windows in draw_windows(tokenizer, store, 10, 12, 20):
         assert not np.isin(windows.ids, list(tokenizer.special_ids)).any()
-    with pytest.raises(UserError, match=r"has \d+ windows of 32 tokens within a document, and 20000 are needed, 10000 to tune"):
+    with pytest.raises(
+        UserError, match=r"has \d+ windows of 32 tokens within a document, but 20000 are needed, 10000 each for tuning"
+    ):
         draw_windows(tokenizer, store, 10000, 12, 20)
 
 
@@ -447,7 +449,7 @@ def test_bits_per_byte_mean_the_same_for_every_vocabulary(tmp_path):
     bytewise = ReferenceModel(tmp_path / "bytes")
     V = bytewise.tokenizer.vocab_size
     np.testing.assert_allclose(bytewise.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), math.log2(V), rtol=1e-6)
-    with pytest.raises(UserError, match=r"the reference cannot read a text that it is to judge: the character 'z'"):
+    with pytest.raises(UserError, match=r"the reference cannot encode a text to score: the character 'z'"):
         letters.bits_per_byte(["the"], ["z"])
 
 
@@ -607,7 +609,7 @@ def test_what_is_missing_is_told_before_the_work(toy, run_dir, tmp_path):
         evaluate_sampling(run_dir, methods=["min_p"])
     with pytest.raises(UserError, match="leave room for a prompt of 8 in the model's context of 128: at most 120, got 1"):
         evaluate_sampling(toy, methods=["min_p"], tokens=128)
-    with pytest.raises(UserError, match="windows of 88 tokens within a document, and 2000 are needed"):
+    with pytest.raises(UserError, match="windows of 88 tokens within a document, but 2000 are needed"):
         evaluate_sampling(toy, methods=["min_p"], tokens=24, prompts=1000)
     with pytest.raises(UserError, match="nowhere"):
         evaluate_sampling(toy, tmp_path / "nowhere", methods=["min_p"], tokens=24, prompts=2)
