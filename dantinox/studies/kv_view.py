@@ -1,4 +1,4 @@
-"""The comparison of compressed caches as text, Markdown, CSV and plot."""
+"""Text, Markdown, CSV and plot of the comparison of compressed caches."""
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -14,7 +14,7 @@ from dantinox.studies.kv_bench import NEAR_KEYS
 from dantinox.studies.kv_tasks import SEEDS
 from dantinox.studies.statistics import verdict
 
-# Okabe and Ito's colours, which stay apart for colour-blind eyes, and a shape each.
+# A marker for each method, in Okabe and Ito's colours, which colour-blind readers can distinguish.
 MARKS = {
     "streaming": ("v", "#56b4e9"), "uniform": ("o", "#999999"), "entropy": ("s", "#d55e00"), "coverage": ("^", "#009e73"),
     "distance": ("P", "#0072b2"),
@@ -34,7 +34,7 @@ def _seed_column(name: str, seed: int) -> Column:
     return Column(f"{name}_seed{seed}", f"seed {seed}", lambda cache: getattr(cache, name).seeds[seed], ".2f", interval=True)
 
 
-MIN_GAIN, MIN_NEEDLE = 0.05, 95  # nats per token, percent: below, the study says little
+MIN_GAIN, MIN_NEEDLE = 0.05, 95  # nats per token, percent; a study below these limits is hardly conclusive
 MEASURES = [
     DPPL := _interval_column("dppl.all", "ΔPPL %", ".2f"),
     KL := _interval_column("kl.all", "KL", ".4f"),
@@ -52,7 +52,7 @@ MEASURES = [
 
 
 def kv_lines(study: KVStudy, width: int = 100) -> Iterator[str]:
-    """What was done, a table for each ratio, what they say, and what their words mean, in lines of at most `width`."""
+    """Returns the conditions, a table for each ratio, the conclusions and a glossary, in lines of at most `width`."""
 
     def pair(kind: str) -> Column:
         both = attrgetter(f"{kind}_aware", f"{kind}_agnostic")
@@ -70,7 +70,7 @@ def kv_lines(study: KVStudy, width: int = 100) -> Iterator[str]:
 
 
 def kv_csv(study: KVStudy) -> str:
-    """A row per ratio and method: numbers, and of measures the value, the lower and the upper end."""
+    """Returns a row per ratio and method. Measures have three columns: the value, the lower end and the upper end."""
     columns = [
         _number_column("ratio"),
         Column("method", "", attrgetter("name")),
@@ -85,7 +85,7 @@ def kv_csv(study: KVStudy) -> str:
 
 
 def kv_markdown(study: KVStudy) -> str:
-    """The tables with whole intervals, the change of perplexity by seed, the sentences and the meaning of it all."""
+    """Returns the tables with intervals, the change of perplexity by seed, the conclusions and the glossary."""
     parts = [f"# Compressed caches on {Path(study.run).name}", _description(study)]
     parts.append(bullets([*preconditions(study), *_left_out_lines(study)]))
     every = [cache for ratio in study.ratios for cache in ratio.methods]
@@ -96,8 +96,8 @@ def kv_markdown(study: KVStudy) -> str:
         caches = [study.full, *ratio.methods]
         parts += [f"## Ratio {ratio.ratio:g}", markdown_table(measures, caches)]
         parts += ["ΔPPL % by seed:", markdown_table([name, *seeds], caches)]
-    parts += ["## What this says", bullets(conclusions(study))] if conclusions(study) else []
-    return "\n\n".join([*parts, "## What the words mean", bullets(_notes(study))]) + "\n"
+    parts += ["## Conclusions", bullets(conclusions(study))] if conclusions(study) else []
+    return "\n\n".join([*parts, "## Terms", bullets(_notes(study))]) + "\n"
 
 
 def kv_files(study: KVStudy) -> dict[str, Callable[[], str | bytes]]:
@@ -105,25 +105,25 @@ def kv_files(study: KVStudy) -> dict[str, Callable[[], str | bytes]]:
 
 
 def preconditions(study: KVStudy) -> list[str]:
-    """What there is to be lost: how much far tokens matter, and whether the model finds a needle with all it has read."""
+    """Returns the preconditions of the study: the value of distant tokens, and the needles found with the full cache."""
     value, low, high = study.long_range_gain
     gain = (
-        f"Long-range gain: tokens that see the nearest {NEAR_KEYS} alone cost {value:+.3f} nats more "
+        f"Long-range gain: with only the nearest {NEAR_KEYS} keys visible, the loss changes by {value:+.3f} nats per token "
         f"(95 % interval {low:+.3f} to {high:+.3f})."
     )
     if value < MIN_GAIN:
-        gain += f" Below {MIN_GAIN} what stands further back hardly matters, and no cache can lose much."
+        gain += f" Below {MIN_GAIN} distant tokens hardly matter, and no cache can lose much."
     if study.full.needle_aware is None:
         return [gain]
     value, low, high = study.full.needle_aware
     needles = f"Needles found with the full cache: {value:.1f} % (95 % interval {low:.1f} to {high:.1f})."
     if value < MIN_NEEDLE:
-        needles += f" Below {MIN_NEEDLE} % the model itself, and not its cache, is being measured."
+        needles += f" Below {MIN_NEEDLE} % the tasks measure the model rather than its cache."
     return [gain, needles]
 
 
 def conclusions(study: KVStudy) -> list[str]:
-    """A sentence per ratio and signal, and what the default follows from, made of the study's numbers alone."""
+    """Returns a sentence per ratio and signal, and the reason for the default signal."""
     sentences = []
     for ratio in study.ratios:
         for signal, found in ratio.against_uniform.items():
@@ -136,24 +136,26 @@ def conclusions(study: KVStudy) -> list[str]:
             )
     if sentences:
         default = study.default_signal
-        why = "no other beats it at some ratio without being worse at another" if default == "uniform" else "it beats uniform"
-        sentences.append(f"Signal by the rule of three seeds: {default}, as {why}.")
+        reason = (
+            "no other beats it at some ratio without being worse at another" if default == "uniform" else "it beats uniform"
+        )
+        sentences.append(f"Signal by the rule of three seeds: {default}, because {reason}.")
     return sentences
 
 
 def draw_kv(study: KVStudy) -> bytes:
-    """Perplexity over the ratio, and needles found, or where there are none equal likeliest tokens."""
+    """Plots perplexity over the ratio, and needles found or, without tasks, equal most likely tokens."""
     figure = new_figure(11, 4.8)
     losses, finds = figure.subplots(1, 2)
     _draw(losses, study, DPPL, "perplexity above the full cache's, %")
     if study.full.needle_aware is None:
-        _draw(finds, study, TOP1, "same likeliest token as with the full cache, %")
+        _draw(finds, study, TOP1, "same most likely token as with the full cache, %")
     else:
-        _draw(finds, study, NEEDLE, "needles found, the question in the prompt, %")
+        _draw(finds, study, NEEDLE, "needles found with the question in the prompt, %")
         finds.axhline(study.full.needle_aware.value, color="#bbbbbb", linewidth=1.2, zorder=1)
         finds.set_ylim(-3, 103)
     losses.axhline(0, color="#bbbbbb", linewidth=1.2, label="full", zorder=1)
-    # Linear about zero, where losses are small, and logarithmic where some methods are far off.
+    # Linear near zero, where losses are small, and logarithmic for methods that are far off.
     ends = [end for ratio in study.ratios for cache in ratio.methods for end in cache.dppl.all]
     low, high = min(-1.0, *ends), max(1.0, *ends)
     ticks = [sign * tick * 10**power for sign in (-1, 1) for power in range(7) for tick in (1, 2, 5)]
@@ -167,7 +169,7 @@ def draw_kv(study: KVStudy) -> bytes:
 
 
 def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
-    """A line per method."""
+    """Draws a line per method."""
     every = [cache for ratio in study.ratios for cache in ratio.methods]
     for name in dict.fromkeys(cache.name for cache in every):
         own = [cache for cache in every if cache.name == name]
@@ -183,45 +185,48 @@ def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
     ticks = [ratio.ratio for ratio in study.ratios]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
     axes.minorticks_off()
-    axes.set_xlabel("share of the slots that is kept")
+    axes.set_xlabel("share of the slots kept")
     style_axes(axes)
 
 
 def _description(study: KVStudy) -> str:
-    places = " that overlap, as the text is short" if study.overlapping else ""
-    tasks = "" if study.tasks is None else f"; {study.tasks} needles and as many records to copy"
+    overlap = " that overlap because the text is short" if study.overlapping else ""
+    tasks = "" if study.tasks is None else f"; {study.tasks} needle tasks and {study.tasks} copy tasks"
     return (
-        f"{study.run}: {study.sequences} sequences{places}, {study.tokens} tokens of validation text each, "
-        f"{study.tokens // 2} of them as a prompt, drawn with {SEEDS} seeds; {study.continued} prompts continued"
-        f"{tasks}. Of the text's word 4-grams {100 * study.repeated:.1f} % stood in it before. Cache in {study.dtype}, "
+        f"{study.run}: {study.sequences} sequences{overlap}, {study.tokens} tokens of validation text each, "
+        f"{study.tokens // 2} of them as a prompt, selected with {SEEDS} seeds; {study.continued} prompts continued"
+        f"{tasks}. {100 * study.repeated:.1f} % of the text's word 4-grams occurred in it before. Cache in {study.dtype}, "
         f"{study.device}."
     )
 
 
 def _left_out_lines(study: KVStudy) -> list[str]:
-    tasks = ["needle and copy tasks, as the tokenizer does not spell each of their words as one token"]
+    tasks = ["needle and copy tasks, because the tokenizer does not encode each of their words as one token"]
     return [f"Left out: {line}" for line in (*study.left_out, *tasks * (study.tasks is None))]
 
 
 def _notes(study: KVStudy) -> list[str]:
-    """What the words of the tables mean."""
+    """Returns the meaning of the terms in the tables."""
     task = (
-        "needle: one of eight facts among lines of the text is asked for; copy: a record of eight facts is said again, up "
-        "to its last word. The first number is with the question before the cache when it chooses what stays, the second, "
-        "unaware, with the question read afterwards. Both are answered from what stayed, not while the prompt is read."
+        "needle: the question asks for one of eight facts among lines of the text. copy: the question asks to repeat a record "
+        "of eight facts, up to its last word. The first number: the question is part of the prompt when the cache chooses what "
+        "to keep. The second number, unaware: the question is read afterwards. Both answers come from the compressed cache, not "
+        "from prefill."
     )
     return [
-        "full: nothing is given up. streaming: the first tokens and the last ones stay. uniform: what gets attention stays, "
-        "and all heads have equal shares. entropy, coverage, distance, loss: the same with shares by what was measured of "
-        "each head. random: any tokens stay. oracle: an upper bound and no cache: every query sees its best keys, as many as "
-        "uniform has slots.",
-        "At a ratio all have as many slots; bytes are those allocated for one row, positions and importances included.",
-        "ΔPPL: perplexity of the text behind the prompt, above the full cache's. KL: from the full cache's prediction, in nats "
-        "per token. top-1: tokens for which the likeliest one is the same. Tokens of the prompt do not count.",
-        "gap: how much of the loss between streaming and oracle is won back; none where the two do not differ for certain.",
-        f"same, differs at: greedy continuations beside the full cache's over {study.free_tokens} tokens: equal tokens, "
-        "and the median of how many come before the first other one.",
+        "full: the cache keeps everything. streaming: it keeps the first and the last tokens. uniform: it keeps the tokens "
+        "with the most attention, with equal shares for all heads. entropy, coverage, distance, loss: the same with shares by "
+        "this measurement of each head. random: it keeps random tokens. oracle: an upper bound, not a cache: every query sees "
+        "its best keys, as many as uniform has slots.",
+        "All caches of a ratio have the same number of slots. bytes: of one row, including positions and importances.",
+        "ΔPPL: change of the perplexity of the text after the prompt, relative to the full cache. KL: divergence from the "
+        "prediction with the full cache, in nats per token. top-1: share of tokens with the same most likely prediction. "
+        "Prompt tokens are not counted.",
+        "gap: how much of the loss difference between streaming and oracle the method recovers; empty if that difference is "
+        "not significant.",
+        f"same, differs at: greedy continuations of {study.free_tokens} tokens compared with those of the full cache: share "
+        "of equal tokens, and the median number of tokens before the first difference.",
         *([] if study.tasks is None else [task]),
-        "tok/s: decoding 8 rows, the fastest batch, without compiling and reading the prompt.",
-        "Intervals are 95 %, bootstrapped over sequences (differences in pairs), one by one: of many some are off by chance.",
+        "tok/s: decoding of 8 rows, fastest batch, without compilation and prefill.",
+        "Intervals are 95 %, bootstrapped over sequences (paired for differences), not corrected for multiple comparisons.",
     ]

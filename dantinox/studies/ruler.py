@@ -1,7 +1,7 @@
-"""`dantinox eval ruler`: the tasks of RULER through compressed caches.
+"""`dantinox eval ruler`: the tasks of RULER with compressed caches.
 
-A prompt is read and its cache chooses what it keeps, either before the question is seen or with the question in the prompt. The
-question, or its last token alone, is then read token by token and the answer is written greedily, from what was kept.
+The cache of a prompt is compressed either before the question is read or with the question in the prompt. Then the question, or
+only its last token, is read token by token, and the answer is decoded greedily from the compressed cache.
 """
 
 import time
@@ -31,7 +31,7 @@ from dantinox.text import Corpus
 
 FULL = "full"
 SIGNALS = ("entropy", "distance", "loss")
-# Name → the keys of `kv` beside the budget and the dtype.
+# Name → settings of the section `kv` other than the budget and the dtype.
 METHODS: dict[str, dict[str, Any]] = {
     FULL: {},
     "streaming": {"policy": "streaming", "signal": "uniform"},
@@ -44,13 +44,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 LENGTHS, RATIOS, SAMPLES = (2048, 4096), (0.5, 0.2), 10
 MIN_LENGTH = 256
-ROW_TOKENS = 8192  # of prompts that are read together
-TEXT_CHARACTERS = 1 << 21  # read of a given text at most
-QUESTION_MODES = ("agnostic", "aware")  # the question comes after the cache has chosen, or before
+ROW_TOKENS = 8192  # prompt tokens per batch
+TEXT_CHARACTERS = 1 << 21  # read from a given text at most
+QUESTION_MODES = ("agnostic", "aware")  # the question is read after the compression, or before it
 
 
 class RulerCache(NamedTuple):
-    """A cache to be compared at one length, and the model with its heads in the order that the cache wants."""
+    """A cache to compare at one length, and the model with its heads in the order that the cache needs."""
 
     method: str
     ratio: float
@@ -61,12 +61,14 @@ class RulerCache(NamedTuple):
 
 @dataclass(frozen=True)
 class RulerResult:
-    """What a cache scored at a length.
+    """The scores of a cache at one length.
 
     Attributes:
-      bytes: of one row, `share` of the full cache's bytes in the compute dtype.
-      scores: for `agnostic` and `aware` the score in % of each task, and of all of them as `mean`.
-      prefill_seconds: of a prompt, and `tokens_per_second` of a row while decoding: medians; None with a single batch.
+      bytes: bytes of one row.
+      share: `bytes` relative to the full cache in the compute dtype.
+      scores: `agnostic` or `aware` → task → score in %, and the score of all tasks as `mean`.
+      prefill_seconds: median time of one prompt; None with a single batch.
+      tokens_per_second: median decoding speed of a batch; None with a single batch.
     """
 
     method: str
@@ -82,12 +84,12 @@ class RulerResult:
 
 @dataclass(frozen=True)
 class RulerStudy:
-    """What was done, and what was found of every cache at every length.
+    """The conditions, and the results of every cache at every length.
 
     Attributes:
-      text: what the essays are made of.
-      samples: of each task.
-      left_out: what was not compared, and why.
+      text: the source of the essays.
+      samples: samples of each task.
+      left_out: methods that were left out, with reasons.
     """
 
     run: str
@@ -115,27 +117,28 @@ def evaluate_ruler(
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RulerStudy:
-    """Generates RULER's tasks and lets the model answer them through each cache.
+    """Generates RULER's tasks and evaluates the model on them with each cache.
 
     Args:
       lengths: tokens of a prompt together with its answer; None: those of `LENGTHS` that the context allows.
-      methods: names of `METHODS`; None: all for which something was measured.
+      methods: names of `METHODS`; None: all whose signal was measured.
       ratios: shares of the slots; None: `RATIOS`.
-      samples: of each task.
-      tasks: names of `TASKS` with commas between them; None: all.
-      data_path: the text that essays and words are taken from, as `data.path` names one; None: Python's manual.
-      kv_calibration: the file of the measured signals; None: the run's own.
-      kv_dtype: of the compressed caches, a value of `kv.dtype`; the full one is in the compute dtype.
-      progress: called with a line before every stretch of work and every few seconds.
+      samples: samples of each task.
+      tasks: names of `TASKS`, separated by commas; None: all.
+      data_path: the text that essays and words are taken from, in the form of `data.path`; None: Python's manual.
+      kv_calibration: the file of measured signals; None: that of the run.
+      kv_dtype: dtype of the compressed caches, a value of `kv.dtype`; the full cache has the compute dtype.
+      seed: seed of the samples.
+      progress: called with a line at the start of each part of the work and then every few seconds.
 
     Raises:
-      UserError: a name or number is wrong, a task does not fit, or the run was not calibrated.
+      UserError: a name or number is invalid, a task does not fit in a length, or the run was not calibrated.
     """
     directory, run = open_run(run_dir), load(run_dir)
     context = run.model.config.max_context
     for length in lengths or ():
         if not MIN_LENGTH <= length <= context:
-            raise UserError(f"--lengths must lie in [{MIN_LENGTH}, {context}], the model's context, got {length}")
+            raise UserError(f"--lengths must be in [{MIN_LENGTH}, {context}], the model's context, got {length}")
     sizes = sorted(set(lengths or [length for length in LENGTHS if length <= context] or [context]))
     if samples < 1:
         raise UserError(f"--samples must be at least 1, got {samples}")
@@ -177,14 +180,14 @@ def _read_haystack(run: LoadedModel, path: str) -> str:
 
 
 def _select_methods(names: Sequence[str] | None, measured: KVCalibration | None) -> tuple[list[str], list[str]]:
-    """The methods of these names (None: all that can be had), and a line for each that is left out."""
+    """Returns the methods of these names (None: all whose signal was measured), and a line for each that is left out."""
     found, left_out = [], []
     for name in select_names(names, METHODS, "method of eval ruler"):
         signal = METHODS[name].get("signal", "uniform")
-        again = "run `dantinox calibrate --what kv`, or give a file with --kv_calibration"
-        reason = "" if signal == "uniform" else again if measured is None else measured.missing_signal(signal)
+        hint = "run `dantinox calibrate --what kv`, or select a file with --kv_calibration"
+        reason = "" if signal == "uniform" else hint if measured is None else measured.missing_signal(signal)
         if reason and names is not None:
-            raise UserError(f"the method {name} needs what was not measured: {reason}")
+            raise UserError(f"the method {name} needs a signal that was not measured: {reason}")
         if reason:
             left_out.append(f"{name}: {reason}")
         else:
@@ -195,7 +198,7 @@ def _select_methods(names: Sequence[str] | None, measured: KVCalibration | None)
 def _build_caches(
     run: LoadedModel, measured: KVCalibration | None, names: Sequence[str], ratios: Sequence[float], length: int, dtype: str
 ) -> list[RulerCache]:
-    """Every method at every ratio; the full cache has one."""
+    """Builds every method at every ratio; the full cache has one ratio."""
 
     def cache(name: str, ratio: float) -> RulerCache:
         budget = {} if name == FULL else {"budget": ratio, "dtype": dtype}
@@ -208,7 +211,7 @@ def _build_caches(
 
 
 class EvalBatch(NamedTuple):
-    """Rows that are read and answered together: prompts, and what is read of each token by token."""
+    """A batch of samples: prompts to prefill, and question tokens to read one by one before the answer."""
 
     task: str
     prompts: list[list[int]]
@@ -216,7 +219,7 @@ class EvalBatch(NamedTuple):
     new_tokens: int
 
     def num_calls(self, length: int) -> int:
-        """How many compiled calls it takes."""
+        """Returns the number of compiled calls for the batch."""
         return -(-length // COMPRESSED_PREFILL_CHUNK) + -(-self.steps // CHUNK)
 
     @property
@@ -257,15 +260,15 @@ def _evaluate_caches(
                 ids_BT, *seconds = _generate_answers(cache, job, length, done)
                 times.append((seconds[0] / len(ids_BT), len(ids_BT) * job.steps / seconds[1]))
                 for row, sample in enumerate(samples):
-                    if len(right[job.task]) < len(drawn[job.task]):  # behind the last sample the first ones come again
+                    if len(right[job.task]) < len(drawn[job.task]):  # the last batch is filled up with the first samples
                         answer = ids_BT[row, len(job.questions[row]) - 1 :][: sample.new_tokens].tolist()
                         end = next((i for i, token in enumerate(answer) if token in stops), len(answer))
                         right[job.task].append(100 * match_score(run.tokenizer.decode(answer[:end]), sample))
             scores[seen] = {task: mean_interval(np.array(values)) for task, values in right.items()}
             scores[seen]["mean"] = mean_interval(np.concatenate(list(right.values())))
-        told = {seen: ", ".join(f"{task} {one.value:.0f}" for task, one in own.items()) for seen, own in scores.items()}
-        found = "; ".join(f"{seen}: {line}" for seen, line in told.items())
-        progress(f"{cache.method} at {cache.ratio:g} of {length} tokens, in %: {found}")
+        lines = {seen: ", ".join(f"{task} {one.value:.0f}" for task, one in own.items()) for seen, own in scores.items()}
+        summary = "; ".join(f"{seen}: {line}" for seen, line in lines.items())
+        progress(f"{cache.method} at {cache.ratio:g} of {length} tokens, in %: {summary}")
         prefill, rate = (float(np.median(side)) for side in zip(*times[1:], strict=True)) if len(times) > 1 else (None, None)
         yield RulerResult(
             cache.method, length, cache.ratio, cache.report["dtype"], cache.report["bytes"], cache.report["bytes"] / full,
@@ -274,7 +277,7 @@ def _evaluate_caches(
 
 
 def _generate_answers(cache: RulerCache, job: EvalBatch, length: int, done: Progress) -> tuple[np.ndarray, float, float]:
-    """The likeliest token `[B, steps]` behind each one that is read or written, and the seconds of prefill and decoding."""
+    """Returns the most likely token after each question or answer token, `[B, steps]`, and seconds of prefill and decoding."""
     begun, note = time.perf_counter(), f", {cache.method} at {cache.ratio:g}"
     parts = -(-length // COMPRESSED_PREFILL_CHUNK)
     size = -(-length // parts)
@@ -299,7 +302,7 @@ def _generate_answers(cache: RulerCache, job: EvalBatch, length: int, done: Prog
 
 @nnx.jit(donate_argnames=("cache",), graph_updates=False)
 def _prefill_part(model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array) -> KVCache:
-    """The cache with part of the prompts in it."""
+    """Prefills a part of the prompts and returns the cache."""
     _, after, _ = prefill_hidden(dequantize(model), tokens_BT, positions_BT, cache)
     assert after is not None
     return after
@@ -315,10 +318,10 @@ def _decode(
     lengths_B: jax.Array,
     start: jax.Array,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
-    """`CHUNK` more tokens of each row, from number `start` on: those that are given, then the likeliest ones.
+    """Reads `CHUNK` more tokens of each row, from index `start` on: first those of the question, then the most likely ones.
 
     Returns:
-      The cache, the likeliest token `[B]` behind the last of them, and behind each of them `[B, CHUNK]`.
+      The cache, the most likely token after the last one `[B]`, and after each of them `[B, CHUNK]`.
     """
     model = model if len(last_B) <= MAX_MATVEC_ROWS else dequantize(model)
 

@@ -1,9 +1,9 @@
 """The 13 tasks of RULER, generated locally (Hsieh et al. 2024, arXiv 2404.06654, table 1 and appendix B).
 
-Eight hide needles in a haystack, one assigns variables in chains, two count words, and two ask about documents. Numbers, kinds
-and sizes are RULER's. The wording is our own, the essays are sentences of Python's manual or of a given text, words are taken
-from them, and the documents are generated, as no data set is downloaded: in the place of SQuAD one document answers, in the
-place of HotpotQA two do. Scores are not to be compared with published ones digit by digit.
+Eight tasks hide needles in a haystack, one assigns variables in chains, two count words, and two ask about documents. The
+numbers, kinds and sizes are those of RULER. No data set is downloaded, so the texts differ: the wording is our own, the essays
+are sentences of Python's manual or of a given text, the words are taken from them, and the documents are generated. One
+document contains the answer where RULER uses SQuAD, two where it uses HotpotQA. Scores are not comparable with published ones.
 """
 
 import math
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from dantinox.config import UserError
 
 NOISE = "The meadow is wide. The lake is cold. The moon is bright. We walk a while. Then we come home again."
-MIN_SENTENCES, MIN_WORDS = 50, 300  # that a haystack must have
-SHORT_LENGTH = 4096  # tokens, below which the words of `cwe` come less often, as in RULER
+MIN_SENTENCES, MIN_WORDS = 50, 300  # of a haystack
+SHORT_LENGTH = 4096  # tokens; below this length the words of `cwe` are repeated less often, as in RULER
 _LISTS = """
 adjectives: amber brave brisk calm clever cosy crisp eager early faint fierce fresh gentle giant golden grand hasty hollow
   humble icy jolly keen late lively lofty lucky mellow merry mighty modest narrow noble pale plain proud quick quiet rapid rare
@@ -38,12 +38,12 @@ WORDS = {name: tuple(words.split()) for name, words in re.findall(r"^(\w+): ((?:
 
 
 class Sample(NamedTuple):
-    """A text to be read, a question that is seen before or after the cache chooses what it keeps, and the answers.
+    """A context, a question about it, and the expected answers.
 
     Attributes:
-      question: with the beginning of the answer.
-      every: the score is the share of the answers that are found; else one of them is enough.
-      new_tokens: how long a continuation may be.
+      question: the question with the beginning of the answer.
+      every: whether the score is the share of expected answers found; otherwise a single one gives the full score.
+      new_tokens: maximum tokens of a continuation.
     """
 
     context: str
@@ -61,43 +61,50 @@ class Haystack(NamedTuple):
 
 
 def build_haystack(text: str, what: str = "the text") -> Haystack:
-    """The plain sentences and the words of a text.
+    """Extracts the plain sentences and the words of a text.
+
+    Args:
+      what: the name of the text in error messages.
 
     Raises:
-      UserError: it has too few.
+      UserError: the text has too few sentences or words.
     """
     flat = re.sub(r"\s+", " ", text)
     sentences = list(dict.fromkeys(re.findall(r"(?:(?<=[.!?] )|(?<=^))[A-Z][A-Za-z ,;'()-]{30,220}\.", flat)))
     words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", " ".join(sentences))))
     if len(sentences) < MIN_SENTENCES or len(words) < MIN_WORDS:
         raise UserError(
-            f"{what} has {len(sentences)} plain sentences and {len(words)} words, and the tasks need {MIN_SENTENCES} and "
-            f"{MIN_WORDS}: give a longer one with --data_path"
+            f"{what} has {len(sentences)} plain sentences and {len(words)} words, but the tasks need {MIN_SENTENCES} and "
+            f"{MIN_WORDS}: select a longer text with --data_path"
         )
     return Haystack(sentences, words)
 
 
 @cache
 def python_manual() -> Haystack:
-    """The haystack of Python's own manual, which every installation has."""
+    """Returns the haystack of Python's manual, which is part of every Python installation."""
     from pydoc_data.topics import topics
 
     return build_haystack(" ".join(topics.values()), "Python's manual")
 
 
 def match_score(answer: str, sample: Sample) -> float:
-    """RULER's string match in [0, 1]: which answers stand in a text, whatever their case."""
-    found = [wanted.lower() in answer.lower() for wanted in sample.answers]
+    """Returns RULER's string match in [0, 1]: the expected answers that occur in the text, ignoring case."""
+    found = [expected.lower() in answer.lower() for expected in sample.answers]
     return sum(found) / len(found) if sample.every else float(any(found))
 
 
 def make_sample(
     name: str, length: int, encode: Callable[[str], Sequence[int]], haystack: Haystack, seed: int, number: int
 ) -> Sample:
-    """Sample `number` of a task: the longest that has at most `length` tokens together with its answer.
+    """Generates sample `number` of a task: the longest with at most `length` tokens including its answer.
+
+    Args:
+      name: a name of `TASKS`.
+      encode: encodes a text into tokens.
 
     Raises:
-      UserError: even the shortest is longer.
+      UserError: even the shortest sample is longer.
     """
 
     def make(size: int) -> Sample:
@@ -108,9 +115,9 @@ def make_sample(
         return len(encode(sample.context)) + len(encode(sample.question)) + sample.new_tokens < length
 
     if not fits(1):
-        raise UserError(f"the task {name} does not fit {length} tokens: give larger --lengths")
+        raise UserError(f"the task {name} does not fit in {length} tokens: raise --lengths")
     low = 1
-    while low < length and fits(2 * low):  # a list of words or names may come to its end
+    while low < length and fits(2 * low):  # the loop is bounded because a list of words or names may be exhausted
         low *= 2
     high = 2 * low
     while high - low > max(1, low // 64):
@@ -139,10 +146,10 @@ def _join_words(words: Sequence[str]) -> str:
 
 
 def _insert_randomly(rng: random.Random, units: list[str], hidden: Sequence[str]) -> list[str]:
-    """The units with what is hidden at random places, in its order."""
-    places = sorted(rng.choices(range(len(units) + 1), k=len(hidden)), reverse=True)
-    for place, line in zip(places, reversed(hidden), strict=True):
-        units.insert(place, line)
+    """Inserts the hidden lines into `units` at random positions, in their order."""
+    positions = sorted(rng.choices(range(len(units) + 1), k=len(hidden)), reverse=True)
+    for position, line in zip(positions, reversed(hidden), strict=True):
+        units.insert(position, line)
     return units
 
 
@@ -170,15 +177,15 @@ def _needle_sample(
         units = [haystack.sentences[(first + i) % len(haystack.sentences)] for i in range(size)]
     else:
         units = [NOISE if hay == "noise" else needle(KINDS[key](rng), KINDS[value](rng)) for _ in range(size)]
-    ask = rng.sample(list(facts), queries)
-    answers = tuple(secret for name in ask for secret in facts[name])
+    queried = rng.sample(list(facts), queries)
+    answers = tuple(secret for name in queried for secret in facts[name])
     one = len(answers) == 1
     what, verb, article, it = (f"secret {value}", "is", "A", "it") if one else (f"secret {value}s", "are", "Some", "them")
     text = (" " if hay == "essay" else "\n").join(_insert_randomly(rng, units, hidden))
     context = (
         f"{article} {what} {verb} hidden in the following text. Keep {it} in mind: the question comes afterwards.\n{text}\n"
     )
-    of = f"of {_join_words(ask)}"
+    of = f"of {_join_words(queried)}"
     asks = "What is" if one else "What are all"
     question = f"{asks} the {what} {of} in the text above? The {what} {of} in the text above {verb}"
     return Sample(context, question, answers, True, 128)
@@ -186,7 +193,7 @@ def _needle_sample(
 
 def _variable_sample(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
     def chain(letters: int, noises: int) -> tuple[str, str, list[str]]:
-        """The text, the value, and the five variables that have it."""
+        """Returns a text with assignments, the value, and the five variables that have it."""
         names: list[str] = []
         while len(names) < 5:
             name = "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(letters))
@@ -220,17 +227,17 @@ def _common_word_sample(rng: random.Random, haystack: Haystack, length: int, siz
             f"most often.\n{numbered}\n"
         )
 
-    ask = "Question: Which 10 words come most often in the list above? Answer: The 10 words that come most often are:"
+    question = "Question: Which 10 words come most often in the list above? Answer: The 10 words that come most often are:"
     shown, counts, example = (20, (6, 1), (3, 1)) if length < SHORT_LENGTH else (40, (30, 3), (10, 3))
     words = rng.sample(haystack.words, shown + min(10 + size, len(haystack.words) - shown))
     found = " ".join(f"{i}. {word}" for i, word in enumerate(words[:10], 1))
     rest = words[shown:]
-    context = f"{listing(words[:shown], *example)}{ask} {found}\n\n{listing(rest, *counts)}"
-    return Sample(context, ask, tuple(rest[:10]), True, 120)
+    context = f"{listing(words[:shown], *example)}{question} {found}\n\n{listing(rest, *counts)}"
+    return Sample(context, question, tuple(rest[:10]), True, 120)
 
 
 def _frequent_word_sample(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
-    """The word of rank k comes in proportion to k⁻²; that of rank 1 is a row of dots."""
+    """Builds a text in which the word of rank k has a frequency proportional to k⁻²; the word of rank 1 is three dots."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["..."]
     while len(words) < max(4, length // 50):
@@ -251,7 +258,7 @@ def _frequent_word_sample(rng: random.Random, haystack: Haystack, length: int, s
 
 
 def _document_sample(rng: random.Random, haystack: Haystack, length: int, size: int, *, hops: int) -> Sample:
-    """Documents about people, and with two hops about the towns where they were born; one person is asked about."""
+    """Builds documents about people and, with two hops, about their birthplaces; the question is about one person."""
     towns = rng.sample([start + end for start in WORDS["towns"] for end in WORDS["places"]], 40)
     rivers = rng.sample([f"{a.title()} {noun.title()}" for a in WORDS["adjectives"] for noun in WORDS["nouns"]], len(towns))
     surnames = [start + end for start in WORDS["families"] for end in WORDS["children"]]
@@ -263,20 +270,21 @@ def _document_sample(rng: random.Random, haystack: Haystack, length: int, size: 
         f"Later {name} lived in {rng.choice(towns)} and kept {rng.randrange(2, 40)} {rng.choice(WORDS['nouns'])}s."
         for name, town in zip(people, births, strict=True)
     ]
-    ask, town = people[0], births[0]
+    person, town = people[0], births[0]
     if hops == 2:
         near = [town, *rng.sample([i for i in range(len(towns)) if i != town], min(size, len(towns) - 1))]
         documents += [f"{towns[i]} is a town on the river {rivers[i]}. It has {rng.randrange(2, 90)} mills." for i in near]
-        what, answer = f"On which river is the town where {ask} was born?", rivers[town]
+        what, answer = f"On which river is the town where {person} was born?", rivers[town]
     else:
-        what, answer = f"In which town was {ask} born?", towns[town]
+        what, answer = f"In which town was {person} born?", towns[town]
     rng.shuffle(documents)
     numbered = "\n\n".join(f"Document {i}:\n{document}" for i, document in enumerate(documents, 1))
     order = "Answer the question by the documents. Give the answer and no other words.\n\n"
     return Sample(f"{order}{numbered}\n\n", f"{order}Question: {what}\nAnswer:", (answer,), False, 32)
 
 
-# Name → (random numbers, haystack, tokens in all, size) to a sample; the size is a number of sentences, words or documents.
+# Name → function of (random numbers, haystack, total tokens, size) that returns a sample. The size is a number of sentences,
+# words or documents.
 TASKS: dict[str, Callable[[random.Random, Haystack, int, int], Sample]] = {
     "niah_single_1": partial(_needle_sample, hay="noise"),
     "niah_single_2": partial(_needle_sample, hay="essay"),

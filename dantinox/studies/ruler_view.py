@@ -1,4 +1,4 @@
-"""The scores of RULER's tasks as text, Markdown, CSV and JSON."""
+"""Text, Markdown, CSV and JSON of the scores of RULER's tasks."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from statistics import fmean
 from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrap_lines
 from dantinox.studies.ruler import QUESTION_MODES, RulerResult, RulerStudy
 
-# Heading → the beginning of its tasks' names.
+# Column heading → the prefix of the task names in the column.
 GROUPS = {
     "single": "niah_single", "multikey": "niah_multikey", "multivalue": "niah_multivalue", "multiquery": "niah_multiquery",
     "vt": "vt", "cwe": "cwe", "fwe": "fwe", "qa": "qa",
@@ -17,7 +17,7 @@ GROUPS = {
 
 
 def _group_column(heading: str, start: str) -> Column:
-    """The mean scores of the tasks whose names begin so, with the question unseen / seen."""
+    """Returns a column with the mean scores of the tasks with the prefix `start`: agnostic / aware."""
 
     def both(finding: RulerResult) -> str:
         own = [
@@ -49,7 +49,7 @@ def _columns(study: RulerStudy) -> list[Column]:
 
 
 def ruler_lines(study: RulerStudy, width: int = 100) -> Iterator[str]:
-    """What was done, a table for each length, and what its words mean, in lines of at most `width`."""
+    """Returns the conditions, a table for each length and a glossary, in lines of at most `width`."""
     width = max(width, 60)
     yield from wrap_lines([_description(study), *(f"Left out: {line}" for line in study.left_out)], width, "")
     for length in dict.fromkeys(finding.length for finding in study.findings):
@@ -59,7 +59,7 @@ def ruler_lines(study: RulerStudy, width: int = 100) -> Iterator[str]:
 
 
 def ruler_markdown(study: RulerStudy) -> str:
-    """A table for each length, with whole intervals, and what its words mean."""
+    """Returns a table with intervals for each length, and a glossary."""
     parts = [f"# RULER on {Path(study.run).name}", _description(study)]
     parts += [bullets([f"Left out: {line}" for line in study.left_out])] if study.left_out else []
     for length in dict.fromkeys(finding.length for finding in study.findings):
@@ -69,7 +69,7 @@ def ruler_markdown(study: RulerStudy) -> str:
 
 
 def ruler_csv(study: RulerStudy) -> str:
-    """A row per cache and length, with the interval of every task."""
+    """Returns a row per cache and length, with the interval of every task."""
 
     def task(seen: str, name: str) -> Column:
         return Column(f"{name}_{seen}", "", lambda finding: finding.scores[seen][name], interval=True)
@@ -98,15 +98,15 @@ def _description(study: RulerStudy) -> str:
 
 
 def _notes() -> list[str]:
-    """What the words of the tables mean."""
+    """Returns the meaning of the terms in the tables."""
     return [
         "Scores are the answers found in %, by RULER's string match. agnostic: the cache chooses what it keeps before the "
         "question is read; aware: with the question in the prompt. Pairs are agnostic / aware, means over tasks of a group.",
-        "full: nothing is given up. streaming: the first and the last tokens stay. uniform, entropy, distance, loss: what the "
-        "last queries attend to stays, shared among heads by that signal. expected_attention, kvzip: these policies, with "
-        "equal shares or with +loss.",
-        "bytes: allocated for one row, positions and importances included; share: of the full cache in the compute dtype.",
-        "The wording, the words and the documents of the tasks are made here: compare no digit with published scores.",
+        "full: the cache keeps everything. streaming: it keeps the first and the last tokens. uniform, entropy, distance, "
+        "loss: it keeps what the last queries attend to, with shares of the heads by that signal. expected_attention, kvzip: "
+        "these policies, with equal shares or with +loss.",
+        "bytes: allocated for one row, including positions and importances; share: of the full cache in the compute dtype.",
+        "The wording, words and documents of the tasks are generated here: scores are not comparable with published ones.",
         "prefill s: of one prompt; tok/s: of all rows decoded together; medians without the first batch, which compiles.",
         "Intervals are 95 %, bootstrapped over samples.",
     ]

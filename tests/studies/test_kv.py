@@ -245,9 +245,7 @@ def test_a_short_text_is_read_in_places_that_overlap_or_not_at_all(run):
     assert places > 12
     found = draw_sequences(run.tokenizer, store, 12, 100)
     assert found.overlapping and len({tuple(row) for row in found.ids.tolist()}) == 12
-    with pytest.raises(
-        UserError, match=rf"has {places} places where 100 tokens stand within a document, and 999 sequences are"
-    ):
+    with pytest.raises(UserError, match=rf"has {places} positions with 100 tokens within a document, but 999 sequences are"):
         draw_sequences(run.tokenizer, store, 999, 100)
     with pytest.raises(UserError, match="has 0 positions with 1000 tokens"):
         draw_sequences(run.tokenizer, store, 6, 1000)

@@ -51,7 +51,7 @@ def test_a_sample_is_as_long_as_it_may_be_and_holds_its_answers(name):
         drawn(name) == drawn(name)
         and len({drawn(name, number=i).context for i in range(3)} | {drawn(name, seed=1).context}) == 4
     )
-    with pytest.raises(UserError, match=f"the task {name} does not fit 40 tokens: give larger --lengths"):
+    with pytest.raises(UserError, match=f"the task {name} does not fit in 40 tokens: raise --lengths"):
         drawn(name, 40)
 
 
@@ -185,12 +185,12 @@ def test_a_study_of_a_model_that_goes_in_circles(run_dir, monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     "given, told",
     [
-        ({"lengths": [100]}, r"--lengths must lie in \[256, 128\], the model's context, got 100"),
+        ({"lengths": [100]}, r"--lengths must be in \[256, 128\], the model's context, got 100"),
         ({"samples": 0}, "--samples must be at least 1, got 0"),
         ({"ratios": [1.0]}, "--ratios must be between 0 and 1, got 1"),
         ({"tasks": "vt,cw"}, "no task of RULER is called cw: did you mean cwe"),
         ({"methods": ["kvzap"]}, "no method of eval ruler is called kvzap: did you mean kvzip"),
-        ({"methods": ["loss"]}, "the method loss needs what was not measured: run `dantinox calibrate"),
+        ({"methods": ["loss"]}, "the method loss needs a signal that was not measured: run `dantinox calibrate"),
     ],
 )
 def test_what_is_refused(run_dir, given, told):
