@@ -210,8 +210,8 @@ def _notes(study: KVStudy) -> list[str]:
     task = (
         "needle: the question asks for one of eight facts among lines of the text. copy: the question asks to repeat a record "
         "of eight facts, up to its last word. The first number: the question is part of the prompt when the cache chooses what "
-        "to keep. The second number, unaware: the question is read afterwards. Both answers come from the compressed cache, not "
-        "from prefill."
+        "to keep. The second number, unaware: the question is read afterwards. Both answers come from the compressed cache, "
+        "not from prefill."
     )
     return [
         "full: the cache keeps everything. streaming: it keeps the first and the last tokens. uniform: it keeps the tokens "
