@@ -1,4 +1,4 @@
-"""The base class of all settings sections and the types of their fields."""
+"""The base class of the sections of settings, and the types of their fields."""
 
 from typing import Annotated, ClassVar, TypeVar
 
@@ -10,6 +10,7 @@ T = TypeVar("T")
 
 
 def as_tuple(value: object) -> object:
+    """Returns a list as a tuple, and a string as a tuple of one string."""
     return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
 
 
@@ -24,17 +25,17 @@ CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
-Conflict = tuple[str, str]  # a setting (dotted path), and what is wrong with it, as the rest of a sentence
+Conflict = tuple[str, str]  # a setting (dotted path), and the rest of the sentence that describes its error
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses unknown names and converts nothing but integers to floats."""
+    """A frozen section of settings. It refuses unknown names, and converts no types except integers to floats."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
-    needs: ClassVar[tuple[Needs, ...]] = ()  # of all its settings
+    needs: ClassVar[tuple[Needs, ...]] = ()  # prerequisites of all settings of the section
 
 
 def field(default: T, text: str) -> T:
-    """A setting's default, and what the help says of it."""
+    """Returns a pydantic field with the default of a setting and its help text."""
     found: T = Field(default, description=text)
     return found

@@ -1,4 +1,4 @@
-"""The `generation` section: decoding settings, presets of step orders, and combinations that are refused."""
+"""The `generation` section: decoding settings, presets of step orders, and checks of combinations."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ GREEDY_BELOW = 1e-5  # a temperature
 
 
 def _as_order(value: Any) -> Any:
-    """Codes or names from a list or from text with commas; digits become codes."""
+    """Splits a list, or a string with commas, into step codes (integers) and step names."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         return value
@@ -26,30 +26,30 @@ Preset = Literal["default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"]
 
 
 class _Request(Section):
-    """Defaults of generate.py for this run, and how a token is chosen."""
+    """Length, end, caches and precision of a request, and the order of the sampling steps."""
 
-    max_new_tokens: CountOrZero = field(150, "tokens to generate")
+    max_new_tokens: CountOrZero = field(150, "maximum number of new tokens")
     n: Annotated[int, Field(ge=1, le=4096)] = field(1, "samples per prompt")
-    seed: Seed | None = field(None, "seed of the draws (null: a fresh one per call, reported)")
+    seed: Seed | None = field(None, "seed of the sampler (null: a new one per call, which is reported)")
     stop: Strings = field((), "strings that end the text")
     keep_stop: Annotated[bool, Needs(("generation.stop", nonempty), ("generation.stop_token_ids", nonempty))] = field(
         False, "keep the stop string or token in the text"
     )
-    stop_token_ids: Tokens = field((), "tokens that end the text as the end token does: ids, or texts of one token")
-    ignore_eos: bool = field(False, "go on after the end-of-text token")
-    use_cache: bool = field(True, "keep keys and values between tokens; off recomputes the whole text")
+    stop_token_ids: Tokens = field((), "tokens that end the text like the end token: ids, or strings of one token")
+    ignore_eos: bool = field(False, "continue after the end token")
+    use_cache: bool = field(True, "cache keys and values; false recomputes the whole sequence for each token")
     weights: Literal["auto", "float32", "bfloat16", "int8"] = field(
-        "auto", "precision of the weights while decoding (auto: the compute dtype of the run)"
+        "auto", "dtype of the weights while decoding (auto: the compute dtype of the run)"
     )
     matmul_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", one_of("bfloat16", "int8")))
     ] = field(
         "auto",
-        "dtype of matrix multiplications with quantized (int8) or bfloat16 weights (auto: bfloat16 on an accelerator, and on a "
-        "CPU on which a measurement shows that it is faster)",
+        "dtype of matrix multiplications with quantized (int8) or bfloat16 weights (auto: bfloat16 if it is faster, "
+        "measured once)",
     )
     tensor_parallel: Count = field(1, "devices that hold different heads and features of each layer")
-    greedy: bool = field(False, "always the most likely token")
+    greedy: bool = field(False, "always choose the most likely token")
     strategy: Annotated[
         Literal["chain", "entropy"],
         Needs(("generation.greedy", False)),
@@ -59,18 +59,20 @@ class _Request(Section):
                 Condition(f"is at least {GREEDY_BELOW:g}", lambda temperature: temperature >= GREEDY_BELOW),
             )
         ),
-    ] = field("chain", "who sets temperature, top_k, top_p and min_p: this section, or the entropy router token by token")
-    preset: Annotated[Preset, *CHAIN] = field("default", "whose order the steps run in; it sets no values")
+    ] = field(
+        "chain", "chain: this section sets temperature, top_k, top_p and min_p; entropy: the entropy router sets them per token"
+    )
+    preset: Annotated[Preset, *CHAIN] = field("default", "program whose order of sampling steps is used; values do not change")
     sampler_order: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_order), *CHAIN] = field(
-        None, "Kobold's codes in another order (with preset kobold or koboldcpp), or names of steps"
+        None, "Kobold's step codes in another order (preset kobold or koboldcpp), or names of steps (null: the preset's order)"
     )
 
 
 class GenerationSection(StepSettings, _Request):
-    """The keys of a request, and the settings of all sampling steps."""
+    """Settings of a request, and of all sampling steps."""
 
 
-# The steps behind the edits, in the order they run in. A preset lacks what its namesake does not know.
+# The steps after the edits, in the order in which they run. A preset has only the steps of the program it is named after.
 PRESETS: dict[str, tuple[str, ...]] = {
     "default": tuple(name for name in STEPS if name not in EDITS),
     "hf": (
@@ -81,7 +83,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
         *PENALTIES, "top_n_sigma", "top_k", "typical", "top_p", "min_p", "xtc", "temperature", "dynamic_temperature", *STEERED,
     ),
 }  # fmt: skip
-ROUTED = ("temperature", "top_k", "top_p", "min_p")  # the steps whose numbers the entropy router sets
+ROUTED = ("temperature", "top_k", "top_p", "min_p")  # steps whose numbers the entropy router sets
 KOBOLD_CODES = ("top_k", "top_a", "top_p", "tail_free", "typical", "temperature", "repetition_penalty")
 KOBOLD_ORDERS = {"kobold": (6, 0, 1, 2, 3, 4, 5), "koboldcpp": (6, 0, 1, 3, 4, 2, 5)}
 KOBOLDCPP_SLOTS = {
@@ -92,15 +94,15 @@ KOBOLDCPP_SLOTS = {
 
 
 def steps_on(g: GenerationSection) -> frozenset[str]:
-    """The steps that the values of a section switch on, whatever its order; the temperature of a greedy row is none."""
+    """Returns the steps that the values of a section switch on, in any order. Greedy rows have no temperature step."""
     return frozenset(name for name, step in STEPS.items() if any(on(getattr(g, key)) for key, on in step.on.items()))
 
 
 def kobold_order(codes: Sequence[int]) -> tuple[str, ...]:
-    """The step names of a KoboldAI `sampler_order`; a list of the six older codes gets the repetition penalty put first.
+    """Returns the step names of a KoboldAI `sampler_order`. Lists of the six older codes begin with the repetition penalty.
 
     Raises:
-      ValueError: the codes are no permutation of 0…5 or 0…6.
+      ValueError: the codes are not a permutation of 0…5 or 0…6.
     """
     codes = list(codes) if isinstance(codes, Sequence) else [codes]
     plain = all(isinstance(code, int) and not isinstance(code, bool) for code in codes)
@@ -112,21 +114,21 @@ def kobold_order(codes: Sequence[int]) -> tuple[str, ...]:
 
 
 def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[str, ...]:
-    """The steps behind the edits, in order.
+    """Returns the steps after the edits, in order.
 
     Raises:
-      ValueError: the order is none, or does not go with the preset; the sentence goes on behind the key.
+      ValueError: the order is invalid or excludes the preset; the message continues a sentence that begins with the key.
     """
     given = () if sampler_order is None else tuple(sampler_order)
     if sampler_order is None or all(isinstance(code, int) for code in given):
         if preset not in KOBOLD_ORDERS:
             if sampler_order is not None:
-                raise ValueError(f"as codes needs generation.preset kobold or koboldcpp, got {preset}: give names of steps")
+                raise ValueError(f"as codes needs generation.preset kobold or koboldcpp, got {preset}: use names of steps")
             return PRESETS[preset]
         try:
             names = kobold_order(KOBOLD_ORDERS[preset] if sampler_order is None else given)  # type: ignore[arg-type]
         except ValueError as error:
-            raise ValueError(f"is wrong: {error}") from None
+            raise ValueError(f"is invalid: {error}") from None
         if preset == "kobold":
             return names
         return "dry", *(step for name in names for step in KOBOLDCPP_SLOTS.get(name, (name,))), "xtc", *STEERED
@@ -134,7 +136,7 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
 
 
 def order_of(g: GenerationSection) -> tuple[str, ...]:
-    """The steps behind the edits, in the order that a section asks for. Errors are those of `step_order`."""
+    """Returns the steps after the edits, in the order of a section. Raises the errors of `step_order`."""
     return (*PENALTIES, *ROUTED) if g.strategy == "entropy" else step_order(g.preset, g.sampler_order)
 
 
@@ -144,16 +146,16 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
     if wrong is not None:
         raise ValueError(f"must hold Kobold's codes or names among {', '.join(known)}, got {wrong!r}")
     if len(set(names)) < len(names):
-        raise ValueError(f"must name a step once, got {', '.join(map(str, names))}")
+        raise ValueError(f"must name each step once, got {', '.join(map(str, names))}")
     if preset != "default":
-        raise ValueError(f"as names is an order of its own: leave generation.preset {preset} out")
+        raise ValueError(f"as names excludes generation.preset {preset}: leave one of them out")
     if "mirostat" in names[:-1]:
-        raise ValueError("must have mirostat last: it steers by the token drawn behind it")
+        raise ValueError("must have mirostat last, because it needs the token that is drawn right after it")
     return tuple(step for name in names for step in (STEERED if name == "mirostat" else (str(name),)))
 
 
 def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
-    """Yields the rules across keys of the section that are broken."""
+    """Yields the violated rules among settings of the section."""
     on, greedy = steps_on(g), g.greedy or g.temperature < GREEDY_BELOW
     for key in ("stop", "dry_breakers"):
         if "" in getattr(g, key):

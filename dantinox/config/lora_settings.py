@@ -14,28 +14,28 @@ LORA = Needs(("lora.rank", given))
 
 
 class LoraSection(Section):
-    """Low-rank adapters, in place of training all weights."""
+    """Low-rank adapters (LoRA), trained instead of all weights."""
 
     rank: Count | None = field(None, "rank of adapters on the frozen weights of training.init_from (null: train all weights)")
-    alpha: Annotated[Positive | None, LORA] = field(None, "what adapters add is multiplied by alpha / rank (null: 2 · rank)")
-    dropout: Annotated[float, Field(ge=0, lt=1), LORA] = field(0.0, "dropout of what adapters read, in training only")
+    alpha: Annotated[Positive | None, LORA] = field(None, "multiply the output of adapters by alpha / rank (null: 2 · rank)")
+    dropout: Annotated[float, Field(ge=0, lt=1), LORA] = field(0.0, "dropout rate of the input of adapters, in training")
     targets: Annotated[tuple[Projection, ...] | None, BeforeValidator(as_tuple), LORA] = field(
-        None, "the projections that get adapters (null: all that the layers have, but for those of experts)"
+        None, "projections with adapters (null: all projections of the layers, except those of experts)"
     )
     base_weights: Annotated[Literal["float32", "bfloat16", "int8"], LORA] = field(
         "float32",
-        "how the other weights are held while adapters are trained; int8: the projections of the layers, by output row",
+        "dtype of the frozen weights while adapters train; int8: projections only, one scale per output row",
     )
 
 
 def projections(m: ModelSection, moe: MoESection) -> tuple[Projection, ...]:
-    """Those of a layer that can have adapters."""
+    """Returns the projections of a layer that can have adapters."""
     gate: tuple[Projection, ...] = ("gate_proj",) if m.activation in GATED else ()
     return ATTENTION if moe.use_moe else (*ATTENTION, *gate, "up_proj", "down_proj")
 
 
 def lora_config(lora: LoraSection, m: ModelSection, moe: MoESection) -> LoraConfig | None:
-    """What these settings resolve to; None: there are no adapters."""
+    """Returns the resolved adapters of these settings, or None without adapters."""
     if lora.rank is None:
         return None
     scale = 2.0 if lora.alpha is None else lora.alpha / lora.rank
@@ -47,19 +47,19 @@ def lora_config(lora: LoraSection, m: ModelSection, moe: MoESection) -> LoraConf
 def lora_conflicts(
     lora: LoraSection, init_from: str | None, m: ModelSection, moe: MoESection, a: AttentionSection
 ) -> Iterator[Conflict]:
-    """Yields the rules among these settings that are broken."""
+    """Yields the violated rules among these settings."""
     if lora.rank is None:
         return
     there = projections(m, moe)
     if init_from is None:
-        yield "lora.rank", "needs training.init_from, the run whose weights the adapters are for"
+        yield "lora.rank", "needs training.init_from, the run with the base weights"
     if a.kv_lora_rank is not None:
-        yield "lora.rank", "must be null with attention.kv_lora_rank: the projections of latents have no adapters"
+        yield "lora.rank", "must be null with attention.kv_lora_rank: latent projections cannot have adapters"
     if moe.use_moe and lora.base_weights == "int8":
-        yield "lora.base_weights", "must be float32 or bfloat16 with moe.use_moe: experts are not held in int8"
+        yield "lora.base_weights", "must be float32 or bfloat16 with moe.use_moe: experts cannot be stored in int8"
     if lora.targets == ():
         yield "lora.targets", "must name at least one projection, got []"
     for name in lora.targets or ():
         if name not in there:
-            why = "experts have no adapters" if moe.use_moe else f"model.activation is {m.activation}, which has none"
-            yield "lora.targets", f"cannot have {name}: {why} ({', '.join(there)} can be named)"
+            why = "experts cannot have adapters" if moe.use_moe else f"model.activation {m.activation} has no such projection"
+            yield "lora.targets", f"cannot contain {name}: {why} (allowed: {', '.join(there)})"

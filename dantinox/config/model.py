@@ -13,12 +13,12 @@ from dantinox.files import UserError
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # PEFT's names
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # names of PEFT
 
 
 CLAMPED = Needs(("model.activation", "clamped_swiglu"))
 SCALED_NORMS = Needs(("model.norm_scale", True))
-GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations of two projections, gate and up
+GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations with two projections, gate and up
 
 
 class ModelSection(Section):
@@ -26,62 +26,70 @@ class ModelSection(Section):
 
     dim: Count = field(256, "width of the residual stream")
     n_heads: Count = field(8, "query heads per layer")
-    kv_heads: Count | None = field(None, "key/value heads per layer (null: as many as n_heads; 1: multi-query)")
+    kv_heads: Count | None = field(None, "key/value heads per layer (null: n_heads; 1: multi-query attention)")
     head_size: Count | None = field(None, "width of one head (null: dim / n_heads)")
     num_blocks: Count = field(6, "number of layers")
-    hidden_dim: Count | None = field(None, "feed-forward width (null: 8/3 dim rounded up to 32 when gated, else 4 dim)")
-    max_context: Count = field(256, "longest sequence in tokens; training windows have this length")
-    padded_vocab_size: Count | None = field(
-        None, "logits of a token where they are more than the tokenizer's tokens, as in some checkpoints (null: as many)"
+    hidden_dim: Count | None = field(
+        None, "width of the feed-forward layer (null: 8/3 dim rounded up to a multiple of 32 if gated, else 4 dim)"
     )
-    weight_tying: bool = field(True, "the output layer is the embedding table")
-    head_bias: bool = field(False, "a bias of the logits")
-    final_logit_softcapping: Positive | None = field(None, "softcap of the output logits: cap · tanh(logit / cap) (null: none)")
-    scale_embeddings: bool = field(False, "embeddings are multiplied by √dim")
-    embedding_multiplier: Positive = field(1.0, "embeddings are multiplied by it")
-    residual_multiplier: Positive = field(1.0, "the outputs of sub-layers are multiplied by it before they are added")
-    logits_scaling: Positive = field(1.0, "the output logits are divided by it")
-    norm_embeddings: bool = field(False, "embeddings are normalised before the first layer")
+    max_context: Count = field(256, "longest sequence in tokens, and the length of training windows")
+    padded_vocab_size: Count | None = field(
+        None, "number of logits, if a checkpoint pads its vocabulary (null: the size of the vocabulary)"
+    )
+    weight_tying: bool = field(True, "use the embedding table as the output layer")
+    head_bias: bool = field(False, "add a bias to the logits")
+    final_logit_softcapping: Positive | None = field(
+        None, "soft cap of the output logits: cap · tanh(logit / cap) (null: none)"
+    )
+    scale_embeddings: bool = field(False, "multiply embeddings by √dim")
+    embedding_multiplier: Positive = field(1.0, "factor on the embeddings")
+    residual_multiplier: Positive = field(
+        1.0, "factor on the output of each sub-layer before it is added to the residual stream"
+    )
+    logits_scaling: Positive = field(1.0, "divisor of the output logits")
+    norm_embeddings: bool = field(False, "normalize the embeddings before the first layer")
     parallel_blocks: Annotated[bool, Needs(("model.norm_placement", "before"))] = field(
         False,
-        "attention and feed-forward of a layer read the same normalised input, and both outputs are added to it",
+        "attention and feed-forward read the same normalized input, and both outputs are added to it",
     )
-    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
+    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = field(
+        "swiglu", "activation of the feed-forward layer; swiglu, geglu and clamped_swiglu are gated"
+    )
     swiglu_limit: Annotated[Positive, CLAMPED] = field(
-        7.0, "clamped_swiglu: the largest gate, and the largest magnitude of what gates multiply"
+        7.0, "clamped_swiglu: upper limit of the gate, and limit of the magnitude of the values it multiplies"
     )
-    swiglu_alpha: Annotated[Positive, CLAMPED] = field(1.702, "clamped_swiglu: factor of the gate inside its sigmoid")
-    mlp_bias: bool = field(False, "biases in the feed-forward")
-    norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalisation of the sub-layers, and behind the last")
+    swiglu_alpha: Annotated[Positive, CLAMPED] = field(1.702, "clamped_swiglu: factor on the gate inside its sigmoid")
+    mlp_bias: bool = field(False, "add biases in the feed-forward layer")
+    norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalization of the sub-layers and after the last layer")
     norm_placement: Literal["before", "after", "both"] = field(
-        "before", "where a sub-layer's normalisation stands: on what goes in, on what comes out before it is added, or on both"
+        "before", "normalize the input of a sub-layer (before), its output before it is added (after), or both"
     )
-    norm_epsilon: Positive = field(1e-5, "added to the variance inside the normalisations")
-    norm_scale: bool = field(True, "normalisations have learned scales, and layernorm a bias")
-    norm_bias: Annotated[bool, Needs(("model.norm", "layernorm")), SCALED_NORMS] = field(True, "layernorm has a bias")
+    norm_epsilon: Positive = field(1e-5, "number added to the variance in normalizations")
+    norm_scale: bool = field(True, "normalizations have a learned scale, and layernorm may have a bias")
+    norm_bias: Annotated[bool, Needs(("model.norm", "layernorm")), SCALED_NORMS] = field(True, "layernorm has a learned bias")
     norm_zero_centered: Annotated[bool, Needs(("model.norm", "rmsnorm"), ("model.qk_norm", True)), SCALED_NORMS] = field(
-        False, "RMS-normalisations multiply by 1 + their scale, which starts at 0"
+        False, "RMS normalizations multiply by 1 + scale, with the scale initialized to 0"
     )
-    qk_norm: bool = field(False, "RMS-normalise queries and keys before positions are applied")
+    qk_norm: bool = field(False, "RMS-normalize queries and keys before position embeddings are applied")
     qk_norm_scope: Annotated[Literal["head", "layer"], Needs(("model.qk_norm", True))] = field(
-        "head", "what is normalised together: a head, or all heads of a layer"
+        "head", "normalize each head separately, or all heads of a layer together"
     )
     qk_norm_after_rope: Annotated[bool, Needs(("model.qk_norm", True)), Needs(("attention.use_rotary_pos", True))] = field(
-        False, "queries and keys are normalised after rotary positions are applied"
+        False, "normalize queries and keys after rotary positions are applied"
     )
-    dropout_rate: Annotated[float, Field(ge=0, lt=1)] = field(0.0, "dropout in training only")
+    dropout_rate: Annotated[float, Field(ge=0, lt=1)] = field(0.0, "dropout rate in training")
     gradient_checkpointing: bool = field(False, "recompute layers in the backward pass to save memory")
     remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
-        "full", "with gradient_checkpointing: recompute everything, or all but matrix products"
+        "full", "what gradient_checkpointing recomputes: everything (full), or all but matrix multiplications (dots)"
     )
-    v_norm: bool = field(False, "RMS-normalise the values of each head, without a learned scale")
-    layer_scalar: bool = field(False, "the output of each layer is multiplied by a learned number")
-    per_layer_dim: CountOrZero = field(0, "size of the embedding of a token that each layer reads besides its input (0: none)")
+    v_norm: bool = field(False, "RMS-normalize the values of each head, without a learned scale")
+    layer_scalar: bool = field(False, "multiply the output of each layer by a learned scalar")
+    per_layer_dim: CountOrZero = field(0, "size of the per-layer token embedding, an additional input of each layer (0: none)")
     double_wide_mlp: Annotated[bool, Needs(("attention.kv_shared_layers", differs(0)))] = field(
-        False, "the dense or shared feed-forward layers of attention.kv_shared_layers have twice the width"
+        False, "double the width of dense and shared feed-forward layers in the layers of attention.kv_shared_layers"
     )
     scan_layers: bool = field(
-        False, "train with stacked layers in a loop, which compiles in a fraction of the time; files hold separate layers"
+        False, "train with stacked layers in a scan, which compiles in a fraction of the time; files hold separate layers"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = field(
         "auto", "compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
@@ -94,48 +102,49 @@ GROUPS = Needs(("moe.n_groups", differs(1)))
 
 
 class MoESection(Section):
-    """Experts, and the feed-forward expansion."""
+    """Mixture of experts, and the width of the feed-forward layer."""
 
-    use_moe: bool = field(False, "experts in place of the dense feed-forward layer")
+    use_moe: bool = field(False, "replace the dense feed-forward layer with experts")
     n_experts: Annotated[Count, EXPERTS] = field(4, "experts per layer, each as wide as the feed-forward layer")
-    top_k_mlp: Annotated[Count, EXPERTS] = field(2, "experts that a token takes")
-    shared_experts: Annotated[CountOrZero, EXPERTS] = field(0, "experts that every token takes besides, as one that is as wide")
+    top_k_mlp: Annotated[Count, EXPERTS] = field(2, "experts per token")
+    shared_experts: Annotated[CountOrZero, EXPERTS] = field(0, "experts that process every token, combined into one layer")
     shared_hidden_dim: Annotated[Count | None, EXPERTS, SHARED] = field(
-        None, "width of the layer that every token takes (null: shared_experts times the width of an expert)"
+        None, "width of the shared expert layer (null: shared_experts times the width of an expert)"
     )
     shared_gate: Annotated[bool, EXPERTS, SHARED] = field(
-        False, "what the layer gives that every token takes is multiplied by sigmoid(w x)"
+        False, "multiply the output of the shared expert layer by sigmoid(w x)"
     )
     branch_norms: Annotated[bool, EXPERTS, SHARED, Needs(("model.norm_placement", "both"))] = field(
         False,
-        "experts and the layer that every token takes have norms of their own, and the router reads the residual stream with "
-        "a norm and learned scales of its own",
+        "give experts and the shared layer separate norms, and the router a norm and learned scales on the residual stream",
     )
     dense_layers: Annotated[tuple[CountOrZero, ...], BeforeValidator(as_tuple), EXPERTS] = field(
-        (), "layers, from 0, with a dense feed-forward layer in place of experts"
+        (), "indices of layers, from 0, that have a dense feed-forward layer instead of experts"
     )
     dense_hidden_dim: Annotated[Count | None, EXPERTS, Needs(("moe.dense_layers", nonempty))] = field(
         None, "feed-forward width of dense_layers (null: the width of an expert)"
     )
     expansion: Positive | None = field(None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)")
-    score_function: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = field("softmax", "the scores of a token's experts")
-    norm_topk_prob: Annotated[bool, EXPERTS] = field(True, "the weights of a token's experts sum to 1")
+    score_function: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = field(
+        "softmax", "function that turns router logits into scores"
+    )
+    norm_topk_prob: Annotated[bool, EXPERTS] = field(True, "scale the weights of a token's experts so that they sum to 1")
     routed_scaling: Annotated[Positive, EXPERTS] = field(1.0, "factor on the weights of a token's experts")
-    router_bias: Annotated[bool, EXPERTS] = field(False, "a bias of the router's logits")
+    router_bias: Annotated[bool, EXPERTS] = field(False, "add a bias to the router's logits")
     choice_bias: Annotated[bool, EXPERTS] = field(
-        False, "a bias on the choice of experts and not on their weights, which only bias_update_rate moves"
+        False, "add a bias to the scores when experts are chosen, but not to their weights; only bias_update_rate changes it"
     )
-    n_groups: Annotated[Count, EXPERTS] = field(1, "groups of experts, of which a token takes experts of top_k_groups alone")
-    top_k_groups: Annotated[Count, EXPERTS, GROUPS] = field(1, "groups that a token may take experts of")
+    n_groups: Annotated[Count, EXPERTS] = field(1, "groups of experts; a token's experts come from top_k_groups of them")
+    top_k_groups: Annotated[Count, EXPERTS, GROUPS] = field(1, "groups per token")
     group_score: Annotated[Literal["max", "top2"], EXPERTS, GROUPS] = field(
-        "max", "the score of a group: that of its best expert, or the sum of its best two"
+        "max", "score of a group: the best expert (max), or the sum of the best two (top2)"
     )
-    alpha_balance: Annotated[NonNegative, EXPERTS] = field(0.01, "weight of the load-balance loss, the mean over layers")
+    alpha_balance: Annotated[NonNegative, EXPERTS] = field(0.01, "weight of the load-balance loss, averaged over layers")
     router_z_loss: Annotated[NonNegative, EXPERTS] = field(
         0.0, "weight of the router z-loss (squared log-normalizer of the scores), averaged over layers"
     )
     bias_update_rate: Annotated[NonNegative, EXPERTS] = field(
-        0.0, "balance without a loss: what a step adds to the choice of experts with few tokens (0: off)"
+        0.0, "balance without a loss: step by which choice_bias rises for experts with few tokens (0: off)"
     )
 
 
@@ -149,42 +158,48 @@ ROTARY = Needs(("attention.use_rotary_pos", True))
 
 
 class AttentionSection(Section):
-    """Positions and what attention may see."""
+    """Positions, windows, scores and latent attention."""
 
-    use_rotary_pos: bool = field(True, "rotary positions (RoPE, half-split layout)")
+    use_rotary_pos: bool = field(True, "rotary position embeddings (RoPE, half-split layout)")
     trainable_pos: bool = field(False, "learned position embeddings")
     absolute_pos: bool = field(False, "sinusoidal position embeddings")
     rope_theta: Annotated[Positive, ROTARY] = field(10000.0, "base of the rotary frequencies")
     rope_local_theta: Annotated[Positive | None, ROTARY, SLIDING] = field(
-        None, "base of those of sliding layers, which rope_scaling then leaves alone (null: as in all layers)"
+        None, "base of the rotary frequencies of sliding layers, without rope_scaling (null: as in all layers)"
     )
     rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), ROTARY] = field(
-        (True,), "which layers rotate queries and keys, repeated over the depth"
+        (True,), "which layers rotate queries and keys; the pattern repeats over the depth"
     )
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(
-        1.0, "share of each head that is rotated, from its first dimension"
+        1.0, "fraction of each head that is rotated, from its first dimension"
     )
     rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"], ROTARY] = field(
-        "none", "lower rotary frequencies, for texts longer than those of a first training: all, the low ones, or each its way"
+        "none", "method that lowers rotary frequencies for contexts longer than the original one"
     )
     rope_factor: Annotated[float, Field(ge=1, allow_inf_nan=False), SCALED] = field(
-        1.0, "what frequencies are divided by: how many times longer texts become"
+        1.0, "divisor of the rotary frequencies: new context / original context"
     )
     rope_original_context: Annotated[
         Count | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
-    ] = field(None, "llama3, yarn, longrope: tokens of the texts before the scaling")
+    ] = field(None, "llama3, yarn, longrope: context in tokens before the scaling")
     low_freq_factor: Annotated[Positive, LLAMA3] = field(
-        1.0, "llama3: frequencies with fewer turns in the original context are divided by rope_factor"
+        1.0, "llama3: divide frequencies with fewer turns than this in the original context by rope_factor"
     )
-    high_freq_factor: Annotated[Positive, LLAMA3] = field(4.0, "llama3: those that turn more often are kept")
-    beta_fast: Annotated[Positive, YARN] = field(32.0, "yarn: frequencies with more turns in the original context are kept")
-    beta_slow: Annotated[Positive, YARN] = field(1.0, "yarn: those that turn less often are divided")
-    rope_truncate: Annotated[bool, YARN] = field(True, "yarn: the blend begins and ends at whole indices of frequencies")
+    high_freq_factor: Annotated[Positive, LLAMA3] = field(
+        4.0, "llama3: keep frequencies with more turns than this in the original context"
+    )
+    beta_fast: Annotated[Positive, YARN] = field(
+        32.0, "yarn: keep frequencies with more turns than this in the original context"
+    )
+    beta_slow: Annotated[Positive, YARN] = field(
+        1.0, "yarn: divide frequencies with fewer turns than this in the original context"
+    )
+    rope_truncate: Annotated[bool, YARN] = field(True, "yarn: round the ends of the blend to whole frequency indices")
     rope_mscale: Annotated[Positive | None, YARN] = field(
-        None, "yarn: m in the factor on queries and keys (0.1 m ln rope_factor + 1) / (0.1 n ln rope_factor + 1) (null: none)"
+        None, "yarn: m in the factor (0.1 m ln rope_factor + 1) / (0.1 n ln rope_factor + 1) on queries and keys (null: none)"
     )
     rope_mscale_all_dim: Annotated[Positive | None, YARN] = field(
-        None, "yarn: n of that factor; latent attention multiplies scores by (0.1 n ln rope_factor + 1)² (null: none)"
+        None, "yarn: n in that factor; latent attention multiplies scores by (0.1 n ln rope_factor + 1)² (null: none)"
     )
     rope_attention_factor: Annotated[
         Positive | None, Needs(("attention.rope_scaling", "yarn"), ("attention.rope_scaling", "longrope"))
@@ -193,59 +208,61 @@ class AttentionSection(Section):
     )
     query_scaling_beta: Annotated[
         Positive | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
-    ] = field(None, "β: queries at position p are multiplied by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: by nothing)")
+    ] = field(None, "β: multiply queries at position p by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: off)")
     rope_share: Annotated[float, Field(gt=0, le=1), PROPORTIONAL] = field(
-        1.0, "proportional: share of the frequencies of a head that rotate, from the highest; the others are 0"
+        1.0, "proportional: fraction of a head's frequencies that rotate, from the highest; the others are 0"
     )
     rope_short_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
-        None, "longrope: what each frequency is divided by where max_context is no longer than rope_original_context"
+        None, "longrope: divisors of the frequencies if max_context is at most rope_original_context"
     )
     rope_long_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
-        None, "longrope: divisors of the frequencies for contexts longer than the original one"
+        None, "longrope: divisors of the frequencies if max_context is longer than rope_original_context"
     )
-    sliding_window: bool = field(False, "limit attention to the last context_window + 1 keys")
-    context_window: Annotated[CountOrZero | None, SLIDING] = field(None, "earlier keys that a query of a sliding layer sees")
+    sliding_window: bool = field(False, "limit attention of sliding layers to the last context_window + 1 keys")
+    context_window: Annotated[CountOrZero | None, SLIDING] = field(None, "earlier keys that a query of a sliding layer can see")
     layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = field(
-        ("sliding",), "with sliding_window: the kind of each layer, repeated over the depth"
+        ("sliding",), "kind of each layer, with sliding_window; the pattern repeats over the depth"
     )
     kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = field(
         "auto",
-        "how training computes it: xla makes all scores at once, chunked some at a time, cudnn is a GPU's, splash a TPU's",
+        "attention in training: xla computes all scores together, chunked in blocks; cudnn needs a GPU, splash a TPU",
     )
-    qkv_bias: bool = field(False, "biases of queries, keys and values")
-    out_bias: bool = field(False, "a bias of attention's output")
-    query_pre_attn_scalar: Positive | None = field(None, "scores are divided by the root of it (null: head_size)")
+    qkv_bias: bool = field(False, "add biases to queries, keys and values")
+    out_bias: bool = field(False, "add a bias to the attention output")
+    query_pre_attn_scalar: Positive | None = field(None, "divide scores by the square root of this number (null: head_size)")
     attention_multiplier: Positive | None = field(
-        None, "scores are multiplied by it, and not divided (null: they are divided as query_pre_attn_scalar says)"
+        None, "multiply scores by this number instead of dividing them (null: see query_pre_attn_scalar)"
     )
-    no_sink: bool = field(False, "output gate: attention output times sigmoid(W x)")
-    gate_bias: Annotated[bool, Needs(("attention.no_sink", True))] = field(False, "a bias in that gate")
-    attn_logit_softcapping: Positive | None = field(None, "softcap of attention scores: cap · tanh(score / cap) (null: none)")
+    no_sink: bool = field(False, "output gate: multiply the attention output by sigmoid(W x)")
+    gate_bias: Annotated[bool, Needs(("attention.no_sink", True))] = field(False, "add a bias in the output gate")
+    attn_logit_softcapping: Positive | None = field(None, "soft cap of attention scores: cap · tanh(score / cap) (null: none)")
     kv_lora_rank: Count | None = field(
-        None, "latent attention: size of the vector that keys and values of all heads are made of (null: attention without one)"
+        None, "latent attention: size of the vector from which all heads compute keys and values (null: ordinary attention)"
     )
-    q_lora_rank: Annotated[Count | None, LATENT] = field(None, "size of a vector that queries are made of (null: none)")
+    q_lora_rank: Annotated[Count | None, LATENT] = field(
+        None, "size of a latent vector from which queries are computed (null: none)"
+    )
     qk_rope_head_dim: Annotated[Count | None, LATENT] = field(
-        None, "size of the rotated part of queries and keys, beside head_size that is not rotated (null: half of head_size)"
+        None, "rotated dimensions of queries and keys, in addition to head_size unrotated ones (null: head_size / 2)"
     )
-    v_head_dim: Annotated[Count | None, LATENT] = field(None, "size of a head's value (null: head_size)")
+    v_head_dim: Annotated[Count | None, LATENT] = field(None, "size of the values of a head (null: head_size)")
     latent_norm_epsilon: Annotated[Positive | None, LATENT] = field(
-        None, "added to the variance inside the normalisations of latents (null: model.norm_epsilon)"
+        None, "number added to the variance in normalizations of latents (null: model.norm_epsilon)"
     )
-    sink_logits: bool = field(False, "a learned logit per head that takes part in the softmax and has no value")
+    sink_logits: bool = field(False, "add a learned logit per head to the softmax, without a value (attention sink)")
     global_head_size: Count | None = field(None, "width of one head in layers without a window (null: model.head_size)")
     global_kv_heads: Count | None = field(None, "key/value heads of layers without a window (null: model.kv_heads)")
-    k_eq_v: bool = field(False, "in layers without a window the key projection gives the values too")
+    k_eq_v: bool = field(False, "compute values with the key projection in layers without a window")
     kv_shared_layers: CountOrZero = field(
-        0, "how many of the last layers read the keys and values of the last layer before them of their kind, sliding or full"
+        0, "number of last layers that reuse keys and values of the last earlier layer of the same kind, sliding or full"
     )
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are lowered for texts `factor` times as long as `original_context` (see `model.positions`).
+    """Scaling of rotary frequencies for contexts `factor` times as long as `original_context` (see `model.positions`).
 
-    `kind` reads those of the other numbers that its formula has.
+    Each `kind` uses the other numbers that are part of its formula.
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
@@ -265,16 +282,16 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Experts in place of a feed-forward layer.
+    """Experts that replace the feed-forward layer.
 
     Attributes:
-      count: of each layer; `top_k` of them are a token's.
-      shared_dim: the width of the layer that all tokens take besides, 0 for none; `shared_gate`: whether it has a gate.
-      score: what a router's logits become; with `normalise` the weights of a token sum to 1, and `scaling` multiplies them.
-      bias: whether the choice has one, see `model.moe.Router`; `logit_bias`: whether the logits have one.
-      branch_norms: whether experts and that layer have norms of their own, see `model.moe.BranchedExperts`.
-      groups: of experts, of which a token takes those of `top_groups` alone, by their `group_score`.
-      dense_layers: layers without experts, whose feed-forward layer is `dense_dim` wide.
+      count: experts per layer; each token uses `top_k` of them.
+      shared_dim: width of the shared expert layer, 0 without one; `shared_gate`: whether it has a gate.
+      score: function of the router logits; with `normalise` the weights of a token sum to 1, and `scaling` multiplies them.
+      bias: whether a bias affects the choice of experts (see `model.moe.Router`); `logit_bias`: whether the logits have a bias.
+      branch_norms: whether experts and the shared layer have separate norms (see `model.moe.BranchedExperts`).
+      groups: groups of experts; a token uses experts of its best `top_groups` groups by `group_score`.
+      dense_layers: layers without experts; their feed-forward layer is `dense_dim` wide.
     """
 
     count: int
@@ -296,9 +313,9 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Attention over latents of size `rank`, with a rotated part of keys and queries, see `model.latent_attention`.
+    """Attention over latent vectors of size `rank`, with a rotated part of keys and queries (see `model.latent_attention`).
 
-    `norm_epsilon` is that of the normalisations of latents.
+    `norm_epsilon` is added to the variance in normalizations of latents.
     """
 
     rank: int
@@ -310,7 +327,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters of a model, resolved: what they add is multiplied by `scale`; `held` is the dtype of the weights that stay."""
+    """The resolved adapters of a model: `scale` multiplies their output, and `held` is the dtype of the frozen weights."""
 
     rank: int
     scale: float
@@ -321,12 +338,12 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
+    """The resolved architecture: everything that a `Transformer` is built from.
 
-    With `scan_layers` those that recur are stacked, which is how a model is trained; one that decodes has its layers apart.
-    `windows` holds for each layer the number of keys a query sees, its own included, or None for all; `unrotated` names layers
-    without rotary positions. What differs between layers is resolved by `of_layer`. `platform` is what it is compiled for;
-    `auto`: the machine at hand.
+    `scan_layers` stacks the layers that recur, for training; models that decode have separate layers. `windows` has for each
+    layer the number of keys that a query sees, including its own, or None for all keys. `unrotated` lists the layers without
+    rotary positions. `of_layer` resolves the differences between layers. `platform` is the compilation target; `auto` is this
+    machine.
     """
 
     vocab_size: int
@@ -394,11 +411,11 @@ class ModelConfig:
 
     @property
     def rotated_size(self) -> int:
-        """How much of a query and a key is rotated."""
+        """Number of rotated dimensions of a query and a key."""
         return int(self.head_size * self.partial_rotary_factor) if self.latent is None else self.latent.rotated_size
 
     def rotation(self, layer: int) -> tuple[float, RopeScaling | None] | None:
-        """The base of a layer's rotary frequencies and how they are scaled, or None where nothing is rotated."""
+        """Returns the base and the scaling of a layer's rotary frequencies, or None for a layer without rotation."""
         if self.position != "rope" or layer in self.unrotated:
             return None
         if self.rope_local_theta is not None and self.windows[layer] is not None:
@@ -410,20 +427,20 @@ class ModelConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def kv_source(self, layer: int) -> int | None:
-        """The layer whose keys and values a layer reads, or None where it has its own."""
+        """Returns the layer whose keys and values a layer reuses, or None if it computes its own."""
         first = self.num_blocks - self.kv_shared_layers
         if layer < first:
             return None
         return max(i for i in range(first) if (self.windows[i] is None) == (self.windows[layer] is None))
 
     def kv_projections(self, layer: int) -> int:
-        """The keys and values that a layer projects for each key head: 2, 1 where one is both, 0 where it reads another's."""
+        """Returns the key and value projections per key head: 2, or 1 if values equal keys, or 0 if another layer has them."""
         if self.kv_source(layer) is not None:
             return 0
         return 1 if self.k_eq_v and self.windows[layer] is None else 2
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """The architecture with the heads and the feed-forward layer of this layer in all."""
+        """Returns the architecture in which all layers have the heads and the feed-forward layer of this layer."""
         changes: dict[str, Any] = {"global_head_size": None, "global_kv_heads": None, "double_wide_mlp": False}
         if self.windows[layer] is None:
             changes["head_size"] = self.global_head_size or self.head_size
@@ -439,19 +456,19 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """After how many layers the kinds of layers recur, a divisor of their number."""
+        """Number of layers after which the kinds of layers repeat; it divides the number of layers."""
         L = self.num_blocks
         kinds = [(window, layer in self.unrotated, self.routes(layer)) for layer, window in enumerate(self.windows)]
         return next(p for p in range(1, L + 1) if L % p == 0 and kinds[p:] == kinds[: L - p])
 
 
-# Fields that say how a model's programs are made, not what the model is.
+# Fields that affect compilation and execution, not the model itself.
 _RUNTIME = {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
-# Fields that may differ between a model and one that starts from its weights.
+# Fields that may change when a model starts from the weights of another.
 _REACH = {"max_context", "windows", "rope_theta", "rope_scaling", "rope_local_theta"}
 ARCHITECTURE = tuple(field.name for field in fields(ModelConfig) if field.name not in _RUNTIME)
 OF_WEIGHTS = tuple(name for name in ARCHITECTURE if name not in _REACH)
-# Field of the architecture → the setting (dotted path) that it is, or that it is resolved from first.
+# Field of the architecture → the setting (dotted path) from which it is resolved.
 _PATHS = {name: f"attention.{name}" for name in AttentionSection.model_fields} | {
     name: f"model.{name}" for name in ModelSection.model_fields
 }
@@ -463,7 +480,7 @@ SETTING_OF = {name: _PATHS[name] for name in ARCHITECTURE if name in _PATHS} | {
 
 
 def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[Conflict]:
-    """Yields the rules across settings of the architecture that are broken."""
+    """Yields the violated rules among settings of the architecture."""
     kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
     rotated = int(head_size * a.partial_rotary_factor)
     positions = [f"attention.{n}" for n in ("absolute_pos", "trainable_pos", "use_rotary_pos") if getattr(a, n)]
@@ -475,17 +492,17 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         scores = ("query_pre_attn_scalar", "attention_multiplier", "query_scaling_beta")
         for key in ("qkv_bias", "out_bias", "gate_bias", *scores, "partial_rotary_factor", "rope_layers"):
             if getattr(a, key) != AttentionSection.model_fields[key].default:
-                yield f"attention.{key}", "has no meaning with attention.kv_lora_rank: leave it at its default"
+                yield f"attention.{key}", "has no effect with attention.kv_lora_rank: leave it out"
         if not a.use_rotary_pos or m.kv_heads not in (None, m.n_heads) or m.qk_norm:
             needed = "attention.use_rotary_pos: true, model.kv_heads: null and model.qk_norm: false"
-            yield "attention.kv_lora_rank", f"needs {needed}: heads have their own keys, and latents are normalised"
+            yield "attention.kv_lora_rank", f"needs {needed}: heads have separate keys, and latents are normalized"
         if (a.qk_rope_head_dim or head_size // 2) % 2:
             yield "attention.qk_rope_head_dim", f"must be even, got {a.qk_rope_head_dim or head_size // 2}"
         for key in ("global_head_size", "global_kv_heads", "k_eq_v", "kv_shared_layers"):
             if getattr(a, key) != AttentionSection.model_fields[key].default:
-                yield f"attention.{key}", "has no meaning with attention.kv_lora_rank: leave it at its default"
+                yield f"attention.{key}", "has no effect with attention.kv_lora_rank: leave it out"
         if m.v_norm:
-            yield "model.v_norm", "must be false with attention.kv_lora_rank: latents are normalised"
+            yield "model.v_norm", "must be false with attention.kv_lora_rank: latents are normalized"
     elif a.use_rotary_pos and head_size % 2:
         yield "model.head_size", f"must be even with attention.use_rotary_pos, got {head_size}"
     elif rotated < 2 or rotated % 2:
@@ -493,21 +510,24 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield "attention.partial_rotary_factor", share
     yield from _layer_conflicts(m, a)
     if a.attention_multiplier is not None and a.query_pre_attn_scalar is not None:
-        yield "attention.attention_multiplier", "and attention.query_pre_attn_scalar both scale scores: give one of them"
+        yield "attention.attention_multiplier", "and attention.query_pre_attn_scalar both scale scores: set one of them"
     if a.absolute_pos and m.dim % 2:
         yield "model.dim", f"must be even with attention.absolute_pos, got {m.dim}"
     if m.hidden_dim is not None and moe.expansion is not None:
-        yield "model.hidden_dim", "and moe.expansion both set the feed-forward width: give one of them"
+        yield "model.hidden_dim", "and moe.expansion both set the feed-forward width: set one of them"
     if moe.use_moe and moe.top_k_mlp > moe.n_experts:
         yield "moe.top_k_mlp", f"must be at most moe.n_experts, got {moe.top_k_mlp} and {moe.n_experts}"
     if moe.use_moe and moe.top_k_mlp == 1 and moe.norm_topk_prob and moe.n_experts > 1 and not moe.branch_norms:
-        yield "moe.norm_topk_prob", "must be false with moe.top_k_mlp: 1, or every weight is 1 and the router learns nothing"
+        yield (
+            "moe.norm_topk_prob",
+            "must be false with moe.top_k_mlp: 1, because every weight would be 1 and the router could not learn",
+        )
     if len(positions) > 1:
         yield positions[0], f"and {' and '.join(positions[1:])} exclude each other: set all but one to false"
     if a.rope_scaling not in ("none", "proportional") and a.rope_factor == 1:
         yield "attention.rope_factor", f"must be more than 1 with attention.rope_scaling: {a.rope_scaling}, got 1"
     if a.rope_scaling in ("llama3", "yarn", "longrope") and a.rope_original_context is None:
-        yield "attention.rope_original_context", f"must be given with attention.rope_scaling: {a.rope_scaling}"
+        yield "attention.rope_original_context", f"must be set with attention.rope_scaling: {a.rope_scaling}"
     if a.rope_scaling == "llama3" and a.low_freq_factor >= a.high_freq_factor:
         factors = f"got {a.low_freq_factor:g} and {a.high_freq_factor:g}"
         yield "attention.low_freq_factor", f"must be less than attention.high_freq_factor, {factors}"
@@ -517,7 +537,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
     if a.rope_scaling == "longrope":
         for key in ("rope_short_factors", "rope_long_factors"):
             if (count := len(getattr(a, key) or ())) != rotated // 2:
-                yield f"attention.{key}", f"must hold {rotated // 2} numbers, one for each frequency of a head, got {count}"
+                yield f"attention.{key}", f"must contain {rotated // 2} numbers, one per frequency of a head, got {count}"
     if moe.use_moe:
         yield from _expert_conflicts(m.num_blocks, moe)
     if not a.rope_layers:
@@ -529,13 +549,13 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
 
 
 def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
-    """The first setting that gives layers different keys and values, or keys of another layer; None: there is none."""
+    """Returns the first setting by which layers have different keys and values or share them, or None."""
     keys = ("kv_shared_layers", "global_head_size", "global_kv_heads")
     return next((f"attention.{key}" for key in keys if getattr(settings, key)), None)
 
 
 def _layer_conflicts(m: ModelSection, a: AttentionSection) -> Iterator[Conflict]:
-    """Yields the rules among the settings by which layers differ that are broken."""
+    """Yields the violated rules among the settings by which layers differ."""
     L, shared, size = m.num_blocks, a.kv_shared_layers, a.global_head_size
     if m.n_heads % (a.global_kv_heads or 1):
         yield "attention.global_kv_heads", f"must divide model.n_heads, got {a.global_kv_heads} and {m.n_heads}"
@@ -543,21 +563,24 @@ def _layer_conflicts(m: ModelSection, a: AttentionSection) -> Iterator[Conflict]
         rule = "and its product with attention.partial_rotary_factor must be even with attention.use_rotary_pos"
         yield "attention.global_head_size", f"{rule}, got {size} and {a.partial_rotary_factor:g}"
     if size is not None and a.rope_scaling == "longrope":
-        yield "attention.global_head_size", "must be null with attention.rope_scaling: longrope, whose factors are for one size"
+        yield (
+            "attention.global_head_size",
+            "must be null with attention.rope_scaling: longrope, whose factors fit one head size",
+        )
     if m.per_layer_dim and m.activation == "clamped_swiglu":
-        yield "model.per_layer_dim", "must be 0 with model.activation: clamped_swiglu, which has no form of one argument"
+        yield "model.per_layer_dim", "must be 0 with model.activation: clamped_swiglu, which needs two projections"
     if shared and m.scan_layers:
-        yield "attention.kv_shared_layers", "must be 0 with model.scan_layers: the layers of a loop have keys of their own"
+        yield "attention.kv_shared_layers", "must be 0 with model.scan_layers: scanned layers compute their own keys"
     if not a.layer_types:
         return
     kinds = [a.sliding_window and a.layer_types[i % len(a.layer_types)] == "sliding" for i in range(L)]
     if shared and not set(kinds[L - shared :]) <= set(kinds[: max(L - shared, 0)]):
-        needed = "must leave a layer of each kind, sliding and full, that has keys and values of its own"
+        needed = "must leave a layer of each kind, sliding and full, that computes its own keys and values"
         yield "attention.kv_shared_layers", f"{needed}, got {shared} of {L} layers"
 
 
 def _expert_conflicts(layers: int, moe: MoESection) -> Iterator[Conflict]:
-    """Yields the rules among the settings of experts that are broken."""
+    """Yields the violated rules among the settings of experts."""
     members = moe.n_experts // moe.n_groups
     if moe.n_experts % moe.n_groups:
         yield "moe.n_groups", f"must divide moe.n_experts, got {moe.n_groups} and {moe.n_experts}"
@@ -574,11 +597,11 @@ def _expert_conflicts(layers: int, moe: MoESection) -> Iterator[Conflict]:
         got = list(moe.dense_layers)
         yield "moe.dense_layers", f"must be different numbers less than model.num_blocks {layers}, got {got}"
     elif len(moe.dense_layers) == layers:
-        yield "moe.dense_layers", "must leave at least one layer to the experts"
+        yield "moe.dense_layers", "must leave at least one layer with experts"
 
 
 def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
-    """The scaling that is asked for, with the numbers its formula has."""
+    """Returns the scaling of these settings with the numbers of its formula, or None without one."""
     kind = a.rope_scaling
     if kind == "none" or not a.use_rotary_pos:
         return None
@@ -599,7 +622,7 @@ def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
 
 
 def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
-    """The experts that are asked for; `hidden_dim`: the width of one."""
+    """Returns the experts of these settings; `hidden_dim` is the width of one expert."""
     grouped = moe.top_k_groups < moe.n_groups
     return ExpertsConfig(
         moe.n_experts,
@@ -621,7 +644,7 @@ def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
 
 
 def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
-    """What these settings resolve to: a field is the setting of its name, unless it is among `resolved`."""
+    """Returns the resolved architecture: a field equals the setting of the same name unless it is in `resolved`."""
     if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
         sentence = f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}"
         raise UserError(sentence, key="model.padded_vocab_size", value=m.padded_vocab_size)

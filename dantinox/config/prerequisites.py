@@ -68,9 +68,9 @@ class Needs:
 def inactive_settings(
     values: Mapping[str, object], defaults: Mapping[str, object], needs: Mapping[str, Sequence[Needs]]
 ) -> dict[str, str]:
-    """The settings, other than their default, that change nothing beside the others: dotted path → while what is so.
+    """Returns the settings that differ from their default and have no effect: dotted path → reason (`while … is …`).
 
-    What has no effect itself counts as its default for those that need it.
+    For the prerequisites of other settings, a setting without effect counts as its default.
     """
     reasons: dict[str, str] = {}
 
@@ -92,4 +92,5 @@ def inactive_settings(
 
 
 def worded(value: object) -> str:
+    """Returns a value as a sentence shows it: a string without quotes."""
     return value if isinstance(value, str) and value else quote(value)

@@ -1,4 +1,4 @@
-"""Settings of one request applied over those of a run, by setting name without section."""
+"""Applies the settings of a request, by setting name without section, to those of a run."""
 
 from collections.abc import Mapping
 
@@ -8,9 +8,9 @@ from dantinox.config.sections import FIELDS, Config, flat, idle, without
 from dantinox.config.yaml_files import REQUEST, check_text, did_you_mean, merge, nearest_key, report
 from dantinox.files import UserError, escape_name
 
-# Name alone → dotted path.
+# Name without section → dotted path.
 KEYS = {flat_name(key): key for key in FIELDS if key.partition(".")[0] in REQUEST}
-# Of settings that say the same in two ways the newer holds: a name that is given → what makes room for it below.
+# Settings that exclude each other: a name in a request → the setting below it that it replaces.
 PAIRS = [
     ("kv_budget", "kv_budget_tokens"),
     *((key, f"base_{key}") for key in ROUTED),
@@ -20,23 +20,31 @@ SUPERSEDES = {"preset": "sampler_order", **dict(PAIRS), **{b: a for a, b in PAIR
 
 
 def settings_of(config: Config) -> dict[str, object]:
-    """All that a request may set, by the names that `overlay` takes."""
+    """Returns all settings that a request may change, by the names that `overlay` accepts."""
     values = flat(config)
     return {name: values[key] for name, key in KEYS.items()}
 
 
 def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: Mapping[str, object] | None = None) -> Config:
-    """A config with the settings of a request laid over its `generation`, `router` and `kv` sections.
+    """Returns a config with the settings of a request applied to its `generation`, `router` and `kv` sections.
 
-    What the request leaves without effect is reported in one line and not part of the outcome. Another preset takes the place
-    of the base's order and an order of names that of its preset, the router that of `greedy`, one unit of a budget that of the
-    other, a base value of the router that of the number it would be hidden by, and the other way round. With the router a
-    temperature of 1 and a min_p of 0 are base values, where they are given.
+    A setting of the base that has no effect together with the request is reported in one line and reset to its default. Some
+    settings replace each other:
+
+    * a preset replaces the base's `sampler_order`, and an order of names replaces the base's preset;
+    * `strategy: entropy` replaces `greedy`;
+    * each unit of the KV budget replaces the other;
+    * a base value of the router replaces the number that would hide it, and the other way round.
+
+    With the router, a given temperature of 1 and a given min_p of 0 are base values of the router.
 
     Args:
-      given: keys by their name alone; those of `kv` are called `kv_budget` and so on.
+      given: settings by name without section; those of `kv` are called `kv_budget` and so on.
       origin: for errors, where the values were written.
-      under: settings of all requests, between the base's own and this one's.
+      under: settings of all requests, applied after the base and before `given`.
+
+    Raises:
+      UserError: a name, type or range is wrong, settings contradict each other, or a given setting has no effect.
     """
     for name in given:
         _check_name(name, origin)
@@ -58,12 +66,12 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
 
 
 def with_generation(config: Config, **changes: object) -> Config:
-    """The same settings with some of `generation` changed; they are not validated."""
+    """Returns the settings with some of `generation` changed, without validation."""
     return config.model_copy(update={"generation": config.generation.model_copy(update=changes)})
 
 
 def _without_superseded(own: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-    """The settings below a request, without those whose place it takes."""
+    """Returns the settings below a request without those that it replaces."""
     order = given.get("sampler_order")
     gone = {SUPERSEDES.get(name) for name in given}
     if isinstance(order, list | tuple) and any(isinstance(name, str) for name in order):
@@ -74,7 +82,7 @@ def _without_superseded(own: Mapping[str, object], given: Mapping[str, object]) 
 
 
 def _with_bases(given: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
-    """A request's settings, numbers that equal the chain's default as the router's base values."""
+    """Returns a request's settings; with the router, numbers that equal the chain's default become base values."""
     if given.get("strategy", own.get("strategy")) != "entropy":
         return dict(given)
     return {f"base_{key}": off for key, off in (("temperature", 1), ("min_p", 0)) if given.get(key) == off} | dict(given)
@@ -83,6 +91,6 @@ def _with_bases(given: Mapping[str, object], own: Mapping[str, object]) -> dict[
 def _check_name(name: str, origin: str) -> None:
     check_text("a key of generation", name, {}, origin)
     nearest = "" if name in KEYS else nearest_key(name)
-    if nearest.startswith("kv."):  # suggested as it is to be written here
+    if nearest.startswith("kv."):  # suggest the name without section
         place = f" ({origin})" if origin else ""
         raise UserError(f"unknown key {escape_name(name)}{did_you_mean(flat_name(nearest))}{place}", key=f"generation.{name}")

@@ -1,6 +1,6 @@
-"""The settings of one generation request as keyword arguments, for type checkers and editors.
+"""The settings of a generation request as keyword arguments, for type checkers and editors.
 
-Ranges, defaults and help are those of the sections `generation`, `router` and `kv`; a test compares the names and types.
+Ranges, defaults and help are in the sections `generation`, `router` and `kv`. A test compares names and types.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 
 class SamplingSettings(TypedDict, total=False):
-    """Keys of the sections `generation`, `router` and (as `kv_…`) `kv`, without `max_new_tokens`."""
+    """Settings of the sections `generation`, `router` and `kv` (as `kv_…`), without `max_new_tokens`."""
 
     seed: int | None
     stop: Sequence[str]
@@ -133,6 +133,6 @@ class SamplingSettings(TypedDict, total=False):
 
 
 class RequestSettings(SamplingSettings, total=False):
-    """Keys of the sections `generation`, `router` and (as `kv_…`) `kv`."""
+    """Settings of the sections `generation`, `router` and `kv` (as `kv_…`)."""
 
     max_new_tokens: int

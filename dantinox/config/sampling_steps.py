@@ -1,9 +1,8 @@
 """The table of sampling steps: the settings of each, when it is active, and what it reads.
 
-Everything that knows the steps follows from `STEPS`: the keys of the `generation` section with their flags and help, what is
-refused while a step is off, the default order, the compiled chain and its window, the parameters of `process_logits`, and the
-table in docs/sampling.md. A new step is a function in `dantinox.sampling.steps` or `.history`, its row and settings here, and a
-section there.
+Everything else about the steps is derived from `STEPS`: flags and help of the `generation` section, prerequisites of settings,
+the default order, the compiled chain and its window, the parameters of `process_logits`, and the table in docs/sampling.md. To
+add a step, write a function in `dantinox.sampling.steps` or `.history`, add its row and settings here, and a section there.
 """
 
 import math
@@ -21,12 +20,12 @@ TINY = 1.1754943508222875e-38  # the smallest normal float32
 
 
 def is_digits(text: str) -> bool:
-    """Whether a text is an id or a code: the digits of other scripts are not."""
+    """Whether a string is a token id or a step code: ASCII digits only."""
     return text.isascii() and text.isdecimal()
 
 
 def _as_biases(value: object) -> Any:
-    """A mapping, or `token=value` texts; null stands for -inf, as JSON has no other way to write it."""
+    """Returns a mapping from `token=value` strings or a mapping. Null becomes -inf, which JSON cannot write."""
     pairs = _pairs(value)
     if pairs is None or not all(isinstance(token, str | int) for token, _ in pairs):
         return value
@@ -34,13 +33,13 @@ def _as_biases(value: object) -> Any:
 
 
 def _as_sequence_biases(value: object) -> Any:
-    """The same for texts of any length, and pairs of a text or a list of token ids and its bias."""
+    """Returns pairs of a sequence (string or token ids) and its bias, from strings, pairs or a mapping."""
     pairs = _pairs(value)
     return tuple((_as_sequence(words), bias) for words, bias in pairs) if pairs is not None else value
 
 
 def _pairs(value: object) -> list[tuple[Any, Any]] | None:
-    """(name, bias) of a mapping, of `name=bias` texts, or of pairs; -inf for null. None of anything else."""
+    """Returns (name, bias) pairs of a mapping, of `name=bias` strings or of pairs, with -inf for null; None for other types."""
     if isinstance(value, list | tuple):
         parts = [text.rpartition("=")[::2] if isinstance(text, str) else text for text in value]
         if any(not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] == "" for pair in parts):
@@ -61,7 +60,7 @@ def _number(bias: Any) -> Any:
 
 
 def _as_sequences(value: object) -> Any:
-    """Texts or lists of token ids."""
+    """Returns strings and lists of token ids as a tuple."""
     items = as_tuple(value)
     return tuple(map(_as_sequence, items)) if isinstance(items, tuple) else items
 
@@ -73,7 +72,7 @@ def _as_sequence(item: Any) -> Any:
 Text = Annotated[str, Field(min_length=1)]
 Bias = Annotated[float, Field(lt=math.inf)]
 Sequence = Text | Annotated[tuple[CountOrZero, ...], Field(min_length=1)]
-# The kinds of lists that steps read.
+# Types of the lists that steps read.
 Tokens = Annotated[tuple[CountOrZero | Text, ...], BeforeValidator(as_tuple)]
 Breakers = Annotated[tuple[str | CountOrZero, ...], BeforeValidator(as_tuple)]
 Biases = Annotated[dict[str, Bias], BeforeValidator(_as_biases)]
@@ -84,18 +83,18 @@ Scope = Literal["all", "output"]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One row of the table.
+    """A sampling step: one row of the table.
 
     Attributes:
-      on: the settings that switch it on, each with a test for the values that do.
-      arguments: parameter of its function → the setting that it is.
-      reads: its other parameters, which `dantinox.sampling.chain.STEP_INPUTS` computes.
-      beside: settings that come to it through what it reads.
-      given: parameters in `process_logits`, with their types and defaults (None: needed), for what decoding knows by itself.
-      group: `edit` and `penalty` act on greedy text too; edits have no place in an order and run first.
-      cuts: what it keeps is the `likeliest` tokens, or those of a `typical` surprise; "": nothing, or something else.
-      by_row: so slow that only the rows of a batch that have it on may pay.
-      function: where its name is not that of the step.
+      on: the settings that switch the step on, each with the condition on its value.
+      arguments: parameter of the step's function → the setting that provides it.
+      reads: other parameters of the function, computed by `dantinox.sampling.chain.STEP_INPUTS`.
+      beside: settings that affect the step through `reads`.
+      given: parameters of `process_logits` for values that decoding computes itself, with types and defaults (None: required).
+      group: `edit` and `penalty` steps apply to greedy decoding too; edits are not part of an order and run first.
+      cuts: the step is a filter that keeps the `likeliest` tokens, or those of `typical` surprise; empty: no such filter.
+      by_row: the step is slow, so it runs only for the rows of a batch that switch it on.
+      function: the name of the function, if it differs from that of the step.
     """
 
     on: dict[str, Condition]
@@ -123,59 +122,73 @@ RANGED = (Needs(("generation.repetition_range", Condition("is above 1", lambda t
 
 
 class StepSettings(Section):
-    """The settings of all steps, in the order of the help."""
+    """The settings of all sampling steps, in the order of the help."""
 
-    no_repeat_ngram: int = field(0, "no sequence of this many tokens occurs twice (0: off)")
-    logit_bias: Biases = field({}, "added to the logits of tokens, by id or text of one token (null or -inf: banned)")
-    sequence_bias: SequenceBiases = field(
-        (), "texts, or lists of ids, and what is added to the last token of each behind the others"
+    no_repeat_ngram: int = field(0, "never repeat a sequence of this many tokens (0: off)")
+    logit_bias: Biases = field(
+        {}, "numbers to add to the logits of tokens, by id or string of one token (null or -inf: ban the token)"
     )
-    allowed_tokens: Tokens = field((), "no other tokens are generated: ids, or texts of one token")
-    banned_tokens: Tokens = field((), "tokens never generated: ids, or texts of one token")
-    bad_words: Sequences = field((), "texts never generated: the last token of each is banned behind the others")
-    min_tokens: int = field(0, "tokens before the end token, a stop id or a stop string may end the text")
-    repetition_penalty: Positive = field(1.0, "divides positive and multiplies negative logits of seen tokens (1: off)")
-    repetition_range: CountOrZero = field(0, "only this many last tokens are penalised (0: all)")
-    repetition_slope: Annotated[NonNegative, *RANGED] = field(0.0, "how much more the newest are penalised (0: all alike)")
-    repetition_scope: Scope = field("all", "repetition penalty: of prompt and output, or of output")
-    presence_penalty: Finite = field(0.0, "subtracted once from the logits of generated tokens")
-    frequency_penalty: Finite = field(0.0, "subtracted for each time a token was generated")
-    presence_scope: Scope = field("output", "presence and frequency penalty: prompt and output, or output alone")
-    dry_multiplier: NonNegative = field(0.0, "DRY: penalty for going on with a repeated sequence (0: off)")
-    dry_base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = field(1.75, "DRY: growth per repeated token")
-    dry_allowed_length: Count = field(2, "DRY: repeated tokens that cost the multiplier alone; fewer are free")
-    dry_range: CountOrZero = field(0, "DRY: only this many last tokens are searched (0: all)")
-    dry_breakers: Breakers = field(("\n", ":", '"', "*"), "DRY: tokens with one of these texts in them end a repetition")
-    dynatemp_low: NonNegative = field(1.0, "dynamic temperature: its value where the model is certain")
-    dynatemp_high: NonNegative = field(1.0, "dynamic temperature: its value where all tokens are equally likely")
-    dynatemp_exponent: NonNegative = field(1.0, "dynamic temperature: power of the normalised entropy between them")
-    temperature: NonNegative = field(1.0, "divides the logits; 0 is greedy")
+    sequence_bias: SequenceBiases = field(
+        (), "strings or lists of ids, each with a number to add to its last token after the others"
+    )
+    allowed_tokens: Tokens = field((), "the only tokens to generate: ids, or strings of one token (empty: all)")
+    banned_tokens: Tokens = field((), "tokens never to generate: ids, or strings of one token")
+    bad_words: Sequences = field((), "strings never to generate: the last token of each is banned after the others")
+    min_tokens: int = field(0, "minimum number of tokens before the end token, a stop token or a stop string can end the text")
+    repetition_penalty: Positive = field(
+        1.0, "divide positive and multiply negative logits of earlier tokens by this number (1: off)"
+    )
+    repetition_range: CountOrZero = field(0, "penalize only this many last tokens (0: all)")
+    repetition_slope: Annotated[NonNegative, *RANGED] = field(
+        0.0, "how much more the newest of the last repetition_range tokens are penalized (0: all equally)"
+    )
+    repetition_scope: Scope = field(
+        "all", "apply the repetition penalty to tokens of prompt and output (all), or of the output"
+    )
+    presence_penalty: Finite = field(0.0, "number to subtract once from the logits of generated tokens")
+    frequency_penalty: Finite = field(0.0, "number to subtract for each time that a token was generated")
+    presence_scope: Scope = field(
+        "output", "apply presence and frequency penalties to tokens of prompt and output (all), or of the output"
+    )
+    dry_multiplier: NonNegative = field(0.0, "DRY: penalty for continuing a repeated sequence (0: off)")
+    dry_base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = field(1.75, "DRY: growth of the penalty per repeated token")
+    dry_allowed_length: Count = field(2, "DRY: length at which a repetition costs the multiplier; shorter ones are free")
+    dry_range: CountOrZero = field(0, "DRY: search only this many last tokens (0: all)")
+    dry_breakers: Breakers = field(("\n", ":", '"', "*"), "DRY: tokens that contain one of these strings end a repetition")
+    dynatemp_low: NonNegative = field(1.0, "dynamic temperature: value at zero entropy")
+    dynatemp_high: NonNegative = field(1.0, "dynamic temperature: value at maximum entropy")
+    dynatemp_exponent: NonNegative = field(1.0, "dynamic temperature: exponent of the normalized entropy in between")
+    temperature: NonNegative = field(1.0, "divisor of the logits (0: greedy)")
     smoothing_factor: NonNegative = field(0.0, "quadratic smoothing of the logits around the largest (0: off)")
     smoothing_curve: Annotated[float, Field(ge=1, le=3)] = field(1.0, "share of a cubic term in the smoothing")
     top_k: int | None = field(None, "keep the k most likely tokens (null, 0 or less: off)")
-    top_p: Fraction | None = field(None, "keep the smallest set of tokens with this mass (null or 1: off)")
+    top_p: Fraction | None = field(None, "keep the smallest set of tokens with this total probability (null or 1: off)")
     top_p_rule: Annotated[Literal["inclusive", "exclusive"], *CHAIN] = field(
-        "inclusive", "whether the token that crosses the mass is kept (exclusive: KoboldAI on TPU)"
+        "inclusive", "keep the token that crosses top_p (inclusive), or drop it (exclusive, as KoboldAI on TPU)"
     )
-    min_p: Fraction = field(0.0, "keep tokens at least this likely, relative to the most likely (0: off)")
+    min_p: Fraction = field(0.0, "keep tokens with at least this fraction of the largest probability (0: off)")
     top_a: NonNegative = field(0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)")
-    tail_free: Fraction = field(1.0, "cut where the curve of sorted probabilities has flattened (1: off)")
-    typical: Fraction = field(1.0, "keep the mass of tokens whose surprise is nearest to the entropy (1: off)")
-    epsilon_cutoff: Fraction = field(0.0, "keep tokens with at least this probability (0: off)")
-    eta_cutoff: Fraction = field(0.0, "the same bound, lowered where the entropy is high (0: off)")
-    top_n_sigma: Finite = field(0.0, "keep logits within this many standard deviations of the largest (0: off)")
-    xtc_probability: Fraction = field(0.0, "how often the top choices are excluded (0: off)")
-    xtc_threshold: Fraction = field(0.1, "tokens this likely are top choices; all but the last go (above 0.5: off)")
-    ties: Annotated[Literal["first", "all"], *CHAIN] = field(
-        "first", "top_k, top_p, typical: of tokens equal to the last kept one, those with lower ids, or all"
+    tail_free: Fraction = field(1.0, "drop the tail where the curve of sorted probabilities flattens (1: off)")
+    typical: Fraction = field(
+        1.0, "keep the tokens whose surprise is closest to the entropy, up to this total probability (1: off)"
     )
-    mirostat: Literal[0, 1, 2] = field(0, "hold the surprise of the text constant: version 1 or 2 (0: off)")
-    mirostat_tau: Positive = field(5.0, "mirostat: the surprise aimed at, in bits")
-    mirostat_eta: Positive = field(0.1, "mirostat: how fast it is corrected")
+    epsilon_cutoff: Fraction = field(0.0, "keep tokens with at least this probability (0: off)")
+    eta_cutoff: Fraction = field(0.0, "epsilon_cutoff with a bound that falls at high entropy (0: off)")
+    top_n_sigma: Finite = field(0.0, "keep logits within this many standard deviations of the largest (0: off)")
+    xtc_probability: Fraction = field(0.0, "XTC: probability of excluding the top choices (0: off)")
+    xtc_threshold: Fraction = field(
+        0.1, "XTC: tokens with at least this probability are top choices; all but the least likely one go (above 0.5: off)"
+    )
+    ties: Annotated[Literal["first", "all"], *CHAIN] = field(
+        "first", "top_k, top_p, typical: of tokens equal to the last kept one, keep those with lower ids (first), or all"
+    )
+    mirostat: Literal[0, 1, 2] = field(0, "keep the surprise of the text constant with version 1 or 2 (0: off)")
+    mirostat_tau: Positive = field(5.0, "mirostat: target surprise in bits")
+    mirostat_eta: Positive = field(0.1, "mirostat: learning rate of the correction")
 
 
 class Setting(NamedTuple):
-    """The type of a step's setting with its range, and its default."""
+    """Type and range of a step's setting, and its default."""
 
     kind: Any
     default: Any
@@ -191,7 +204,7 @@ TEXT, WORDS = ("history_S", "length"), ("prefix_WM", "last_W")
 IDS, BIASES = {"ids": (Tokens, None)}, {"values": (Biases, None)}
 SPOKEN = {"sequences": (Sequences, None)}
 STEERING = ("mirostat", "mirostat_tau", "mirostat_eta")
-# In the order of the edits and of the preset `default`.
+# In the order in which edits and the preset `default` run.
 STEPS: dict[str, Step] = {
     "no_repeat_ngram": Step({"no_repeat_ngram": positive}, {"n": "no_repeat_ngram"}, (*TEXT, "run_S"), group="edit"),
     "logit_bias": Step({"logit_bias": nonempty}, {}, ("bias_V",), ("logit_bias",), IDS | BIASES, "edit"),
@@ -262,11 +275,13 @@ STEPS: dict[str, Step] = {
 }
 EDITS = tuple(name for name, step in STEPS.items() if step.group == "edit")
 PENALTIES = tuple(name for name, step in STEPS.items() if step.group == "penalty")
-STEERED = tuple(name for name, step in STEPS.items() if "mu" in step.reads)  # by the surprise of what was drawn
+STEERED = tuple(
+    name for name, step in STEPS.items() if "mu" in step.reads
+)  # steps that depend on the surprise of the drawn token
 
 
 def needs_of(key: str) -> tuple[Needs, ...]:
-    """A setting that switches no step on refines some, and needs one of them on."""
+    """Returns the prerequisites of a setting that only refines steps: one of these steps must be on."""
     owners = [step for step in STEPS.values() if key in step.settings]
     if not owners or any(key in step.on for step in owners):
         return ()
@@ -274,7 +289,7 @@ def needs_of(key: str) -> tuple[Needs, ...]:
 
 
 class Bounds(NamedTuple):
-    """The numbers that a kind allows, ends included; a number > 0 begins at the smallest of float32."""
+    """The numbers that a type allows, both ends included; the range of a number > 0 begins at the smallest float32."""
 
     low: float
     high: float
@@ -282,7 +297,7 @@ class Bounds(NamedTuple):
 
 
 def bounds(kind: object) -> Bounds | None:
-    """The range of a kind of number; None for anything else."""
+    """Returns the range of a number type; None for other types."""
     wanted: Any = kind
     schema = TypeAdapter(wanted).json_schema()
     schema = next((option for option in schema.get("anyOf", ()) if option.get("type") != "null"), schema)

@@ -1,7 +1,7 @@
 """`Config` and its sections (`data`, `training`, `logging`, …), and the table of every setting.
 
-The tree `Config` has one frozen section per YAML section. Flags, error sentences, the JSON Schema and the sampling parameters
-are derived from it.
+`Config` has one frozen section per YAML section. Flags, error messages, the JSON schema and the sampling parameters are derived
+from it.
 """
 
 import re
@@ -42,7 +42,7 @@ from dantinox.config.router_settings import RouterSection, router_conflicts
 from dantinox.config.sampling_steps import needs_of
 from dantinox.files import UserError
 
-# Names in a run directory that its own files bear.
+# Names of the files that every run directory may contain.
 RUN_FILES = (
     "config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json", "manifest.txt",
     "chat_template.jinja", "tokenizer_config.json", "origin.json",
@@ -52,22 +52,22 @@ PLAIN_FILE = re.compile(r"\.(?!jsonl)\w+$|^builtin:")
 
 
 class TokenizerSection(Section):
-    """How text becomes token ids."""
+    """Type and vocabulary of the tokenizer."""
 
     tokenizer_type: Literal["char", "byte", "bpe", "file"] = field(
-        "bpe", "char, byte, byte-level BPE trained on the corpus, or a tokenizer.json at tokenizer_path"
+        "bpe", "characters, bytes, byte-level BPE trained on the corpus, or a tokenizer.json at tokenizer_path"
     )
     vocab_size: Annotated[int, Field(ge=260, le=1_000_000), Needs(("tokenizer.tokenizer_type", "bpe"))] = field(
-        4096, "symbols a trained BPE vocabulary has, the three special ones included"
+        4096, "size of a trained BPE vocabulary, including its three special tokens"
     )
-    tokenizer_path: Annotated[str | None, Needs(("tokenizer.tokenizer_type", "file"))] = field(None, "a tokenizer.json to use")
+    tokenizer_path: Annotated[str | None, Needs(("tokenizer.tokenizer_type", "file"))] = field(None, "path of a tokenizer.json")
     byte_fallback: Annotated[bool, Needs(("tokenizer.tokenizer_type", "char"))] = field(
-        False, "char: spell unknown characters as bytes instead of refusing them"
+        False, "char: encode unknown characters as bytes instead of refusing them"
     )
 
 
 def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
-    """Whether some part of a corpus may be JSON Lines, as far as its name says."""
+    """Whether a part of a corpus may be JSON Lines, judged by its name."""
     parts = (corpus,) if isinstance(corpus, str) else corpus or ()
     return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
 
@@ -75,102 +75,108 @@ def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
 is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
 has_records = Condition("may contain JSON Lines", may_hold_records)
 HUB = Needs(("data.dataset_source", "huggingface"))
-CHAT = Needs(("training.objective", differs("next_token")))  # conversations, not text
+CHAT = Needs(("training.objective", differs("next_token")))  # conversations instead of plain text
 
 
 class DataSection(Section):
-    """The corpus."""
+    """The corpus and its validation part."""
 
     path: Annotated[str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = field(
         None,
         "text file, folder, glob, .jsonl[.gz|.zst], builtin:python, builtin:recall, builtin:instructions, or a list of these",
     )
     mixture: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), Needs(("data.path", is_list))] = field(
-        None, "with a list as path: how often a row of a batch is from each of its entries, relative to the others"
+        None, "relative sampling weight of each entry of a path that is a list"
     )
     chat_template: Annotated[str | None, CHAT] = field(
-        None, "sft, dpo: a Jinja file, plain or chatml (null: that of the run init_from, else plain)"
+        None, "sft, dpo: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
-        "windows", "windows of the running text, or rows of whole documents that are cut only where they are longer"
+        "windows",
+        "windows: windows of the running text; best_fit: rows of whole documents, split only if they are longer than a row",
     )
-    val_path: str | None = field(None, "a separate validation text (null: the end of the corpus)")
+    val_path: str | None = field(None, "separate validation text (null: the end of the corpus)")
     val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = field(
-        0.1, "share of the text held out for validation"
+        0.1, "fraction of the text held out for validation"
     )
     text_field: Annotated[
         str,
         Needs(*((f"data.{key}", has_records) for key in ("path", "val_path"))),
         Needs(("training.objective", "next_token")),
-    ] = field("text", "the field of a JSON Lines record that holds the text")
+    ] = field("text", "field of a JSON Lines record that holds the text")
     dataset_source: Literal["local", "huggingface"] = field(
-        "local", "whether path names local files or Hugging Face data sets (needs the extra `hf`)"
+        "local", "read path as local files or as Hugging Face datasets (needs the extra `hf`)"
     )
-    dataset_split: Annotated[str, HUB] = field("train", "huggingface: which part of the data set")
-    dataset_config: Annotated[str | None, HUB] = field(None, "huggingface: which configuration of it (null: its default)")
-    streaming: Annotated[bool, HUB] = field(False, "huggingface: read it as it comes, without a copy in the library's cache")
+    dataset_split: Annotated[str, HUB] = field("train", "huggingface: split of the dataset")
+    dataset_config: Annotated[str | None, HUB] = field(None, "huggingface: configuration of the dataset (null: its default)")
+    streaming: Annotated[bool, HUB] = field(
+        False, "huggingface: stream the dataset instead of storing a copy in the library's cache"
+    )
 
 
 is_address = Condition("is an address", lambda coordinator: coordinator not in (None, "auto"))
 
 
 class TrainingSection(Section):
-    """Objective, optimizer and the loop."""
+    """Objective, optimizer, evaluation and checkpoints."""
 
     objective: Literal["next_token", "sft", "dpo"] = field(
-        "next_token", "all of a text, the assistant's turns of conversations, or preferred answers over others"
+        "next_token",
+        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers",
     )
     dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
-        0.1, "dpo: how much a log-probability gained over the starting weights counts"
+        0.1, "dpo: factor on the log-probability gained over the starting weights"
     )
-    steps: Count | None = field(None, "optimizer steps (null: as many as `epochs` passes need)")
+    steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
-    batch_size: Count = field(32, "sequences (dpo: pairs of them) per optimizer step, all accumulation steps together")
-    grad_accum: Count = field(1, "parts a batch is split into to save memory; must divide batch_size")
-    seed: Seed = field(42, "seeds weights, data order and dropout")
+    batch_size: Count = field(32, "sequences (dpo: pairs) per optimizer step, over all accumulation steps")
+    grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
+    seed: Seed = field(42, "seed of weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
-        "adamw", "muon: matrices by Muon, the rest by AdamW"
+        "adamw", "optimizer; muon trains hidden matrices with Muon and all other weights with AdamW"
     )
-    lr: Positive = field(3e-4, "peak learning rate (muon: of all that is no hidden matrix)")
-    muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = field(0.02, "peak learning rate of Muon's matrices")
+    lr: Positive = field(3e-4, "peak learning rate (muon: of all weights except hidden matrices)")
+    muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = field(
+        0.02, "peak learning rate of the matrices that Muon trains"
+    )
     min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", differs("constant")))] = field(
-        0.1, "last learning rate as a share of the peak"
+        0.1, "final learning rate as a fraction of the peak"
     )
     warmup_steps: CountOrZero | None = field(
         None, "steps of linear warm-up from zero (null: a tenth of the steps, at most 100)"
     )
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = field("cosine", "learning rate after warm-up")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = field("cosine", "learning-rate schedule after the warm-up")
     decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = field(
-        0.2, "wsd: share of the steps spent in the final decay"
+        0.2, "wsd: fraction of the steps in the final decay"
     )
-    weight_decay: NonNegative = field(0.1, "decoupled decay, on matrices only")
+    weight_decay: NonNegative = field(0.1, "decoupled weight decay, of matrices only")
     beta1: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", differs("adafactor")))] = field(
         0.9, "AdamW, Lion: decay of the first moment; sgd: Nesterov momentum"
     )
     beta2: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", one_of("adamw", "muon", "lion")))] = field(
-        0.95, "AdamW: decay of the second moment; Lion: of its momentum"
+        0.95, "AdamW: decay of the second moment; Lion: decay of its momentum"
     )
     ema: Annotated[float, Field(ge=0, lt=1)] = field(
-        0.0, "decay of a moving average of the weights, which is what is evaluated, sampled and exported; 0: none"
+        0.0, "decay of a moving average of the weights, which is evaluated, sampled and exported (0: none)"
     )
-    grad_clip: NonNegative = field(1.0, "largest global gradient norm; 0 switches clipping off")
+    grad_clip: NonNegative = field(1.0, "maximum global gradient norm (0: no clipping)")
     z_loss: Annotated[NonNegative, Needs(("training.objective", differs("dpo")))] = field(
-        0.0, "weight of the squared log-normaliser penalty"
+        0.0, "weight of the penalty on the squared log-normalizer"
     )
     eval_every: Count = field(250, "steps between evaluations")
-    eval_tokens: Count | None = field(None, "validation tokens used per evaluation (null: all)")
+    eval_tokens: Count | None = field(None, "validation tokens per evaluation (null: all)")
     checkpoint_every: Count | None = field(None, "steps between checkpoints (null: at each evaluation)")
     sample_every: Count | None = field(None, "steps between text samples (null: none)")
     sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = field(
-        "", "prompt of the samples (empty: a newline)"
+        "", "prompt of the samples (empty: a line break)"
     )
-    keep_last: Count = field(2, "latest checkpoints kept, at least two, besides the best")
-    patience: Count | None = field(None, "stop after this many evaluations without a better loss")
-    init_from: str | None = field(None, "run directory whose weights to start from")
+    keep_last: Count = field(2, "number of latest checkpoints to keep, at least 2, in addition to the best one")
+    patience: Count | None = field(None, "stop after this many evaluations without a better loss (null: never)")
+    init_from: str | None = field(None, "run directory that provides the starting weights (null: random weights)")
     nan_policy: Literal["stop", "skip", "rewind"] = field(
-        "stop", "a loss or gradient that is no finite number: stop, skip that update, or go back to a checkpoint and past it"
+        "stop", "on a NaN or Inf in loss or gradient: stop, skip the update, or rewind to a checkpoint and skip past it"
     )
-    deterministic: bool = field(False, "bitwise reproducible training on a GPU, at a cost in speed; CPU and TPU always are")
+    deterministic: bool = field(False, "train bitwise reproducibly on a GPU, which is slower; CPU and TPU always do")
 
 
 Axis = Annotated[int, Field(ge=-1, le=2**20)]
@@ -180,56 +186,62 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 class DistributedSection(Section):
-    """How the devices of a training share it, as a mesh of four axes whose product is their number."""
+    """How devices share a training, as a mesh of four axes whose product is the number of devices."""
 
-    data: Axis = field(1, "copies of the model, each with its own rows of the batch; -1: all devices that are left")
-    fsdp: Axis = field(-1, "devices that share the rows of a copy, and hold a part of each weight and moment; -1: as above")
-    expert: Axis = field(1, "devices that hold different experts, and for all else do as those of fsdp; -1: as above")
-    tensor: Axis = field(1, "devices that hold different heads and features of a layer, for the same rows; -1: as above")
+    data: Axis = field(1, "copies of the model, each with separate rows of the batch (-1: all remaining devices)")
+    fsdp: Axis = field(
+        -1, "devices that share the rows of a copy and shard its weights and optimizer state (-1: all remaining devices)"
+    )
+    expert: Axis = field(
+        1, "devices that hold different experts and otherwise work like those of fsdp (-1: all remaining devices)"
+    )
+    tensor: Axis = field(
+        1, "devices that hold different heads and features of each layer, for the same rows (-1: all remaining devices)"
+    )
     coordinator: str | None = field(
         None,
-        "host:port of process 0, or auto: asked of SLURM, Open MPI, Kubernetes or a TPU slice (null: there is one process)",
+        "host:port of process 0, or auto to detect SLURM, Open MPI, Kubernetes or a TPU slice (null: one process)",
     )
     processes: Annotated[Count | None, Needs(("distributed.coordinator", is_address))] = field(
-        None, "how many processes take part, where coordinator is an address"
+        None, "number of processes, if coordinator is an address"
     )
     process: Annotated[CountOrZero | None, Needs(("distributed.coordinator", is_address))] = field(
-        None, "the number of this process, from 0, where coordinator is an address; of each one's command line"
+        None, "index of this process, from 0, if coordinator is an address; set it on each command line"
     )
 
 
 class LoggingSection(Section):
-    """What a run writes down."""
+    """Console lines, log files and trackers."""
 
     log_every: Count = field(10, "steps between console lines and rows of metrics.jsonl")
-    log_file: FileName = field("training_log.csv", "evaluation log in the run directory")
-    summary_file: FileName = field("model_summary.json", "model summary in the run directory")
-    plot: bool = field(True, "draw plots/loss.png at the end (needs the extra `plot`)")
-    tensorboard: bool = field(False, "event files for TensorBoard in tensorboard/ (needs the extra `logs`)")
-    wandb: bool = field(False, "a run at Weights & Biases, or in wandb/ if WANDB_MODE=offline (needs the extra `logs`)")
+    log_file: FileName = field("training_log.csv", "file name of the evaluation log in the run directory")
+    summary_file: FileName = field("model_summary.json", "file name of the model summary in the run directory")
+    plot: bool = field(True, "plot the losses to plots/loss.png at the end (needs the extra `plot`)")
+    tensorboard: bool = field(False, "write TensorBoard event files to tensorboard/ (needs the extra `logs`)")
+    wandb: bool = field(False, "log to Weights & Biases, or to wandb/ if WANDB_MODE=offline (needs the extra `logs`)")
     wandb_project: Annotated[str | None, Needs(("logging.wandb", True))] = field(
-        None, "the project of that run (null: that of WANDB_PROJECT, or of the account)"
+        None, "Weights & Biases project (null: WANDB_PROJECT, or the default of the account)"
     )
 
 
 def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
-    """Yields the rules among these settings that are broken."""
+    """Yields the violated rules among these settings."""
     axes = {name: getattr(d, name) for name in AXES}
     for name, size in axes.items():
         if size == 0:
-            yield f"distributed.{name}", "must be at least 1, or -1 for all devices that are left, got 0"
+            yield f"distributed.{name}", "must be at least 1, or -1 for all remaining devices, got 0"
     left = [f"distributed.{name}" for name, size in axes.items() if size == -1]
     if len(left) > 1:
-        yield left[0], f"and {' and '.join(left[1:])} exclude each other as -1: only one axis can take the devices left"
+        yield left[0], f"and {' and '.join(left[1:])} exclude each other as -1: only one axis can take the remaining devices"
     if is_address(d.coordinator):
         if d.processes is None or d.process is None:
             missing = "processes" if d.processes is None else "process"
-            yield f"distributed.{missing}", "must be given where distributed.coordinator is an address"
+            yield f"distributed.{missing}", "must be set if distributed.coordinator is an address"
         elif d.process >= d.processes:
             yield "distributed.process", f"must be less than distributed.processes, got {d.process} and {d.processes}"
 
 
-UNCHECKED = "unchecked"  # the validation context of a caller that looks for what contradicts itself on its own
+UNCHECKED = "unchecked"  # validation context of a caller that checks the conflicts itself
 
 
 class Config(Section):
@@ -257,7 +269,7 @@ class Config(Section):
         return self
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields the rules across settings that are broken."""
+        """Yields the violated rules among settings of all sections."""
         t, d, k, log = self.training, self.data, self.tokenizer, self.logging
         if t.batch_size % t.grad_accum:
             yield "training.grad_accum", f"must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
@@ -265,23 +277,26 @@ class Config(Section):
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         yield from distributed_conflicts(self.distributed)
         if t.objective == "dpo" and t.init_from is None:
-            yield "training.objective", "dpo needs training.init_from, the run whose answers are to be improved"
+            yield "training.objective", "dpo needs training.init_from, the run with the starting weights"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
-            yield "tokenizer.tokenizer_path", "must be given with tokenizer.tokenizer_type: file"
+            yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"
         if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):
-            yield "data.mixture", f"must have a number for each entry of data.path, got {len(d.mixture)} for {len(d.path)}"
+            yield "data.mixture", f"must have one number per entry of data.path, got {len(d.mixture)} for {len(d.path)}"
         if d.path == ():
             yield "data.path", "must name at least one file, got []"
         if len({log.log_file, log.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2:
-            others = f"each other and from the run's own files ({', '.join(RUN_FILES[:3])} and so on)"
+            others = f"each other and from the other files of a run ({', '.join(RUN_FILES[:3])} and so on)"
             got = f"got {log.log_file} and {log.summary_file}"
             yield "logging.log_file", f"and logging.summary_file must differ from {others}, {got}"
         if self.kv.compresses and self.attention.kv_lora_rank is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
-            yield key, "must be null with attention.kv_lora_rank: heads share one latent, which no head can drop alone"
+            yield (
+                key,
+                "must be null with attention.kv_lora_rank: all heads share one latent per token, so no head can drop it alone",
+            )
         if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
-            yield key, f"must be null with {uneven}: it is divided among layers with keys of one shape"
+            yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
@@ -289,11 +304,11 @@ class Config(Section):
         yield from kv_conflicts(self.kv)
 
     def architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
-        """The resolved architecture for a vocabulary of `vocab_size` tokens, on a platform of `dantinox.platform`."""
+        """Returns the resolved architecture for a vocabulary of `vocab_size` tokens and a platform of `dantinox.platform`."""
         return architecture(self.model, self.moe, self.attention, vocab_size, platform)
 
     def trained_architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
-        """`architecture` with the adapters of `lora`, where only they are trained."""
+        """Returns `architecture` with the adapters of `lora`, if there are any."""
         return replace(self.architecture(vocab_size, platform), lora=lora_config(self.lora, self.model, self.moe))
 
 
@@ -314,19 +329,19 @@ NEEDS = {
 
 
 def flat(config: Config, changed: bool = False) -> dict[str, object]:
-    """Dotted path → value of every setting, or of those that are `changed` from their default."""
+    """Returns dotted path → value of every setting, or with `changed` of those that differ from their default."""
     held = {section: vars(getattr(config, section)) for section in SECTIONS}
     values = {key: held[section][name] for key, (section, name) in PARTS.items()}
     return {key: value for key, value in values.items() if not changed or value != DEFAULTS[key]}
 
 
 def idle(config: Config) -> dict[str, str]:
-    """The settings that were set and have no effect: dotted path → while what is so."""
+    """Returns the settings that were set and have no effect: dotted path → reason (`while … is …`)."""
     return inactive_settings(flat(config), DEFAULTS, NEEDS)
 
 
 def without(config: Config, keys: Iterable[str]) -> Config:
-    """The same settings with these at their default."""
+    """Returns the settings with those of `keys` reset to their default."""
     defaults: dict[str, dict[str, Any]] = {}
     for key in keys:
         section, _, name = key.partition(".")

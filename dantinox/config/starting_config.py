@@ -1,4 +1,4 @@
-"""The config that `dantinox init` writes."""
+"""Writes the config of `dantinox init`."""
 
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,17 @@ NOT_DEFAULT: dict[str, Any] = {"data.path": "builtin:python", "training.sample_e
 
 
 def starting_config(path: str | Path, cpus: int | None = None) -> str:
-    """The text of a config to be put at `path` that trains as it is: what most runs set, with its default and what it means.
+    """Returns the text of a config that trains unchanged: the settings that most runs change, with comments.
 
     Args:
-      cpus: cores of a machine without an accelerator: the model has the size of `quickstart`, which they train in minutes.
+      path: where the config will be written, for the comments.
+      cpus: number of cores of a machine without an accelerator, or None with one. A model for cores has the size of
+        `quickstart`, which trains in minutes.
     """
     small = cpus is not None
     config = build_config({}, NOT_DEFAULT | (SMALL if small else {})).model_dump(mode="json")
     lines = [
-        "# What most runs set. Every other setting has a default: dantinox train --help",
+        "# The settings that most runs change. Every other setting has a default: dantinox settings",
         "#",
         f"#   dantinox train --config {path} --run_dir runs/first",
         '#   dantinox generate --run_dir runs/first --prompt "def "',

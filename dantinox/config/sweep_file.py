@@ -19,7 +19,7 @@ MOST_TRIALS = 10_000
 
 @dataclass(frozen=True)
 class Trial:
-    """One training of a sweep. `chosen`: dotted path → what this trial has there."""
+    """One training of a sweep. `chosen`: dotted path → value in this trial."""
 
     name: str
     chosen: dict[str, Any]
@@ -28,7 +28,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The trials in their order. `keys`: the settings in which they differ."""
+    """The trials of a sweep in order. `keys`: the settings in which they differ."""
 
     source: Path
     runs_dir: Path
@@ -37,10 +37,10 @@ class Sweep:
 
 
 def load_sweep(path: str | Path) -> Sweep:
-    """Reads a sweep: `base` (a YAML file, a config of the package, or sections), `grid`, or `random` with `trials` and `seed`.
+    """Reads a sweep: `base` (YAML file, packaged config or sections), and `grid`, or `random` with `trials` and `seed`.
 
     Raises:
-      UserError: the file is no sweep, or the settings of a trial are wrong, contradict each other, or have no effect.
+      UserError: the file is not a sweep, or the settings of a trial are wrong, contradict each other or have no effect.
     """
     path = Path(path)
     read, lines = read_yaml(path, KEYS)
@@ -65,7 +65,7 @@ def load_sweep(path: str | Path) -> Sweep:
 
 
 def _must(holds: Any, sentence: str, where: dict[str, str], *keys: str) -> None:
-    """Raises a sentence with the place of the first of `keys` that was written."""
+    """Raises a UserError unless `holds`, with the place of the first of `keys` that was written."""
     if not holds:
         place = next((where[key] for key in keys if key in where), None)
         raise UserError(f"{sentence} ({place})" if place else sentence)
@@ -74,7 +74,7 @@ def _must(holds: Any, sentence: str, where: dict[str, str], *keys: str) -> None:
 def _check_key(key: str, values: Any, kind: str, where: dict[str, str]) -> None:
     at = f"{kind}.{key}"
     _must(key in FIELDS, f"unknown key {escape_name(key)}{did_you_mean(nearest_key(key))}", where, at)
-    _must(key.partition(".")[0] not in (*REQUEST, "logging"), f"{key} has no part in a training: nothing to compare", where, at)
+    _must(key.partition(".")[0] not in (*REQUEST, "logging"), f"{key} does not affect training", where, at)
     if isinstance(values, dict) and kind == "random":
         _check_range(key, values, where)
         return
@@ -87,7 +87,7 @@ def _check_key(key: str, values: Any, kind: str, where: dict[str, str]) -> None:
 def _check_range(key: str, given: dict[str, Any], where: dict[str, str]) -> None:
     at = f"random.{key}"
     _must(set(given) <= {"min", "max", "log"}, f"{key} may have min, max and log, got {', '.join(given)}", where, at)
-    _must(any(word in allowed(key) for word in ("integer", "number")), f"{key} is no number: give a list", where, at)
+    _must(any(word in allowed(key) for word in ("integer", "number")), f"{key} is not a number: give a list", where, at)
     low, high, log = given.get("min"), given.get("max"), given.get("log", False)
     numbers = [x for x in (low, high) if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
     _must(
@@ -98,7 +98,7 @@ def _check_range(key: str, given: dict[str, Any], where: dict[str, str]) -> None
 
 
 def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """All combinations, the last key's values following each other."""
+    """Yields all combinations; the last key varies fastest."""
     for key in ("trials", "seed"):
         _must(key not in tree, f"{key} has no effect with grid, which tries everything", where, key)
     count = math.prod(map(len, tree["grid"].values()))
@@ -108,7 +108,7 @@ def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any
 
 
 def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Draws, none twice; a higher `trials` goes on behind those of a lower one."""
+    """Yields different random choices. A larger `trials` continues the sequence of a smaller one."""
     trials, seed = tree.get("trials", 0), tree.get("seed", 0)
     is_count = isinstance(trials, int) and not isinstance(trials, bool) and 1 <= trials <= MOST_TRIALS
     sentence = f"trials must be an integer in [1, {MOST_TRIALS}] with random, got {quote(tree.get('trials'))}"
@@ -127,7 +127,7 @@ def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, A
 
 
 def _draw(at: float, values: Any, whole: bool) -> Any:
-    """What lies at a place in [0, 1) of a list or of a range, numbers to four digits."""
+    """Returns the element of a list, or the number of a range to four digits, at a position in [0, 1)."""
     if isinstance(values, list):
         return values[int(at * len(values))]
     low, high = values["min"], values["max"]
@@ -138,7 +138,7 @@ def _draw(at: float, values: Any, whole: bool) -> Any:
 
 
 def _base(base: Any, path: Path, where: dict[str, str]) -> Any:
-    """What makes the settings of a trial from its choices and the place they are from."""
+    """Returns a function that builds the config of a trial from its choices and their place."""
     if isinstance(base, dict):
         return lambda chosen, origin: build_training(base, chosen, {}, f"base of {path}", origin)
     _must(isinstance(base, str), f"base must be a YAML file, a packaged config or sections, got {quote(base)}", where, "base")

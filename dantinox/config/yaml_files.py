@@ -1,4 +1,4 @@
-"""YAML config files: reading with line numbers, overrides, aliases, validation errors as one sentence, writing."""
+"""YAML config files: reading with line numbers, overrides, aliases, validation errors in one sentence, writing."""
 
 import difflib
 import json
@@ -20,14 +20,14 @@ from dantinox.config.reference import PREREQUISITES, type_in_words
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, flat, idle, without
 from dantinox.files import UserError, escape_name, quote, read_text
 
-INHERITED = ("model", "moe", "attention", "tokenizer")  # from the run that a training starts from
-REQUEST = ("generation", "router", "kv")  # the sections that a request may change: no weight depends on them
+INHERITED = ("model", "moe", "attention", "tokenizer")  # sections that a training takes from training.init_from
+REQUEST = ("generation", "router", "kv")  # sections that a request may change; no weight depends on them
 
 MAX_FILE_BYTES = 1 << 20
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """YAML that the standard allows and a config does not, with its place."""
+    """Valid YAML that a config does not allow, with its place."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         if is_alias and isinstance(node, yaml.CollectionNode):
-            # Nested ones grow without bound when they are printed ("billion laughs").
+            # Nested aliases grow without bound when they are printed ("billion laughs").
             raise _Refused(problem="an alias (*name) may stand for a single value only", problem_mark=mark)
         return node
 
@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
             raise
-        except Exception:  # 2024-13-45, !!int "", an integer of 5,000 digits: PyYAML lets through whatever comes
+        except Exception:  # 2024-13-45, !!int "", an integer of 5,000 digits: PyYAML raises many kinds of exceptions
             kind = node.tag.rpartition(":")[2]
             value = f"{quote(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
             raise _Refused(problem=f"{value}cannot be read as {escape_name(kind)}", problem_mark=node.start_mark) from None
@@ -74,7 +74,7 @@ _Loader.add_constructor(None, _Loader.construct_undefined)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A SafeDumper whose text `_Loader` reads back equal: "5e-4" in quotes, Unicode's own line breaks escaped."""
+    """A SafeDumper whose output `_Loader` reads back unchanged: quotes "5e-4", escapes Unicode line breaks."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = '"' if any(character in data for character in "\x85\u2028\u2029\ufeff") else None
@@ -89,7 +89,7 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse_value(text: str) -> object:
-    """The value a flag's text stands for, by the rules of the YAML files."""
+    """Parses the text of a flag by the rules of the YAML files."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, RecursionError):
@@ -97,24 +97,24 @@ def parse_value(text: str) -> object:
 
 
 def find_config(name: str | Path) -> Path:
-    """The file at a path or, where there is none, the package's own config of that name.
+    """Returns the path of a config file or, if there is none, of the packaged config of that name.
 
     Raises:
-      UserError: a name without a suffix, and there is neither.
+      UserError: neither exists, and the name has no suffix.
     """
     path, own = Path(name), {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
     if not path.is_file() and str(path) in own:
         return own[str(path)]
     if len(path.parts) == 1 and not path.suffix and not os.path.exists(path):
-        raise UserError(f"no config file at {escape_name(str(path))}: give a file, or one of the package's ({', '.join(own)})")
+        raise UserError(f"no config file at {escape_name(str(path))}: use a file, or a packaged config ({', '.join(own)})")
     return path
 
 
 def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
-    """Reads a YAML file, or the package's own config of that name, and lays `overrides` (dotted path → value) over it.
+    """Reads a YAML file, or the packaged config of that name, and applies `overrides` (dotted path → value).
 
     Raises:
-      UserError: the file cannot be read, is not YAML, or a setting has a wrong name, type or range.
+      UserError: the file cannot be read or is not YAML, or a setting has a wrong name, type or range.
     """
     path = find_config(path)
     tree, lines = read_yaml(path)
@@ -129,15 +129,17 @@ def build_config(
     source: str = "",
     origin: str = "command line",
 ) -> Config:
-    """Validates a tree of sections with overrides laid over it.
+    """Validates a tree of sections with overrides applied.
 
-    A setting that has no effect beside the others is refused among the overrides; elsewhere it is reported in one line. What
-    equals its default asks for nothing.
+    An override that has no effect together with the other settings is an error; such a setting in the tree prints one warning.
+    A setting that equals its default is never reported.
 
     Args:
+      tree: section → name → value.
       overrides: dotted path → value.
-      where: dotted path → where in `source` it was written.
-      origin: where the overrides were.
+      where: dotted path → place in `source`, for messages.
+      source: where the tree comes from, for messages.
+      origin: where the overrides come from, for messages.
 
     Raises:
       UserError: a wrong name, type or range, settings that contradict each other, or an override without effect.
@@ -148,7 +150,7 @@ def build_config(
 
 
 def load_training(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
-    """`load_config` of a training that is to begin, see `build_training`."""
+    """Loads the config of a new training: `load_config` with the defaults of `build_training`."""
     path = find_config(path)
     tree, lines = read_yaml(path)
     return build_training(tree, overrides, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path))
@@ -161,16 +163,16 @@ def build_training(
     source: str = "",
     origin: str = "command line",
 ) -> Config:
-    """`build_config`, but what is not said of model and tokenizer is as in the run `training.init_from`, where there is one.
+    """Validates the settings of a new training; model and tokenizer settings default to those of `training.init_from`.
 
     Raises:
-      UserError: as `build_config`; or what is said contradicts the weights of that run.
+      UserError: as for `build_config`, or a setting contradicts the weights of that run.
     """
     overrides, where = overrides or {}, where or {}
     training = tree.get("training")
     init_from = overrides.get("training.init_from", training.get("init_from") if isinstance(training, dict) else None)
     file = Path(init_from) / "config.yaml" if isinstance(init_from, str) and "\0" not in init_from else None
-    if not init_from or file is None or not file.is_file():  # who reads its weights says what is wrong
+    if not init_from or file is None or not file.is_file():  # reading the weights reports the error
         return build_config(tree, overrides, where, source, origin)
     base = load_config(file)
     given = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
@@ -192,7 +194,7 @@ def inherit_settings(config: Config) -> Config:
 
 
 def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapping[str, str], init_from: str) -> None:
-    """Raises where a setting that was given contradicts the weights of the base, or its tokenizer."""
+    """Raises a UserError if a given setting contradicts the weights or the tokenizer of the base."""
     before, after = flat(base), flat(config)
     for key in given:
         section, _, name = key.partition(".")
@@ -207,7 +209,7 @@ def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapp
 
 
 def _fixed(config: Config) -> list[Any]:
-    """What weights decide on of an architecture."""
+    """Returns the fields of the architecture that the weights determine."""
     model = config.architecture(1)
     return [getattr(model, name) for name in OF_WEIGHTS]
 
@@ -215,15 +217,18 @@ def _fixed(config: Config) -> list[Any]:
 def merge(
     tree: Mapping[str, object], overrides: Mapping[str, object], where: dict[str, str], source: str, origin: str
 ) -> tuple[Config, dict[str, str]]:
-    """`build_config`, with the settings to be reported: dotted path → while what is so they have no effect."""
+    """Returns the validated config, and the settings without effect: dotted path → reason.
+
+    Arguments and errors are those of `build_config`.
+    """
     where, written = dict(where), dict[str, object]()
     if len(tree) > 1 and not any(section in SECTIONS for section in tree):
         outside = next((key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None)
         if outside:
             section, _, name = outside.partition(".")
             raise UserError(
-                f"{source or origin} has no sections, like the runs of DantinoX 0: {name} belongs under {section}:, and so on "
-                "(`dantinox init FILE` writes the form, `dantinox import` reads such a run)"
+                f"{source or origin} has no sections, like a config of DantinoX 0: write {name} under {section}: and so on "
+                "(`dantinox init FILE` writes an example, `dantinox import` converts a run of DantinoX 0)"
             )
     for section, content in tree.items():
         if section not in SECTIONS:
@@ -262,7 +267,7 @@ def merge(
 
 
 def report(unused: Mapping[str, str], where: Mapping[str, str], source: str) -> None:
-    """Warns of settings without effect, in one line for each reason."""
+    """Prints one warning per reason about settings without effect."""
     for reason in dict.fromkeys(unused.values()):
         keys = [key for key in unused if unused[key] == reason]
         listed = ", ".join(keys[:-1]) + " and " * (len(keys) > 1) + keys[-1]
@@ -271,7 +276,7 @@ def report(unused: Mapping[str, str], where: Mapping[str, str], source: str) -> 
 
 
 def check_text(key: str, value: object, where: dict[str, str], source: str) -> None:
-    """Refuses text that no file system or tokenizer takes: lone surrogates, and paths that are empty or hold NUL."""
+    """Raises a UserError for text with lone surrogates, and for paths that are empty or contain NUL."""
     is_path = key.endswith("path") or key in ("training.init_from", "kv.calibration", "data.chat_template")
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
@@ -284,10 +289,10 @@ def check_text(key: str, value: object, where: dict[str, str], source: str) -> N
 
 
 def dump_config(config: Config, complete: bool = False) -> str:
-    """The settings as YAML text that `load_config` reads back equal.
+    """Returns the settings as YAML text, which `load_config` reads back unchanged.
 
     Args:
-      complete: write every setting. Else those that a request may change are left out where they have their default.
+      complete: write every setting. Otherwise settings of a request are left out if they have their default.
     """
     left_out = () if complete else REQUEST
     dumped = {name: getattr(config, name).model_dump(mode="json", exclude_defaults=name in left_out) for name in SECTIONS}
@@ -295,13 +300,13 @@ def dump_config(config: Config, complete: bool = False) -> str:
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
-    """Dotted path → (old, new) for every setting in which two configs differ."""
+    """Returns dotted path → (old, new) for every setting in which two configs differ."""
     values = flat(new)
     return {key: (value, values[key]) for key, value in flat(old).items() if value != values[key]}
 
 
 def json_schema() -> str:
-    """The JSON Schema of the YAML files, for editors."""
+    """Returns the JSON schema of the YAML files, for editors and for `dantinox.config.reference`."""
     schema = Config.model_json_schema()
     for section, kind in SECTIONS.items():
         for name, content in schema["$defs"][kind.__name__]["properties"].items():
@@ -310,16 +315,16 @@ def json_schema() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
-@cache  # every command with settings describes them all
+@cache
 def allowed(key: str) -> str:
-    """What a setting may be, in words, from its declaration: `a number in [0, 1], or null`."""
+    """Returns the values that a setting allows, in words: `a number in [0, 1], or null`."""
     field = FIELDS[key]
     annotation: Any = field.rebuild_annotation()
     return type_in_words(TypeAdapter(annotation).json_schema())
 
 
 def nearest_key(name: str) -> str:
-    """The setting that a misspelt dotted path or key is most like, as a dotted path, or nothing."""
+    """Returns the dotted path of the setting that is most similar to a misspelt path or key, or an empty string."""
     by_name = {flat_name(key): key for key in FIELDS}
     section, _, last = name[:100].lower().rpartition(".")
     if last in OTHER_NAMES:
@@ -334,13 +339,13 @@ def nearest_key(name: str) -> str:
 
 
 def did_you_mean(key: str) -> str:
-    """`, did you mean X?`, or nothing."""
+    """Returns `, did you mean X?`, or an empty string without a suggestion."""
     return f", did you mean {key}?" if key else ""
 
 
 def _nearest_section(name: str) -> str:
     keys = [key for key in FIELDS if flat_name(key) == name]
-    if keys or name in OTHER_NAMES:  # a key written outside of its section
+    if keys or name in OTHER_NAMES:  # a setting written outside of its section
         return f", did you mean {' or '.join(keys or [OTHER_NAMES[name]])}?"
     hit = difflib.get_close_matches(name[:60].lower(), list(SECTIONS), 1)
     return f", did you mean {hit[0]}?" if hit else f": the sections are {', '.join(SECTIONS)}"
@@ -384,13 +389,13 @@ def _error_of(error: ValidationError, where: dict[str, str], source: str) -> Use
 
 
 def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, object], dict[str, int]]:
-    """The tree of a YAML file and the line of every section and key.
+    """Returns the tree of a YAML file, and the line of every section and key.
 
     Args:
-      needs: the sections it may have.
+      needs: the sections that it may have, for messages.
 
     Raises:
-      UserError: it cannot be read, is not YAML or no mapping.
+      UserError: the file cannot be read, is not YAML, or is not a mapping.
     """
     text = read_text(path, MAX_FILE_BYTES, "the config file")
     try:
@@ -401,7 +406,7 @@ def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"not valid YAML: the character U+{int(error.character):04X} ({path}, line {line})") from None
     except RecursionError:
-        raise UserError(f"not a config file: lists inside lists, too deep to read ({path})") from None
+        raise UserError(f"not a config file: nested too deep to read ({path})") from None
     if tree is None:
         raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(needs)})")
     if not isinstance(tree, dict):
@@ -410,7 +415,7 @@ def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[
 
 
 def _parse(text: str) -> tuple[Any, dict[str, int]]:
-    """The value of a YAML text, and the lines of its keys and of those of its sections."""
+    """Returns the value of a YAML text, and the lines of its sections and their keys."""
     loader = _Loader(text)  # a SafeLoader
     try:
         node = loader.get_single_node()

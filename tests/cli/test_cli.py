@@ -659,7 +659,7 @@ def test_a_config_of_the_package_is_found_by_its_name_anywhere(dantinox, tmp_pat
         assert "data:\n  path: builtin:python\n" in dantinox("train", *chosen, "--print_config")[1]
     (tmp_path / "dante").write_text("model: {dim: 8, n_heads: 1}")  # a file goes before
     assert "  dim: 8\n" in dantinox("train", "--config", "dante", "--print_config")[1]
-    says = "no config file at quick: give a file, or one of the package's (dante, gpt2_124m, llama_1b, llama_8b, lora, moe_2b, "
+    says = "no config file at quick: use a file, or a packaged config (dante, gpt2_124m, llama_1b, llama_8b, lora, moe_2b, "
     assert_one_sentence(dantinox("train", "--config", "quick"), says)
 
 

@@ -94,7 +94,7 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
         ("at most training.steps, got 100 and 10",),
         None,
     ),
-    "tokenizer without file": ("tokenizer:\n  tokenizer_type: file\n", ("tokenizer.tokenizer_path must be given",), None),
+    "tokenizer without file": ("tokenizer:\n  tokenizer_type: file\n", ("tokenizer.tokenizer_path must be set",), None),
     "two names of the corpus": (
         "data:\n  path: a\n  dataset_name: b\n",
         ("data.dataset_name is an alias of data.path: give one of them",),

@@ -22,7 +22,7 @@ from dantinox.training.resume import total_steps
 
 def test_a_config_of_the_package_has_one_name_everywhere():
     assert load_config("quickstart") == load_training("quickstart")
-    with pytest.raises(UserError, match="no config file at quickstrat: give a file, or one of the package's"):
+    with pytest.raises(UserError, match="no config file at quickstrat: use a file, or a packaged config"):
         load_config("quickstrat")
 
 

@@ -55,9 +55,9 @@ REFUSED = {
     "a negative code": ({"preset": "kobold", "sampler_order": [-1, 0, 1, 2, 3, 4, 5]}, "must be a permutation"),
     "an unknown step": ({"sampler_order": ["top_k", "topp"]}, "names among repetition_penalty"),
     "codes and names": ({"sampler_order": ["top_k", 3]}, "names among repetition_penalty"),
-    "a step twice": ({"sampler_order": ["top_k", "top_k"]}, "must name a step once, got top_k, top_k"),
+    "a step twice": ({"sampler_order": ["top_k", "top_k"]}, "must name each step once, got top_k, top_k"),
     "an edit in the order": ({"sampler_order": ["logit_bias"]}, "names among repetition_penalty"),
-    "names in a preset": ({"preset": "hf", "sampler_order": ["top_k"]}, "leave generation.preset hf out"),
+    "names in a preset": ({"preset": "hf", "sampler_order": ["top_k"]}, "as names excludes generation.preset hf"),
     "mirostat before others": ({"sampler_order": ["mirostat", "top_k"]}, "must have mirostat last"),
     "an order that is none": (
         {"sampler_order": 3.5},
@@ -253,7 +253,7 @@ def test_values_laid_over_a_section():
     kobold = section(preset="kobold", sampler_order=[5, 4, 3, 2, 1, 0], top_k=9)
     assert laid(kobold, {"sampler_order": ["top_k"]}) == section(sampler_order=["top_k"], top_k=9)
     assert laid(kobold, {"sampler_order": [0, 1, 2, 3, 4, 5]}).preset == "kobold"
-    with pytest.raises(UserError, match="is an order of its own"):
+    with pytest.raises(UserError, match="as names excludes"):
         laid(kobold, {"sampler_order": ["top_k"], "preset": "hf"})
     with pytest.raises(UserError, match="which has no such step: leave it out or switch it off"):
         laid(section(top_a=0.3), {"preset": "hf"})

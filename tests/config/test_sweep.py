@@ -85,7 +85,7 @@ def load_sweep_base(name):
         ("grid: [1]", "grid must hold settings, got"),
         ("grid: {}", "grid must hold settings, got"),
         ("grid: {lr: [1e-3]}", r"unknown key lr, did you mean training.lr\? \(.*s.yaml, line 2\)"),
-        ("grid: {generation.top_k: [3, 4]}", "generation.top_k has no part in a training"),
+        ("grid: {generation.top_k: [3, 4]}", "generation.top_k does not affect training"),
         ("grid: {training.lr: 0.1}", "training.lr must have a list of values, got 0.1"),
         ("grid: {training.lr: {min: 1, max: 2}}", "training.lr must have a list of values, got"),
         ("grid: {training.lr: [0.1, 0.1]}", "training.lr has 0.1 twice"),
@@ -97,7 +97,7 @@ def load_sweep_base(name):
         ("random: {training.lr: {min: 1}}\ntrials: 1", "training.lr must have min < max, got 1, null"),
         ("random: {training.lr: {min: 0, max: 1, log: true}}\ntrials: 1", "min of training.lr must be > 0 with log: true"),
         ("random: {training.lr: {low: 1}}\ntrials: 1", "training.lr may have min, max and log, got low"),
-        ("random: {training.optimizer: {min: 0, max: 1}}\ntrials: 1", "training.optimizer is no number: give a list"),
+        ("random: {training.optimizer: {min: 0, max: 1}}\ntrials: 1", "training.optimizer is not a number: give a list"),
         ("grid: {training.lr: [0.1]}\nruns_dir: 3", "runs_dir must be a path"),
     ],
 )

@@ -41,5 +41,5 @@ def test_a_run_without_sections_is_recognised(tmp_path):
     path.write_text("absolute_pos: true\nbatch_size: 64\neval_iters: 20\n")
     with pytest.raises(UserError) as caught:
         load_config(path)
-    says = f"{path} has no sections, like the runs of DantinoX 0: absolute_pos belongs under attention:, and so on"
+    says = f"{path} has no sections, like a config of DantinoX 0: write absolute_pos under attention: and so on"
     assert str(caught.value).startswith(says)

@@ -313,7 +313,7 @@ def test_a_mixture_keeps_its_sources_apart(tmp_path) -> None:
     apart = settings(paths[:2], **{"data.mixture": [1, 1], "data.val_path": paths[2]})
     _, store = prepare_data(apart, tmp_path / "store", tokenizer)
     assert parts(store)[1] == [b, *tokenizer.encode("via smarrita"), e]
-    with pytest.raises(UserError, match=r"data\.mixture must have a number for each entry of data\.path, got 3 for 2"):
+    with pytest.raises(UserError, match=r"data\.mixture must have one number per entry of data\.path, got 3 for 2"):
         settings(paths[:2], **{"data.mixture": [3, 1, 1]})
 
 

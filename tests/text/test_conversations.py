@@ -152,7 +152,7 @@ def test_what_else_is_refused(prepared, tmp_path):
         prepared(good, **{"tokenizer.tokenizer_type": "bpe"})
     with pytest.raises(UserError, match=r"a record without the field 'chosen'; it has 'prompt, completion' \(.*line 1\)"):
         prepared(good, objective="dpo")
-    with pytest.raises(UserError, match=r"dpo needs training.init_from, the run whose answers are to be improved"):
+    with pytest.raises(UserError, match=r"dpo needs training.init_from, the run with the starting weights"):
         prepared(good, objective="dpo", **{"training.init_from": None})
 
 
