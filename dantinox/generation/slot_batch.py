@@ -340,7 +340,7 @@ class SlotBatch(RunningBatch):
         row, program = self._rows[slot], how.program
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(row.ids)] = row.ids
-        own: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "reports": np.asarray([report])}
+        own: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
         params = replace(how.params, **own)
         state = self._programs["init", program](params, tokens_1S, _number(len(row.ids)), _number(limit), how.ends_1E)
         self._states[program] = self._programs["insert", program](self._states[program], (params, state), _number(slot))
