@@ -1,14 +1,14 @@
 """`dantinox eval sampling`: compares sampling methods on a model, each tuned with the same number of trials.
 
-All methods continue the same prompts. Each has one scale to tune and the same count of trials for it, on prompts of their own.
-Two rules, fixed before any text is written:
+All methods continue the same prompts. Each method has one scale to tune and the same number of trials, on separate tuning
+prompts. Two rules were fixed before any generation:
 
-* **Tuning:** of the settings tried, take the one whose texts are nearest to the real continuations in mean `diversity`. That
-  means the same for every method, it asks for what real text has, and it does not read the reference model, which would
-  otherwise be tuned for and then judge. Tuning for likelihood ends in repetition: greedy text is likelier than real text.
-* **Verdict:** at equal diversity the likelier text is the better one. No tuning meets a diversity exactly, and any method gains
-  likelihood by giving up diversity. So the table has `excess`: bits per byte above plain temperature sampling at the very same
-  diversity, read off a curve that temperature draws on the same prompts. Differences of methods are differences of excess.
+* **Tuning:** each method uses the trial whose texts are nearest to the real continuations in mean `diversity`. This criterion
+  means the same for every method and is a property of real text. It does not use the reference model, which must not be both
+  the tuning target and the judge. Tuning for likelihood would lead to repetition: greedy text is more likely than real text.
+* **Verdict:** at equal diversity, the more likely text is better. Tuning never reaches a diversity exactly, and any method
+  gains likelihood by giving up diversity. So the table contains `excess`: bits per byte above plain temperature sampling at the
+  same diversity, interpolated on the curve of temperature sampling on the same prompts. Methods are compared by excess.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,9 +45,9 @@ from dantinox.studies.statistics import (
 
 
 class TunedSetting(NamedTuple):
-    """A number that is tuned, from its least to its most diverse value.
+    """A setting to tune, from its least diverse value `least` to its most diverse value `most`.
 
-    Positions between them, 0 to 1, are equal ratios of the value, or of what it lacks to 1 where `log_complement` is set.
+    Positions from 0 to 1 are on a logarithmic scale of the value, or of 1 − value if `log_complement` is set.
     """
 
     name: str
@@ -57,32 +57,34 @@ class TunedSetting(NamedTuple):
     integer: bool = False
 
     def value_at(self, position: float) -> float:
-        """The value at a position, to three digits or as a whole number."""
+        """Returns the value at a position, rounded to three digits or to an integer."""
         least, most = (1 - x if self.log_complement else x for x in (self.least, self.most))
         value = least * (most / least) ** position
         return round(value) if self.integer else float(f"{1 - value if self.log_complement else value:.3g}")
 
 
 class SamplingMethod(NamedTuple):
-    """A way to choose tokens: the settings that make it, and its scale, a knob or several in a row; greedy has none."""
+    """A sampling method: its fixed settings, and the scale to tune, one or several settings in sequence (none for greedy)."""
 
     settings: Mapping[str, Any]
     scale: tuple[TunedSetting, ...]
 
     def values_at(self, position: float) -> dict[str, float]:
-        """The values of its knobs at a position of the scale, of which each knob has an equal part.
+        """Returns the values of the tuned settings at a position in [0, 1] of the scale.
 
-        Those passed have their most diverse value; those not yet reached are left out, as their least is the default.
+        Each setting has an equal part of the scale. Before its part, a setting is omitted, since its least value is the
+        default. After its part, it has its most diverse value.
         """
         parts = [position * len(self.scale) - i for i in range(len(self.scale))]
-        return {knob.name: knob.value_at(min(part, 1.0)) for knob, part in zip(self.scale, parts, strict=True) if part >= 0}
+        return {one.name: one.value_at(min(part, 1.0)) for one, part in zip(self.scale, parts, strict=True) if part >= 0}
 
 
-# For the router: fewer candidates than the guide's 12 at its base temperature, and behind the last one a higher temperature.
-# Temperature alone may not reach real text: the best of 12 draws leans to the likely however flat they are drawn from.
+# For the router: first fewer candidates than the guide's 12 at its base temperature, then a higher temperature with a single
+# candidate. Temperature alone may not reach the diversity of real text: the best of 12 candidates favours likely text at any
+# temperature.
 FEWER_CANDIDATES = (TunedSetting("candidates", 12, 1, integer=True), TunedSetting("base_temperature", 0.666, 4.0))
 CALIBRATED = {"strategy": "entropy", "router_preset": "calibrated"}
-# Truncations run at temperature 1, the router on its presets.
+# Truncation methods run at temperature 1, the router with its presets.
 METHODS = {
     "greedy": SamplingMethod({"greedy": True}, ()),
     "temperature": SamplingMethod({}, (TunedSetting("temperature", 0.4, 1.6),)),
@@ -95,7 +97,7 @@ METHODS = {
     "router_no_attention": SamplingMethod({**CALIBRATED, "use_attention": False}, FEWER_CANDIDATES),
     "router_random": SamplingMethod(CALIBRATED, FEWER_CANDIDATES),
 }
-CONTROL, CONTROLLED = "router_random", "router_calibrated"  # the control draws strategies as often as its pattern takes them
+CONTROL, CONTROLLED = "router_random", "router_calibrated"  # the control uses each strategy as often as `CONTROLLED`
 COMPARISONS = [
     (router, other) for router in ("router_guide", CONTROLLED, "router_no_attention") for other in ("min_p", CONTROL)
 ]
@@ -106,7 +108,7 @@ TEMPERATURE_CURVE = {
 
 @dataclass(frozen=True)
 class StudySize:
-    """How much is done: prompts to test on (and as many to tune on), continuations of each, their tokens, settings tried."""
+    """The size of the study: prompts for testing (and for tuning), continuations of each, their tokens, trials per method."""
 
     prompts: int = 96
     seeds: int = 5
@@ -120,18 +122,18 @@ class StudySize:
 
 
 QUICK_SIZE = StudySize(prompts=40, seeds=3, tokens=128, trials=3)
-MIN_PROMPTS = 16  # of a large model: see `default_count`
+MIN_PROMPTS = 16  # for a large model; see `default_count`
 
 
 def select_methods(names: Sequence[str] | None) -> list[str]:
-    """The methods of these names, in their usual order; None: all.
+    """Returns the methods of these names in their usual order; None: all.
 
     Raises:
-      UserError: an unknown name, or the control without its pattern.
+      UserError: a name is unknown, or the control is selected without the method that it controls for.
     """
     found = select_names(names, METHODS, "sampling method")
     if CONTROL in found and CONTROLLED not in found:
-        raise UserError(f"{CONTROL} draws strategies as often as {CONTROLLED} takes them: name both in --methods")
+        raise UserError(f"{CONTROL} needs the strategy shares of {CONTROLLED}: name both in --methods")
     return found
 
 
@@ -140,7 +142,7 @@ MEASURES = ("bits_per_byte", *TEXT_MEASURES, "self_bleu")
 
 @dataclass(frozen=True)
 class Trial:
-    """What was tried: the values of a method's knobs, and the mean diversity of the texts."""
+    """A trial: the values of the tuned settings, and the mean diversity of the texts."""
 
     values: Mapping[str, float]
     diversity: float
@@ -148,13 +150,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What was found of a method, or of the real text (`human`).
+    """The results of a method, or of the real text (`human`).
 
     Attributes:
-      tuned: the values of its knobs.
-      at_edge: all trials lay on one side of the diversity aimed at.
-      measures: `excess`, where the ruler reaches its diversity, and `MEASURES`.
-      tok_per_s: median, lowest and highest of the batches; None where speed says nothing.
+      tuned: the values of the tuned settings.
+      at_edge: whether all trials were on one side of the target diversity.
+      trials: all trials.
+      measures: `MEASURES`, and `excess` if temperature sampling reaches the diversity of the method.
+      tok_per_s: median, lowest and highest of the batches; None for the real text and for the control.
     """
 
     name: str
@@ -167,7 +170,7 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class TemperaturePoint:
-    """Means of plain sampling at a temperature."""
+    """The means of plain sampling at a temperature."""
 
     temperature: float
     diversity: float
@@ -176,7 +179,7 @@ class TemperaturePoint:
 
 @dataclass(frozen=True)
 class Difference:
-    """Paired differences a − b of the measures; of `excess` where both have one, by which a is the better one or not."""
+    """Paired differences a − b of the measures. The verdict uses `excess`, which is present if both methods have it."""
 
     a: str
     b: str
@@ -185,12 +188,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class SamplingStudy:
-    """What was done, and what was found: methods, the real text first, the ruler, the router against others.
+    """The conditions and the results of the study.
 
     Attributes:
-      reference: the run that judged, None: the run itself.
-      unit: what a token is, for messages.
-      shares: of the strategies that the control drew; None without it.
+      reference: the run of the reference model; None: the run itself.
+      unit: the name of a token unit in messages, for example `tokens`.
+      shares: share of each strategy in the control; None without it.
+      methods: results of the methods; the real text is first.
+      ruler: the curve of plain temperature sampling.
+      comparisons: the router compared with other methods.
     """
 
     run: str
@@ -218,21 +224,21 @@ def evaluate_sampling(
     progress: Callable[[str], None] = lambda _: None,
     **effort: int | None,
 ) -> SamplingStudy:
-    """Tunes the methods, writes with each of them, measures, compares.
+    """Tunes sampling methods, generates text with each of them, and compares the texts.
 
     Args:
-      reference: the run that judges quality; None: the run itself, which favours its own likeliest texts.
+      reference: the run of the reference model; None: the run itself, which favours its own most likely texts.
       quick: start from `QUICK_SIZE` instead of `StudySize()`.
       methods: names of `METHODS`; None: all.
-      data_path: the text that prompts are taken from, as `data.path` names one; None: the validation tokens that training left
-        in the run.
-      progress: called with a line before every stretch of work.
-      effort: fields of `StudySize`. Where `tokens` is not given, prompts keep at least a quarter of a small context. Where
-        `prompts` is not given, a model of more than 10 M parameters gets fewer.
+      data_path: the text that prompts are taken from, in the form of `data.path`; None: the validation tokens that training
+        saved in the run.
+      progress: called with a line at the start of each part of the work.
+      effort: fields of `StudySize`. Without `tokens`, prompts get at least a quarter of a small context. Without `prompts`, a
+        model with more than 10 M parameters gets fewer.
 
     Raises:
-      UserError: a name or number is wrong, there are too few prompts, the reference cannot judge, or the router was not
-        calibrated.
+      UserError: a name or number is invalid, there are too few prompts, the reference cannot encode the texts, or the router
+        was not calibrated.
     """
     names = select_methods(methods)
     size = replace(QUICK_SIZE if quick else StudySize(), **{name: value for name, value in effort.items() if value is not None})
@@ -245,7 +251,7 @@ def evaluate_sampling(
         )
     store = open_text_store(directory, data_path)
     run = load(run_dir)
-    for name in names:  # a setting that the engine refuses is reported before the work begins
+    for name in names:  # report settings that the engine rejects before the work begins
         run.params([run.settings({**METHODS[name].settings, **METHODS[name].values_at(0.5), "seed": 0})])
     context = run.model.config.max_context
     if effort.get("tokens") is None:
@@ -284,7 +290,7 @@ def evaluate_sampling(
 
 
 class TunedMethod(NamedTuple):
-    """A method as it is tested: what makes it and the values of its knobs, its trials, and shares of strategies to be drawn."""
+    """A tuned method: its fixed settings, the tuned values, its trials, and the strategy shares of the control."""
 
     settings: Mapping[str, Any]
     values: Mapping[str, float] = {}
@@ -295,7 +301,7 @@ class TunedMethod(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingBenchmark:
-    """What writes and what judges."""
+    """The model under test and the reference model."""
 
     run: LoadedModel
     judge: ReferenceModel
@@ -303,18 +309,18 @@ class SamplingBenchmark:
     progress: Callable[[str], None]
 
     def continue_prompts(self, windows: PromptWindows, method: TunedMethod, seed: int, report: bool = False) -> Continuations:
-        """One continuation of every prompt."""
+        """Generates one continuation of every prompt."""
         settings = {**method.settings, **method.values}
         return generate_continuations(
             self.run, windows.prompts, settings, self.effort.tokens, seed, shares=method.shares, report=report
         )
 
     def measure(self, windows: PromptWindows, samples: Sequence[tuple[Sequence[str], np.ndarray]]) -> MeasuresByPrompt:
-        """Every measure per prompt, the mean over its samples (texts, tokens `[P, T]`). Self-BLEU takes several."""
+        """Returns every measure per prompt, averaged over its samples (texts, tokens `[P, T]`). Self-BLEU needs several."""
         ids_SP = [ids_PT.tolist() for _, ids_PT in samples]
         texts_S = [tuple(texts) for texts, _ in samples]
-        judged = {texts: self.judge.bits_per_byte(windows.prompts, texts) for texts in set(texts_S)}  # equal ones once
-        found: dict[str, Any] = {"bits_per_byte": [judged[texts] for texts in texts_S]}
+        bits = {texts: self.judge.bits_per_byte(windows.prompts, texts) for texts in set(texts_S)}  # score equal texts once
+        found: dict[str, Any] = {"bits_per_byte": [bits[texts] for texts in texts_S]}
         found |= {name: [[measure(ids) for ids in ids_P] for ids_P in ids_SP] for name, measure in TEXT_MEASURES.items()}
         means = {name: np.mean(values, axis=0) for name, values in found.items()}
         if len(samples) > 1:
@@ -323,8 +329,11 @@ class SamplingBenchmark:
 
 
 def bisection(diversity_at: Callable[[float], float], target: float, trials: int) -> tuple[float, bool]:
-    """The position in [0, 1] tried whose diversity, which should grow with it, is nearest to the target, the first of equal
-    ones, and whether all trials lay on one side of the target."""
+    """Searches a position in [0, 1] whose diversity is near a target. Diversity should increase with the position.
+
+    Returns:
+      The position of the nearest trial (the first of equal ones), and whether all trials were on one side of the target.
+    """
     low, high = 0.0, 1.0
     tried: list[tuple[float, float]] = []
     for _ in range(trials):
@@ -350,12 +359,12 @@ def _tune(bench: SamplingBenchmark, name: str, tuning: PromptWindows, shares: Ma
     method, trials = METHODS[name], list[Trial]()
     if not method.scale:
         bench.progress(f"trying {name}")
-        bench.continue_prompts(tuning, TunedMethod(method.settings), 0)  # compiled here, so that no round waits for it
+        bench.continue_prompts(tuning, TunedMethod(method.settings), 0)  # compile now, so that no timed round includes it
         return TunedMethod(method.settings)
 
     def diversity_at(position: float) -> float:
         values = method.values_at(position)
-        for trial in trials:  # whole numbers come again
+        for trial in trials:  # rounding to integers can repeat values
             if trial.values == values:
                 return trial.diversity
         bench.progress(f"tuning {name}, trial {len(trials) + 1} of {bench.effort.trials}: {format_values(values)}")
@@ -372,16 +381,16 @@ def _mean_diversity(ids_PT: np.ndarray) -> float:
 
 
 def format_values(values: Mapping[str, float]) -> str:
-    """`candidates 1, base_temperature 0.92`."""
+    """Returns the values as text: `candidates 1, base_temperature 0.92`."""
     return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
 def _test_all(
     bench: SamplingBenchmark, tuned: Mapping[str, TunedMethod], test: PromptWindows
 ) -> dict[str, list[Continuations]]:
-    """One continuation of every prompt by every method in a round, the ruler's among them.
+    """Generates one continuation of every prompt per round, with every method and every temperature of the curve.
 
-    Each round goes through them in another order: what slows the machine down for a while meets all alike.
+    Each round uses another order of methods, so that temporary slowdowns of the machine affect all methods equally.
     """
     every = {**tuned, **{name: TunedMethod({"temperature": t}) for name, t in TEMPERATURE_CURVE.items()}}
     names, written = list(every), {name: list[Continuations]() for name in every}
@@ -400,7 +409,7 @@ def _method_result(
 ) -> MethodResult:
     measures = {} if above is None else {"excess": percentile_interval(above)}
     measures |= {key: mean_interval(measured[key]) for key in MEASURES if key in measured}
-    # The control is driven from outside, token by token: its speed says nothing.
+    # The control is driven from Python token by token, so its speed is not comparable.
     speeds = [] if name == CONTROL else [rate for one in written for rate in one.rates]
     speed = Interval(float(np.median(speeds)), min(speeds), max(speeds)) if speeds else None
     return MethodResult(name, dict(method.values), method.at_edge, list(method.trials), measures, speed)

@@ -1,4 +1,4 @@
-"""The comparison of sampling methods as text, Markdown, CSV and plot."""
+"""Text, Markdown, CSV and plot of the comparison of sampling methods."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def _difference(name: str) -> Column:
 
 MEASURES, DIFFERENCES = [*map(_measure, HEADINGS)], [*map(_difference, HEADINGS)]
 SPEED = Column("tok_per_s", "tok/s", lambda method: method.tok_per_s, ".0f", interval=True, spread=False)
-# Okabe and Ito's colours, which stay apart for colour-blind eyes, and a shape each: what is not in the list is black.
+# A marker for each method, in Okabe and Ito's colours, which colour-blind readers can distinguish. Other methods are black.
 MARKS = {
     "human": ("*", "#000000"), "greedy": ("x", "#000000"), "temperature": ("o", "#999999"), "top_p": ("v", "#56b4e9"),
     "min_p": ("s", "#0072b2"), "typical": ("^", "#009e73"), "top_n_sigma": ("D", "#b59f00"), "router_guide": ("p", "#e69f00"),
@@ -34,7 +34,7 @@ MARKS = {
 
 
 def sampling_lines(study: SamplingStudy, width: int = 100) -> Iterator[str]:
-    """What was done, the table, what it says, and what its words mean, in lines of at most `width` where a column fits."""
+    """Returns the conditions, the table, the conclusions and a glossary, in lines of at most `width` if a column fits."""
     width = max(width, 60)
     columns = [Column("", "method", lambda method: method.name), Column("", "setting", _setting), *MEASURES, SPEED]
     yield from wrap_lines([_description(study), ""], width, "")
@@ -43,7 +43,7 @@ def sampling_lines(study: SamplingStudy, width: int = 100) -> Iterator[str]:
 
 
 def sampling_csv(study: SamplingStudy) -> str:
-    """A row per method, three columns per measure: the value, the lower and the upper end."""
+    """Returns a row per method, with three columns per measure: the value, the lower end and the upper end."""
     columns = [
         Column("method", "", lambda method: method.name),
         Column("setting", "", lambda method: " ".join(f"{name}={value!r}" for name, value in method.tuned.items())),
@@ -53,7 +53,7 @@ def sampling_csv(study: SamplingStudy) -> str:
 
 
 def sampling_markdown(study: SamplingStudy) -> str:
-    """The table with whole intervals, the differences, the sentences and the meaning of it all."""
+    """Returns the table with intervals, the differences, the conclusions and the glossary."""
     columns = [Column("", "method", lambda method: f"`{method.name}`"), Column("", "setting", _setting), *MEASURES, SPEED]
     parts = [f"# Sampling methods on {Path(study.run).name}", _description(study), markdown_table(columns, study.methods)]
     if study.comparisons:
@@ -67,23 +67,23 @@ def sampling_files(study: SamplingStudy) -> dict[str, Callable[[], str | bytes]]
 
 
 def conclusions(study: SamplingStudy) -> list[str]:
-    """A sentence per comparison, made of its numbers alone, to be quoted as it stands."""
+    """Returns a self-contained sentence for each comparison."""
     judge = "the model itself" if study.reference is None else Path(study.reference).name
     return [_conclusion(pair, judge) for pair in study.comparisons]
 
 
 def _conclusion(pair: Difference, judge: str) -> str:
     if "excess" not in pair.differences:
-        return f"{pair.a} and {pair.b} cannot be compared: plain temperature never came to the diversity of one of them."
+        return f"{pair.a} and {pair.b} cannot be compared: plain temperature never reached the diversity of one of them."
     excess = pair.differences["excess"]
     value, low, high = excess
-    numbers = f"{value:+.3f} bits per byte at equal diversity, 95 % interval {low:+.3f} to {high:+.3f}, judged by {judge}"
+    numbers = f"{value:+.3f} bits per byte at equal diversity, 95 % interval {low:+.3f} to {high:+.3f}, reference: {judge}"
     found = {"same": "is not distinguishable from", "better": "is better than", "worse": "is worse than"}[verdict(excess)]
     return f"{pair.a} {found} {pair.b} ({numbers})."
 
 
 def draw_sampling(study: SamplingStudy) -> bytes:
-    """Bits per byte against diversity, all of it and what lies close together once more."""
+    """Plots diversity over bits per byte: all methods, and a panel that zooms in on the tuned methods."""
     figure = new_figure(11, 5)
     panels = figure.subplots(1, 2)
     for axes in panels:
@@ -93,7 +93,7 @@ def draw_sampling(study: SamplingStudy) -> bytes:
         panels[1].set_xlim(*_around([measures["bits_per_byte"] for measures in tuned]))
         panels[1].set_ylim(*_around([measures["diversity"] for measures in tuned]))
         panels[1].set_title("the tuned methods", loc="left", fontsize=10)
-    panels[0].set_title("all, with the temperatures of the grey line", loc="left", fontsize=10)
+    panels[0].set_title("all methods, with temperatures on the grey line", loc="left", fontsize=10)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
     return to_png(figure)
 
@@ -115,23 +115,23 @@ def _draw(axes: Any, study: SamplingStudy) -> None:
             elinewidth=1, markeredgecolor=colour if shape == "x" else "white", markeredgewidth=1.5 if shape == "x" else 0.6,
             label=method.name, zorder=3,
         )  # fmt: skip
-    axes.set(xlabel="bits per byte under the reference (left: likelier)", ylabel="diversity (up: more varied)")
+    axes.set(xlabel="bits per byte under the reference (left: more likely)", ylabel="diversity (up: more varied)")
     style_axes(axes)
 
 
 def _around(intervals: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """What holds all intervals, with some air."""
+    """Returns axis limits that contain all intervals, with a margin."""
     low, high = min(low for _, low, _ in intervals), max(high for *_, high in intervals)
-    air = 0.08 * (high - low) or 0.01
-    return low - air, high + air
+    margin = 0.08 * (high - low) or 0.01
+    return low - margin, high + margin
 
 
 def _description(study: SamplingStudy) -> str:
     judge = (
-        "Judged by the model itself, which favours its own likeliest texts: low temperatures look better than they are "
-        "(--reference names another judge)."
+        "The reference is the model itself, which favours its own most likely texts: low temperatures look better than they "
+        "are (select another model with --reference)."
         if study.reference is None
-        else f"Judged by {study.reference}."
+        else f"The reference is {study.reference}."
     )
     return (
         f"{study.run}: {study.prompts} prompts of {study.prompt_tokens} {study.unit} of validation text, "
@@ -140,27 +140,28 @@ def _description(study: SamplingStudy) -> str:
 
 
 def _notes(study: SamplingStudy) -> list[str]:
-    """What the words of the table mean."""
+    """Returns the meaning of the terms in the table."""
     notes = [
-        "human: how the validation text really goes on. Its excess shows how much the reference underrates real text: "
-        "likelihood is not all of quality.",
+        "human: the real continuation of the validation text. Its excess shows how much the reference underrates real text: "
+        "likelihood is only a part of quality.",
         "excess: bits per byte above plain temperature sampling at the same diversity. Below 0 is better; this decides.",
-        "bits/byte: −log2 of a text's probability under the reference, given its prompt, per byte of UTF-8. Lower is likelier.",
-        f"diversity: distinct-2 · distinct-3 · distinct-4. distinct-n: different n-grams of {study.unit} over all of a sample. "
+        "bits/byte: −log2 of the probability of a text under the reference, given its prompt, per UTF-8 byte. Lower is more "
+        "likely.",
+        f"diversity: distinct-2 · distinct-3 · distinct-4. distinct-n: share of distinct n-grams of {study.unit} in a sample. "
         f"rep-4: share of 4-grams of {study.unit} that occurred before. self-BLEU: BLEU-4 of the samples of a prompt against "
         "each other; higher is more alike.",
-        f"setting: of at most {study.trials} tried on {study.prompts} other prompts, the one with the diversity nearest to "
-        "that of the real text there. * all of them lay on one side of it. Truncations run at temperature 1; the router is "
-        "tuned by fewer candidates, and behind the last one by a higher base_temperature.",
-        "Intervals are 95 %, bootstrapped over prompts, one by one: of many comparisons some differ by chance.",
-        f"tok/s: median, lowest and highest of batches of the test, methods taking turns; {study.device}, without compiling "
-        "and reading the prompt.",
+        f"setting: the trial whose diversity is nearest to that of the real text, of at most {study.trials} trials on "
+        f"{study.prompts} other prompts. * all trials were on one side of it. Truncation methods run at temperature 1; the "
+        "router is tuned by fewer candidates, and then by a higher base_temperature.",
+        "Intervals are 95 %, bootstrapped over prompts, not corrected for multiple comparisons.",
+        f"tok/s: median, lowest and highest of the test batches, with methods taking turns; {study.device}, without "
+        "compilation and prefill.",
     ]
     if study.shares is not None:
         shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in study.shares.items())
         notes.append(
-            "router_random: the router with the strategy of every token drawn at random, as often as router_calibrated took "
-            f"it while it was tuned ({shares}); the strategies themselves are unchanged. Its speed is not measured."
+            "router_random: the router with a random strategy for every token, in the shares of router_calibrated during "
+            f"tuning ({shares}); the strategies themselves are unchanged. Its speed is not measured."
         )
     return notes
 

@@ -1,8 +1,8 @@
-"""`dantinox sweep`: trainings that differ in a few settings, run one after the other.
+"""`dantinox sweep`: trainings that differ in a few settings, run one after another.
 
-Each trial is a run directory of its own, trained in a process of its own: memory, on a device above all, is free again when it
-ends, and whatever ends it, the kernel included, is noted and the sweep goes on. `plan.json` says what is to be tried and how
-each trial ended, so that a sweep that was stopped or killed goes on where it was.
+Each trial has its own run directory and its own process. When a trial ends, its memory is free again, on devices too. If a
+trial fails, even if the kernel kills it, the sweep records that and continues. `plan.json` lists the trials and how each ended,
+so that an interrupted sweep can continue.
 """
 
 import json
@@ -30,15 +30,19 @@ from dantinox.run import RunDirectory
 
 PLAN_FILE = "plan.json"
 SIGNAL_EXIT_CODES = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
-LOCK_TIMEOUT = 60  # seconds for what a killed sweep left behind to save and end
+LOCK_TIMEOUT = 60  # seconds to wait for the process of a killed sweep to save and exit
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended: `problem` in a sentence, or None where it finished. Numbers are None where its log has none.
+    """The result of a trial. Numbers are None if the log does not have them.
 
-    `val_loss` (nats per token), `bits_per_byte` and `best_step` are of the best evaluation, `steps` and `ms_per_step`, a
-    median, of the whole run.
+    Attributes:
+      chosen: the settings of the trial.
+      problem: a sentence on what went wrong; None if the trial finished.
+      val_loss: nats per token of the best evaluation; `bits_per_byte` and `best_step` are of the same evaluation.
+      steps: number of steps of the run.
+      ms_per_step: median over the run.
     """
 
     name: str
@@ -53,7 +57,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SweepStudy:
-    """The trials that ended, best first, those with a problem last. `keys`: the settings in which they differ."""
+    """The trials that have ended, best first and failed ones last. `keys` are the settings in which they differ."""
 
     runs_dir: str
     keys: tuple[str, ...]
@@ -67,16 +71,16 @@ def run_sweep(
     retry: bool = False,
     on_result: Callable[[SweepStudy], None] = lambda study: None,
 ) -> SweepStudy:
-    """Trains what has not been trained yet.
+    """Trains the trials that have not been trained yet.
 
     Args:
-      train: trains a trial into its directory, from where it stands, and says what was wrong.
-      retry: try those trials again, too, that ended with a problem.
+      train: trains or resumes a trial in its directory; returns a sentence on what went wrong, or None.
+      progress: called with a line at the start and the end of each trial.
+      retry: also run trials again that ended with a problem.
       on_result: called with the study so far each time a trial ends.
 
     Raises:
-      UserError: the sweep is not the one that its directory was begun with, another process works on it, or a trial could not
-        even begin.
+      UserError: the directory contains another sweep, another process uses it, or a trial could not start.
       SystemExit: after SIGTERM or SIGINT, with the trial saved.
     """
     folder = _open_directory(sweep.runs_dir)
@@ -90,7 +94,7 @@ def run_sweep(
             run = RunDirectory(folder.path / trial.name)
             problem = train(trial, run)
             if problem and not run.config.is_file():
-                raise UserError(f"{trial.name} could not begin: {problem}")
+                raise UserError(f"{trial.name} could not start: {problem}")
             ended[trial.name] = problem
             _write_plan(sweep, folder, ended)
             one = trial_result(trial, run, problem)
@@ -108,7 +112,7 @@ def _study(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> 
 
 
 def trial_result(trial: Trial, run: RunDirectory, problem: str | None) -> TrialResult:
-    """What the logs of a trial say."""
+    """Reads the result of a trial from its logs."""
     rows = [row for row in read_csv(run.log(trial.config)) if math.isfinite(row.get("val_loss", math.nan))]
     times = [row["ms_per_step"] for row in read_jsonl(run.metrics) if row.get("ms_per_step") is not None]
     steps = max((int(row["step"]) for row in read_jsonl(run.metrics)), default=None)
@@ -125,33 +129,37 @@ def _open_directory(path: Path) -> RunDirectory:
         folder.path.mkdir(parents=True, exist_ok=True)
         unexpected = [child.name for child in folder.path.iterdir() if child.name != ".lock"]
     if unexpected and not (folder.path / PLAN_FILE).is_file():
-        raise UserError(f"{path} holds something else than a sweep ({sorted(unexpected)[0]}): give another runs_dir")
+        raise UserError(f"{path} is not empty and not a sweep (it has {sorted(unexpected)[0]}): choose another runs_dir")
     return folder
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What differs from the defaults, as JSON has it."""
+    """Returns the settings that differ from the defaults, as JSON values."""
     return json.loads(json.dumps(flat(config, changed=True)))
 
 
 def _load_plan(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
-    """Writes down what is to be tried, or compares it with what was; returns how the trials ended so far."""
+    """Writes the plan, or compares it with an existing one. Returns how the trials ended so far: name → problem or None.
+
+    Raises:
+      UserError: the existing plan cannot be read, or differs.
+    """
     plan = folder.path / PLAN_FILE
     try:
         before = json.loads(plan.read_text()) if plan.exists() else {"trials": {}, "ended": {}}
         trials, ended = before["trials"], dict(before["ended"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{plan} cannot be read: give another runs_dir") from None
+        raise UserError(f"{plan} cannot be read: choose another runs_dir") from None
     now = {trial.name: _settings(trial.config) for trial in sweep.trials}
     for name, settings in trials.items():
         if name not in now:
-            raise UserError(f"{folder.path} was begun with {len(trials)} trials, {sweep.source} has {len(now)}")
+            raise UserError(f"the sweep in {folder.path} has {len(trials)} trials, but {sweep.source} has {len(now)}")
         for key in sorted({*settings, *now[name]}):
             old, new = (values.get(key, DEFAULTS.get(key)) for values in (settings, now[name]))
             if old != new:
                 raise UserError(
-                    f"{sweep.source} is not the sweep that {folder.path} was begun with: {name} has {key} {quote(old)} there, "
-                    f"got {quote(new)} (give another runs_dir)"
+                    f"{sweep.source} differs from the sweep in {folder.path}: {name} has {key} {quote(old)} there, "
+                    f"got {quote(new)} (choose another runs_dir)"
                 )
     _write_plan(sweep, folder, ended)
     return ended
@@ -163,32 +171,36 @@ def _write_plan(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]
 
 
 def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDirectory], str | None]:
-    """Training in a process of its own, which ends, saved, when this one does; `prepare` of a module is called there first."""
+    """Returns a function that trains a trial in a child process. The child saves and exits when this process ends.
+
+    Args:
+      prepare: a function at module level that the child calls first.
+    """
 
     def train(trial: Trial, run: RunDirectory) -> str | None:
         _wait_for_previous_process(run)
         if not run.config.is_file():
-            shutil.rmtree(run.path, ignore_errors=True)  # it was killed while its corpus was read
+            shutil.rmtree(run.path, ignore_errors=True)  # a previous process was killed while it read the corpus
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_train_in_child, args=(trial.config, run.path, prepare, sender))
         received: list[int] = []
 
-        def pass_on(number: int, _: Any) -> None:
+        def forward(number: int, _: Any) -> None:
             received.append(number)
             if process.pid is not None:
                 os.kill(process.pid, number)
 
         handled = [number for number in SIGNAL_EXIT_CODES.values() if signal.getsignal(number) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, pass_on) for number in handled}
+        previous = {number: signal.signal(number, forward) for number in handled}
         try:
             process.start()
             sender.close()
-            if received:  # while there was nobody to pass it on to
+            if received:  # before the child started
                 process.terminate()
             try:
                 problem = receiver.recv_bytes().decode()
-            except EOFError:  # it ended and had nothing to say
+            except EOFError:  # the child ended without a message
                 problem = None
             process.join()
         finally:
@@ -200,14 +212,14 @@ def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDire
         if problem or not code:
             return problem
         if code == -signal.SIGKILL:
-            return "it was killed: perhaps memory ran out"
-        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
+            return "the process was killed, perhaps because memory ran out"
+        return f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended with code {code}"
 
     return train
 
 
 def _wait_for_previous_process(run: RunDirectory) -> None:
-    """Until the process of a sweep that was killed has saved and ended."""
+    """Waits until the process of a killed sweep has saved and released the lock of the run."""
     end = time.monotonic() + LOCK_TIMEOUT
     while run.path.is_dir():
         try:
@@ -220,7 +232,7 @@ def _wait_for_previous_process(run: RunDirectory) -> None:
 
 
 def _train_in_child(config: Config, path: Path, prepare: Callable[[], None], sender: Connection) -> None:
-    """The other process. It hears no Ctrl-C but what the sweep passes on: a second signal would not wait for the disk."""
+    """Runs in the child process. `setsid` keeps Ctrl-C from it, which would arrive twice and abort the saving."""
     os.setsid()
 
     def follow(parent: Any) -> None:

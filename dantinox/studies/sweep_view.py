@@ -1,4 +1,4 @@
-"""A sweep as text, Markdown, CSV and plot."""
+"""Text, Markdown, CSV and plot of a sweep."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +11,8 @@ from dantinox.report.tables import Column, csv_table, markdown_table, text_table
 from dantinox.studies.sweep import SweepStudy, TrialResult
 
 ALL, BEST, WRONG = "#0072b2", "#d55e00", "#888888"
-OUTLIER_FACTOR = 8  # times as far from the best as half of the trials: not drawn at its place
-LOG_SCALE_RATIO = 20  # from the largest to the smallest of a setting's numbers, from which on its axis is logarithmic
+OUTLIER_FACTOR = 8  # the plot clips losses that are further from the best than this multiple of the median distance
+LOG_SCALE_RATIO = 20  # an axis is logarithmic if its largest value is at least this multiple of its smallest
 MEASURES = [
     Column("val_loss", "val loss", lambda trial: trial.val_loss, ".4f"),
     Column("bits_per_byte", "bits/byte", lambda trial: trial.bits_per_byte),
@@ -28,7 +28,7 @@ def format_value(value: Any) -> str:
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Settings without their section, where that is enough to tell them apart."""
+    """Returns the settings without their section if that is unambiguous."""
     names = [key.partition(".")[2] for key in keys]
     return {key: name if names.count(name) == 1 else key for key, name in zip(keys, names, strict=True)}
 
@@ -38,7 +38,7 @@ def _setting_column(key: str, heading: str, spell: Callable[[Any], Any]) -> Colu
 
 
 def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
-    """The table, best trials first, and what ended the others."""
+    """Returns the table, best trials first, and the problems of failed trials."""
     columns = [NAME, *(_setting_column(key, name, format_value) for key, name in _short_names(study.keys).items()), *MEASURES]
     yield from text_table(columns, study.trials, max(width, 60))
     problems = [f"{trial.name}: {trial.problem}" for trial in study.trials if trial.problem]
@@ -46,7 +46,7 @@ def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
 
 
 def sweep_csv(study: SweepStudy) -> str:
-    """A row per trial, best first; settings by their paths, as YAML spells them."""
+    """Returns a row per trial, best first, with settings by path and values as in YAML."""
     return csv_table([NAME, *(_setting_column(key, "", _csv_value) for key in study.keys), *MEASURES, PROBLEM], study.trials)
 
 
@@ -64,20 +64,20 @@ def sweep_files(study: SweepStudy) -> dict[str, Callable[[], str | bytes]]:
 
 
 def draw_sweep(study: SweepStudy) -> bytes:
-    """The best validation loss of every trial over each setting; those far off, or without one, along the upper edge."""
+    """Plots the best validation loss of every trial over each setting. Outliers and failed trials are at the upper edge."""
     wide = min(3, len(study.keys))
     high = math.ceil(len(study.keys) / wide)
     figure = new_figure(max(6.0, 3.6 * wide), 0.6 + 3.4 * high)
     panels = figure.subplots(high, wide, sharey=True, squeeze=False).flat
     top, losses = 1.0, [trial.val_loss for trial in study.trials if trial.val_loss is not None]
-    if losses:  # one trial that went wrong is not to flatten all others
+    if losses:  # an outlier must not compress the scale of the other trials
         best, middle, worst = min(losses), median(losses), max(losses)
         top = min(worst, best + OUTLIER_FACTOR * (middle - best)) + 0.08 * (middle - best or 1.0)
     for axes, key in zip(panels, study.keys, strict=False):
         _draw(axes, study, key, top)
     for axes in list(panels)[len(study.keys) :]:
         axes.set_visible(False)
-    figure.suptitle("★ the best   ▲ above the picture   × ended with an error", fontsize=8, color=WRONG)
+    figure.suptitle("★ best   ▲ above the plot   × failed", fontsize=8, color=WRONG)
     figure.supylabel("best val loss (nats per token)", fontsize=10)
     return to_png(figure)
 
@@ -95,7 +95,7 @@ def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
         (place, trial.val_loss or 0.0) for place, trial in zip(places, study.trials, strict=True) if _is_within_axes(trial, top)
     ]
     lowest = {x: min(loss for at, loss in both if at == x) for x, _ in sorted(both)}
-    if not names and len(lowest) < len(both):  # several trials to a value: what each can come to
+    if not names and len(lowest) < len(both):  # several trials per value: connect the best ones
         axes.plot(*zip(*lowest.items(), strict=True), color=ALL, linewidth=1, alpha=0.5)
     if both:
         axes.scatter(*zip(*both, strict=True), color=ALL, s=22, alpha=0.8, linewidths=0)
@@ -109,7 +109,7 @@ def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
 
 
 def _axis_positions(values: Sequence[Any]) -> tuple[list[float], list[str]]:
-    """Where each value lies on an axis: numbers at themselves, others side by side, with their names."""
+    """Returns the axis position of each value, and tick labels: numbers are positions, other values get indices and labels."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return list(values), []
     names = list(dict.fromkeys(map(format_value, values)))

@@ -1,9 +1,9 @@
 """`dantinox eval tasks`: lm-evaluation-harness on a run.
 
-Texts are spelt as the harness has it with its own Hugging Face models: a context's trailing spaces belong to what follows it,
-and a continuation's tokens are those of both together behind as many as the context has alone. The begin token stands
-before every text where `bos_ids` says so; an empty context is the begin or else the end token. Of a text that is too long
-for the model's context the beginning is left out.
+Texts are encoded as the harness does for Hugging Face models. Trailing spaces of a context move to its continuation. Context and
+continuation are encoded together, and the tokens after the length of the context alone are those of the continuation. The begin
+token precedes every text if `bos_ids` returns one. An empty context becomes the begin token, or else the end token. The
+beginning of a text that is too long for the model's context is dropped.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from dantinox.measure.texts import bos_ids, equal_batches
 from dantinox.report.tables import Column, text_table
 from dantinox.studies.continuations import NEUTRAL_SETTINGS, ROWS
 
-MIN_LENGTH = 64  # tokens that texts are padded to at least, and then to powers of two
-NEW_TOKENS = 256  # of an answer, where a task does not say
-# What a task may say of generation: what means the same here, the tokens of an answer, and what has a meaning of its own.
+MIN_LENGTH = 64  # texts are padded to at least this length, and above it to powers of two
+NEW_TOKENS = 256  # maximum tokens of an answer if the task does not set it
+# Generation settings of tasks: those with the same meaning here, those for the tokens of an answer, and others.
 SHARED_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 LENGTH_SETTINGS, OTHER_SETTINGS = ("max_gen_toks", "max_new_tokens", "max_tokens"), ("until", "do_sample")
 
 
 class LMEvalModel:
-    """A model as the harness sees it: three questions about texts. A progress line is given each time some are answered."""
+    """The model interface of the harness: three kinds of requests. Progress lines report how many are done."""
 
     def __init__(self, run: LoadedModel, settings: Mapping[str, Any], progress: Callable[[str], None] = lambda line: None):
         """Prepares the model.
@@ -41,7 +41,7 @@ class LMEvalModel:
           settings: `weights`, `matmul_dtype` and `tensor_parallel` of the section `generation`.
 
         Raises:
-          UserError: the tokenizer has neither a begin nor an end token, which an empty context is made of.
+          UserError: the tokenizer has neither a begin nor an end token to use as an empty context.
         """
         self.run, self.progress = run, progress
         self.context = run.model.config.max_context
@@ -52,10 +52,10 @@ class LMEvalModel:
         self._bos_ids = bos_ids(run.tokenizer)
         self._empty_context = [token for token in (run.tokenizer.bos_id, run.tokenizer.eos_id) if token is not None][:1]
         if not self._empty_context:
-            raise UserError("eval tasks needs a tokenizer with a begin or an end token, to score what stands at the beginning")
+            raise UserError("eval tasks needs a tokenizer with a begin or an end token, to score the first token of a text")
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """For each (context, continuation) ln p of the continuation, and whether each of its tokens is the likeliest."""
+        """Returns for each (context, continuation) ln p of the continuation, and whether all its tokens are the most likely."""
         texts = []
         for context, continuation in pairs:
             spaces = len(context) - len(context.rstrip())
@@ -64,15 +64,15 @@ class LMEvalModel:
             whole, before = self._encode(context + continuation), self._encode(context)
             new = max(1, len(whole) - len(before)) if context else len(whole)
             if new > self.context:
-                raise UserError(f"a continuation makes {new} tokens, and the model's context is {self.context}")
+                raise UserError(f"a continuation has {new} tokens, but the model's context is {self.context}")
             ids = [*(self._bos_ids if context else self._empty_context), *whole]
             texts.append(ScoringInput(np.array(ids[-(self.context + 1) :], np.int32), new))
         return [(float(np.sum(one.logp)), bool(one.is_top1.all())) for one in self._score_all(texts)]
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """ln p of each text, whatever its length, in windows that score as many tokens as the context has places.
+        """Returns ln p of each text, of any length, in windows that each score as many tokens as the context holds.
 
-        The last window reaches back as far as the context does.
+        The last window scores the remaining tokens and is filled with earlier tokens as context.
         """
         windows: list[ScoringInput] = []
         owners: list[int] = []
@@ -87,7 +87,7 @@ class LMEvalModel:
         return [float(total) for total in sums]
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """For each (context, settings of the harness) the continuation up to its stop strings; greedy unless it samples."""
+        """Returns for each (context, settings of the harness) the continuation up to its stop strings, greedy by default."""
         asked = []
         for context, given in requests:
             settings = {
@@ -109,7 +109,7 @@ class LMEvalModel:
         return [answers[number] for number in range(len(asked))]
 
     def _score_all(self, texts: Sequence[ScoringInput]) -> list[Any]:
-        """The scores of texts in their order; those of about one length are read together."""
+        """Returns the scores of texts in order. Texts of similar length share a batch."""
         groups: dict[int, list[int]] = {}
         for number, text in enumerate(texts):
             groups.setdefault(self._padded_length(len(text.ids) - 1), []).append(number)
@@ -128,10 +128,10 @@ class LMEvalModel:
 
 
 def _generation_settings(given: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """Settings of ours that say what those of the harness say."""
+    """Converts generation settings of the harness to settings of this package."""
     unknown = next((name for name in given if name not in {*SHARED_SETTINGS, *LENGTH_SETTINGS, *OTHER_SETTINGS}), None)
     if unknown is not None:
-        raise UserError(f"a task asks for the setting {unknown} of generation, which there is not here")
+        raise UserError(f"a task uses the generation setting {unknown}, which is not supported")
     until = given.get("until") or []
     found: dict[str, Any] = {"stop": [until] if isinstance(until, str) else [text for text in until if text]}
     lengths = [given[name] for name in LENGTH_SETTINGS if given.get(name) is not None]
@@ -143,7 +143,7 @@ def _generation_settings(given: Mapping[str, Any], context: int) -> dict[str, An
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One metric of a task or a group: its value, the standard error where there is one, and of how many samples."""
+    """One metric of a task or a group: its value, its standard error if there is one, and its number of samples."""
 
     task: str
     metric: str
@@ -156,7 +156,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskStudy:
-    """What `eval tasks` finds; `versions` are those that tasks give themselves, `harness` that of the library."""
+    """The results of `eval tasks`. `versions` are the versions of the tasks, `harness` is that of the library."""
 
     scores: list[TaskScore]
     versions: dict[str, Any]
@@ -173,17 +173,17 @@ def evaluate_tasks(
     progress: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> TaskStudy:
-    """Puts tasks of lm-evaluation-harness, of its own or of a folder, to a run's model.
+    """Evaluates a run's model on tasks of lm-evaluation-harness.
 
     Args:
-      tasks: names with commas between them: tasks, groups, tags, or YAML files.
-      include_path: a folder of further tasks. A task may hold code, which the harness runs.
-      limit: samples of each task.
-      shots: examples before each question (default: as each task has it).
-      settings: as of `LMEvalModel`.
+      tasks: names separated by commas: tasks, groups, tags, or YAML files.
+      include_path: a folder of additional tasks. A task may contain code, which the harness runs.
+      limit: maximum samples of each task.
+      shots: examples before each question (default: the setting of each task).
+      settings: those of `LMEvalModel`.
 
     Raises:
-      UserError: the library is not there, or it cannot load or carry out a task.
+      UserError: the library is not installed, or it cannot load or run a task.
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
@@ -204,7 +204,7 @@ def evaluate_tasks(
     model = LMEvalModel(load(run_dir, settings.get("tensor_parallel")), settings, progress)
 
     class Model(LM):
-        """The harness's own interface: requests hold their arguments."""
+        """The interface of the harness, whose requests contain their arguments."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return model.loglikelihood([request.args for request in requests])
@@ -217,20 +217,20 @@ def evaluate_tasks(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # it says there how far it is
+        with contextlib.redirect_stdout(sys.stderr):  # the harness prints its progress
             manager = TaskManager(include_path=None if include_path is None else str(include_path))
             found = lm_eval.simple_evaluate(
                 Model(), tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
             )
     except UserError:
         raise
-    except Exception as error:  # of a task, a data set, the network: whatever the library met
-        raise UserError(f"lm-evaluation-harness cannot carry out {', '.join(names)}: {first_line(error)}") from error
+    except Exception as error:  # from a task, a data set, the network or the library
+        raise UserError(f"lm-evaluation-harness cannot run {', '.join(names)}: {first_line(error)}") from error
     return TaskStudy(list(parse_scores(found)), dict(found.get("versions", {})), str(lm_eval.__version__))
 
 
 def parse_scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
-    """The numbers among the harness's results, whose keys are `metric,filter` with errors under `metric_stderr,filter`."""
+    """Yields the numbers in the harness's results. Keys are `metric,filter`; standard errors are `metric_stderr,filter`."""
     for task, values in found["results"].items():
         for key, value in values.items():
             metric, comma, name = key.partition(",")
@@ -244,12 +244,12 @@ def parse_scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
 
 
 def _format_number(number: float | None) -> str | None:
-    """A perplexity may be astronomical."""
+    """Formats a number with four decimals, or four significant digits if it is large, as a perplexity can be."""
     return None if number is None else f"{number:.4f}" if abs(number) < 1e4 else f"{number:.4g}"
 
 
 def task_lines(study: TaskStudy, width: int) -> Iterator[str]:
-    """The scores as a table."""
+    """Returns the scores as a table."""
     columns = [
         Column("task", "task", lambda one: one.task),
         Column("metric", "metric", lambda one: one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"),
@@ -259,5 +259,5 @@ def task_lines(study: TaskStudy, width: int) -> Iterator[str]:
         Column("samples", "samples", lambda one: one.samples, "d"),
     ]
     if not study.scores:
-        raise UserError(f"the tasks gave no number: {quote(study.versions)}")
+        raise UserError(f"the tasks returned no number: {quote(study.versions)}")
     yield from text_table(columns, study.scores, width)

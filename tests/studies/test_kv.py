@@ -311,7 +311,7 @@ def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
         select_methods(["uniform", "entropy"], None, tmp_path)
     with pytest.raises(UserError, match="full is the baseline of the comparison: name at least one of streaming, uniform"):
         select_methods(["full"], None, tmp_path)
-    with pytest.raises(UserError, match=r"no method of eval kv is called Entrpy: did you mean entropy\?"):
+    with pytest.raises(UserError, match=r"unknown method of eval kv Entrpy: did you mean entropy\?"):
         select_methods(["Entrpy"], None, tmp_path)
 
 

@@ -188,8 +188,8 @@ def test_a_study_of_a_model_that_goes_in_circles(run_dir, monkeypatch, tmp_path)
         ({"lengths": [100]}, r"--lengths must be in \[256, 128\], the model's context, got 100"),
         ({"samples": 0}, "--samples must be at least 1, got 0"),
         ({"ratios": [1.0]}, "--ratios must be between 0 and 1, got 1"),
-        ({"tasks": "vt,cw"}, "no task of RULER is called cw: did you mean cwe"),
-        ({"methods": ["kvzap"]}, "no method of eval ruler is called kvzap: did you mean kvzip"),
+        ({"tasks": "vt,cw"}, "unknown task of RULER cw: did you mean cwe"),
+        ({"methods": ["kvzap"]}, "unknown method of eval ruler kvzap: did you mean kvzip"),
         ({"methods": ["loss"]}, "the method loss needs a signal that was not measured: run `dantinox calibrate"),
     ],
 )

@@ -235,13 +235,13 @@ def test_bisection_takes_the_first_of_equal_trials():
 def test_methods_are_chosen_by_name():
     assert select_methods(None) == list(METHODS)
     assert select_methods(["min_p", "greedy"]) == ["greedy", "min_p"]
-    with pytest.raises(UserError, match=r"^no sampling method is called minp: did you mean min_p\?$"):
+    with pytest.raises(UserError, match=r"^unknown sampling method minp: did you mean min_p\?$"):
         select_methods(["minp"])
     with pytest.raises(UserError, match="called Router-Guide: did you mean router_guide"):
         select_methods(["Router-Guide"])
-    with pytest.raises(UserError, match=r"called beam: they are greedy, temperature, .*router_random$"):
+    with pytest.raises(UserError, match=r"unknown sampling method beam: use one of greedy, temperature, .*router_random$"):
         select_methods(["beam"])
-    with pytest.raises(UserError, match="router_random draws strategies as often as router_calibrated takes them: name both"):
+    with pytest.raises(UserError, match="router_random needs the strategy shares of router_calibrated: name both"):
         select_methods(["router_random", "min_p"])
 
 

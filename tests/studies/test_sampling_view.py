@@ -71,9 +71,9 @@ def record():
 def test_every_comparison_is_a_sentence_with_its_numbers(record):
     assert conclusions(record) == [
         "router_calibrated is worse than min_p (+0.123 bits per byte at equal diversity, 95 % interval +0.050 to +0.200, "
-        "judged by the model itself).",
+        "reference: the model itself).",
         "router_calibrated is not distinguishable from router_random (-0.004 bits per byte at equal diversity, 95 % interval "
-        "-0.050 to +0.040, judged by the model itself).",
+        "-0.050 to +0.040, reference: the model itself).",
     ]
     record = replace(
         record,
@@ -81,15 +81,15 @@ def test_every_comparison_is_a_sentence_with_its_numbers(record):
         comparisons=[pair("a", "b", [-0.2, -0.3, -0.1]), pair("a", "c", None)],
     )
     better, unknown = conclusions(record)
-    assert better.startswith("a is better than b (-0.200 bits") and better.endswith("judged by large).")
-    assert unknown == "a and c cannot be compared: plain temperature never came to the diversity of one of them."
+    assert better.startswith("a is better than b (-0.200 bits") and better.endswith("reference: large).")
+    assert unknown == "a and c cannot be compared: plain temperature never reached the diversity of one of them."
 
 
 def test_a_model_that_judges_itself_is_told(record):
-    warning = "Judged by the model itself, which favours its own likeliest texts: low temperatures look better than they are"
+    warning = "The reference is the model itself, which favours its own most likely texts: low temperatures look better than they"
     assert warning in " ".join(sampling_lines(record)) and warning in sampling_markdown(record)
     record = replace(record, reference="/somewhere/runs/large")
-    assert "Judged by /somewhere/runs/large." in sampling_markdown(record) and "itself, which" not in sampling_markdown(record)
+    assert "The reference is /somewhere/runs/large." in sampling_markdown(record) and "itself, which" not in sampling_markdown(record)
 
 
 def test_the_table_has_a_line_per_method(record):

@@ -93,7 +93,7 @@ def test_another_sweep_is_refused(tmp_path):
     for before, after, says in (
         ("1e-2", "2e-2", "trial_003 has training.lr 0.01 there, got 0.02"),
         ("dim: 16", "dim: 32", "trial_001 has model.dim 16 there, got 32"),
-        ("1e-3, 1e-2, 1e-1", "1e-3, 1e-2", "was begun with 6 trials, .* has 4"),
+        ("1e-3, 1e-2, 1e-1", "1e-3, 1e-2", "has 6 trials, but .* has 4"),
     ):
         with pytest.raises(UserError, match=says):
             run_sweep(spec(tmp_path, SPEC.replace(before, after)), Trainer())
@@ -101,12 +101,12 @@ def test_another_sweep_is_refused(tmp_path):
     run_sweep(spec(tmp_path, SPEC.replace("1e-1]", "1e-1, 1]")), more)
     assert more.trained == ["trial_007", "trial_008"], "more at its end is allowed"
     (tmp_path / "runs" / "plan.json").unlink()
-    with pytest.raises(UserError, match="holds something else than a sweep"):
+    with pytest.raises(UserError, match="is not empty and not a sweep"):
         run_sweep(spec(tmp_path), Trainer())
 
 
 def test_what_no_trial_could_begin_with_ends_the_sweep(tmp_path):
-    with pytest.raises(UserError, match="trial_002 could not begin: no corpus"):
+    with pytest.raises(UserError, match="trial_002 could not start: no corpus"):
         run_sweep(spec(tmp_path), Trainer(trial_002="no corpus"))
     assert json.loads((tmp_path / "runs" / "plan.json").read_text())["ended"] == {"trial_001": None}
 

@@ -54,7 +54,7 @@ def test_likelihoods_of_continuations(examinee):
         np.testing.assert_allclose(found, values[-new:].sum(), rtol=1e-5)
         assert likeliest == top[-new:].all()
     assert [likeliest for _, likeliest in examinee.loglikelihood(pairs)][:3] == [True, False, False]
-    with pytest.raises(UserError, match="a continuation makes 200 tokens, and the model's context is 128"):
+    with pytest.raises(UserError, match="a continuation has 200 tokens, but the model's context is 128"):
         examinee.loglikelihood([("a", "b" * 200)])
 
 
@@ -76,7 +76,7 @@ def test_answers(examinee):
     ]
     answers = examinee.generate_until(asked)
     assert answers[:2] == ["è€😀", "\ncaè"] and answers[3] == "aè"
-    with pytest.raises(UserError, match="a task asks for the setting num_beams of generation, which there is not here"):
+    with pytest.raises(UserError, match="a task uses the generation setting num_beams, which is not supported"):
         examinee.generate_until([("a", {"num_beams": 4})])
 
 
@@ -146,5 +146,5 @@ def test_tasks_of_one_s_own(run_dir, folder, capfd):
 
 
 def test_a_task_that_there_is_not(run_dir, folder):
-    with pytest.raises(UserError, match=r"lm-evaluation-harness cannot carry out circle_sing: .*circle_sing"):
+    with pytest.raises(UserError, match=r"lm-evaluation-harness cannot run circle_sing: .*circle_sing"):
         evaluate_tasks(run_dir, "circle_sing", include_path=folder)
