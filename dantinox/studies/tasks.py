@@ -1,8 +1,8 @@
 """`dantinox eval tasks`: lm-evaluation-harness on a run.
 
-Texts are encoded as the harness does for Hugging Face models. Trailing spaces of a context move to its continuation. Context and
-continuation are encoded together, and the tokens after the length of the context alone are those of the continuation. The begin
-token precedes every text if `bos_ids` returns one. An empty context becomes the begin token, or else the end token. The
+Texts are encoded as the harness does for Hugging Face models. Trailing spaces of a context move to its continuation. Context
+and continuation are encoded together, and the tokens after the length of the context alone are those of the continuation. The
+begin token precedes every text if `bos_ids` returns one. An empty context becomes the begin token, or else the end token. The
 beginning of a text that is too long for the model's context is dropped.
 """
 

@@ -152,7 +152,7 @@ def test_a_table_fits_a_hundred_columns_side_by_side(record):
 def test_without_tasks_their_columns_are_gone_and_a_line_says_why(record):
     bare = replace(without_tasks(record), overlapping=True)
     text = "\n".join(kv_lines(bare))
-    assert "needle %" not in text and "does not spell" in text and "200 sequences that overlap" in " ".join(text.split())
+    assert "needle %" not in text and "does not encode" in text and "200 sequences that overlap" in " ".join(text.split())
     assert "needle" not in kv_markdown(bare).split("## Ratio")[1]
 
 
