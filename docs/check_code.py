@@ -35,10 +35,10 @@ os.environ["MPLBACKEND"] = "Agg"
 
 import yaml  # noqa: E402
 
-from dantinox.cli import COMMANDS, _parser, main  # noqa: E402
+from dantinox.cli import main, parser_of  # noqa: E402
 from dantinox.cli.common import choose_run, given_settings  # noqa: E402
 from dantinox.config import Config, UserError, overlay  # noqa: E402
-from dantinox.config.flags import overrides  # noqa: E402
+from dantinox.config.flag_values import overrides  # noqa: E402
 from dantinox.config.sections import SECTIONS  # noqa: E402
 from dantinox.config.sweep_file import load_sweep  # noqa: E402
 from dantinox.config.yaml_files import load_training  # noqa: E402
@@ -207,7 +207,7 @@ def settings_of(argv: list[str]) -> Config:
     Raises:
       UserError: the arguments or the settings are wrong.
     """
-    options = _parser(argv[0]).parse(argv)
+    options = parser_of([argv[0]]).parse(argv)
     choose_run(options)
     if argv[0] in ("generate", "chat", "serve", "explain"):
         return overlay(Config(), given_settings(options))
@@ -402,5 +402,4 @@ def main_of(pages: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    assert set(COMMANDS)
     sys.exit(main_of(sys.argv[1:]))

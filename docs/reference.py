@@ -6,19 +6,22 @@ files are written here; everything else is read from the declarations that the p
 
 import argparse
 import inspect
+import json
 import re
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
+
+import yaml
 
 import dantinox
 from dantinox.cli import COMMANDS, command_parser
-from dantinox.config.names import ALIASES, flat_name
-from dantinox.config.sections import DEFAULTS, FIELDS, NEEDS, SECTIONS, Config
-from dantinox.config.yaml_files import allowed, parse_value
+from dantinox.config import Config
+from dantinox.config.reference import SettingRecord, section_titles, setting_records
+from dantinox.config.setting_groups import GROUPS
 
 Rows = Iterable[tuple[str, ...]]
 
@@ -33,7 +36,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics(),
         "files.md": files(),
     }
-    found |= {f"settings/{section}.md": settings_page(section) for section in SECTIONS}
+    found |= {f"settings/{section}.md": settings_page(section) for section in section_titles()}
     return found | {f"commands/{name}.md": command_page(name) for name in COMMANDS}
 
 
@@ -77,7 +80,7 @@ def sentence(text: str | None) -> str:
     if not text:
         return ""
     first = text.split(" ", 1)[0]
-    plain = first.isalpha() and first.islower()  # not a name such as top_k or `lr`
+    plain = first.rstrip(",").isalpha() and first.islower() and ":" not in text[:20]  # not a name such as top_k or `lr`
     return (text[0].upper() + text[1:] if plain else text) + ("" if text.endswith((".", "!", ")")) else ".")
 
 
@@ -106,133 +109,104 @@ without effect is an error too.
 """
 
 
+# Values for the examples of settings whose default is null or empty, which would show nothing.
+EXAMPLE_VALUES: dict[str, object] = {
+    "model.kv_heads": 2, "model.head_size": 64, "model.hidden_dim": 1024, "model.padded_vocab_size": 50304,
+    "model.final_logit_softcapping": 30.0, "moe.shared_hidden_dim": 512, "moe.dense_layers": [0], "moe.dense_hidden_dim": 2048,
+    "moe.expansion": 4.0, "attention.rope_local_theta": 10000.0, "attention.rope_original_context": 8192,
+    "attention.rope_mscale": 1.0, "attention.rope_mscale_all_dim": 1.0, "attention.rope_attention_factor": 1.0,
+    "attention.query_scaling_beta": 0.1, "attention.rope_short_factors": [1.0, 1.05], "attention.rope_long_factors": [1.0, 4.0],
+    "attention.context_window": 512, "attention.query_pre_attn_scalar": 256.0, "attention.attention_multiplier": 0.0156,
+    "attention.attn_logit_softcapping": 50.0, "attention.kv_lora_rank": 512, "attention.q_lora_rank": 1536,
+    "attention.qk_rope_head_dim": 64, "attention.v_head_dim": 128, "attention.latent_norm_epsilon": 1e-6,
+    "attention.global_head_size": 512, "attention.global_kv_heads": 4, "attention.layer_types": ["sliding", "full"],
+    "attention.rope_layers": [True, True, True, False],
+    "tokenizer.tokenizer_path": "tokenizer.json", "data.path": "my_text.txt", "data.mixture": [3.0, 1.0],
+    "data.chat_template": "plain", "data.val_path": "validation.txt", "data.dataset_config": "sample-10BT",
+    "training.steps": 1000, "training.warmup_steps": 100, "training.eval_tokens": 32768, "training.checkpoint_every": 500,
+    "training.sample_every": 500, "training.sample_prompt": "def ", "training.patience": 5, "training.init_from": "runs/base",
+    "lora.rank": 16, "lora.alpha": 32.0, "lora.targets": ["q_proj", "v_proj"], "distributed.coordinator": "auto",
+    "distributed.processes": 4, "distributed.process": 0, "generation.seed": 1, "generation.stop": ["###"],
+    "generation.stop_token_ids": ["<|im_end|>"], "generation.sampler_order": ["top_k", "temperature", "min_p"],
+    "generation.logit_bias": {"e": -1.0}, "generation.sequence_bias": [["New York", -5.0]],
+    "generation.allowed_tokens": ["yes", "no"],
+    "generation.banned_tokens": ["!"], "generation.bad_words": ["bad word"], "generation.top_k": 40, "generation.top_p": 0.9,
+    "router.low_entropy": 0.1, "router.low_varentropy": 0.1, "router.clarify_entropy": 3.0, "router.high_entropy": 5.0,
+    "router.high_varentropy": 5.0, "router.entropy_scale": 1.0, "router.varentropy_scale": 1.0, "router.temperature_min": 0.3,
+    "router.temperature_max": 1.5, "router.clarify_token": "?", "router.resample_temperature_min": 0.7,
+    "router.resample_temperature_min_factor": 0.7, "kv.budget": 0.3, "kv.budget_tokens": 128,
+    "kv.calibration": "kv_entropy.json", "logging.wandb_project": "my_project",
+}  # fmt: skip
+
+
 def settings_index() -> str:
     text = SETTINGS_INTRO
-    for section, kind in SECTIONS.items():
-        keys = [key for key in FIELDS if key.startswith(f"{section}.")]
-        rows = [(f"[`{name_of(key)}`]({section}.md#{slug(key)})", default(key), help_of(key)) for key in keys]
-        text += f"\n## [{section}]({section}.md)\n\n{section_help(section, kind)}\n\n" + table(
-            ("setting", "default", "meaning"), rows
-        )
-    return text + toctree(f"{section}" for section in SECTIONS)
+    for section, title in section_titles().items():
+        rows = [
+            (f"[`{record.name}`]({section}.md#{slug(record.key)})", code(record.default_text), sentence(record.help))
+            for record in setting_records()
+            if record.section == section
+        ]
+        text += f"\n## [{section}]({section}.md)\n\n{title}\n\n" + table(("setting", "default", "meaning"), rows)
+    return text + toctree(section_titles())
 
 
 def toctree(names: Iterable[str]) -> str:
     return "\n```{toctree}\n:hidden:\n\n" + "".join(f"{name}\n" for name in names) + "```\n"
 
 
-def section_help(section: str, kind: type) -> str:
-    return first_paragraph(kind)
-
-
 def settings_page(section: str) -> str:
-    """The page of a section: every setting with type, range, default, prerequisites, help and examples."""
-    text = f"# {section}\n\n{section_help(section, SECTIONS[section])}\n"
-    for key in FIELDS:
-        if key.startswith(f"{section}."):
-            text += f"\n## {key}\n\n{help_of(key)}\n\n" + table(("", ""), setting_rows(key))
-            text += "\n" + block("yaml", yaml_example(key))
+    """The page of a section: every setting with type, default, prerequisites, help and examples, by groups."""
+    text = f"# {section}\n\n{section_titles()[section]}\n"
+    records = [record for record in setting_records() if record.section == section]
+    groups = dict.fromkeys(record.group for record in records)
+    for group in groups:
+        text += f"\n## {GROUPS[group].title}\n" if group else "\n## Other settings\n" if len(groups) > 1 else ""
+        for record in records:
+            if record.group == group:
+                text += f"\n{'###' if len(groups) > 1 else '##'} {record.key}\n"
+                text += f"\n{sentence(record.help)}\n\n" + table(("", ""), setting_rows(record))
+                text += "\n" + block("yaml", f"{section}:\n  {record.name}: {yaml_value(example(record))}")
     return text
 
 
-def setting_rows(key: str) -> Rows:
-    yield "allowed", allowed(key)
-    yield "default", default(key)
-    if needs := needs_of(key):
-        yield "needs", "; ".join(needs)
-    yield "flag", flag_example(key)
-    others = [old for old, new in ALIASES.items() if new == key]
-    if others:
-        yield "other names", codes(others)
+def setting_rows(record: SettingRecord) -> Rows:
+    yield "type", record.type
+    yield "default", code(record.default_text)
+    if record.prerequisites:
+        yield (
+            "has an effect if",
+            "; ".join(re.sub(r"\b\w+\.\w+\b", r"`\g<0>`", condition) for condition in record.prerequisites),
+        )
+    yield "flag", flag_example(record)
+    if record.aliases:
+        yield "other names", codes(record.aliases)
 
 
-def name_of(key: str) -> str:
-    return key.partition(".")[2]
-
-
-def help_of(key: str) -> str:
-    return sentence(FIELDS[key].description)
+def example(record: SettingRecord) -> object:
+    """A value to show: the default, or a typical one where the default is null or empty."""
+    return EXAMPLE_VALUES.get(record.key, record.default)
 
 
 def yaml_value(value: object) -> str:
-    """A value as YAML writes it."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(map(yaml_value, value)) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{yaml_value(k)}: {yaml_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, str):
-        return (
-            value
-            if value and parse_value(value) == value and not set(value) & set(":{}[],&*#?|-<>=!%@\\'\"\n")
-            else f'"{escaped(value)}"'
-        )
-    return repr(value)
+    """A value as YAML writes it on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=1000)
+    return text.removesuffix("...\n").strip()
 
 
-def escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def default(key: str) -> str:
-    return code(yaml_value(DEFAULTS[key]))
-
-
-def yaml_example(key: str) -> str:
-    section, _, name = key.partition(".")
-    return f"{section}:\n  {name}: {yaml_value(example(key))}"
-
-
-def flag_example(key: str) -> str:
-    value = example(key)
-    words = " ".join(map(flag_word, value)) if isinstance(value, tuple | list) else flag_word(value)
-    names = [f"--{flat_name(key)}"] if list(map(flat_name, FIELDS)).count(flat_name(key)) == 1 else []
-    return " or ".join(code(f"{name} {words}".strip()) for name in (*names, f"--{key}"))
+def flag_example(record: SettingRecord) -> str:
+    value = example(record)
+    is_list = isinstance(value, list) and not any(isinstance(one, list) for one in value)
+    words = " ".join(map(flag_word, value if is_list else [value]))
+    unique = [one.flag for one in setting_records()].count(record.flag) == 1
+    names = [record.flag] if unique else []
+    return " or ".join(code(f"{name} {words}".strip()) for name in (*names, f"--{record.key}"))
 
 
 def flag_word(value: object) -> str:
-    text = yaml_value(value)
-    return f"'{text}'" if text.startswith("{") or " " in text else text
-
-
-def example(key: str) -> object:
-    """A value of the setting to show: its default, or a typical one where that is null or empty."""
-    return DEFAULTS[key]
-
-
-def needs_of(key: str) -> list[str]:
-    """The prerequisites of a setting, in words."""
-    return [" or ".join(dict.fromkeys(condition(other, wanted) for other, wanted in need.others)) for need in NEEDS[key]]
-
-
-def condition(key: str, wanted: object) -> str:
-    """`training.optimizer` is `muon`: in words what a prerequisite demands of another setting."""
-    if not callable(wanted):
-        return f"`{key}` is {code(yaml_value(wanted))}"
-    choices = choices_of(key)
-    if choices:
-        passing = [choice for choice in choices if wanted(choice)]
-        return f"`{key}` is {' or '.join(code(yaml_value(choice)) for choice in passing)}"
-    if not passes(wanted, DEFAULTS[key]):
-        return f"`{key}` differs from {default(key)}" if DEFAULTS[key] is not None else f"`{key}` is set"
-    return f"`{key}` fits"
-
-
-def passes(test: Callable[[Any], Any], value: object) -> bool:
-    try:
-        return bool(test(value))
-    except TypeError:
-        return False
-
-
-def choices_of(key: str) -> tuple[object, ...]:
-    """The words that a setting may be, without null; empty for numbers and texts."""
-    annotation: Any = FIELDS[key].annotation
-    options = get_args(annotation) if get_origin(annotation) is types.UnionType else (annotation,)
-    if all(get_origin(option) is Literal or option is type(None) for option in options):
-        return tuple(word for option in options if option is not type(None) for word in get_args(option))
-    return ()
+    """A value as a word of a shell."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return shlex.quote(text.replace("\\", "\\\\").replace("\n", "\\n"))  # as flags of `generation` read them
 
 
 # --- commands
@@ -343,6 +317,7 @@ def spelling(action: argparse.Action) -> str:
     if action.nargs != 0 and not value:
         value = action.dest.upper()
     many = " …" if action.nargs in ("+", "*") else ""
+    value = f"[{value}]" if action.nargs == "?" and action.option_strings else value
     return ", ".join(code(f"{flag} {value}{many}".strip() if action.nargs != 0 else flag) for flag in action.option_strings)
 
 

@@ -63,6 +63,8 @@ def _value(key: str, given: str | list[str]) -> Any:
                 if strings or not any(get_args(kind)[:1] == (str,) for kind in kinds if get_origin(kind) is tuple):
                     return found  # a list of strings may contain the string `[1]` or `[]`
         texts = [_unescape(text) for text in given] if key.startswith("generation.") else given
+        if all(get_origin(kind) is tuple and set(_members(get_args(kind)[0])) <= {int, float, bool} for kind in kinds):
+            return [parse_value(text) for text in texts]
         if len(texts) > 1 or str not in kinds:
             return texts
         given = texts[0]

@@ -60,6 +60,10 @@ def config_of(*argv: str):
         (r"--stop a\tb \\n", "generation.stop", ("a\tb", r"\n")),
         ("--stop=-x", "generation.stop", ("-x",)),
         ("--layer_types sliding full", "attention.layer_types", ("sliding", "full")),
+        ("--rope_layers true false", "attention.rope_layers", (True, False)),
+        ("--dense_layers 0 1 --use_moe", "moe.dense_layers", (0, 1)),
+        ("--dense_layers [0] --use_moe", "moe.dense_layers", (0,)),
+        ("--mixture 3 .5 --data_path a b", "data.mixture", (3.0, 0.5)),
     ],
 )
 def test_a_flag_sets_its_key(argv, key, value):

@@ -3,13 +3,16 @@
 import argparse
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 import dantinox
 from dantinox.cli import COMMANDS, command_parser
 from dantinox.config import Config
+from dantinox.config.flag_values import overrides
 from dantinox.report.metric_files import COLUMNS
 from dantinox.run import RunDirectory
 from dantinox.serve.app import make_app
@@ -117,3 +120,25 @@ def test_every_body_of_the_server_is_described(pages):
     for part in fields:
         rows = re.findall(r"^\| (`\w+`.*?) \| (.*?) \| (.*?) \|$", part, re.MULTILINE)
         assert rows and all(kind and text for _, kind, text in rows), part
+
+
+def test_examples_of_settings_are_valid(pages):
+    """The YAML and the flags of every setting are read as the same value."""
+    for name, text in pages.items():
+        if not name.startswith("settings/") or name == "settings/index.md":
+            continue
+        for part in re.split(r"^##+ (?=\w+\.)", text, flags=re.MULTILINE)[1:]:
+            key = part.split("\n")[0]
+            section, _, setting = key.partition(".")
+            value = yaml.safe_load(re.search(r"```yaml\n(.*?)```", part, re.DOTALL)[1])[section][setting]
+            for flag in re.search(r"\| flag \| `(.*)` \|", part)[1].replace("\\|", "|").split("` or `"):
+                options = command_parser("train").parse(shlex.split(flag))
+                (found,) = overrides(options).items()
+                assert found[0] == key
+                assert validate(key, found[1]) == validate(key, value), key
+
+
+def validate(key, value):
+    section, _, name = key.partition(".")
+    kind = Config.model_fields[section].annotation
+    return getattr(kind.model_validate({name: value}), name)
