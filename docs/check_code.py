@@ -97,7 +97,8 @@ def blocks_of(page: Path) -> Iterator[Block]:
     for match in re.finditer(r"^( *)```([^\n]*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
         line = text.count("\n", 0, match.start()) + 2
         body = re.sub(f"^{match[1]}", "", match[3], flags=re.MULTILINE)
-        yield Block(page, line, match[2].strip(), body)
+        if not match[2].startswith("{"):  # a directive of the site
+            yield Block(page, line, match[2].strip(), body)
 
 
 def commands_of(text: str) -> Iterator[str]:
