@@ -41,7 +41,7 @@ from dantinox.config import Config, UserError, overlay  # noqa: E402
 from dantinox.config.flag_values import overrides  # noqa: E402
 from dantinox.config.sections import SECTIONS  # noqa: E402
 from dantinox.config.sweep_file import load_sweep  # noqa: E402
-from dantinox.config.yaml_files import load_training  # noqa: E402
+from dantinox.config.yaml_files import build_training, load_training  # noqa: E402
 
 # The beginning of a command, or a pattern in a Python block → why it is only parsed.
 PARSED_ONLY = {
@@ -140,6 +140,7 @@ def make_material(folder: Path) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
+    call(["init", str(folder / "my.yaml")])
     run = folder / "runs" / "tiny"
     call(["train", "--config", "quickstart", "--run_dir", str(run), "--data_path", str(folder / "my_text.txt")])
     (run / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -173,6 +174,8 @@ def call(argv: list[str], stdin: bytes = b"") -> bytes:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             code = main(reduced(argv))
+    except SystemExit as end:  # --help
+        code = end.code or 0
     finally:
         sys.stdin = before
     if code != 0:
@@ -182,6 +185,8 @@ def call(argv: list[str], stdin: bytes = b"") -> bytes:
 
 def reduced(argv: list[str]) -> list[str]:
     """The arguments of a command, with the flags that make a training tiny; a run that it makes is removed first."""
+    if argv[0] == "init":
+        Path(argv[1]).unlink(missing_ok=True)
     if argv[0] in ("train", "import", "merge-lora") and "--resume" not in argv and "--run_dir" in argv:
         shutil.rmtree(argv[argv.index("--run_dir") + 1], ignore_errors=True)
     if argv[0] not in ("train", "find-lr") or "--resume" in argv or "--print_config" in argv:
@@ -194,7 +199,7 @@ def reduced(argv: list[str]) -> list[str]:
             del changes["tokenizer.vocab_size"]
     if argv[0] == "find-lr":
         changes = {key: value for key, value in changes.items() if not key.startswith("training.")}
-        return [*argv, "--tries", "4", "--batch_size", "2", *flags(changes)]
+        return [*argv, "--tries", "10", "--batch_size", "2", *flags(changes)]
     return [*argv, *flags(changes)]
 
 
@@ -216,6 +221,8 @@ def settings_of(argv: list[str]) -> Config:
         given = overrides(options)
         run = getattr(options, "run_dir", None)
         saved = run / "config.yaml" if getattr(options, "resume", False) and run else None
+        if options.config is None and saved is None and "training.init_from" in given:
+            return build_training({}, given)
         return load_training(options.config or saved or "quickstart", given)
     if argv[0] == "sweep":
         load_sweep(options.file)
@@ -272,6 +279,8 @@ class Checker:
             reason = next((why for pattern, why in PARSED_ONLY.items() if re.search(pattern, text)), None)
             program = compile(text, "block", "exec")
             if reason is None:
+                for made in re.findall(r'(?:import_checkpoint\([^)]*, |run_dir=)"(runs/[\w.-]+)"', text):
+                    shutil.rmtree(made, ignore_errors=True)
                 with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     exec(program, names)
@@ -296,7 +305,7 @@ class Checker:
             if sign in words:
                 at = words.index(sign)
                 stdin = Path(words[at + 1]).read_bytes() if sign == "<" else stdin
-                target = Path(words[at + 1]) if sign == ">" else target
+                target = Path(words[at + 1].replace("~", "home")) if sign == ">" else target
                 del words[at : at + 2]
         program, argv = as_dantinox(words)
         if program in OTHER_PROGRAMS:
@@ -314,6 +323,7 @@ class Checker:
         self._seen.add(plain)
         output = call(argv, stdin)
         if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(output)
         return "executed"
 
