@@ -22,7 +22,7 @@ help:
 	@echo "make real          a published model, SmolLM2-135M-Instruct, beside recorded numbers of transformers and llama.cpp (3 minutes)"
 	@echo "make tokenizers    token ids of every vocabulary beside those of llama.cpp, on 20,000 lines"
 	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (2 minutes)"
-	@echo "make docs          build this site into docs/_build/html, check its links"
+	@echo "make docs          build this site into docs/_build/html; check its links, and run the code of its pages"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
 	@echo "make models        rewrite the table of docs/models.md from the families"
@@ -81,6 +81,7 @@ benchmarks: $(BENCHMARKS:=.smoke)
 docs: $(VENV)/.docs
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	$(PY) docs/check_links.py docs/_build/html
+	$(PY) docs/check_code.py
 
 docs-linkcheck: $(VENV)/.docs
 	$(PY) -m sphinx -q -b linkcheck docs docs/_build/linkcheck

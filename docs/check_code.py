@@ -51,7 +51,6 @@ PARSED_ONLY = {
     r"dantinox eval tasks": "needs lm-evaluation-harness",
     r"dantinox eval (sampling|kv|ruler)": "takes minutes",
     r"dantinox sweep(?!.*--dry_run)": "takes minutes",
-    r"dantinox profile": "takes minutes",
     r"dantinox plan .*--topology": "needs the compilers of the target",
     r"dantinox train .*llama_1b": "a large model",
     r"dantinox doctor": "measures the machine",
@@ -68,7 +67,6 @@ OTHER_PROGRAMS = {
     "git": "needs a network",
     "cd": "changes the directory",
 }
-ABBREVIATED = "is abbreviated"
 
 TINY_MODEL = {
     "model.dim": 16, "model.n_heads": 2, "model.kv_heads": 1, "model.num_blocks": 1, "model.max_context": 256,
@@ -295,10 +293,10 @@ class Checker:
         return "text"
 
     def _command(self, text: str) -> str:
-        if "…" in text:
-            return f"parsed: {ABBREVIATED}"
         left, _, right = text.partition(" | ") if text.startswith("printf ") else ("", "", text)
         words = shlex.split(right, comments=True)
+        abbreviated = "…" in words
+        words = [word for word in words if word != "…"]
         stdin = subprocess.run(left, shell=True, capture_output=True, check=True).stdout if left else b"Hello\n"
         target = None
         for sign in ("<", ">"):
@@ -315,6 +313,7 @@ class Checker:
             raise UserError(f"{program} is not a known program")
         plain = shlex.join(["dantinox", *argv])
         reason = next((why for pattern, why in PARSED_ONLY.items() if re.match(pattern, plain)), None)
+        reason = "is abbreviated" if abbreviated else reason
         if reason is not None:
             settings_of(argv)
             return f"parsed: {reason}"
