@@ -1,7 +1,7 @@
 """GGUF checkpoints (llama.cpp): import of settings, weights and tokenizer, and export.
 
-Three things change numbers on the way: heads of the Llama family are stored for rotations of neighbouring numbers, norms of
-Gemma as 1 + w, and GPT-2's matrices transposed.
+Three conversions change the stored numbers: the rows of queries and keys of the Llama family are stored for the rotary pairs
+(x₀, x₁), (x₂, x₃), …; norms of Gemma are stored as 1 + w; and GPT-2's matrices are transposed.
 """
 
 import math
@@ -17,112 +17,111 @@ from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.files import escape_name, quote
 from dantinox.interop.gguf_config import (
-    LLAMA3,
-    LONG,
-    SHORT,
-    Metadata,
+    count_mtp_layers,
     frequency_tensors,
     gguf_metadata,
     gguf_to_hf_config,
-    predicting_layers,
     select_family,
     unsupported_feature,
 )
 from dantinox.interop.gguf_families import FAMILIES, Family, MergedTensor
-from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, read_tensor, write_gguf
+from dantinox.interop.gguf_file import PLAIN_TYPES, GGUFFile, Shape, StoredTensor, read_tensor, write_gguf
+from dantinox.interop.gguf_keys import LLAMA3, LONG, SHORT, Metadata
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
 from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.source import LazyArrays, Source, Tensor
 from dantinox.text import Tokenizer
 
-# By the name of the flag `--type`: GGUF's name of the type, and llama.cpp's number for a file of it.
+# For each value of the flag `--type`: GGUF's name of the type, and llama.cpp's number of the file type.
 TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
-# Routers and positions, besides biases and what has one axis.
+# Routers and positions. Biases and tensors with one axis are float32, too.
 ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
-# Architectures that llama.cpp wants an output layer of, even where it is the table of embeddings.
+# Architectures for which llama.cpp requires an output layer, even if it equals the embeddings.
 NEEDS_OUTPUT_LAYER = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1", "phi2")
-# Architectures of text models with positions of three axes, which for text are another architecture.
+# Text models with multimodal rotary positions (M-RoPE), and the plain architecture of each.
 MROPE_ARCHITECTURES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
-Q8_0_BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
+Q8_0_BLOCK = 32  # numbers that share a scale in q8_0; rows whose length is not a multiple are f16
 
 
 def source_from_gguf(file: GGUFFile) -> Source:
-    """A GGUF file as a checkpoint to import. Nothing of its tensors is read yet.
+    """Returns a GGUF file as a checkpoint to import. Tensors are read on access.
 
     Raises:
-      UserError: the file is of an unknown architecture, or says something that is not known here.
+      UserError: the architecture or an entry of the metadata is not supported.
     """
     path = file.path
     if file.metadata.get("general.architecture") == "clip" or file.metadata.get("general.type") == "mmproj":
         raise UserError(
-            f"{path} holds an encoder of images or sound and its projector (mmproj), and no text model: "
+            f"{path} contains an image or audio encoder with its projector (mmproj), and no text model: "
             "import the file of the language model from the same repository"
         )
     if file.metadata.get("general.type", "model") != "model":
-        raise UserError(f"{path} is no model but {quote(file.metadata['general.type'])}")
+        raise UserError(f"{path} has general.type: {quote(file.metadata['general.type'])}, expected 'model'")
     file = _split_qkv(_drop_mrope(file))
     family, config = gguf_to_hf_config(file)
-    parts = _locate_tensors(file, family)
-    config["tie_word_embeddings"] = "lm_head.weight" not in parts
+    locations = _locate_tensors(file, family)
+    config["tie_word_embeddings"] = "lm_head.weight" not in locations
     vocabulary = from_metadata(file.metadata, str(path))
     rows = file.tensors["token_embd.weight"].shape[0]
     if len(file.metadata["tokenizer.ggml.tokens"]) != rows:
         raise UserError(f"{path} has {rows} rows of embeddings for {len(file.metadata['tokenizer.ggml.tokens'])} tokens")
     config["vocab_size"] = rows
-    described: dict[str, Tensor] = {}
-    for name, (stored_as, expert) in parts.items():
-        stored = [file.tensors[part] for part in stored_as]
-        kinds = {PLAIN[part.kind].name if part.kind in PLAIN else "float32" for part in stored}
-        if joined := family.joined.get(_generalize(name)):
-            shape = _merged_shape(joined, config, [part.shape for part in stored], f"{path} has {' and '.join(stored_as)}")
+    tensors: dict[str, Tensor] = {}
+    for name, (stored_names, expert) in locations.items():
+        stored = [file.tensors[stored_name] for stored_name in stored_names]
+        dtypes = {PLAIN_TYPES[tensor.kind].name if tensor.kind in PLAIN_TYPES else "float32" for tensor in stored}
+        if merged := family.merged.get(_generalize(name)):
+            shape = _merged_shape(merged, config, [t.shape for t in stored], f"{path} has {' and '.join(stored_names)}")
         else:
             shape = stored[0].shape if expert is None else stored[0].shape[1:]
             shape = shape[::-1] if _is_transposed(family, name, len(shape)) else shape
-        described[name] = Tensor(shape, kinds.pop() if len(kinds) == 1 else "float32")
+        tensors[name] = Tensor(shape, dtypes.pop() if len(dtypes) == 1 else "float32")
 
     def make(name: str) -> np.ndarray:
-        stored_as, expert = parts[name]
-        joined = family.joined.get(_generalize(name))
-        if joined is None:
-            return _convert(family, config, name, read_tensor(file, stored_as[0], expert), back=False)
-        arrays = [read_tensor(file, part) for part in stored_as]
-        whole = np.empty(described[name].shape, arrays[0].dtype if len({a.dtype for a in arrays}) == 1 else np.float32)
-        for piece, array in zip(joined.pieces(whole, config), arrays, strict=True):
-            piece[...] = array
+        stored_names, expert = locations[name]
+        merged = family.merged.get(_generalize(name))
+        if merged is None:
+            return _convert(family, config, name, read_tensor(file, stored_names[0], expert), back=False)
+        arrays = [read_tensor(file, stored_name) for stored_name in stored_names]
+        whole = np.empty(tensors[name].shape, arrays[0].dtype if len({a.dtype for a in arrays}) == 1 else np.float32)
+        for part, array in zip(merged.parts(whole, config), arrays, strict=True):
+            part[...] = array
         return whole
 
     return Source(
         path=path,
         format="gguf",
         config=config,
-        tensors=LazyArrays(described, make),
+        tensors=LazyArrays(tensors, make),
         **vocabulary._asdict(),
     )
 
 
 def _drop_mrope(file: GGUFFile) -> GGUFFile:
-    """The text model of a Qwen-VL as its plain family: all axes of a text token's position are equal, but for a fourth."""
+    """Converts the metadata of a Qwen-VL text model to its plain architecture.
+
+    The three position axes of a text token are equal, so plain rotary positions give the same rotations. A fourth section must
+    be 0.
+    """
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in MROPE_ARCHITECTURES:
         return file
     sections = file.metadata.get(f"{arch}.rope.dimension_sections")
     if not isinstance(sections, list) or len(sections) not in (3, 4) or any(sections[3:]):
-        raise UserError(
-            f"{file.path} says {arch}.rope.dimension_sections: {quote(sections)}, expected three numbers and a zero"
-        )
+        raise UserError(f"{file.path} has {arch}.rope.dimension_sections: {quote(sections)}, expected three numbers and a zero")
     unused = {f"{arch}.rope.dimension_sections", f"{arch}.n_deepstack_layers"}
     metadata: dict[str, Any] = {"general.architecture": MROPE_ARCHITECTURES[arch]}
     for key, value in file.metadata.items():
         if key not in unused | metadata.keys():
-            owner, _, rest = key.partition(".")
-            metadata[f"{MROPE_ARCHITECTURES[arch]}.{rest}" if owner == arch else key] = value
+            section, _, rest = key.partition(".")
+            metadata[f"{MROPE_ARCHITECTURES[arch]}.{rest}" if section == arch else key] = value
     return file._replace(metadata=metadata)
 
 
 def _split_qkv(file: GGUFFile) -> GGUFFile:
-    """A file whose queries, keys and values are three tensors in place of one, `attn_qkv`, where its family knows three.
+    """Splits `attn_qkv` into queries, keys and values, if the family has three tensors.
 
-    llama.cpp reads either. Their rows follow each other, so that each is a part of the bytes.
+    llama.cpp reads both forms. The rows of the three tensors are contiguous, so each tensor is a range of bytes.
     """
     arch = file.metadata.get("general.architecture")
     families = [family for family in FAMILIES if family.arch == arch]
@@ -130,7 +129,7 @@ def _split_qkv(file: GGUFFile) -> GGUFFile:
     key_heads = file.metadata.get(f"{arch}.attention.head_count_kv", heads)
     if not families or "blk.{}.attn_k" not in families[0].names or type(heads) is not int or type(key_heads) is not int:
         return file
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, stored in file.tensors.items():
         total = heads + 2 * key_heads
         if ".attn_qkv." not in name or not stored.shape or total < 1 or stored.shape[0] % total:
@@ -142,67 +141,69 @@ def _split_qkv(file: GGUFFile) -> GGUFFile:
             new = name.replace(".attn_qkv.", f".attn_{part}.")
             if new in file.tensors:
                 raise UserError(f"{file.path} has both {escape_name(name)} and {escape_name(new)}")
-            tensors[new] = Stored((rows, *stored.shape[1:]), stored.kind, start, rows * row)
+            tensors[new] = StoredTensor((rows, *stored.shape[1:]), stored.kind, start, rows * row)
             start += rows * row
     return file._replace(tensors=tensors)
 
 
-def _merged_shape(joined: MergedTensor, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str) -> tuple[int, ...]:
-    """The shape of a tensor of transformers that is made of tensors of these shapes; `what`: the beginning of an error."""
+def _merged_shape(merged: MergedTensor, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str) -> tuple[int, ...]:
+    """Returns the shape of a merged tensor, given the shapes of its parts; `what` is the beginning of an error message."""
     try:
-        shape = joined.shape(config, *shapes)
-        pieces = joined.pieces(np.broadcast_to(np.uint8(0), shape), config)
+        shape = merged.shape(config, *shapes)
+        parts = merged.parts(np.broadcast_to(np.uint8(0), shape), config)
     except (IndexError, ValueError):
-        pieces = ()
-    if [piece.shape for piece in pieces] != shapes:
-        raise UserError(f"{what} of shapes that do not fit the metadata: {' and '.join(map(str, shapes))}")
+        parts = ()
+    if [part.shape for part in parts] != shapes:
+        raise UserError(f"{what} with shapes that do not fit the metadata: {' and '.join(map(str, shapes))}")
     return shape
 
 
 def _generalize(name: str) -> str:
-    """A name of transformers with `{}` for the layer."""
+    """Replaces the index of the layer in a name of transformers with `{}`."""
     return re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
 
 
 def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str, ...], int | None]]:
-    """For every name of transformers the tensors in the file, and the entry of the first axis where that is one of experts."""
-    parts: dict[str, tuple[tuple[str, ...], int | None]] = {}
-    joined = {stored: theirs for theirs, how in family.joined.items() for stored in how.stored}
+    """Returns, for every name in transformers, the names in the file, and the index of the expert if experts are stacked."""
+    locations: dict[str, tuple[tuple[str, ...], int | None]] = {}
+    merged = {stored: hf_name for hf_name, tensor in family.merged.items() for stored in tensor.stored}
     meta = Metadata(file)
     layers = meta("block_count")
-    left_out = tuple(f"blk.{layer}." for layer in range(layers - predicting_layers(meta), layers))
+    skipped = tuple(f"blk.{layer}." for layer in range(layers - count_mtp_layers(meta), layers))
     for name, stored in file.tensors.items():
-        if name in (LLAMA3, LONG, SHORT) or name.startswith(left_out):
+        if name in (LLAMA3, LONG, SHORT) or name.startswith(skipped):
             continue
-        if theirs := joined.get(re.sub(r"^blk\.\d+\.", "blk.{}.", name)):
-            number = name.split(".")[1]
-            of = tuple(part.replace("{}", number) for part in family.joined[theirs].stored)
-            if missing := next((part for part in of if part not in file.tensors), None):
+        if hf_name := merged.get(_generalize_stored(name)):
+            layer = name.split(".")[1]
+            parts = tuple(part.replace("{}", layer) for part in family.merged[hf_name].stored)
+            if missing := next((part for part in parts if part not in file.tensors), None):
                 raise UserError(f"{file.path} has {name} and lacks {missing}")
-            parts[theirs.replace("{}", number)] = of, None
+            locations[hf_name.replace("{}", layer)] = parts, None
             continue
         module, _, suffix = name.rpartition(".")
-        theirs = family.names.get(re.sub(r"^blk\.\d+\.", "blk.{}.", module))
-        if theirs is None or suffix not in ("weight", "bias"):
-            raise UserError(f"{file.path} has the tensor {escape_name(name)}, which {family.arch} is not known to have")
-        layer = re.match(r"blk\.(\d+)\.", module)
-        theirs = f"{theirs}.{suffix}".replace("{}", layer[1] if layer else "")
-        if "{e}" in theirs:
-            if stored.shape[0] != file.metadata.get(f"{family.arch}.expert_count"):
-                raise UserError(f"{file.path} has {stored.shape[0]} experts in {escape_name(name)}, and says otherwise")
-            parts |= {theirs.replace("{e}", str(e)): ((name,), e) for e in range(stored.shape[0])}
+        hf_name = family.names.get(_generalize_stored(module))
+        if hf_name is None or suffix not in ("weight", "bias"):
+            raise UserError(f"{file.path} has the tensor {escape_name(name)}, which is unknown for {family.arch}")
+        match = re.match(r"blk\.(\d+)\.", module)
+        hf_name = f"{hf_name}.{suffix}".replace("{}", match[1] if match else "")
+        if "{e}" in hf_name:
+            if stored.shape[0] != (count := file.metadata.get(f"{family.arch}.expert_count")):
+                raise UserError(
+                    f"{file.path} has {stored.shape[0]} experts in {escape_name(name)}, but expert_count: {quote(count)}"
+                )
+            locations |= {hf_name.replace("{e}", str(e)): ((name,), e) for e in range(stored.shape[0])}
         else:
-            parts[theirs] = (name,), None
+            locations[hf_name] = (name,), None
     if "token_embd.weight" not in file.tensors:
         raise UserError(f"{file.path} has no embeddings: token_embd.weight is missing")
     embeddings, output = (file.tensors.get(name) for name in ("token_embd.weight", "output.weight"))
     if embeddings and output and _same_bytes(file, embeddings, output):
-        del parts["lm_head.weight"]
-    return parts
+        del locations["lm_head.weight"]
+    return locations
 
 
 def _same_bytes(file: GGUFFile, one: Any, other: Any) -> bool:
-    """Whether two tensors are the same bytes: some programs write a tied table twice."""
+    """Returns whether two tensors have equal bytes: some programs write tied embeddings twice."""
     if one[:2] != other[:2]:
         return False
     a, b = (file.content[stored.offset : stored.offset + stored.size] for stored in (one, other))
@@ -211,15 +212,15 @@ def _same_bytes(file: GGUFFile, one: Any, other: Any) -> bool:
 
 
 def _is_transposed(family: Family, name: str, axes: int) -> bool:
-    """Whether GGUF has a tensor's axes in the other order: matrices of GPT-2's layers, and not its tables."""
+    """Returns whether GGUF stores the transpose of a tensor: matrices of GPT-2's layers, but not its embeddings."""
     return family.arch == "gpt2" and axes == 2 and ".h." in name
 
 
 def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray, back: bool) -> np.ndarray:
-    """A tensor of GGUF as transformers has it, or with `back` a tensor of transformers as GGUF has it."""
+    """Converts a tensor from GGUF to transformers, or with `back` from transformers to GGUF."""
     if _is_transposed(family, name, array.ndim):
         return array.T
-    if family.shifted and name.endswith("norm.weight"):
+    if family.norms_plus_one and name.endswith("norm.weight"):
         return np.asarray(array, np.float32) + (1 if back else -1)
     if heads := _permuted_heads(family, config, name):
         pairs = array.reshape(heads, *((2, -1) if back else (-1, 2)), *array.shape[1:])
@@ -228,8 +229,8 @@ def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.nda
 
 
 def _permuted_heads(family: Family, config: Mapping[str, Any], name: str) -> int:
-    """How many heads a tensor has that are stored in another order, 0 for all others."""
-    if not family.interleaved or not re.search(r"\.[qk]_proj\.(weight|bias)$", name):
+    """Returns the number of heads in a tensor whose rows are permuted in GGUF, 0 for all other tensors."""
+    if not family.interleaved_rope or not re.search(r"\.[qk]_proj\.(weight|bias)$", name):
         return 0
     key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
     return int(config.get(key) or config["num_attention_heads"])
@@ -246,27 +247,32 @@ def export_gguf(
     chat_template: str | None = None,
     name: str = "",
 ) -> None:
-    """Writes a model as GGUF.
+    """Writes a model as a GGUF file.
 
     Args:
-      hf_config: `config.json` of transformers, which names the family.
-      tensors: by transformers' names.
-      kind: f32, f16, bf16 or q8_0 for matrices; vectors are float32.
+      path: the file to create.
+      config: the settings of the model.
+      hf_config: the content of transformers' `config.json`, which gives the family.
+      tensors: the tensors, with transformers' names.
+      tokenizer: the tokenizer.
+      kind: the type of matrices: f32, f16, bf16 or q8_0. Vectors are float32.
+      chat_template: the Jinja template, or None.
+      name: the name of the model in the metadata.
 
     Raises:
-      UserError: GGUF cannot say the model or its tokenizer, or the file cannot be written.
+      UserError: GGUF cannot represent the model or its tokenizer, or the file cannot be written.
     """
     family = select_family(hf_config)
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
-    made_of = _group_by_stored(family, [name for name in tensors if name not in tied])
-    shapes = {stored: _shape(family, tensors, stored, names, TYPES[kind][0], hf_config) for stored, names in made_of.items()}
+    sources = _group_by_stored(family, [name for name in tensors if name not in tied])
+    shapes = {stored: _shape(family, tensors, stored, names, TYPES[kind][0], hf_config) for stored, names in sources.items()}
     rows = shapes["token_embd.weight"][0][0]
     model = config.architecture(tokenizer.vocab_size)
-    if what := unsupported_feature(model, family, hf_config):
-        raise UserError(f"llama.cpp's {family.arch} cannot have {what}")
+    if feature := unsupported_feature(model, family, hf_config):
+        raise UserError(f"llama.cpp's {family.arch} does not support {feature}")
     context = hf_config.get("max_position_embeddings", model.max_context)
-    if not family.windows and all(window is None or window >= model.max_context for window in model.windows):
-        # Windows as long as the context change nothing, and the file says that it is no longer.
+    if not family.full_every and all(window is None or window >= model.max_context for window in model.windows):
+        # Windows as long as the context have no effect. The file must not claim a longer context.
         context = context if model.windows.count(None) == model.num_blocks else model.max_context
         model = replace(model, windows=(None,) * model.num_blocks)
     extra = frequency_tensors(config, model, family)
@@ -274,32 +280,31 @@ def export_gguf(
     metadata: dict[str, Any] = {"general.architecture": family.arch, "general.type": "model"}
     metadata |= {"general.name": name} if name else {}
     metadata |= {"general.file_type": TYPES[kind][1], "general.quantization_version": 2}
-    said = gguf_metadata(model, family, context)
-    metadata |= {f"{family.arch}.{key}": value for key, value in said.items()}
+    metadata |= {f"{family.arch}.{key}": value for key, value in gguf_metadata(model, family, context).items()}
     _check_roundtrip(model, family, metadata, shapes, extra)
     metadata |= to_metadata(tokenizer, rows, chat_template)
 
     def arrays() -> Iterator[np.ndarray]:
-        for stored, names in made_of.items():
-            if joined := family.joined.get(_generalize(names[0])):
-                number = joined.stored.index(_stored_name(stored))
-                yield np.ascontiguousarray(joined.pieces(tensors[names[0]], hf_config)[number])
+        for stored, names in sources.items():
+            if merged := family.merged.get(_generalize(names[0])):
+                index = merged.stored.index(_generalize_stored(stored))
+                yield np.ascontiguousarray(merged.parts(tensors[names[0]], hf_config)[index])
                 continue
-            parts = (_convert(family, hf_config, name, tensors[name], back=True) for name in names)
-            yield np.stack(list(parts)) if "_exps" in stored else next(parts)
+            converted = (_convert(family, hf_config, name, tensors[name], back=True) for name in names)
+            yield np.stack(list(converted)) if "_exps" in stored else next(converted)
         yield from extra.values()
 
     write_gguf(path, metadata, shapes, arrays())
 
 
 def _group_by_stored(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
-    """For every tensor of GGUF those of transformers that it is made of: one, or one of each expert in their order."""
-    names = {theirs: ours for ours, theirs in family.names.items()}
-    made_of: dict[str, dict[int, str]] = {}
+    """Returns, for every tensor of GGUF, its tensors in transformers: one, or one per expert in order."""
+    names = {hf_name: stored for stored, hf_name in family.names.items()}
+    sources: dict[str, dict[int, str]] = {}
     for name in tensors:
-        if joined := family.joined.get(_generalize(name)):
-            number = name.split(".")[2]
-            made_of |= {stored.replace("{}", number): {0: name} for stored in joined.stored}
+        if merged := family.merged.get(_generalize(name)):
+            index = name.split(".")[2]
+            sources |= {stored.replace("{}", index): {0: name} for stored in merged.stored}
             continue
         module, _, suffix = name.rpartition(".")
         layer, expert = re.search(r"\.(?:layers|h)\.(\d+)\.", name), re.search(r"\.experts\.(\d+)\.", name)
@@ -307,24 +312,24 @@ def _group_by_stored(family: Family, tensors: Iterable[str]) -> dict[str, list[s
         if general not in names:
             raise UserError(f"GGUF has no name for the tensor {name}")
         stored = f"{names[general]}.{suffix}".replace("{}", layer[1] if layer else "")
-        made_of.setdefault(stored, {})[int(expert[1]) if expert else 0] = name
-    if family.arch in NEEDS_OUTPUT_LAYER and "output.weight" not in made_of:
-        made_of["output.weight"] = made_of["token_embd.weight"]
-    return {stored: [parts[e] for e in sorted(parts)] for stored, parts in made_of.items()}
+        sources.setdefault(stored, {})[int(expert[1]) if expert else 0] = name
+    if family.arch in NEEDS_OUTPUT_LAYER and "output.weight" not in sources:
+        sources["output.weight"] = sources["token_embd.weight"]
+    return {stored: [experts[e] for e in sorted(experts)] for stored, experts in sources.items()}
 
 
-def _stored_name(stored: str) -> str:
-    """A name of GGUF with `{}` for the layer."""
-    return re.sub(r"^blk\.\d+\.", "blk.{}.", stored)
+def _generalize_stored(name: str) -> str:
+    """Replaces the index of the layer in a name of GGUF with `{}`."""
+    return re.sub(r"^blk\.\d+\.", "blk.{}.", name)
 
 
 def _shape(
     family: Family, tensors: LazyArrays, stored: str, names: list[str], kind: str, hf_config: Mapping[str, Any]
 ) -> Shape:
     shape = tensors.tensors[names[0]].shape
-    if joined := family.joined.get(_generalize(names[0])):
-        pieces = joined.pieces(np.broadcast_to(np.uint8(0), shape), hf_config)
-        shape = pieces[joined.stored.index(_stored_name(stored))].shape
+    if merged := family.merged.get(_generalize(names[0])):
+        parts = merged.parts(np.broadcast_to(np.uint8(0), shape), hf_config)
+        shape = parts[merged.stored.index(_generalize_stored(stored))].shape
     if _is_transposed(family, names[0], len(shape)):
         shape = shape[::-1]
     if "_exps" in stored and ".experts.0." in names[0]:
@@ -337,27 +342,25 @@ def _shape(
 def _check_roundtrip(
     model: ModelConfig, family: Family, metadata: dict[str, Any], shapes: Mapping[str, Any], extra: Mapping[str, np.ndarray]
 ) -> None:
-    """Reads the metadata back as llama.cpp does, and raises where the architecture differs: that GGUF cannot say."""
+    """Converts the metadata back as llama.cpp does, and raises a `UserError` if the architecture changes."""
     content = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in extra.values())])
     ends = np.cumsum([array.nbytes for array in extra.values()]).tolist()
-    tensors = {name: Stored(shape, kind, 0, 0) for name, (shape, kind) in shapes.items()}
+    tensors = {name: StoredTensor(shape, kind, 0, 0) for name, (shape, kind) in shapes.items()}
     for (name, array), end in zip(extra.items(), ends, strict=True):
-        tensors[name] = Stored(array.shape, "F32", end - array.nbytes, array.nbytes)
-    _, said = gguf_to_hf_config(GGUFFile(Path("the file"), metadata, tensors, content))
-    sections = hf_config_to_settings(
-        said | {"vocab_size": model.vocab_size, "tie_word_embeddings": model.weight_tying}, model.max_context
-    )
-    back = build_config(sections).architecture(model.vocab_size)
+        tensors[name] = StoredTensor(array.shape, "F32", end - array.nbytes, array.nbytes)
+    _, hf_config = gguf_to_hf_config(GGUFFile(Path("the file"), metadata, tensors, content))
+    hf_config |= {"vocab_size": model.vocab_size, "tie_word_embeddings": model.weight_tying}
+    back = build_config(hf_config_to_settings(hf_config, model.max_context)).architecture(model.vocab_size)
     for name in ARCHITECTURE:
-        ours, theirs = getattr(model, name), getattr(back, name)
-        if not _close(ours, theirs):
+        before, after = getattr(model, name), getattr(back, name)
+        if not _close(before, after):
             raise UserError(
-                f"GGUF's {family.arch} cannot say {SETTING_OF[name]}: of {name} {quote(ours)} it makes {quote(theirs)}"
+                f"GGUF's {family.arch} cannot represent {SETTING_OF[name]}: {name} {quote(before)} would become {quote(after)}"
             )
 
 
 def _close(one: Any, other: Any) -> bool:
-    """Equal, numbers as far as float32 holds them."""
+    """Returns whether two values are equal; floats may differ by the rounding of float32."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, tuple) and isinstance(other, tuple):

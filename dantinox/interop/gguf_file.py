@@ -1,6 +1,6 @@
 """The GGUF file format: a validating reader of metadata and tensors, and a streaming writer.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `ggml_types` holds the types of its tensors.
+The format is specified in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `ggml_types` defines the tensor types.
 """
 
 import itertools
@@ -18,19 +18,19 @@ from dantinox.files import UserError, check_writable, escape_name, staged_write,
 from dantinox.interop.ggml_types import TYPES, UNREADABLE, dequantize, quantize_q8_0
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
-# By the number of a type in the format: the NumPy type of the numbers, then text and arrays.
+# The numbers of value types in the format: NumPy types of numbers, then strings and arrays.
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-TEXT, ARRAY = 8, 9
-MOST_AXES = 4
-SMALLEST_ENTRY, SMALLEST_TENSOR = 13, 24  # bytes in the file: how many a header can at most announce
-MOST_THINGS, MOST_BYTES = 1 << 22, 1 << 26  # entries of a list and bytes of a text, however large the file is
-PLAIN = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}  # mapped and not copied
-NAMES = {kind.number: name for name, kind in TYPES.items()}
-Shape = tuple[tuple[int, ...], str]  # NumPy's, and the name of the type
+STRING, ARRAY = 8, 9
+MAX_AXES = 4
+MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 13, 24  # in the file; they bound the counts in a header
+MAX_ENTRIES, MAX_STRING_BYTES = 1 << 22, 1 << 26  # of a list and of a string, regardless of the file's size
+PLAIN_TYPES = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}  # memory-mapped, not copied
+TYPE_NAMES = {kind.number: name for name, kind in TYPES.items()}
+Shape = tuple[tuple[int, ...], str]  # the shape in NumPy's order, and the name of the type
 
 
-class Stored(NamedTuple):
-    """A tensor in a file: its shape in NumPy's order, the name of its type, and the bytes it has there."""
+class StoredTensor(NamedTuple):
+    """A tensor in a file: its shape in NumPy's order, the name of its type, and its range of bytes."""
 
     shape: tuple[int, ...]
     kind: str
@@ -39,20 +39,21 @@ class Stored(NamedTuple):
 
 
 class GGUFFile(NamedTuple):
-    """What a file says of itself; `content` is the file, mapped."""
+    """The metadata and tensors of a file; `content` is the memory-mapped file."""
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     content: np.ndarray
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Reads the metadata of a file and where its tensors are. Every count, length and offset is compared with the size of the
-    file before it is believed.
+    """Reads the metadata of a file and the locations of its tensors.
+
+    Every count, length and offset is compared with the size of the file before it is used.
 
     Raises:
-      UserError: the file cannot be read, is damaged, or is a part of a model only.
+      UserError: the file cannot be read, is damaged, or contains only a part of a model.
     """
     path = Path(path)
     with wrap_os_errors(f"cannot read {path}"), open(path, "rb") as file:
@@ -60,24 +61,24 @@ def open_gguf(path: str | Path) -> GGUFFile:
         if size < 24 or file.read(4) != MAGIC:
             raise UserError(f"{path} is not a GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            metadata, tensors = _header(_Reader(content, path))
+            metadata, tensors = _read_header(_Reader(content, path))
     if metadata.get("split.count", 1) not in (0, 1):
-        raise UserError(f"{path} is one part of a model in several files: join them with `llama-gguf-split --merge`")
+        raise UserError(f"{path} is one part of a split model: join the parts with `llama-gguf-split --merge`")
     return GGUFFile(path, metadata, tensors, np.memmap(path, np.uint8, mode="r"))
 
 
 def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarray:
-    """A tensor, or entry `part` of its first axis.
+    """Returns a tensor, or entry `part` of its first axis.
 
-    Tensors of float32, float16 or bfloat16 are mapped and read-only; quantized ones become float32.
+    Tensors of float32, float16 or bfloat16 are memory-mapped and read-only. Quantized tensors are converted to float32.
     """
     shape, kind, offset, size = file.tensors[name]
     if part is not None:
         size //= shape[0]
         shape, offset = shape[1:], offset + part * size
     raw = np.asarray(file.content[offset : offset + size])
-    if kind in PLAIN:
-        return raw.view(PLAIN[kind]).reshape(shape)
+    if kind in PLAIN_TYPES:
+        return raw.view(PLAIN_TYPES[kind]).reshape(shape)
     return dequantize(kind, raw).reshape(shape)
 
 
@@ -87,92 +88,93 @@ def write_gguf(
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     arrays: Iterable[np.ndarray],
 ) -> None:
-    """Writes a file, one tensor after the other; it stands there complete or not at all.
+    """Writes a file tensor by tensor. After an error there is no file.
 
     Args:
-      metadata: integers are written as uint32, numbers as float32; a list holds one type, its integers are int32.
-      shapes: shape (NumPy's order) and type (`F32`, `F16`, `BF16`, `Q8_0`) of every tensor.
-      arrays: the tensors in the order of `shapes`, of any float dtype.
+      path: the file to create.
+      metadata: integers are written as uint32, floats as float32. A list has one type; its integers are written as int32.
+      shapes: the shape (in NumPy's order) and type (`F32`, `F16`, `BF16`, `Q8_0`) of every tensor.
+      arrays: the tensors in the order of `shapes`, with any float dtype.
 
     Raises:
       UserError: the file cannot be written.
     """
     check_writable(path)
-    with staged_write(path, _pieces(metadata, shapes, arrays)):
+    with staged_write(path, _chunks(metadata, shapes, arrays)):
         pass
 
 
-def _pieces(
+def _chunks(
     metadata: Mapping[str, Any], shapes: Mapping[str, Shape], arrays: Iterable[np.ndarray]
 ) -> Iterator[bytes | memoryview]:
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(shapes), len(metadata)))
     for key, value in metadata.items():
-        head += _text(key) + _value(value)
+        head += _encode_string(key) + _encode_value(value)
     offset = 0
     for name, (shape, kind) in shapes.items():
-        head += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        head += _encode_string(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         head += struct.pack("<IQ", TYPES[kind].number, offset)
-        offset += _padded(_size_of(shape, kind))
-    yield bytes(head).ljust(_padded(len(head)), b"\0")
+        offset += _align(_tensor_bytes(shape, kind))
+    yield bytes(head).ljust(_align(len(head)), b"\0")
     for (shape, kind), array in zip(shapes.values(), arrays, strict=True):
-        encoded = _encoded(array, shape, kind)
+        encoded = _encode_tensor(array, shape, kind)
         yield encoded.reshape(-1).view(np.uint8).data
-        yield bytes(_padded(encoded.nbytes) - encoded.nbytes)
+        yield bytes(_align(encoded.nbytes) - encoded.nbytes)
 
 
-def _padded(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _text(text: str) -> bytes:
+def _encode_string(text: str) -> bytes:
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
 
 
-def _value(value: Any) -> bytes:
-    """A value with the number of its type before it."""
+def _encode_value(value: Any) -> bytes:
+    """Encodes a value, with the number of its type before it."""
     if isinstance(value, str):
-        return struct.pack("<I", TEXT) + _text(value)
+        return struct.pack("<I", STRING) + _encode_string(value)
     if not isinstance(value, list):
         code = 7 if isinstance(value, bool) else 4 if isinstance(value, int) else 6
         return struct.pack("<I", code) + np.array(value, NUMBERS[code]).tobytes()
     if value and isinstance(value[0], str):
-        return struct.pack("<IIQ", ARRAY, TEXT, len(value)) + b"".join(map(_text, value))
+        return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_encode_string, value))
     code = 7 if value and isinstance(value[0], bool) else 5 if value and isinstance(value[0], int) else 6
     return struct.pack("<IIQ", ARRAY, code, len(value)) + np.array(value, NUMBERS[code]).tobytes()
 
 
-def _encoded(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """An array as the file has it."""
-    if kind in PLAIN:
+def _encode_tensor(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Converts an array to the type that the file stores."""
+    if kind in PLAIN_TYPES:
         with np.errstate(over="ignore"):
-            plain = np.ascontiguousarray(array, PLAIN[kind])
+            plain = np.ascontiguousarray(array, PLAIN_TYPES[kind])
         if kind == "F16" and not np.isfinite(plain).all() and np.isfinite(array).all():
-            raise UserError("the weights hold numbers that float16 cannot: export bf16 or f32")
+            raise UserError("the weights have numbers above 65,504, the largest of float16: export bf16 or f32")
         return plain
     encoded = quantize_q8_0(array)
     if not np.isfinite(encoded.view(TYPES[kind].block)["d"]).all():
-        raise UserError("the weights hold numbers that Q8_0 cannot (above 8.3 million, or NaN): export bf16 or f32")
+        raise UserError("the weights have numbers that Q8_0 cannot represent (above 8.3 million, or NaN): export bf16 or f32")
     return encoded
 
 
-def _size_of(shape: Sequence[int], kind: str) -> int:
-    """The bytes of a tensor in a file."""
+def _tensor_bytes(shape: Sequence[int], kind: str) -> int:
+    """Returns the number of bytes of a tensor in a file."""
     return math.prod(shape) // TYPES[kind].values * TYPES[kind].block.itemsize
 
 
 class _Reader:
-    """Takes one thing after the other from a file, and nothing that lies behind its end."""
+    """Reads a file sequentially, and checks that every read is inside the file."""
 
     def __init__(self, content: mmap.mmap, path: Path) -> None:
-        self.content, self.path, self.at = content, path, 0
+        self.content, self.path, self.position = content, path, 0
 
     def skip(self, size: int, what: str) -> int:
-        """Where the next `size` bytes begin."""
-        start = self.at
+        """Skips `size` bytes and returns the position of the first one."""
+        start = self.position
         if size > len(self.content) - start:
-            raise self.damaged(f"{what} would end behind the end of the file")
-        self.at += size
+            raise self.damaged(f"{what} extends past the end of the file")
+        self.position += size
         return start
 
     def number(self, code: int, what: str) -> Any:
@@ -180,11 +182,11 @@ class _Reader:
         return np.frombuffer(self.content, kind, 1, self.skip(kind.itemsize, what))[0].item()
 
     def count(self, what: str, smallest: int) -> int:
-        """A number of things that take at least `smallest` bytes each."""
+        """Reads the number of items that need at least `smallest` bytes each."""
         (count,) = struct.unpack_from("<Q", self.content, self.skip(8, what))
-        if count * smallest > len(self.content) - self.at:
-            raise self.damaged(f"it claims {count} {what}, more than fit into it")
-        if count > (MOST_BYTES if what.startswith("bytes of") else MOST_THINGS):
+        if count * smallest > len(self.content) - self.position:
+            raise self.damaged(f"it claims {count} {what}, more than it has room for")
+        if count > (MAX_STRING_BYTES if what.startswith("bytes of") else MAX_ENTRIES):
             raise self.damaged(f"it claims {count} {what}")
         return int(count)
 
@@ -197,14 +199,14 @@ class _Reader:
             raise self.damaged(f"{what} is not UTF-8 text") from None
 
     def value(self, code: int, what: str) -> Any:
-        if code == TEXT:
+        if code == STRING:
             return self.text(what)
         if code in NUMBERS:
             return self.number(code, what)
         if code != ARRAY:
             raise self.damaged(f"{what} has the unknown type {code}")
         inner = self.number(4, what)
-        if inner == TEXT:
+        if inner == STRING:
             return [self.text(what) for _ in range(self.count(f"entries of {what}", 8))]
         if inner not in NUMBERS:
             raise self.damaged(f"{what} is an array of the unknown type {inner}")
@@ -213,51 +215,51 @@ class _Reader:
         return np.frombuffer(self.content, kind, count, self.skip(count * kind.itemsize, what)).tolist()
 
     def damaged(self, why: str) -> UserError:
-        return UserError(f"{self.path} is damaged: {repr(why)[1:-1][:200]}")  # names from outside may hold anything
+        return UserError(f"{self.path} is damaged: {repr(why)[1:-1][:200]}")  # names in a file may have any characters
 
 
-def _header(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
+def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     reader.skip(4, "the magic")
     version = reader.number(4, "the version")
     if version not in VERSIONS:
-        swapped = " (of a machine of the other byte order)" if version and version & 0xFFFF == 0 else ""
-        raise UserError(f"{reader.path} is GGUF version {version}{swapped}; versions 2 and 3 are read")
-    count = reader.count("tensors", SMALLEST_TENSOR)
+        swapped = " (big-endian)" if version and version & 0xFFFF == 0 else ""
+        raise UserError(f"{reader.path} has GGUF version {version}{swapped}, expected version 2 or 3")
+    count = reader.count("tensors", MIN_TENSOR_BYTES)
     metadata: dict[str, Any] = {}
-    for _ in range(reader.count("entries of metadata", SMALLEST_ENTRY)):
+    for _ in range(reader.count("entries of metadata", MIN_ENTRY_BYTES)):
         key = reader.text("the name of an entry")
         if key in metadata:
             raise reader.damaged(f"it has the entry {key} twice")
         metadata[key] = reader.value(reader.number(4, key), key)
-    infos = [_tensor_info(reader) for _ in range(count)]
+    infos = [_read_tensor_info(reader) for _ in range(count)]
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
         raise reader.damaged("general.alignment must be a multiple of 8")
-    start = -(-reader.at // alignment) * alignment
-    tensors: dict[str, Stored] = {}
+    start = -(-reader.position // alignment) * alignment
+    tensors: dict[str, StoredTensor] = {}
     for name, shape, kind, offset in infos:
         if min(shape) < 1 or shape[-1] % TYPES[kind].values:
-            raise reader.damaged(f"the tensor {name} has the shape {shape}, which {kind} cannot have")
-        size = _size_of(shape, kind)
+            raise reader.damaged(f"the tensor {name} has the shape {shape}, which {kind} does not allow")
+        size = _tensor_bytes(shape, kind)
         if name in tensors:
             raise reader.damaged(f"it has the tensor {name} twice")
         if offset % alignment or start + offset + size > len(reader.content):
-            raise reader.damaged(f"the tensor {name} would lie outside of it")
-        tensors[name] = Stored(shape, kind, start + offset, size)
+            raise reader.damaged(f"the tensor {name} extends past the end of the file")
+        tensors[name] = StoredTensor(shape, kind, start + offset, size)
     for (one, before), (other, after) in itertools.pairwise(sorted(tensors.items(), key=lambda item: item[1].offset)):
         if before.offset + before.size > after.offset:
             raise reader.damaged(f"the tensors {one} and {other} overlap")
     return metadata, tensors
 
 
-def _tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
+def _read_tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
     name = reader.text("the name of a tensor")
     axes = reader.number(4, name)
-    if not 1 <= axes <= MOST_AXES:
+    if not 1 <= axes <= MAX_AXES:
         raise reader.damaged(f"the tensor {name} has {axes} axes")
     shape = tuple(reader.number(10, name) for _ in range(axes))[::-1]
     code, offset = reader.number(4, name), reader.number(10, name)
-    if code not in NAMES:
+    if code not in TYPE_NAMES:
         known = f"type {UNREADABLE[code]}" if code in UNREADABLE else f"unknown type {code}"
-        raise UserError(f"{reader.path}: the tensor {escape_name(name)} has the {known}; those read are {', '.join(TYPES)}")
-    return name, shape, NAMES[code], offset
+        raise UserError(f"{reader.path}: the tensor {escape_name(name)} has the {known}, expected one of {', '.join(TYPES)}")
+    return name, shape, TYPE_NAMES[code], offset

@@ -75,7 +75,7 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, 
     if large := next((name for name, shape in shapes.items() if math.prod(shape) > MAX_ELEMENTS), None):
         raise UserError(f"config.json describes a parameter {large} of shape {list(shapes[large])}, which is too large")
     locations = _locate(family, shapes)
-    stored = _stored_names(tensors, family, locations, range(model.num_blocks, model.num_blocks + predicting_layers(config)))
+    stored = _stored_names(tensors, family, locations, range(model.num_blocks, model.num_blocks + count_mtp_layers(config)))
     _check_tensors(stored, tensors.tensors, locations, shapes)
     if model.weight_tying:
         _check_tied(family, stored, tensors)
@@ -169,7 +169,7 @@ def rope_row_order(family: Family, config: Mapping[str, Any], model: ModelConfig
     return (np.arange(0, count, size)[:, None] + head).reshape(-1)
 
 
-def predicting_layers(config: Mapping[str, Any]) -> int:
+def count_mtp_layers(config: Mapping[str, Any]) -> int:
     """Returns the number of multi-token prediction layers, which follow the others and are not imported."""
     count = next((config[key] for key in MTP.split("|") if config.get(key)), 0)
     if type(count) is not int or not 0 <= count < MAX_LAYERS:

@@ -80,7 +80,7 @@ def test_we_read_what_the_library_writes(tmp_path):
 def test_a_type_that_holds_no_weights_is_named(tmp_path):
     path = write(tmp_path / "x.gguf", {"numbers": (np.zeros((2, 4), np.float32), "F32")})
     patched(path, where(path, "numbers", 20), struct.pack("<I", gguf.GGMLQuantizationType.I32))
-    with pytest.raises(UserError, match=r"the tensor numbers has the type I32; those read are F32, F16, .*, IQ1_M$"):
+    with pytest.raises(UserError, match=r"the tensor numbers has the type I32, expected one of F32, F16, .*, IQ1_M$"):
         open_gguf(path)
 
 
@@ -90,10 +90,10 @@ def _packed(array, kind):
 
 
 def test_what_float16_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
-    with pytest.raises(UserError, match="float16 cannot: export bf16 or f32"):
+    with pytest.raises(UserError, match="the largest of float16: export bf16 or f32"):
         write(tmp_path / "x.gguf", {"big": (np.full((2, 2), 1e6, np.float32), "F16")})
     for number in (1e9, np.nan):
-        with pytest.raises(UserError, match="Q8_0 cannot"):
+        with pytest.raises(UserError, match="Q8_0 cannot represent"):
             write(tmp_path / "x.gguf", {"big": (np.full((2, 32), number, np.float32), "Q8_0")})
     assert list(tmp_path.iterdir()) == []
 
@@ -111,8 +111,8 @@ def where(path, name, behind):
 
 LIES = {
     "no magic": (lambda path: patched(path, 0, b"GGML"), "is not a GGUF file"),
-    "old version": (lambda path: patched(path, 4, struct.pack("<I", 1)), "GGUF version 1; versions 2 and 3 are read"),
-    "other byte order": (lambda path: patched(path, 4, struct.pack(">I", 3)), "of a machine of the other byte order"),
+    "old version": (lambda path: patched(path, 4, struct.pack("<I", 1)), "GGUF version 1, expected version 2 or 3"),
+    "other byte order": (lambda path: patched(path, 4, struct.pack(">I", 3)), "(big-endian), expected version 2 or 3"),
     "many tensors": (lambda path: patched(path, 8, struct.pack("<Q", 1 << 60)), "claims 1152921504606846976 tensors"),
     "a few too many": (lambda path: patched(path, 8, struct.pack("<Q", 9)), "is damaged"),
     "much metadata": (lambda path: patched(path, 16, struct.pack("<Q", 10**10)), "claims 10000000000 entries of metadata"),
@@ -126,20 +126,23 @@ LIES = {
     "axes": (lambda path: patched(path, where(path, "matrix", 0), struct.pack("<I", 5)), "the tensor matrix has 5 axes"),
     "ten gigabytes": (
         lambda path: patched(path, where(path, "matrix", 4), struct.pack("<Q", 64 * 10**8)),
-        "the tensor matrix would lie outside of it",
+        "the tensor matrix extends past the end of the file",
     ),
     "nothing": (lambda path: patched(path, where(path, "matrix", 4), struct.pack("<Q", 0)), "has the shape (3, 0)"),
-    "no whole block": (lambda path: patched(path, where(path, "blocks", 4), struct.pack("<Q", 95)), "which Q8_0 cannot have"),
+    "no whole block": (
+        lambda path: patched(path, where(path, "blocks", 4), struct.pack("<Q", 95)),
+        "which Q8_0 does not allow",
+    ),
     "unknown type": (lambda path: patched(path, where(path, "matrix", 20), struct.pack("<I", 99)), "the unknown type 99"),
     "far offset": (
         lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 1 << 62)),
-        "the tensor matrix would lie outside of it",
+        "the tensor matrix extends past the end of the file",
     ),
-    "crooked offset": (lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 33)), "would lie outside"),
+    "crooked offset": (lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 33)), "extends past the end"),
     "overlap": (lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 0)), "flat and matrix overlap"),
     "no text": (lambda path: patched(path, where(path, "flag", -4), b"\xff"), "is not UTF-8 text"),
     "the same twice": (lambda path: patched(path, where(path, "words", -5), b"kinds"), "it has the entry kinds twice"),
-    "short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "the tensor blocks would lie outside of it"),
+    "short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "the tensor blocks extends past the end of the file"),
     "half a header": (lambda path: path.write_bytes(path.read_bytes()[:150]), "is damaged"),
     "empty": (lambda path: path.write_bytes(b""), "is not a GGUF file"),
 }
@@ -170,7 +173,7 @@ def test_every_shortened_and_many_a_damaged_file_is_read_or_refused(tmp_path):
 
 
 def test_one_part_of_several_and_no_file(tmp_path):
-    with pytest.raises(UserError, match="join them with `llama-gguf-split --merge`"):
+    with pytest.raises(UserError, match="join the parts with `llama-gguf-split --merge`"):
         open_gguf(write(tmp_path / "x.gguf", {}, {"general.architecture": "llama", "split.count": 3}))
     with pytest.raises(UserError, match=r"cannot read .*none.gguf: No such file"):
         open_gguf(tmp_path / "none.gguf")

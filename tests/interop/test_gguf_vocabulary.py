@@ -222,7 +222,7 @@ def broken(**changes):
     [
         (
             {"pre": "jina-v7"},
-            "tokenizer.ggml.pre: 'jina-v7', which is none of the 82 ways .* known here; the nearest is jina-es$",
+            "tokenizer.ggml.pre: 'jina-v7', expected one of the 82 ways .* known here; the nearest is jina-es$",
         ),
         ({"pre": None}, "tokenizer.ggml.pre: null"),
         ({"model": "rwkv"}, "of the kind 'rwkv'; gpt2, llama and gemma4 are supported"),
