@@ -83,7 +83,7 @@ def serve(options: argparse.Namespace) -> int:
         run = load(options.run_dir, config.generation.tensor_parallel)
         template = chosen_template(options, own, run.tokenizer)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
-        engine = AsyncEngine(run, **sizes, name=name, given=settings)
+        engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
         server_options = Options(template, key, hosts, origins, options.lite)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):
@@ -136,7 +136,7 @@ def _hosts(options: argparse.Namespace) -> frozenset[str]:
 
     A server that listens on all addresses accepts the machine's own name and any IP address.
     """
-    from dantinox.serve.options import LOCAL
+    from dantinox.serve.options import LOCAL_HOSTS
 
     host: str = options.host.lower()
     own = {f"[{host}]" if ":" in host else host}
@@ -145,7 +145,7 @@ def _hosts(options: argparse.Namespace) -> frozenset[str]:
     for name in options.allow_host:
         if name != "*" and not re.fullmatch(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]", name.lower()):
             raise UserError(f"--allow_host must be a host name or address without a port, or *, got {quote(name)}")
-    return LOCAL | own | {name.lower() for name in options.allow_host}
+    return LOCAL_HOSTS | own | {name.lower() for name in options.allow_host}
 
 
 def _origin(origin: str) -> str:

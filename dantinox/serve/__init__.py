@@ -1,1 +1,1 @@
-"""The HTTP server: an asyncio front of the engine, one adapter per protocol, and a web page."""
+"""The HTTP server: an asyncio front end of the engine, one adapter per protocol, and a web page."""

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from dantinox.config import UserError
 from dantinox.serve import pages
-from dantinox.serve.errors import JSON, RequestError, error_object, refuse, to_request_error
+from dantinox.serve.errors import JSON, RequestError, error_object, http_error, to_request_error
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.middleware import Guard
 from dantinox.serve.options import Options
@@ -25,15 +25,15 @@ from dantinox.serve.service import Service
 
 
 class Protocol(NamedTuple):
-    """A way to talk to the engine.
+    """A protocol through which clients use the engine.
 
     Attributes:
       title: its name in the documentation.
-      prefix: of the paths whose errors it formats; the longest that fits counts.
-      routes: makes its routes.
-      format_error: the body of an error.
-      status_of: statuses that it replaces.
-      public: paths that need no key.
+      prefix: prefix of the paths whose errors it formats; the longest matching prefix applies.
+      routes: returns its routes.
+      format_error: returns the body of an error response.
+      status_of: HTTP statuses that it replaces by others.
+      public: paths that need no API key.
     """
 
     title: str
@@ -55,9 +55,9 @@ PROTOCOLS = (
 
 
 def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
-    """An ASGI application that serves an engine in all protocols.
+    """Returns the ASGI application that serves an engine by all protocols.
 
-    Besides their routes it has `/health` (200 when requests are taken, else 503 and why) and `/metrics` (Prometheus).
+    It also has `/health` (200 if the server accepts requests, else 503 with its state) and `/metrics` (Prometheus).
     """
     options = options or Options()
     metrics = Metrics(engine)
@@ -67,7 +67,12 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
     paths = {route.path for route in routes}
     app: ASGIApp = Starlette(
         routes=routes,
-        exception_handlers={RequestError: _refuse, UserError: _refuse, HTTPException: _no_route, Exception: _fail},
+        exception_handlers={
+            RequestError: _handle_request_error,
+            UserError: _handle_request_error,
+            HTTPException: _handle_http_exception,
+            Exception: _handle_internal_error,
+        },
     )
     app.router.redirect_slashes = False  # type: ignore[attr-defined]
     app = Guard(app, options, metrics, paths, public, _error_response)
@@ -83,40 +88,40 @@ def server_routes(engine: EngineProtocol, metrics: Metrics) -> list[Route]:
     async def health(request: Request) -> Response:
         """Returns the state of the server; the status is 200 if it accepts requests, else 503."""
         status = engine.status()
-        doing = status.doing if status.state != "failed" else "the log says how"  # anybody may ask, without a key
-        known = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}
-        known |= {"busy": status.busy, "queued": status.queued}
-        return JSONResponse(known, 200 if status.state == "ready" else 503)
+        doing = status.doing if status.state != "failed" else "see the server's log"  # this path needs no key
+        content = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}
+        content |= {"busy": status.busy, "queued": status.queued}
+        return JSONResponse(content, 200 if status.state == "ready" else 503)
 
-    async def numbers(request: Request) -> Response:
+    async def metrics_text(request: Request) -> Response:
         """Returns the metrics in the format of Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    return [Route("/health", health), Route("/metrics", numbers)]
+    return [Route("/health", health), Route("/metrics", metrics_text)]
 
 
 def _error_response(path: str, error: RequestError) -> Response:
-    """An error in the form of the protocol that a path belongs to."""
-    protocol = max((one for one in PROTOCOLS if path.startswith(one.prefix)), key=lambda one: len(one.prefix))
+    """Returns an error in the format of the protocol that a path belongs to."""
+    protocol = max((p for p in PROTOCOLS if path.startswith(p.prefix)), key=lambda p: len(p.prefix))
     status = protocol.status_of.get(error.status, error.status)
     return JSONResponse(protocol.format_error(error), status, headers=error.headers)
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _handle_request_error(request: Request, error: Exception) -> Response:
     return _error_response(request.scope["path"], to_request_error(error))
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        problem = refuse("method", allowed, request.method, headers={"allow": allowed})
+        problem = http_error("method", allowed, request.method, headers={"allow": allowed})
     else:
-        problem = refuse("path", error.detail.lower())
+        problem = http_error("path", error.detail.lower())
     return _error_response(request.scope["path"], problem)
 
 
-async def _fail(request: Request, error: Exception) -> Response:
-    problem = refuse("internal")
-    problem.headers["connection"] = "close"  # which it is; a client that would use it again has to know
+async def _handle_internal_error(request: Request, error: Exception) -> Response:
+    problem = http_error("internal")
+    problem.headers["connection"] = "close"  # uvicorn closes it, and the client must not reuse it
     return _error_response(request.scope["path"], problem)

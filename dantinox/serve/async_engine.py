@@ -1,21 +1,21 @@
-"""The asyncio front of the engine: one thread that steps it, and a `ResponseStream` for each request.
+"""The asyncio front end of the engine: a thread that steps it, and a `ResponseStream` for each request.
 
     engine = AsyncEngine(dantinox.load("runs/x"))
     engine.start()
     async for delta in engine.submit(GenerationRequest(ids, engine.settings({"temperature": 0.7}))):
         print(delta.text, end="")
 
-Threads, and what each owns:
+The threads and their responsibilities:
 
-* The event loop calls `settings`, `submit` and `status`, and reads the streams. `submit` checks sizes and takes a place in the
-  queue; nothing on the loop grows with a vocabulary, a grammar or a model.
-* `prepare` (one thread) makes the sampling parameters and the constraint of each request.
-* `engine` (one thread) runs `Engine.step`: it alone touches the batch and the device's cache.
-* `compile` (one thread) compiles what the warm-up left out and a request asks for: the router's programs, and the reports of
-  a prompt. There are a dozen of them at most; any order of sampling steps runs in the program of the warm-up.
+* The event loop calls `settings`, `submit` and `status`, and reads the streams. `submit` checks sizes and reserves a place in
+  the queue. The time of these calls does not depend on the size of a vocabulary, a grammar or a model.
+* `prepare` (one thread) builds the sampling parameters and the constraint of each request.
+* `engine` (one thread) runs `Engine.step`. Only this thread uses the batch and the cache on the device.
+* `compile` (one thread) compiles programs that a request needs and the warm-up did not compile: those of the router, and those
+  of prompt log-probabilities. There are at most a dozen; the warm-up's program covers every order of sampling steps.
 
-`Engine.lock` guards the scheduler and the table of jobs, `_lock` the state of this class. `_lock` may be held while
-`Engine.lock` is taken, never the other way round; neither is held while something is computed.
+`Engine.lock` guards the scheduler and the table of jobs; `_lock` guards the state of this class. A thread that holds `_lock`
+may acquire `Engine.lock`, never the reverse. No lock is held during a computation.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from dantinox.sampling import StepInfo
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
 
-LONGEST_REMEMBERED = 4096  # characters of settings
+MAX_CACHED_LENGTH = 4096  # characters of settings whose configuration is cached
 
 log = logging.getLogger("dantinox.serve")
 
@@ -56,32 +56,32 @@ class _Responder:
         for detokenizer in self._detokenizers:
             detokenizer.push(stream.request.ids)
 
-    def give(self, output: Output) -> None:
-        """Hands over what one sample has gained."""
+    def push_output(self, output: Output) -> None:
+        """Adds the new tokens of one sample to the stream."""
         detokenizer, request, ids = self._detokenizers[output.sample], self.stream.request, output.ids
         texts = [detokenizer.push([token]) for token in ids]
         records: list[TokenRecord] = [{"id": token, "text": text} for token, text in zip(ids, texts, strict=True)]
         if output.steps is not None and ids:
             records = token_records(ids, texts, output.steps, self._tokenizer, request.logprobs)
         if request.echo and not self.stream.prompt:
-            self.stream.prompt = self._prompt(output.job.prompt_steps)
+            self.stream.prompt = self._prompt_records(output.job.prompt_steps)
         self.stream.push(Delta(output.sample, output.text, records, output.finish_reason))
 
-    def _prompt(self, steps: StepInfo | None) -> list[TokenRecord]:
-        """A record for each token of the prompt, the first one without probabilities."""
-        request, spelt = self.stream.request, self._tokenizer.token_text
+    def _prompt_records(self, steps: StepInfo | None) -> list[TokenRecord]:
+        """Returns a record for each token of the prompt; the first one has no probabilities."""
+        request, text_of = self.stream.request, self._tokenizer.token_text
         ids = list(request.ids)
-        records: list[TokenRecord] = [{"id": ids[0], "text": spelt(ids[0])}]
+        records: list[TokenRecord] = [{"id": ids[0], "text": text_of(ids[0])}]
         if steps is not None:
-            records += token_records(ids[1:], [spelt(token) for token in ids[1:]], steps, self._tokenizer, request.logprobs)
+            records += token_records(ids[1:], [text_of(token) for token in ids[1:]], steps, self._tokenizer, request.logprobs)
         return records
 
 
 class AsyncEngine:
-    """Implements `EngineProtocol` with a loaded model. Made on any thread; `submit` belongs to an event loop.
+    """Implements `EngineProtocol` with a loaded model. Create it on any thread, and call `submit` on an event loop.
 
     Attributes:
-      on_failure: called from the engine's thread when it has failed for good.
+      on_failure: called from the engine's thread after a failure that the engine cannot recover from.
     """
 
     def __init__(
@@ -92,28 +92,31 @@ class AsyncEngine:
         context: int | None = None,
         queue: int = 64,
         name: str = "dantinox",
-        given: Mapping[str, object] | None = None,
+        overrides: Mapping[str, object] | None = None,
     ):
-        """Takes the memory of all slots; nothing is compiled before `start`.
+        """Allocates the caches of all slots. Compilation starts with `start`.
 
         Args:
-          slots: requests decoded together; None: 8, or fewer where their caches would take over a quarter of the free memory.
-          context: tokens of a request with its continuation; None: all the model can.
-          queue: requests that may wait for a slot.
-          given: settings over the run's.
+          run: the loaded model.
+          slots: number of requests decoded together. None means 8, or fewer if their caches would need more than a quarter of
+            the free memory.
+          context: maximum length of a prompt and its continuation in tokens. None means the maximum of the model.
+          queue: number of requests that may wait for a slot.
+          name: the model's name for clients.
+          overrides: settings that replace those of the run.
 
         Raises:
-          UserError: a setting is wrong or cannot be served, or not even one request fits the memory.
+          UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
         """
         self.run, self.name = run, name
-        self._config = overlay(run.config, {**(given or {}), "n": 1})
+        self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
         self._batch = SlotBatch(run, slots, context, self._config)
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
-        self._engine.compile = self._request_programs
+        self._engine.compile = self._request_compilation
         self._responders: dict[Job, _Responder] = {}
-        # Applying overrides takes a millisecond, and clients repeat their settings.
-        self._overlaid = lru_cache(CACHED_SETTINGS)(self._laid_over)
+        # Applying settings takes a millisecond, and clients often send the same ones.
+        self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._state, self._doing, self._closing = "loading", "warming up", False
         self._counters: Counter[str] = Counter()
@@ -127,38 +130,38 @@ class AsyncEngine:
     # --- the event loop
 
     def start(self) -> None:
-        """Begins to warm up and then to decode; returns at once."""
+        """Starts the warm-up and then decoding; returns immediately."""
         self._thread.start()
 
-    def settings(self, given: Mapping[str, object]) -> Config:
-        """The server's settings with these over them, one sample if they name none.
+    def settings(self, overrides: Mapping[str, object]) -> Config:
+        """Returns the server's configuration with a request's settings applied; `n` is 1 unless they set it.
 
         Raises:
-          UserError: a name or value is wrong, or needs what the server was not started with.
+          UserError: a name or value is wrong, or belongs to the start of the server.
         """
-        seed = given.get("seed")
-        apart = type(seed) is int and 0 <= seed < 2**32  # the one setting that differs in every request
-        rest: Mapping[str, object] = {name: value for name, value in given.items() if name != "seed" or not apart}
+        seed = overrides.get("seed")
+        has_plain_seed = type(seed) is int and 0 <= seed < 2**32  # seeds would fill the cache
+        rest: Mapping[str, object] = {name: value for name, value in overrides.items() if name != "seed" or not has_plain_seed}
         key = CacheKey(rest, rest)
-        config: Config = self._overlaid(key) if len(key.text) <= LONGEST_REMEMBERED else self._laid_over(key)
-        if not apart:
+        config: Config = self._cached_config(key) if len(key.text) <= MAX_CACHED_LENGTH else self._apply_overrides(key)
+        if not has_plain_seed:
             return config
         return with_generation(config, seed=seed)
 
-    def _laid_over(self, given: CacheKey[Mapping[str, object]]) -> Config:
-        config = overlay(self._config, given.value)
+    def _apply_overrides(self, key: CacheKey[Mapping[str, object]]) -> Config:
+        config = overlay(self._config, key.value)
         self._batch.program_key(config)
         return config
 
     def submit(self, request: GenerationRequest) -> ResponseStream:
-        """Queues a request and returns at once; its random draws get a seed where it has none.
+        """Queues a request and returns its stream immediately. A request without a seed gets a random one.
 
-        What only preparation can find wrong, a constraint that cannot be met for instance, is raised by the stream.
+        Errors that only the preparation finds, such as an impossible constraint, are raised by the stream.
 
         Raises:
-          UserError: it does not fit the context, or asks for too much.
+          UserError: the request does not fit the context or exceeds a limit.
           Busy: the queue is full.
-          Unavailable: no request is taken now.
+          Unavailable: the engine is loading, draining or has failed.
         """
         request = replace(request, config=with_default_seed(request.config, secrets.randbits(32)))
         with self._lock:
@@ -182,23 +185,23 @@ class AsyncEngine:
         self._wake.set()
 
     def status(self) -> Status:
-        """How the engine is now."""
+        """Returns the current state and counters of the engine."""
         load = self._engine.load
         counters = {**self._counters, **self._engine.counters}
         return Status(self._state, self._doing, *load, self._batch.context, counters)
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests; returns when all have been answered, or after so many seconds, when the rest is ended."""
+        """Stops accepting requests and returns when all are complete. After `seconds`, ends the remaining ones."""
         with self._lock:
             if self._state in ("ready", "loading"):
-                self._state, self._doing = "draining", "it takes no more requests"
+                self._state, self._doing = "draining", "it accepts no more requests"
         until = time.monotonic() + seconds
         while self._responders and self._state == "draining" and time.monotonic() < until:
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Ends it now; streams that are not complete end with `Unavailable`. Does nothing when it has ended."""
+        """Ends the engine now. Incomplete streams end with `Unavailable`. May be called twice."""
         with self._lock:
             self._closing = True
             if self._state in ("ready", "loading"):
@@ -206,7 +209,7 @@ class AsyncEngine:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        for executor in (self._preparer, self._compiler):  # a process that ends while one compiles is aborted
+        for executor in (self._preparer, self._compiler):  # wait: a process that exits during a compilation is aborted
             executor.shutdown(cancel_futures=True)
 
     # --- the threads `prepare` and `compile`
@@ -220,11 +223,11 @@ class AsyncEngine:
             self._engine.fail(job, error)
         self._wake.set()
 
-    def _request_programs(self, config: Config, echo: bool) -> None:
-        """Queues the programs of settings unless they are queued; the engine calls it for each request that waits for them."""
+    def _request_compilation(self, config: Config, echo: bool) -> None:
+        """Queues the compilation of a request's programs once. The engine calls this for each request that waits for them."""
         program = self._batch.program_key(config), echo
         if program in self._failed:
-            raise RequestFailed("the programs of these settings could not be compiled")
+            raise RequestFailed("the programs for these settings could not be compiled")
         with self._lock:
             if program in self._compiling or self._closing:
                 return
@@ -255,7 +258,7 @@ class AsyncEngine:
                 self._wake.clear()
                 outputs = self._engine.step()
                 for output in outputs:
-                    self._hand_out(output)
+                    self._deliver(output)
                 if not outputs and self._engine.idle:
                     self._wake.wait()
         except BaseException as error:
@@ -268,8 +271,8 @@ class AsyncEngine:
                 responder.stream.end(Unavailable(f"the server is {self._state}: {self._doing}"))
             self._responders.clear()
 
-    def _hand_out(self, output: Output) -> None:
-        """Gives a reader what is theirs. What goes wrong here is the request's own, too."""
+    def _deliver(self, output: Output) -> None:
+        """Passes an output to its stream. An error here ends only this request."""
         responder = self._responders.get(output.job)
         if responder is None:
             return
@@ -278,7 +281,7 @@ class AsyncEngine:
                 del self._responders[output.job]
                 responder.stream.end(output.error)
             else:
-                responder.give(output)
+                responder.push_output(output)
         except Exception as error:
             log.exception("a request failed")
             self._responders.pop(output.job, None)

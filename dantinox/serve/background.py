@@ -1,4 +1,4 @@
-"""Bounded work on threads beside the event loop, and rate-limited log lines."""
+"""Work on a bounded number of threads, and rate-limited log lines."""
 
 import asyncio
 import logging
@@ -7,26 +7,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from dantinox.serve.limits import LARGE, LOG_LINES, LOG_SECONDS
+from dantinox.serve.limits import LOG_LINES, LOG_SECONDS, THREAD_THRESHOLD
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_threads = ThreadPoolExecutor(2, "requests")  # more would take the processor from the engine
+_threads = ThreadPoolExecutor(2, "requests")  # more threads would slow the engine down
 
 
 async def run_in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `work`, made on one of two threads that all requests share."""
+    """Returns the result of `work`, run on one of two threads that all requests share."""
     return await asyncio.get_running_loop().run_in_executor(_threads, lambda: work(*args, **kwargs))
 
 
 async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `work` on so many bytes or characters: on a thread where they are many."""
-    return await run_in_thread(work, *args, **kwargs) if size > LARGE else work(*args, **kwargs)
+    """Returns the result of `work`, run on a thread if its input of `size` bytes or characters is large."""
+    return await run_in_thread(work, *args, **kwargs) if size > THREAD_THRESHOLD else work(*args, **kwargs)
 
 
 class Throttle(logging.Filter):
-    """Lets an equal line through once in `LOG_SECONDS`, and `LOG_LINES` different ones in that time."""
+    """Passes equal lines once per `LOG_SECONDS`, and at most `LOG_LINES` different lines in that time."""
 
     def __init__(self) -> None:
         super().__init__()

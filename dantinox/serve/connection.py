@@ -9,40 +9,40 @@ from typing import cast
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from dantinox.serve.errors import error_object, refuse
-from dantinox.serve.limits import CONNECTIONS, Limits
+from dantinox.serve.errors import error_object, http_error
+from dantinox.serve.limits import MAX_CONNECTIONS, Limits
 
 
 def connection_protocol(limits: Limits) -> type[H11Protocol]:
-    """The protocol class for `uvicorn.Config(http=…)`.
+    """Returns the protocol class for `uvicorn.Config(http=…)`.
 
-    uvicorn itself waits for ever for the first request of a connection, for the rest of a head that has begun, and for a client
-    that does not read. Its `limit_concurrency` and its answer to malformed requests are plain text. An incomplete head is
-    limited by its `h11_max_incomplete_event_size`; one that arrives at once, by `middleware.Guard`.
+    uvicorn has no timeout for the first request of a connection, for the rest of a head, or for a client that does not read.
+    Its responses to too many connections (`limit_concurrency`) and to malformed requests are plain text. The size of an
+    incomplete head is limited by `h11_max_incomplete_event_size`, the size of a complete one by `middleware.Guard`.
     """
 
     class Connection(H11Protocol):
-        _head: asyncio.TimerHandle | None = None
-        _reader: asyncio.TimerHandle | None = None
+        _head_timer: asyncio.TimerHandle | None = None
+        _stall_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(cast(asyncio.Transport, transport))
-            # Without it a small write waits for the client to confirm the one before, 40 ms and more (Nagle's algorithm).
+            # Nagle's algorithm delays a small write until the client confirms the previous one, 40 ms or more.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._await_head()
+            self._time_head()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._await_head()
+            self._time_head()
 
         def handle_events(self) -> None:
-            self.app_state["overloaded"] = max(len(self.connections), len(self.tasks)) >= CONNECTIONS
+            self.app_state["overloaded"] = max(len(self.connections), len(self.tasks)) >= MAX_CONNECTIONS
             super().handle_events()
 
         def send_400_response(self, msg: str) -> None:
-            """Answers what h11 could not read, with the status that it suggests."""
+            """Responds to a request that h11 could not parse, with the status that h11 suggests."""
             hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
-            error = refuse("head_too_large" if hint == 431 else "malformed")
+            error = http_error("head_too_large" if hint == 431 else "malformed")
             data = json.dumps(error_object(error)).encode()
             headers = [("content-type", "application/json"), ("content-length", str(len(data))), ("connection", "close")]
             events = (
@@ -56,30 +56,32 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self._await_head()
+            self._time_head()
 
-        def _await_head(self) -> None:
-            """Runs the clock while a head is awaited; what trickles in does not set it back."""
+        def _time_head(self) -> None:
+            """Runs a timer while a head is expected. Bytes of an incomplete head do not reset it."""
             if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-                self._head = self._head or self.loop.call_later(limits.seconds, self.timeout_keep_alive_handler)
-            elif self._head is not None:
-                self._head.cancel()
-                self._head = None
+                self._head_timer = self._head_timer or self.loop.call_later(
+                    limits.receive_seconds, self.timeout_keep_alive_handler
+                )
+            elif self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._reader = self.loop.call_later(limits.stalled, self.transport.abort)
+            self._stall_timer = self.loop.call_later(limits.stall_seconds, self.transport.abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            if self._reader is not None:
-                self._reader.cancel()
-                self._reader = None
+            if self._stall_timer is not None:
+                self._stall_timer.cancel()
+                self._stall_timer = None
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            for clock in (self._head, self._reader):
-                if clock is not None:
-                    clock.cancel()
+            for timer in (self._head_timer, self._stall_timer):
+                if timer is not None:
+                    timer.cancel()
 
     return Connection

@@ -1,6 +1,6 @@
-"""HTTP errors (bodies that fail validation excepted): status, message, code and headers, the full queue included.
+"""HTTP errors except those of body validation: status, message, code and headers.
 
-A full queue is `Busy`: 429 with `Retry-After` (KoboldAI's clients get 503), when `limits.QUEUE` requests (`--queue`) wait.
+A full queue is `Busy`: 429 with `Retry-After` (503 for KoboldAI's clients), if `limits.QUEUE` requests (`--queue`) wait.
 """
 
 import logging
@@ -17,14 +17,14 @@ log = logging.getLogger("dantinox.serve")
 
 
 class RequestError(Exception):
-    """A request that is refused.
+    """An error response to a request.
 
     Attributes:
-      status: of HTTP.
+      status: HTTP status.
       message: one sentence.
-      param: the field of the body that is wrong.
-      code: a word for programs.
-      headers: of the response.
+      param: the wrong field of the body, if there is one.
+      code: an error code for programs, if there is one.
+      headers: headers of the response.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class RequestError(Exception):
 
 
 class Busy(RequestError):
-    """The queue is full; after `retry_after` seconds another attempt is likely to succeed."""
+    """The queue is full. Another attempt after `retry_after` seconds is likely to succeed."""
 
     def __init__(self, retry_after: float):
         super().__init__(
             429,
-            f"all slots and all places of the queue are taken: try again in {retry_after:.0f} s",
+            f"all slots are busy and the queue is full: try again in {retry_after:.0f} s",
             code="rate_limit_exceeded",
             headers={"retry-after": str(max(1, math.ceil(retry_after)))},
         )
@@ -55,37 +55,37 @@ class Busy(RequestError):
 
 
 class Unavailable(RequestError):
-    """The engine is loading, draining or has failed; the message says which."""
+    """The engine is loading, draining or has failed, as the message states."""
 
     def __init__(self, message: str):
         super().__init__(503, message, code="unavailable", headers={"retry-after": "5"})
 
 
-# Name → status, code, sentence with what varies.
-SENTENCES: dict[str, tuple[int, str | None, str]] = {
-    "internal": (500, "internal_error", "the server failed; its log says how"),
+# Name → status, code, message with placeholders.
+ERRORS: dict[str, tuple[int, str | None, str]] = {
+    "internal": (500, "internal_error", "the server failed: see its log"),
     "overloaded": (503, "unavailable", "the server has too many connections: try again later"),
-    "cancelled": (503, "unavailable", "the answer was cut short: the server is stopping"),
+    "cancelled": (503, "unavailable", "the response is incomplete: the server is stopping"),
     "malformed": (400, "malformed", "the request is not valid HTTP/1.1"),
-    "head_too_large": (431, "head_too_large", "the head of the request is larger than this server takes"),
-    "two_lengths": (400, "malformed", "a request has either Content-Length or Transfer-Encoding, not both"),
-    "encoding": (415, "unsupported_media_type", "the header Content-Encoding is {}: send the body without compression"),
+    "head_too_large": (431, "head_too_large", "the head of the request is too large"),
+    "two_lengths": (400, "malformed", "a request must not have both Content-Length and Transfer-Encoding"),
+    "encoding": (415, "unsupported_media_type", "the header Content-Encoding is {}, but the body must not be compressed"),
     "media_type": (415, "unsupported_media_type", "the header Content-Type must be application/json, in UTF-8"),
     "body_too_large": (413, "body_too_large", "the body is larger than {:,} bytes"),
-    "body_too_slow": (408, "timeout", "the body did not come within {:g} seconds"),
-    "host": (400, "host", "the host {} is none of this server's names: start it with --allow_host"),
-    "origin": (403, "origin", "pages of other servers may not ask this one: start it with --cors"),
-    "key": (401, "invalid_api_key", "this server wants its API key, as the header Authorization: Bearer KEY"),
-    "path": (404, None, "there is nothing at this path: {}"),
-    "method": (405, None, "this path takes {}, not {}"),
-    "model": (404, "model_not_found", "there is no model {!r} here: this server has {!r}"),
+    "body_too_slow": (408, "timeout", "the body did not arrive within {:g} seconds"),
+    "host": (400, "host", "the host {} is not one of this server's names: start it with --allow_host"),
+    "origin": (403, "origin", "pages of other servers may not use this server: start it with --cors"),
+    "key": (401, "invalid_api_key", "this server needs its API key in the header Authorization: Bearer KEY"),
+    "path": (404, None, "this path does not exist: {}"),
+    "method": (405, None, "this path accepts {}, not {}"),
+    "model": (404, "model_not_found", "this server has no model {!r}, only {!r}"),
     "template": (
         400,
         "no_chat_template",
         "this model has no chat template: use /v1/completions, or start the server with --chat_template plain, chatml or a "
-        "file of Jinja",
+        "Jinja file",
     ),
-    # Clients recognize this one by its first words.
+    # Clients recognize this error by its first words.
     "context": (
         400,
         "context_length_exceeded",
@@ -94,27 +94,27 @@ SENTENCES: dict[str, tuple[int, str | None, str]] = {
 }
 
 
-def refuse(name: str, *values: object, param: str | None = None, headers: Mapping[str, str] | None = None) -> RequestError:
-    """The error of this name."""
-    status, code, sentence = SENTENCES[name]
+def http_error(name: str, *values: object, param: str | None = None, headers: Mapping[str, str] | None = None) -> RequestError:
+    """Returns the error `name` of `ERRORS`, with `values` in its message."""
+    status, code, sentence = ERRORS[name]
     own = {"unavailable": {"retry-after": "5"}, "invalid_api_key": {"www-authenticate": "Bearer"}}.get(code or "", {})
     return RequestError(status, sentence.format(*values), param=param, code=code, headers=headers or own)
 
 
 def to_request_error(error: Exception) -> RequestError:
-    """What an exception means to a client; one that nobody expected is logged and a 500."""
+    """Converts an exception to an error response. An unexpected one is logged and becomes 500."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, UserError):
         return RequestError(400, str(error), param=flat_name(error.key) if error.key else None)
     log.error("a request failed", exc_info=error)
-    return refuse("internal")
+    return http_error("internal")
 
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def error_object(error: RequestError) -> JSON:
-    """An error in OpenAI's form, which every path has whose protocol has no form of its own."""
-    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    """Returns an error in OpenAI's format, the default of all protocols."""
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}

@@ -2,42 +2,42 @@
 
 from dataclasses import dataclass
 
-QUEUE = 64  # requests that may wait for a slot (`--queue`); what a client gets beyond is `errors.Busy`
-CONNECTIONS = 1000  # open at once; a request on one more is answered with `errors.overloaded`
-DRAIN_SECONDS = 30.0  # for responses in progress after the first signal
-ABORT_SECONDS = 4.0  # until the process has ended after the second signal
-FAULT_SECONDS = 2.0  # between a fault of the engine and the end of the server: clients get their errors, /health says `failed`
+QUEUE = 64  # requests that may wait for a slot (`--queue`); a further request gets `errors.Busy`
+MAX_CONNECTIONS = 1000  # open connections; a request on a further one gets the error `overloaded`
+DRAIN_SECONDS = 30.0  # for running responses after the first signal
+ABORT_SECONDS = 4.0  # from the second signal to the end of the process
+FAULT_SECONDS = 2.0  # from a failure of the engine to the end of the server: time for error responses and for /health
 
 # Bodies.
-DEPTH = 32  # nested JSON lists and objects
-DIGITS = 20  # characters of a JSON integer, its sign included
-DRAINED = 16  # × `Limits.body`: how much of a body that is too long is read, so that its sender gets the error
-LARGE = 1 << 14  # bytes of a body, or characters of a prompt, that are processed off the event loop
-LOG_SECONDS = 60.0  # between two equal lines of the log
-LOG_LINES = 256  # different lines in that time
+MAX_DEPTH = 32  # of nested JSON lists and objects
+MAX_DIGITS = 20  # characters of a JSON integer, including its sign
+DRAIN_FACTOR = 16  # a body of up to this multiple of the limit is read, so that its sender receives the error
+THREAD_THRESHOLD = 1 << 14  # larger bodies (bytes) and prompts (characters) are processed on a thread
+LOG_SECONDS = 60.0  # between two equal log lines
+LOG_LINES = 256  # different log lines in that time
 
 # One request.
-PROMPTS = 64
-SAMPLES = 16  # `n`
-STOPS, STOP_LENGTH = 32, 512  # stop strings, and characters of one
-LARGEST = 2**32  # number in a setting: products of two are finite in float32
-# Entries of a setting that is a list or a map; `generation.slot_batch` has the same limits for what it makes of them.
-ENTRIES = 1024
-ENTRIES_OF = {"bad_words": 256, "sequence_bias": 256, "stop_token_ids": 32, "dry_breakers": 8192}
-CHARACTERS = 1 << 16  # of all texts in one setting
+MAX_PROMPTS = 64  # of one completion request
+MAX_SAMPLES = 16  # `n`
+MAX_STOPS, MAX_STOP_LENGTH = 32, 512  # number of stop strings, and characters of each
+MAX_NUMBER = 2**32  # absolute value of a number in a setting: the product of two is finite in float32
+# Entries of a setting that is a list or a map. `generation.slot_batch` has the same limits for its arrays.
+MAX_ENTRIES = 1024
+MAX_ENTRIES_OF = {"bad_words": 256, "sequence_bias": 256, "stop_token_ids": 32, "dry_breakers": 8192}
+MAX_CHARACTERS = 1 << 16  # of all strings in one setting
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request that a server can be started with.
+    """Limits of a request.
 
     Attributes:
-      body, head: bytes of each.
-      seconds: to send each of them.
-      stalled: seconds for which a client may read nothing of its response.
+      max_body, max_head: maximum size of each, in bytes.
+      receive_seconds: time for a client to send the head, and then the body.
+      stall_seconds: time for which a client may read nothing of its response.
     """
 
-    body: int = 1 << 20
-    head: int = 1 << 14
-    seconds: float = 10.0
-    stalled: float = 60.0
+    max_body: int = 1 << 20
+    max_head: int = 1 << 14
+    receive_seconds: float = 10.0
+    stall_seconds: float = 60.0

@@ -1,4 +1,4 @@
-"""Prometheus metrics: `/metrics`."""
+"""Prometheus metrics of the server, for `/metrics`."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from dantinox.generation.request import RequestStats
 from dantinox.serve.response_stream import EngineProtocol
 
-FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 GAUGES = {
     "slots": "requests that are decoded together at most",
     "busy": "slots in use",
@@ -17,7 +17,7 @@ GAUGES = {
     "queue": "prompts that the queue can hold",
     "context": "tokens that a prompt and its continuation may have together",
 }
-COUNTED = {
+COUNTERS = {
     "requests": "prompts accepted",
     "finished": "prompts answered completely",
     "cancelled": "prompts cancelled because their client disconnected",
@@ -30,10 +30,11 @@ COUNTED = {
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own.
+    """Counters, gauges and histograms of one server, in a separate registry.
 
     Attributes:
-      registry: what `/metrics` shows.
+      registry: the registry that `/metrics` returns.
+      responses: counter of HTTP responses by path and status.
     """
 
     def __init__(self, engine: EngineProtocol):
@@ -46,16 +47,19 @@ class Metrics:
         self._first = Histogram(
             "dantinox_first_token_seconds",
             "seconds from the arrival of a prompt to its first token",
-            buckets=FIRST,
+            buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
         self._between = Histogram(
-            "dantinox_token_seconds", "mean seconds between two tokens of a sample", buckets=BETWEEN, registry=self.registry
+            "dantinox_token_seconds",
+            "mean seconds between two tokens of a sample",
+            buckets=TOKEN_BUCKETS,
+            registry=self.registry,
         )
         self._queued = Histogram(
             "dantinox_queued_seconds",
             "seconds from the arrival of a prompt until it gets a slot",
-            buckets=FIRST,
+            buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
 
@@ -65,7 +69,7 @@ class Metrics:
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(f"dantinox_{name}", text, getattr(status, name))
         yield GaugeMetricFamily("dantinox_ready", "1 if requests are accepted, else 0", float(status.state == "ready"))
-        for name, text in COUNTED.items():
+        for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"dantinox_{name}", text, status.counters.get(name, 0))
 
     def observe(self, stats: RequestStats, samples: int) -> None:
@@ -78,5 +82,5 @@ class Metrics:
             self._between.observe((stats.seconds - stats.first_token_seconds) / steps)
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' format."""
+        """Returns all metrics in the Prometheus text format."""
         return generate_latest(self.registry)

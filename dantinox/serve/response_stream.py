@@ -1,4 +1,4 @@
-"""`ResponseStream`, the deltas of one request, and `EngineProtocol`, what the protocols need of an engine."""
+"""`ResponseStream`, the deltas of one request, and `EngineProtocol`, the engine interface that the protocols use."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -11,72 +11,75 @@ from dantinox.generation.request import Delta, GenerationRequest, RequestStats, 
 
 
 class ResponseStream:
-    """The deltas of one request, in the order they come: `async for delta in stream`.
+    """Iterates over the deltas of one request in their order: `async for delta in stream`.
 
-    It is made and read on one event loop; the engine pushes from its own thread. What is not read waits here, so a slow reader
-    delays nobody; it is at most `n · max_new_tokens` tokens.
+    The stream is created and read on one event loop; the engine pushes from its own thread. Deltas that are not yet read wait
+    in a queue of at most `n · max_new_tokens` tokens, so a slow reader does not delay the engine.
 
     Attributes:
-      stats: what the request took.
-      prompt: with `echo` a record for each of the prompt's tokens, the first without probabilities; there with the first delta.
+      request: the request.
+      stats: times and counts of the request; complete at the end of the stream.
+      prompt: with `echo`, a record for each token of the prompt; the first has no probabilities. Filled at the first delta.
     """
 
     def __init__(self, request: GenerationRequest, stats: RequestStats, cancel: Callable[[], None]):
         self.request, self.stats, self.prompt = request, stats, list[TokenRecord]()
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
-        self._waiting: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
         self._ended = False
 
     def __aiter__(self) -> "ResponseStream":
         return self
 
     async def __anext__(self) -> Delta:
-        """The next delta.
+        """Returns the next delta.
 
         Raises:
-          Unavailable: the engine failed, or was stopped before the end.
-          UserError: the request cannot be met, which only its preparation or its beginning could show.
+          Unavailable: the engine failed or was stopped before the request was complete.
+          UserError: the preparation of the request found an error in it.
           RequestFailed: an internal error ended this request.
         """
         if self._ended:
             raise StopAsyncIteration
-        found = await self._waiting.get()
-        if isinstance(found, Delta):
-            return found
+        item = await self._queue.get()
+        if isinstance(item, Delta):
+            return item
         self._ended = True
-        raise StopAsyncIteration if found is None else found
+        raise StopAsyncIteration if item is None else item
 
     def cancel(self) -> None:
-        """Frees the slots within a chunk. Samples that have not ended end with `cancelled`; does nothing when all have."""
+        """Frees the request's slots within a chunk. Unfinished samples end with `cancelled`."""
         self._cancel()
 
-    # What follows is for the engine, from any thread.
+    # The engine calls the following methods, from any thread.
 
     def push(self, delta: Delta) -> None:
-        """Hands over a delta."""
+        """Adds a delta."""
         self._put(delta)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more will come, because of an error where one is given."""
+        """Ends the stream, with an error if one is given."""
         self._put(error)
 
     def _put(self, item: Delta | BaseException | None) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._waiting.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        except RuntimeError:  # the loop is closed, so nothing reads the stream
             self._cancel()
 
 
 @dataclass(frozen=True)
 class Status:
-    """How an engine is: `state` is `loading`, `ready`, `draining` or `failed`; `doing` says more in a few words.
+    """The state of an engine.
 
     Attributes:
-      slots, busy: rows that can be decoded together, and those that are taken.
-      queued, queue: requests that wait, and how many may.
-      context: tokens that a prompt and its continuation may have together.
-      counters: sums since the start by name: `requests`, `finished`, `cancelled`, `refused`, `prompt_tokens`, `reused_tokens`,
-        `new_tokens`, `compilations` (behind the warm-up).
+      state: `loading`, `ready`, `draining` or `failed`.
+      doing: a description of the state in a few words.
+      slots, busy: number of slots, and of slots in use.
+      queued, queue: number of waiting requests, and its maximum.
+      context: maximum length of a prompt and its continuation, in tokens.
+      counters: sums since the start: `requests`, `finished`, `cancelled`, `refused`, `prompt_tokens`, `reused_tokens`,
+        `new_tokens` and `compilations` (after the warm-up).
     """
 
     state: str
@@ -90,26 +93,31 @@ class Status:
 
 
 class EngineProtocol(Protocol):
-    """What the protocols need of an engine."""
+    """The engine interface that the protocols use.
+
+    Attributes:
+      run: the loaded model.
+      name: the model's name for clients.
+    """
 
     run: LoadedModel
     name: str
 
-    def settings(self, given: Mapping[str, object]) -> Config:
-        """The server's settings with these over them, validated, and served by this engine.
+    def settings(self, overrides: Mapping[str, object]) -> Config:
+        """Returns the server's configuration with a request's settings applied and validated.
 
         Raises:
-          UserError: a name or value is wrong, or it would need what this server was not started with.
+          UserError: a name or value is wrong, or belongs to the start of the server.
         """
 
     def submit(self, request: GenerationRequest) -> ResponseStream:
-        """Queues a request; returns at once.
+        """Queues a request and returns its stream immediately.
 
         Raises:
-          UserError: it does not fit the context, or asks for too much.
+          UserError: the request does not fit the context or exceeds a limit.
           Busy: the queue is full.
-          Unavailable: no request is accepted now.
+          Unavailable: the engine is loading, draining or has failed.
         """
 
     def status(self) -> Status:
-        """How the engine is now."""
+        """Returns the current state and counters of the engine."""

@@ -18,64 +18,70 @@ from dantinox.serve.connection import connection_protocol
 from dantinox.serve.limits import ABORT_SECONDS, DRAIN_SECONDS, FAULT_SECONDS, Limits
 from dantinox.serve.response_stream import EngineProtocol
 
-FAILED = 1
+FAILED = 1  # exit code
 
 
-class Running(EngineProtocol, Protocol):
-    """An engine that this process begins and ends.
+class RunnableEngine(EngineProtocol, Protocol):
+    """An engine that the server process starts and stops.
 
     Attributes:
-      on_failure: called, from any thread, when the engine has failed for good.
+      on_failure: called from any thread after a failure that the engine cannot recover from.
     """
 
     on_failure: Callable[[], None]
 
     def start(self) -> None:
-        """Begins to load and warm up; returns at once."""
+        """Starts loading and the warm-up; returns immediately."""
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more asks, and returns when all have been answered, or cancelled because the time was over."""
+        """Stops accepting requests and returns when all are complete, or cancelled after `seconds`."""
 
     def close(self) -> None:
-        """Ends it at once; what was not answered is told so."""
+        """Ends the engine now; incomplete requests get an error."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients can reach.
+    """Returns a listening socket.
 
     Raises:
-      UserError: the address is none of this machine's, or taken.
+      UserError: the address does not belong to this machine, or is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason, _, _ = (error.strerror or str(error)).partition(" (while")  # which says again where
+        reason, _, _ = (error.strerror or str(error)).partition(" (while")  # the rest repeats the address
         raise UserError(f"cannot listen at {host} port {port}: {reason.lower()}") from None
 
 
-def serve(app: ASGIApp, engine: Running, listener: socket.socket, limits: Limits, ready: Callable[[], None]) -> int:
-    """Serves until a signal or a fault of the engine ends it; the exit code, 0 where all asks were answered.
+def serve(app: ASGIApp, engine: RunnableEngine, listener: socket.socket, limits: Limits, ready: Callable[[], None]) -> int:
+    """Serves until a signal or a failure of the engine; returns the exit code.
 
-    SIGTERM and SIGINT drain the engine, for `DRAIN_SECONDS` at most, in which new asks hear 503; the second signal ends it at
-    once, with `FAILED`, as a fault does.
+    SIGTERM and SIGINT drain the engine for at most `DRAIN_SECONDS`, during which new requests get 503; the exit code is then 0.
+    A second signal ends the server immediately. It and a failure of the engine give the exit code `FAILED`.
 
     Args:
-      ready: called when asks are taken for the first time.
+      app: the ASGI application.
+      engine: the engine, not yet started.
+      listener: a listening socket, see `listen`.
+      limits: limits of heads and of idle connections.
+      ready: called when the server accepts requests for the first time.
     """
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # who leaves is no news: "socket.send() raised exception"
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # hides "socket.send() raised exception" of lost connections
     return asyncio.run(_serve(app, engine, listener, limits, ready))
 
 
 class _Server(uvicorn.Server):
-    """One that leaves signals alone."""
+    """A uvicorn server without its signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits: Limits, ready: Callable[[], None]) -> int:
+async def _serve(
+    app: ASGIApp, engine: RunnableEngine, listener: socket.socket, limits: Limits, ready: Callable[[], None]
+) -> int:
     loop, code, signals = asyncio.get_running_loop(), 0, 0
     timers = list[threading.Timer]()
     server = _Server(
@@ -89,8 +95,8 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            h11_max_incomplete_event_size=limits.head,
-            timeout_keep_alive=int(limits.seconds),
+            h11_max_incomplete_event_size=limits.max_head,
+            timeout_keep_alive=int(limits.receive_seconds),
             timeout_graceful_shutdown=int(ABORT_SECONDS) - 1,
         )
     )
@@ -99,10 +105,10 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
         server.should_exit = True
 
     def force_exit_after(seconds: float) -> None:
-        """Ends the process whatever its threads do: one that compiles cannot be stopped."""
-        timers.append(last := threading.Timer(seconds, exit_now, (FAILED,)))
-        last.daemon = True
-        last.start()
+        """Ends the process after some seconds even if a thread still runs: a compilation cannot be interrupted."""
+        timers.append(timer := threading.Timer(seconds, exit_now, (FAILED,)))
+        timer.daemon = True
+        timer.start()
 
     async def drain() -> None:
         await engine.drain(DRAIN_SECONDS)
@@ -114,7 +120,7 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
         loop.call_later(FAULT_SECONDS, stop)
         force_exit_after(FAULT_SECONDS + ABORT_SECONDS)
 
-    def signalled() -> None:
+    def on_signal() -> None:
         nonlocal code, signals
         signals += 1
         if signals == 1:
@@ -134,7 +140,7 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
 
     engine.on_failure = lambda: loop.call_soon_threadsafe(fail)  # type: ignore[assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
+        loop.add_signal_handler(number, on_signal)
     engine.start()
     tasks = [loop.create_task(wait_until_ready())]
     try:

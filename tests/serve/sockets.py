@@ -22,7 +22,7 @@ def serving(app, limits: Limits | None = None) -> Iterator[int]:
         ws="none",
         lifespan="off",
         log_level="critical",
-        h11_max_incomplete_event_size=limits.head,
+        h11_max_incomplete_event_size=limits.max_head,
         timeout_graceful_shutdown=2,
     )
     server = uvicorn.Server(config)

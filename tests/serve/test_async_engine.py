@@ -313,7 +313,7 @@ CALLS = [
     ("matcher", "mask", True),
     ("matcher", "take", True),
     ("text", "take", True),
-    ("responder", "give", True),
+    ("responder", "push_output", True),
     ("stream", "push", True),
     ("compile", "compile", True),
 ]

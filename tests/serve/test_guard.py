@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from dantinox.config import UserError
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Busy, RequestError, Unavailable, to_request_error
-from dantinox.serve.limits import DEPTH, Limits
+from dantinox.serve.limits import MAX_DEPTH, Limits
 from dantinox.serve.options import Options
 from dantinox.serve.protocols.bodies import parse_json
 
@@ -55,9 +55,9 @@ def status(answer: bytes) -> int:
         ('{"a": 100000000000000000000}', "too large"),
         ('{"a": 1, "a": 2}', "twice"),
         ('{"b": {"a": 1, "a": 1}}', "twice"),
-        ("[" * 100_000, "inside each other"),
-        ('{"a": ' * 200 + "1" + "}" * 200, "inside each other"),
-        ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "inside each other"),
+        ("[" * 100_000, "nested lists and objects"),
+        ('{"a": ' * 200 + "1" + "}" * 200, "nested lists and objects"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested lists and objects"),
         ('{"a": "\\ud800"}', "lone surrogate"),
         ('{"\\udfff": 1}', "lone surrogate"),
         ('{"a": 1,}', "line 1"),
@@ -76,7 +76,7 @@ def test_json_is_read_strictly(text, words):
 def test_json_that_is_fine_is_read_as_it_is():
     text = '{"a": [1, -2.5, true, null, "\\ud83d\\ude00é"], "b": {"a": {}}, "c": 18446744073709551615}'
     assert parse_json(text.encode()) == json.loads(text)
-    deepest = "[" * DEPTH + "]" * DEPTH
+    deepest = "[" * MAX_DEPTH + "]" * MAX_DEPTH
     assert parse_json(deepest.encode()) == json.loads(deepest)
 
 
@@ -235,7 +235,7 @@ def test_headers_for_browsers():
 
 
 def test_bodies_that_are_too_large():
-    limits = Limits(body=1000)
+    limits = Limits(max_body=1000)
     large = json.dumps({"prompt": "a" * 2000})
     with client(limits=limits) as http:
         answer = http.post("/v1/completions", content=large, headers={"content-type": "application/json"})
@@ -249,7 +249,7 @@ def test_bodies_that_are_too_large():
 
 def test_a_real_server_counts_what_comes():
     """Whatever the head says of the length."""
-    limits = Limits(body=1000, seconds=0.5)
+    limits = Limits(max_body=1000, receive_seconds=0.5)
     with serving(make_app(FakeEngine(), Options(limits=limits)), limits) as port:
         part = b"3e8\r\n" + b" " * 1000 + b"\r\n"
         chunked = f"POST /v1/completions HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
@@ -270,7 +270,7 @@ def test_a_real_server_counts_what_comes():
 
 
 def test_heads_that_are_too_large_or_too_slow():
-    limits = Limits(seconds=0.5)
+    limits = Limits(receive_seconds=0.5)
     with serving(make_app(FakeEngine(), Options(limits=limits)), limits) as port:
         head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
         assert status(exchange(port, head + b"a" * 15_000 + b"\r\nConnection: close\r\n\r\n")) == 200
@@ -289,7 +289,7 @@ def test_heads_that_are_too_large_or_too_slow():
 
 
 def test_a_reader_that_takes_nothing_is_let_go():
-    limits = Limits(stalled=0.5)
+    limits = Limits(stall_seconds=0.5)
     engine = FakeEngine(says="a" * 100)
     engine.run.model.config.max_context = 10**9
     with (
@@ -359,7 +359,7 @@ def test_one_connection_for_many_requests():
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("data", [b"", b"\x00\xff\xfe", b"GET", b"\r\n" * 50, b"POST / HTTP/9.9\r\n\r\n", b"a" * 100])
 def test_what_is_no_http(path, data):
-    with serving(make_app(FakeEngine()), Limits(seconds=0.2)) as port:
+    with serving(make_app(FakeEngine()), Limits(receive_seconds=0.2)) as port:
         answer = exchange(port, data.replace(b" / ", f" {path} ".encode()))
         assert answer == b"" or status(answer) == 400
 

@@ -81,7 +81,7 @@ def test_what_is_not_http_gets_json(port):
 
 @pytest.mark.parametrize(("path", "read"), [("/v1/models", ["error", "message"]), ("/api/v1/model", ["detail", "msg"])])
 def test_too_many_connections(port, path, read, monkeypatch):
-    monkeypatch.setattr(connection, "CONNECTIONS", 0)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 0)
     status, _, content, _ = asked(port, f"GET {path} HTTP/1.1\r\n{HEAD}")
     assert status == 503 and "too many connections" in content[read[0]][read[1]]
 
@@ -99,7 +99,7 @@ def test_equal_lines_of_the_log_are_written_once():
 # --- sizes before work
 
 
-LARGE = {
+LARGE_VALUES = {
     "dry_breakers": ["x"] * 60_000,
     "bad_words": ["ab"] * 50_000,
     "sequence_bias": [["ab", 1.0]] * 30_000,
@@ -109,14 +109,14 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", LARGE_VALUES)
 def test_settings_that_are_too_large_cost_nothing(name):
     engine = FakeEngine()
     app = make_app(engine)
     engine.settings = lambda given: pytest.fail("it was looked at")
     with TestClient(app, base_url="http://localhost") as client:
         before = time.perf_counter()
-        answer = client.post("/v1/completions", json={"prompt": "a", name: LARGE[name]})
+        answer = client.post("/v1/completions", json={"prompt": "a", name: LARGE_VALUES[name]})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == name
         assert time.perf_counter() - before < 1
 
@@ -130,7 +130,7 @@ def test_kobold_breakers_that_are_too_many():
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("/v1/completions", "maximum context length"), ("/api/dantinox/generate", "a list of texts and token ids")],
+    [("/v1/completions", "maximum context length"), ("/api/dantinox/generate", "a list of strings and token ids")],
 )
 def test_prompts_of_too_many_ids(path, words):
     with TestClient(make_app(FakeEngine()), base_url="http://localhost") as client:
@@ -139,9 +139,9 @@ def test_prompts_of_too_many_ids(path, words):
 
 
 def test_limits_are_those_of_the_engine():
-    assert limits.ENTRIES == slots.ENTRIES and limits.ENTRIES_OF["bad_words"] == slots.SEQUENCES
-    assert limits.ENTRIES_OF["stop_token_ids"] == slots.END_IDS
-    assert limits.ENTRIES_OF["dry_breakers"] == slots.ENTRIES_OF["dry_breakers"]
+    assert limits.MAX_ENTRIES == slots.ENTRIES and limits.MAX_ENTRIES_OF["bad_words"] == slots.SEQUENCES
+    assert limits.MAX_ENTRIES_OF["stop_token_ids"] == slots.END_IDS
+    assert limits.MAX_ENTRIES_OF["dry_breakers"] == slots.ENTRIES_OF["dry_breakers"]
 
 
 def test_tokens_that_contain_a_text():

@@ -12,23 +12,21 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.config.generation_settings import order_of
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import RequestError, Unavailable
 from dantinox.serve.options import Options
 from dantinox.serve.protocols import kobold
-from dantinox.serve.protocols.kobold_bodies import usual
-from dantinox.serve.protocols.kobold_prompt import LEAST, fitted
+from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, fit_to_context
 from dantinox.text import ChatTemplate, Tokenizer, train_tokenizer
 
 from .fakes import BYTES, SAYS, FakeEngine, fake_run
 from .sockets import serving
 
-CODES = [6, 0, 1, 3, 4, 2, 5]
+ORDER = [6, 0, 1, 3, 4, 2, 5]
 # What Kobold Lite 339 sends of a story, with its own defaults.
 LITE = {
     "n": 1, "max_context_length": 12288, "max_length": 1536, "rep_pen": 1.05, "temperature": 0.75, "top_p": 0.92, "top_k": 100,
-    "top_a": 0, "typical": 1, "tfs": 1, "rep_pen_range": 360, "rep_pen_slope": 0.7, "sampler_order": CODES, "memory": "",
+    "top_a": 0, "typical": 1, "tfs": 1, "rep_pen_range": 360, "rep_pen_slope": 0.7, "sampler_order": ORDER, "memory": "",
     "trim_stop": True, "genkey": "KCPP1234", "min_p": 0, "dynatemp_range": 0, "dynatemp_exponent": 1, "smoothing_factor": 0,
     "smoothing_curve": 1, "nsigma": 0, "banned_tokens": [], "render_special": False, "logprobs": False, "presence_penalty": 0,
     "logit_bias": {}, "stop_sequence": [], "use_default_badwordsids": False, "bypass_eos": False, "prompt": "Once",
@@ -234,7 +232,7 @@ SETTINGS = [
     ({"xtc_probability": 0.5, "xtc_threshold": 0.2}, {"xtc_probability": 0.5, "xtc_threshold": 0.2}),
     ({"xtc_probability": 0, "xtc_threshold": 0.2}, {"xtc_probability": 0.0, "xtc_threshold": 0.1}),
     ({"xtc_probability": 3, "xtc_threshold": 2}, {"xtc_probability": 1.0, "xtc_threshold": 1.0}),
-    ({"sampler_order": CODES}, {"preset": "koboldcpp", "sampler_order": tuple(CODES)}),
+    ({"sampler_order": ORDER}, {"preset": "koboldcpp", "sampler_order": tuple(ORDER)}),
     ({"sampler_order": [5, 4, 3, 2, 1, 0, 6]}, {"sampler_order": (5, 4, 3, 2, 1, 0, 6)}),
     ({"sampler_order": [0, 1, 2, 3, 4, 5]}, {"sampler_order": (0, 1, 2, 3, 4, 5)}),
     ({"sampler_order": []}, {"preset": "default", "sampler_order": None}),
@@ -269,7 +267,7 @@ def test_what_lite_sends_of_itself(client, engine):
     """Its own numbers: no field is refused, and what is off there is off here."""
     found = asked(client, engine, **LITE).config.generation
     on = {
-        "preset": "koboldcpp", "sampler_order": tuple(CODES), "temperature": 0.75, "top_k": 100, "top_p": 0.92,
+        "preset": "koboldcpp", "sampler_order": tuple(ORDER), "temperature": 0.75, "top_k": 100, "top_p": 0.92,
         "repetition_penalty": 1.05, "repetition_range": 360, "repetition_slope": 0.7,
     }  # fmt: skip
     default = fake_run().config.generation.model_copy(update=on | {"max_new_tokens": 252}).model_dump()
@@ -277,25 +275,12 @@ def test_what_lite_sends_of_itself(client, engine):
     assert {k: v for k, v in found.model_dump().items() if k not in off} == {k: v for k, v in default.items() if k not in off}
 
 
-@pytest.mark.parametrize(
-    "own, more",
-    [({}, 1), ({"preset": "hf"}, 1), ({"eta_cutoff": 0.1}, 1), ({"preset": "koboldcpp"}, 0), ({"strategy": "entropy"}, 0)],
-)
-def test_what_is_compiled_ahead_for_lite_runs_the_steps_that_it_asks_for(own, more):
-    engine = FakeEngine(fake_run(**own))
-    base = engine.run.config.generation
-    ahead = [order_of(engine.settings(settings).generation) for settings in usual(base)]
-    for client in clients(engine):
-        found = asked(client, engine, **LITE).config.generation
-        assert order_of(found) in [order_of(base), *ahead] and len(ahead) == more
-
-
 def test_what_is_not_given_is_as_the_run_has_it():
     engine = FakeEngine(fake_run(temperature=0.5, top_k=7, stop=("time",), max_new_tokens=3, eta_cutoff=0.1))
     for client in clients(engine):
         client.post("/api/v1/generate", json={"prompt": "a"})
         assert engine.asked[-1].config == engine.run.config
-        found = asked(client, engine, sampler_order=CODES).config.generation
+        found = asked(client, engine, sampler_order=ORDER).config.generation
         assert (found.temperature, found.top_k, found.eta_cutoff) == (0.5, 7, 0.0)
 
 
@@ -339,13 +324,13 @@ def test_memory_stays_whole_and_the_front_of_the_prompt_goes(context, memory, pr
     memory, prompt = "m" * memory, "".join(chr(97 + i % 26) for i in range(prompt))
     text = (memory + prompt).encode()  # the tokens of this vocabulary are bytes
     if not text:
-        assert fitted(fake_run(), memory, prompt, 1, 2) == ([BYTES.bos_id], 1)
+        assert fit_to_context(fake_run(), memory, prompt, 1, 2) == ([BYTES.bos_id], 1)
         return
-    if len(memory) + min(len(prompt), LEAST) >= context:
+    if len(memory) + min(len(prompt), MIN_TOKENS) >= context:
         with pytest.raises(RequestError, match="memory"):
-            fitted(fake_run(), memory, prompt, new, context)
+            fit_to_context(fake_run(), memory, prompt, new, context)
         return
-    ids, count = fitted(fake_run(), memory, prompt, new, context)
+    ids, count = fit_to_context(fake_run(), memory, prompt, new, context)
     kept = len(ids) - len(memory)
     assert bytes(ids) == memory.encode() + prompt.encode()[len(prompt) - kept :]
     assert 1 <= count <= new and len(ids) + count <= context
@@ -492,13 +477,13 @@ def test_what_is_remembered_is_bounded_and_forgotten(client, monkeypatch):
     def text(number):
         return client.post("/api/extra/generate/check", json={"genkey": f"k{number}"}).json()["results"][0]["text"]
 
-    for number in range(kobold.REMEMBERED + 3):
+    for number in range(kobold.MAX_FINISHED + 3):
         client.post("/api/v1/generate", json={"prompt": "x", "max_length": 1, "genkey": f"k{number}"})
     assert [bool(text(number)) for number in range(5)] == [False, False, False, True, True]
-    assert text(kobold.REMEMBERED + 2) == "o"
+    assert text(kobold.MAX_FINISHED + 2) == "o"
     now = time.monotonic()
-    monkeypatch.setattr(kobold.time, "monotonic", lambda: now + kobold.SECONDS)
-    assert text(kobold.REMEMBERED + 2) == ""
+    monkeypatch.setattr(kobold.time, "monotonic", lambda: now + kobold.KEEP_SECONDS)
+    assert text(kobold.MAX_FINISHED + 2) == ""
 
 
 @pytest.mark.parametrize("path", ["/api/extra/generate/stream", "/api/v1/generate"])

@@ -206,4 +206,4 @@ def test_a_key_can_be_entered(chromium):
 def test_a_full_queue_is_said(page):
     page.engine.full = True
     page.send("Once")
-    page.wait("document.body.innerText.includes('all slots and all places of the queue are taken')")
+    page.wait("document.body.innerText.includes('all slots are busy and the queue is full')")

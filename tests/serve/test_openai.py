@@ -535,7 +535,7 @@ def test_an_answer_that_is_cut_short_is_an_error(engine, client):
 
     engine.submit = cut
     refusal(client.post(TEXT, json={"prompt": "a"}), 503)
-    assert b"cut short" in client.post(TEXT, json={"prompt": "a", "stream": True}).content
+    assert b"the response is incomplete" in client.post(TEXT, json={"prompt": "a", "stream": True}).content
 
 
 def test_a_prompt_that_does_not_fit(client, engine):

@@ -158,7 +158,7 @@ def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_
     flags = f"--port {port} --slots 3 --context 100 --queue 5 --name x --api_key_file {tmp_path / 'key'} --allow_host A.example"
     code = cli.main(["serve", "--run_dir", str(run_dir), *flags.split(), *lite, "--chat_template", "plain", "--top_p", "0.5"])
     asking.join()
-    told = {"slots": 3, "context": 100, "queue": 5, "name": "x", "given": {"top_p": 0.5}}
+    told = {"slots": 3, "context": 100, "queue": 5, "name": "x", "overrides": {"top_p": 0.5}}
     assert code == 0 and made[0].told == told
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
     assert capfd.readouterr().out == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"

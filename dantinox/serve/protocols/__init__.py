@@ -1,1 +1,1 @@
-"""The protocols that clients speak: each module parses bodies into requests and formats deltas and errors."""
+"""The client protocols. Each module parses bodies into requests and formats deltas and errors."""

@@ -1,4 +1,4 @@
-"""Request bodies: strict JSON parsing and the base model of their validation."""
+"""Request bodies: strict JSON parsing and the base model for validation."""
 
 import json
 import math
@@ -11,11 +11,11 @@ from starlette.requests import Request
 
 from dantinox.files import escape_name, quote
 from dantinox.serve.background import run_sized
-from dantinox.serve.errors import JSON, RequestError, refuse
-from dantinox.serve.limits import DEPTH, DIGITS
+from dantinox.serve.errors import JSON, RequestError, http_error
+from dantinox.serve.limits import MAX_DEPTH, MAX_DIGITS
 
-ALTERNATIVES = 20  # reported with a token
-# Fields of OpenAI's that would change the response, and values with which they do not.
+MAX_ALTERNATIVES = 20  # reported with a token
+# Fields of OpenAI's API that would change the response, and their values that would not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
@@ -28,18 +28,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class StrictBody(BaseModel):
-    """An object of a body: null is the same as absent, no value is converted, unknown fields are kept aside.
+    """An object in a body. Null equals an absent field, values are not converted, and unknown fields are kept in `model_extra`.
 
-    Attributes:
-      unsupported: fields that would change the response, and values with which they do not.
+    `unsupported` names fields that would change the response, with their values that would not.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
 
-def _content(value: Any) -> str:
-    """The text of a message: itself, or parts that are texts."""
+def _message_text(value: Any) -> str:
+    """Returns the text of a message, which is a string or a list of text parts."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -48,28 +47,29 @@ def _content(value: Any) -> str:
         texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") in ("text", "input_text")]
         if len(texts) == len(value) and all(isinstance(text, str) for text in texts):
             return "".join(texts)  # type: ignore[arg-type]
-    raise ValueError("must be a text, or a list of parts of the type text")
+    raise ValueError("must be a string, or a list of parts of type text")
 
 
 class Message(StrictBody):
     """A message of a conversation."""
 
     role: str
-    content: Annotated[str, BeforeValidator(_content)] = ""
+    content: Annotated[str, BeforeValidator(_message_text)] = ""
 
 
-Alternatives = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
-Kind = TypeVar("Kind", bound=StrictBody)
+Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
+BodyType = TypeVar("BodyType", bound=StrictBody)
 
 
-async def parse_body(request: Request, kind: type[Kind], *, may_be_empty: bool = False) -> Kind:
-    """The JSON object of a request as a body of this kind.
+async def parse_body(request: Request, kind: type[BodyType], *, may_be_empty: bool = False) -> BodyType:
+    """Parses and validates the body of a request.
 
     Args:
-      may_be_empty: a request without a body is an empty object.
+      kind: model of the body.
+      may_be_empty: accept a request without a body as an empty object.
 
     Raises:
-      RequestError: 415, it is not declared as JSON in UTF-8; 400, it is not JSON, or not such an object.
+      RequestError: 415, the media type is not JSON in UTF-8; 400, the body is not JSON or not valid.
     """
     data = await request.body()
     if not data and may_be_empty:
@@ -78,21 +78,21 @@ async def parse_body(request: Request, kind: type[Kind], *, may_be_empty: bool =
     charset = re.search(r"charset\s*=\s*\"?([^\s;\"]+)", parameters)
     is_json = re.fullmatch(r"application/([\w.-]+\+)?json", media_type.strip())
     if not is_json or (charset and charset[1] not in ("utf-8", "utf8")):
-        raise refuse("media_type")
-    return await run_sized(len(data), lambda: validated(kind, parse_json(data)))
+        raise http_error("media_type")
+    return await run_sized(len(data), lambda: validate_body(kind, parse_json(data)))
 
 
-def validated(kind: type[Kind], data: JSON) -> Kind:
-    """A body of this kind.
+def validate_body(kind: type[BodyType], data: JSON) -> BodyType:
+    """Validates a JSON value as a body.
 
     Raises:
-      RequestError: 400, which field is wrong and what is allowed.
+      RequestError: 400 with the wrong field and the allowed values.
     """
     if not isinstance(data, dict):
         raise RequestError(400, f"the body must be a JSON object, got {quote(data)}")
     for name, harmless in kind.unsupported.items():
         if data.get(name) is not None and data[name] not in harmless:
-            raise RequestError(400, f"{name} is not supported by this server: leave it out", param=name, code="unsupported")
+            raise RequestError(400, f"{name} is not supported by this server: remove it", param=name, code="unsupported")
     try:
         return kind.model_validate({name: value for name, value in data.items() if value is not None})
     except ValidationError as problem:
@@ -100,75 +100,79 @@ def validated(kind: type[Kind], data: JSON) -> Kind:
     param = ".".join(escape_name(str(part)) for part in first["loc"][:4])
     if first["type"] == "missing":
         raise RequestError(400, f"{param} is missing", param=param)
-    words = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    words = words if words.startswith("must") else f"is wrong: {words.lower()}"
-    raise RequestError(400, f"{param} {words}, got {quote(first['input'])}", param=param)
+    reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    reason = reason if reason.startswith("must") else f"is wrong: {reason.lower()}"
+    raise RequestError(400, f"{param} {reason}, got {quote(first['input'])}", param=param)
 
 
 # --- JSON
 
 
 def parse_json(data: bytes) -> JSON:
-    """The value of a JSON text, read strictly: finite numbers, no key twice in an object, nothing deeper than `DEPTH`.
+    """Parses JSON strictly: UTF-8, finite numbers, no duplicate keys, at most `MAX_DEPTH` nested lists and objects.
 
     Raises:
-      RequestError: 400, what is wrong.
+      RequestError: 400 with the error.
     """
     try:
         found: JSON = json.loads(
-            data.decode(), parse_constant=_constant, parse_float=_float, parse_int=_int, object_pairs_hook=_object
+            data.decode(),
+            parse_constant=_reject_constant,
+            parse_float=_parse_float,
+            parse_int=_parse_int,
+            object_pairs_hook=_parse_object,
         )
     except UnicodeDecodeError as error:
-        raise RequestError(400, f"the body is not UTF-8 text: byte {error.start} is wrong") from None
+        raise RequestError(400, f"the body is not UTF-8: byte {error.start} is invalid") from None
     except json.JSONDecodeError as error:
         where = f"(line {error.lineno}, column {error.colno})"
         raise RequestError(400, f"the body is not JSON: {error.msg.lower()} {where}") from None
     except RecursionError:
-        raise _too_deep() from None
+        raise _depth_error() from None
     _check_tree(found, 0)
     return found
 
 
-def _too_deep() -> RequestError:
-    return RequestError(400, f"the body has more than {DEPTH} lists and objects inside each other")
+def _depth_error() -> RequestError:
+    return RequestError(400, f"the body has more than {MAX_DEPTH} nested lists and objects")
 
 
-def _constant(word: str) -> float:
-    raise RequestError(400, f"the body holds {word}, which is no number of JSON")
+def _reject_constant(word: str) -> float:
+    raise RequestError(400, f"the body has {word}, which is not a JSON number")
 
 
-def _float(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        raise RequestError(400, f"the body holds the number {escape_name(digits)}, which is too large")
+        raise RequestError(400, f"the body has the number {escape_name(digits)}, which is too large")
     return number
 
 
-def _int(digits: str) -> int:
-    if len(digits) > DIGITS:
-        raise RequestError(400, f"the body holds the number {escape_name(digits)}, which is too large")
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise RequestError(400, f"the body has the number {escape_name(digits)}, which is too large")
     return int(digits)
 
 
-def _object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+def _parse_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     found: dict[str, JSON] = {}
     for name, value in pairs:
         if name in found:
-            raise RequestError(400, f"the body has {quote(name)} twice in one object")
+            raise RequestError(400, f"the body has the key {quote(name)} twice in one object")
         found[name] = value
     return found
 
 
 def _check_tree(value: JSON, depth: int) -> None:
-    """Raises RequestError for values nested too deep and for lone surrogates."""
+    """Raises RequestError for values that are nested too deeply and for lone surrogates."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             code = f"\\u{ord(value[error.start]):04x}"
-            raise RequestError(400, f"the body holds a lone surrogate, {code}") from None
+            raise RequestError(400, f"the body has a lone surrogate, {code}") from None
     elif isinstance(value, dict | list):
-        if depth == DEPTH:
-            raise _too_deep()
+        if depth == MAX_DEPTH:
+            raise _depth_error()
         for part in [*value, *value.values()] if isinstance(value, dict) else value:
             if isinstance(part, str | dict | list):
                 _check_tree(part, depth + 1)

@@ -1,6 +1,6 @@
 """The protocol of KoboldAI and KoboldCpp, for Kobold Lite and SillyTavern.
 
-Sources: KoboldCpp's API documentation, and what its clients were seen to send and to read.
+Sources: KoboldCpp's API documentation, and the requests of its clients.
 """
 
 import json
@@ -20,39 +20,39 @@ from dantinox.generation.token_settings import tokens_containing
 from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import parse_body
-from dantinox.serve.protocols.kobold_bodies import ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody
-from dantinox.serve.protocols.kobold_prompt import LEAST, Tags, fitted, split_stops
+from dantinox.serve.protocols.kobold_bodies import MAX_ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody
+from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, Placeholders, fit_to_context, split_stops
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.token_text import check_ids
 from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
 
-UNITED = "1.2.5"  # the level of KoboldAI's interface
-LEVEL = "1.74"  # that of KoboldCpp's: the lowest of which all is honoured that Lite then uses
-ABILITIES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "embeddings", "savedata", "guidance"
-REMEMBERED, SECONDS = 64, 600.0  # generations that have ended, and for how long
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
-CODES = {None: -1, "length": 0, "cancelled": 0, "eos": 1, "stop": 2}  # of `stop_reason`
-TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
+KOBOLDAI_VERSION = "1.2.5"  # supported version of KoboldAI's API
+KOBOLDCPP_VERSION = "1.74"  # of KoboldCpp's API: the lowest whose features Lite uses completely
+FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "embeddings", "savedata", "guidance"
+MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # finished generations that are kept, and for how long
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
+STOP_CODES = {None: -1, "length": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
+ERROR_TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
 
 
 def format_error(error: RequestError) -> JSON:
-    """An error as KoboldCpp words it."""
-    kind = TYPES.get(error.status, "bad_input" if error.status < 500 else "server_error")
+    """Returns an error in KoboldCpp's format."""
+    kind = ERROR_TYPES.get(error.status, "bad_input" if error.status < 500 else "server_error")
     return {"detail": {"msg": error.message, "type": kind}}
 
 
 def routes(service: Service) -> list[Route]:
-    """The routes of this protocol."""
-    generations, tags = Generations(), Tags(service.options.template)
+    """Returns the routes of this protocol."""
+    generations, placeholders = Generations(), Placeholders(service.options.template)
 
     async def whole(request: Request) -> Reply:
         """Continues a prompt and returns the results together."""
-        return await parse(service, tags, generations, await parse_body(request, GenerateBody), False)
+        return await parse(service, placeholders, generations, await parse_body(request, GenerateBody), False)
 
     async def streamed(request: Request) -> Reply:
         """Continues a prompt and streams the text as server-sent events."""
-        return await parse(service, tags, generations, await parse_body(request, GenerateBody), True)
+        return await parse(service, placeholders, generations, await parse_body(request, GenerateBody), True)
 
     return [
         *_info_routes(service),
@@ -64,45 +64,47 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-async def parse(service: Service, tags: Tags, generations: "Generations", body: GenerateBody, stream: bool) -> Reply:
-    """What a body of `/generate` asks for.
+async def parse(
+    service: Service, placeholders: Placeholders, generations: "Generations", body: GenerateBody, stream: bool
+) -> Reply:
+    """Converts a body of `/generate` to a generation request.
 
     Raises:
-      RequestError, UserError: it cannot be.
+      RequestError, UserError: the body cannot be served.
     """
     if stream and (body.n or 1) > 1:
-        raise RequestError(400, f"n must be 1 in a stream, got {body.n}: /api/v1/generate gives several", param="n")
+        raise RequestError(400, f"n must be 1 in a stream, got {body.n}: /api/v1/generate returns several results", param="n")
     model, base = service.model, service.engine.settings({}).generation
     memory, prompt, stops = body.memory or "", body.prompt or "", body.stop_sequence or ()
     ends: frozenset[int] = frozenset()
     if body.replace_instruct_placeholders is not False and any("{{[" in text for text in (memory, prompt, *stops)):
-        ends, memory, prompt, stops = await run_in_thread(tags.fill_all, memory, prompt, stops)
-    given = body.given(base) | await run_in_thread(_bans, model.tokenizer, base, body)
+        ends, memory, prompt, stops = await run_in_thread(placeholders.fill_all, memory, prompt, stops)
+    settings = body.settings(base) | await run_in_thread(_bans, model.tokenizer, base, body)
     texts, ids = split_stops(model.tokenizer, stops)
     ids += sorted(ends.difference(model.tokenizer.stop_ids))
     if body.stop_sequence is not None:
-        given["stop"] = texts
+        settings["stop"] = texts
     if ids:
-        given["stop_token_ids"] = [*base.stop_token_ids, *dict.fromkeys(ids)]
-    if body.trim_stop is not None and (given.get("stop", base.stop) or ids or base.stop_token_ids):
-        given["keep_stop"] = not body.trim_stop
-    config = service.settings(given)
-    context = min(service.context, max(body.max_context_length or service.context, LEAST))
-    wanted = config.generation.max_new_tokens
+        settings["stop_token_ids"] = [*base.stop_token_ids, *dict.fromkeys(ids)]
+    if body.trim_stop is not None and (settings.get("stop", base.stop) or ids or base.stop_token_ids):
+        settings["keep_stop"] = not body.trim_stop
+    config = service.settings(settings)
+    context = min(service.context, max(body.max_context_length or service.context, MIN_TOKENS))
+    requested = config.generation.max_new_tokens
     try:
-        found, new = await run_sized(len(memory) + len(prompt), fitted, model, memory, prompt, wanted, context)
+        found, new = await run_sized(len(memory) + len(prompt), fit_to_context, model, memory, prompt, requested, context)
     except UserError as error:
         raise RequestError(400, str(error), param="prompt") from None
     config = with_generation(config, max_new_tokens=new, n=1 if stream else config.generation.n)
-    logprobs = min(ALTERNATIVES, model.tokenizer.vocab_size) if body.logprobs else None
+    logprobs = min(MAX_ALTERNATIVES, model.tokenizer.vocab_size) if body.logprobs else None
     request = GenerationRequest(tuple(found), config, logprobs, False, body.constraint())
     return Generation(model.tokenizer, generations, body.genkey or "", request, stream)
 
 
 def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> dict[str, Any]:
-    """Our settings for what must not be generated, besides what the run itself bans.
+    """Returns the settings of banned tokens and biases, added to the bans of the run.
 
-    A single character bans every token that contains it; a longer text is banned in its usual tokens.
+    A single character bans every token that contains it; a longer string is banned in its usual tokenization.
     """
     texts, ids = body.banned_tokens or (), list(body.custom_token_bans or ())
     check_ids(tokenizer, ids, "custom_token_bans")
@@ -113,7 +115,7 @@ def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> 
         ids += sorted(tokenizer.stop_ids)
     if ids:
         found["banned_tokens"] = [*base.banned_tokens, *dict.fromkeys(ids)]
-    if words := [text for text in texts if len(text) > 1 and _has_spelling(tokenizer, text)]:
+    if words := [text for text in texts if len(text) > 1 and _can_encode(tokenizer, text)]:
         found["bad_words"] = [*base.bad_words, *words]
     if body.logit_bias is not None:
         check_ids(tokenizer, [int(key[:10]) for key in body.logit_bias if is_digits(key)], "logit_bias")
@@ -121,7 +123,7 @@ def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> 
     return found
 
 
-def _has_spelling(tokenizer: Tokenizer, text: str) -> bool:
+def _can_encode(tokenizer: Tokenizer, text: str) -> bool:
     try:
         return bool(tokenizer.encode(text))
     except UserError:
@@ -132,17 +134,17 @@ def _has_spelling(tokenizer: Tokenizer, text: str) -> bool:
 
 
 class Generation(Reply):
-    """What one request has been given so far.
+    """The state of one generation.
 
     Attributes:
-      key: that the client calls it by, "" for none.
-      request: what it asked for.
-      texts, tokens, reasons: of each sample the text, the number of tokens, and why it has ended, None before.
-      records: of the first sample's tokens, where log-probabilities were asked for.
-      ended: when, None before.
+      key: the client's `genkey`, "" without one.
+      request: the generation request.
+      texts, tokens, reasons: text, number of tokens and finish reason (None while it runs) of each sample.
+      records: records of the first sample's tokens, if log-probabilities are requested.
+      ended: time of its end by `time.monotonic`, None while it runs.
     """
 
-    ends_broken: ClassVar[bool] = True  # by which Lite knows that a stream failed
+    truncate_on_error: ClassVar[bool] = True  # Lite recognizes a failed stream by it
 
     def __init__(self, tokenizer: Tokenizer, generations: "Generations", key: str, request: GenerationRequest, stream: bool):
         super().__init__([request], stream)
@@ -153,7 +155,7 @@ class Generation(Reply):
         self.records: list[TokenRecord] = []
         self.ended: float | None = None
 
-    def accepted(self) -> None:
+    def on_accepted(self) -> None:
         self._generations.add(self)
 
     def abort(self) -> None:
@@ -171,13 +173,13 @@ class Generation(Reply):
         prompt_tokens = len(self.request.ids)
         results: list[JSON] = []
         for text, tokens, reason in zip(self.texts, self.tokens, self.reasons, strict=True):
-            known: dict[str, JSON] = {"text": text, "finish_reason": REASONS[reason or "length"]}
+            known: dict[str, JSON] = {"text": text, "finish_reason": FINISH_REASONS[reason or "length"]}
             known |= {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
             results.append(known if results else known | {"logprobs": self.logprobs()})
         return {"results": results}
 
     def logprobs(self) -> dict[str, JSON] | None:
-        """Those of the first sample, None where they were not asked for."""
+        """Returns the log-probabilities of the first sample, None if they are not requested."""
         if self.request.logprobs is None:
             return None
         return ChatLogprobs(self._tokenizer, self.request, "")(self.records)
@@ -186,7 +188,9 @@ class Generation(Reply):
         self.add(number, delta)
         if not (delta.text or delta.finish_reason):
             return b""
-        return _event("message", {"token": delta.text, "finish_reason": delta.finish_reason and REASONS[delta.finish_reason]})
+        return _event(
+            "message", {"token": delta.text, "finish_reason": delta.finish_reason and FINISH_REASONS[delta.finish_reason]}
+        )
 
     def format_error(self, error: RequestError) -> bytes:
         return _event("error", format_error(error))
@@ -198,48 +202,48 @@ class Generation(Reply):
 
 
 def _event(name: str, content: JSON) -> bytes:
-    """Lines as Lite reads them: both of them, plain line feeds, and nothing in the text that some take for a line's end."""
+    """Formats an event as Lite parses it: both lines, plain line feeds, and ASCII, because some characters end a line."""
     return f"event: {name}\ndata: {json.dumps(content, ensure_ascii=True, allow_nan=False)}\n\n".encode()
 
 
 class Generations:
-    """All that are in progress and the latest that have ended, so that other requests may ask for them.
+    """The running and the latest finished generations, for other requests about them.
 
-    Without a key nothing is reported that could be another person's: a generation has to be the only one, and without a key.
+    A request without a key must not see another client's generation: it finds only a single running generation without a key.
     """
 
     def __init__(self) -> None:
         self._kept: list[Generation] = []
         self.last: Generation | None = None
-        self.count, self.began, self.asked = 0, time.monotonic(), time.monotonic()
+        self.count, self.started, self.last_request = 0, time.monotonic(), time.monotonic()
 
     def add(self, generation: Generation) -> None:
-        self.count, self.asked = self.count + 1, time.monotonic()
+        self.count, self.last_request = self.count + 1, time.monotonic()
         self._kept = [*self._recent(), generation]
 
     def find(self, key: str, *, live: bool = False) -> list[Generation]:
-        """Those of a key, the newest last."""
+        """Returns the generations of a key, the newest last; only running ones if `live`."""
         self._kept = self._recent()
-        going = [one for one in self._kept if one.ended is None]
+        running = [one for one in self._kept if one.ended is None]
         if not key:
-            return [one for one in going if not one.key] if len(going) == 1 else []
-        return [one for one in (going if live else self._kept) if one.key == key]
+            return [one for one in running if not one.key] if len(running) == 1 else []
+        return [one for one in (running if live else self._kept) if one.key == key]
 
     def finish(self, generation: Generation) -> None:
         self.last = generation
-        if not generation.key:  # nobody could ask for it
+        if not generation.key:  # no request can refer to it
             self._kept = [one for one in self._kept if one is not generation]
 
     def _recent(self) -> list[Generation]:
         now = time.monotonic()
-        over = sum(one.ended is not None for one in self._kept) - REMEMBERED
+        excess = sum(one.ended is not None for one in self._kept) - MAX_FINISHED
         found = []
         for one in self._kept:
             if one.ended is None:
                 found.append(one)
-            elif over > 0:
-                over -= 1
-            elif now - one.ended < SECONDS:
+            elif excess > 0:
+                excess -= 1
+            elif now - one.ended < KEEP_SECONDS:
                 found.append(one)
         return found
 
@@ -248,10 +252,10 @@ class Generations:
 
 
 def _info_routes(service: Service) -> list[Route]:
-    """What the server is; the paths of KoboldAI's interface have two names of its version."""
+    """Returns the routes that describe the server. Paths of KoboldAI's API exist under `v1` and `latest`."""
     engine = service.engine
-    about: dict[str, JSON] = {"result": "KoboldCpp", "version": LEVEL, "protected": service.options.key is not None}
-    about |= dict.fromkeys(ABILITIES, False) | {"server": f"DantinoX {__version__}"}
+    about: dict[str, JSON] = {"result": "KoboldCpp", "version": KOBOLDCPP_VERSION, "protected": service.options.key is not None}
+    about |= dict.fromkeys(FEATURES, False) | {"server": f"DantinoX {__version__}"}
 
     def route(path: str, content: Callable[[], JSON], purpose: str) -> Route:
         async def respond(request: Request) -> Response:
@@ -266,7 +270,7 @@ def _info_routes(service: Service) -> list[Route]:
     length = "Returns the context of the server in tokens."
     united: dict[str, tuple[Callable[[], JSON], str]] = {
         "model": (lambda: {"result": engine.name}, "Returns the name of the model."),
-        "info/version": (lambda: {"result": UNITED}, "Returns the version of KoboldAI's API."),
+        "info/version": (lambda: {"result": KOBOLDAI_VERSION}, "Returns the version of KoboldAI's API."),
         "config/max_context_length": (context, length),
         "config/max_length": (
             lambda: {"value": engine.settings({}).generation.max_new_tokens},
@@ -285,7 +289,7 @@ def _info_routes(service: Service) -> list[Route]:
 
 
 def _token_routes(tokenizer: Tokenizer) -> list[Route]:
-    """Text to token ids and back."""
+    """Returns the routes that convert text to token ids and back."""
 
     async def count(request: Request) -> Response:
         """Returns the token ids of a text and their number."""
@@ -309,7 +313,7 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
 
 
 def _generation_routes(service: Service, generations: Generations) -> list[Route]:
-    """What is asked about the generations of other requests."""
+    """Returns the routes for the generations of other requests."""
 
     async def find(request: Request, live: bool = False) -> list[Generation]:
         body = await parse_body(request, KeyBody, may_be_empty=True) if request.method == "POST" else KeyBody()
@@ -346,7 +350,7 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
 
 
 def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
-    """How the last generation went, and how the server is."""
+    """Returns numbers of the last generation and of the server."""
     status, now, last = service.engine.status(), time.monotonic(), generations.last
     found: dict[str, JSON] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
     if last is not None:
@@ -354,7 +358,12 @@ def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
         found["last_process"] = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
         found["last_eval"] = max(stats.seconds - stats.first_token_seconds, 0.0)
         found |= {"last_token_count": sum(last.tokens), "last_seed": -1 if seed is None else seed}
-        found["stop_reason"] = CODES[last.reasons[0]]
+        found["stop_reason"] = STOP_CODES[last.reasons[0]]
     found |= {"total_gens": generations.count, "total_img_gens": 0, "queue": status.queued, "idle": int(status.busy == 0)}
-    found |= {"hordeexitcounter": -1, "uptime": now - generations.began, "idletime": now - generations.asked, "quiet": True}
+    found |= {
+        "hordeexitcounter": -1,
+        "uptime": now - generations.started,
+        "idletime": now - generations.last_request,
+        "quiet": True,
+    }
     return found

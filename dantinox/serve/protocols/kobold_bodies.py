@@ -1,6 +1,6 @@
-"""Request bodies of KoboldAI and KoboldCpp, and their mapping to settings.
+"""Request bodies of KoboldAI and KoboldCpp, and their conversion to settings.
 
-Source: KoboldCpp's API documentation, and what Kobold Lite and SillyTavern send.
+Source: KoboldCpp's API documentation, and requests of Kobold Lite and SillyTavern.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from dantinox.config import GenerationSection
 from dantinox.config.request_overlay import KEYS
 from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.constraints import Constraint
-from dantinox.serve.limits import SAMPLES
+from dantinox.serve.limits import MAX_SAMPLES
 from dantinox.serve.protocols.bodies import StrictBody, parse_json
 
-ALTERNATIVES = 5  # that are reported with a token
-BANS, BAN_LENGTH = 64, 512  # texts that are never generated, and characters of one
-KEY_LENGTH = 256
+MAX_ALTERNATIVES = 5  # reported with a token
+MAX_BANS, MAX_BAN_LENGTH = 64, 512  # number of banned strings, and characters of each
+MAX_KEY_LENGTH = 256
 FILTERS_OFF: dict[str, object] = {
     "top_k": 0,
     "top_p": 1.0,
@@ -28,56 +28,51 @@ FILTERS_OFF: dict[str, object] = {
     "top_n_sigma": 0.0,
     "xtc_probability": 0.0,
 }
-OTHER_NAMES = {"stop", "seed", "max_new_tokens"}  # of fields, as SillyTavern sends them beside these
-UNKNOWN_THERE = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}  # steps of ours that an order of codes has no place for
+ALIASES = {"stop", "seed", "max_new_tokens"}  # SillyTavern's duplicates of fields below
+STEPS_OFF = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}  # sampling steps without a KoboldAI code
 
 
-def usual(base: GenerationSection) -> list[dict[str, object]]:
-    """The settings that clients of this dialect ask with whatever they ask, of which an engine needs another program."""
-    return [] if base.strategy == "entropy" or base.preset == "koboldcpp" else [{"preset": "koboldcpp", **UNKNOWN_THERE}]
-
-
-def _whole(value: Any) -> Any:
-    """Integers that JavaScript or a slider has written as 2.0."""
+def _to_integer(value: Any) -> Any:
+    """Converts an integral float such as 2.0, which JavaScript may send, to an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _texts(value: Any) -> Any:
-    """A list of texts, without the empty ones that forms leave behind."""
+def _to_texts(value: Any) -> Any:
+    """Converts a string or list to a tuple of strings, without the empty ones of unfilled forms."""
     if isinstance(value, str):
         return (value,) if value else ()
     return tuple(text for text in value if text not in ("", None)) if isinstance(value, list) else value
 
 
-def _breakers(value: Any) -> Any:
-    """The same, or the JSON of a list, as SillyTavern sends it."""
-    return _texts(parse_json(value.encode()) if isinstance(value, str) and value.lstrip().startswith("[") else value)
+def _to_breakers(value: Any) -> Any:
+    """Converts as `_to_texts`; a string may also be the JSON of a list, as SillyTavern sends it."""
+    return _to_texts(parse_json(value.encode()) if isinstance(value, str) and value.lstrip().startswith("[") else value)
 
 
-def _ids(value: Any) -> Any:
-    """Token ids as a list, or as text with commas."""
+def _to_ids(value: Any) -> Any:
+    """Converts a list of token ids, or a string with commas between them, to a tuple."""
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip()]
         if any(not is_digits(part) or len(part) > 9 for part in parts):
-            raise ValueError("must be token ids with commas between them")
+            raise ValueError("must be token ids separated by commas")
         return tuple(map(int, parts))
     return tuple(value) if isinstance(value, list) else value
 
 
 def _check_bans(texts: tuple[str, ...]) -> tuple[str, ...]:
-    if len(texts) > BANS or any(len(text) > BAN_LENGTH for text in texts):
-        raise ValueError(f"must be at most {BANS} texts of at most {BAN_LENGTH} characters")
+    if len(texts) > MAX_BANS or any(len(text) > MAX_BAN_LENGTH for text in texts):
+        raise ValueError(f"must have at most {MAX_BANS} strings of at most {MAX_BAN_LENGTH} characters")
     return texts
 
 
-Whole = BeforeValidator(_whole)
-Size = Annotated[int, Whole, Field(ge=1, lt=2**31)]
-Range = Annotated[int, Whole, Field(ge=-1, lt=2**31)]
+Integer = BeforeValidator(_to_integer)
+Size = Annotated[int, Integer, Field(ge=1, lt=2**31)]
+Range = Annotated[int, Integer, Field(ge=-1, lt=2**31)]
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-(2.0**32), le=2.0**32)]
 AtLeastZero = Annotated[float, Field(allow_inf_nan=False, ge=0, le=2.0**32)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
-Bans = Annotated[tuple[str, ...], BeforeValidator(_texts), AfterValidator(_check_bans)]
-Key = Annotated[str, Field(max_length=KEY_LENGTH)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_to_texts)]
+Bans = Annotated[tuple[str, ...], BeforeValidator(_to_texts), AfterValidator(_check_bans)]
+Key = Annotated[str, Field(max_length=MAX_KEY_LENGTH)]
 
 
 class KeyBody(StrictBody):
@@ -166,11 +161,11 @@ class GenerateBody(StrictBody):
 
     prompt: str | None = None
     memory: str | None = None
-    n: Annotated[int, Whole, Field(ge=1, le=SAMPLES)] | None = None
+    n: Annotated[int, Integer, Field(ge=1, le=MAX_SAMPLES)] | None = None
     max_context_length: Size | None = None
     max_length: Size | None = Field(None, validation_alias=AliasChoices("max_length", "max_new_tokens"))
     genkey: Key | None = None
-    sampler_seed: Annotated[int, Whole, Field(ge=-(2**63), lt=2**63)] | None = Field(
+    sampler_seed: Annotated[int, Integer, Field(ge=-(2**63), lt=2**63)] | None = Field(
         None, validation_alias=AliasChoices("sampler_seed", "seed")
     )
     stop_sequence: Texts | None = Field(None, validation_alias=AliasChoices("stop_sequence", "stop"))
@@ -192,41 +187,43 @@ class GenerateBody(StrictBody):
     dynatemp_exponent: AtLeastZero | None = None
     smoothing_factor: Number | None = None
     smoothing_curve: Number | None = None
-    top_k: Annotated[int, Whole, Field(ge=-(2**31), lt=2**31)] | None = None
+    top_k: Annotated[int, Integer, Field(ge=-(2**31), lt=2**31)] | None = None
     top_p: AtLeastZero | None = None
     top_a: AtLeastZero | None = None
     min_p: AtLeastZero | None = None
     typical: AtLeastZero | None = Field(None, validation_alias=AliasChoices("typical", "typical_p"))
     tfs: AtLeastZero | None = None
     nsigma: Number | None = None
-    mirostat: Annotated[int, Whole, Field(ge=-1, le=2)] | None = None
+    mirostat: Annotated[int, Integer, Field(ge=-1, le=2)] | None = None
     mirostat_tau: AtLeastZero | None = None
     mirostat_eta: AtLeastZero | None = None
     dry_multiplier: Number | None = None
     dry_base: Number | None = None
-    dry_allowed_length: Annotated[int, Whole, Field(ge=0, lt=2**31)] | None = None
+    dry_allowed_length: Annotated[int, Integer, Field(ge=0, lt=2**31)] | None = None
     dry_penalty_last_n: Range | None = None
-    dry_sequence_breakers: Annotated[tuple[str, ...], BeforeValidator(_breakers)] | None = None
+    dry_sequence_breakers: Annotated[tuple[str, ...], BeforeValidator(_to_breakers)] | None = None
     xtc_probability: AtLeastZero | None = None
     xtc_threshold: AtLeastZero | None = None
-    sampler_order: Annotated[list[Annotated[int, Whole]], Field(max_length=7)] | None = None
+    sampler_order: Annotated[list[Annotated[int, Integer]], Field(max_length=7)] | None = None
 
     banned_tokens: Bans | None = Field(None, validation_alias=AliasChoices("banned_tokens", "banned_strings"))
-    custom_token_bans: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_ids)] | None = None
+    custom_token_bans: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_to_ids)] | None = None
     logit_bias: Annotated[dict[str, Number | None], BeforeValidator(lambda biases: biases or {})] | None = None
 
     def constraint(self) -> Constraint | None:
-        """The grammar that the text has to follow."""
+        """Returns the grammar of the answer, or None."""
         return Constraint("gbnf", self.grammar) if self.grammar and self.grammar.strip() else None
 
-    def given(self, base: GenerationSection) -> dict[str, object]:
-        """The settings that the request gives over those of the run, as `EngineProtocol.settings` takes them.
+    def settings(self, base: GenerationSection) -> dict[str, object]:
+        """Returns the settings of the request, for `EngineProtocol.settings`.
 
-        Values that switch a step off there switch it off here, and what refines a step that is off is left out. Keys of our own
-        that the dialect has no name for are taken as they are. Under the entropy router it alone chooses tokens, and only the
-        penalties of a request have a place beside it.
+        Values that disable a step in KoboldCpp disable it here, and parameters of a disabled step are omitted. Settings without
+        a KoboldCpp name keep their names. With the entropy router, only the penalties of a request apply.
+
+        Args:
+          base: settings of the run.
         """
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name in KEYS.keys() - OTHER_NAMES}
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name in KEYS.keys() - ALIASES}
         found = self._limits() | self._penalties(base) | self._dry(base)
         if extra.get("strategy", base.strategy) != "entropy":
             found |= self._temperature_settings(base) | self._filters(base)
@@ -246,7 +243,7 @@ class GenerateBody(StrictBody):
             found["repetition_penalty"] = max(penalties) or 1.0
         if self.presence_penalty is not None:
             found["presence_penalty"] = self.presence_penalty
-        if self.rep_pen_range == 0:  # there nothing is looked at, here all is
+        if self.rep_pen_range == 0:  # disables the penalties in KoboldCpp, but means all tokens here
             return {"repetition_penalty": 1.0, "presence_penalty": 0.0}
         if found.get("presence_penalty"):
             found["presence_scope"] = "all"
@@ -259,20 +256,20 @@ class GenerateBody(StrictBody):
         return found
 
     def _dry(self, base: GenerationSection) -> dict[str, object]:
-        on = base.dry_multiplier if self.dry_multiplier is None else self.dry_multiplier
-        if on <= 0 or (self.dry_base is not None and self.dry_base <= 0):
+        multiplier = base.dry_multiplier if self.dry_multiplier is None else self.dry_multiplier
+        if multiplier <= 0 or (self.dry_base is not None and self.dry_base <= 0):
             return {} if self.dry_multiplier is self.dry_base is None else {"dry_multiplier": 0.0}
-        refined = {
+        details = {
             "dry_multiplier": self.dry_multiplier,
             "dry_base": self.dry_base,
             "dry_allowed_length": None if self.dry_allowed_length is None else max(self.dry_allowed_length, 1),
             "dry_range": None if self.dry_penalty_last_n is None else max(self.dry_penalty_last_n, 0),
             "dry_breakers": None if self.dry_sequence_breakers is None else list(self.dry_sequence_breakers),
         }
-        return {name: value for name, value in refined.items() if value is not None}
+        return {name: value for name, value in details.items() if value is not None}
 
     def _temperature_settings(self, base: GenerationSection) -> dict[str, object]:
-        """Temperature, fixed or by the entropy, and smoothing."""
+        """Returns the settings of the temperature, fixed or dynamic, and of smoothing."""
         found: dict[str, Any] = {}
         mirostat = self._mirostat_version(base)
         if self.dynatemp_range and not mirostat:
@@ -283,7 +280,7 @@ class GenerateBody(StrictBody):
             found |= {"dynatemp_low": 1.0, "dynatemp_high": 1.0}
             found |= {} if self.temperature is None else {"temperature": self.temperature}
         if found.get("temperature"):
-            found["greedy"] = False  # a run that is greedy by itself is sampled by who asks for a temperature
+            found["greedy"] = False  # a temperature overrides a greedy run
         smoothing = base.smoothing_factor if self.smoothing_factor is None else max(self.smoothing_factor, 0.0)
         if self.smoothing_factor is not None:
             found["smoothing_factor"] = smoothing
@@ -292,19 +289,19 @@ class GenerateBody(StrictBody):
         return found
 
     def _mirostat_version(self, base: GenerationSection) -> int:
-        """The version of mirostat that is on, 0 for none."""
+        """Returns the version of mirostat, 0 if it is off."""
         return int(base.mirostat if self.mirostat is None else max(self.mirostat, 0))
 
     def _filters(self, base: GenerationSection) -> dict[str, object]:
-        """What leaves tokens out, and in which order. Beside mirostat there is no other, as there."""
+        """Returns the settings of the truncation steps and their order. Mirostat disables all others, as in KoboldCpp."""
         found: dict[str, Any] = {}
         if self.sampler_order:
-            found |= {"preset": "koboldcpp", "sampler_order": list(self.sampler_order), **UNKNOWN_THERE}
+            found |= {"preset": "koboldcpp", "sampler_order": list(self.sampler_order), **STEPS_OFF}
         if self.mirostat is not None:
             found["mirostat"] = self._mirostat_version(base)
         if self._mirostat_version(base):
-            refined = {"mirostat_tau": self.mirostat_tau, "mirostat_eta": self.mirostat_eta}
-            return found | FILTERS_OFF | {name: value for name, value in refined.items() if value is not None}
+            details = {"mirostat_tau": self.mirostat_tau, "mirostat_eta": self.mirostat_eta}
+            return found | FILTERS_OFF | {name: value for name, value in details.items() if value is not None}
         shares = {"top_p": self.top_p, "min_p": self.min_p, "typical": self.typical, "tail_free": self.tfs}
         shares |= {"xtc_probability": self.xtc_probability}
         found |= {name: min(value, 1.0) for name, value in shares.items() if value is not None}

@@ -9,101 +9,104 @@ from dantinox.generation import LoadedModel
 from dantinox.serve.errors import RequestError
 from dantinox.text import ChatTemplate, Tokenizer
 
-LEAST = 16  # tokens of a context, and of a prompt that a long memory leaves of it
-PLACE = re.compile(r"\n?\{\{\[(INPUT|OUTPUT|SYSTEM|INPUT_END|OUTPUT_END|SYSTEM_END)\]\}\}\n?")
-# What a model without a template is asked with, as by KoboldCpp.
-PLAIN = {"INPUT": "\n### Instruction:\n", "OUTPUT": "\n### Response:\n", "SYSTEM": "\n### Instruction:\n"}
-SAID = ("first-5dd0a1", "second-5dd0a1", "third-5dd0a1")  # no template writes these by itself
+MIN_TOKENS = 16  # minimum of `max_context_length`, and of the prompt that remains after a long memory
+PLACEHOLDER = re.compile(r"\n?\{\{\[(INPUT|OUTPUT|SYSTEM|INPUT_END|OUTPUT_END|SYSTEM_END)\]\}\}\n?")
+# The tags of a model without a chat template, as in KoboldCpp.
+DEFAULT_TAGS = {"INPUT": "\n### Instruction:\n", "OUTPUT": "\n### Response:\n", "SYSTEM": "\n### Instruction:\n"}
+MARKERS = ("first-5dd0a1", "second-5dd0a1", "third-5dd0a1")  # texts that no template contains
 
 
-class Tags:
-    """What stands for the places of instructions: those of a chat template, else KoboldCpp's own.
+class Placeholders:
+    """Replaces instruction placeholders such as `{{[INPUT]}}` by the tags of a chat template, or by KoboldCpp's default tags.
 
-    A place for the end of a turn is empty, as what begins the next turn ends the one before.
+    Placeholders for the end of a turn become empty, because the tag of the next turn ends the one before.
     """
 
     def __init__(self, template: ChatTemplate | None):
         self._template = template
-        self._found = cache(self._read)
+        self._tags = cache(self._read_tags)
 
-    def fill(self, text: str, begins: bool) -> str:
-        """The text with its places filled in.
+    def fill(self, text: str, is_first: bool) -> str:
+        """Returns the text with its placeholders replaced.
 
         Args:
-          begins: nothing stands before it, so that its first place ends no turn.
+          text: text with placeholders.
+          is_first: whether the text starts the prompt, so that its first placeholder ends no turn.
 
         Raises:
-          UserError: the template writes no such conversation.
+          UserError: the template cannot format such a conversation.
         """
         if "{{[" not in text:
             return text
 
-        def filled(place: re.Match[str]) -> str:
-            first = begins and not text[: place.start()].strip() and place[1] == "INPUT"
-            return self._found().get("FIRST" if first else place[1], "")
+        def tag(found: re.Match[str]) -> str:
+            is_first_turn = is_first and not text[: found.start()].strip() and found[1] == "INPUT"
+            return self._tags().get("FIRST" if is_first_turn else found[1], "")
 
-        return PLACE.sub(filled, text)
+        return PLACEHOLDER.sub(tag, text)
 
     def fill_all(self, memory: str, prompt: str, stops: Sequence[str]) -> tuple[frozenset[int], str, str, tuple[str, ...]]:
-        """The tokens that end a turn, where some text has a place; memory, prompt and stops with their places filled in."""
-        has_place = any(map(PLACE.search, (memory, prompt, *stops)))
-        ends = self._template.end_ids if self._template and has_place else frozenset()
+        """Replaces all placeholders; returns the ids of tokens that end a turn (if there is one), memory, prompt and stops."""
+        has_placeholder = any(map(PLACEHOLDER.search, (memory, prompt, *stops)))
+        ends = self._template.end_ids if self._template and has_placeholder else frozenset()
         prompt = self.fill(prompt, not memory.strip())
         return ends, self.fill(memory, True), prompt, tuple(filter(None, (self.fill(stop, False).strip() for stop in stops)))
 
-    def _read(self) -> Mapping[str, str]:
+    def _read_tags(self) -> Mapping[str, str]:
         if self._template is None:
-            return PLAIN | {"FIRST": PLAIN["INPUT"]}
+            return DEFAULT_TAGS | {"FIRST": DEFAULT_TAGS["INPUT"]}
         roles = ("user", "assistant", "user")
-        said = [{"role": role, "content": text} for role, text in zip(roles, SAID, strict=True)]
-        parts = re.split("|".join(SAID), self._template.text(said, generation_prompt=True))
+        messages = [{"role": role, "content": text} for role, text in zip(roles, MARKERS, strict=True)]
+        parts = re.split("|".join(MARKERS), self._template.text(messages, generation_prompt=True))
         if len(parts) != 4:
-            raise UserError(f"{self._template.name} changes what is said: the places for instructions cannot be filled")
+            raise UserError(f"{self._template.name} changes the text of messages: instruction placeholders cannot be replaced")
         first, _, turn, answer = parts
         return {"FIRST": first, "INPUT": turn, "OUTPUT": answer, "SYSTEM": self._system()}
 
     def _system(self) -> str:
         assert self._template is not None
-        said = [{"role": role, "content": text} for role, text in zip(("system", "user"), SAID, strict=False)]
+        messages = [{"role": role, "content": text} for role, text in zip(("system", "user"), MARKERS, strict=False)]
         try:
-            before, found, _ = self._template.text(said).partition(SAID[0])
-        except UserError:  # a template without this role
+            before, found, _ = self._template.text(messages).partition(MARKERS[0])
+        except UserError:  # the template has no system role
             return ""
         return before if found else ""
 
 
-def fitted(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -> tuple[list[int], int]:
-    """The tokens to be continued, and how many may be new.
+def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -> tuple[list[int], int]:
+    """Returns the token ids to continue, and the number of new tokens.
 
-    What is asked to be new has its room; but half of the context is the text's, if it is so long, so that a client that asks
-    for more than there is still gets what it asked about. Of a text that is too long the memory stays and the front of the
-    prompt goes.
+    The requested new tokens have priority, but a long text keeps at least half of the context: some clients request more tokens
+    than the context has. If the text is too long, the memory is kept and the prompt loses its beginning.
 
     Args:
-      new: tokens that were asked for.
-      context: tokens that both may have together.
+      run: the loaded model.
+      memory: text before the prompt that is never truncated.
+      prompt: text to continue.
+      new: requested number of new tokens.
+      context: maximum length of all tokens together.
 
     Raises:
-      UserError: nothing is to be continued, or the vocabulary cannot spell it.
+      UserError: the text is empty, or the vocabulary cannot encode it.
       RequestError: 400, the memory alone is too long.
     """
     tokenizer = run.tokenizer
-    kept, dropped = (tokenizer.encode(text, parse_special=True) for text in (memory, prompt))  # as KoboldCpp does
-    if not kept and not dropped:
-        kept = run.prompt_ids("")
-    elif tokenizer.add_bos and tokenizer.bos_id is not None and (kept or dropped)[0] != tokenizer.bos_id:
-        kept = [tokenizer.bos_id, *kept]
-    least = min(len(dropped), LEAST)
-    if len(kept) + least >= context:
-        message = f"the memory has {len(kept):,} tokens and the context is {context:,}: shorten the memory"
+    memory_ids, prompt_ids = (tokenizer.encode(text, parse_special=True) for text in (memory, prompt))  # as KoboldCpp does
+    if not memory_ids and not prompt_ids:
+        memory_ids = run.prompt_ids("")
+    elif tokenizer.add_bos and tokenizer.bos_id is not None and (memory_ids or prompt_ids)[0] != tokenizer.bos_id:
+        memory_ids = [tokenizer.bos_id, *memory_ids]
+    min_prompt = min(len(prompt_ids), MIN_TOKENS)
+    if len(memory_ids) + min_prompt >= context:
+        message = f"the memory has {len(memory_ids):,} tokens and the context is {context:,}: shorten the memory"
         raise RequestError(400, message, param="memory")
     room = min(max(context - new, context // 2), context - 1)
-    ids = kept + dropped[-max(room - len(kept), least) :] if dropped else kept
+    ids = memory_ids + prompt_ids[-max(room - len(memory_ids), min_prompt) :] if prompt_ids else memory_ids
     return ids, min(new, context - len(ids))
 
 
 def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Stops as texts, and as tokens those that begin with the name of a special one, which is in no text."""
+    """Splits stop strings into texts and token ids. A string that starts with a special token's name becomes that token."""
     texts, ids = [], []
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     for stop in stops:

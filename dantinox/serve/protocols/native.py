@@ -1,4 +1,4 @@
-"""The native protocol: `/api/dantinox/about` and `/api/dantinox/generate` with an event per token."""
+"""The native protocol: `/api/dantinox/about`, and `/api/dantinox/generate` with an event per token."""
 
 import json
 import math
@@ -22,17 +22,17 @@ from dantinox.generation.trace import changed_settings, router_values
 from dantinox.report.trace_file import replace_nonfinite
 from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import RequestError
-from dantinox.serve.protocols.bodies import ALTERNATIVES, Alternatives, Message, StrictBody, parse_body
+from dantinox.serve.protocols.bodies import MAX_ALTERNATIVES, Alternatives, Message, StrictBody, parse_body
 from dantinox.serve.protocols.token_text import check_ids
 from dantinox.serve.service import Reply, Service
 
-FIXED = ("n", "use_cache", "weights", "matmul_dtype", "tensor_parallel")  # the same for every request
+SERVER_SETTINGS = ("n", "use_cache", "weights", "matmul_dtype", "tensor_parallel")  # fixed when the server starts
 
 
-def _prompt(value: Any) -> Any:
+def _check_prompt(value: Any) -> Any:
     parts = value if isinstance(value, list) else [value]
     if any(type(part) not in (str, int) for part in parts) or type(value) is int:
-        raise ValueError("must be a text, or a list of texts and token ids")
+        raise ValueError("must be a string, or a list of strings and token ids")
     return value
 
 
@@ -49,7 +49,7 @@ class GenerateBody(StrictBody):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: Annotated[str | list[str | int], BeforeValidator(_prompt)] | None = None
+    prompt: Annotated[str | list[str | int], BeforeValidator(_check_prompt)] | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     settings: dict[str, Any] = Field({})
     alternatives: Alternatives = 10
@@ -57,12 +57,12 @@ class GenerateBody(StrictBody):
 
 
 def routes(service: Service) -> list[Route]:
-    """The routes of the events."""
-    known = _settings(service.engine.settings({}))
+    """Returns the routes of this protocol."""
+    settings = _setting_list(service.engine.settings({}))
 
     async def about(request: Request) -> Response:
         """Describes the server, its model, sampling steps and settings."""
-        return JSONResponse(_about(service) | {"settings": known})
+        return JSONResponse(_about(service) | {"settings": settings})
 
     async def generate(request: Request) -> Reply:
         """Streams a text as server-sent events, one per token."""
@@ -75,10 +75,10 @@ def routes(service: Service) -> list[Route]:
 
 
 async def parse(service: Service, body: GenerateBody) -> Reply:
-    """What a body asks for.
+    """Converts a body to a generation request.
 
     Raises:
-      RequestError, UserError: it cannot be.
+      RequestError, UserError: the body cannot be served.
     """
     if body.prompt is None and body.messages is None:
         raise RequestError(400, "prompt or messages is missing", param="prompt")
@@ -91,7 +91,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         config = service.model.with_stop_ids(config, ends)
         ids = [*head, *ids]
     context, size = service.context, service.tokenizer.vocab_size
-    # The front of a long prompt goes, so that there is room for what is generated: half of the context at most.
+    # Truncate the beginning of a long prompt, so that the answer has room: its requested length, at most half the context.
     room = min(config.generation.max_new_tokens, context // 2)
     left_out = max(0, len(ids) - (context - room)) if body.fit else 0
     request = GenerationRequest(tuple(ids[left_out:]), config, min(body.alternatives, size))
@@ -101,14 +101,14 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         "texts": texts,
         "seed": config.generation.seed,
         "settings": replace_nonfinite(changed_settings(config)),
-        "router": await _router(service, config),
+        "router": await _router_numbers(service, config),
         "vocab_size": size,
         "context": context,
     }
     return NativeReply(request, begin)
 
 
-# --- what can be asked for
+# --- description of the server
 
 
 def _about(service: Service) -> dict[str, Any]:
@@ -118,34 +118,34 @@ def _about(service: Service) -> dict[str, Any]:
         "context": service.context,
         "vocab_size": service.tokenizer.vocab_size,
         "chat": service.options.template is not None,
-        "alternatives": ALTERNATIVES,
+        "alternatives": MAX_ALTERNATIVES,
         "changed": replace_nonfinite(changed_settings(service.engine.settings({}))),
         "steps": [{"name": name, "group": step.group, "on": [*step.on]} for name, step in STEPS.items()],
         "orders": orders,
     }
 
 
-def _settings(config: Config) -> list[dict[str, Any]]:
-    """Every setting that a request may give: its section, steps, type with its range, default, value here, and help."""
+def _setting_list(config: Config) -> list[dict[str, Any]]:
+    """Returns every setting of a request: section, sampling steps, type and range, default, current value, and help."""
     values = settings_of(config)
     return [
         {
             "name": name,
             "section": section,
             "steps": [step for step, row in STEPS.items() if name in (*row.on, *row.settings)],
-            **_typed(schema),
+            **_type_info(schema),
             "default": replace_nonfinite(schema.get("default")),
             "value": replace_nonfinite(values[name]),
             "help": schema["description"],
         }
         for section, kind in (("generation", GenerationSection), ("router", RouterSection))
         for name, schema in kind.model_json_schema()["properties"].items()
-        if name not in FIXED
+        if name not in SERVER_SETTINGS
     ]
 
 
-def _typed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a JSON Schema the type, `number`, `integer`, `boolean`, `choice`, `text`, `list` or `map`, and the range."""
+def _type_info(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns type and range of a JSON schema; types are `number`, `integer`, `boolean`, `choice`, `text`, `list` and `map`."""
     options = [option for option in schema.get("anyOf", (schema,)) if option.get("type") != "null"]
     one = options[0]
     kind = {"string": "text", "array": "list", "object": "map"}.get(one["type"], one["type"])
@@ -161,10 +161,10 @@ def _typed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list[list[int]]]:
-    """The ids of the prompt, and of each text in it.
+    """Returns the token ids of the prompt, and those of each string in it.
 
     Raises:
-      RequestError: 400, an id that is not in the vocabulary, or a text that it cannot spell.
+      RequestError: 400, the vocabulary does not have an id or cannot encode a string.
     """
     prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     model, tokenizer = service.model, service.tokenizer
@@ -175,9 +175,9 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
         texts: list[list[int]] = []
         for number, part in enumerate(prompt):
             if isinstance(part, str):
-                # What begins the text comes after the begin token, where the model wants one.
-                begins = number == 0 and body.messages is None
-                texts.append(model.prompt_ids(part) if begins else tokenizer.encode(part))
+                # Only the first string may need a begin token.
+                is_first = number == 0 and body.messages is None
+                texts.append(model.prompt_ids(part) if is_first else tokenizer.encode(part))
             ids += texts[-1] if isinstance(part, str) else [part]
         return ids or ([] if body.messages is not None else model.prompt_ids("")), texts
 
@@ -187,7 +187,7 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
         raise RequestError(400, str(error), param="prompt") from None
 
 
-async def _router(service: Service, config: Config) -> dict[str, float | None] | None:
+async def _router_numbers(service: Service, config: Config) -> dict[str, float | None] | None:
     if config.generation.strategy != "entropy":
         return None
     return await run_in_thread(lambda: router_values(service.model.params([config]), 0))
@@ -197,7 +197,7 @@ async def _router(service: Service, config: Config) -> dict[str, float | None] |
 
 
 class NativeReply(Reply):
-    """The events of a text: `begin` with the first `token`, and `end` or `error`."""
+    """Formats events: `begin` before the first `token`, and `end` or `error`."""
 
     def __init__(self, request: GenerationRequest, begin: Mapping[str, object]):
         super().__init__([request], True)
@@ -215,9 +215,9 @@ class NativeReply(Reply):
     def format_end(self) -> bytes:
         stats = self.streams[0].stats
         later, seconds = stats.new_tokens - 1, stats.seconds - stats.first_token_seconds
-        known = {name: value for name, value in vars(stats).items() if math.isfinite(value)}
-        known["decode_tok_per_s"] = later / seconds if later > 0 and seconds > 0 else None
-        return _event("end", {"finish_reasons": [reason for _, reason in sorted(self._reasons.items())], "stats": known})
+        numbers = {name: value for name, value in vars(stats).items() if math.isfinite(value)}
+        numbers["decode_tok_per_s"] = later / seconds if later > 0 and seconds > 0 else None
+        return _event("end", {"finish_reasons": [reason for _, reason in sorted(self._reasons.items())], "stats": numbers})
 
     def format_error(self, error: RequestError) -> bytes:
         return _event("error", {"message": error.message, "param": error.param})

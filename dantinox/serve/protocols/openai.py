@@ -1,6 +1,6 @@
 """The OpenAI protocol: `/v1/models`, `/v1/completions` and `/v1/chat/completions`.
 
-Source: OpenAI's API reference, and the extras that clients of vLLM send.
+Source: OpenAI's API reference, and the additional fields that clients of vLLM send.
 """
 
 import json
@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
-from dantinox.serve.errors import JSON, RequestError, error_object, refuse
+from dantinox.serve.errors import JSON, RequestError, error_object, http_error
 from dantinox.serve.protocols.bodies import parse_body
-from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, MakeLogprobs
+from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
 from dantinox.serve.protocols.token_text import prompt_ids
 from dantinox.serve.service import Reply, Service
@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def routes(service: Service) -> list[Route]:
-    """The routes of this protocol."""
+    """Returns the routes of this protocol."""
     created = int(time.time())
 
     def model() -> dict[str, JSON]:
@@ -58,16 +58,16 @@ def routes(service: Service) -> list[Route]:
 
 
 async def parse_completion(service: Service, body: CompletionBody) -> Reply:
-    """What a body of `/v1/completions` asks for: a request for each prompt.
+    """Converts a body of `/v1/completions` to generation requests, one for each prompt.
 
     Raises:
-      RequestError, UserError: it cannot be.
+      RequestError, UserError: the body cannot be served.
     """
     check_combination(body)
     service.check_model(body.model)
-    config = service.settings(body.given(body.max_tokens))
+    config = service.settings(body.settings(body.max_tokens))
     tokenizer = service.tokenizer
-    # Token ids that do not fit are refused before anything looks at them.
+    # Token ids that do not fit the context are refused before they are processed.
     _check_lengths(service, (prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
     prompts = await prompt_ids(service.model, body.prompt)
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
@@ -81,15 +81,15 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
 
 
 async def parse_chat(service: Service, body: ChatBody) -> Reply:
-    """What a body of `/v1/chat/completions` asks for.
+    """Converts a body of `/v1/chat/completions` to a generation request.
 
     Raises:
-      RequestError, UserError: it cannot be.
+      RequestError, UserError: the body cannot be served.
     """
     check_combination(body)
     service.check_model(body.model)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    config = service.settings(body.given(limit))
+    config = service.settings(body.settings(limit))
     ids, ends = await service.render([message.model_dump() for message in body.messages])
     config = service.model.with_stop_ids(config, ends)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
@@ -102,25 +102,33 @@ def _check_lengths(service: Service, prompts: Any, param: str) -> None:
     """Raises RequestError for a prompt that fills the context."""
     longest, context = max(map(len, prompts), default=0), service.context
     if longest >= context:
-        raise refuse("context", context, longest, param=param)
+        raise http_error("context", context, longest, param=param)
 
 
 # --- responses
 
 
-class Form(NamedTuple):
-    """How one kind of response is written."""
+class ReplyFormat(NamedTuple):
+    """The format of a response.
+
+    Attributes:
+      id: prefix of its id.
+      object, chunk_object: `object` of a whole response, and of a chunk of a stream.
+      logprobs: formats the log-probabilities of a choice.
+      message, delta: return the fields of a whole text, and of a delta.
+      opening: fields of a choice's first delta if it comes before all text.
+    """
 
     id: str
     object: str
     chunk_object: str
-    logprobs: MakeLogprobs
+    logprobs: LogprobsFormatter
     message: Callable[[str], dict[str, JSON]]
     delta: Callable[[str], dict[str, JSON]]
-    opening: dict[str, JSON] | None  # the first delta of a choice, where it comes before all text
+    opening: dict[str, JSON] | None
 
 
-COMPLETION = Form(
+COMPLETION = ReplyFormat(
     "cmpl",
     "text_completion",
     "text_completion",
@@ -129,7 +137,7 @@ COMPLETION = Form(
     lambda text: {"text": text},
     None,
 )
-CHAT = Form(
+CHAT = ReplyFormat(
     "chatcmpl",
     "chat.completion",
     "chat.completion.chunk",
@@ -141,7 +149,7 @@ CHAT = Form(
 
 
 class ChoiceDelta(NamedTuple):
-    """What a choice has gained: its index, text, log-probabilities where they were asked for, and why it has ended."""
+    """A delta of one choice: its index, new text, log-probabilities if requested, and finish reason if it has ended."""
 
     choice: int
     text: str
@@ -152,8 +160,10 @@ class ChoiceDelta(NamedTuple):
 class OpenAIReply(Reply):
     """A completion or a chat completion."""
 
-    def __init__(self, service: Service, requests: Sequence[GenerationRequest], form: Form, body: Body, heads: Sequence[str]):
-        """Takes the text that the choices of each request begin with as `heads`."""
+    def __init__(
+        self, service: Service, requests: Sequence[GenerationRequest], form: ReplyFormat, body: Body, heads: Sequence[str]
+    ):
+        """Initializes the reply; `heads` is the text at the start of the choices of each request."""
         super().__init__(requests, bool(body.stream))
         self._tokenizer, self._form, self._heads = service.tokenizer, form, heads
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -204,10 +214,10 @@ class OpenAIReply(Reply):
             data += self._chunk(choice, self._form.delta(choice.text))
         return data
 
-    def _chunk(self, choice: ChoiceDelta, words: Mapping[str, JSON]) -> bytes:
+    def _chunk(self, choice: ChoiceDelta, fields: Mapping[str, JSON]) -> bytes:
         content: dict[str, JSON] = {
             "index": choice.choice,
-            **words,
+            **fields,
             "logprobs": choice.logprobs,
             "finish_reason": choice.finish_reason,
         }

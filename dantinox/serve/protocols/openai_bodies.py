@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI protocol, and their mapping to settings."""
+"""Request bodies of the OpenAI protocol, and their conversion to settings."""
 
 import json
 import logging
@@ -11,23 +11,23 @@ from dantinox.config.request_overlay import KEYS
 from dantinox.files import escape_name, quote
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
-from dantinox.serve.limits import PROMPTS, SAMPLES
+from dantinox.serve.limits import MAX_PROMPTS, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
 
-NAMES = {name: name for name in KEYS} | {"typical_p": "typical"}  # what a request may call our settings
-# Fields that change nothing here.
-KNOWN = {"user", "metadata", "store", "service_tier", "safety_identifier"}
-KNOWN |= {"parallel_tool_calls", "tool_choice", "function_call"}
+SETTING_NAMES = {name: name for name in KEYS} | {"typical_p": "typical"}  # field → setting
+# Fields that have no effect.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier"}
+IGNORED |= {"parallel_tool_calls", "tool_choice", "function_call"}
 
 log = logging.getLogger("dantinox.serve")
 
 
-def _texts(value: Any) -> Any:
+def _to_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
-    """One text, several, the ids of one, or those of several."""
+def _to_prompts(value: Any) -> list[str | list[int]]:
+    """Converts a prompt to a list: it may be a text, a list of texts, token ids, or a list of lists of ids."""
     if value is None or isinstance(value, str):
         return [value or ""]
     if isinstance(value, list) and value:
@@ -36,10 +36,10 @@ def _prompts(value: Any) -> list[str | list[int]]:
         if all(isinstance(item, str) or (isinstance(item, list) and item) for item in value):
             ids = [token for item in value if isinstance(item, list) for token in item]
             if all(type(token) is int for token in ids):
-                if len(value) > PROMPTS:
-                    raise ValueError(f"must have at most {PROMPTS} prompts")
+                if len(value) > MAX_PROMPTS:
+                    raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
                 return value
-    raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists, none of them empty")
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists, none of them empty")
 
 
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -83,10 +83,10 @@ class Body(StrictBody):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=SAMPLES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_to_tuple)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logit_bias: dict[str, Bias] | None = None
     response_format: ResponseFormat | None = None
@@ -95,31 +95,31 @@ class Body(StrictBody):
     guided_grammar: str | None = None
     grammar: str | None = None
 
-    def given(self, max_tokens: int | None) -> dict[str, object]:
-        """The settings that the request gives, as `EngineProtocol.settings` takes them."""
+    def settings(self, max_tokens: int | None) -> dict[str, object]:
+        """Returns the settings of the request, for `EngineProtocol.settings`."""
         extra = self.model_extra or {}
-        found = {NAMES[name]: value for name, value in extra.items() if name in NAMES and value is not None}
-        own = {
+        found = {SETTING_NAMES[name]: value for name, value in extra.items() if name in SETTING_NAMES and value is not None}
+        renamed = {
             "max_new_tokens": max_tokens,
             "n": self.n,
             "seed": None if self.seed is None else self.seed % 2**32,
             "stop": None if self.stop is None else list(self.stop),
             "logit_bias": self.logit_bias,
         }
-        found |= {name: value for name, value in own.items() if value is not None}
+        found |= {name: value for name, value in renamed.items() if value is not None}
         if found.get("temperature"):
-            found.setdefault("greedy", False)  # a run that is greedy by itself is sampled by who asks for a temperature
+            found.setdefault("greedy", False)  # a temperature overrides a greedy run
         return found
 
     def constraint(self) -> Constraint | None:
-        """What the answer has to follow.
+        """Returns the constraint on the answer, or None.
 
         Raises:
-          RequestError: 400, it is no such thing, or there are two.
+          RequestError: 400, the constraint is invalid, or there are two.
         """
         guided = self.guided_json
         found = {
-            "response_format": self._format(),
+            "response_format": self._format_constraint(),
             "guided_json": guided and Constraint("json_schema", guided if isinstance(guided, str) else json.dumps(guided)),
             "guided_regex": self.guided_regex and Constraint("regex", self.guided_regex),
             "guided_grammar": self.guided_grammar and Constraint("lark", self.guided_grammar),
@@ -127,18 +127,18 @@ class Body(StrictBody):
         }
         names = [name for name, constraint in found.items() if constraint]
         if len(names) > 1:
-            raise RequestError(400, f"{names[0]} and {names[1]} both say what the answer has to be: give one", param=names[1])
+            raise RequestError(400, f"{names[0]} and {names[1]} both constrain the answer: use one of them", param=names[1])
         return next((constraint for constraint in found.values() if isinstance(constraint, Constraint)), None)
 
-    def _format(self) -> Constraint | None:
+    def _format_constraint(self) -> Constraint | None:
         if self.response_format is None or self.response_format.type == "text":
             return None
         kind, schema = self.response_format.type, self.response_format.json_schema
         if kind == "json_object":
             return Constraint("json_object", "")
         if kind != "json_schema":
-            wanted = "must be text, json_object or json_schema"
-            raise RequestError(400, f"response_format.type {wanted}, got {quote(kind)}", param="response_format.type")
+            message = f"response_format.type must be text, json_object or json_schema, got {quote(kind)}"
+            raise RequestError(400, message, param="response_format.type")
         if schema is None or schema.source is None:
             raise RequestError(400, "response_format.json_schema.schema is missing", param="response_format")
         return Constraint("json_schema", json.dumps(schema.source))
@@ -153,7 +153,7 @@ class CompletionBody(Body):
       echo: begin the answer with the prompt.
     """
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)] = Field([""])
+    prompt: Annotated[list[Any], BeforeValidator(_to_prompts)] = Field([""])
     logprobs: Alternatives | None = None
     echo: bool | None = None
 
@@ -177,11 +177,11 @@ class ChatBody(Body):
 def check_combination(body: Body) -> None:
     """Raises RequestError for fields that contradict each other."""
     if body.stream_options is not None and not body.stream:
-        raise RequestError(400, "stream_options goes with stream: true", param="stream_options")
+        raise RequestError(400, "stream_options needs stream: true", param="stream_options")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        message = f"best_of must be as many as n, got {quote(body.best_of)}"
+        message = f"best_of must equal n, got {quote(body.best_of)}"
         raise RequestError(400, message, param="best_of", code="unsupported")
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
-        raise RequestError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
-    for name in (body.model_extra or {}).keys() - NAMES.keys() - KNOWN - UNSUPPORTED.keys():
-        log.warning("a request has the field %s, which is not known and has no effect", escape_name(name))
+        raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    for name in (body.model_extra or {}).keys() - SETTING_NAMES.keys() - IGNORED - UNSUPPORTED.keys():
+        log.warning("a request has the unknown field %s, which has no effect", escape_name(name))

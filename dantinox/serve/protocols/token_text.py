@@ -1,4 +1,4 @@
-"""Tokens as text and bytes for clients, and validation of token ids in prompts."""
+"""Text and bytes of tokens for clients, and validation of token ids in prompts."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,7 +17,7 @@ def _special_names(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token; the name of a special one; `bytes:\\xe2` of bytes that are no text by themselves."""
+    """Returns the text of a token, the name of a special token, or `bytes:\\xe2` for an incomplete UTF-8 sequence."""
     special = _special_names(tokenizer).get(token)
     if special is not None:
         return special
@@ -31,25 +31,25 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
-    """What a token adds inside a text; None for special tokens, and where that depends on its neighbours."""
+    """Returns the bytes of a token within a text; None for special tokens, and if the bytes depend on adjacent tokens."""
     if tokenizer.token_pieces is None or token in tokenizer.special_ids or not 0 <= token < tokenizer.vocab_size:
         return None
     return tokenizer.token_pieces.inner[token]
 
 
 def check_ids(tokenizer: Tokenizer, ids: Sequence[int], name: str) -> None:
-    """Raises RequestError, 400, for an id that is not in the vocabulary."""
+    """Raises RequestError (400) for an id that is not in the vocabulary; `name` is the field."""
     size = tokenizer.vocab_size
     if ids and not (min(ids) >= 0 and max(ids) < size):
         wrong = next(token for token in ids if not 0 <= token < size)
-        raise RequestError(400, f"{name} must hold token ids in [0, {size}), got {quote(wrong)}", param=name)
+        raise RequestError(400, f"{name} must have token ids in [0, {size}), got {quote(wrong)}", param=name)
 
 
 async def prompt_ids(model: LoadedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    """Token ids of prompts, each of them a text or ids.
+    """Returns the token ids of prompts, each given as text or ids.
 
     Raises:
-      RequestError: 400, a text that the vocabulary cannot spell, or an id that is not in it.
+      RequestError: 400, the vocabulary cannot encode a text or does not have an id.
     """
 
     def encode() -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM and lm-evaluation-harness define them."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM and lm-evaluation-harness define them."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -46,7 +46,7 @@ class DetokenizeBody(StrictBody):
 
 
 def routes(service: Service) -> list[Route]:
-    """`/tokenize`, `/detokenize` and `/tokenizer_info`."""
+    """Returns the routes of this protocol."""
     tokenizer = service.tokenizer
 
     async def tokenize(request: Request) -> Response:
@@ -54,10 +54,10 @@ def routes(service: Service) -> list[Route]:
         body = await parse_body(request, TokenizeBody)
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise RequestError(400, "give prompt, a text, or messages", param="prompt")
+            raise RequestError(400, "the body must have either prompt or messages", param="prompt")
         if body.messages is not None:
             ids, _ = await service.render([message.model_dump() for message in body.messages])
-        elif body.prompt in tokenizer.special_tokens:  # its own name and nothing else: how a client finds the end token
+        elif body.prompt in tokenizer.special_tokens:  # only a special token's name: clients find the end token this way
             ids = [tokenizer.special_tokens[body.prompt]]
         elif not body.prompt:
             ids = []
