@@ -16,6 +16,13 @@ class UserError(Exception):
     Attributes:
       key: the dotted path of the wrong setting, such as `generation.top_p`; None if the error is not about a setting.
       value: the value of that setting.
+
+    Example:
+      >>> try:
+      ...     dantinox.load_config("quickstart", {"training.lr": -1})
+      ... except dantinox.UserError as error:
+      ...     print(f"{error.key}: {error}")
+      training.lr: training.lr must be a number > 0, got -1 (command line)
     """
 
     def __init__(self, sentence: str, *, key: str | None = None, value: object = None):

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "dantinox"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A package may import packages of earlier tiers. `cli` and the public API import all.
 TIERS = (
-    {"files"},
+    {"files", "html_repr"},
     {"config"},
     {"platform", "programs"},
     {"text", "sampling", "model"},

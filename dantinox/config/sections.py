@@ -245,7 +245,28 @@ UNCHECKED = "unchecked"  # validation context of a caller that checks the confli
 
 
 class Config(Section):
-    """All settings of a run, one section per part of the YAML file."""
+    """All settings of a run, one frozen section per section of the YAML file.
+
+    `dantinox settings` prints the type, range and default of every setting.
+
+    Attributes:
+      model, moe, attention: the architecture.
+      tokenizer, data: the vocabulary and the corpus.
+      training, lora, distributed, logging: how the model is trained.
+      generation, router, kv: defaults of generation, which a request may override.
+
+    Raises:
+      UserError: a setting contradicts another one or has no effect.
+      pydantic.ValidationError: a setting has a wrong name, type or range; `load_config` raises a UserError instead.
+
+    Example:
+      >>> config = dantinox.Config()
+      >>> config.training.lr, config.generation.top_p
+      (0.0003, None)
+      >>> changed = dantinox.load_config("quickstart", {"model.dim": 64})
+      >>> changed.model.dim
+      64
+    """
 
     model: ModelSection = ModelSection()
     moe: MoESection = MoESection()
@@ -304,7 +325,15 @@ class Config(Section):
         yield from kv_conflicts(self.kv)
 
     def architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
-        """Returns the resolved architecture for a vocabulary of `vocab_size` tokens and a platform of `dantinox.platform`."""
+        """Returns the resolved architecture for a vocabulary of `vocab_size` tokens.
+
+        Args:
+          vocab_size: tokens of the vocabulary, at least 1.
+          platform: the compilation target, a platform of `dantinox.platform`; auto: this machine.
+
+        Raises:
+          UserError: `model.padded_vocab_size` is less than `vocab_size`.
+        """
         return architecture(self.model, self.moe, self.attention, vocab_size, platform)
 
     def trained_architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:

@@ -111,10 +111,22 @@ def find_config(name: str | Path) -> Path:
 
 
 def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
-    """Reads a YAML file, or the packaged config of that name, and applies `overrides` (dotted path → value).
+    """Reads a YAML file, or the packaged config of that name, and applies overrides.
+
+    Args:
+      path: a YAML file, or a name such as "quickstart".
+      overrides: dotted path → value; they replace settings of the file.
+
+    Returns:
+      The validated settings; those that the file does not contain have their default.
 
     Raises:
       UserError: the file cannot be read or is not YAML, or a setting has a wrong name, type or range.
+
+    Example:
+      >>> config = dantinox.load_config("quickstart", {"training.lr": 5e-4, "training.steps": 100})
+      >>> config.training.lr, config.data.path
+      (0.0005, 'builtin:python')
     """
     path = find_config(path)
     tree, lines = read_yaml(path)

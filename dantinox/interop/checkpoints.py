@@ -78,6 +78,13 @@ def import_checkpoint(
 
     Raises:
       UserError: the checkpoint cannot be represented exactly, or a file cannot be read or written; the message names it.
+
+    Example:
+      >>> dantinox.export_checkpoint("runs/quickstart", "exported", "hf")
+      'llama'
+      >>> imported = dantinox.import_checkpoint("exported", "runs/imported")
+      >>> imported.family, imported.run.path.name
+      ('llama', 'imported')
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
@@ -259,6 +266,10 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
 
     Raises:
       UserError: the format cannot represent the run, or a file cannot be read or written; the message names it.
+
+    Example:
+      >>> dantinox.export_checkpoint("runs/quickstart", "quickstart.gguf", "gguf", "q8_0")
+      'llama'
     """
     if format not in FORMATS:
         raise UserError(f"format must be one of {', '.join(FORMATS)}, got {format}")

@@ -145,6 +145,18 @@ class Transformer(nnx.Module):
 
     Attributes:
       parallelism: the communication between devices, set by the code that knows their mesh.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> shape = {"model.dim": 32, "model.num_blocks": 2}
+      >>> config = dantinox.load_config("quickstart", shape).architecture(vocab_size=100)
+      >>> model = dantinox.Transformer(config, rngs=nnx.Rngs(0))
+      >>> tokens_BT = jnp.array([[1, 2, 3]])
+      >>> positions_BT = jnp.array([[0, 1, 2]])
+      >>> logits_BTV, cache, aux = model(tokens_BT, positions_BT)
+      >>> logits_BTV.shape
+      (1, 3, 100)
     """
 
     parallelism: Parallelism = SINGLE_DEVICE

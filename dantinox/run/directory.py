@@ -10,6 +10,7 @@ from typing import Any
 
 from dantinox.config import Config, dump_config, load_config
 from dantinox.files import UserError
+from dantinox.html_repr import html_table
 from dantinox.run.manifest import (
     MANIFEST,
     DamagedFile,
@@ -32,6 +33,12 @@ class RunDirectory:
 
     Attributes:
       path: the absolute path of the directory. The other attributes are paths in it.
+
+    Example:
+      >>> from dantinox.run import RunDirectory
+      >>> run = RunDirectory("runs/quickstart")
+      >>> run.config.is_file(), run.checkpoints.name
+      (True, 'checkpoints')
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -51,6 +58,14 @@ class RunDirectory:
         self.plots = self.path / "plots"
         self.router = self.path / "router.json"  # measured thresholds of the entropy router
         self.kv = self.path / "kv_entropy.json"  # statistics of the attention heads, for compressed caches
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        files = {name: path for name, path in vars(self).items() if name != "path"}
+        found = {name: path.name for name, path in files.items() if path.exists()}
+        return html_table(f"run directory {self.path}", {"exists": ", ".join(found.values()) or "no file yet"})
 
     @property
     def weights_or_adapter(self) -> Path:

@@ -50,6 +50,12 @@ class Tokenizer:
       stop_ids: ids that end a text, the end token and others like it.
       add_bos: whether the model wants the begin token before every prompt.
       special_tokens, special_ids: every special token by its name; text never encodes to one, and decoding skips them.
+
+    Example:
+      >>> tokenizer = dantinox.Tokenizer.load("runs/quickstart/tokenizer.json")
+      >>> ids = tokenizer.encode("def ")
+      >>> tokenizer.decode(ids)
+      'def '
     """
 
     def __init__(self, content: str, name: str = "the tokenizer", roles: Mapping[str, Any] | None = None) -> None:

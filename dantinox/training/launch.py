@@ -52,6 +52,13 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
       UserError: bad settings or data, not enough memory or disk, another process in the same directory.
       KeyboardInterrupt: after SIGINT, the interrupt of a notebook's cell too, with everything saved.
       SystemExit: after SIGTERM, with code 143 and everything saved.
+
+    Example:
+      >>> config = dantinox.load_config("my.yaml", {"training.steps": 2})
+      >>> run = dantinox.launch(config, run_dir="runs/mine")
+      >>> run.weights.name
+      'model_weights.msgpack'
+      >>> model = dantinox.load(run.path)
     """
     if resume and run_dir is None:
         raise UserError("resume=True needs run_dir")
