@@ -1,4 +1,4 @@
-"""Sampling: logits in, a token out."""
+"""Sampling: turns the logits of a decoding step into a token."""
 
 from dantinox.config.generation_settings import kobold_order
 from dantinox.sampling.chain import SampleInfo, sample, trace

@@ -1,4 +1,4 @@
-"""`sample`: the sampling steps in order, the greedy choice, the draw and the report of one decoding step."""
+"""`sample`: runs the sampling steps in order, chooses one token per row, and reports about it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,21 +32,21 @@ from dantinox.sampling.selection import first_argmax
 from dantinox.sampling.state import SamplerState, update
 from dantinox.sampling.window import Context, run_chain, run_steps
 
-GREEDY_STEPS = frozenset((*EDITS, *PENALTIES))  # what acts on greedy text too
-XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the row's key for draws of their own
-ALL_ALLOWED = 0xFFFFFFFF  # 32 tokens that are all allowed
+GREEDY_STEPS = frozenset((*EDITS, *PENALTIES))  # the steps that also apply to greedy rows
+XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the key of the row, for independent draws
+ALL_ALLOWED = 0xFFFFFFFF  # the mask word of 32 allowed tokens
 FUNCTIONS: dict[str, Callable[..., Array]] = {
     name: getattr(steps, step.function or name, None) or getattr(history, step.function or name) for name, step in STEPS.items()
 }
 
 
 class SampleInfo(NamedTuple):
-    """What one draw reports of itself, an array [B] per field.
+    """Information about one call of `sample`; arrays [B].
 
     Attributes:
-      repaired: the logits held NaN or +inf.
-      empty: no token was left to choose from; the token is then 0.
-      token: a `StepInfo` where a report was asked for.
+      repaired: whether the logits contained NaN or +inf.
+      empty: whether the row had no tokens; its token is then 0.
+      token: a `StepInfo` if a report was requested, else None.
     """
 
     repaired: Array
@@ -64,23 +64,28 @@ def sample(
     active_B: Array | None = None,
     report: int | None = None,
 ) -> tuple[Array, SamplerState, SampleInfo]:
-    """Chooses the next token of every row; a row's token does not depend on the other rows or on its place.
+    """Chooses the next token of every row. The token of a row does not depend on other rows or on its index.
 
     Args:
-      logits_BV: logits of the last position, any float type; all arithmetic is float32.
-      keys_B: a random key per row; None: made from seed, sample index and the number of generated tokens.
-      attention: the newest query's metrics, [B] each, where the router reads them.
-      active_B: rows whose state moves on; None: all. The token of another row means nothing.
-      report: None, or the number of alternatives to report beside each token (static).
+      logits_BV: logits of the last position, of any float type. All arithmetic is float32.
+      params: the sampling parameters of the batch.
+      state: the history of the batch.
+      keys_B: a random key per row. None: derived from seed, sample index and number of generated tokens.
+      attention: attention metrics of the newest query, [B] each; required if the router uses them.
+      active_B: bool, the rows whose state is updated. None: all. The tokens of other rows are meaningless.
+      report: the number of alternatives to report with each token (static). None: no report.
 
     Returns:
-      The token ids [B] int32, the new state and a `SampleInfo`.
+      The token ids [B] int32, the new state, and a `SampleInfo`.
+
+    Raises:
+      ValueError: the router uses attention metrics, and `attention` is None.
     """
     rows_B = jnp.arange(params.batch)
     active_B = jnp.ones(params.batch, bool) if active_B is None else active_B
     keys_B = _keys(params, state) if keys_B is None and params.stochastic else keys_B
     raw_BV, repaired_B = jax.vmap(steps.sanitize)(logits_BV)
-    open_BV = _apply_allowed(raw_BV, params)
+    allowed_BV = _apply_allowed(raw_BV, params)
     routes = metrics = found = None
     if params.router is not None:
         params, metrics, routes = _apply_router(params, raw_BV, attention)
@@ -90,19 +95,19 @@ def sample(
     others: Order = _shared_order(params, params.plan[first:])
     if params.order is not None:
         edits, others = _shared_order(params, EDITS), RowOrders.build(params.order, params.enabled, active_B)
-    edited_BV = run_steps(_apply_step, edits, open_BV, context)
+    edited_BV = run_steps(_apply_step, edits, allowed_BV, context)
     final_BV, log_mass_B = run_chain(_apply_step, others, edited_BV, context, active_B)
-    # Greedy rows have no other steps on. Where all of theirs come first, their token does not wait for the others.
+    # Greedy rows enable no other steps. If edits and penalties all come first, the greedy token does not depend on the others.
     greedy_first = params.order is None and not any(name in GREEDY_STEPS for name in params.plan[first:])
     token_B = jax.vmap(first_argmax)(edited_BV if greedy_first else final_BV).astype(jnp.int32)
     greedy_B = params.temperature < GREEDY_BELOW
     if params.stochastic and keys_B is not None:
-        kept_BV = final_BV
+        processed_BV = final_BV
         if routes is not None and params.score_fn is None:
-            final_BV = _best_of_n_logits(kept_BV, raw_BV, params, routes)
+            final_BV = _best_of_n_logits(processed_BV, raw_BV, params, routes)
         drawn_B = jax.vmap(draw)(final_BV, keys_B)
         if routes is not None and params.candidates:
-            found = _candidates(drawn_B, kept_BV, raw_BV, keys_B, metrics, params)
+            found = _candidates(drawn_B, processed_BV, raw_BV, keys_B, metrics, params)
             drawn_B = jnp.where(routes.strategy == ADAPTIVE, found.token, drawn_B)
         token_B = jnp.where(greedy_B, token_B, drawn_B)
     surprise_B = None if state.mu is None else (log_mass_B - final_BV[rows_B, token_B]) / jnp.log(2.0)
@@ -113,17 +118,17 @@ def sample(
         forced_B = jax.vmap(should_clarify)(routes.strategy, edited_BV, distance_B, params.router)
         token_B = jnp.where(forced_B, params.router.clarify_token, token_B)
         routed = RouterReport(attention if params.uses_attention else None, routes, forced_B, found)
-    empty_B = jnp.max(open_BV, axis=1) == -jnp.inf
+    empty_B = jnp.max(allowed_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
     if report is not None:
-        read, inputs = jax.vmap(partial(step_info, report)), (raw_BV, final_BV, token_B, greedy_B)
+        make_report, inputs = jax.vmap(partial(step_info, report)), (raw_BV, final_BV, token_B, greedy_B)
         if params.report_rows is None:
-            reported = read(*inputs)
+            reported = make_report(*inputs)
         else:
-            shapes = jax.eval_shape(read, *inputs)
+            shapes = jax.eval_shape(make_report, *inputs)
             nothing = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            reported = lax.cond(params.report_rows.any(), read, lambda *_: nothing(), *inputs)
+            reported = lax.cond(params.report_rows.any(), make_report, lambda *_: nothing(), *inputs)
         reported = reported._replace(routed=routed)
     new_state = update(params, state, token_B, active_B, surprise_B)
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
@@ -132,10 +137,10 @@ def sample(
 def trace(
     logits_BV: Array, params: SamplingParams, state: SamplerState, attention: AttentionMetrics | None = None
 ) -> tuple[list[tuple[str, Array]], Route | None]:
-    """The logits [B, V] after every step, and what the router chose.
+    """Returns the logits [B, V] after every step, by name and in order, and the choice of the router (or None).
 
-    First `model`, as they came and repaired, with `allowed` tokens the `constraint`, then the plan's steps in their order, last
-    the router's `candidates`.
+    The first entry is `model`, the repaired logits. Then come `constraint` if tokens are masked, the steps of the plan, and
+    `candidates` if the router draws several.
     """
     rows = [("model", jax.vmap(steps.sanitize)(logits_BV)[0])]
     routes = None
@@ -152,13 +157,13 @@ def trace(
 
 
 def unpack_bits(bits_W: Array, vocab_size: int) -> Array:
-    """Whether each token is allowed, [V]: bit i mod 32 of word ⌊i/32⌋ of `bits_W` (uint32) is token i's."""
+    """Unpacks a token mask to bool [V]: token i is bit i mod 32 of word ⌊i/32⌋ of `bits_W` (uint32)."""
     bits_W32 = (bits_W[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits_W32.reshape(-1)[:vocab_size].astype(bool)
 
 
 def _apply_allowed(raw_BV: Array, params: SamplingParams) -> Array:
-    """The logits with the tokens removed that the rows may not have."""
+    """Removes the tokens that `allowed_bits` masks."""
     if params.allowed_bits is None:
         return raw_BV
     wanted = (params.allowed_bits != jnp.uint32(ALL_ALLOWED)).any()
@@ -167,19 +172,19 @@ def _apply_allowed(raw_BV: Array, params: SamplingParams) -> Array:
 
 def _mask_disallowed(raw_V: Array, bits_W: Array) -> Array:
     allowed_V = unpack_bits(bits_W, raw_V.shape[0])
-    open_V = jnp.where(allowed_V, raw_V, -jnp.inf)
-    # Where the model gives no allowed token a chance at all, they are alike: what is asked for holds whatever it says.
-    hopeless = (open_V == -jnp.inf).all() & ~allowed_V.all()
-    return jnp.where(hopeless & allowed_V, 0.0, open_V)
+    allowed_logits_V = jnp.where(allowed_V, raw_V, -jnp.inf)
+    # If all allowed tokens have logit -inf, they become equally likely: the constraint holds for any logits.
+    all_removed = (allowed_logits_V == -jnp.inf).all() & ~allowed_V.all()
+    return jnp.where(all_removed & allowed_V, 0.0, allowed_logits_V)
 
 
 def _apply_router(
     params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None
 ) -> tuple[SamplingParams, Metrics, Route]:
-    """The parameters with the numbers that the router sets for this token, what it read, and what it chose."""
+    """Runs the router: returns the parameters with its numbers for this token, its metrics, and its choice."""
     assert params.router is not None
     if params.uses_attention and attention is None:
-        raise ValueError("this router reads attention metrics: give them, or build it with use_attention false")
+        raise ValueError("this router uses attention metrics: pass attention, or build it with use_attention: false")
     metrics = Metrics(*jax.vmap(logit_metrics)(raw_BV), attention if params.uses_attention else None)
     routes = jax.vmap(route)(metrics, params.router)
     numbers = {name: getattr(routes, name) for name in ROUTED}
@@ -193,29 +198,29 @@ def _apply_router(
 
 
 def _best_of_n_logits(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route) -> Array:
-    """The distribution of the best of n candidates in adaptive rows; the others stay."""
+    """Returns the distribution of the best of n candidates in adaptive rows; other rows do not change."""
     assert params.router is not None
     n_B = jnp.where(routes.strategy == ADAPTIVE, params.router.candidates, 1)
     return jax.vmap(best_of_n)(final_BV, raw_BV, n_B, jnp.asarray(params.router.score_logprob))
 
 
 def _candidates(
-    drawn_B: Array, kept_BV: Array, raw_BV: Array, keys_B: Array, metrics: Any, params: SamplingParams
+    drawn_B: Array, processed_BV: Array, raw_BV: Array, keys_B: Array, metrics: Any, params: SamplingParams
 ) -> Candidates:
-    """The candidates of every row: those a score function chooses from, or those that the token drawn is the best of."""
+    """Draws the candidates of every row: for the score function, or those among which the drawn token won."""
     assert params.router is not None
     score_fn, draws = params.score_fn, params.candidates
 
-    def one(drawn: Array, kept_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig) -> Candidates:
-        own_key = jax.random.fold_in(key, CANDIDATES_KEY)
+    def one(drawn: Array, processed_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig) -> Candidates:
+        candidates_key = jax.random.fold_in(key, CANDIDATES_KEY)
         if score_fn is None:
-            found = candidates_given_token(drawn, kept_V, raw_V, own_key, metrics, config, draws=draws)
+            found = candidates_given_token(drawn, processed_V, raw_V, candidates_key, metrics, config, draws=draws)
         else:
             score = partial(guide_score, config=config) if score_fn is guide_score else score_fn
-            found = best_candidate(kept_V, raw_V, own_key, metrics, config.candidates, score, draws=draws)
+            found = best_candidate(processed_V, raw_V, candidates_key, metrics, config.candidates, score, draws=draws)
         return found._replace(ids=jnp.where(jnp.arange(draws) < config.candidates, found.ids, -1))
 
-    return jax.vmap(one)(drawn_B, kept_BV, raw_BV, keys_B, metrics, params.router)
+    return jax.vmap(one)(drawn_B, processed_BV, raw_BV, keys_B, metrics, params.router)
 
 
 def _keys(params: SamplingParams, state: SamplerState) -> Array:
@@ -223,12 +228,12 @@ def _keys(params: SamplingParams, state: SamplerState) -> Array:
 
 
 def _shared_order(params: SamplingParams, names: Sequence[str]) -> SharedOrder:
-    """Some of the plan's steps in the order given."""
+    """Returns an order of some steps of the plan."""
     return SharedOrder({name: params.enabled[name] for name in names}, tuple(names), params.skip_inactive_steps)
 
 
 def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
-    """One step on the rows, or their windows, that have it on."""
+    """Applies one step to the rows, or windows, that enable it."""
     step = partial(run_step, name)
     if STEPS[name].by_row and context.window is None:
         return lax.map(lambda row: lax.cond(row[1], step, lambda x_N, _: x_N, row[0], row[2]), (x_BN, on_B, context))
@@ -236,17 +241,17 @@ def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
 
 
 def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
-    """One step on a row or its window; `known`: parameters of its function that are given here instead of being read."""
-    step, words = STEPS[name], dict(row.params.choices)
+    """Applies one step to a row or its window; `known` are arguments that replace those read from the context."""
+    step, choices = STEPS[name], dict(row.params.choices)
     arguments = {
-        parameter: words[key] if key in words else row.params.numbers[key] for parameter, key in step.arguments.items()
+        parameter: choices[key] if key in choices else row.params.numbers[key] for parameter, key in step.arguments.items()
     }
     read = {parameter: STEP_INPUTS[parameter](x_N, row, name) for parameter in step.reads if parameter not in known}
     return FUNCTIONS[name](x_N, **arguments, **read, **known)
 
 
 def _token_table(row: Context, name: str, suffix: str = "") -> Array:
-    """A table of the step's list of tokens."""
+    """Returns the table of the token list that belongs to a step."""
     return row.params.tables[STEPS[name].beside[0] + suffix]
 
 
@@ -264,8 +269,8 @@ def _distances(x_N: Array, row: Context, name: str) -> Array:
 
 
 def _repeated(x_N: Array, row: Context, name: str) -> Array:
-    past, reach = row.state, row.params.numbers["dry_range"]
-    repeated_V = history.longest_repeats(past.text, past.length, past.repeats, past.breaker, reach, _vocab_size(x_N, row))
+    state, window = row.state, row.params.numbers["dry_range"]
+    repeated_V = history.longest_repeats(state.text, state.length, state.repeats, state.breaker, window, _vocab_size(x_N, row))
     return _at_window(repeated_V, row)
 
 
@@ -279,7 +284,7 @@ def _protected(x_N: Array, row: Context, name: str) -> Array:
     return (ids_N[:, None] == row.params.tables["protected_ids"]).any(axis=1)
 
 
-# What a step may read besides its settings, by the name of its function's parameter: (the row or its window, context, step).
+# The inputs of steps besides their settings, by parameter name of the step function: (row or window, context, step) -> value.
 STEP_INPUTS: dict[str, Callable[[Array, Context, str], Any]] = {
     "history_S": lambda x_N, row, name: row.state.text,
     "length": lambda x_N, row, name: row.state.length,

@@ -1,8 +1,8 @@
-"""The entropy router (entropix): metrics of a decoding step, the strategy, and its sampling numbers.
+"""The entropy router (entropix): metrics of a decoding step, the choice of a strategy, and its sampling numbers.
 
-Pure functions of one row in float32; batches are `jax.vmap`. Entropies are in bits, varentropies in bits². Strategies and
-formulas are those of the entropix guide. Where its code measures the cache or the batch instead of the model, the metrics are
-defined anew; `guide_metrics` holds the literal ones.
+All functions are pure functions of one row in float32; use `jax.vmap` for a batch. Entropies are in bits, varentropies in
+bits². Strategies and formulas are those of the entropix guide. Some metrics of the guide's code depend on the cache size or on
+the batch instead of the model; these are redefined here. `guide_metrics` computes the original ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,13 @@ _GUIDE = {**RouterSection().numbers(), "clarify_token": -1}
 
 
 class AttentionMetrics(NamedTuple):
-    """How the newest query attends over its valid keys, means over all layers.
+    """Metrics of the attention of the newest query over its valid keys, averaged over all layers.
 
     Attributes:
-      attn_entropy: of the heads' attention, bits ≥ 0.
-      attn_entropy_norm: that over log2(number of valid keys), in [0, 1]; 0 with a single key.
-      attn_varentropy: variance of the entropy over the heads of a layer, bits².
-      attn_disagreement: ½ Σ|a − mean over heads of a|, in [0, 1).
+      attn_entropy: mean entropy of the heads' attention, ≥ 0, in bits.
+      attn_entropy_norm: the entropy divided by log2(number of valid keys), in [0, 1]; 0 with a single key.
+      attn_varentropy: variance of the entropy over the heads of a layer, in bits².
+      attn_disagreement: ½ Σ|a − mean of a over heads|, averaged over heads, in [0, 1).
       attn_agreement: 1 − attn_disagreement.
       interaction_strength: mean |score| before the softmax, ≥ 0.
     """
@@ -45,7 +45,7 @@ class AttentionMetrics(NamedTuple):
 
 
 class LayerAttention(NamedTuple):
-    """One layer's part in `AttentionMetrics`: the entropies of its heads [H], and two means over them []."""
+    """The contribution of one layer to `AttentionMetrics`: entropies of its heads [H], and two means over the heads []."""
 
     entropy_H: Array
     entropy_norm_H: Array
@@ -54,7 +54,7 @@ class LayerAttention(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What the router reads: entropy (bits) and varentropy (bits²) of the model's distribution, and attention, or None."""
+    """The inputs of the router: entropy (bits) and varentropy (bits²) of the model's distribution, and attention or None."""
 
     entropy: Number
     varentropy: Number
@@ -62,7 +62,10 @@ class Metrics(NamedTuple):
 
 
 def logit_metrics(logits_V: Array) -> tuple[Array, Array]:
-    """Entropy −Σp log2 p in bits and varentropy Σp(log2 p + H)² in bits², with 0·log 0 = 0; 0 and 0 of a row of -inf alone."""
+    """Returns the entropy H = −Σp log2 p in bits and the varentropy Σp(log2 p + H)² in bits² of a row, with 0·log 0 = 0.
+
+    Both are 0 if all logits are -inf.
+    """
     d_V = logits_V.astype(jnp.float32)
     d_V -= finite_max(d_V)
     lnZ = jnp.log(jnp.maximum(row_sum(jnp.exp(d_V)), TINY))
@@ -73,11 +76,11 @@ def logit_metrics(logits_V: Array) -> tuple[Array, Array]:
 
 
 def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
-    """One layer's attention reduced, so that nothing of the cache's length is kept.
+    """Reduces the attention of one layer to a few numbers, so that nothing of the length of the cache is kept.
 
     Args:
-      scores_HS: the newest query's scores as they enter the softmax, scaled; what stands in invalid slots is not read.
-      valid_S: the keys that the query may see: written, not padding, inside the window; [S], or [H, S] where heads differ.
+      scores_HS: scaled scores of the newest query, the input of the softmax. Values of invalid keys are ignored.
+      valid_S: which keys the query may attend to: written, not padding, inside the window. [S], or [H, S] if heads differ.
     """
     valid_HS = jnp.broadcast_to(valid_S, scores_HS.shape)
     keys_H = jnp.sum(valid_HS, axis=1)
@@ -89,14 +92,14 @@ def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
     entropy_H = jax.vmap(row_sum)(a_HS * jnp.where(a_HS > 0, lnZ_H1 - d_HS, 0)) / LN2
     return LayerAttention(
         entropy_H,
-        entropy_H / jnp.log2(jnp.maximum(keys_H, 2).astype(jnp.float32)),  # 0 with one key, as the entropy is
+        entropy_H / jnp.log2(jnp.maximum(keys_H, 2).astype(jnp.float32)),  # 0 with one key, because its entropy is 0
         jnp.mean(jax.vmap(row_sum)(jnp.abs(a_HS - jnp.mean(a_HS, axis=0)))) / 2,
         jnp.mean(jax.vmap(row_sum)(jnp.abs(scores_HS)) / jnp.maximum(keys_H, 1)),
     )
 
 
 def combine_layers(layers: LayerAttention | Sequence[LayerAttention]) -> AttentionMetrics:
-    """The metrics of all layers, each layer weighing the same: a sequence of layers, or one with a leading layer axis."""
+    """Averages the metrics over layers: a sequence of layers, or one `LayerAttention` with a leading layer axis."""
     parts = layers if isinstance(layers, LayerAttention) else (jnp.stack(part) for part in zip(*layers, strict=True))
     entropy_LH, entropy_norm_LH, disagreement_L, interaction_L = parts
     disagreement = jnp.mean(disagreement_L)
@@ -111,17 +114,17 @@ def combine_layers(layers: LayerAttention | Sequence[LayerAttention]) -> Attenti
 
 
 def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
-    """The metrics as the guide's code computes them, for study and parity: of one layer, over all slots, mean over the batch.
+    """Computes the metrics exactly as the guide's code does, for comparison: one layer, all slots, averaged over the batch.
 
-    `attn_varentropy` is the variance over heads; the guide's own axis, the queries, gives 0 in decoding. `agreement` is a
-    disagreement divided by the number of slots. The one liberty: 0·log 0 is 0 where a logit is -inf.
+    `attn_varentropy` is the variance over heads; `attn_varentropy_guide_axis` uses the guide's axis, the queries, and is 0 in
+    decoding. `agreement` is a disagreement divided by the number of slots. One difference: 0·log 0 is 0 where a logit is -inf.
 
     Args:
       logits: [B, V].
       attention_scores: [B, H, Q, T] of the last layer, before the softmax.
 
     Returns:
-      The guide's six keys and `attn_varentropy_guide_axis`; scalars, but `interaction_strength` is [B].
+      The six keys of the guide and `attn_varentropy_guide_axis`. All are scalars, except `interaction_strength` [B].
     """
     entropy_B, varentropy_B = jax.vmap(logit_metrics)(logits)
     scores = attention_scores.astype(jnp.float32)
@@ -137,7 +140,7 @@ def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
         "attn_varentropy": jnp.mean(jnp.var(entropy_BHQ, axis=1)),
         "attn_varentropy_guide_axis": jnp.mean(jnp.var(entropy_BHQ, axis=-1)),
         "agreement": jnp.mean(apart_BT),
-        # Divided before they are added: a finite mask's 2.4e38 would overflow the sum.
+        # Divide before adding: the -2.4e38 of a finite mask would overflow the sum.
         "interaction_strength": jnp.sum(jnp.abs(scores) / scores[0].size, axis=(1, 2, 3)),
     }
 
@@ -146,16 +149,16 @@ INTEGERS = ("clarify_token", "clarify_cooldown")
 
 
 class _RouterNumbers:
-    """The numbers of `RouterSection` as pytree leaves, by default the guide's; what each one means is said there.
+    """The numbers of `RouterSection`, which documents them, as pytree leaves. The defaults are those of the guide.
 
-    Python numbers become float32, or int32 for `clarify_token` (-1: none) and `clarify_cooldown`, so that no value of theirs
-    compiles anything anew.
+    Python numbers become float32, or int32 for `clarify_token` (-1: none) and `clarify_cooldown`, so changing a value compiles
+    nothing.
     """
 
     def __post_init__(self) -> None:
         for name in _GUIDE:
             value = getattr(self, name)
-            if isinstance(value, int | float | np.generic):  # else an array, or what stands for one while it is traced
+            if isinstance(value, int | float | np.generic):  # else an array or a tracer
                 finite = value if np.isinf(value) else np.clip(value, -LARGEST, LARGEST)  # the nearest float32
                 object.__setattr__(self, name, np.int32(value) if name in INTEGERS else np.float32(finite))
 
@@ -163,21 +166,21 @@ class _RouterNumbers:
     def build(
         cls, section: RouterSection | None = None, measured: Mapping[str, float] | None = None, **request: Any
     ) -> "RouterConfig":
-        """The numbers of a section.
+        """Builds the numbers of a section.
 
         Args:
-          section: None: the guide preset. Whoever has a tokenizer replaces a `clarify_token` given as text by its id.
-          measured: the thresholds and scales of a calibration, which the preset `calibrated` needs.
+          section: the settings; None: the guide preset. The caller must replace a `clarify_token` that is text by its id.
+          measured: thresholds and scales of a calibration, which the preset `calibrated` needs.
           request: temperature, top_p, top_k and min_p of a request, see `with_request`.
 
         Raises:
-          UserError: the preset is `calibrated` and a number was neither measured nor set, or `clarify_token` is text.
+          UserError: the preset is `calibrated` and a number is neither measured nor set, or `clarify_token` is text.
         """
         section = RouterSection() if section is None else section
         token = -1 if section.clarify_token is None else section.clarify_token
         if isinstance(token, str) and not token.isdecimal():
             raise UserError(
-                f"router.clarify_token must be a token id where there is no tokenizer, got {token!r}",
+                f"router.clarify_token must be a token id if there is no tokenizer, got {token!r}",
                 key="router.clarify_token",
             )
         config = RouterConfig(**with_request(section.numbers(measured), **request), clarify_token=int(token))
@@ -200,7 +203,7 @@ else:
 
 
 def without_attention(config: RouterConfig) -> RouterConfig:
-    """The same formulas without their attention terms: what a row routes by that does not use attention."""
+    """Returns the numbers with all coefficients of attention terms set to 0, for rows that do not use attention metrics."""
     return replace(config, **dict.fromkeys(ATTENTION_TERMS, 0.0))
 
 
@@ -208,7 +211,7 @@ GREEDY, CLARIFY, EXPLORE, RESAMPLE, ADAPTIVE = range(len(STRATEGIES))
 
 
 class Route(NamedTuple):
-    """What one row is sampled with: the strategy's id, temperature (0: argmax), top_p, top_k (int32) and min_p (0: off)."""
+    """The choice for one row: id of the strategy, temperature (0: argmax), top_p, top_k (int32) and min_p (0: off)."""
 
     strategy: Array
     temperature: Array
@@ -218,36 +221,37 @@ class Route(NamedTuple):
 
 
 def route(metrics: Metrics, config: RouterConfig) -> Route:
-    """The strategy of a row and its sampling numbers: the formulas of all strategies, selected without a branch.
+    """Chooses the strategy of a row and computes its sampling numbers, by the formulas of the entropix guide.
 
-    Conditions compare H and V as they are, formulas take them divided by their scales. Without attention its terms are dropped.
+    All formulas are computed, and one result is selected without a branch. Conditions use H and V directly; formulas use them
+    divided by their scales. Without attention metrics the attention terms are omitted.
     """
     metrics = jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), metrics)
-    c, seen = config, metrics.attention
-    if seen is None:
-        c, seen = without_attention(config), AttentionMetrics(*[0.0] * 6)
+    c, attn = config, metrics.attention
+    if attn is None:
+        c, attn = without_attention(config), AttentionMetrics(*[0.0] * 6)
     T0, p0, k0 = c.base_temperature, c.base_top_p, c.base_top_k
     uncertain = metrics.entropy / c.entropy_scale + metrics.varentropy / c.varentropy_scale
 
-    clarify_T = T0 * (c.clarify_temperature_factor + c.clarify_temperature_attn_entropy * seen.attn_entropy)
-    explore_T = T0 * (c.explore_temperature_factor + c.explore_temperature_interaction * seen.interaction_strength)
-    resample_T = T0 * (c.resample_temperature_factor + c.resample_temperature_attn_varentropy * seen.attn_varentropy)
+    clarify_T = T0 * (c.clarify_temperature_factor + c.clarify_temperature_attn_entropy * attn.attn_entropy)
+    explore_T = T0 * (c.explore_temperature_factor + c.explore_temperature_interaction * attn.interaction_strength)
+    resample_T = T0 * (c.resample_temperature_factor + c.resample_temperature_attn_varentropy * attn.attn_varentropy)
     resample_least = jnp.maximum(c.resample_temperature_min, c.resample_temperature_min_factor * T0)
     adaptive_T = T0 * (
         1
         + c.adaptive_temperature_uncertainty * uncertain
-        + c.adaptive_temperature_attn_uncertainty * (seen.attn_entropy + seen.attn_varentropy)
-        - c.adaptive_temperature_agreement * seen.attn_agreement
+        + c.adaptive_temperature_attn_uncertainty * (attn.attn_entropy + attn.attn_varentropy)
+        - c.adaptive_temperature_agreement * attn.attn_agreement
     )
-    resample_p = jnp.maximum(c.resample_top_p_min, p0 - c.resample_top_p_attn_entropy * seen.attn_entropy)
-    adaptive_p = p0 * (1 + c.adaptive_top_p_attn_varentropy * seen.attn_varentropy)
-    explore_k = jnp.floor(k0 * (1 + c.explore_top_k_disagreement * (1 - seen.attn_agreement)))
+    resample_p = jnp.maximum(c.resample_top_p_min, p0 - c.resample_top_p_attn_entropy * attn.attn_entropy)
+    adaptive_p = p0 * (1 + c.adaptive_top_p_attn_varentropy * attn.attn_varentropy)
+    explore_k = jnp.floor(k0 * (1 + c.explore_top_k_disagreement * (1 - attn.attn_agreement)))
     adaptive_k = jnp.round(
-        k0 * (1 + c.adaptive_top_k_interaction * seen.interaction_strength - c.adaptive_top_k_agreement * seen.attn_agreement)
+        k0 * (1 + c.adaptive_top_k_interaction * attn.interaction_strength - c.adaptive_top_k_agreement * attn.attn_agreement)
     )
     adaptive_m = c.base_min_p * (1 - c.adaptive_min_p_uncertainty * uncertain)
 
-    numbers = [  # of each strategy: temperature, top_p, top_k, min_p
+    numbers = [  # one row per strategy: temperature, top_p, top_k, min_p
         (0, p0, k0, 0),
         (jnp.minimum(c.clarify_temperature_max, clarify_T), p0, k0, 0),
         (jnp.minimum(c.explore_temperature_max, explore_T), p0, jnp.maximum(c.explore_top_k_min, explore_k), 0),
@@ -269,7 +273,7 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
 
 
 def select_strategy(metrics: Metrics, config: RouterConfig) -> Array:
-    """The id (int32) of the first strategy whose conditions hold."""
+    """Returns the id (int32) of the first strategy in `RULES` whose conditions hold, else `ADAPTIVE`."""
     strategy = jnp.int32(ADAPTIVE)
     for number, conditions in reversed(list(enumerate(RULES.values()))):
         holds: Any = True
@@ -281,13 +285,15 @@ def select_strategy(metrics: Metrics, config: RouterConfig) -> Array:
 
 
 def should_clarify(strategy: Array, edited_V: Array, distance: Array, config: RouterConfig) -> Array:
-    """Whether `clarify_token` is emitted instead of a drawn token: it is configured, allowed, and was not used lately.
+    """Returns whether to emit `clarify_token` instead of drawing: it is configured, allowed, and its cooldown is over.
 
     Args:
-      edited_V: logits after bans and penalties; -inf forbids the token.
-      distance: tokens written since the last `clarify_token` of the text, 0 when it is the last; -1 when there is none.
+      strategy: the id of the chosen strategy.
+      edited_V: logits after edits and penalties; -inf forbids the token.
+      distance: number of tokens after the last `clarify_token` in the sequence; -1: it does not occur.
+      config: the router numbers of the row.
     """
     token = jnp.asarray(config.clarify_token, jnp.int32)
     allowed = edited_V[jnp.maximum(token, 0)] > -jnp.inf
-    rested = (distance < 0) | (distance >= config.clarify_cooldown)
-    return (strategy == CLARIFY) & (token >= 0) & allowed & rested
+    cooled_down = (distance < 0) | (distance >= config.clarify_cooldown)
+    return (strategy == CLARIFY) & (token >= 0) & allowed & cooled_down

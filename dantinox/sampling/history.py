@@ -1,7 +1,8 @@
-"""Steps that read earlier tokens or lists of ids: bans, biases and repetition penalties.
+"""Sampling steps that read earlier tokens or lists of ids: bans, biases and repetition penalties.
 
-Pure functions of one row, by the rules of `steps`: removed is -inf, kept is bit for bit, off is an explicit branch. A history
-is an array `history_S` of which the first `length` places count.
+All are pure functions of one row and follow the rules of `dantinox.sampling.steps`: a removed token is -inf, a kept logit does
+not change by a bit, and a disabled step returns the row through an explicit branch. A history is an array `history_S` of which
+the first `length` entries are valid.
 """
 
 from collections.abc import Sequence
@@ -16,24 +17,26 @@ LONGEST_REPEAT = 50
 
 
 def ban(logits_V: Array, ids_S: Array, on: Array | bool = True) -> Array:
-    """Removes the tokens `ids_S` while `on`; ids outside the vocabulary stand for nothing."""
+    """Removes the tokens `ids_S` if `on`. Ids outside the vocabulary are ignored."""
     V = logits_V.shape[0]
     ids_S = jnp.where(ids_S < 0, V, ids_S)  # a negative index would count from the end
     return jnp.where(on, keep_only(logits_V, jnp.ones(V, bool).at[ids_S].set(False, mode="drop")), logits_V)
 
 
 def min_tokens(logits_V: Array, n: Number, stop_ids_S: Array, n_generated: Number) -> Array:
-    """Bans the stop ids while fewer than `n` tokens are generated. Off: n = 0."""
+    """Bans the stop ids until `n` tokens are generated. Off: n = 0."""
     return ban(logits_V, stop_ids_S, jnp.asarray(n_generated) < n)
 
 
 def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, range: Number = 0, slope: Number = 0.0) -> Array:
-    """x·P for x ≤ 0, x/P for x > 0, for every token of the history (Keskar et al. 2019, equation 2). Off: penalty = 1.
+    """Scales the logit x of every token in the history: x·P if x ≤ 0, else x/P (Keskar et al. 2019, equation 2). Off: penalty =
+    1.
 
     Args:
-      distance_V: steps from the end of the history back to the token's nearest occurrence (0: the last token), -1 for never.
-      range: only this many last tokens count; 0: all of them, with a flat penalty.
-      slope: how sharply the penalty rises towards the end of the range (KoboldAI); 0: flat.
+      distance_V: distance of each token's last occurrence from the end of the history (0: the last token); -1: no occurrence.
+      penalty: P.
+      range: only this many last tokens count. 0: all of them, with a flat penalty.
+      slope: how steeply the penalty rises towards the end of the range (KoboldAI). 0: flat.
     """
     d_V = distance_V.astype(jnp.float32)
     u_V = 1 - 2 * d_V / jnp.maximum(range - 1, 1)
@@ -46,7 +49,7 @@ def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, rang
 
 
 def presence_frequency_penalty(logits_V: Array, count_V: Array, presence: Number, frequency: Number) -> Array:
-    """x − presence·[c > 0] − frequency·c, c the token's count in the output (OpenAI). Off: both 0."""
+    """Returns x − presence·[c > 0] − frequency·c, with c the count of the token in the output (OpenAI). Off: both are 0."""
     count_V = count_V.astype(jnp.float32)
     present_V = clip_finite(logits_V - presence, logits_V)
     lowered_V = present_V - frequency * count_V
@@ -55,21 +58,21 @@ def presence_frequency_penalty(logits_V: Array, count_V: Array, presence: Number
 
 
 def logit_bias(logits_V: Array, bias_V: Array) -> Array:
-    """x + bias; a bias of -inf bans. Off: 0, token by token."""
+    """Returns x + bias; a bias of -inf bans the token, a bias of 0 does not change it."""
     banned_V = bias_V == -jnp.inf
     moved_V = jnp.where((bias_V == 0) | banned_V, logits_V, clip_finite(logits_V + bias_V, logits_V))
     return keep_only(moved_V, ~banned_V)
 
 
 def allowed_tokens(logits_V: Array, ids_S: Array) -> Array:
-    """Removes all tokens but `ids_S`; ids outside the vocabulary stand for nothing."""
+    """Removes all tokens except `ids_S`. Ids outside the vocabulary are ignored."""
     V = logits_V.shape[0]
     allowed_V = jnp.zeros(V, bool).at[jnp.where(ids_S < 0, V, ids_S)].set(True, mode="drop")
     return keep_only(logits_V, allowed_V)
 
 
 def repeat_lengths(history_S: Array, length: Number) -> Array:
-    """For every place j of the history: how many tokens just before j equal the last tokens of the history."""
+    """Returns for every position j of the history how many tokens before j equal the last tokens of the history, int32 [S]."""
     S = history_S.shape[0]
     place_S = jnp.arange(S)
 
@@ -84,35 +87,41 @@ def repeat_lengths(history_S: Array, length: Number) -> Array:
 
 
 def extend_repeat_lengths(run_S: Array, history_S: Array, length: Number, token: Number) -> Array:
-    """`repeat_lengths` after `token` has come behind the first `length` places, from those before it, in one pass."""
+    """Updates `repeat_lengths` in one pass after `token` is appended to the first `length` tokens."""
     place_S = jnp.arange(run_S.shape[0])
     same_S = (jnp.roll(history_S, 1) == token) & (place_S >= 1) & (place_S <= length)
     return jnp.where(same_S, jnp.roll(run_S, 1) + 1, 0)
 
 
 def no_repeat_ngram(logits_V: Array, history_S: Array, length: Number, run_S: Array, n: Number) -> Array:
-    """Bans tokens that would repeat an n-gram of the history, of which `run_S` are the `repeat_lengths` (Paulus et al. 2018).
+    """Bans tokens that would repeat an n-gram of the history (Paulus et al. 2018). Off: n ≤ 0.
 
-    Off: n ≤ 0.
+    Args:
+      run_S: the `repeat_lengths` of the history.
     """
     repeats_S = (run_S >= jnp.asarray(n) - 1) & (jnp.arange(history_S.shape[0]) < length)
     return jnp.where(jnp.asarray(n) <= 0, logits_V, ban(logits_V, jnp.where(repeats_S, history_S, -1)))
 
 
 def dry(logits_V: Array, repeated_V: Array, multiplier: Number, base: Number, allowed_length: Number) -> Array:
-    """x − m·b^(L−A) for a token that would lengthen a repeated suffix of L = `repeated_V` ≥ A (p-e-w 2024). Off: m = 0."""
+    """Subtracts m·b^(L−A) from a token that would extend a repeated suffix of L ≥ A tokens (DRY, p-e-w 2024). Off: m = 0.
+
+    Args:
+      repeated_V: L, from `longest_repeats`.
+      multiplier, base, allowed_length: m, b and A.
+    """
     penalty_V = multiplier * jnp.asarray(base, jnp.float32) ** (repeated_V - allowed_length)
     hit_V = (repeated_V >= allowed_length) & (repeated_V > 0) & (jnp.asarray(multiplier) != 0)
     return jnp.where(hit_V, clip_finite(logits_V - penalty_V, logits_V), logits_V)
 
 
 def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: Array, window: Number, vocab_size: int) -> Array:
-    """For every token: the length, at most 50, of the longest repeated suffix of the history that it would lengthen.
+    """Returns for every token the length, at most 50, of the longest repeated suffix that the token would extend, int32 [V].
 
     Args:
       run_S: the `repeat_lengths` of the history.
-      breaker_S: places whose token no repetition may contain, the token that would lengthen it included.
-      window: only this many last tokens of the history count; 0: all.
+      breaker_S: positions whose token ends a repetition. No repetition contains such a token, nor is extended by one.
+      window: only this many last tokens of the history count. 0: all.
     """
     place_S = jnp.arange(history_S.shape[0])
     length, window = jnp.asarray(length), jnp.asarray(window)
@@ -124,32 +133,37 @@ def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: A
 
 
 def bad_words(logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array) -> Array:
-    """Bans the last token of every sequence whose other tokens end the history.
+    """Bans the last token of every sequence whose other tokens are the end of the history.
 
     Args:
-      prefix_WM: the other tokens of each sequence, right-aligned; -1 fills the places before them.
-      last_W: the last tokens; -1 stands for no sequence.
+      prefix_WM: all tokens but the last of each of W sequences, right-aligned and padded with -1.
+      last_W: the last token of each sequence; -1 for an unused row.
     """
     return ban(logits_V, jnp.where(_complete(history_S, length, prefix_WM), last_W, -1))
 
 
 def sequence_bias(logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array, bias_W: Array) -> Array:
-    """x + bias for the last token of every sequence, as of `bad_words`, whose other tokens end the history; -inf bans."""
+    """Adds `bias_W` to the last token of every sequence whose other tokens end the history; see `bad_words`. -inf bans."""
     V = logits_V.shape[0]
     next_W = jnp.where(_complete(history_S, length, prefix_WM) & (last_W >= 0), last_W, V)
     return logit_bias(logits_V, jnp.zeros(V).at[next_W].add(bias_W, mode="drop"))
 
 
 def _complete(history_S: Array, length: Number, prefix_WM: Array) -> Array:
-    """The sequences [W] of which all tokens before the last one end the history."""
+    """Returns which sequences [W] would be completed by their last token."""
     M = prefix_WM.shape[1]
     place_M = jnp.asarray(length) - M + jnp.arange(M)
-    said_M = jnp.where(place_M >= 0, history_S[jnp.maximum(place_M, 0)], -2)
-    return ((prefix_WM == -1) | (prefix_WM == said_M)).all(axis=1)
+    tail_M = jnp.where(place_M >= 0, history_S[jnp.maximum(place_M, 0)], -2)
+    return ((prefix_WM == -1) | (prefix_WM == tail_M)).all(axis=1)
 
 
 def sequence_arrays(sequences: Sequence[Sequence[int]], count: int = 1, longest: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """`prefix_WM` and `last_W` of `bad_words` for lists of ids, with at least `count` sequences of `longest` tokens."""
+    """Returns `prefix_WM` and `last_W` of `bad_words` for lists of ids.
+
+    Args:
+      sequences: lists of token ids, not empty.
+      count, longest: minimum number of rows W and of columns M.
+    """
     W = max(count, len(sequences))
     M = max(longest, *(len(words) for words in sequences), 1)
     prefix_WM, last_W = np.full((W, M), -1, np.int32), np.full(W, -1, np.int32)

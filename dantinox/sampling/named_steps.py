@@ -20,7 +20,7 @@ from dantinox.sampling.state import init_state
 from dantinox.sampling.steps import LARGEST, sanitize
 from dantinox.sampling.window import Context
 
-PADDING = 128  # one compiled step serves all vocabularies and texts up to the next multiple
+PADDING = 128  # vocabularies and sequences are padded to a multiple, so that one compiled step serves several sizes
 _DEFAULTS = Config()
 
 
@@ -30,36 +30,36 @@ def process_logits(
     prompt: Sequence[Sequence[int]] | None = None,
     output: Sequence[Sequence[int]] | None = None,
 ) -> Array:
-    """Runs steps over rows in the order given, with the code of decoding.
+    """Applies sampling steps to rows of logits in the given order, with the code of the decoder.
 
     Args:
-      logits_BV: logits; NaN and +inf are repaired once, on entry.
-      steps: mappings of `name` and the step's parameters, for example `{"name": "top_p", "p": 0.9}`.
-        In `logit_bias.values` null stands for -inf; `xtc` takes its draw `u`, mirostat its bound `mu`.
-      prompt: token ids per row that came before the output; None: none.
-      output: token ids per row generated so far; None: none.
+      logits_BV: logits of any numeric type. NaN and +inf are repaired once, at the start.
+      steps: mappings with the `name` of a step and its parameters, such as `{"name": "top_p", "p": 0.9}`.
+        In `logit_bias.values`, None means -inf. `xtc` takes its uniform number as `u`, mirostat its bound as `mu`.
+      prompt: token ids per row before the output. None: no tokens.
+      output: generated token ids per row. None: no tokens.
 
     Returns:
-      float32 logits [B, V]; -inf where a token is removed.
+      float32 logits [B, V]; -inf for removed tokens.
 
     Raises:
-      UserError: the logits are not a matrix of numbers, a step or parameter is unknown, a value is out of range, an id is
-        outside of the vocabulary, or prompt or output have another number of rows.
+      UserError: the logits are not a matrix of numbers, a step or parameter is unknown, a value is out of range, a token id is
+        not in the vocabulary, or `prompt` or `output` have another number of rows than the logits.
     """
     logits_BV = _check_logits(logits_BV)
     B, V = logits_BV.shape
     if isinstance(steps, str | Mapping) or not isinstance(steps, Sequence):
         raise UserError(f"steps must be a list of mappings of name and parameters, got {steps!r}")
     checked = [_check_step(step, V) for step in steps]
-    texts = zip(_check_texts("prompt", prompt, B, V), _check_texts("output", output, B, V), strict=True)
+    histories = zip(_check_histories("prompt", prompt, B, V), _check_histories("output", output, B, V), strict=True)
     padded_BV = np.pad(logits_BV, ((0, 0), (0, -V % PADDING)), constant_values=-np.inf)
-    for row_V, (prompt_ids, output_ids) in zip(padded_BV, texts, strict=True):
+    for row_V, (prompt_ids, output_ids) in zip(padded_BV, histories, strict=True):
         changed_V = _SANITIZE(row_V)[0]
         length, counts_V = len(prompt_ids) + len(output_ids), np.bincount(np.asarray(output_ids, int), minlength=len(row_V))
-        text_1S = np.zeros((1, -(-max(length, 1) // PADDING) * PADDING), np.int32)
-        text_1S[0, :length] = prompt_ids + output_ids
+        tokens_1S = np.zeros((1, -(-max(length, 1) // PADDING) * PADDING), np.int32)
+        tokens_1S[0, :length] = prompt_ids + output_ids
         for name, params, known in checked:
-            changed_V = _run_row(name, changed_V, params, text_1S, length, len(output_ids), counts_V, **known)
+            changed_V = _run_row(name, changed_V, params, tokens_1S, length, len(output_ids), counts_V, **known)
         row_V[:] = changed_V
     return jnp.asarray(padded_BV[:, :V])
 
@@ -69,20 +69,20 @@ _SANITIZE = jax.jit(sanitize)
 
 @partial(jax.jit, static_argnames=("name", "m"))
 def _run_row(
-    name: str, x_V: Array, params: SamplingParams, text_1S: Array, length: Array, n_generated: Array, counts_V: Array,
+    name: str, x_V: Array, params: SamplingParams, tokens_1S: Array, length: Array, n_generated: Array, counts_V: Array,
     mu: Array | None = None, **known: Any,
 ) -> Array:  # fmt: skip
-    """One step over one row; arrays are padded, and `known` goes to the step's function as it is."""
-    valid_1S = jnp.arange(text_1S.shape[1])[None] < length
+    """Applies one step to one padded row; `known` are arguments for the function of the step."""
+    valid_1S = jnp.arange(tokens_1S.shape[1])[None] < length
     params_1 = jax.tree.map(lambda leaf: leaf[None], params)
-    state_1 = init_state(params_1, text_1S, valid_1S, x_V.shape[0], text_1S.shape[1])
+    state_1 = init_state(params_1, tokens_1S, valid_1S, x_V.shape[0], tokens_1S.shape[1])
     state = jax.tree.map(lambda leaf_1: leaf_1[0], state_1)
-    fields = {"n_generated": n_generated, "count": counts_V, "mu": mu}  # the count is of the output alone
+    fields = {"n_generated": n_generated, "count": counts_V, "mu": mu}  # `count` covers only the output
     return run_step(name, x_V, Context(params, replace(state, **fields)), **known)
 
 
 def _check_logits(logits_BV: Any) -> np.ndarray:
-    """The logits as float32; what is beyond its range becomes infinite."""
+    """Returns the logits as float32; values outside its range become infinite."""
     try:
         array = np.asarray(logits_BV)
         what = f"shape {array.shape} of {array.dtype}"
@@ -95,8 +95,8 @@ def _check_logits(logits_BV: Any) -> np.ndarray:
         return array.astype(np.float32)
 
 
-def _check_texts(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
-    """The token ids of every row; None: none."""
+def _check_histories(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
+    """Returns the token ids of every row; None means empty rows."""
     lists: list[list[int]] = _validate(where, _parameter_type(Sequences, V), [[]] * B if rows is None else rows)
     if len(lists) != B:
         raise UserError(f"{where} must be one list of token ids per row of logits, {B}, got {len(lists)}")
@@ -104,7 +104,7 @@ def _check_texts(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
 
 
 def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]]:
-    """A step's name, its parameters as those of one row, and the arguments that decoding computes itself."""
+    """Returns the name of a step, its parameters for one row, and the arguments that the decoder would compute itself."""
     if not isinstance(given, Mapping):
         raise UserError(f"a sampling step must be a mapping of name and parameters, got {given!r}")
     name = given.get("name")
@@ -127,7 +127,7 @@ def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]
     elif "ids" in values:
         settings[name] = values["ids"]
         if name == "allowed_tokens" and not values["ids"]:
-            raise UserError("allowed_tokens.ids must hold at least one token id, got none")
+            raise UserError("allowed_tokens.ids must hold at least one token id")
     config = _DEFAULTS.model_copy(update={"generation": GenerationSection(seed=0, **settings)})
     stops, protected = values.get("stop_ids", ()), values.get("protected_ids", ())
     params = SamplingParams.build(config, stop_ids=stops, protected_ids=protected, extra_steps=[name])
@@ -138,13 +138,13 @@ def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]
 
 
 def _biases(name: str, tokens: list[Any], values: list[float | None]) -> Any:
-    """The setting of `logit_bias` or `sequence_bias` from lists of equal length; None bans."""
+    """Returns the setting of `logit_bias` or `sequence_bias` for two lists of equal length; a value of None bans."""
     if len(tokens) != len(values):
         raise UserError(f"{name} needs one value for each of its {len(tokens)} entries, got {len(values)} values")
     pairs = [(token, -np.inf if value is None else value) for token, value in zip(tokens, values, strict=True)]
     if name == "sequence_bias":
         return [pair for pair in pairs if pair[0]]
-    sums: dict[str, float] = {}  # float64: the sum of large values for one id must not become infinite and ban it
+    sums: dict[str, float] = {}  # float64, so that a sum of large values for one id does not overflow and ban it
     for token, value in pairs:
         sums[str(token)] = sums.get(str(token), 0.0) + value
     return sums
@@ -152,7 +152,7 @@ def _biases(name: str, tokens: list[Any], values: list[float | None]) -> Any:
 
 @cache
 def _step_model(name: str, V: int) -> type[BaseModel]:
-    """The parameters of a step with their types, ranges and defaults, from the table of steps."""
+    """Returns a pydantic model of the parameters of a step, from the table of steps."""
     step = STEPS[name]
     switches = [parameter for parameter, key in step.arguments.items() if key in step.on]
     fields: dict[str, Any] = {parameter: SETTINGS[key][:2] for parameter, key in step.arguments.items()} | step.given
@@ -163,7 +163,7 @@ def _step_model(name: str, V: int) -> type[BaseModel]:
 
 
 def _parameter_type(kind: Any, V: int) -> Any:
-    """The type of a parameter: floats within float32, integers beyond int32 as its ends, token ids within the vocabulary."""
+    """Returns the type of a parameter: floats in the float32 range, integers clipped to int32, token ids in the vocabulary."""
     if kind == Tokens:
         return list[Annotated[int, Field(ge=0, lt=V)]]
     if kind == Sequences:
@@ -181,7 +181,7 @@ def _parameter_type(kind: Any, V: int) -> Any:
 
 
 def _to_lists(value: Any) -> Any:
-    """Arrays and other sequences as lists, anything else as it is."""
+    """Converts arrays and other sequences to lists, recursively, and returns anything else unchanged."""
     if isinstance(value, np.ndarray | np.generic | Array):
         return value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -190,7 +190,7 @@ def _to_lists(value: Any) -> Any:
 
 
 def _validate(where: str, kind: Any, value: Any) -> Any:
-    """A value of its kind, arrays taken for lists; or the error of the first thing that is wrong in it."""
+    """Validates a value, with arrays accepted as lists; raises a UserError for the first problem."""
     try:
         return TypeAdapter(kind).validate_python(_to_lists(value), strict=True)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The order of sampling steps: static for all rows, or one array per row that a program reads."""
+"""The order of sampling steps: one static order for all rows, or one order array per row that the program reads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,24 +12,24 @@ from jax import Array, lax
 
 from dantinox.config.sampling_steps import EDITS, STEPS
 
-# The steps that may stand in any order; an entry of an order array is an index into them, -1 an unused place.
+# The steps that can run in any order. An entry of an order array is an index into this tuple; -1 is an unused entry.
 ORDERABLE = tuple(name for name in STEPS if name not in EDITS)
 IS_TRUNCATION = np.asarray([bool(STEPS[name].cuts) for name in ORDERABLE])
 
 T = TypeVar("T")
-# (name of a step, the rows [B] that run it, carry) -> carry
+# (name of a step, rows [B] that run it, carry) -> carry
 StepFunction = Callable[[str, Array, T], T]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("on",), meta_fields=("names", "skip"))
 @dataclass(frozen=True)
 class SharedOrder:
-    """All rows run the same steps in the same order.
+    """One order of steps for all rows.
 
     Attributes:
-      on: step → [B] bool, the rows that have it on.
+      on: maps each step to the rows that enable it, [B] bool.
       names: the steps in order.
-      skip: leave out a step that no row has on when the program runs.
+      skip: whether the program skips a step at run time that no row enables.
     """
 
     on: dict[str, Array]
@@ -37,7 +37,7 @@ class SharedOrder:
     skip: bool
 
     def run(self, function: StepFunction[T], carry: T) -> T:
-        """The carry after `function` of every step."""
+        """Applies `function` to the carry for every step in order, and returns the final carry."""
         for name in self.names:
             step = partial(function, name)
             on_B = self.on[name]
@@ -45,11 +45,11 @@ class SharedOrder:
         return carry
 
     def any_enabled(self) -> Array | bool:
-        """Whether some row may have a step on, as far as the program asks for it."""
+        """Returns whether some row may enable a step; a bool if this is known without running the program."""
         return jnp.stack([self.on[name] for name in self.names]).any() if self.skip and self.names else bool(self.names)
 
     def split(self) -> "tuple[SharedOrder, SharedOrder]":
-        """The steps before the first cut, and those from it on."""
+        """Splits the order before the first truncation step."""
         first = next((i for i, name in enumerate(self.names) if STEPS[name].cuts), len(self.names))
         return replace(self, names=self.names[:first]), replace(self, names=self.names[first:])
 
@@ -57,15 +57,15 @@ class SharedOrder:
 @partial(jax.tree_util.register_dataclass, data_fields=("steps", "pending"), meta_fields=("names",))
 @dataclass(frozen=True)
 class RowOrders:
-    """Every row runs its own steps in its own order, in one program.
+    """A separate order of steps for every row, in one program.
 
-    The program repeats: take the step that comes next in some row, run it for all rows in which it comes next. With equal
-    orders that is one pass over the steps that are on. A row's result does not depend on the other rows.
+    The program repeats: choose a step that is next in some row, and run it for all rows in which it is next. If all orders are
+    equal, this is one pass over the enabled steps. The result of a row does not depend on the other rows.
 
     Attributes:
-      steps: [B, N] int32, for every row its steps in order as indices into `ORDERABLE`.
-      pending: [B, N] bool, the places to be run.
-      names: the steps that can be pending; nothing else is compiled.
+      steps: [B, N] int32, the steps of every row in order, as indices into `ORDERABLE`.
+      pending: [B, N] bool, the entries that still have to run.
+      names: the steps that can be pending; only these are compiled.
     """
 
     steps: Array
@@ -74,12 +74,12 @@ class RowOrders:
 
     @classmethod
     def build(cls, steps_BN: Array, on: dict[str, Array], active_B: Array) -> "RowOrders":
-        """The orders [B, N], of active rows and of steps that are on."""
+        """Builds the orders [B, N]; pending are the enabled steps of active rows."""
         on_BN = jnp.take_along_axis(jnp.stack([on[name] for name in ORDERABLE], axis=1), jnp.maximum(steps_BN, 0), axis=1)
         return cls(steps_BN, (steps_BN >= 0) & on_BN & active_B[:, None], ORDERABLE)
 
     def run(self, function: StepFunction[T], carry: T) -> T:
-        """The carry after `function` of every step of every row."""
+        """Applies `function` to the carry for every pending step of every row, and returns the final carry."""
         unused = len(ORDERABLE)
         branches = [partial(function, name) for name in self.names]
         branch_of = np.asarray([self.names.index(name) if name in self.names else 0 for name in ORDERABLE], np.int32)
@@ -96,17 +96,17 @@ class RowOrders:
         return lax.while_loop(lambda loop: loop[0].any(), next_step, (self.pending, carry))[1]
 
     def any_enabled(self) -> Array | bool:
-        """Whether some row has a step left."""
+        """Returns whether some row has a pending step."""
         return self.pending.any()
 
     def split(self) -> "tuple[RowOrders, RowOrders]":
-        """The steps before the first cut of each row, whether that is on or not, and those from it on."""
-        cut_BN = (self.steps >= 0) & jnp.asarray(IS_TRUNCATION)[jnp.maximum(self.steps, 0)]
-        behind_BN = jnp.cumsum(cut_BN, axis=1) > 0
+        """Splits the order of each row before its first truncation step, enabled or not."""
+        truncates_BN = (self.steps >= 0) & jnp.asarray(IS_TRUNCATION)[jnp.maximum(self.steps, 0)]
+        after_BN = jnp.cumsum(truncates_BN, axis=1) > 0
         before = tuple(name for name in ORDERABLE if not STEPS[name].cuts)
         return (
-            replace(self, pending=self.pending & ~behind_BN, names=before),
-            replace(self, pending=self.pending & behind_BN),
+            replace(self, pending=self.pending & ~after_BN, names=before),
+            replace(self, pending=self.pending & after_BN),
         )
 
 
@@ -114,7 +114,7 @@ Order = SharedOrder | RowOrders
 
 
 def order_array(names: Sequence[str]) -> np.ndarray:
-    """An order [N] int32 from the names of its steps."""
+    """Returns the order array [N] int32 for the names of the steps."""
     steps_N = np.full(len(ORDERABLE), -1, np.int32)
     steps_N[: len(names)] = [ORDERABLE.index(name) for name in names]
     return steps_N

@@ -1,4 +1,4 @@
-"""`SamplingParams`: the sampling numbers of every row as arrays, and the static plan of steps."""
+"""`SamplingParams`: the sampling numbers of every row as arrays, and the static list of steps."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ from dantinox.sampling.entropy_router import Metrics, RouterConfig
 from dantinox.sampling.history import sequence_arrays
 from dantinox.sampling.order import ORDERABLE, order_array
 
-# Settings that choose among programs: arguments of steps that are words.
+# Step arguments that are words instead of numbers, such as `ties`: they select what is compiled.
 CHOICE_SETTINGS = tuple(dict.fromkeys(key for step in STEPS.values() for key in step.arguments.values() if key not in NUMBERS))
-# What decides on a program is the same for all rows of a batch.
+# Settings that determine the program, so all rows of a batch must share them.
 BATCH_SETTINGS = ("strategy", "preset", "sampler_order", *CHOICE_SETTINGS)
 SETTING_NAMES = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *BATCH_SETTINGS, "greedy", "seed"})
 LARGEST_INT = 2**31 - 1
@@ -42,7 +42,7 @@ Row = Mapping[str, Any]
 
 
 class ProgramOptions(TypedDict, total=False):
-    """Arguments of `SamplingParams.build` that decide on the compiled program."""
+    """Arguments of `SamplingParams.build` that determine the compiled program."""
 
     score_fn: "ScoreFn | None"
     show_candidates: bool
@@ -50,7 +50,7 @@ class ProgramOptions(TypedDict, total=False):
     dynamic_order: bool
 
 
-# (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the largest wins, the first of equal ones
+# (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the first largest score wins
 ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 
@@ -61,29 +61,31 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 )
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling numbers of a batch: arrays of shape [B, …], and the static plan that decides what is compiled.
+    """The sampling numbers of a batch as arrays [B, …], and the static fields that determine what is compiled.
 
-    A temperature below 1e-5 makes a row greedy: the most likely token after the edits and penalties, the lowest id on ties.
+    A temperature below 1e-5 makes a row greedy: it gets the most likely token after edits and penalties, the lowest id on ties.
 
     Attributes:
-      numbers: setting → [B], float32 or int32: those of the plan's steps, and the temperature.
-      on: step of the plan → [B] bool, the rows that have it on; a greedy row has edits and penalties alone.
-      tables: lists of token ids and what belongs to them, [B, K], −1 in unused places.
-      seed, sample_index: [B], of the draws.
-      plan: the steps that some row has on, in the order they run.
-      draws: whether some row draws at random; False compiles no draw at all.
-      words: (setting, value) of the steps' settings that are words, `ties` and `top_p_rule`; with `order` in `numbers`.
-      router: the entropy router's numbers, [B] each; it sets the numbers of the `ROUTED` steps anew for every token. None: no
-        router, and nothing of it is compiled.
-      attends: whether the router reads attention metrics, which the model then has to report.
-      score_fn: chooses among candidates that are really drawn; None: the likeliest is taken, whose distribution needs no draws.
-      candidates: of the router that are drawn at most; 0 where nobody wants to see them.
-      reports: [B] bool, the rows that a report is wanted of, where not of all; nothing is computed while there is none.
-      allowed: [B, ⌈V/32⌉] uint32, bit i mod 32 of word ⌊i/32⌋ for every token i that a row may have next, which wins over all
-        steps; all bits set for a row that may have any. None: all rows may, and nothing of it is compiled.
-      order: [B, N] int32, for every row its own order of the steps behind the edits, as indices into `order.ORDERABLE`, −1 in
-        unused places. None: the plan's order for all rows, which the program is made for.
-      skip_inactive_steps: leave out a step that no row has on when the program runs, which pays where a plan is for many.
+      numbers: maps each numeric setting of the plan's steps, and the temperature, to [B] float32 or int32.
+      enabled: maps each step of the plan to the rows that enable it, [B] bool. A greedy row enables only edits and penalties.
+      tables: lists of token ids and their values, [B, K], padded with −1.
+      seed, sample_index: [B], the seeds of the random draws.
+      plan: the steps that some row enables, in the order in which they run.
+      stochastic: whether some row draws at random. False compiles no draw.
+      choices: (setting, value) of `CHOICE_SETTINGS`, such as `ties` and `top_p_rule`. With `order` they are in `numbers`
+        instead.
+      router: the numbers of the entropy router, [B] each. The router replaces the numbers of the `ROUTED` steps for every
+        token. None: no router, and none of it is compiled.
+      uses_attention: whether the router reads attention metrics, which the model then has to return.
+      score_fn: chooses among candidates that are really drawn. None: the most likely candidate wins; this distribution has a
+        closed form and needs no draws.
+      candidates: maximum number of router candidates to draw; 0 if they are neither scored nor reported.
+      skip_inactive_steps: whether the program skips steps at run time that no row enables; useful if the plan serves many rows.
+      report_rows: [B] bool, the rows that need a report; nothing is computed while there are none. None: all rows.
+      allowed_bits: [B, ⌈V/32⌉] uint32, the mask of tokens that a row may produce next: bit i mod 32 of word ⌊i/32⌋ for token i.
+        The mask overrides all steps. None: all tokens are allowed, and no mask is compiled.
+      order: [B, N] int32, a separate order of the steps after the edits for every row, as indices into `order.ORDERABLE`,
+        padded with −1. None: all rows use the order of the plan, for which the program is compiled.
     """
 
     numbers: dict[str, Array]
@@ -119,24 +121,28 @@ class SamplingParams:
         extra_steps: Sequence[str] | None = None,
         dynamic_order: bool = False,
     ) -> "SamplingParams":
-        """Parameters of a batch from plain numbers named as the keys of `generation` and `router`; tokens are given by id.
+        """Builds the parameters of a batch from settings named like the keys of `generation` and `router`.
+
+        Tokens are given by id. Missing keys have their defaults.
 
         Args:
-          rows: one mapping (or config) for every row of `batch`, or one for each. Absent keys have their defaults.
-          stop_ids: what `min_tokens` keeps from being generated besides the row's own `stop_token_ids`: the end token.
-          protected_ids: what `xtc` must not remove: the end token, the line break.
-          sample_index: which sample of its prompt a row is; part of the random key, as the seed is.
-          vocab_size: if given, ids outside of it are refused.
+          rows: one mapping or config for all rows of `batch`, or one for each row.
+          batch: the number of rows B. None: the number of entries of `rows`.
+          stop_ids: ids that `min_tokens` bans in addition to the row's own `stop_token_ids`, such as the end token.
+          protected_ids: ids that `xtc` must not remove, such as the end token and the line break.
+          sample_index: the index of a row among the samples of its prompt; part of the random key, like the seed.
+          vocab_size: if given, ids outside the vocabulary raise an error.
           measured: the calibration of the model, for rows with `router_preset: calibrated`.
-          score_fn: the router's candidates are drawn, and the one that scores highest is taken; part of the program.
-          show_candidates: report the router's candidates with each token; the tokens stay the same.
+          score_fn: draws the router's candidates and chooses the one with the highest score; part of the program.
+          show_candidates: reports the router's candidates with each token. The tokens do not change.
           extra_steps: steps that the program contains even if no row enables them; the program then also draws. Other rows that
             enable these steps can later use the same program.
-          dynamic_order: one program with all steps for all orders, which it reads from an array: rows may differ in `preset`,
-            `sampler_order`, `ties` and `top_p_rule`. The entropy router has an order of its own.
+          dynamic_order: builds one program with all steps that reads their order from an array, so that rows may differ in
+            `preset`, `sampler_order`, `ties` and `top_p_rule`. Not possible with the entropy router.
 
         Raises:
-          UserError: an unknown name, a value out of range, rows in different order, or a row that draws without a seed.
+          UserError: a name is unknown, a value is out of range, rows differ in a setting that must be equal, or a row draws
+            without a seed.
         """
         if isinstance(rows, (Mapping, Config)):
             rows = [rows] * (1 if batch is None else batch)
@@ -152,7 +158,7 @@ class SamplingParams:
         first = sections[0]
         if dynamic_order:
             if first.strategy == "entropy":
-                raise UserError("generation.strategy entropy has an order of its own: build it without dynamic_order")
+                raise UserError("generation.strategy entropy has a fixed order: build it without dynamic_order")
             extra_steps = (*EDITS, *ORDERABLE)
         uses_attention = {config.router.use_attention for config in configs if first.strategy == "entropy"}
         if len(uses_attention) > 1:
@@ -163,7 +169,7 @@ class SamplingParams:
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
         on_rows = [_enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
         stochastic = extra_steps is not None or any(not _is_greedy(section) for section in sections)
-        # The number changed most is always part of a program that draws, so that no value of it compiles anything.
+        # Every program that draws contains the temperature, the number that changes most, so changing it compiles nothing.
         always = {"temperature"} if stochastic and not any("dynamic_temperature" in on for on in on_rows) else set()
         always |= {*(extra_steps or ())}
         plan = tuple(
@@ -196,7 +202,7 @@ class SamplingParams:
             "router": jax.tree.map(lambda *numbers: np.stack(numbers), *routers) if routers else None,
         }
         return cls(
-            **jax.device_put(arrays),  # together: `jnp.asarray` of each takes several times as long
+            **jax.device_put(arrays),  # one call: separate `jnp.asarray` calls take several times as long
             plan=plan,
             stochastic=stochastic,
             choices=() if dynamic_order else tuple((key, getattr(first, key)) for key in CHOICE_SETTINGS),
@@ -213,12 +219,12 @@ class SamplingParams:
 
     @property
     def temperature(self) -> Array:
-        """[B], below 1e-5 in greedy rows."""
+        """The temperature of each row [B]; below 1e-5 in greedy rows."""
         return self.numbers["temperature"]
 
 
 def _check_row(row: Row | Config, vocab_size: int | None) -> Config:
-    """The settings of one row, checked by the declarations of their sections, and its token ids."""
+    """Returns the settings of one row, validated by their sections, and checks its token ids."""
     if isinstance(row, Config):
         config = row
     else:
@@ -229,9 +235,9 @@ def _check_row(row: Row | Config, vocab_size: int | None) -> Config:
         config = build_config({}, changed, origin="")
         unused = [name for name in given if name not in SETTING_NAMES]
         if unused:
-            raise _error(f"generation.{unused[0]}", f"is no sampling parameter: they are {', '.join(SETTING_NAMES)}")
+            raise _error(f"generation.{unused[0]}", f"is not a sampling parameter; these are: {', '.join(SETTING_NAMES)}")
     if config.generation.seed is None and not _is_greedy(config.generation):
-        raise _error("generation.seed", "must be an integer when tokens are drawn at random, got null")
+        raise _error("generation.seed", "must be an integer if tokens are drawn at random, got null")
     _check_tokens(config.generation, vocab_size)
     token = config.router.clarify_token
     if vocab_size is not None and str(token).isdecimal() and int(str(token)) >= vocab_size:
@@ -244,12 +250,12 @@ def _error(key: str, problem: str) -> UserError:
 
 
 def _is_greedy(section: GenerationSection) -> bool:
-    # Compared as the compiled program does.
+    # The same comparison as in the compiled program.
     return section.greedy or bool(np.float32(min(section.temperature, 1.0)) < np.float32(GREEDY_BELOW))
 
 
 def _enabled_steps(section: GenerationSection, stops: bool) -> set[str]:
-    """The steps that change something in this row; a greedy row ignores all that come after the penalties."""
+    """Returns the steps that have an effect in this row; in a greedy row only edits and penalties do."""
     on = steps_on(section) - (set() if stops else {"min_tokens"})
     if section.strategy == "entropy":
         return {*on, *ROUTED}
@@ -257,7 +263,7 @@ def _enabled_steps(section: GenerationSection, stops: bool) -> set[str]:
 
 
 def _setting_values(key: str, sections: Sequence[GenerationSection]) -> np.ndarray:
-    """One setting of all rows; what float32 or int32 cannot hold becomes the nearest number that they can."""
+    """Returns one setting of all rows; values outside float32 or int32 become the nearest valid number."""
     off = {"top_k": 0, "top_p": 1.0}
     values = [off[key] if getattr(section, key) is None else getattr(section, key) for section in sections]
     if key == "temperature":
@@ -269,11 +275,15 @@ def _setting_values(key: str, sections: Sequence[GenerationSection]) -> np.ndarr
 
 
 def token_ids(section: GenerationSection, key: str) -> list[int]:
-    """The ids of a list of tokens, or an error where it holds text, which takes a tokenizer to read."""
+    """Returns the ids of a list of tokens.
+
+    Raises:
+      UserError: an entry is text, which only a tokenizer can resolve.
+    """
     tokens = list(getattr(section, key))
     text = next((t for t in tokens if isinstance(t, str) and not (is_digits(t) and key != "dry_breakers")), None)
     if text is not None:
-        raise _error(f"generation.{key}", f"must hold token ids where there is no tokenizer, got {text!r}")
+        raise _error(f"generation.{key}", f"must hold token ids if there is no tokenizer, got {text!r}")
     return [int(token) for token in tokens]
 
 
@@ -295,22 +305,22 @@ def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
     allowed = set(lists.get("allowed_tokens", ()))
     if (allowed and allowed <= banned) or len(banned) == vocab_size:
         raise UserError(
-            "generation.allowed_tokens, banned_tokens, logit_bias, sequence_bias, bad_words: together they leave no token",
+            "generation.allowed_tokens, banned_tokens, logit_bias, sequence_bias, bad_words: together they allow no token",
             key="generation.allowed_tokens",
         )
 
 
 def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ...], float]]:
-    """Sequences of ids with the bias of their last token, -inf for one that is banned."""
+    """Returns sequences of ids with the bias of their last token, -inf if it is banned."""
     found = getattr(section, key)
     pairs = found if SETTINGS[key].kind == SequenceBiases else [(words, -np.inf) for words in found]
     if any(isinstance(words, str) for words, _ in pairs):
-        raise _error(f"generation.{key}", "must hold lists of token ids where there is no tokenizer")
+        raise _error(f"generation.{key}", "must hold lists of token ids if there is no tokenizer")
     return list(pairs)
 
 
 def _build_tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[str, np.ndarray]:
-    """The lists that the plan's steps read, one row of an array for each section: by setting, a bias beside its tokens."""
+    """Builds the token lists that the steps of the plan read, one array row per section; `KEY_by` holds the biases of `KEY`."""
     tables: dict[str, np.ndarray] = {}
     for name, key, kind in ((step, key, SETTINGS[key].kind) for step in plan for key in STEPS[step].beside):
         on = [name in steps_on(section) for section in sections]
@@ -333,12 +343,12 @@ def _build_tables(sections: Sequence[GenerationSection], plan: Sequence[str]) ->
 
 
 def _clip_biases(biases: Iterable[float]) -> list[float]:
-    """The biases within the finite floats, so that -inf alone bans."""
+    """Clips biases to finite float32 numbers, so that only -inf bans."""
     return [bias if bias == -np.inf else float(np.clip(bias, FLOATS.min, FLOATS.max)) for bias in biases]
 
 
 def _pad(rows: Sequence[Sequence[float]], fill: float) -> np.ndarray:
-    """Rows of different length as one array, its width a power of two so that few programs serve all lists."""
+    """Pads rows to one array whose width is a power of two, so that few programs serve all lists."""
     width = _next_power_of_two(max(map(len, rows)))
     return np.asarray([[*row, *[fill] * (width - len(row))] for row in rows], np.int32 if fill == -1 else np.float32)
 

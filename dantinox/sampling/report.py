@@ -1,4 +1,4 @@
-"""`StepInfo`: what is reported about each token, such as log-probability, alternatives and entropy."""
+"""`StepInfo`: the report about each token, such as log-probability, alternatives and entropy."""
 
 from typing import NamedTuple
 
@@ -12,13 +12,14 @@ from dantinox.sampling.steps import finite_max
 
 
 class RouterReport(NamedTuple):
-    """What the entropy router made of one token, an array [B] per field.
+    """What the entropy router did for one token; arrays [B].
 
     Attributes:
-      attention: the metrics it read, None where it reads none.
-      forced: the clarify token was emitted, and nothing was drawn.
-      candidates: where they are drawn for a score function or to be seen, those of an adaptive row: ids, ln p under the model
-        and scores, [B, N] each; an id of −1 is none.
+      attention: the attention metrics, or None if the router does not use them.
+      route: the strategy and its sampling numbers.
+      forced: whether the clarify token was emitted instead of a drawn token.
+      candidates: the candidates of adaptive rows, if they are scored or reported: ids, ln p under the model and scores, [B, N]
+        each. An id of −1 is an unused entry.
     """
 
     attention: AttentionMetrics | None
@@ -28,17 +29,17 @@ class RouterReport(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What one decoding step reports, an array per field: [B], or [B, steps] where several steps stand together.
+    """The report of one decoding step: arrays [B], or [B, steps] for several steps.
 
     Attributes:
-      logprob: ln p under the model, before any step.
-      logprob_sampled: ln p under the distribution it was drawn from; 0 in a greedy row.
-      rank: tokens that the model finds likelier, or as likely with a lower id.
-      survivors: tokens left to draw from; 1 in a greedy row.
-      entropy, varentropy: of the model's distribution, bits and bits².
-      top_ids, top_logprobs: [B, k] and [B, steps, k], the most likely tokens of the model, best first.
-      top_logprobs_sampled: like them, ln p of these under the distribution drawn from; -inf for a removed one.
-      routed: what the router did, None without one.
+      logprob: ln p of the token under the model, before any step.
+      logprob_sampled: ln p under the distribution from which it was drawn; 0 in a greedy row.
+      rank: number of tokens that are more likely under the model, or equally likely with a lower id.
+      survivors: number of tokens that the steps left to draw from; 1 in a greedy row.
+      entropy, varentropy: of the model's distribution, in bits and bits².
+      top_ids, top_logprobs: [B, k] or [B, steps, k], the most likely tokens of the model, best first.
+      top_logprobs_sampled: ln p of the same tokens under the distribution from which the token was drawn; -inf if removed.
+      routed: what the router did; None without a router.
     """
 
     logprob: Array
@@ -54,11 +55,19 @@ class StepInfo(NamedTuple):
 
 
 def step_info(count: int, raw_V: Array, final_V: Array, token: Array, greedy: Array) -> StepInfo:
-    """The report of one row, with `count` alternatives (static); the router's part is left to the caller."""
+    """Returns the report of one row, without the part of the router.
+
+    Args:
+      count: the number of alternatives (static).
+      raw_V: logits of the model.
+      final_V: logits after all steps.
+      token: the chosen token.
+      greedy: whether the row is greedy.
+    """
     entropy, varentropy = logit_metrics(raw_V)
     ids_V = jnp.arange(raw_V.shape[0])
     likelier_V = (raw_V > raw_V[token]) | ((raw_V == raw_V[token]) & (ids_V < token))
-    # The barrier keeps XLA from merging what follows into the selection, which would become a full sort.
+    # Without the barrier XLA fuses the next operations into the selection, which then becomes a full sort.
     top_x, top_ids = lax.optimization_barrier(lax.top_k(raw_V, count))
     sampled = jnp.where(top_ids == token, 0.0, -jnp.inf)
     return StepInfo(
@@ -75,8 +84,8 @@ def step_info(count: int, raw_V: Array, final_V: Array, token: Array, greedy: Ar
     )
 
 
-def _logprobs(logits_V: Array, some: Array) -> Array:
-    """ln softmax of some of the logits; -inf in an empty row."""
+def _logprobs(logits_V: Array, some_N: Array) -> Array:
+    """Returns the log-softmax of some of the logits; -inf in a row without tokens."""
     largest = finite_max(logits_V)
     mass = row_sum(jnp.exp(logits_V - largest))
-    return jnp.where(mass > 0, some - largest - jnp.log(mass), -jnp.inf)
+    return jnp.where(mass > 0, some_N - largest - jnp.log(mass), -jnp.inf)

@@ -1,12 +1,12 @@
 """The sampling steps as pure functions of one row, `f(logits_V, numbers…) -> logits_V`, in float32.
 
-The table of all steps is `dantinox.config.sampling_steps.STEPS`; steps that read earlier tokens are in
+The table of all steps is `dantinox.config.sampling_steps.STEPS`. Steps that read earlier tokens are in
 `dantinox.sampling.history`.
 
-A removed token is -inf, a kept logit comes back bit for bit. A mask never empties a row: the first token in canonical order
-(logit descending, ties by ascending id) survives. A disabled number returns the row unchanged by an explicit branch.
+A removed token is -inf, and a kept logit does not change by a bit. A mask never removes all tokens of a row: the first token in
+canonical order (descending logit, ties by ascending id) survives. A disabled step returns the row through an explicit branch.
 
-A row may be the window of a longer one that holds its largest logits; `rest` then says what the others add up to.
+A row may also be a window with the largest logits of a longer row. `rest` then holds sums over the other tokens.
 """
 
 from typing import Literal, NamedTuple
@@ -18,19 +18,19 @@ from dantinox.config.generation_settings import GREEDY_BELOW
 from dantinox.sampling.selection import first_argmax, nth_true, ordered_keys, row_sum, threshold_key
 
 Number = Array | float
-# A choice in words is part of a program; as an array, True stands for the second of them.
+# A choice given as a string is compiled into the program. As an array, True means the second option.
 Ties = Literal["first", "all"] | Array
 Rule = Literal["inclusive", "exclusive"] | Array
 LARGEST = float(jnp.finfo(jnp.float32).max)
-MIN_SHIFTED_LOGIT = -1e15  # below the largest logit; the sum of the squares of 2²⁴ of these is finite
+MIN_SHIFTED_LOGIT = -1e15  # lower bound of x − max x; the sum of 2²⁴ squares of it is finite
 
 
 class Rest(NamedTuple):
-    """Sums over the tokens of a row that lie outside of the window at hand, with d = x − M, M the largest logit of the row.
+    """Sums over the tokens of a row outside its window, with d = x − M and M the largest logit of the row.
 
     Attributes:
       mass, moment: Σ e^d and Σ d·e^d.
-      tokens, total, squares: how many there are, Σ d and Σ d².
+      tokens, total, squares: the number of tokens, Σ d and Σ d².
     """
 
     mass: Number = 0.0
@@ -44,9 +44,9 @@ EMPTY_REST = Rest()
 
 
 def sanitize(logits_V: Array) -> tuple[Array, Array]:
-    """float32 logits without NaN or +inf, and whether the row had any.
+    """Returns float32 logits without NaN and +inf, and whether the row contained any.
 
-    NaN counts as removed. Where +inf appears, its tokens become 0 and all others are removed.
+    NaN becomes -inf. If a row contains +inf, these logits become 0 and all other tokens are removed.
     """
     x_V = logits_V.astype(jnp.float32)
     x_V = jnp.where(jnp.isnan(x_V), -jnp.inf, x_V)
@@ -57,19 +57,19 @@ def sanitize(logits_V: Array) -> tuple[Array, Array]:
 
 
 def keep_only(logits_V: Array, keep_V: Array) -> Array:
-    """Removes what is not kept; when nothing would be left, the first token in canonical order stays."""
+    """Removes all tokens outside the mask. If none would remain, the first token in canonical order stays."""
     keep_V = keep_V & (logits_V > -jnp.inf)
     first_V = jnp.arange(logits_V.shape[0]) == first_argmax(logits_V)
     return jnp.where(keep_V | (first_V & ~keep_V.any()), logits_V, -jnp.inf)
 
 
 def clip_finite(changed_V: Array, logits_V: Array) -> Array:
-    """Changed logits within the finite floats, so that an extreme number neither removes a token nor makes a NaN."""
+    """Clips changed logits to finite floats, so that an extreme setting neither removes a token nor produces NaN."""
     return jnp.where(logits_V == -jnp.inf, -jnp.inf, jnp.clip(changed_V, -LARGEST, LARGEST))
 
 
 def temperature(logits_V: Array, t: Number) -> Array:
-    """x / t. Off: t = 1. Below 1e-5 only the most likely token is left."""
+    """Returns x / t. Off: t = 1. Below 1e-5 only the most likely token remains."""
     t = jnp.asarray(t, jnp.float32)
     scaled_V = clip_finite(logits_V / jnp.maximum(t, GREEDY_BELOW), logits_V)
     changed_V = jnp.where(t < GREEDY_BELOW, keep_only(logits_V, jnp.zeros(logits_V.shape, bool)), scaled_V)
@@ -77,7 +77,10 @@ def temperature(logits_V: Array, t: Number) -> Array:
 
 
 def dynamic_temperature(logits_V: Array, low: Number, high: Number, exponent: Number = 1.0) -> Array:
-    """x / T with T = low + (high − low)·(H / ln n)^exponent over the n survivors (KoboldCpp). Off: low = high = 1."""
+    """Returns x / T with T = low + (high − low)·(H / ln n)^exponent, over n remaining tokens with entropy H (KoboldCpp).
+
+    Off: low = high = 1.
+    """
     n = jnp.sum(logits_V > -jnp.inf)
     share = jnp.clip(entropy(logits_V) / jnp.log(jnp.maximum(n, 2).astype(jnp.float32)), 0, 1)
     t = low + (jnp.asarray(high) - low) * share**exponent
@@ -85,7 +88,10 @@ def dynamic_temperature(logits_V: Array, low: Number, high: Number, exponent: Nu
 
 
 def smoothing(logits_V: Array, factor: Number, curve: Number = 1.0) -> Array:
-    """M − k·f·d² + s·f·d³ with d = x − M, k = (3 − c)/2, s = (c − 1)/2 (quadratic and cubic smoothing). Off: factor = 0."""
+    """Returns M − k·f·d² + s·f·d³ with d = x − M, k = (3 − c)/2, s = (c − 1)/2: quadratic and cubic smoothing.
+
+    M is the largest logit, f the factor and c the curve. Off: factor = 0.
+    """
     M = finite_max(logits_V)
     d_V = jnp.maximum(logits_V - M, -1e12)  # its cube stays finite
     factor, curve = jnp.asarray(factor), jnp.asarray(curve)
@@ -94,18 +100,23 @@ def smoothing(logits_V: Array, factor: Number, curve: Number = 1.0) -> Array:
 
 
 def top_k(logits_V: Array, k: Number, ties: Ties = "first") -> Array:
-    """Keeps the first k tokens in canonical order, with `ties` `all` equals of the last too (Fan et al. 2018). Off: k ≤ 0."""
+    """Keeps the first k tokens in canonical order (Fan et al. 2018). Off: k ≤ 0.
+
+    With `ties` `all`, tokens equal to the last kept one are kept too.
+    """
     k = jnp.asarray(k, jnp.int32)
     return jnp.where((k <= 0) | (k >= logits_V.shape[0]), logits_V, keep_only(logits_V, _first_k(logits_V, k, ties)))
 
 
 def top_p(logits_V: Array, p: Number, rule: Rule = "inclusive", ties: Ties = "first", rest: Rest = EMPTY_REST) -> Array:
-    """Keeps the smallest head of the canonical order with mass p (Holtzman et al. 2020). Off: p ≥ 1. p = 0 keeps the first.
+    """Keeps the smallest set of most likely tokens with mass p (Holtzman et al. 2020). Off: p ≥ 1.
 
     Args:
-      rule: `inclusive` keeps a token while the mass strictly before it is below p, so the token that crosses p stays;
-        `exclusive` keeps it while the mass up to and including it is at most p. The first token always stays.
-      ties: `all` keeps every token equal to the last kept one as well.
+      p: the mass in [0, 1]; 0 keeps only the first token.
+      rule: `inclusive` keeps a token if the mass strictly before it is below p, so the token that crosses p stays;
+        `exclusive` keeps it if the mass up to and including it is at most p. The first token always stays.
+      ties: `all` also keeps every token equal to the last kept one.
+      rest: sums over the tokens outside the window.
     """
     p = jnp.asarray(p, jnp.float32)
     keep_V = nucleus(logits_V, jnp.exp(logits_V - finite_max(logits_V)), p, rule, ties, rest.mass)
@@ -115,12 +126,16 @@ def top_p(logits_V: Array, p: Number, rule: Rule = "inclusive", ties: Ties = "fi
 def nucleus(
     scores_V: Array, weights_V: Array, p: Array, rule: Rule = "inclusive", ties: Ties = "first", outside: Number = 0.0
 ) -> Array:
-    """The mask of the head with mass p, its first token at least, when tokens come in descending order of `scores_V`.
+    """Returns the mask of the first tokens with mass p, at least one, in descending order of `scores_V`.
 
-    `outside` is the weight of tokens that are not in the row.
+    Equal scores must have equal weights: among equal tokens at the threshold, the j-th is kept if `above + j·weight` passes the
+    comparison with p times the total.
 
-    Equal scores must have equal weights: among equals at the edge the j-th is kept by the mass `above + j·weight`, compared
-    with p times the total.
+    Args:
+      scores_V: the order of the tokens.
+      weights_V: their masses, not normalized.
+      p, rule, ties: as in `top_p`.
+      outside: total weight of tokens that are not in the row.
     """
     keys_V = ordered_keys(scores_V)
     target = p * (jnp.sum(weights_V) + outside)
@@ -132,18 +147,18 @@ def nucleus(
     edge = threshold_key(keys_V, weights_V, lambda mass: ~below(mass, target))
     above = jnp.sum(jnp.where(keys_V > edge, weights_V, 0))
     weight = jnp.max(jnp.where(keys_V == edge, weights_V, 0))
-    # The quotient may round across an integer: the products next to it decide.
+    # The quotient may round across an integer, so the exact comparison is repeated for its neighbors.
     guess = jnp.floor((target - above) / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny))
     base = jnp.clip(guess, 1, 2.0**30).astype(jnp.int32) - 1
     counted = base + jnp.arange(4) + exclusive
-    room = base + jnp.sum(below(above + counted * weight, target))
-    room = jnp.maximum(room, ~(keys_V > edge).any())  # p = 0, or the first alone exceeds p
+    keep = base + jnp.sum(below(above + counted * weight, target))
+    keep = jnp.maximum(keep, ~(keys_V > edge).any())  # p = 0, or the first token alone exceeds p
     edge = jnp.minimum(edge, jnp.max(keys_V))
-    return _above_threshold(keys_V, edge, room, ties)
+    return _above_threshold(keys_V, edge, keep, ties)
 
 
 def min_p(logits_V: Array, p: Number) -> Array:
-    """Keeps x ≥ max x + ln p: tokens at least p times as likely as the first (Nguyen et al. 2024). Off: p = 0."""
+    """Keeps x ≥ max x + ln p: tokens at least p times as likely as the most likely one (Nguyen et al. 2024). Off: p = 0."""
     p = jnp.asarray(p, jnp.float32)
     keep_V = logits_V >= finite_max(logits_V) + jnp.log(p)
     return jnp.where(p <= 0, logits_V, keep_only(logits_V, keep_V))
@@ -157,18 +172,19 @@ def top_a(logits_V: Array, a: Number, rest: Rest = EMPTY_REST) -> Array:
 
 
 def tail_free(logits_V: Array, z: Number, size: Number | None = None) -> Array:
-    """Cuts where the curve of sorted probabilities has flattened (Bricken 2019). Off: z = 1.
+    """Removes the tail where the curve of sorted probabilities becomes flat (Bricken 2019). Off: z = 1.
 
-    w = |second differences of P sorted| / their sum, v = [0, cumulated w, 1]; ranks with v ≤ z stay. A row without any second
-    difference is left alone. The one step that sorts.
+    With w = |second differences of sorted P| / their sum and v = [0, cumulative sum of w, 1], ranks with v ≤ z stay. A row in
+    which all second differences are 0 does not change. This is the only step that sorts the row.
 
     Args:
-      size: tokens of the vocabulary when the row is padded with removed ones; None: all.
+      z: the threshold in [0, 1].
+      size: vocabulary size, if the row is padded with removed tokens. None: the length of the row.
     """
     V = logits_V.shape[0]
     size = jnp.asarray(V if size is None else size)
     z = jnp.asarray(z, jnp.float32)
-    # Two zeros stand for the removed tokens that a padded row or a window does not show.
+    # The two zeros represent removed tokens that are not in a window.
     P_V = jnp.pad(jnp.sort(_softmax(logits_V), descending=True), (0, 2))
     rank_V = jnp.arange(V + 2)
     bend_V = jnp.abs(jnp.pad(jnp.diff(P_V, 2), (1, 1)))
@@ -177,14 +193,14 @@ def tail_free(logits_V: Array, z: Number, size: Number | None = None) -> Array:
     v_V = jnp.cumsum(bend_V / jnp.where(bend > 0, bend, 1))
     v_V = jnp.where((rank_V == size - 1) & (rank_V > 0), 1, v_V)
     n = jnp.sum((v_V <= z) & (rank_V < size))
-    flat = (bend == 0) & (size > 2)
-    return jnp.where((z >= 1) | flat, logits_V, keep_only(logits_V, _first_k(logits_V, n)))
+    is_flat = (bend == 0) & (size > 2)
+    return jnp.where((z >= 1) | is_flat, logits_V, keep_only(logits_V, _first_k(logits_V, n)))
 
 
 def typical(logits_V: Array, p: Number, ties: Ties = "first", rest: Rest = EMPTY_REST) -> Array:
-    """Keeps the smallest set with mass p of the tokens whose surprise is nearest to the entropy. Off: p = 1.
+    """Keeps the smallest set with mass p of tokens whose surprise is closest to the entropy. Off: p = 1.
 
-    Meister et al. 2023, equation 9.
+    Source: Meister et al. 2023, equation 9.
     """
     p = jnp.asarray(p, jnp.float32)
     logP_V, lnZ = _log_softmax(logits_V, rest)
@@ -206,7 +222,7 @@ def eta_cutoff(logits_V: Array, eps: Number, rest: Rest = EMPTY_REST) -> Array:
 
 
 def top_n_sigma(logits_V: Array, n: Number, rest: Rest = EMPTY_REST) -> Array:
-    """Keeps x ≥ max x − n·σ, σ the standard deviation of the surviving logits (Tang et al. 2024). Off: n ≤ 0."""
+    """Keeps x ≥ max x − n·σ, σ the standard deviation of the remaining logits (Tang et al. 2024). Off: n ≤ 0."""
     alive_V = logits_V > -jnp.inf
     count = jnp.maximum(jnp.sum(alive_V) + rest.tokens, 1)
     down_V = jnp.where(alive_V, jnp.maximum(logits_V - finite_max(logits_V), MIN_SHIFTED_LOGIT), 0)
@@ -217,13 +233,15 @@ def top_n_sigma(logits_V: Array, n: Number, rest: Rest = EMPTY_REST) -> Array:
 
 
 def xtc(logits_V: Array, threshold: Number, probability: Number, u: Number, protected_V: Array | None = None) -> Array:
-    """Excludes top choices: with u < probability drops every P ≥ threshold but the last of them.
+    """Excludes top choices: with u < probability removes all tokens with P ≥ threshold except the least likely of them.
 
-    Off: probability = 0, or a threshold above 0.5, which no two tokens reach.
+    Off: probability = 0, or a threshold above 0.5, which no two tokens can reach.
 
     Args:
-      u: the uniform draw in [0, 1) that decides whether the step acts.
-      protected_V: the mask of tokens (end of text, newline) whose removal turns the step into a no-op.
+      threshold: minimum probability of a top choice.
+      probability: probability that the step acts.
+      u: a uniform number in [0, 1) that decides whether the step acts.
+      protected_V: mask of tokens, such as end of text and newline; if one of them would be removed, the step does nothing.
     """
     ids_V = jnp.arange(logits_V.shape[0])
     top_V = (_softmax(logits_V) >= threshold) & (logits_V > -jnp.inf)
@@ -242,11 +260,16 @@ def mirostat_v2(logits_V: Array, mu: Number, rest: Rest = EMPTY_REST) -> Array:
 
 
 def mirostat_v1(logits_V: Array, mu: Number, m: int = 100, size: Number | None = None) -> Array:
-    """Keeps the first k tokens, k from a Zipf law fitted to the first `m` ranks (Basu et al. 2021, algorithm 1); `size`: see
-    `tail_free`."""
+    """Keeps the first k tokens, with k from a Zipf law fitted to the first `m` ranks (Basu et al. 2021, algorithm 1).
+
+    Args:
+      mu: the bound μ in bits.
+      m: the number of ranks for the fit (static).
+      size: as in `tail_free`.
+    """
     V = logits_V.shape[0]
     log_size = jnp.log(jnp.asarray(V if size is None else size, jnp.float32))
-    x_m = lax.optimization_barrier(lax.top_k(logits_V, min(m, V))[0])  # else XLA makes a full sort of it
+    x_m = lax.optimization_barrier(lax.top_k(logits_V, min(m, V))[0])  # else XLA turns it into a full sort
     both_m = x_m[1:] > -jnp.inf
     rank_m = jnp.arange(x_m.shape[0] - 1, dtype=jnp.float32)
     t_m = jnp.where(both_m, jnp.log((rank_m + 2) / (rank_m + 1)), 0)
@@ -262,53 +285,56 @@ def mirostat_v1(logits_V: Array, mu: Number, m: int = 100, size: Number | None =
 
 
 def mirostat_update(mu: Number, surprise: Number, tau: Number, eta: Number) -> Array:
-    """μ after a draw: μ − η(S − τ), S the surprise in bits of the drawn token before the cut."""
+    """Returns μ after a draw: μ − η(S − τ), with S the surprise of the drawn token before the truncation, in bits."""
     return jnp.asarray(mu) - eta * (jnp.asarray(surprise) - tau)
 
 
 def finite_max(logits_V: Array) -> Array:
-    """The largest logit, or 0 in a row without tokens (where -inf - -inf would be NaN)."""
+    """Returns the largest logit, or 0 for a row without tokens, where -inf − -inf would be NaN."""
     largest = jnp.max(logits_V)
     return jnp.where(largest == -jnp.inf, 0.0, largest)
 
 
 def log_mass(logits_V: Array, rest: Rest = EMPTY_REST) -> Array:
-    """ln Σ e^x, the tokens outside of the window included; about −87 in a row without tokens."""
+    """Returns ln Σ e^x, including tokens outside the window; about −87 for a row without tokens."""
     return finite_max(logits_V) + _log_softmax(logits_V, rest)[1]
 
 
 def _log_softmax(logits_V: Array, rest: Rest = EMPTY_REST) -> tuple[Array, Array]:
-    """ln P, -inf for removed tokens also in a row that has no others; and ln Σ e^(x − M)."""
+    """Returns ln P, which is -inf for removed tokens even if all are removed, and ln Σ e^(x − M)."""
     shifted_V = logits_V - finite_max(logits_V)
     lnZ = jnp.log(jnp.maximum(row_sum(jnp.exp(shifted_V)) + rest.mass, jnp.finfo(jnp.float32).tiny))
     return shifted_V - lnZ, lnZ
 
 
 def _softmax(logits_V: Array, rest: Rest = EMPTY_REST) -> Array:
-    """P; 0 in a row without tokens."""
+    """Returns P; all 0 for a row without tokens."""
     weights_V = jnp.exp(logits_V - finite_max(logits_V))
     return weights_V / jnp.maximum(row_sum(weights_V) + rest.mass, jnp.finfo(jnp.float32).tiny)
 
 
 def entropy(logits_V: Array, rest: Rest = EMPTY_REST) -> Array:
-    """−ΣP ln P in nats, with 0·ln 0 = 0."""
+    """Returns −Σ P ln P in nats, with 0·ln 0 = 0."""
     logP_V, lnZ = _log_softmax(logits_V, rest)
     P_V = jnp.exp(logP_V)
     return -row_sum(jnp.where(P_V > 0, P_V * logP_V, 0)) - (rest.moment - rest.mass * lnZ) * jnp.exp(-lnZ)
 
 
 def _first_k(logits_V: Array, k: Array, ties: Ties = "first") -> Array:
-    """The mask of the first k tokens in canonical order.
+    """Returns the mask of the first k tokens in canonical order.
 
-    Counted in float32, exact up to 2²⁴ tokens: XLA adds integers four times slower on a CPU.
+    It counts in float32, exact up to 2²⁴ tokens, because XLA adds integers four times slower on a CPU.
     """
     keys_V = ordered_keys(logits_V)
     edge = threshold_key(keys_V, jnp.ones(keys_V.shape, jnp.float32), lambda count: count >= k)
     return _above_threshold(keys_V, edge, k - jnp.sum(keys_V > edge), ties)
 
 
-def _above_threshold(keys_V: Array, edge: Array, room: Array, ties: Ties) -> Array:
-    """Keys above the edge, and of those at the edge the first `room` by id, or all of them when one fits."""
+def _above_threshold(keys_V: Array, edge: Array, count: Array, ties: Ties) -> Array:
+    """Returns the mask of keys above `edge` and of the first `count` keys equal to it by id.
+
+    With `ties` all, all keys equal to it are kept if count > 0.
+    """
     at_V = keys_V == edge
-    all_of_them = ties == "all" if isinstance(ties, str) else ties
-    return (keys_V > edge) | (at_V & jnp.where(all_of_them, room > 0, jnp.arange(keys_V.shape[0]) <= nth_true(at_V, room)))
+    all_ties = ties == "all" if isinstance(ties, str) else ties
+    return (keys_V > edge) | (at_V & jnp.where(all_ties, count > 0, jnp.arange(keys_V.shape[0]) <= nth_true(at_V, count)))

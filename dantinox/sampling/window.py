@@ -1,8 +1,8 @@
-"""The window: the largest logits of a row, on which truncated distributions are computed exactly.
+"""The window: the largest logits of a row, on which truncation steps give exact results.
 
-Selecting the largest 256 of 128k logits takes 0.3 ms on a CPU, and from there on every step is a matter of microseconds. A row
-whose first cut leaves tokens outside of its window is computed over the whole vocabulary instead, for that row alone, so its
-result never depends on its neighbours (docs/decisions/004).
+Selecting the largest 256 of 128k logits takes 0.3 ms on a CPU; after that, each step takes microseconds. If the first
+truncation step of a row keeps tokens outside its window, that row is computed over the whole vocabulary. Its result therefore
+never depends on other rows (docs/decisions/004).
 """
 
 from collections.abc import Callable
@@ -21,13 +21,19 @@ from dantinox.sampling.selection import top_k_by_id
 from dantinox.sampling.steps import MIN_SHIFTED_LOGIT, Rest, entropy, finite_max, log_mass
 
 WINDOW = 256
-SMALL_VOCABULARY = 4096  # up to here the whole row is as fast
+SMALL_VOCABULARY = 4096  # up to this size, the whole row is as fast as a window
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("ids", "rest"), meta_fields=("vocab_size",))
 @dataclass(frozen=True)
 class Window:
-    """A part of a row: token ids [K], ascending, and the sums over all tokens that are not in it."""
+    """A part of a row.
+
+    Attributes:
+      ids: its token ids [K], ascending.
+      rest: sums over all tokens outside the window.
+      vocab_size: V.
+    """
 
     ids: Array
     rest: Rest
@@ -35,27 +41,28 @@ class Window:
 
 
 class Context(NamedTuple):
-    """What a step may read besides the logits, of a batch or, under `vmap`, of one row."""
+    """The inputs of a step besides the logits: those of a batch or, under `vmap`, of one row. No window: whole rows."""
 
     params: SamplingParams
-    state: Any  # a SamplerState, of which every field that the plan reads is there
+    state: Any  # a SamplerState that has every field that the plan reads
     keys: Any = None
     window: Window | None = None
 
 
 class LogitRows(NamedTuple):
-    """Rows [B, N], and ln Σe^x of each before mirostat's cut, [B]: 0 where it has no such step."""
+    """Logits [B, N], and ln Σe^x [B] before the truncation by mirostat; 0 for rows without mirostat."""
 
     logits: Array
     log_mass: Array
 
 
 class WindowResult(NamedTuple):
-    """Rows [B, V] as their windows make them, or the windows [B, K], and for which rows that is not the answer.
+    """The result of steps in windows: rows [B, V], or windows [B, K] while the steps run.
 
     Attributes:
-      open: no step has cut the row; it stays as it was.
-      failed: more of it than the window would be left, or read.
+      rows: the logits.
+      open: rows that no step has truncated yet; their original logits are valid.
+      failed: rows whose result is invalid, because a step needs or keeps tokens outside the window.
     """
 
     rows: LogitRows
@@ -63,17 +70,17 @@ class WindowResult(NamedTuple):
     failed: Array
 
 
-# (name of a step, rows [B, N], the rows [B] that run it, context) -> rows [B, N]
+# (name of a step, rows [B, N], rows [B] that run it, context) -> rows [B, N]
 Apply = Callable[[str, Array, Array, Context], Array]
 
 
 def run_steps(apply: Apply, order: Order, logits_BN: Array, context: Context) -> Array:
-    """The rows after steps."""
+    """Returns the rows after all steps of the order."""
     return order.run(lambda name, on_B, x_BN: apply(name, x_BN, on_B, context), logits_BN)
 
 
 def run_rows(apply: Apply, order: Order, rows: LogitRows, context: Context) -> LogitRows:
-    """Rows or their windows after steps, with the mass before mirostat's cut."""
+    """Runs steps over rows or windows, and records the mass before the truncation by mirostat."""
 
     def step(name: str, on_B: Array, rows: LogitRows) -> LogitRows:
         mass_B = rows.log_mass
@@ -86,60 +93,68 @@ def run_rows(apply: Apply, order: Order, rows: LogitRows, context: Context) -> L
 
 
 def run_chain(apply: Apply, order: Order, logits_BV: Array, context: Context, active_B: Array) -> LogitRows:
-    """Runs steps over rows, from the first cut on in the window where a row allows it and over the whole row where not."""
+    """Runs steps over rows: from the first truncation step on in the window, or over the whole row if the window is too small.
+
+    Args:
+      apply: applies one step.
+      order: the order of steps.
+      logits_BV: logits after edits.
+      context: parameters, state and keys of the batch.
+      active_B: bool, rows whose result is needed.
+    """
     B, V = logits_BV.shape
-    before, cuts = order.split()
+    before, truncations = order.split()
     rows = LogitRows(logits_BV, jnp.zeros(B))
     if V <= SMALL_VOCABULARY:
         return run_rows(apply, order, rows, context)
     rows = run_rows(apply, before, rows, context)
-    needed = cuts.any_enabled()
+    needed = truncations.any_enabled()
     if needed is False:
         return rows
-    windowed = partial(_run_truncations, apply)
+    run_truncations = partial(_run_truncations, apply)
     if needed is True:
-        return windowed(cuts, rows, context, active_B)
-    return lax.cond(needed, windowed, lambda _, rows, *__: rows, cuts, rows, context, active_B)
+        return run_truncations(truncations, rows, context, active_B)
+    return lax.cond(needed, run_truncations, lambda _, rows, *__: rows, truncations, rows, context, active_B)
 
 
 def _run_truncations(apply: Apply, order: Order, rows: LogitRows, context: Context, active_B: Array) -> LogitRows:
-    """Runs steps of which the first is a cut, in windows and over the whole rows that need it."""
-    short = run_in_windows(apply, order, rows.logits, context)
+    """Runs steps that begin with a truncation, in windows and over the whole rows where necessary."""
+    windowed = run_in_windows(apply, order, rows.logits, context)
 
     def with_whole_rows() -> LogitRows:
-        # A CPU takes as long for eight rows one by one as together, so only those that need it pay.
-        ways = {"cpu": partial(run_failed_rows, apply), "default": partial(run_all_rows, apply)}
-        return lax.platform_dependent(order, rows, context, short, **ways)
+        # On a CPU, rows take as long one by one as in a batch, so only those that need it are computed.
+        branches = {"cpu": partial(run_failed_rows, apply), "default": partial(run_all_rows, apply)}
+        return lax.platform_dependent(order, rows, context, windowed, **branches)
 
-    needed_B = (short.open | short.failed) & active_B
-    return lax.cond(needed_B.any(), with_whole_rows, lambda: short.rows)
+    needed_B = (windowed.open | windowed.failed) & active_B
+    return lax.cond(needed_B.any(), with_whole_rows, lambda: windowed.rows)
 
 
-def run_all_rows(apply: Apply, order: Order, rows: LogitRows, context: Context, short: WindowResult) -> LogitRows:
-    """All rows over the whole vocabulary; those that failed take the outcome."""
+def run_all_rows(apply: Apply, order: Order, rows: LogitRows, context: Context, windowed: WindowResult) -> LogitRows:
+    """Runs the steps over the whole vocabulary for all rows, and uses the result for those that failed in the window."""
     whole = run_rows(apply, order, rows, context)
-    failed_B1, open_B1 = short.failed[:, None], short.open[:, None]
-    logits_BV = jnp.where(failed_B1, whole.logits, jnp.where(open_B1, rows.logits, short.rows.logits))
-    return LogitRows(logits_BV, jnp.where(short.failed, whole.log_mass, short.rows.log_mass))
+    failed_B1, open_B1 = windowed.failed[:, None], windowed.open[:, None]
+    logits_BV = jnp.where(failed_B1, whole.logits, jnp.where(open_B1, rows.logits, windowed.rows.logits))
+    return LogitRows(logits_BV, jnp.where(windowed.failed, whole.log_mass, windowed.rows.log_mass))
 
 
-def run_failed_rows(apply: Apply, order: Order, rows: LogitRows, context: Context, short: WindowResult) -> LogitRows:
-    """The same, for the rows that failed alone."""
+def run_failed_rows(apply: Apply, order: Order, rows: LogitRows, context: Context, windowed: WindowResult) -> LogitRows:
+    """Runs the steps over the whole vocabulary only for the rows that failed in the window, one by one."""
 
     def row(operands: tuple[Order, LogitRows, Context, WindowResult]) -> LogitRows:
-        order_1, rows_1, context_1, short_1 = jax.tree.map(lambda leaf: leaf[None], operands)
+        order_1, rows_1, context_1, windowed_1 = jax.tree.map(lambda leaf: leaf[None], operands)
         outcome: LogitRows = lax.cond(
             operands[3].failed,
             lambda: run_rows(apply, order_1, rows_1, context_1),
-            lambda: short_1.rows._replace(logits=jnp.where(short_1.open, rows_1.logits, short_1.rows.logits)),
+            lambda: windowed_1.rows._replace(logits=jnp.where(windowed_1.open, rows_1.logits, windowed_1.rows.logits)),
         )
         return jax.tree.map(lambda leaf: leaf[0], outcome)
 
-    return lax.map(row, (order, rows, context, short))
+    return lax.map(row, (order, rows, context, windowed))
 
 
 def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Context) -> WindowResult:
-    """Runs steps over the windows of all rows."""
+    """Runs the steps in the windows of all rows."""
     B, V = logits_BV.shape
     x_BK, ids_BK, rest = take_window(logits_BV)
     K = x_BK.shape[1]
@@ -148,15 +163,15 @@ def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Contex
 
     def step(name: str, on_B: Array, carry: tuple[WindowResult, Rest]) -> tuple[WindowResult, Rest]:
         ((x_BK, _), open_B, failed_B), rest = carry
-        windowed = context._replace(window=Window(ids_BK, rest, V))
-        rows = run_rows(apply, SharedOrder({name: on_B}, (name,), False), carry[0].rows, windowed)
+        window_context = context._replace(window=Window(ids_BK, rest, V))
+        rows = run_rows(apply, SharedOrder({name: on_B}, (name,), False), carry[0].rows, window_context)
         touched_B = on_B & open_B
         if not STEPS[name].cuts:
             return WindowResult(rows, open_B, failed_B | touched_B), rest
-        # A head of the canonical order stays: when the last token of the window goes, so does all behind it.
-        # `lax.top_k` tells 0 from -0: a window that ends in zeros may not hold the first of them.
+        # A step keeps the first tokens in canonical order: if it removes the last token of the window, it removes all after it.
+        # `lax.top_k` distinguishes 0 from -0, so a window that ends in zeros may lack the first of them.
         closed_B = (rows.logits[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
-        if STEPS[name].cuts == "typical":  # this order is the logits' one only where tokens surprise more than the mean
+        if STEPS[name].cuts == "typical":  # its order is that of the logits only for tokens with more surprise than the entropy
             surprise_B = jax.vmap(log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
             closed_B &= surprise_B >= jax.vmap(entropy)(x_BK, rest)
         open_B &= ~(touched_B & closed_B)
@@ -165,12 +180,12 @@ def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Contex
 
     start = WindowResult(LogitRows(x_BK, jnp.zeros(B)), jnp.asarray(rest.tokens) > 0, jnp.zeros(B, bool))
     ((x_BK, mass_B), open_B, failed_B), _ = order.run(step, (start, rest))
-    short_BV = jnp.full((B, V), -jnp.inf).at[jnp.arange(B)[:, None], ids_BK].set(x_BK, unique_indices=True)
-    return WindowResult(LogitRows(short_BV, mass_B), open_B, failed_B)
+    scattered_BV = jnp.full((B, V), -jnp.inf).at[jnp.arange(B)[:, None], ids_BK].set(x_BK, unique_indices=True)
+    return WindowResult(LogitRows(scattered_BV, mass_B), open_B, failed_B)
 
 
 def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
-    """The largest logits [B, K] in the order of their ids, the ids, and the sums over all others."""
+    """Returns the largest logits [B, K] in the order of their ids, the ids [B, K], and the sums over all other tokens."""
     values_BK, ids_BK = jax.vmap(partial(top_k_by_id, count=WINDOW))(logits_BV)
     M_B1 = jax.vmap(finite_max)(logits_BV)[:, None]
 

@@ -93,9 +93,9 @@ def test_a_character_the_vocabulary_lacks_is_told_with_its_setting(key):
         ({"allowed_tokens": [5000]}, "generation.allowed_tokens must hold token ids in [0, 259), got 5000"),
         ({"bad_words": [[1, 777]]}, "generation.bad_words must hold token ids in [0, 259), got 777"),
         ({"dry_multiplier": 1.0, "dry_breakers": [999]}, "generation.dry_breakers must hold token ids in [0, 259), got 999"),
-        ({"allowed_tokens": ["a"], "banned_tokens": [97]}, "together they leave no token"),
-        ({"allowed_tokens": ["a"], "bad_words": ["a"]}, "together they leave no token"),
-        ({"banned_tokens": list(range(259))}, "together they leave no token"),
+        ({"allowed_tokens": ["a"], "banned_tokens": [97]}, "together they allow no token"),
+        ({"allowed_tokens": ["a"], "bad_words": ["a"]}, "together they allow no token"),
+        ({"banned_tokens": list(range(259))}, "together they allow no token"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(run, settings, words):

@@ -223,7 +223,7 @@ def test_a_score_of_ones_own():
 
 @pytest.mark.parametrize("score", [lambda ids, logprobs, metrics: logprobs[0], lambda *_: None, lambda ids, *_: ids[:2]])
 def test_there_is_a_score_per_candidate(score):
-    with pytest.raises(UserError, match=r"score_fn must give a score per candidate, shape \(3,\), got shape \(2?,?\)"):
+    with pytest.raises(UserError, match=r"score_fn must return one score per candidate, shape \(3,\), got shape \(2?,?\)"):
         EXPLICIT(np.zeros(5, np.float32), np.zeros(5, np.float32), jax.random.key(0), METRICS, 3, score_fn=score, draws=3)
 
 

@@ -47,5 +47,5 @@ def test_a_bias_beyond_float32_is_the_largest_there_is_and_bans_nothing():
 
 def test_digits_of_other_scripts_are_texts_and_no_ids():
     for key, value in (("banned_tokens", ["٣"]), ("logit_bias", {"３": 1.0})):
-        with pytest.raises(UserError, match=f"{key} must hold token ids where there is no tokenizer"):
+        with pytest.raises(UserError, match=f"{key} must hold token ids if there is no tokenizer"):
             SamplingParams.build({key: value, "greedy": True})

@@ -83,7 +83,7 @@ def test_the_clarifying_token_is_an_id_or_none():
     assert RouterConfig.build().clarify_token == -1
     for given in (0, 2564, "2564"):
         assert RouterConfig.build(RouterSection(clarify_token=given)).clarify_token == int(given)
-    with pytest.raises(UserError, match=r"router\.clarify_token must be a token id where there is no tokenizer, got ' \?'"):
+    with pytest.raises(UserError, match=r"router\.clarify_token must be a token id if there is no tokenizer, got ' \?'"):
         RouterConfig.build(RouterSection(clarify_token=" ?"))
 
 

@@ -79,7 +79,7 @@ def test_the_plan_is_what_some_row_has_on():
         ({"top_p": 1.7, "seed": 1}, "generation.top_p must be a number in [0, 1], or null, got 1.7"),
         ({"temperature": float("nan"), "seed": 1}, "generation.temperature must be"),
         ({"top_kk": 3}, "did you mean generation.top_k"),
-        ({"max_new_tokens": 3}, "generation.max_new_tokens is no sampling parameter"),
+        ({"max_new_tokens": 3}, "generation.max_new_tokens is not a sampling parameter"),
         ({"top_k": 5}, "generation.seed must be an integer"),
         ({"seed": -1}, "generation.seed must be"),
         ([{"greedy": True}] * 2, "2 sets for 3 rows"),
