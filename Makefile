@@ -1,4 +1,4 @@
-# Everything here can be run again at any time. PYTHON=python3.12 chooses the interpreter, VENV=… the environment.
+# Every target can be repeated. PYTHON=python3.12 selects the interpreter, VENV=… the environment.
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
@@ -11,16 +11,16 @@ BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildca
 .PHONY: help benchmarks demo test test-all test-browser serve-test aot aot-tests faults parity real tokenizers lint schema models clean
 
 help:
-	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
+	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (under 3 minutes)"
 	@echo "make test          the tests (8 to 15 minutes on two cores)"
-	@echo "make test-all      the same, and what takes minutes"
-	@echo "make test-browser  the pages in chromium"
-	@echo "make serve-test    the clients that people use, 20,000 fuzzed requests, half an hour of everything at once"
-	@echo "make aot           the programs, compiled for an H100 and a TPU that need not be there (3 minutes)"
-	@echo "make faults        processes killed at 25 moments, 200 damaged files, each resumed to the end (15 minutes)"
-	@echo "make parity        logits of every family of models beside those of transformers, which it installs with torch"
-	@echo "make real          a published model, SmolLM2-135M-Instruct, beside recorded numbers of transformers and llama.cpp (3 minutes)"
-	@echo "make tokenizers    token ids of every vocabulary beside those of llama.cpp, on 20,000 lines"
+	@echo "make test-all      also the tests that take minutes"
+	@echo "make test-browser  the web pages in chromium"
+	@echo "make serve-test    common clients, 20,000 fuzzed requests, half an hour of mixed load"
+	@echo "make aot           the programs, compiled for an H100 and a TPU without these devices (3 minutes)"
+	@echo "make faults        runs killed at 25 moments, more than 200 damaged files (15 minutes)"
+	@echo "make parity        logits of every model family compared with transformers, which it installs with torch"
+	@echo "make real          a published model, SmolLM2-135M-Instruct, compared with recorded numbers of transformers and llama.cpp (3 minutes)"
+	@echo "make tokenizers    token ids of every vocabulary compared with llama.cpp, on 20,000 lines"
 	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (2 minutes)"
 	@echo "make docs          build this site into docs/_build/html; check its links, and run the code of its pages"
 	@echo "make lint          ruff and mypy"
@@ -42,14 +42,14 @@ test-all: $(VENV)/.dev
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser $(or $(PAGES),tests/report tests/serve)
 
-# MINUTES=0 leaves out the long use.
+# MINUTES=0 skips the soak test.
 serve-test: FUZZ ?= 20000
 serve-test: MINUTES ?= 30
 serve-test: $(VENV)/.dev $(VENV)/.clients
 	FUZZ=$(FUZZ) $(PY) -m pytest tests/serve/test_clients.py tests/serve/test_fuzz.py
 	[ $(MINUTES) = 0 ] || $(PY) -m tests.serve.soak $(MINUTES)
 
-# The plugin of NVIDIA prints errors in every command on a machine without its driver: an environment of its own.
+# NVIDIA's plugin prints errors in every command on a machine without its driver, so it has a separate environment.
 aot:
 	$(MAKE) VENV=$(VENV)-aot aot-tests
 
@@ -60,7 +60,7 @@ parity: $(VENV)/.dev $(VENV)/.parity
 	$(PY) -m tests.interop.quantized_live
 	$(PY) -m tests.interop.parity $(PARITY)
 
-# The other tests turn the compiler's optimizations off; with a model of this size they save more time than they take.
+# The other tests disable the compiler's optimizations. With a model of this size they save more time than they need.
 real: $(VENV)/.dev $(VENV)/.smollm2
 	XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32" $(PY) -m pytest -m real tests/published
 
@@ -70,7 +70,7 @@ tokenizers: $(VENV)/.dev $(VENV)/.tokenizers
 faults: $(VENV)/.dev
 	$(PY) -m pytest -s -m faults tests/faults
 
-# make -j2 benchmarks runs two at a time: enough to see that they work, useless for timing.
+# make -j2 benchmarks runs two at a time: enough to check that they work, useless for timing.
 benchmarks: $(BENCHMARKS:=.smoke)
 
 %.py.smoke: $(VENV)/.dev
