@@ -96,7 +96,7 @@ def test_the_words_say_whether_budgets_of_a_signal_beat_uniform_ones(record):
     worse, default = conclusions(record)
     assert (
         worse.startswith("Ratio 0.5: coverage budgets are worse than uniform ones (+0.0200")
-        and "seeds: uniform, as no" in default
+        and "seeds: uniform, because no" in default
     )
     assert conclusions(with_against(record, {})) == []
 
