@@ -1,5 +1,5 @@
 """Programs are kept between tests, and between the processes that they start."""
 
-from training.conftest import programs_are_kept
+from training.conftest import cache_programs
 
-__all__ = ["programs_are_kept"]
+__all__ = ["cache_programs"]

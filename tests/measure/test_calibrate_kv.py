@@ -59,7 +59,7 @@ def calibrate_kv(*args, **settings):
     [({"windows": (None, 3)}, 1 << 20), ({"windows": (9, None, 1), "kv_heads": 1, "position": "learned"}, 14)],
     ids=["one batch", "two rows at a time"],
 )
-def test_the_measures_are_those_of_numpy(changes, batch_tokens, monkeypatch):
+def test_measures_match_numpy(changes, batch_tokens, monkeypatch):
     monkeypatch.setattr(kv, "BATCH_TOKENS", batch_tokens)
     config = builder.config(**changes)
     built = builder.build(config)
@@ -73,21 +73,21 @@ def test_the_measures_are_those_of_numpy(changes, batch_tokens, monkeypatch):
     np.testing.assert_allclose(distance_SRLN, wanted[:, 2], rtol=1e-4, atol=1e-5)
 
 
-def test_the_query_rows():
+def test_query_lengths():
     assert query_lengths(64) == [16, 32, 48, 64] and query_lengths(4) == [1, 2, 3, 4] and query_lengths(10) == [3, 5, 8, 10]
     for tokens in range(4, 300):
         starts = [0, *query_lengths(tokens)]
         assert max(np.diff(starts)) <= -(-tokens // 4) and min(np.diff(starts)) >= 1
 
 
-def test_statistics_are_those_of_the_sample():
+def test_statistics_match_the_sample_file():
     sample = json.loads(SAMPLE.read_bytes())
     heads = np.array(list(sample["head_entropies"].values()))
     assert kv.head_types(heads) == sample["head_types"]
     assert kv.entropy_stats(heads) == pytest.approx(sample["entropy_stats"], abs=1e-6)
 
 
-def test_types_begin_at_their_bound():
+def test_types_begin_at_their_limit():
     bounds = np.array([0, 0.499, 0.5, 1.499, 1.5, 2.99, 3, 3.99, 4, 99])
     assert kv.head_types(bounds) == {"sink": 2, "focused": 2, "moderate": 2, "mixed": 2, "diffuse": 2}
     zeros = kv.entropy_stats(np.zeros(3))
@@ -122,7 +122,7 @@ def documents_of(ids):
     st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_sequences_are_long_stretches_of_single_documents(sizes, length, count, seed, closed):
+def test_sequences_are_spans_of_single_documents(sizes, length, count, seed, closed):
     ids = np.concatenate([np.append(np.ones(size), EOS) for size in sizes]).astype(np.uint16)
     ids = ids if closed else ids[:-1]
     least = min(64, length)
@@ -143,7 +143,7 @@ def test_sequences_are_long_stretches_of_single_documents(sizes, length, count, 
         assert len(text) == min(length, document[1] - document[0])
 
 
-def test_places_are_drawn_uniformly():
+def test_positions_are_sampled_uniformly():
     """A document is taken in proportion to its tokens, and each of its places as often as another."""
     ids = np.concatenate([np.append(np.full(size, number), EOS) for number, size in enumerate((1000, 3000, 70, 20))])
     found = [text for seed in range(200) for text in sample_sequences(ids, 10, 64, EOS, seed)]
@@ -156,7 +156,7 @@ def test_places_are_drawn_uniformly():
     assert np.abs(np.bincount(starts // 500, minlength=10)[:9] / 3000 - 0.1).max() < 0.025
 
 
-def test_a_text_without_a_long_document_gives_none(monkeypatch):
+def test_text_without_a_long_document_gives_no_sequence(monkeypatch):
     monkeypatch.setattr(kv, "MAX_TRIES", 300)
     ids = np.tile(np.append(np.ones(63), EOS), 9)
     assert sample_sequences(ids, 3, 200, EOS, 0) == [] and sample_sequences(ids[:0], 3, 200, EOS, 0) == []
@@ -211,7 +211,7 @@ def record(measured):
     return measured[1]
 
 
-def test_the_record_is_that_of_numpy(measured):
+def test_record_matches_numpy(measured):
     path, record = measured
     run = load(path)
     ids = [token for text in texts() for token in [run.tokenizer.bos_id, *text.encode(), run.tokenizer.eos_id]]
@@ -237,7 +237,7 @@ def test_the_record_is_that_of_numpy(measured):
     assert record["entropy_stats"]["mean"] == pytest.approx(heads.mean(), abs=1e-4)
 
 
-def test_the_record_is_saved_and_comes_back(measured):
+def test_record_is_saved_and_loaded(measured):
     path, record = measured
     saved = json.loads(open_run(path).kv.read_bytes())
     assert saved == record and saved["format_version"] == 2
@@ -250,7 +250,7 @@ def test_the_record_is_saved_and_comes_back(measured):
     np.testing.assert_array_equal(found.distance_LN.ravel(), list(record["distance"].values()))
 
 
-def test_another_text_another_file(run_path, record, tmp_path):
+def test_other_text_and_output_file(run_path, record, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": part}) + "\n" for part in texts()), encoding="utf-8")
     out = tmp_path / "out.json"
@@ -263,7 +263,7 @@ def test_another_text_another_file(run_path, record, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_eviction_costs_is_measured_unless_left_out(run_path, record):
+def test_loss_rises_are_estimated_by_default(run_path, record):
     said = []
     told = calibrate_kv(run_path, sequences=3, seed=4, progress=said.append)
     assert {key: told[key] for key in record} == record and set(told) - set(record) == {"loss", "loss_slots"}
@@ -275,7 +275,7 @@ def test_what_eviction_costs_is_measured_unless_left_out(run_path, record):
     assert list(found.loss_slots) == told["loss_slots"] and found.loss_LKC.shape == (2, 2, len(found.loss_slots))
 
 
-def test_format_1_is_taken_over(run_path):
+def test_format_1_is_imported(run_path):
     run = open_run(run_path)
     record = calibrate_kv(run_path, from_results=SAMPLE)
     sample = json.loads(SAMPLE.read_bytes())
@@ -287,7 +287,7 @@ def test_format_1_is_taken_over(run_path):
     assert load_kv_calibration(run.kv, load(run_path).model.config, weights_digest(run)).coverage_LN is None
 
 
-def test_format_2_is_taken_over_whole(measured, run_path, tmp_path):
+def test_format_2_is_imported_completely(measured, run_path, tmp_path):
     path, record = measured
     out = tmp_path / "a.json"
     assert calibrate_kv(run_path, from_results=open_run(path).kv, output=out) == record
@@ -304,7 +304,7 @@ def sentence(*args, **kwargs):
     return str(caught.value)
 
 
-def test_what_does_not_fit_is_not_taken_over(measured, run_path, tmp_path):
+def test_mismatched_results_are_not_imported(measured, run_path, tmp_path):
     other = tmp_path / "other.json"
     tree = json.loads(SAMPLE.read_bytes()) | {"n_layer": 3}
     other.write_text(json.dumps(tree), encoding="utf-8")
@@ -319,7 +319,7 @@ def test_what_does_not_fit_is_not_taken_over(measured, run_path, tmp_path):
     assert not open_run(run_path).kv.exists()
 
 
-def test_no_text_and_too_short_documents(run_path, tmp_path, monkeypatch):
+def test_errors_without_text_or_long_documents(run_path, tmp_path, monkeypatch):
     monkeypatch.setattr(kv, "MAX_TRIES", 100)
     assert "sequences must be an integer ≥ 1, got 0" in sentence(run_path, sequences=0)
     assert "seed must be an integer ≥ 0, got -1" in sentence(run_path, seed=-1)
@@ -334,14 +334,14 @@ def test_no_text_and_too_short_documents(run_path, tmp_path, monkeypatch):
     assert "no run directory at" in sentence(tmp_path / "none")
 
 
-def test_a_tiny_context(run_path):
+def test_tiny_context(run_path):
     config = open_run(run_path).config
     config.write_text(config.read_text(encoding="utf-8").replace("max_context: 128", "max_context: 3"), encoding="utf-8")
     accept_run(open_run(run_path))
     assert sentence(run_path) == "calibration needs model.max_context ≥ 4, got 3"
 
 
-def test_weights_that_are_no_numbers(run_path):
+def test_nan_weights_are_rejected(run_path):
     run = open_run(run_path)
     parameters = {name: np.array(array) for name, array in get_parameters(load(run_path).model).items()}
     parameters["embed"][:] = np.nan
@@ -358,13 +358,13 @@ def command(capsys, *argv):
     return code, *capsys.readouterr()
 
 
-def test_the_command_prints_one_object(run_path, capsys):
+def test_command_prints_one_object(run_path, capsys):
     code, out, err = command(capsys, "--run_dir", run_path, "--sequences", 3, "--no_loss", "--json")
     assert code == 0 and err.startswith("measuring the attention of each head: 3 sequences\n") and out.count("\n") == 1
     assert json.loads(out) == json.loads(open_run(run_path).kv.read_bytes())
 
 
-def test_the_command_prints_lines_and_draws(run_path, capsys, tmp_path, monkeypatch):
+def test_command_prints_lines_and_writes_a_plot(run_path, capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "80")
     out, picture = tmp_path / "out.json", tmp_path / "a.png"
@@ -385,7 +385,7 @@ def test_the_command_prints_lines_and_draws(run_path, capsys, tmp_path, monkeypa
         (["--output", "none/a.json"], "cannot write none/a.json: there is no directory none"),
     ],
 )
-def test_the_command_refuses_in_one_sentence(run_path, capsys, tmp_path, monkeypatch, flags, part):
+def test_command_errors_are_one_sentence(run_path, capsys, tmp_path, monkeypatch, flags, part):
     monkeypatch.chdir(tmp_path)
     code, out, err = command(capsys, "--run_dir", run_path, *flags)
     assert (code, out) == (2, "") and part in err and err.startswith("error: ") and err.count("\n") == 1

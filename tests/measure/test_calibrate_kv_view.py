@@ -39,7 +39,7 @@ MORE = {
 }
 
 
-def test_every_head_where_a_row_holds_them():
+def test_all_heads_if_they_fit_in_a_row():
     record = make(3, 4, **MORE)
     lines = list(kv_calibration_lines(record, 80))
     assert max(map(len, lines)) <= 80
@@ -57,7 +57,7 @@ def test_every_head_where_a_row_holds_them():
 
 
 @pytest.mark.parametrize("width", [30, 80, 200])
-def test_many_heads_become_their_spread(width):
+def test_spread_if_there_are_many_heads(width):
     record = make(24, 64, coverage=make(24, 64).head_entropies)
     lines = list(kv_calibration_lines(record, width))
     assert max(map(len, lines)) <= max(width, 40)
@@ -70,7 +70,7 @@ def test_many_heads_become_their_spread(width):
     assert "correlation" not in told and "sequences" not in told
 
 
-def test_where_it_was_saved_says_how_it_is_used(tmp_path):
+def test_lines_explain_how_to_use_the_file(tmp_path):
     used = "--kv_budget 0.3 gives a head slots with --kv_signal entropy by its entropy"
     assert f"saved in the run directory: {used}" in " ".join(kv_calibration_lines(make(1, 2)))
     told = "".join(kv_calibration_lines(make(1, 2), 80, tmp_path / "a.json"))  # a long path is broken at its hyphens
@@ -83,7 +83,7 @@ LOSS = {
 }
 
 
-def test_what_eviction_costs_is_told_where_it_was_measured():
+def test_lines_contain_measured_loss_rises():
     told = " ".join(kv_calibration_lines(make(2, 4, **LOSS)))
     assert "sees no more than 32 tokens: +0.0150 for a median head, the most +0.3010 for L1_K0" in told
     used = (
@@ -93,13 +93,13 @@ def test_what_eviction_costs_is_told_where_it_was_measured():
 
 
 @pytest.mark.parametrize(("size", "more", "width"), [((1, 1), {}, 1350), ((2, 4), LOSS, 1950), ((24, 16), {}, 1350)])
-def test_the_picture(size, more, width):
+def test_plot(size, more, width):
     pytest.importorskip("matplotlib")
     data = draw_kv_calibration(make(*size, **more))
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and struct.unpack(">II", data[16:24]) == (width, 630)
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch):
+def test_error_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):

@@ -128,7 +128,7 @@ def by_hand(H, V, n):
 # --- numbers
 
 
-def test_the_numbers_are_those_of_numpy(source, record):
+def test_numbers_match_numpy(source, record):
     H, V, count = slowly(source)
     assert np.ptp(H) > 2 and np.ptp(V) > 1  # or quantiles would prove nothing
     # The last token of the text is the target of the one before it, and ends a document.
@@ -151,7 +151,7 @@ def test_the_numbers_are_those_of_numpy(source, record):
     assert record.vocab_size == load(source).tokenizer.vocab_size and record.window == T and record.context == CONTEXT
 
 
-def test_equal_input_gives_equal_bytes_that_come_back(run_path, record):
+def test_equal_input_gives_equal_files(run_path, record):
     run = open_run(run_path)
     assert calibrate_router(run_path) == record
     first = run.router.read_bytes()
@@ -162,7 +162,7 @@ def test_equal_input_gives_equal_bytes_that_come_back(run_path, record):
 
 
 @pytest.mark.parametrize(("batch", "chunk"), [(1, 1 << 24), (7, 3000)])
-def test_rows_and_chunks_change_nothing(run_path, record, monkeypatch, batch, chunk):
+def test_batches_and_chunks_do_not_change_results(run_path, record, monkeypatch, batch, chunk):
     monkeypatch.setattr(calibrate, "BATCH_TOKENS", batch * T)
     monkeypatch.setattr(calibrate, "CHUNK_LOGITS", chunk)
     found = calibrate_router(run_path)
@@ -180,20 +180,20 @@ def test_short_windows_with_a_shorter_context(run_path, monkeypatch):
     assert calibrate_router(run_path).context == 5
 
 
-def test_a_given_text_is_read_as_the_store_reads_it(run_path, record, tmp_path):
+def test_given_text_is_read_like_the_store(run_path, record, tmp_path):
     assert calibrate_router(run_path, data_path=corpus(tmp_path / "val.jsonl", texts())) == record
     shutil.rmtree(run_path / "data")
     assert calibrate_router(run_path, data_path=tmp_path / "val.jsonl") == record
 
 
-def test_tokens_bound_the_text(run_path, record, tmp_path):
+def test_tokens_limits_the_text(run_path, record, tmp_path):
     part = calibrate_router(run_path, tokens=900)
     assert part.tokens + part.skipped == 900
     assert calibrate_router(run_path, tokens=900, data_path=corpus(tmp_path / "val.jsonl", texts())) == part
     assert calibrate_router(run_path, tokens=10**9) == record
 
 
-def test_what_is_counted():
+def test_measured_positions():
     found = cut_windows(np.array([5, 5, 5, 9, 5, 5, 5, 5, 5, 5]), 4, 2, 9)
     np.testing.assert_array_equal(found.tokens_NT, [[5, 5, 5, 9], [5, 5, 5, 5], [5, 5, 0, 0]])
     np.testing.assert_array_equal(found.counted_NT, [[0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]])
@@ -204,7 +204,7 @@ def test_what_is_counted():
     assert cut_windows(np.zeros(0, np.int32), 4, 2, None).counted_NT.shape == (0, 4)
 
 
-def test_a_model_without_any_doubt_still_has_scales():
+def test_model_without_entropy_still_has_scales():
     measured = thresholds(np.zeros(9), np.zeros(9))
     assert measured == dict.fromkeys(MEASURED, 0.0) | {"entropy_scale": MIN_SCALE, "varentropy_scale": MIN_SCALE}
     RouterConfig.build(RouterSection(router_preset="calibrated"), measured)
@@ -224,7 +224,7 @@ def sentence(*args, **kwargs):
     return str(caught.value)
 
 
-def test_no_text_and_too_little_of_it(run_path, tmp_path):
+def test_errors_without_text_or_with_too_little(run_path, tmp_path):
     assert "raise --tokens" in sentence(run_path, tokens=300)
     assert "tokens must be an integer ≥ 1, got 0" in sentence(run_path, tokens=0)
     short = tmp_path / "short.txt"
@@ -238,7 +238,7 @@ def test_no_text_and_too_little_of_it(run_path, tmp_path):
     assert "no run directory at" in sentence(tmp_path / "none")
 
 
-def test_weights_that_are_no_numbers(run_path):
+def test_nan_weights_are_rejected(run_path):
     run = open_run(run_path)
     parameters = {name: np.array(array) for name, array in get_parameters(load(run_path).model).items()}
     parameters["embed"][:] = np.nan
@@ -247,13 +247,13 @@ def test_weights_that_are_no_numbers(run_path):
     assert not run.router.exists()
 
 
-def test_a_damaged_calibration_is_replaced(run_path, record):
+def test_damaged_calibration_is_replaced(run_path, record):
     open_run(run_path).router.write_text("{", encoding="utf-8")
     assert calibrate_router(run_path) == record
     assert load_router_calibration(open_run(run_path)) == record.measured
 
 
-def test_an_unknown_character_is_placed_in_the_text(tmp_path):
+def test_unknown_character_is_reported_with_its_position(tmp_path):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["ab\n"]))
     path = tmp_path / "text.txt"
     path.write_text("ab\n" * 30_000 + "€", encoding="utf-8")
@@ -265,7 +265,7 @@ def test_an_unknown_character_is_placed_in_the_text(tmp_path):
 # --- table and picture
 
 
-def test_the_lines(record):
+def test_lines(record):
     lines = list(calibration_lines(record, 90))
     assert max(map(len, lines)) <= 90 and f"at {record.tokens:,} positions" in lines[0]
     row = {line.split()[0]: line.split()[1:] for line in lines if line}
@@ -276,7 +276,7 @@ def test_the_lines(record):
     assert preset_summary(record) in " ".join(lines) and "--router_preset calibrated" in lines[-1]
 
 
-def test_the_sentence_names_what_never_comes():
+def test_summary_names_unused_strategies():
     guide = dict(zip(STRATEGIES, (0.01, 0.0, 0.04, 0.0, 0.95), strict=True))
     calibrated = dict.fromkeys(STRATEGIES, 0.1) | {"explore": 0.6}
     record = SimpleNamespace(vocab_size=80, shares={"guide": guide, "calibrated": calibrated})
@@ -293,7 +293,7 @@ def test_the_sentence_names_what_never_comes():
     assert [percent(share) for share in (0, 1e-6, 0.001, 0.1234, 1)] == ["0.0%", "<0.1%", "0.1%", "12.3%", "100.0%"]
 
 
-def test_the_areas_are_those_of_the_rules():
+def test_plotted_areas_match_the_rules():
     random = np.random.default_rng(0)
     for _ in range(20):
         high_V, clarify_H = 2 + random.random(), 1 + 3 * random.random()
@@ -309,7 +309,7 @@ def test_the_areas_are_those_of_the_rules():
 
 
 @pytest.mark.parametrize("n", [2, 3, 10, 80, 5000])
-def test_no_distribution_lies_above_the_line(n):
+def test_no_distribution_has_more_varentropy(n):
     H_line, V_line = max_varentropy(n)
     assert H_line.max() == pytest.approx(math.log2(n), abs=0.01) and H_line.min() < 1e-6 and np.all(np.diff(H_line) <= 1e-9)
     random = np.random.default_rng(n)
@@ -328,14 +328,14 @@ def test_no_distribution_lies_above_the_line(n):
     assert np.interp(H, H_line[::-1], V_line[::-1]) == pytest.approx(p_V @ (np.log2(p_V) + H) ** 2, rel=1e-3, abs=1e-3)
 
 
-def test_the_picture(record):
+def test_plot(record):
     pytest.importorskip("matplotlib")
     data = draw_calibration(record)
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and struct.unpack(">II", data[16:24]) == (1350, 690)
     draw_calibration(replace(record, density=density(np.zeros(9), np.zeros(9)), vocab_size=2))
 
 
-def test_without_matplotlib_the_extra_is_named(record, monkeypatch):
+def test_error_without_matplotlib_names_the_extra(record, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

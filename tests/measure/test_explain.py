@@ -86,7 +86,7 @@ def chain(x_V, seen):
     return told
 
 
-def test_every_number_is_that_of_the_chain_in_float64(run):
+def test_numbers_match_the_chain_in_float64(run):
     found = explain(run, PROMPT, CHAIN | {"seed": 5})
     x_V = logits_after(run, PROMPT)
     told = chain(x_V, run.prompt_ids(PROMPT))
@@ -108,7 +108,7 @@ def test_every_number_is_that_of_the_chain_in_float64(run):
     assert "top_k" in tokens(found, "removed_by") or "top_p" in tokens(found, "removed_by")
 
 
-def test_the_token_is_the_one_that_generation_draws(run):
+def test_token_is_the_one_that_generation_samples(run):
     settings = {"temperature": 4.0, "top_p": 0.95, "max_new_tokens": 1, "n": 5}
     seen = set()
     for seed in range(4):
@@ -118,7 +118,7 @@ def test_the_token_is_the_one_that_generation_draws(run):
     assert len(seen) > 5
 
 
-def test_a_token_drawn_from_the_tail_is_shown(run):
+def test_sampled_token_outside_the_top_is_shown(run):
     for seed in range(20):
         found = explain(run, PROMPT, {"temperature": 50.0, "seed": seed}, count=3)
         if found.drawn[0] not in tokens(found, "id")[:3]:
@@ -127,7 +127,7 @@ def test_a_token_drawn_from_the_tail_is_shown(run):
     assert found.tokens[-1].text == run.tokenizer.decode(found.drawn)
 
 
-def test_a_greedy_row_has_edits_and_penalties_alone(run):
+def test_greedy_row_has_only_edits_and_penalties(run):
     best = int(np.argmax(logits_after(run, PROMPT)))
     found = explain(run, PROMPT, {"greedy": True, "banned_tokens": [best], "temperature": 2.0, "top_k": 5})
     second = int(np.argsort(-logits_after(run, PROMPT))[1])
@@ -136,12 +136,12 @@ def test_a_greedy_row_has_edits_and_penalties_alone(run):
     assert list(explanation_lines(found))[-1].startswith("greedy: ")
 
 
-def test_a_fresh_seed_is_told_and_draws_the_same_again(run):
+def test_fresh_seed_is_reported_and_reproducible(run):
     found = explain(run, PROMPT, {"temperature": 9.0})
     assert explain(run, PROMPT, {"temperature": 9.0, "seed": found.seed}).drawn == found.drawn
 
 
-def test_a_step_that_changes_nothing_is_told_and_has_no_column(run):
+def test_step_without_effect_has_no_column(run):
     found = explain(run, PROMPT, {"temperature": 3.0, "min_p": 1e-12, "top_k": 30, "seed": 1})
     assert dict(zip(steps(found, "name"), steps(found, "changed"), strict=True)) == {
         "model": True, "temperature": True, "top_k": True, "min_p": False,
@@ -154,7 +154,7 @@ def test_a_step_that_changes_nothing_is_told_and_has_no_column(run):
 
 
 @pytest.mark.parametrize("width", [60, 100, 240])
-def test_long_chains_fit_the_terminal(long_record, width):
+def test_long_chains_fit_in_the_terminal(long_record, width):
     lines = list(explanation_lines(long_record, width))
     assert max(map(cell_len, lines)) <= width
     blocks = [i for i, line in enumerate(lines) if line.split()[:2] == ["id", "token"]]
@@ -167,7 +167,7 @@ def test_long_chains_fit_the_terminal(long_record, width):
     assert model.split()[1:3] == [str(long_record.vocab_size), "100.00%"]
 
 
-def test_a_removed_token_is_marked_once(long_record):
+def test_removed_token_is_marked_once(long_record):
     lines = list(explanation_lines(long_record, 240))
     token = next(t for t in long_record.tokens if t.shown == '"b"')
     assert token.removed_by in ("banned_tokens", "no_repeat_ngram")
@@ -175,14 +175,14 @@ def test_a_removed_token_is_marked_once(long_record):
     assert row.count("×") == 1 and row.endswith("×")
 
 
-def test_settings_are_ready_for_json(long_record):
+def test_settings_are_json_values(long_record):
     told = json.loads(json.dumps(asdict(long_record), allow_nan=False))
     settings = {step["name"]: step["settings"] for step in told["steps"]}
     assert settings["logit_bias"] == {"logit_bias": {"x": 3.0, "y": None}}
     assert settings["dry"]["dry_multiplier"] == 0.8 and settings["model"] == {}
 
 
-def test_tokens_are_visible(run):
+def test_display_of_tokens(run):
     ids = [ord("a"), ord("\n"), ord("\t"), ord(" "), ord('"'), ord("\\"), 0x1B, 0xE2, run.tokenizer.eos_id]
     shown = [display_token(run.tokenizer, token) for token in ids]
     assert shown[:8] == ['"a"', '"\\n"', '"\\t"', '" "', '"\\""', '"\\\\"', '"\\x1b"', '"\\xe2"']
@@ -194,7 +194,7 @@ def png_size(data):
     return struct.unpack(">II", data[16:24])
 
 
-def test_the_picture_has_a_panel_per_step_that_changes_something(run):
+def test_plot_has_a_panel_per_step_with_an_effect(run):
     pytest.importorskip("matplotlib")
     for settings, panels in (({}, 1), ({"temperature": 2.0}, 1), ({"temperature": 2.0, "top_k": 5, "min_p": 1e-12}, 2)):
         picture = draw_explanation(explain(run, PROMPT, settings | {"seed": 1}))
@@ -204,7 +204,7 @@ def test_the_picture_has_a_panel_per_step_that_changes_something(run):
         )
 
 
-def test_any_token_can_be_drawn(run):
+def test_any_token_can_be_plotted(run):
     """Dollars are no formulas, and what the font lacks is no warning."""
     pytest.importorskip("matplotlib")
     found = explain(run, PROMPT, {"top_k": 4, "seed": 1})
@@ -215,7 +215,7 @@ def test_any_token_can_be_drawn(run):
         assert png_size(draw_explanation(found))[0] == 1200
 
 
-def test_the_command_prints_the_table(dantinox, run_dir, monkeypatch):
+def test_command_prints_the_table(dantinox, run_dir, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     code, out, err = dantinox("explain", "--run_dir", run_dir, "--prompt", PROMPT, "--top_k", 7, "--seed", 3)
     assert (code, err) == (0, "")
@@ -225,7 +225,7 @@ def test_the_command_prints_the_table(dantinox, run_dir, monkeypatch):
     assert lines[-1].startswith("drawn with seed 3: ")
 
 
-def test_the_command_prints_json_and_draws(dantinox, run_dir, run, tmp_path):
+def test_command_prints_json_and_writes_a_plot(dantinox, run_dir, run, tmp_path):
     pytest.importorskip("matplotlib")
     flags = ["--prompt", PROMPT, "--temperature", 3, "--top_p", 0.8, "--seed", 3, "--show", 4]
     code, out, err = dantinox("explain", "--run_dir", run_dir, *flags, "--json", "--plot", tmp_path / "a.png")
@@ -247,7 +247,7 @@ def test_the_command_prints_json_and_draws(dantinox, run_dir, run, tmp_path):
         (["--plot", "no/such/folder/a.png", "--top_k", "5"], ["no/such/folder/a.png"]),
     ],
 )
-def test_mistakes_are_one_sentence(dantinox, run_dir, flags, parts):
+def test_errors_are_one_sentence(dantinox, run_dir, flags, parts):
     if flags[0] == "--plot":
         pytest.importorskip("matplotlib")
     code, _, err = dantinox("explain", "--run_dir", run_dir, *(["--prompt", PROMPT] if "--prompt" not in flags else []), *flags)
@@ -256,12 +256,12 @@ def test_mistakes_are_one_sentence(dantinox, run_dir, flags, parts):
         assert part in err, err
 
 
-def test_no_run_is_a_sentence(dantinox, tmp_path):
+def test_missing_run_is_one_sentence(dantinox, tmp_path):
     code, out, err = dantinox("explain", "--run_dir", tmp_path / "none")
     assert (code, out) == (2, "") and "no run directory" in err
 
 
-def test_without_matplotlib_the_extra_is_named(long_record, monkeypatch):
+def test_error_without_matplotlib_names_the_extra(long_record, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -270,7 +270,7 @@ def test_without_matplotlib_the_extra_is_named(long_record, monkeypatch):
         draw_explanation(long_record)
 
 
-def test_the_router_is_explained(run):
+def test_router_is_explained(run):
     """Its strategy, the numbers it set in the place of the section's, and the best of n as a step of its own."""
     rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # so that every row is adaptive
     settings = {"strategy": "entropy", "seed": 1, "temperature": 1.5, "candidates": 4, **rules}

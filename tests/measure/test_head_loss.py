@@ -31,7 +31,7 @@ def seen_by(t, start, kept, weights_GS, window, best):
 
 @pytest.mark.parametrize("best", [True, False])
 @pytest.mark.parametrize("window", [None, 9])
-def test_later_queries_see_the_best_or_the_newest_keys(best, window):
+def test_limited_queries_see_the_best_or_the_newest_keys(best, window):
     random = np.random.default_rng(3)
     q, k, v = (random.standard_normal((B, T, K, *shape)) for shape in ((G, H), (H,), (H,)))
     kept, starts, lengths = np.array([6, 9]), np.array([5, 10]), np.array([T, 12])
@@ -50,7 +50,7 @@ def test_later_queries_see_the_best_or_the_newest_keys(best, window):
     assert left_out >= 10
 
 
-def test_a_text_read_through_few_keys_is_that_of_these_keys():
+def test_limited_text_equals_the_text_of_the_visible_tokens():
     """In one layer keys and values are those of the tokens alone: what a query may see is a text of its own."""
     model = builder.model(builder.config(windows=(None,), kv_heads=1))
     tokens = np.random.default_rng(4).integers(0, builder.V, (1, 24))
@@ -80,7 +80,7 @@ class Scaled:
 
 
 @pytest.mark.slow
-def test_the_estimate_is_the_quadratic_part_of_the_divergence(monkeypatch):
+def test_estimate_is_the_quadratic_term_of_the_divergence(monkeypatch):
     """KL(whole ‖ whole + ε δ) / ε² of a small ε, from the logits in float64, for every head."""
     model = builder.model(builder.config(windows=(None, None), kv_heads=K))
     lengths, scale = np.array([T, 12]), 0.03
@@ -112,7 +112,7 @@ def test_the_estimate_is_the_quadratic_part_of_the_divergence(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_eviction_costs_where_a_head_looks_far_back(monkeypatch):
+def test_loss_rises_for_a_head_with_distant_attention(monkeypatch):
     """Of four heads with random weights three are made to say nothing."""
     T, start = 320, 160
     model = nnx.clone(builder.model(builder.config(windows=(None, None), max_context=T)))

@@ -40,7 +40,7 @@ def by_hand(run, ids, context, stride):
     return np.array(nats)
 
 
-def test_a_text_against_one_pass_for_each_window(run, run_dir, tmp_path, capsys):
+def test_text_matches_one_pass_per_window(run, run_dir, tmp_path, capsys):
     file = tmp_path / "text.txt"
     file.write_text(TEXT, encoding="utf-8")
     flags = ["--context", str(CONTEXT), "--stride", str(STRIDE), "--json"]
@@ -65,7 +65,7 @@ def test_documents_do_not_see_each_other(run, run_dir, tmp_path):
     np.testing.assert_allclose(found.nats, nats.mean(), rtol=1e-5)
 
 
-def test_the_first_tokens_of_a_text(run, tmp_path):
+def test_first_tokens_of_a_text(run, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(TEXT, encoding="utf-8")
     (document,) = read_documents(run, str(file), 4)
@@ -73,7 +73,7 @@ def test_the_first_tokens_of_a_text(run, tmp_path):
     assert document.bytes == 4, "also where a character is cut"
 
 
-def test_scores_say_which_tokens_are_the_likeliest(run):
+def test_scores_mark_the_most_likely_tokens(run):
     """The model of the run is sure of what follows on its circle."""
     circle = np.array(list("aè€😀b\nca".encode()), np.int32)
     broken = np.concatenate([circle[:5], circle[:3]])
@@ -84,7 +84,7 @@ def test_scores_say_which_tokens_are_the_likeliest(run):
 
 
 @pytest.mark.parametrize(("count", "context", "stride"), [(100, 16, 8), (5, 16, 3), (17, 16, 15), (40, 16, 1), (1, 4, 2)])
-def test_windows_score_each_token_once_and_far_enough_from_their_beginning(count, context, stride):
+def test_windows_score_each_token_once_with_enough_context(count, context, stride):
     ids = np.arange(count)
     found = list(sliding_windows(ids, context, stride))
     scored = np.concatenate([text.ids[-text.new :] for text in found] or [ids[:0]])
@@ -109,7 +109,7 @@ def test_numbers_out_of_range(run_dir, tmp_path, settings, sentence):
     assert str(caught.value) == sentence
 
 
-def test_flags_of_another_kind(run_dir, capsys):
+def test_flags_of_another_evaluation(run_dir, capsys):
     assert main(["eval", "ppl", "--run_dir", str(run_dir)]) == 2
     assert main(["eval", "ppl", "--run_dir", str(run_dir), "--data_path", "x", "--quick"]) == 2
     assert capsys.readouterr().err == (

@@ -68,7 +68,7 @@ def programs(plan):
     return {program.name: program for program in plan.programs}
 
 
-def test_parameters_are_counted_and_those_of_matrix_products(plan, config):
+def test_parameters_and_matrix_parameters_are_counted(plan, config):
     assert plan.matrix_parameters == N
     assert plan.parameters == N + 5 * 16  # two norms in a block and one behind them; the table is the output layer
     assert (plan.topology, plan.dtype, plan.chips, plan.chip) == ("cpu", "float32", 1, None)
@@ -92,7 +92,7 @@ def test_matrix_parameters_are_the_shapes_of_the_kernels(config, changes):
     assert matrix_parameters(model) == sum(kernels.values()) + (16 * 259 if model.weight_tying else 0)
 
 
-def test_of_experts_those_count_that_a_token_takes(config):
+def test_only_the_experts_of_a_token_count(config):
     model, D = replace(config.architecture(259), experts=ExpertsConfig(5, 2, shared_dim=24)), 16
     assert matrix_parameters(model) - N == 2 * (2 * 3 * D * 24 + 5 * D)  # two experts more than one, and the router
 
@@ -109,7 +109,7 @@ def test_flops_of_latents(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "latents, sinks, caps"])
-def test_long_texts_hold_no_square_of_their_length(name):
+def test_long_sequences_allocate_no_quadratic_memory(name):
     """Neither a step at 8,192 tokens nor the reading of a prompt of 32,768."""
     settings = {"model.dim": 16, "model.n_heads": 2, "model.num_blocks": 1, "model.hidden_dim": 16, "training.batch_size": 1}
     settings |= {"generation.greedy": True, "generation.max_new_tokens": 8, "training.warmup_steps": 0}
@@ -152,7 +152,7 @@ def test_bytes_by_hand(programs):
     assert all(program.fits and program.compute_seconds is None and program.failure is None for program in programs.values())
 
 
-def test_settings_of_the_cache_and_of_generation_count(config):
+def test_cache_and_generation_settings_change_the_plan(config):
     topology = find_topology("cpu")
 
     def decode(**changes):
@@ -171,7 +171,7 @@ def test_settings_of_the_cache_and_of_generation_count(config):
     assert whole.flops == 32 * (2 * N - head + 4 * 16 * (5 + 32)) + head and whole.traffic == plain.traffic - cache
 
 
-def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
+def test_time_bounds_follow_from_published_figures(plan, config, monkeypatch):
     here = find_topology("cpu")
     slow = replace(CHIPS["v5e"], flops=1e9, bandwidth=1e6, link=1e5, memory=1000)
     target = replace(here, chip=slow, memory=slow.memory)
@@ -207,7 +207,7 @@ def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
     assert "decode: does not fit, 2.07 kB too much" in "\n".join(plan_lines(found))
 
 
-def test_what_is_of_note_in_a_program():
+def test_kernels_and_memory_errors_of_a_program():
     text = """
   %sort.1 = (f32[1,8192]{1,0}, s32[1,8192]{1,0}) sort(%a, %b), dimensions={1}, is_stable=true, to_apply=%less
   %sort.2 = f32[256]{0} sort(%c), dimensions={0}, to_apply=%less
@@ -221,7 +221,7 @@ def test_what_is_of_note_in_a_program():
     assert parse_needed_bytes("INTERNAL: 3.5G of something") is None
 
 
-def test_json_and_table_say_the_same(plan, command, capfd):
+def test_json_and_table_agree(plan, command, capfd):
     assert command("--topology", "cpu", "--batch", "3", "--prompt", "20", "--json") == 0
     out, err = capfd.readouterr()
     found, same = json.loads(out), json.loads(json.dumps(asdict(plan)))
@@ -248,19 +248,19 @@ def test_json_and_table_say_the_same(plan, command, capfd):
         ("tpu:v5e:1x1", "the compiler for tpu:v5e:1x1 is not installed: pip install 'dantinox[aot]', on Python 3.12 or newer"),
     ],
 )
-def test_a_machine_that_there_is_not_is_one_sentence(name, says, command, monkeypatch, capfd):
+def test_unknown_machine_is_one_sentence(name, says, command, monkeypatch, capfd):
     monkeypatch.setattr(topologies, "find_spec", lambda name: None)
     assert command("--topology", name) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith(f"error: {says}") and err.count("\n") == 1
 
 
-def test_texts_that_do_not_fit_the_context(config):
+def test_texts_that_exceed_the_context(config):
     with pytest.raises(UserError, match=r"prompt \+ new at most the context of 32, got 1, 30 and 10"):
         make_plan(find_topology("cpu"), config, 259, TrainStep, prompt=30)
 
 
-def test_the_private_questions_of_cudnn_attention_are_answered_and_given_back(monkeypatch):
+def test_private_functions_of_cudnn_attention_are_patched_and_restored(monkeypatch):
     """Fails when jax renames the functions by which its cuDNN attention asks the device, or changes their arguments."""
     module = importlib.import_module(CUDNN_MODULE)
     asked = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")

@@ -99,13 +99,13 @@ def compiled(topology: str, case: str, name: str) -> Compiled:
 
 
 @each(*ALL)
-def test_it_compiles_and_takes_little(topology, case, name):
+def test_program_compiles_with_little_memory(topology, case, name):
     """A chip has room for a small model many times, whatever the settings."""
     assert compiled(topology, case, name).bytes.peak < 1 << 28
 
 
 @each("train", "decode", cases=tuple(case for case in CASES if "deep" not in case))
-def test_what_is_handed_on_stays_where_it_is(topology, case, name):
+def test_state_and_cache_are_updated_in_place(topology, case, name):
     """The optimizer writes into the state, a token into the cache: of these nothing is copied, and the rest is small."""
     found = compiled(topology, case, name)
     assert found.kept > 100_000
@@ -114,7 +114,7 @@ def test_what_is_handed_on_stays_where_it_is(topology, case, name):
 
 
 @each("decode", cases=("rows", "int8 rows"))
-def test_decoding_of_many_rows_takes_little_beside_what_it_reads(topology, case, name):
+def test_decoding_many_rows_needs_little_temporary_memory(topology, case, name):
     found = compiled(topology, case, name).bytes
     weights, cache = found.arguments - found.alias, found.alias
     if case == "int8 rows":
@@ -124,7 +124,7 @@ def test_decoding_of_many_rows_takes_little_beside_what_it_reads(topology, case,
 
 
 @each("train", "evaluation")
-def test_attention_is_the_chips_own_kernel(topology, case, name):
+def test_attention_uses_the_kernel_of_the_chip(topology, case, name):
     """Once in a layer and backwards once more: on a TPU twice, for the queries and for keys and values."""
     kernel, backwards = {"gpu:h100": ("__cudnn$fmha", 1), "tpu:v5e": ("tpu_custom_call", 2)}[topology]
     found = [count for target, count in find_kernels(compiled(topology, case, name).text).items() if target.startswith(kernel)]
@@ -133,7 +133,7 @@ def test_attention_is_the_chips_own_kernel(topology, case, name):
 
 
 @each(*ALL)
-def test_products_are_of_bfloat16(topology, case, name):
+def test_matmuls_are_bfloat16(topology, case, name):
     """All but those that are meant; `splash` itself sums out · d out in its backward pass."""
     lowered = compiled(topology, case, name).lowered
     products = re.findall(r"stablehlo\.dot_general .*? : \(tensor<([^>]+)>, tensor<([^>]+)>\)", lowered)
@@ -163,19 +163,19 @@ def kernels_of_a_token(text: str) -> int:
 
 
 @each("decode", cases=("deep chain",))
-def test_a_chain_starts_few_kernels_more(topology, case, name):
+def test_sampling_chain_adds_few_kernels(topology, case, name):
     chain, greedy = (kernels_of_a_token(compiled(topology, f"deep {short}", name).text) for short in ("chain", "greedy"))
     assert 100 < greedy < chain <= 1.5 * greedy
 
 
 @each("decode", cases=(*ONE_ROW, "rows", "int8 rows", "deep greedy", "deep chain"))
-def test_the_one_loop_is_over_tokens(topology, case, name):
+def test_only_loop_is_over_tokens(topology, case, name):
     """Every pass of another loop would start its kernels anew, token for token."""
     assert len(re.findall(r" while\(", compiled(topology, case, name).text)) == 1
 
 
 @each("prefill")
-def test_a_prompt_has_the_logits_of_its_last_token_alone(topology, case, name):
+def test_prefill_computes_only_the_last_logits(topology, case, name):
     text = compiled(topology, case, name).text
     shapes = [set(shape.split(",")) for shape in re.findall(r"\w+\[([\d,]+)\]", text)]
     assert any(str(V) in shape for shape in shapes) and any(str(T) in shape for shape in shapes)
@@ -183,7 +183,7 @@ def test_a_prompt_has_the_logits_of_its_last_token_alone(topology, case, name):
 
 
 @each("decode", cases=("int8", "compressed"))
-def test_what_is_narrow_takes_less(topology, case, name):
+def test_quantized_weights_and_caches_need_less_memory(topology, case, name):
     small, plain = compiled(topology, case, name), compiled(topology, "greedy", name)
     assert small.bytes.arguments < plain.bytes.arguments
     if case == "compressed":
@@ -239,7 +239,7 @@ MESHES = [(topology, tensor, "train") for topology in MESH_KERNELS for tensor in
 
 
 @on_meshes(*MESHES)
-def test_a_mesh_has_the_chips_kernels(topology, tensor, name):
+def test_mesh_uses_the_kernels_of_the_chip(topology, tensor, name):
     """Forward, and backward once or on a TPU twice; recomputed in no layer."""
     found = sum(
         count for kind, count in meshed(topology, tensor, name).kernels.items() if kind.startswith(MESH_KERNELS[topology])
@@ -248,7 +248,7 @@ def test_a_mesh_has_the_chips_kernels(topology, tensor, name):
 
 
 @on_meshes(*MESHES)
-def test_a_mesh_passes_each_weight_twice_in_a_part(topology, tensor, name):
+def test_mesh_gathers_each_weight_twice_per_microbatch(topology, tensor, name):
     """Tables once; not whole derivatives behind the loop over parts; and nothing is passed from all to all."""
     found = meshed(topology, tensor, name)
     count, parts, devices = found.work.count, 2, len(find_topology(topology).devices)
@@ -264,7 +264,7 @@ def test_a_mesh_passes_each_weight_twice_in_a_part(topology, tensor, name):
 
 
 @on_meshes(*((topology, 4, "decode") for topology in MESH_KERNELS))
-def test_a_token_passes_activations_alone(topology, tensor, name):
+def test_decoding_communicates_only_activations(topology, tensor, name):
     """Four devices pass a token's logits and its residual stream, and no weight: the smallest has twice as many bytes."""
     given = {"model.num_blocks": 1, "model.kv_heads": 4, "generation.greedy": True, "generation.tensor_parallel": tensor}
     config, target = build_config({}, SIZE | given), find_topology(topology)

@@ -62,7 +62,7 @@ ENTRY %main (a: f32[8,4]) -> (f32[8,4], f32[8,4]) {
 LINEAR = Frame("/x/dantinox/model/layers.py", "Linear.__call__", 32)
 
 
-def test_what_a_program_says_of_its_operations():
+def test_instructions_of_a_program():
     found = instructions(TEXT)
     assert found.keys() >= {"ynn_fusion.3", "reduce.1", "while.5", "dot.2", "gemm.1"}
     fused = found["ynn_fusion.3"]
@@ -75,7 +75,7 @@ def test_what_a_program_says_of_its_operations():
     ]  # fmt: skip
 
 
-def test_operations_of_one_origin_count_as_one_and_loops_not_at_all():
+def test_operations_are_grouped_by_origin_without_loops():
     layers = instructions(TEXT) | {"ynn_fusion.7": instructions(TEXT)["ynn_fusion.3"]}
     times = {"ynn_fusion.3": [1e6, 2e6], "ynn_fusion.7": [5e5, 5e5], "reduce.1": [4e6], "while.5": [9e9]}
     runs = {("jit_step", "1"): times, ("jit_step", "2"): {"unknown.2": [2e6] * 4}}
@@ -108,7 +108,7 @@ def contents(run: RunDirectory):
 
 
 @pytest.mark.slow
-def test_a_training_is_traced_beside_its_run(run, capsys):
+def test_training_is_traced_without_changing_its_run(run, capsys):
     before = contents(run)
     assert cli.main(["profile", str(run.path), "--steps", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -134,7 +134,7 @@ def test_a_training_is_traced_beside_its_run(run, capsys):
 
 
 @pytest.mark.slow
-def test_operations_of_a_generation_come_from_the_parts_of_the_model(run_dir, tmp_path, capsys):
+def test_generation_operations_have_their_part_of_the_model(run_dir, tmp_path, capsys):
     """Also where an earlier program of the process traced equal layers once."""
     dantinox.load(run_dir).generate("a", max_new_tokens=2)
     flags = ["--generate", "--steps", "2", "--out", str(tmp_path), "--json"]
@@ -147,7 +147,7 @@ def test_operations_of_a_generation_come_from_the_parts_of_the_model(run_dir, tm
     assert any(source.startswith("sampling/") for source in sources)
 
 
-def test_what_cannot_be_traced_is_a_sentence(run, tmp_path, capsys):
+def test_errors_of_a_trace_are_one_sentence(run, tmp_path, capsys):
     for flags, says in (
         (["quickstart", "--generate"], "--generate needs a run directory, got quickstart"),
         ([str(run.path), "--steps", "0"], "--steps must be at least 1, got 0"),

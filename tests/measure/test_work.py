@@ -56,7 +56,7 @@ backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting
 """
 
 
-def test_a_program_is_counted_with_its_loops():
+def test_program_is_counted_with_its_loops():
     turns = 5 + 2
     assert count_work(PROGRAM) == Work(
         flops=turns * 2 * 8 * 4 * 16 + 2 * 8 * 8 * 2,
@@ -71,7 +71,7 @@ def test_a_program_is_counted_with_its_loops():
     )
 
 
-def test_a_collective_in_several_fusions_is_one():
+def test_collective_in_several_fusions_is_counted_once():
     """On a TPU: begun, gone on with beside a product, and ended; and a sum of which each device keeps a part."""
     groups = "replica_groups={{0,1,2,3}}"
     gather = f'%g = bf16[8,2]{{1,0}} all-gather(%p), {groups}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
@@ -113,7 +113,7 @@ ENTRY %main (p: bf16[2,2], q: f32[8,2]) -> f32[2,2] {{
 
 
 @pytest.mark.parametrize(("turns", "unknown"), [(6, 0), (None, 1)])
-def test_a_compiled_loop(turns, unknown):
+def test_compiled_loop(turns, unknown):
     """On this very machine's compiler: six products in a loop, and a loop that ends when its numbers are small."""
 
     def times(x, w):

@@ -86,7 +86,7 @@ def test_perplexity_kl_and_agreement_are_those_of_numpy_with_paired_intervals():
         )
 
 
-def test_losses_are_means_over_the_tokens_behind_the_prompt():
+def test_losses_are_means_over_the_tokens_after_the_prompt():
     random = np.random.default_rng(5)
     tokens, start = random.integers(0, 7, (3, 12)), 5
     logprobs = -random.random((3, 12 - start + 1, 7))
@@ -107,7 +107,7 @@ def test_the_gap_is_a_ratio_of_mean_losses():
     assert gap_closed(loss, "streaming")[0] == 0 and gap_closed(loss, "oracle") == pytest.approx([100, 100, 100])
 
 
-def test_no_gap_is_closed_where_there_is_none():
+def test_gap_closed_is_none_without_a_gap():
     base = np.random.default_rng(6).normal(2, 0.5, 60)
     noise = np.random.default_rng(7).normal(0, 1, 60)
     assert gap_closed({"streaming": base, "oracle": base + noise - noise.mean() - 0.01, "uniform": base}, "uniform") is None
@@ -214,11 +214,11 @@ def text(run, store):
     return draw_sequences(run.tokenizer, store, 10, CONTEXT)
 
 
-def test_seeds_share_what_is_drawn():
+def test_seeds_split_the_samples():
     assert split_by_seed(200) == [67, 67, 66] and split_by_seed(48) == [16, 16, 16]
 
 
-def test_sequences_lie_apart_and_each_within_one_document(run, store, text):
+def test_sequences_do_not_overlap_or_cross_documents(run, store, text):
     stream = np.concatenate([batch.tokens_BT.ravel() for batch in store.validation(1)])
     special = np.isin(stream, list(run.tokenizer.special_ids))
     seen = set()
@@ -239,7 +239,7 @@ def a_store(run, *documents):
     return TokenStore(np.zeros(9, np.uint16), np.array(ids, np.uint16), batch_size=1, sequence_length=8, seed=0)
 
 
-def test_a_short_text_is_read_in_places_that_overlap_or_not_at_all(run):
+def test_short_text_gives_overlapping_sequences_or_an_error(run):
     store = a_store(run, prose(30, 1), "the old house\n")
     places = len(run.tokenizer.encode(prose(30, 1))) - 100 + 1
     assert places > 12
@@ -251,14 +251,14 @@ def test_a_short_text_is_read_in_places_that_overlap_or_not_at_all(run):
         draw_sequences(run.tokenizer, store, 6, 1000)
 
 
-def test_a_text_that_repeats_itself_is_refused(run):
+def test_repetitive_text_is_rejected(run):
     store = a_store(run, *(prose(20, n % 3) for n in range(30)))
     with pytest.raises(UserError, match=r"^\d\d % of the word 4-grams .* above 20 % a text hides") as error:
         draw_sequences(run.tokenizer, store, 30, 64)
     assert int(str(error.value)[:2]) > 60
 
 
-def test_tasks_are_of_one_length_and_hold_their_answer(run, text):
+def test_tasks_have_one_length_and_contain_their_answer(run, text):
     assert encodes_words(run.tokenizer)
     tasks = draw_tasks(run.tokenizer, text, 8)
     assert tasks.tokens.shape == (16, CONTEXT) and tasks.needles.tolist() == [True] * 8 + [False] * 8
@@ -275,13 +275,13 @@ def test_tasks_are_of_one_length_and_hold_their_answer(run, text):
     assert (again.tokens == tasks.tokens).all()
 
 
-def test_words_of_several_tokens_make_no_tasks():
+def test_no_tasks_if_words_have_several_tokens():
     for kind in ("byte", "char"):
         tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["no such word"]))
         assert not encodes_words(tokenizer)
 
 
-def test_a_text_too_short_for_a_task_is_told(run):
+def test_error_if_a_text_is_too_short_for_a_task(run):
     ids = np.array([run.tokenizer.encode("the house\n") * 2])
     ids = ids[:, :5]
     with pytest.raises(UserError, match=r"cannot build a needle task from sequences of 5 tokens .*: raise --tokens"):
@@ -295,7 +295,7 @@ def calibration(**also):
     return KVCalibration(np.array([[1.0, 2.0, 3.0, 4.0], [5.0, 1.0, 1.0, 1.0]]), **also)
 
 
-def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
+def test_methods_are_selected_by_name_and_calibration(tmp_path):
     whole = calibration(coverage_LN=np.ones((2, 4)), distance_LN=np.ones((2, 4)), loss_LKC=np.ones((2, 2, 1)), loss_slots=(64,))
     assert select_methods(None, whole, tmp_path) == (list(METHODS), [])
     assert select_methods(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle"], [])
@@ -332,7 +332,7 @@ def test_all_caches_of_a_ratio_have_the_same_bytes(run):
         build_variants(run, None, ["uniform"], [0.5, 0.1], CONTEXT)
 
 
-def test_fewer_ratios_are_compared_of_a_large_model():
+def test_large_models_get_fewer_ratios():
     small = builder.config(windows=(None, None), max_context=512)
     ratios = {}
     for parameters in (10**7, 10**8):
@@ -342,7 +342,7 @@ def test_fewer_ratios_are_compared_of_a_large_model():
     assert ratios == {10**7: [1.0, 0.5, 0.3, 0.2, 0.1], 10**8: [1.0, 0.5, 0.2]}
 
 
-def test_a_windowed_layer_that_is_left_whole_is_no_unfairness():
+def test_uncompressed_window_layer_is_accepted():
     """With these entropies one method keeps all of a window's slots, which are then stored without positions."""
     small = builder.config(windows=(95, 95, None), max_context=512)
     run = SimpleNamespace(model=SimpleNamespace(config=small), parameters=0, prepared=lambda generation, order: None)
@@ -377,7 +377,7 @@ def windowed(model, window):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_nearsighted_model_is_one_with_windows(run, text, monkeypatch):
+def test_near_keys_variant_equals_a_model_with_windows(run, text, monkeypatch):
     monkeypatch.setattr(kv_bench, "NEAR_KEYS", 12)
     caches, _ = build_variants(run, None, [], [0.5], CONTEXT)
     near = near_keys_variant(caches[0])
@@ -390,7 +390,7 @@ def test_the_nearsighted_model_is_one_with_windows(run, text, monkeypatch):
 
 
 @pytest.mark.slow
-def test_answers_of_the_full_cache_are_those_of_the_model(run, text, monkeypatch):
+def test_answers_of_the_full_cache_match_the_model(run, text, monkeypatch):
     monkeypatch.setattr(eviction, "ROWS", 6)
     tasks = draw_tasks(run.tokenizer, text, 5)  # ten rows in batches of five, some shorter than others
     last_P = logprobs(run.model, tasks.tokens)[np.arange(10), tasks.lengths - 1]
@@ -408,7 +408,7 @@ def test_answers_of_the_full_cache_are_those_of_the_model(run, text, monkeypatch
 
 
 @pytest.mark.slow
-def test_an_answer_comes_from_what_stayed_of_the_prompt():
+def test_answer_comes_from_the_compressed_prompt():
     """In one layer keys and values are those of the tokens alone: what streaming keeps is what a text of these tokens has."""
     model = builder.model(builder.config(windows=(None,)))
     lengths, budget, random = np.array([60, 41]), 0.5, np.random.default_rng(4)
@@ -433,7 +433,7 @@ def test_an_answer_comes_from_what_stayed_of_the_prompt():
 
 
 @pytest.mark.slow
-def test_the_oracle_answers_from_its_best_keys():
+def test_oracle_answers_from_its_best_keys():
     model = builder.model(builder.config(windows=(None,)))
     tokens = np.random.default_rng(5).integers(0, builder.V, (3, 60))
     run = SimpleNamespace(model=model, parameters=0, prepared=lambda generation, order: prepare(model, generation.weights))
@@ -456,7 +456,7 @@ def test_continuations_of_the_full_cache_are_greedy_text(run, text, monkeypatch)
     assert written.ids.tolist() == expected.argmax(-1)[:, 31:-1].tolist()
 
 
-def test_a_runs_own_cache_settings_are_switched_off():
+def test_cache_settings_of_the_run_are_ignored():
     assert (
         NEUTRAL_SETTINGS["kv_budget"] is None
         and NEUTRAL_SETTINGS["kv_policy"] == "snapkv+ema"
@@ -474,7 +474,7 @@ def calibrate(toy):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_record_of_an_evaluation(toy, monkeypatch):
+def test_record_of_an_evaluation(toy, monkeypatch):
     calibrate(toy)
     monkeypatch.setattr(statistics, "RESAMPLINGS", 50)
     said = []
@@ -498,7 +498,7 @@ def test_the_record_of_an_evaluation(toy, monkeypatch):
     assert any(line.startswith("needles found") or line.startswith("Needles found") for line in kv_lines(study))
 
 
-def test_what_is_wrong_is_told_before_the_work(toy, run_dir):
+def test_errors_are_raised_before_the_work(toy, run_dir):
     for wrong, sentence in (
         ({"ratios": [1.0]}, "--ratios must be between 0 and 1, got 1"),
         ({"tokens": 31}, "--tokens and the model's context must be at least 32, got 31"),
@@ -512,7 +512,7 @@ def test_what_is_wrong_is_told_before_the_work(toy, run_dir):
         evaluate_kv(run_dir, methods=["uniform"])
 
 
-def test_flags_of_the_other_comparison_are_refused(toy, capsys):
+def test_flags_of_other_evaluations_are_rejected(toy, capsys):
     for what, flag, value in (("kv", "--prompts", "3"), ("kv", "--reference", "x"), ("sampling", "--ratios", ".5")):
         assert main(["eval", what, "--run_dir", str(toy), flag, value]) == 2
         other = {"kv": "eval sampling", "sampling": "eval kv and eval ruler"}[what]

@@ -82,7 +82,7 @@ def with_against(record, *against_uniform):
     return replace(record, ratios=ratios)
 
 
-def test_the_words_say_whether_budgets_of_a_signal_beat_uniform_ones(record):
+def test_conclusions_compare_signals_with_uniform(record):
     same, better, default = conclusions(record)
     assert same == (
         "Ratio 0.5: entropy budgets do not beat uniform ones (+0.0004 nats per token, 95 % interval -0.0016 to +0.0024; "
@@ -101,7 +101,7 @@ def test_the_words_say_whether_budgets_of_a_signal_beat_uniform_ones(record):
     assert conclusions(with_against(record, {})) == []
 
 
-def test_what_makes_a_measurement_say_little_is_flagged(record):
+def test_inconclusive_measurements_are_flagged(record):
     gain, needle = preconditions(record)
     assert gain == (
         "Long-range gain: with only the nearest 64 keys visible, the loss changes by +0.120 nats per token "
@@ -119,7 +119,7 @@ def test_what_makes_a_measurement_say_little_is_flagged(record):
 
 
 @pytest.mark.parametrize("width", [100, 80, 60])
-def test_lines_fit_and_hold_every_number(record, width):
+def test_lines_fit_and_contain_every_number(record, width):
     lines = list(kv_lines(record, width))
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
@@ -140,7 +140,7 @@ def test_lines_fit_and_hold_every_number(record, width):
     assert lines.count("ratio 0.2") == 1
 
 
-def test_a_table_fits_a_hundred_columns_side_by_side(record):
+def test_table_fits_in_a_hundred_columns(record):
     lines = list(kv_lines(record))
     at = lines.index("ratio 0.5")
     heading, full, *rows = lines[at + 1 : at + 7]
@@ -149,14 +149,14 @@ def test_a_table_fits_a_hundred_columns_side_by_side(record):
     assert "57" in rows[0].split() and full.split()[6] == "–"  # the full cache closes no gap
 
 
-def test_without_tasks_their_columns_are_gone_and_a_line_says_why(record):
+def test_without_tasks_columns_are_dropped_with_a_reason(record):
     bare = replace(without_tasks(record), overlapping=True)
     text = "\n".join(kv_lines(bare))
     assert "needle %" not in text and "does not encode" in text and "200 sequences that overlap" in " ".join(text.split())
     assert "needle" not in kv_markdown(bare).split("## Ratio")[1]
 
 
-def test_csv_reads_back_bitwise(record):
+def test_csv_reads_back_exactly(record):
     record.ratios[1].methods[1].kl.seeds[2] = Interval(0.1 + 0.2, 1 / 3, 2 / 3)
     rows = list(csv.DictReader(io.StringIO(kv_csv(record))))
     assert [(row["ratio"], row["method"]) for row in rows[:2]] == [("1", "full"), ("0.5", "streaming")]
@@ -174,7 +174,7 @@ def test_csv_reads_back_bitwise(record):
     assert rows[4]["bytes"] == rows[4]["same"] == "" and rows[0]["gap_closed_high"] == ""
 
 
-def test_markdown_has_whole_intervals_and_the_seeds(record):
+def test_markdown_has_intervals_and_seeds(record):
     text = kv_markdown(record)
     assert text.startswith("# Compressed caches on recall\n") and text.count("\n## Ratio ") == 2
     tables = [line for line in text.splitlines() if line.startswith("|")]
@@ -185,7 +185,7 @@ def test_markdown_has_whole_intervals_and_the_seeds(record):
     assert "Conclusions" not in kv_markdown(with_against(record, {}, {}))
 
 
-def test_the_picture_is_a_png(record):
+def test_plot_is_a_png(record):
     pytest.importorskip("matplotlib")
     for one in (record, without_tasks(record)):
         data = draw_kv(one)
@@ -194,7 +194,7 @@ def test_the_picture_is_a_png(record):
         assert width > 1200 and height > 600
 
 
-def test_the_files(record, tmp_path):
+def test_files(record, tmp_path):
     pytest.importorskip("matplotlib")
     save_files(tmp_path / "new" / "folder", kv_files(record))
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
@@ -204,7 +204,7 @@ def test_the_files(record, tmp_path):
         save_files(tmp_path / "file" / "below", kv_files(record))
 
 
-def test_without_matplotlib_the_rest_is_written(record, tmp_path, monkeypatch):
+def test_without_matplotlib_other_files_are_written(record, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'dantinox\[plot\]'"):
         save_files(tmp_path, kv_files(record))

@@ -40,7 +40,7 @@ def made(name: str, size: int, length: int = 8192) -> Sample:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_sample_is_as_long_as_it_may_be_and_holds_its_answers(name):
+def test_sample_has_maximum_length_and_contains_its_answers(name):
     for length in (1000, 4500):
         sample = drawn(name, length)
         used = len(words_of(sample.context)) + len(words_of(sample.question)) + sample.new_tokens
@@ -71,7 +71,7 @@ def test_needles(name, needles, asked):
     assert all(re.fullmatch(form, answer) for answer in sample.answers)
 
 
-def test_needles_among_needles():
+def test_needles_hidden_among_needles():
     for name in ("niah_multikey_2", "niah_multikey_3"):
         sample = made(name, 30)
         facts = re.findall(r"One of the secret \w+ of (\S+) is (\S+)\.", sample.context)
@@ -80,7 +80,7 @@ def test_needles_among_needles():
         assert dict(facts)[asked] == sample.answers[0]
 
 
-def test_variables_by_following_the_chain():
+def test_variable_task():
     sample = made("vt", 20)
     lines = re.findall(r"VAR (\w{5}) = (?:VAR )?(\w+)", sample.context)
     value = re.search(r"value (\d{5}) in", sample.question)[1]
@@ -91,7 +91,7 @@ def test_variables_by_following_the_chain():
     assert {name for name, held in values.items() if held == value} == set(sample.answers)
 
 
-def test_words_by_counting():
+def test_word_tasks():
     for length, often, seldom in ((2048, 6, 1), (8192, 30, 3)):
         sample = made("cwe", 30, length)
         counts = Counter(re.findall(r"\d+\. (\w+)", sample.context.rpartition("The following is a numbered list")[2]))
@@ -103,7 +103,7 @@ def test_words_by_counting():
     assert [counts[word] for word in sample.answers] == [int(800 / rank**2 / (math.pi**2 / 6)) for rank in (2, 3, 4)]
 
 
-def test_documents_by_reading_them():
+def test_document_tasks():
     for name in ("qa_1", "qa_2"):
         for number in range(5):
             sample = TASKS[name](random.Random(number), python_manual(), 4096, 25)
@@ -120,7 +120,7 @@ def test_scores():
     assert match_score("or b", every._replace(every=False)) == 1 and match_score("or c", every._replace(every=False)) == 0
 
 
-def test_a_text_that_is_too_short_is_told():
+def test_error_if_a_text_is_too_short():
     with pytest.raises(UserError, match=r"notes.txt has 1 plain sentences and 8 words, .* need 50 and 300: .*--data_path"):
         build_haystack("Nothing much stands here that could ever hide needles in.", "notes.txt")
     found = python_manual()
@@ -130,7 +130,7 @@ def test_a_text_that_is_too_short_is_told():
 # --- answers
 
 
-def test_greedy_answers_are_those_of_the_whole_text(run_dir):
+def test_greedy_answers_match_the_full_forward_pass(run_dir):
     """A prompt of two lengths, some tokens given one by one, and more steps than a chunk has."""
     model = load(run_dir).model
     plan = CachePlan(96, "float32")
@@ -150,7 +150,7 @@ def test_greedy_answers_are_those_of_the_whole_text(run_dir):
         assert ids_BT[row, len(known) - 1 :][: job.new_tokens].tolist() == text[-job.new_tokens :]
 
 
-def test_a_study_of_a_model_that_goes_in_circles(run_dir, monkeypatch, tmp_path):
+def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
     """The last byte decides the next one: whatever a cache keeps, one task is always right and another never."""
     first, then = "aè"  # of the circle
 
@@ -193,6 +193,6 @@ def test_a_study_of_a_model_that_goes_in_circles(run_dir, monkeypatch, tmp_path)
         ({"methods": ["loss"]}, "the method loss needs a signal that was not measured: run `dantinox calibrate"),
     ],
 )
-def test_what_is_refused(run_dir, given, told):
+def test_errors(run_dir, given, told):
     with pytest.raises(UserError, match=told):
         evaluate_ruler(run_dir, **given)

@@ -71,12 +71,12 @@ pytestmark = pytest.mark.slow
 # --- how varied a text is -----------------------------------------------------------------------------------------------
 
 
-def test_ngrams_are_runs_in_order():
+def test_ngrams_are_in_order():
     assert ngrams([1, 2, 3, 4], 2) == [(1, 2), (2, 3), (3, 4)]
     assert ngrams([1, 2], 3) == [] and ngrams([7], 1) == [(7,)]
 
 
-def test_a_text_without_repetition_and_one_of_a_single_token():
+def test_texts_without_repetition_and_with_a_single_token():
     assert diversity(range(50)) == 1 and all(distinct(range(50), n) == 1 for n in (1, 2, 3))
     T = 40
     same = [5] * T  # one n-gram, T − n + 1 times
@@ -84,7 +84,7 @@ def test_a_text_without_repetition_and_one_of_a_single_token():
     assert diversity(same) == pytest.approx(1 / (T - 1) / (T - 2) / (T - 3))
 
 
-def test_a_text_that_goes_round_repeats_all_but_its_first_lap():
+def test_periodic_text_repeats_all_but_its_first_period():
     lap, T = 7, 60
     text = [i % lap for i in range(T)]
     for n in (1, 2, 3):
@@ -92,7 +92,7 @@ def test_a_text_that_goes_round_repeats_all_but_its_first_lap():
     assert repetition(text, 4) == pytest.approx(1 - lap / (T - 3))
 
 
-def test_a_text_shorter_than_an_ngram_repeats_nothing():
+def test_text_shorter_than_an_ngram_has_no_repetition():
     assert distinct([1, 1], 3) == 1 and repetition([], 4) == 0 and diversity([3]) == 1
 
 
@@ -115,11 +115,11 @@ NLTK = [
 
 
 @pytest.mark.parametrize(("samples", "scores"), NLTK)
-def test_self_bleu_is_that_of_nltk(samples, scores):
+def test_self_bleu_matches_nltk(samples, scores):
     assert self_bleu(samples) == pytest.approx(np.mean(scores), rel=1e-12)
 
 
-def test_self_bleu_of_equal_and_of_foreign_texts():
+def test_self_bleu_of_equal_and_of_disjoint_texts():
     assert self_bleu([list(range(20))] * 3) == pytest.approx(1)
     assert self_bleu([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]) == 0
     assert self_bleu([[], [1, 2, 3]]) == 0
@@ -128,7 +128,7 @@ def test_self_bleu_of_equal_and_of_foreign_texts():
 # --- how sure a number is -----------------------------------------------------------------------------------------------
 
 
-def test_an_interval_has_the_width_of_the_normal_one():
+def test_interval_has_the_width_of_a_normal_interval():
     values = np.random.default_rng(3).normal(5, 2, 400)
     found = mean_interval(values)
     half = 1.96 * values.std() / math.sqrt(400)
@@ -136,7 +136,7 @@ def test_an_interval_has_the_width_of_the_normal_one():
     assert found.high - found.value == pytest.approx(half, rel=0.1) and found.value - found.low == pytest.approx(half, rel=0.1)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
+def test_intervals_have_their_nominal_coverage(monkeypatch):
     monkeypatch.setattr(statistics, "RESAMPLINGS", 200)
     random = np.random.default_rng(0)
     for draw, truth in ((lambda: random.normal(1, 1, 40), 1), (lambda: random.exponential(2, 40), 2)):
@@ -145,7 +145,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
         assert 0.88 <= np.mean([low <= truth <= high for _, low, high in found]) <= 0.98
 
 
-def test_a_difference_of_pairs_is_surer_than_the_values():
+def test_paired_difference_has_a_narrower_interval():
     random = np.random.default_rng(1)
     hardness = random.normal(0, 5, 60)
     a, b = hardness + 0.3 + random.normal(0, 0.1, 60), hardness + random.normal(0, 0.1, 60)
@@ -153,7 +153,7 @@ def test_a_difference_of_pairs_is_surer_than_the_values():
     assert 0.2 < paired.low < 0.3 < paired.high < 0.4 and alone.high - alone.low > 1
 
 
-def test_equal_values_have_no_interval_and_the_same_values_the_same_one():
+def test_intervals_of_equal_and_of_repeated_values():
     assert mean_interval(np.full(7, 2.5)) == (2.5, 2.5, 2.5)
     values = np.random.default_rng(2).normal(size=30)
     assert mean_interval(values) == mean_interval(values)
@@ -171,7 +171,7 @@ def line(diversities, P, noise=0.0, above=0.0):
     return [outcome(d_P, 1 + 4 * d_P + above) for d_P in at]
 
 
-def test_excess_is_the_distance_from_the_ruler_at_equal_diversity():
+def test_excess_is_the_distance_from_the_curve_at_equal_diversity():
     ruler = line([0.2, 0.4, 0.6, 0.8], 50, 0.03)
     (method,) = line([0.55], 50, 0.03, above=0.25)
     found = excess(method, ruler)
@@ -181,7 +181,7 @@ def test_excess_is_the_distance_from_the_ruler_at_equal_diversity():
     np.testing.assert_allclose(excess(ruler[2], ruler), 0, atol=1e-9)
 
 
-def test_excess_is_read_between_the_rulers_points():
+def test_excess_interpolates_the_curve():
     flat = [outcome(np.full(4, d), np.full(4, b)) for d, b in ((0.6, 3.0), (0.2, 1.0), (0.4, 1.5))]  # in any order
     assert excess(outcome(np.full(4, 0.5), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 2.25)
     assert excess(outcome(np.full(4, 0.3), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 1.25)
@@ -189,7 +189,7 @@ def test_excess_is_read_between_the_rulers_points():
         assert excess(outcome(np.full(4, outside), np.full(4, 2.0)), flat) is None
 
 
-def test_a_verdict_needs_an_interval_without_zero():
+def test_verdict_needs_an_interval_without_zero():
     assert verdict(Interval(-0.2, -0.3, -0.1)) == "better"
     assert verdict(Interval(0.2, 0.1, 0.3)) == "worse"
     assert verdict(Interval(0.2, -0.1, 0.5)) == verdict(Interval(0, 0, 0)) == "same"
@@ -198,13 +198,13 @@ def test_a_verdict_needs_an_interval_without_zero():
 # --- methods and their tuning -------------------------------------------------------------------------------------------
 
 
-def test_a_knob_goes_from_the_least_to_the_most_in_equal_ratios():
+def test_tuned_setting_has_a_logarithmic_scale():
     assert [TunedSetting("temperature", 0.25, 4).value_at(x) for x in (0, 0.5, 0.75, 1)] == [0.25, 1, 2, 4]
     assert [TunedSetting("top_p", 0.5, 0.995, log_complement=True).value_at(x) for x in (0, 0.5, 1)] == [0.5, 0.95, 0.995]
     assert [TunedSetting("candidates", 16, 1, integer=True).value_at(x) for x in (0, 0.25, 0.3, 0.5, 1)] == [16, 8, 7, 4, 1]
 
 
-def test_the_routers_scale_goes_on_with_the_temperature_behind_the_last_candidate():
+def test_router_scale_continues_with_temperature_after_candidates():
     guide = METHODS["router_guide"]
     assert guide.values_at(0) == {"candidates": 12} and guide.values_at(0.49) == {"candidates": 1}
     assert guide.values_at(0.5) == {"candidates": 1, "base_temperature": 0.666}
@@ -227,12 +227,12 @@ def test_bisection_ends_near_the_target(target, trials):
     assert at_edge == (all(x**2 < target for x in asked) or all(x**2 >= target for x in asked))
 
 
-def test_bisection_takes_the_first_of_equal_trials():
+def test_bisection_returns_the_first_of_equal_trials():
     assert bisection(lambda position: 0.3, 0.5, 4) == (0.5, True)
     assert bisection({0.5: 0.6, 0.25: 0.4, 0.375: 0.6}.get, 0.5, 3) == (0.5, False)
 
 
-def test_methods_are_chosen_by_name():
+def test_methods_are_selected_by_name():
     assert select_methods(None) == list(METHODS)
     assert select_methods(["min_p", "greedy"]) == ["greedy", "min_p"]
     with pytest.raises(UserError, match=r"^unknown sampling method minp: did you mean min_p\?$"):
@@ -248,7 +248,7 @@ def test_methods_are_chosen_by_name():
 @pytest.mark.parametrize(
     ("wrong", "told"), [({"prompts": 1}, r"--prompts must be in \[2"), ({"seeds": 1}, "--seeds"), ({"tokens": 4}, "--tokens")]
 )
-def test_too_little_effort_is_told(wrong, told):
+def test_study_size_is_checked(wrong, told):
     with pytest.raises(UserError, match=told):
         StudySize(**wrong)
     assert QUICK_SIZE.prompts < StudySize().prompts and QUICK_SIZE.trials < StudySize().trials
@@ -263,7 +263,7 @@ def test_large_models_are_measured_on_fewer_samples():
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_forced_thresholds_take_their_strategy_whatever_is_measured(name):
+def test_forced_thresholds_select_their_strategy(name):
     random = np.random.default_rng(0)
     forced = replace(RouterConfig(), **forcing(name))
     H, V = random.exponential(3, 500), random.exponential(4, 500)
@@ -272,7 +272,7 @@ def test_forced_thresholds_take_their_strategy_whatever_is_measured(name):
     assert {STRATEGIES[i] for i in np.asarray(taken).tolist()} == {name}
 
 
-def test_strategies_are_drawn_as_often_as_the_shares_say():
+def test_strategies_are_sampled_with_the_given_shares():
     shares = dict(zip(STRATEGIES, (0.1, 0.05, 0.25, 0.0, 0.6), strict=True))
     params = SamplingParams.build({"strategy": "entropy", "seed": 1}, batch=100)
     random, counted = np.random.default_rng((1, 2)), Counter()
@@ -286,7 +286,7 @@ def test_strategies_are_drawn_as_often_as_the_shares_say():
     assert changed == set(THRESHOLDS)
 
 
-def test_strategies_of_the_same_seed_are_the_same():
+def test_equal_seeds_give_equal_strategies():
     params = SamplingParams.build({"strategy": "entropy", "seed": 1}, batch=30)
     drawn = []
     for seed in ((1, 0), (1, 0), (2, 0)):
@@ -348,7 +348,7 @@ def store(toy):
     return open_store(run.config, open_run(toy).data, run.tokenizer)
 
 
-def test_windows_are_what_stands_in_the_text(toy, store):
+def test_windows_occur_in_the_text(toy, store):
     run = load(toy)
     tuning, test = draw_windows(run.tokenizer, store, 9, 12, 20)
     stream = "".join(run.tokenizer.decode(batch.tokens_BT.ravel()) for batch in store.validation(1))
@@ -364,7 +364,7 @@ def test_windows_are_what_stands_in_the_text(toy, store):
     assert again.prompts == tuning.prompts
 
 
-def test_no_window_crosses_a_document(toy, store):
+def test_no_window_crosses_documents(toy, store):
     tokenizer = load(toy).tokenizer
     for windows in draw_windows(tokenizer, store, 10, 12, 20):
         assert not np.isin(windows.ids, list(tokenizer.special_ids)).any()
@@ -374,7 +374,7 @@ def test_no_window_crosses_a_document(toy, store):
         draw_windows(tokenizer, store, 10000, 12, 20)
 
 
-def test_the_padding_of_the_last_batch_is_no_text(monkeypatch):
+def test_padding_of_the_last_batch_is_not_used(monkeypatch):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abc"]))
     ids = np.full(5000, 1, np.int32)
     store = TokenStore(ids, ids, batch_size=1, sequence_length=96, seed=0)
@@ -387,7 +387,7 @@ def test_the_padding_of_the_last_batch_is_no_text(monkeypatch):
             draw_windows(tokenizer, store, count + 1, 12, 20)
 
 
-def test_a_character_cut_by_an_edge_goes_where_it_ends():
+def test_split_character_belongs_to_the_text_it_ends_in():
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     ids = np.array(tokenizer.encode("€" * 400), np.int32)  # three bytes each
     store = TokenStore(ids, ids, batch_size=1, sequence_length=64, seed=0)
@@ -397,14 +397,14 @@ def test_a_character_cut_by_an_edge_goes_where_it_ends():
             assert 29 - 2 - 3 < 3 * len(prompt + text) <= 30
 
 
-def test_prompts_leave_room_for_the_continuation():
+def test_prompts_leave_space_for_the_continuation():
     assert prompt_tokens(256, 192) == 64 and prompt_tokens(256, 128) == 64 and prompt_tokens(128, 96) == 32
     with pytest.raises(UserError, match="leave room for a prompt of 8 in the model's context of 128: at most 120, got 1"):
         prompt_tokens(128, 121)
 
 
 @pytest.mark.parametrize(("count", "most", "size"), [(40, 32, 20), (96, 32, 32), (33, 32, 17), (5, 32, 5), (65, 64, 33)])
-def test_batches_are_filled_evenly(count, most, size):
+def test_batches_have_equal_size(count, most, size):
     rows = [numbers.tolist() for numbers in equal_batches(count, most)]
     assert {len(numbers) for numbers in rows} == {size} and len(rows) == -(-count // most)
     assert [number for numbers in rows for number in numbers][:count] == list(range(count))
@@ -426,7 +426,7 @@ def bits_by_hand(run, prompt, text):
     return bits / len(text.encode())
 
 
-def test_the_judge_agrees_with_numpy(toy):
+def test_reference_model_matches_numpy(toy):
     run, judge = load(toy), ReferenceModel(toy)
     prompts = ["ab cd", "x", "gh gh gh gh gh"] * 30  # several batches
     texts = ["ef gh ij", "€ — ü", "a", "zzzz yz z", "0123456789"] * 18
@@ -436,7 +436,7 @@ def test_the_judge_agrees_with_numpy(toy):
         assert found[i] == pytest.approx(bits_by_hand(run, prompts[i], texts[i]), rel=1e-5)
 
 
-def test_bits_per_byte_mean_the_same_for_every_vocabulary(tmp_path):
+def test_bits_per_byte_do_not_depend_on_the_vocabulary(tmp_path):
     corpus = "aè€😀 the quick brown fox"
     chars = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([corpus]))
     make_run(tmp_path / "chars", chars, np.zeros)
@@ -453,7 +453,7 @@ def test_bits_per_byte_mean_the_same_for_every_vocabulary(tmp_path):
         letters.bits_per_byte(["the"], ["z"])
 
 
-def test_a_prompt_is_cut_to_the_judges_context_and_a_text_is_not(toy):
+def test_prompt_but_not_text_is_truncated_to_the_reference_context(toy):
     run, judge = load(toy), ReferenceModel(toy)
     text = "ab cd ef"
     (found,) = judge.bits_per_byte(["x" * 500], [text])
@@ -463,7 +463,7 @@ def test_a_prompt_is_cut_to_the_judges_context_and_a_text_is_not(toy):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_is_accepted_all_along_its_scale(toy, name):
+def test_methods_are_valid_over_their_whole_scale(toy, name):
     run, method = load(toy), METHODS[name]
     for position in (0.0, 0.3, 0.5, 0.8, 1.0):
         run.params([run.settings({**method.settings, **method.values_at(position), "seed": 0})])
@@ -476,7 +476,7 @@ def evaluation(toy):
     return asdict(evaluate_sampling(toy, quick=True, methods=names, progress=said.append, **LITTLE)), said
 
 
-def test_the_record_of_an_evaluation(toy, evaluation):
+def test_record_of_an_evaluation(toy, evaluation):
     record, said = evaluation
     json.dumps(record, allow_nan=False)
     assert record["run"] == str(toy) and record["reference"] is None and record["unit"] == "characters"
@@ -493,7 +493,7 @@ def test_the_record_of_an_evaluation(toy, evaluation):
     assert sum("round 1 of 2" in line for line in said) == 3 + 7 and "tuning temperature, trial 1 of 2: temperature 0.8" in said
 
 
-def test_the_real_text_is_measured_by_itself(toy, store, evaluation):
+def test_real_text_is_measured(toy, store, evaluation):
     run = load(toy)
     _, test = draw_windows(run.tokenizer, store, *SIZE)
     human = evaluation[0]["methods"][0]["measures"]
@@ -502,13 +502,13 @@ def test_the_real_text_is_measured_by_itself(toy, store, evaluation):
     assert human["distinct_1"][0] == pytest.approx(np.mean([len(set(text)) / 16 for text in test.texts]))
 
 
-def test_greedy_samples_are_all_the_same_and_the_likeliest(evaluation):
+def test_greedy_samples_are_equal_and_most_likely(evaluation):
     by_name = {method["name"]: method["measures"] for method in evaluation[0]["methods"]}
     assert by_name["greedy"]["self_bleu"] == (1, 1, 1)
     assert by_name["greedy"]["bits_per_byte"][0] < min(by_name[name]["bits_per_byte"][0] for name in ("temperature", "human"))
 
 
-def test_differences_are_paired_and_the_verdict_is_that_of_excess():
+def test_differences_are_paired():
     random = np.random.default_rng(4)
     measured = {name: {measure: random.normal(size=30) for measure in MEASURES} for name in ("a", "b")}
     noise = random.normal(0, 0.1, 2001)
@@ -528,7 +528,7 @@ def prompts(toy, store):
     return draw_windows(load(toy).tokenizer, store, *SIZE)[1].prompts
 
 
-def test_what_is_written_is_what_generation_writes(toy, prompts):
+def test_continuations_match_generation(toy, prompts):
     run, settings = load(toy), {"temperature": 0.8}
     found = generate_continuations(run, prompts, settings, 16, seed=3)
     assert found.ids.shape == (3, 16) and found.shares is None and all(rate > 0 for rate in found.rates)
@@ -541,14 +541,14 @@ def test_what_is_written_is_what_generation_writes(toy, prompts):
     assert [result.text for result in batch.results] == found.texts
 
 
-def test_draws_depend_on_the_seed_and_the_prompts_number(toy, prompts):
+def test_samples_depend_on_the_seed_and_the_prompt_index(toy, prompts):
     run, same = load(toy), [prompts[0]] * 3
     first, again, other = (generate_continuations(run, same, {"temperature": 0.8}, 16, seed=seed).ids for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first[0] != first[1]).any() and (first != other).any()
 
 
-def test_the_control_draws_its_strategies_whatever_the_model_thinks(toy, prompts):
+def test_control_strategies_do_not_depend_on_the_model(toy, prompts):
     run, settings = load(toy), {**METHODS["router_no_attention"].settings, "candidates": 1}
     routed = generate_continuations(run, prompts, settings, 16, seed=1)
     forced = {name: float(name == "greedy") for name in STRATEGIES}
@@ -558,16 +558,16 @@ def test_the_control_draws_its_strategies_whatever_the_model_thinks(toy, prompts
     assert (routed.ids != greedy.ids).any()
 
 
-def test_the_control_has_the_shares_that_its_pattern_showed():
+def test_control_uses_the_measured_shares():
     """Tuning with a bench that writes nothing: the share of adaptive stands for the number of candidates."""
     written = []
 
-    def generate_continuations(windows, method, seed, report=False):
+    def continue_prompts(windows, method, seed, report=False):
         written.append((dict(method.values), method.shares, report))
         shares = {"adaptive": method.values["candidates"]} if report else None
         return Continuations(np.arange(60).reshape(2, 30) % (12 // method.values["candidates"]), [], [], shares)
 
-    bench = SimpleNamespace(effort=StudySize(trials=3), progress=lambda _: None, write=generate_continuations)
+    bench = SimpleNamespace(effort=StudySize(trials=3), progress=lambda _: None, continue_prompts=continue_prompts)
     tuning = PromptWindows(["a", "b"], ["c", "d"], np.arange(60).reshape(2, 30) % 4)
     tuned = _tune_all(bench, ["router_calibrated", "router_random"], tuning)
     # 1, 3 and 6 candidates are tried, which write texts of period 12, 4 and 2; wanted are texts of period 4.
@@ -580,7 +580,7 @@ def test_the_control_has_the_shares_that_its_pattern_showed():
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_random_strategies_have_the_routers_shares(toy):
+def test_random_strategies_have_the_shares_of_the_router(toy):
     record = asdict(evaluate_sampling(toy, methods=["router_calibrated", "router_random"], **LITTLE))
     assert [method["name"] for method in record["methods"]] == ["human", "router_calibrated", "router_random"]
     assert sum(record["shares"].values()) == pytest.approx(1) and list(record["shares"]) == list(STRATEGIES)
@@ -602,7 +602,7 @@ def test_all_methods_together(toy):
     assert {method["name"] for method in record["methods"] if method["tok_per_s"] is None} == {"human", "router_random"}
 
 
-def test_what_is_missing_is_told_before_the_work(toy, run_dir, tmp_path):
+def test_missing_files_are_reported_before_the_work(toy, run_dir, tmp_path):
     with pytest.raises(UserError, match=r"router_calibrated, .*router_random cannot run without .*router.json: run `dantinox"):
         evaluate_sampling(run_dir)
     with pytest.raises(UserError, match="has no saved training tokens: select a text with --data_path"):

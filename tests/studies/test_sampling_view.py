@@ -68,7 +68,7 @@ def record():
     )
 
 
-def test_every_comparison_is_a_sentence_with_its_numbers(record):
+def test_conclusions_contain_their_numbers(record):
     assert conclusions(record) == [
         "router_calibrated is worse than min_p (+0.123 bits per byte at equal diversity, 95 % interval +0.050 to +0.200, "
         "reference: the model itself).",
@@ -85,7 +85,7 @@ def test_every_comparison_is_a_sentence_with_its_numbers(record):
     assert unknown == "a and c cannot be compared: plain temperature never reached the diversity of one of them."
 
 
-def test_a_model_that_judges_itself_is_told(record):
+def test_description_warns_if_the_model_is_its_own_reference(record):
     warning = "The reference is the model itself, which favours its own most likely texts: low temperatures look better"
     assert warning in " ".join(sampling_lines(record)) and warning in sampling_markdown(record)
     record = replace(record, reference="/somewhere/runs/large")
@@ -93,7 +93,7 @@ def test_a_model_that_judges_itself_is_told(record):
     assert "The reference is /somewhere/runs/large." in text and "itself, which" not in text
 
 
-def test_the_table_has_a_line_per_method(record):
+def test_table_has_a_line_per_method(record):
     lines = list(sampling_lines(record, 400))
     table = lines[2:8]
     assert table[0].split() == ["method", "setting", *HEADINGS.values(), "tok/s"]
@@ -109,7 +109,7 @@ def test_the_table_has_a_line_per_method(record):
 
 
 @pytest.mark.parametrize("width", [60, 100, 140])
-def test_columns_that_do_not_fit_stand_below(record, width):
+def test_columns_that_do_not_fit_are_printed_below(record, width):
     lines = list(sampling_lines(record, width))
     assert max(map(len, lines)) <= max(width, 60 + 14)
     text = "\n".join(lines)
@@ -118,7 +118,7 @@ def test_columns_that_do_not_fit_stand_below(record, width):
     assert numbers == sum(len(method.measures) for method in record.methods)
 
 
-def test_the_csv_reads_back_bitwise(record):
+def test_csv_reads_back_exactly(record):
     rows = list(csv.DictReader(io.StringIO(sampling_csv(record))))
     assert [row["method"] for row in rows] == [method.name for method in record.methods]
     for row, told in zip(rows, record.methods, strict=True):
@@ -130,7 +130,7 @@ def test_the_csv_reads_back_bitwise(record):
     assert rows[0]["setting"] == "" and rows[2]["at_edge"] == "0"
 
 
-def test_the_markdown_holds_both_tables_and_the_sentences(record):
+def test_markdown_contains_tables_and_conclusions(record):
     text = sampling_markdown(record)
     assert text.startswith("# Sampling methods on dante\n")
     tables = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
@@ -145,7 +145,7 @@ def test_the_markdown_holds_both_tables_and_the_sentences(record):
     assert sampling_markdown(record).count("\n| ---") == 1 and "router_random:" not in sampling_markdown(record)
 
 
-def test_the_picture_is_a_png(record):
+def test_plot_is_a_png(record):
     pytest.importorskip("matplotlib")
     data = draw_sampling(record)
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -154,7 +154,7 @@ def test_the_picture_is_a_png(record):
     assert draw_sampling(replace(record, methods=record.methods[:2]))[:4] == b"\x89PNG"  # nothing tuned
 
 
-def test_the_files(record, tmp_path):
+def test_files(record, tmp_path):
     pytest.importorskip("matplotlib")
     save_files(tmp_path / "new" / "folder", sampling_files(record))
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
@@ -164,7 +164,7 @@ def test_the_files(record, tmp_path):
         save_files(tmp_path / "file" / "below", sampling_files(record))
 
 
-def test_without_matplotlib_the_rest_is_written(record, tmp_path, monkeypatch):
+def test_without_matplotlib_other_files_are_written(record, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'dantinox\[plot\]'"):
         save_files(tmp_path, sampling_files(record))

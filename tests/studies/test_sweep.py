@@ -56,7 +56,7 @@ class Trainer:
         return None
 
 
-def test_every_trial_is_trained_once_however_often_the_sweep_is_begun(tmp_path):
+def test_every_trial_is_trained_once_over_several_starts(tmp_path):
     sweep, notes = spec(tmp_path), []
     results = []
     with pytest.raises(SystemExit):
@@ -75,7 +75,7 @@ def test_every_trial_is_trained_once_however_often_the_sweep_is_begun(tmp_path):
     assert run_sweep(sweep, third, retry=True).trials[4].problem is None and third.trained == ["trial_002"]
 
 
-def test_the_table_and_the_picture(tmp_path):
+def test_table_and_plot(tmp_path):
     study = run_sweep(spec(tmp_path), Trainer(trial_002="the loss is NaN"))
     rows = list(csv.DictReader(sweep_csv(study).splitlines()))
     assert [float(row["val_loss"]) for row in rows] == [1.5, 1.75, 2.0, 2.5, 9.0, 2.75]
@@ -88,7 +88,7 @@ def test_the_table_and_the_picture(tmp_path):
     assert draw_sweep(study).startswith(b"\x89PNG")
 
 
-def test_another_sweep_is_refused(tmp_path):
+def test_other_sweep_is_rejected(tmp_path):
     run_sweep(spec(tmp_path), Trainer())
     for before, after, says in (
         ("1e-2", "2e-2", "trial_003 has training.lr 0.01 there, got 0.02"),
@@ -105,7 +105,7 @@ def test_another_sweep_is_refused(tmp_path):
         run_sweep(spec(tmp_path), Trainer())
 
 
-def test_what_no_trial_could_begin_with_ends_the_sweep(tmp_path):
+def test_error_before_a_trial_starts_ends_the_sweep(tmp_path):
     with pytest.raises(UserError, match="trial_002 could not start: no corpus"):
         run_sweep(spec(tmp_path), Trainer(trial_002="no corpus"))
     assert json.loads((tmp_path / "runs" / "plan.json").read_text())["ended"] == {"trial_001": None}
@@ -129,7 +129,7 @@ def real(folder, steps):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_sweep_of_the_command_line(tmp_path, capsys):
+def test_sweep_on_the_command_line(tmp_path, capsys):
     """Trained in processes of their own; what diverges is noted."""
     pytest.importorskip("matplotlib")
     path = real(tmp_path, 20)
@@ -148,7 +148,7 @@ def test_a_sweep_of_the_command_line(tmp_path, capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_sweep_that_is_ended_by_a_signal_saves_its_trial_and_goes_on(tmp_path, number, code):
+def test_sweep_stopped_by_a_signal_saves_its_trial_and_continues(tmp_path, number, code):
     path, metrics = real(tmp_path, 1500), tmp_path / "runs" / "trial_001" / "metrics.jsonl"
     command = [sys.executable, "-m", "dantinox", "sweep", str(path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -67,7 +67,7 @@ def test_likelihoods_of_whole_texts(examinee):
     np.testing.assert_allclose(found[1], logp(examinee, [ids[0], ord("b")])[0].sum(), rtol=1e-5)
 
 
-def test_answers(examinee):
+def test_generated_answers(examinee):
     asked = [
         ("a", {"until": ["b"], "max_gen_toks": 20}),
         ("xb", {"until": "€", "do_sample": False, "temperature": 0.0}),
@@ -80,7 +80,7 @@ def test_answers(examinee):
         examinee.generate_until([("a", {"num_beams": 4})])
 
 
-def test_the_harness_s_results_as_rows():
+def test_parsing_of_the_harness_results():
     found = {
         "results": {
             "t": {"alias": "t", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,x": 1, "f1_stderr,x": "N/A", "sample_len": 3}
@@ -97,7 +97,7 @@ def test_the_harness_s_results_as_rows():
     ]
 
 
-def test_without_the_library(run_dir, monkeypatch, capsys):
+def test_error_without_the_library(run_dir, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     assert main(["eval", "tasks", "--run_dir", str(run_dir), "--tasks", "a"]) == 2
     assert main(["eval", "tasks", "--run_dir", str(run_dir)]) == 2
@@ -133,7 +133,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_tasks_of_one_s_own(run_dir, folder, capfd):
+def test_custom_tasks(run_dir, folder, capfd):
     flags = ["--run_dir", str(run_dir), "--include_path", str(folder), "--json"]
     assert main(["eval", "tasks", "--tasks", "circle_choose,circle_roll,circle_answer", *flags]) == 0
     found = {(one["task"], one["metric"]): one for one in json.loads(capfd.readouterr().out)["scores"]}
@@ -145,6 +145,6 @@ def test_tasks_of_one_s_own(run_dir, folder, capfd):
     np.testing.assert_allclose(found["circle_roll", "byte_perplexity"]["value"], expected, rtol=1e-5)
 
 
-def test_a_task_that_there_is_not(run_dir, folder):
+def test_unknown_task(run_dir, folder):
     with pytest.raises(UserError, match=r"lm-evaluation-harness cannot run circle_sing: .*circle_sing"):
         evaluate_tasks(run_dir, "circle_sing", include_path=folder)

@@ -9,7 +9,7 @@ from dantinox.training.find_lr import MAX_FACTOR, MIN_FACTOR, analyze_losses, fi
 from .small import Tokens, small_config, small_store
 
 
-def test_rates_climb_by_equal_factors_and_a_training_at_them_is_what_is_measured(monkeypatch):
+def test_range_test_uses_rates_at_a_constant_factor_and_records_their_losses(monkeypatch):
     config = small_config()
     monkeypatch.setattr(finding, "prepare_data", lambda config, *_, **__: (Tokens(), small_store(config)))
     found = find_lr(config, 60)
@@ -21,7 +21,7 @@ def test_rates_climb_by_equal_factors_and_a_training_at_them_is_what_is_measured
     assert rate_test_lines(found)[0].startswith(f"training.muon_lr: try {found.suggested:.2g} (")
 
 
-def test_what_is_read_off_a_curve_of_known_shape():
+def test_analysis_of_a_curve_of_known_shape():
     """A loss that falls fastest at 1e-2, is lowest at 1e-1 and diverges behind it."""
     x = np.linspace(-4, 1, 200)
     losses = 3 - 2 / (1 + np.exp(-8 * (x + 2))) + 9 * np.maximum(x + 1, 0) ** 2
@@ -39,21 +39,21 @@ def test_what_is_read_off_a_curve_of_known_shape():
         ([4.0, 3.9, 3.8, 1.0, 9.0, 9.0], "training.lr: try 0.033 (a third of 0.1, where the loss was lowest)"),
     ],
 )
-def test_one_rate_is_suggested_with_its_reason(monkeypatch, losses, line):
+def test_suggested_rate_and_its_reason(monkeypatch, losses, line):
     monkeypatch.setattr(finding, "SMOOTHING", 0.0)
     found = analyze_losses("training.lr", [1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0], losses)
     first, *rest = rate_test_lines(found)
     assert first == line and "try" not in " ".join(rest)
 
 
-def test_what_gives_no_answer_is_a_sentence():
+def test_errors_without_a_suggestion():
     with pytest.raises(UserError, match=r"the loss never fell from training\.lr 0\.1: lower it"):
         analyze_losses("training.lr", [0.1, 0.2, 0.3], [2.0, 9.0, float("nan")])
     with pytest.raises(UserError, match="--tries must be at least 10, got 3"):
         find_lr(small_config(), 3)
 
 
-def test_the_command_draws_what_it_found(tmp_path, capsys, monkeypatch):
+def test_command_writes_the_plot(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     found = analyze_losses("training.lr", [0.1, 0.2, 0.3, 0.4], [4.0, 2.0, 1.0, 1.5])
     monkeypatch.setattr(finding, "find_lr", lambda config, steps, progress: found)

@@ -24,7 +24,7 @@ from .small import VOCABULARY, Tokens, small_config, small_store
 launching = importlib.import_module("dantinox.training.launch")
 
 
-def test_a_run_learns_and_leaves_everything_behind(workshop):
+def test_run_learns_and_writes_all_files(workshop):
     config = small_config(training__sample_every=10)
     texts = []
 
@@ -68,7 +68,7 @@ class Recorder:
         self.calls.append(("end", failed))
 
 
-def test_trackers_are_told_what_the_log_is_told(workshop, monkeypatch):
+def test_trackers_get_the_rows_of_the_log(workshop, monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(training_log, "trackers", lambda config, folder: (recorder,))
     config = small_config(training__sample_every=24)
@@ -92,7 +92,7 @@ def _weights(run, config):
     return load_weights(run.weights, abstract_model(config.architecture(VOCABULARY))[1])
 
 
-def test_the_exported_weights_are_those_of_the_best_evaluation(workshop):
+def test_exported_weights_are_those_of_the_best_evaluation(workshop):
     config = small_config(training__lr=0.3, training__muon_lr=0.5, training__schedule="constant", training__weight_decay=0.0)
     run = workshop.train("run", config)
     rows = read_csv(run.log(config))
@@ -104,7 +104,7 @@ def test_the_exported_weights_are_those_of_the_best_evaluation(workshop):
     assert best["bits_per_byte"] == pytest.approx(best["val_loss"] / np.log(2) * 299 / 600)
 
 
-def test_a_moving_average_is_what_is_measured_sampled_and_exported(workshop):
+def test_moving_average_is_evaluated_sampled_and_exported(workshop):
     """Beside a run without one, whose steps are the same."""
     plain, config = small_config(), small_config(training__ema=0.9, training__sample_every=24)
     seen = []
@@ -118,7 +118,7 @@ def test_a_moving_average_is_what_is_measured_sampled_and_exported(workshop):
     assert all(np.array_equal(p, sampled[name]) for name, p in exported.items())
 
 
-def test_train_loss_of_a_row_is_the_mean_since_the_row_before(workshop):
+def test_train_loss_is_the_mean_since_the_previous_row(workshop):
     config = small_config(logging__log_every=1)
     run = workshop.train("run", config)
     losses = [row["train_loss"] for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
@@ -126,7 +126,7 @@ def test_train_loss_of_a_row_is_the_mean_since_the_row_before(workshop):
     np.testing.assert_allclose([row["train_loss"] for row in read_csv(run.log(config))], means, rtol=1e-6)
 
 
-def test_the_share_of_the_chip_is_logged_where_its_figures_are_known(workshop, monkeypatch):
+def test_mfu_is_logged_for_chips_with_published_figures(workshop, monkeypatch):
     config = small_config(training__steps=6)
     chip = SimpleNamespace(flops=1e9)
     monkeypatch.setattr("dantinox.training.training_log.find_chip", lambda device: chip)
@@ -138,7 +138,7 @@ def test_the_share_of_the_chip_is_logged_where_its_figures_are_known(workshop, m
     assert f"mfu {row['mfu']:.4g}" in workshop.notes.getvalue()
 
 
-def test_patience_ends_a_run_that_gets_no_better(workshop):
+def test_patience_stops_a_run_that_does_not_improve(workshop):
     config = small_config(training__patience=1, training__eval_every=2, training__lr=3.0, training__muon_lr=9.0)
     run = workshop.train("run", config)
     losses = [row["val_loss"] for row in read_csv(run.log(config))]
@@ -147,7 +147,7 @@ def test_patience_ends_a_run_that_gets_no_better(workshop):
     assert "this run is finished" in workshop.notes.getvalue()
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_good_checkpoint(workshop):
+def test_nan_loss_stops_the_run_and_keeps_the_good_checkpoint(workshop):
     config = small_config(training__optimizer="adamw")
     store = small_store(config)
     batch = store.batch
@@ -162,7 +162,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_good_checkpoint(wo
     assert [row["step"] for row in read_csv(fixed.log(config))] == [6, 12, 18, 24]
 
 
-def test_a_signal_during_an_evaluation_leaves_it_for_later(workshop):
+def test_signal_during_an_evaluation_postpones_it(workshop):
     config = small_config(training__eval_tokens=None)
     expected = read_csv(workshop.train("whole", config).log(config))
     store = small_store(config)
@@ -185,7 +185,7 @@ def test_a_signal_during_an_evaluation_leaves_it_for_later(workshop):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_signals_are_given_back_and_a_second_one_exits_at_once(monkeypatch):
+def test_signal_handlers_are_restored_and_a_second_signal_exits(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     exits = []
     monkeypatch.setattr("dantinox.training.signals.exit_now", exits.append)
@@ -200,7 +200,7 @@ def test_signals_are_given_back_and_a_second_one_exits_at_once(monkeypatch):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_ignored_signal_stays_ignored():
+def test_ignored_signal_stays_ignored():
     """A background job of a script is not meant by the Ctrl-C of its terminal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with stop_request() as stop:
@@ -213,7 +213,7 @@ def test_an_ignored_signal_stays_ignored():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_signal_before_there_is_anything_to_save_exits_at_once():
+def test_signal_before_anything_can_be_saved_exits_immediately():
     with pytest.raises(SystemExit) as stopped, stop_request():
         signal.raise_signal(signal.SIGTERM)
     assert stopped.value.code == 143
@@ -222,7 +222,7 @@ def test_a_signal_before_there_is_anything_to_save_exits_at_once():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_is_a_keyboard_interrupt_after_the_step_is_saved(workshop):
+def test_interrupt_raises_keyboard_interrupt_after_the_step_is_saved(workshop):
     """As in the cell of a notebook, where SystemExit would be an error of its own."""
     config = small_config(training__optimizer="adamw")
 
@@ -238,7 +238,7 @@ def test_an_interrupt_is_a_keyboard_interrupt_after_the_step_is_saved(workshop):
     assert saved and f"stopped by a signal; step {max(saved)} is saved" in workshop.notes.getvalue()
 
 
-def test_rows_of_one_step_name_the_two_means_of_the_training_loss(workshop):
+def test_rows_of_one_step_name_both_means_of_the_training_loss(workshop):
     config = small_config(training__steps=12, training__optimizer="adamw")
     run = workshop.train("run", config)
     lines = [line.split() for line in workshop.notes.getvalue().splitlines() if line.startswith("step 12 ")]
@@ -247,7 +247,7 @@ def test_rows_of_one_step_name_the_two_means_of_the_training_loss(workshop):
     assert float(evaluation["train_loss_since_eval"]) == pytest.approx(read_csv(run.log(config))[-1]["train_loss"], abs=1e-4)
 
 
-def test_a_training_that_will_take_long_says_so_after_its_first_steps(workshop, monkeypatch):
+def test_long_training_prints_an_estimate_after_its_first_steps(workshop, monkeypatch):
     config = small_config(training__steps=12, training__optimizer="adamw")
     workshop.train("short", config)
     assert "evaluations not counted" not in workshop.notes.getvalue()
@@ -258,7 +258,7 @@ def test_a_training_that_will_take_long_says_so_after_its_first_steps(workshop, 
 
 
 @pytest.mark.parametrize(("epochs", "warned"), [(1, True), (30, False)])
-def test_a_training_of_few_steps_is_warned_of(epochs, warned):
+def test_training_of_few_steps_prints_a_warning(epochs, warned):
     config = small_config().model_copy(deep=True)
     t = config.training.model_copy(update={"steps": None, "epochs": epochs, "warmup_steps": 0, "batch_size": 300})
     lines = list(launching.plan_lines(config.model_copy(update={"training": t}), Tokens(), small_store(config)))
@@ -281,7 +281,7 @@ def test_init_from_starts_with_the_weights_of_another_run(workshop):
         workshop.train("fourth", config)
 
 
-def test_another_tokenizer_is_refused(workshop):
+def test_other_tokenizer_is_rejected(workshop):
     workshop.train("run", small_config(training__steps=6))
     with pytest.raises(UserError, match="was trained with tokenizer 000000000000, the run directory now has 111111111111"):
         workshop.train("run", small_config(), resume=True, tokenizer=Tokens(fingerprint="1" * 64))

@@ -60,7 +60,7 @@ def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32"):
     ],
     ids=["qkv", "v", "out"],
 )
-def test_a_layer_and_its_derivatives_are_those_of_the_formula(targets, shape_in, shape_out):
+def test_layer_and_derivatives_match_the_formula(targets, shape_in, shape_out):
     """y = W x + 1.5 · B A x, its derivatives by A, B and x; none by W."""
     layer, numbers = adapted(targets, shape_in, shape_out)
     graph, state = nnx.split(layer)
@@ -92,7 +92,7 @@ def test_a_layer_and_its_derivatives_are_those_of_the_formula(targets, shape_in,
     assert not np.any(found["kernel"])
 
 
-def test_weights_in_int8_are_rounded_by_output_and_multiply_as_that():
+def test_int8_weights_are_rounded_per_output():
     model = small_config(training__init_from="x", lora__rank=2, lora__base_weights="int8").trained_architecture(VOCABULARY)
     shapes = abstract_model(model)[1]
     name = "blocks/0/attention/out/kernel"
@@ -148,7 +148,7 @@ def logits(model):
     return np.asarray(jax.jit(lambda model, *x: model(*x)[0])(model, tokens, np.arange(8)[None]))
 
 
-def test_a_run_of_adapters_learns_and_holds_nothing_else(base, tuned):
+def test_adapter_run_learns_and_saves_only_adapters(base, tuned):
     run, config, _ = tuned
     before = weights_of(base)
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines() if '"evaluation"' in line]
@@ -167,14 +167,14 @@ def test_a_run_of_adapters_learns_and_holds_nothing_else(base, tuned):
     assert changed == {f"blocks/0/{name}/kernel" for name in ("attention/qkv", "attention/out", "ffn/gate_up", "ffn/down")}
 
 
-def test_merged_weights_give_the_logits_of_adapters_beside_the_base(tuned):
+def test_merged_weights_give_the_logits_of_base_and_adapters(tuned):
     run, config, sampled = tuned
     assert any(is_adapter("/".join(map(str, path))) for path, _ in nnx.to_flat_state(nnx.state(sampled)))
     build, _ = abstract_model(config.architecture(VOCABULARY))
     np.testing.assert_allclose(logits(build(weights_of(run))), logits(sampled), atol=1e-5)
 
 
-def test_state_and_memory_are_of_the_adapters_alone(base):
+def test_state_and_memory_contain_only_adapters(base):
     config = lora_config(base)
     model = config.trained_architecture(VOCABULARY)
     programs, state = Programs(training := TrainStep(config, model, 24)), training.initial_state()
@@ -192,7 +192,7 @@ def test_state_and_memory_are_of_the_adapters_alone(base):
 @pytest.mark.parametrize(
     "changes", [{}, {"model__activation": "gelu", "model__kv_heads": 1}, {"lora__targets": ["v_proj"]}], ids=str
 )
-def test_parameters_and_flops_are_those_of_the_shapes(base, changes):
+def test_parameters_and_flops_follow_from_the_shapes(base, changes):
     model = lora_config(base, **changes).trained_architecture(VOCABULARY)
     shapes = abstract_model(model)[1]
     n = sum(np.prod(leaf.shape) for name, leaf in shapes.items() if is_adapter(name))
@@ -223,7 +223,7 @@ NARROW = {"model__scan_layers": True, "lora__base_weights": "int8", "training__e
 
 
 @pytest.mark.parametrize("changes", [{}, pytest.param(NARROW, marks=pytest.mark.exhaustive)], ids=str)
-def test_an_interrupted_run_ends_with_the_same_bits(base, tuned, changes):
+def test_interrupted_run_is_bit_exact(base, tuned, changes):
     workshop, text = Workshop(base.path.parent), {"sample": lambda model: "text"}
     config = lora_config(base, training__sample_every=24, **changes)
     whole = workshop.train("whole", config, **text) if changes else tuned[0]
@@ -235,7 +235,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(base, tuned, changes):
     assert "resumed from step 12" in workshop.notes.getvalue()
 
 
-def test_the_base_must_be_there_and_the_same(base, tuned, tmp_path):
+def test_base_must_exist_and_be_unchanged(base, tuned, tmp_path):
     run, config, _ = tuned
     moved = Workshop(tmp_path)
     for one in (base, run):
@@ -259,7 +259,7 @@ def test_the_base_must_be_there_and_the_same(base, tuned, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_adapters_on_adapters_and_all_weights_from_them(base, tuned):
+def test_training_from_an_adapter_run(base, tuned):
     """Each training starts where the one before ended."""
     run, config, _ = tuned
     workshop = Workshop(base.path.parent)
@@ -274,7 +274,7 @@ def test_adapters_on_adapters_and_all_weights_from_them(base, tuned):
         np.testing.assert_allclose(array, weights_of(run)[name], atol=1e-6, err_msg=name)
 
 
-def test_dropout_is_of_what_adapters_read_and_of_training_alone(base):
+def test_dropout_applies_to_adapter_inputs_during_training_only(base):
     layer, numbers = adapted({"o_proj": Projection("attention/out")}, (6,), (4,))
     layer.rate, x = 0.5, np.random.default_rng(0).standard_normal((5, 6))
     still = np.asarray(layer(jnp.asarray(x, jnp.float32)))
@@ -305,13 +305,13 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(("changes", "sentence"), SENTENCES, ids=[sentence for _, sentence in SENTENCES])
-def test_what_adapters_cannot_do_is_a_sentence(changes, sentence):
+def test_unsupported_adapter_settings_are_rejected(changes, sentence):
     start = {} if "needs" in sentence else {"training.init_from": "x", "lora.rank": 2}
     with pytest.raises(UserError, match=sentence):
         build_config({}, SETTINGS | start | changes)
 
 
-def test_experts_stay_and_attention_learns(base):
+def test_experts_stay_frozen_and_attention_learns(base):
     """Without a base to read: the shapes say what is trained."""
     config = lora_config(base, moe__use_moe=True, lora__base_weights="bfloat16", moe__shared_experts=1)
     model = config.trained_architecture(VOCABULARY)
@@ -321,7 +321,7 @@ def test_experts_stay_and_attention_learns(base):
 
 
 @pytest.mark.slow
-def test_commands_take_over_the_base_write_text_and_merge(run_dir, tmp_path, capfd, monkeypatch):
+def test_commands_inherit_the_base_generate_and_merge(run_dir, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("nel mezzo del cammin di nostra vita " * 60)
     train = ["train", "--config", tmp_path / "a.yaml", "--run_dir", "tuned", "--rank", "2"]

@@ -44,7 +44,7 @@ def reference(model, batch):
 
 
 @pytest.mark.parametrize("chunk_logits", [1 << 24, 7 * VOCABULARY, 8 * VOCABULARY, 1])
-def test_sums_equal_float64_in_one_piece_and_in_chunks(model, batch, chunk_logits):
+def test_sums_equal_float64_with_and_without_chunks(model, batch, chunk_logits):
     got = summed(model, batch, chunk_logits=chunk_logits)
     found = [float(x) for x in (got.nats, got.penalty, got.targets)]
     np.testing.assert_allclose(found, reference(model, batch), rtol=2e-6)
@@ -70,7 +70,7 @@ def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
         np.testing.assert_allclose(whole, parts, atol=2e-5)
 
 
-def test_chunks_never_hold_all_logits(optimised):
+def test_chunks_do_not_allocate_all_logits(optimised):
     config = small_config().architecture(4096)
     model = Transformer(config, rngs=nnx.Rngs(0))
     ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
@@ -87,7 +87,7 @@ def test_chunks_never_hold_all_logits(optimised):
     assert temporary(1 << 24) >= all_logits > temporary(8 * 4096)
 
 
-def test_masked_targets_do_not_count(model, batch):
+def test_masked_targets_are_not_counted(model, batch):
     other = np.where(batch.mask_BT == 0, (batch.targets_BT + 1) % VOCABULARY, batch.targets_BT)
     assert float(summed(model, batch).nats) == float(summed(model, batch._replace(targets_BT=other)).nats)
 
@@ -101,7 +101,7 @@ def test_documents_do_not_see_each_other(model, batch):
     assert float(summed(model, batch).nats) == float(summed(model, batch._replace(tokens_BT=changed)).nats)
 
 
-def test_dropout_only_with_a_key(model, batch):
+def test_dropout_needs_a_key(model, batch):
     plain = float(summed(model, batch).nats)
     assert plain == float(summed(model, batch).nats)
     first, again, other = (float(summed(model, batch, jax.random.key(seed)).nats) for seed in (1, 1, 2))

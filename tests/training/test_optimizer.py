@@ -25,12 +25,12 @@ def factors(name, steps=101, warmup=10, low=0.1, **more):
     return np.array(jax.vmap(schedule(config.training, steps))(jnp.arange(steps)))
 
 
-def test_warm_up_climbs_in_equal_steps_and_never_rests_at_zero():
+def test_warmup_rises_linearly_and_does_not_start_at_zero():
     np.testing.assert_allclose(factors("constant")[:12], [*(np.arange(1, 12) / 11), 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (101, 10), (5000, 100)])
-def test_a_warm_up_that_nobody_gave_is_a_tenth_of_the_steps_and_at_most_100(steps, warmup):
+def test_default_warmup_is_a_tenth_of_the_steps_and_at_most_100(steps, warmup):
     np.testing.assert_array_equal(factors("linear", steps, warmup=None), factors("linear", steps, warmup=warmup))
 
 
@@ -55,7 +55,7 @@ def test_schedules_end_at_the_ratio_even_when_short(name):
     assert np.isfinite(factors(name, steps=1, warmup=1)).all()
 
 
-def test_muon_takes_the_hidden_matrices_and_no_table():
+def test_muon_trains_hidden_matrices_but_no_tables():
     found = {
         name for name, shape in shapes(attention__no_sink=True, model__weight_tying=False).items() if matrix_shape(name, shape)
     }
@@ -74,7 +74,7 @@ def test_matrices_have_the_fans_of_their_projection():
     assert sizes["blocks/0/ffn/down/kernel"] == (20, 16)
 
 
-def test_orthogonalised_singular_values_are_near_one_whatever_they_were():
+def test_orthogonalised_singular_values_are_near_one():
     rng = np.random.default_rng(0)
     gradients = {}
     for i, (fan_in, fan_out) in enumerate([(16, 40), (16, 16), (40, 16), (24, 16)]):
@@ -149,7 +149,7 @@ def adafactor(t, g, m, v, step):
 
 
 @pytest.mark.parametrize(("rule", "shape"), [(adamw, (3, 4)), (lion, (3, 4)), (sgd, (3, 4)), (adafactor, (130, 140))])
-def test_rules_against_their_definition(rule, shape):
+def test_rules_match_their_definition(rule, shape):
     config = small_config(training__optimizer=rule.__name__, training__grad_clip=0.0, training__weight_decay=0.2)
     t, rng = config.training, np.random.default_rng(1)
     ours, factor = optimizer(t, 24), schedule(t, 24)
@@ -176,7 +176,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_hidden_matrix():
     assert sizes[-2:] == [2 * 70, 150] and sum(sizes[:-2]) < 8
 
 
-def test_the_moving_average_follows_the_weights_and_changes_no_update():
+def test_moving_average_follows_the_weights_and_changes_no_update():
     t = small_config(training__ema=0.5, training__optimizer="sgd").training
     plain, averaged = (optimizer(t.model_copy(update={"ema": ema}), 24) for ema in (0.0, 0.5))
     parameters = {"embed": jnp.arange(6.0).reshape(2, 3)}
@@ -192,7 +192,7 @@ def test_the_moving_average_follows_the_weights_and_changes_no_update():
     np.testing.assert_allclose(state.average["embed"], expected, rtol=1e-6)
 
 
-def test_clipping_limits_the_norm_and_zero_switches_it_off():
+def test_clipping_limits_the_norm_and_zero_disables_it():
     gradients = {"embed": jnp.full((2, 2), 50.0)}
 
     def moment(clip):
@@ -206,7 +206,7 @@ def test_clipping_limits_the_norm_and_zero_switches_it_off():
 
 
 @pytest.mark.parametrize("step", [0, 3, 17])
-def test_the_rates_that_are_logged_are_those_that_the_update_applies(step):
+def test_logged_rates_are_those_of_the_update(step):
     """Of Muon's matrices and of AdamW's embeddings, found from the sizes of the updates."""
     t = small_config(training__weight_decay=0.0, training__grad_clip=0.0, training__lr=0.01, training__muon_lr=0.5).training
     ours = optimizer(t, 24)
@@ -227,7 +227,7 @@ def test_the_rates_that_are_logged_are_those_that_the_update_applies(step):
     assert rates["muon_lr"] / rates["lr"] == pytest.approx(50)
 
 
-def test_the_rates_of_both_rules_are_in_the_log(workshop):
+def test_log_has_the_rates_of_both_rules(workshop):
     config = small_config(training__steps=6, training__lr=0.01, training__muon_lr=0.02, training__warmup_steps=0)
     run = workshop.train("run", config)
     rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"] + read_csv(run.log(config))
@@ -237,7 +237,7 @@ def test_the_rates_of_both_rules_are_in_the_log(workshop):
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 1), (3, 3), (3, 10), (1, 100)])
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
-def test_rates_are_positive_numbers_where_the_warm_up_is_as_long_as_the_training(name, steps, warmup):
+def test_rates_are_positive_if_warmup_is_as_long_as_the_training(name, steps, warmup):
     t = small_config().training.model_copy(update={"steps": steps, "warmup_steps": warmup, "schedule": name})
     rates = np.array([schedule(t, steps)(step) for step in range(steps)])
     assert (rates > 0).all() and (rates <= 1).all()

@@ -58,7 +58,7 @@ def logits_of(model, pairs):
     return model(pairs.tokens_P2T.reshape(8, 8), np.arange(8)[None])[0]
 
 
-def test_the_loss_equals_float64(model, pairs):
+def test_loss_equals_float64(model, pairs):
     of_loss = jax.jit(lambda model, pairs: dpo_losses(model, pairs, BETA))
     got, expected = of_loss(model, pairs), reference(logits_of(model, pairs), pairs)
     np.testing.assert_allclose([got.nats, *got.rewards], expected[:3], rtol=1e-5)
@@ -68,7 +68,7 @@ def test_the_loss_equals_float64(model, pairs):
     np.testing.assert_allclose([at_start.nats, *at_start.rewards], [3 * np.log(2), 0, 0], atol=1e-6)
 
 
-def test_the_gradient_equals_that_of_float64(model, pairs):
+def test_gradient_equals_float64(model, pairs):
     """By the chain rule: the gradient of the weights is what theirs of the logits gives with the float64 one of the loss."""
     graph, state = nnx.split(model)
     of_loss = jax.jit(jax.grad(lambda state: dpo_losses(nnx.merge(graph, state), pairs, BETA).nats))(state)
@@ -104,7 +104,7 @@ def config_of(folder, *, objective="dpo", steps=12, **changes):
     return build_config({}, SETTINGS | settings | changes)
 
 
-def test_conversations_are_learnt_and_the_template_is_kept(base):
+def test_training_on_conversations_saves_the_template(base):
     run, config = RunDirectory(base / "base"), config_of(base, objective="sft", steps=8)
     losses = [row["val_loss"] for row in read_csv(run.log(config))]
     assert (
@@ -113,7 +113,7 @@ def test_conversations_are_learnt_and_the_template_is_kept(base):
 
 
 @pytest.mark.slow
-def test_preferences_are_learnt_and_resume_is_exact(base):
+def test_preference_training_learns_and_resumes_exactly(base):
     config = config_of(base)
     run = launch(config, run_dir=base / "whole")
     rows = [row for row in read_jsonl(run.metrics) if row["kind"] in ("interval", "preferences")]
@@ -138,7 +138,7 @@ def test_preferences_are_learnt_and_resume_is_exact(base):
         launch(config_of(base, steps=16), run_dir=cut.path, resume=True)
 
 
-def test_packed_conversations_have_the_losses_that_they_have_alone(base):
+def test_packed_conversations_have_the_losses_of_separate_ones(base):
     """The answers of the first batch, each conversation by itself, from its logits in float64; and the gradient of them."""
     config = config_of(base, objective="sft", steps=8, **{"model.max_context": 64, "model.dtype": "float32"})
     tokenizer, store = prepare_data(config, base / "packed")
@@ -173,7 +173,7 @@ def _summed(model, batch):
     return total.nats, total.targets
 
 
-def test_what_ends_an_answer_ends_a_text(base, tmp_path):
+def test_end_tokens_of_the_template_become_stop_tokens(base, tmp_path):
     """A vocabulary of whose special tokens none is an end token by its name; the template's own is, from then on."""
     content = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json()
     (tmp_path / "t.json").write_text(content.replace("<eos>", "<turn>"))

@@ -65,7 +65,7 @@ def test_resumed_runs_equal_the_uninterrupted_one(workshop, kind, every, stops):
     assert "resumed from step" in notes
 
 
-def test_running_means_survive_other_intervals(workshop):
+def test_running_means_survive_changed_intervals(workshop):
     """What was summed before an interruption is in the first row after it, whatever the intervals are then."""
     config = small_config(training__checkpoint_every=5, training__eval_every=24, logging__log_every=1)
     store = small_store(config, Stumbles)
@@ -80,7 +80,7 @@ def test_running_means_survive_other_intervals(workshop):
     np.testing.assert_allclose([row["train_loss"] for row in rows], [np.mean(losses[:16]), np.mean(losses[16:])], rtol=1e-5)
 
 
-def test_finished_runs_say_so_and_change_nothing(workshop):
+def test_resuming_a_finished_run_changes_nothing(workshop):
     config = small_config()
     run = workshop.train("done", config)
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
@@ -89,14 +89,14 @@ def test_finished_runs_say_so_and_change_nothing(workshop):
     assert "this run is finished: step 24 of 24" in workshop.notes.getvalue()
 
 
-def test_more_steps_go_on_from_the_end(workshop):
+def test_more_steps_continue_a_finished_run(workshop):
     workshop.train("more", small_config(training__steps=12))
     longer = small_config(training__steps=18)
     run = workshop.train("more", longer, resume=True)
     assert [row["step"] for row in read_csv(run.log(longer))] == [6, 12, 18]
 
 
-def test_a_damaged_newest_step_is_left_for_the_one_before(workshop):
+def test_resume_skips_a_damaged_newest_step(workshop):
     config = small_config()
     run = workshop.train("whole", config)
     expected = outcome(run, config)
@@ -123,7 +123,7 @@ def test_only_steps_intervals_and_logging_may_differ():
             resume_config(saved, small_config(**{change: new}))
 
 
-def test_other_versions_and_gpus_are_told_of(monkeypatch):
+def test_other_versions_and_gpus_are_noted(monkeypatch):
     """A run may go on with them; whether bit for bit, it says."""
     config = small_config()
     now = run_facts(config, "0" * 64, make_layout(config, config.architecture(VOCABULARY), jax.devices()[:1]))
@@ -137,7 +137,7 @@ def test_other_versions_and_gpus_are_told_of(monkeypatch):
     assert check_facts(now, now, deterministic=True) == []
 
 
-def test_deterministic_has_the_compiler_of_a_gpu_keep_the_order():
+def test_deterministic_sets_the_compiler_option_of_a_gpu():
     for name, deterministic in itertools.product(("gpu", "cpu"), (True, False)):
         config = small_config(training__deterministic=deterministic)
         model = replace(config.architecture(VOCABULARY), platform=name, kernel="xla")
@@ -146,7 +146,7 @@ def test_deterministic_has_the_compiler_of_a_gpu_keep_the_order():
             assert traced.options.get("xla_gpu_deterministic_ops") == wanted
 
 
-def test_steps_win_over_epochs():
+def test_steps_override_epochs():
     assert total_steps(small_config(training__steps=7), 100) == 7
     base = {"training.batch_size": 8, "training.warmup_steps": 0}
     assert total_steps(build_config({}, base | {"training.epochs": 2}), 100) == 25

@@ -60,7 +60,7 @@ def trained(scan_layers, optimizer="adamw", **changes):
         ),
     ],
 )
-def test_losses_and_weights_are_those_of_layers_apart(optimizer, changes):
+def test_stacked_layers_have_the_losses_and_weights_of_separate_ones(optimizer, changes):
     (ours, counts, rolled_up), (theirs, others, apart) = (trained(scan, optimizer, **changes) for scan in (True, False))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     np.testing.assert_array_equal(counts, others)
@@ -70,7 +70,7 @@ def test_losses_and_weights_are_those_of_layers_apart(optimizer, changes):
     assert np.mean([np.abs(rolled_up[name] - apart[name]).mean() for name in apart]) < 1e-5
 
 
-def test_rolled_and_apart_again_is_what_it_was():
+def test_stacking_and_unstacking_layers_is_the_identity():
     model, other = (small_config(**SETTINGS, model__scan_layers=s).architecture(VOCABULARY) for s in (True, False))
     assert model.period == 2
     apart = init_parameters(other, 1)
@@ -90,7 +90,7 @@ def test_the_period_divides_the_depth(layers, kinds, period):
 
 
 @pytest.mark.exhaustive
-def test_a_run_with_rolled_layers_is_one_like_any_other(workshop):
+def test_run_with_stacked_layers_trains_resumes_and_samples(workshop):
     """Its file holds layers apart, it resumes, and its samples are written by a model with its layers apart."""
     config = small_config(
         **SETTINGS, model__scan_layers=True, training__steps=4, training__eval_every=2, training__sample_every=2
@@ -104,14 +104,14 @@ def test_a_run_with_rolled_layers_is_one_like_any_other(workshop):
 
 
 @pytest.mark.parametrize("what", ["cache", "probe"])
-def test_a_rolled_model_does_not_decode(what):
+def test_model_with_stacked_layers_does_not_decode(what):
     model = small_config(**SETTINGS, model__scan_layers=True).architecture(VOCABULARY)
     built, _ = abstract_model(model)
     with pytest.raises(ValueError, match="decode with its layers apart"):
         built(init_parameters(model, 0)).hidden(np.zeros((1, 2), np.int32), np.arange(2)[None], **{what: object()})
 
 
-def test_a_bias_rises_where_an_expert_has_few_tokens():
+def test_bias_rises_for_experts_with_few_tokens():
     counts_LE = np.array([[1, 5, 3], [3, 3, 3], [9, 0, 0], [0, 0, 9]])
     apart = {f"blocks/{i}/ffn/router/bias": np.zeros(3, np.float32) for i in range(4)} | {"embed": np.ones(2)}
     moved = update_router_biases(apart, counts_LE, 0.1, kinds=4)

@@ -18,7 +18,7 @@ def settings(base: Config | None = None, **changed) -> Config:
     return build_config(tree, {"training.sample_every": 5} | {key.replace("__", "."): v for key, v in changed.items()})
 
 
-def test_no_samples_are_asked_for():
+def test_no_sampler_without_sample_every():
     assert make_sampler(build_config({}), letters("abc")) is None
 
 
@@ -34,12 +34,12 @@ def test_no_samples_are_asked_for():
         ({"generation__banned_tokens": ["é"]}, "generation.banned_tokens: the character 'é'"),
     ],
 )
-def test_what_would_end_in_no_sample_is_said_at_once(changed, says):
+def test_errors_of_samples_are_raised_before_training(changed, says):
     with pytest.raises(UserError, match=says):
         make_sampler(settings(**changed), letters("abc"))
 
 
-def test_a_vocabulary_without_a_line_break_starts_from_its_begin_token():
+def test_vocabulary_without_a_line_break_starts_from_its_begin_token():
     assert make_sampler(settings(), letters("abc")) is not None
     tree = letters("abc").to_json().replace("<bos>", "<other>")
     with pytest.raises(UserError, match="must be set: the vocabulary has neither a line break nor a begin token"):
@@ -58,11 +58,11 @@ def test_samples_need_no_calibration(run_dir):
 
 
 @pytest.mark.exhaustive
-def test_a_budget_of_the_run_is_not_for_samples(run_dir):
+def test_samples_ignore_the_cache_budget_of_the_run(run_dir):
     run = load(run_dir)
     config = settings(run.config, training__sample_prompt="a", kv__budget=0.2, generation__max_new_tokens=40)
     assert make_sampler(config, run.tokenizer)(run.model) == "a" + run.generate("a", max_new_tokens=40, seed=42).text
 
 
-def test_the_prompt_may_be_another_one_when_a_run_goes_on():
+def test_sample_prompt_may_change_on_resume():
     assert resume_config(settings(), settings(training__sample_prompt="a")).training.sample_prompt == "a"

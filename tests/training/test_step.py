@@ -48,7 +48,7 @@ def test_accumulation_weighs_tokens_not_parts():
     np.testing.assert_allclose(losses[0].grad_norm, losses[1].grad_norm, rtol=1e-5)
 
 
-def test_z_loss_pulls_the_normaliser_towards_zero_and_is_not_reported_as_loss():
+def test_z_loss_reduces_the_normaliser_and_is_not_reported():
     (_, plain), (_, pulled) = (after(20, training__z_loss=z, model__dropout_rate=0.0) for z in (0.0, 1.0))
     assert plain[0].loss == pulled[0].loss
     config = small_config()
@@ -72,7 +72,7 @@ def test_weights_and_moments_stay_float32_under_bfloat16():
     assert kinds == {jnp.dtype("float32")} and np.isfinite(metrics[-1].loss)
 
 
-def test_running_sums_count_losses_since_they_were_emptied():
+def test_running_sums_add_losses_since_their_reset():
     state, metrics = after(3)
     np.testing.assert_allclose(state.loss_since_eval, [sum(m.loss for m in metrics), 3], rtol=1e-6)
 
@@ -85,7 +85,7 @@ def test_evaluation_has_no_dropout():
     assert float(make_eval_step(model)(parameters, batch).nats) == float(plain.nats)
 
 
-def test_the_step_reuses_its_state_and_knows_its_memory_beforehand(optimised):
+def test_step_donates_its_state_and_plans_its_memory(optimised):
     config = small_config()
     model = config.architecture(VOCABULARY)
     abstract = TrainStep(config, model, 24).shapes
@@ -100,7 +100,7 @@ def test_the_step_reuses_its_state_and_knows_its_memory_beforehand(optimised):
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
 
 
-def test_too_little_memory_names_the_keys_to_lower():
+def test_memory_error_names_the_settings_to_lower():
     with pytest.raises(UserError, match=r"needs about 2\.00 GB .* 1\.00 GB are free: raise training\.grad_accum .*batch_size"):
         check_memory(MemoryPlan(1, 1, 2_000_000_000, 1_000_000_000), small_config())
     check_memory(MemoryPlan(1, 1, 2_000_000_000, None), small_config())
