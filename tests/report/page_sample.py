@@ -1,4 +1,4 @@
-"""Made-up trace documents for the page: as long as wanted, every strategy in them, numbers that belong together."""
+"""Synthetic trace documents for tests of the page: of any length, with every strategy and consistent numbers."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def router_numbers() -> dict[str, float]:
 
 
 def pieces(rng: np.random.Generator, count: int) -> list[str]:
-    """Parts of words with the space in front, as tokenizers make them; now and then a part of a character."""
+    """Splits text into parts of words with a leading space, as tokenizers do; some pieces are parts of a character."""
     found: list[str] = []
     text = TEXT * (1 + 4 * count // len(TEXT))
     at = 0
@@ -45,13 +45,13 @@ def pieces(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def logits_of(rng: np.random.Generator, hard: float) -> np.ndarray:
-    """One of five shapes: certain, one favourite with a tail, many alike, flat with a tail, something between.
+    """Draws logits of one of five shapes: certain, one likely token with a tail, many equal, flat with a tail, in between.
 
     Args:
-      hard: 0 to 1, how rare the certain shapes are.
+      hard: 0 to 1; a higher value makes the certain shapes rarer.
     """
-    chances = np.array([0.5 * (1 - hard) ** 2, 0.25, 0.12 * hard**2, 0.3 * hard, 0.4])
-    kind = rng.choice(5, p=chances / chances.sum())
+    weights = np.array([0.5 * (1 - hard) ** 2, 0.25, 0.12 * hard**2, 0.3 * hard, 0.4])
+    kind = rng.choice(5, p=weights / weights.sum())
     logits = rng.normal(0, (1, 2.5, 0.02, 1.5, 2)[kind], VOCABULARY)
     logits[0] += (16, 6, 0, 2.5, 5)[kind]
     if kind == 2:
@@ -109,7 +109,7 @@ ROUTED = ("strategy", "temperature", "top_p", "top_k", "min_p", "forced")
 
 
 def candidates_of(rng: np.random.Generator, token: dict, words: list[str], count: int) -> list[dict]:
-    """Draws of an adaptive token, the one taken among them."""
+    """Returns the candidates of an adaptive token, including the chosen one."""
     ids = [token["id"], *map(int, rng.integers(0, VOCABULARY, count - 1))] if token["strategy"] == "adaptive" else []
     logprobs = [token["logprob"] - k for k in range(len(ids))]
     texts = [token["text"] if i == token["id"] else words[i] for i in ids]
@@ -126,7 +126,7 @@ def trace(
     attention: bool = True,
     routed: bool = True,
 ) -> dict:
-    """A document of so many tokens."""
+    """Returns a document of `count` tokens."""
     rng = np.random.default_rng(seed)
     router = router_numbers()
     texts = pieces(rng, count)

@@ -1,4 +1,4 @@
-"""The console: plain lines a script can read, a live display that trusts no text, nothing on stdout."""
+"""Tests the console: plain lines for scripts, a live display that escapes all text, nothing on stdout."""
 
 import io
 import re
@@ -28,8 +28,8 @@ ROW = {
 }
 
 
-def through_both(action) -> tuple[str, str]:
-    """What the plain and the live console show of one action."""
+def show_on_both(action) -> tuple[str, str]:
+    """Returns the output of the plain and of the live console for one action."""
     plain, live = io.StringIO(), io.StringIO()
     screen = Screen(file=live, force_terminal=True, width=100, height=30, color_system=None, markup=False, emoji=False)
     for console in (Console(plain), LiveConsole(live, screen)):
@@ -39,21 +39,21 @@ def through_both(action) -> tuple[str, str]:
     return plain.getvalue(), live.getvalue()
 
 
-def test_plain_lines_are_pairs_of_key_and_value():
-    plain, _ = through_both(lambda console: console.interval(ROW))
+def test_plain_lines_are_key_value_pairs():
+    plain, _ = show_on_both(lambda console: console.interval(ROW))
     expected = "step 20 train_loss 2.0000 lr 0.0003 tokens 15360 tokens_per_s 18640 memory_gb 0.41 seconds_left 1m23s\n"
     assert plain == expected
     words = plain.split()
     assert dict(zip(words[::2], words[1::2], strict=True)).keys() == ROW.keys()
 
 
-def test_a_value_that_is_missing_is_left_out():
-    plain, _ = through_both(lambda console: console.evaluation({"step": 20, "train_loss": None, "val_loss": float("nan")}))
+def test_a_missing_value_is_omitted():
+    plain, _ = show_on_both(lambda console: console.evaluation({"step": 20, "train_loss": None, "val_loss": float("nan")}))
     assert plain == "step 20 val_loss nan\n"
 
 
-def test_the_live_display_shows_progress_and_the_newest_numbers():
-    _, live = through_both(lambda console: console.interval(ROW))
+def test_the_live_display_shows_progress_and_the_latest_numbers():
+    _, live = show_on_both(lambda console: console.interval(ROW))
     assert "20/2000" in live and "1m23s left" in live
     assert "loss 2.0000 · lr 3.0e-04 · 18.6k tok/s · 0.41 GB" in live
 
@@ -63,7 +63,7 @@ def test_the_best_evaluation_is_marked():
         for step, loss in ((10, 2.0), (20, 1.5), (30, 1.8)):
             console.evaluation({"step": step, "val_loss": loss})
 
-    _, live = through_both(evaluations)
+    _, live = show_on_both(evaluations)
     marked = {
         loss: any(f"val {loss}" in line and "best" in line for line in live.splitlines()) for loss in ("2.0", "1.5", "1.8")
     }
@@ -71,20 +71,20 @@ def test_the_best_evaluation_is_marked():
 
 
 @pytest.mark.parametrize("text", ["[bold]KING[/bold]", "[/]", "a :smile: b", "[red", "[link=x]y"])
-def test_what_a_model_writes_is_never_markup(text):
-    for shown in through_both(lambda console: console.sample(text, 20)) + through_both(lambda console: console.note(text)):
+def test_generated_text_is_not_interpreted_as_markup(text):
+    for shown in show_on_both(lambda console: console.sample(text, 20)) + show_on_both(lambda console: console.note(text)):
         assert text in shown
 
 
-def test_what_a_model_writes_cannot_command_the_terminal():
-    evil = "a\x1b[2Jb\x07c\rd\x9be\ud800"
-    for shown in through_both(lambda console: console.sample(evil, 20)):
+def test_generated_text_cannot_control_the_terminal():
+    hostile = "a\x1b[2Jb\x07c\rd\x9be\ud800"
+    for shown in show_on_both(lambda console: console.sample(hostile, 20)):
         assert "\x1b[2J" not in shown and "\x07" not in shown and "\x9b" not in shown
     assert printable("a\tb\nè\u200d") == "a\tb\nè\u200d"
-    assert printable(evil) == "a�[2Jb�c�d�e�"
+    assert printable(hostile) == "a�[2Jb�c�d�e�"
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_run():
+def test_a_closed_pipe_does_not_stop_the_run():
     class Closed(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
@@ -120,19 +120,19 @@ def test_a_stage_is_announced_once_and_has_a_bar_on_a_terminal():
             for done in (0, 40_000, 80_000):
                 console.stage(name, done, 80_000)
 
-    plain, live = through_both(stages)
+    plain, live = show_on_both(stages)
     assert plain == "training the tokenizer: 80.0k characters\nencoding the corpus: 80.0k characters\n"
     assert all(line in live for line in plain.splitlines()) and "100%" in live
 
 
-def test_closing_twice_is_fine():
+def test_a_console_can_be_closed_twice():
     def close(console):
         console.close()
 
-    through_both(close)
+    show_on_both(close)
 
 
-def test_headline_without_numbers_is_empty():
+def test_the_headline_of_a_row_without_numbers_is_empty():
     assert format_headline({"step": 3}) == ""
 
 
@@ -158,12 +158,12 @@ def test_headline_without_numbers_is_empty():
         (table([]), ""),
     ],
 )
-def test_numbers_as_a_person_reads_them(shown, expected):
+def test_numbers_are_formatted_for_people(shown, expected):
     assert shown == expected
 
 
 def test_a_notebook_gets_a_bar_that_is_updated_in_place(monkeypatch, capsys):
-    """With a stand-in for IPython, which notebooks have imported."""
+    """Uses a replacement of IPython, which a notebook has imported."""
     shown = []
 
     class Handle:
@@ -186,29 +186,29 @@ def test_a_notebook_gets_a_bar_that_is_updated_in_place(monkeypatch, capsys):
     assert shown[0][0].startswith("step 10/40 " + "█" * 7 + "░" * 23)
     assert shown[1][0] == "step 20/40 " + "█" * 15 + "░" * 15 + f" {format_headline(ROW)} · 1m23s left"
     assert capsys.readouterr().err == "step 20 val_loss 1.5000\n"
-    ipython.get_ipython = lambda: None  # IPython is imported and runs no cell
+    ipython.get_ipython = lambda: None  # IPython is imported but not in use
     assert type(open_console()) is Console
 
 
 def test_the_training_loss_of_an_evaluation_has_its_own_name():
-    plain, live = through_both(lambda console: console.evaluation({"step": 20, "train_loss_since_eval": 1.25, "val_loss": 1.5}))
+    plain, live = show_on_both(lambda console: console.evaluation({"step": 20, "train_loss_since_eval": 1.25, "val_loss": 1.5}))
     assert plain == "step 20 train_loss_since_eval 1.2500 val_loss 1.5000\n" and "mean loss 1.2500 · val 1.5000" in live
 
 
-def test_progress_says_how_much_is_done_and_what_is_left(monkeypatch):
-    said, clock = [], iter([0.0, 1.0, 10.0, 12.0, 20.0])
+def test_progress_shows_the_completed_share_and_the_remaining_time(monkeypatch):
+    lines, clock = [], iter([0.0, 1.0, 10.0, 12.0, 20.0])
     monkeypatch.setattr(report_console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    done = Progress(said.append, "reading", 8, "windows")
+    progress = Progress(lines.append, "reading", 8, "windows")
     for count in (1, 1, 1, 3):
-        done.advance(count, ", 2.5 nats")
-    assert said == [
+        progress.advance(count, ", 2.5 nats")
+    assert lines == [
         "reading: 8 windows",
         "reading: 2 of 8 windows, 30s left, 2.5 nats",
         "reading: 6 of 8 windows, 7s left, 2.5 nats",
     ]
 
 
-def test_the_last_line_is_repeated_in_silence():
+def test_the_last_line_is_repeated_after_an_interval_without_lines():
     lines, repeated = [], threading.Event()
 
     def show(line):
@@ -222,4 +222,4 @@ def test_the_last_line_is_repeated_in_silence():
     count = len(lines)
     assert lines[0] == "reading: 2 of 5 files" and re.fullmatch(r"reading: 2 of 5 files \(for .*s\)", lines[1])
     time.sleep(0.1)
-    assert len(lines) == count, "nothing is shown once the work is done"
+    assert len(lines) == count, "no line is shown after the work"

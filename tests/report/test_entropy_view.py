@@ -1,4 +1,4 @@
-"""The text at the terminal: its colours parsed back, its words recovered, nothing in it that commands the terminal."""
+"""Tests shaded text at the terminal: parses its colours, recovers the text, and checks that no text controls the terminal."""
 
 import io
 import math
@@ -14,10 +14,10 @@ from dantinox.report.entropy_view import escape_character, shade_256, shade_rgb,
 
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 SUPERSCRIPTS = "ᵍᶜᵉʳᵃ"
-# Everything a model may write but for the signs that the view itself sets.
+# All characters that a model may generate, except the signs that the view adds.
 LETTERS = st.characters(exclude_characters=SUPERSCRIPTS + "↵⇥◌")
-NICE = st.sampled_from([*"abc d\n", " ", "漢", "è", "e\u0301", "👩\u200d👩\u200d👧", "☺\ufe0f", "🇮🇹", "กำ", "\t"])
-WORDS = st.text(LETTERS, max_size=6) | NICE
+TYPICAL = st.sampled_from([*"abc d\n", " ", "漢", "è", "e\u0301", "👩\u200d👩\u200d👧", "☺\ufe0f", "🇮🇹", "กำ", "\t"])
+WORDS = st.text(LETTERS, max_size=6) | TYPICAL
 STRATEGIES = ["greedy", "clarify", "explore", "resample", "adaptive"]
 
 
@@ -35,35 +35,35 @@ def document(tokens, prompt="", seed=3):
 
 
 def body(tokens, prompt="", width=80, colours="truecolor"):
-    """The lines of the text alone: without the legend before the first empty line and the totals behind the last."""
+    """Returns the lines of the text, without the legend before the first empty line and the totals after the last one."""
     lines = list(show_entropy([document(tokens, prompt)], width, colours))
     first = lines.index("")
     last = len(lines) - 1 - lines[::-1].index("")
     return lines[first + 1 : last]
 
 
-def painted(line):
-    """(character, parameters of the escape sequence in force) for all that shows."""
+def parse_styles(line):
+    """Returns (character, parameters of the active escape sequence) of every visible character."""
     found, style, end = [], "", 0
     for sequence in SGR.finditer(line):
         found += [(c, style) for c in line[end : sequence.start()]]
         style, end = sequence[1].removeprefix("0"), sequence.end()
-    assert style == "", "a line must leave the terminal in its own colours"
+    assert style == "", "a line must reset the colours"
     return found + [(c, style) for c in line[end:]]
 
 
-def plain(lines):
+def strip_styles(lines):
     return [SGR.sub("", line) for line in lines]
 
 
 def luminance(rgb):
-    """Relative luminance, WCAG 2."""
+    """Returns the relative luminance of WCAG 2."""
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in rgb)]
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def xterm(index):
-    """The colour of a number from 16 to 231: 6 × 6 × 6 of them."""
+    """Returns the colour of a number from 16 to 231, a cube of 6 × 6 × 6."""
     steps = (0, 95, 135, 175, 215, 255)
     return tuple(steps[(index - 16) // size % 6] for size in (36, 6, 1))
 
@@ -81,9 +81,9 @@ ENTROPIES = [0.0, 0.01, 0.1, 0.4, 0.7, 1.1, 1.7, 2.4, 3.3, 4.1, 5.5, 7.0, 8.0, 1
 
 
 @pytest.mark.parametrize("colours", ["truecolor", "256"])
-def test_more_entropy_is_lighter_and_letters_are_readable_on_it(colours):
+def test_higher_entropy_is_lighter_and_letters_have_enough_contrast(colours):
     (line,) = body([token("x", entropy) for entropy in ENTROPIES], colours=colours)
-    pairs = [front_and_back(style, colours) for _, style in painted(line)]
+    pairs = [front_and_back(style, colours) for _, style in parse_styles(line)]
     lights = [luminance(back) for _, back in pairs]
     assert lights == sorted(lights) and lights[0] < 0.05 and lights[-1] > 0.75
     assert len({back for _, back in pairs}) >= (9 if colours == "256" else 13)
@@ -92,47 +92,47 @@ def test_more_entropy_is_lighter_and_letters_are_readable_on_it(colours):
         assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
-def test_shades_are_viridis_by_the_square_root():
+def test_shades_follow_viridis_by_the_square_root_of_the_entropy():
     assert shade_rgb(0) == (68, 1, 84) and shade_rgb(8) == shade_rgb(math.inf) == (253, 231, 37)
     assert shade_rgb(2) == (33, 145, 140)  # the middle
-    assert shade_rgb(-1e-7) == shade_rgb(0)  # rounding may leave less than nothing
+    assert shade_rgb(-1e-7) == shade_rgb(0)  # a rounding error may be negative
     assert (shade_256(0), shade_256(100)) == (53, 226)
 
 
-def test_every_character_has_its_tokens_shade_and_the_prompt_none():
+def test_every_character_has_the_shade_of_its_token_and_the_prompt_has_none():
     (line,) = body([token("ab", 0.5), token(" c", 6.0)], prompt="Nel ")
-    styles = [style for _, style in painted(line)]
+    styles = [style for _, style in parse_styles(line)]
     assert styles[:4] == [""] * 4
     backs = [front_and_back(style, "truecolor")[1] for style in styles[4:]]
     assert backs == [shade_rgb(0.5)] * 2 + [shade_rgb(6.0)] * 2
 
 
-def test_tokens_that_spell_one_character_together_show_the_most_uncertain():
+def test_tokens_that_form_one_character_show_the_highest_entropy():
     for before in ([1.0, 4.0], [4.0, 1.0], [1.0, 4.0, 2.0]):
         parts = [token("", entropy, "explore" if entropy == 4 else "adaptive") for entropy in before]
         (line,) = body([*parts, token("漢", 0.1, "greedy"), token("", 8.0)])
-        (mark, character) = painted(line)
+        (mark, character) = parse_styles(line)
         assert mark == ("ᵉ", "1")
         assert front_and_back(character[1], "truecolor")[1] == shade_rgb(4.0)
 
 
 def test_a_combining_mark_stays_with_its_letter():
     (line,) = body([token("e", 0.0), token("\u0301x", 8.0)])
-    assert [c for c, _ in painted(line)] == ["e", "\u0301", "x"]
-    assert front_and_back(painted(line)[1][1], "truecolor")[1] == shade_rgb(0.0)
-    assert plain(body([token("\u0301")])) == ["◌\u0301"]
-    assert plain(body([token("a\n\u0301")])) == ["a↵", "◌\u0301"]
+    assert [c for c, _ in parse_styles(line)] == ["e", "\u0301", "x"]
+    assert front_and_back(parse_styles(line)[1][1], "truecolor")[1] == shade_rgb(0.0)
+    assert strip_styles(body([token("\u0301")])) == ["◌\u0301"]
+    assert strip_styles(body([token("a\n\u0301")])) == ["a↵", "◌\u0301"]
 
 
-def test_a_strategy_is_marked_where_it_begins():
+def test_a_strategy_is_marked_where_it_starts():
     tokens = [token(f" {name}", 1.0, name) for name in STRATEGIES for _ in range(2)]
-    shown = "".join(plain(body(tokens, width=200)))
+    shown = "".join(strip_styles(body(tokens, width=200)))
     assert shown == "".join(f"{mark} {name} {name}" for mark, name in zip(SUPERSCRIPTS, STRATEGIES, strict=True))
     legend = next(show_entropy([document(tokens[:4])], 200, "truecolor"))
     assert "ᵍ greedy  ᶜ clarify" in SGR.sub("", legend) and "explore" not in legend
 
 
-def test_a_chain_has_no_strategies():
+def test_a_text_without_the_router_has_no_strategies():
     lines = list(show_entropy([document([token("a"), token("b")])], 80, "truecolor"))
     assert not set(SUPERSCRIPTS) & set("".join(lines))
     assert lines[-1] == "2 tokens, mean entropy 1.00 bits, perplexity 2.72"
@@ -144,7 +144,7 @@ def test_the_text_is_recovered(pieces, prompt, width):
     text = prompt + "".join(t["text"] for t in tokens)
     safe = "".join("\n" if c == "\n" else escape_character(c) for c in text)
     for colours in ("truecolor", "256"):
-        lines = plain(body(tokens, prompt, width, colours))
+        lines = strip_styles(body(tokens, prompt, width, colours))
         shown = re.sub(f"[{SUPERSCRIPTS}◌]", "", "".join(lines)).replace("↵", "\n")
         assert shown == safe
         assert all(line.endswith("↵") for line in lines if "↵" in line)
@@ -152,16 +152,16 @@ def test_the_text_is_recovered(pieces, prompt, width):
 
 
 @given(st.lists(st.tuples(WORDS, st.floats(0, 12)), max_size=8), WORDS, st.sampled_from(["truecolor", "256", "none"]))
-def test_no_text_commands_the_terminal(pieces, prompt, colours):
+def test_no_text_controls_the_terminal(pieces, prompt, colours):
     for line in body([token(*piece) for piece in pieces], prompt, 40, colours):
         kinds = {unicodedata.category(c) for c in SGR.sub("", line) if c not in "\u200c\u200d"}
         assert not kinds & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def test_control_characters_are_shown():
-    evil = "\x1b[2J\x07\r\x7f\x9b\u202e\u2028\ud800\x00"
-    assert plain(body([token(evil)])) == ["␛[2J␇␍␡<U+009B><U+202E><U+2028><U+D800>␀"]
-    assert plain(body([], prompt=evil)) == plain(body([token(evil)]))
+def test_control_characters_are_replaced_by_visible_ones():
+    hostile_text = "\x1b[2J\x07\r\x7f\x9b\u202e\u2028\ud800\x00"
+    assert strip_styles(body([token(hostile_text)])) == ["␛[2J␇␍␡<U+009B><U+202E><U+2028><U+D800>␀"]
+    assert strip_styles(body([], prompt=hostile_text)) == strip_styles(body([token(hostile_text)]))
     hostile = document([token("a", 1.0, "\x1b]0;x\x07")])
     assert "\x1b]" not in "".join(show_entropy([hostile], 80, "truecolor"))
     assert "\x1b" not in "".join(show_entropy([hostile], 80, "none"))
@@ -181,16 +181,16 @@ def test_control_characters_are_shown():
         ("a\tb", ["a⇥   b"]),
     ],
 )
-def test_lines_are_cut_behind_spaces_and_within_the_width(text, lines):
-    assert plain(body([token(text)], width=20)) == lines
+def test_lines_are_broken_after_spaces_and_within_the_width(text, lines):
+    assert strip_styles(body([token(text)], width=20)) == lines
 
 
-def test_a_mark_takes_room_of_its_own():
-    (first, second) = plain(body([token("x" * 19, 1.0, "greedy"), token("y", 1.0, "explore")], width=20))
+def test_a_mark_has_its_own_cell():
+    (first, second) = strip_styles(body([token("x" * 19, 1.0, "greedy"), token("y", 1.0, "explore")], width=20))
     assert (first, second) == ("ᵍ" + "x" * 19, "ᵉy")
 
 
-def test_without_colours_digits_and_letters_stand_below():
+def test_without_colours_digits_and_letters_are_below_the_text():
     tokens = [
         token(" di", 0.2, "greedy"), token(" nos", 1.6, "greedy"), token("tra", 2.5, "adaptive"), token("漢", 14.0, "adaptive"),
         token("\n", 0.0, "greedy"), token("vita", None, "greedy"),
@@ -212,7 +212,7 @@ def test_without_colours_there_is_no_escape_sequence(pieces, width):
     assert all(cell_len(line) <= width for line in lines)
 
 
-def test_totals_are_those_of_the_tokens():
+def test_totals_summarize_the_tokens():
     tokens = [
         token("a", 1.0, "greedy", logprob=math.log(0.5), temperature=0.0),
         token("b", 3.0, "adaptive", logprob=math.log(0.125), temperature=1.5),
@@ -225,7 +225,7 @@ def test_totals_are_those_of_the_tokens():
     assert list(show_entropy([document(tokens)], 200, "none"))[-1] == expected + "mean temperature 1.00"
 
 
-def test_numbers_that_a_trace_has_lost_do_no_harm():
+def test_missing_and_infinite_numbers_are_handled():
     tokens = [token("a", None, logprob=None), token("b", math.nan, logprob=-math.inf)]
     for colours in ("truecolor", "256", "none"):
         lines = list(show_entropy([document(tokens)], 80, colours))
@@ -233,7 +233,7 @@ def test_numbers_that_a_trace_has_lost_do_no_harm():
     assert list(show_entropy([document([])], 80, "truecolor"))[-1] == "0 tokens"
 
 
-def test_several_samples_are_told_apart():
+def test_several_samples_have_headings():
     lines = list(show_entropy([document([token("a")], seed=5), document([token("b")], seed=6)], 80, "none"))
     assert "sample 1 of 2, seed 5" in lines and "sample 2 of 2, seed 6" in lines
     assert sum("entropy in bits" in line for line in lines) == 1
@@ -256,7 +256,7 @@ class Terminal(io.StringIO):
         (io.StringIO, {"TERM": "xterm-256color", "FORCE_COLOR": "1"}, "256"),
     ],
 )
-def test_colours_are_used_where_the_terminal_has_them(stream, environment, colours, monkeypatch):
+def test_colours_are_used_if_the_terminal_supports_them(stream, environment, colours, monkeypatch):
     for name in ("TERM", "COLORTERM", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

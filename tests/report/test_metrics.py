@@ -1,4 +1,4 @@
-"""Metric files: what is written reads back bitwise, and a cut leaves what an uninterrupted run would have had."""
+"""Tests metric files: numbers read back bitwise, and a truncated and continued log equals that of an uninterrupted run."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ def fill(log, steps):
             log.evaluation({"step": step, "train_loss": 1 / step, "val_loss": 2 / step})
 
 
-def test_the_columns_begin_as_they_always_did(log):
+def test_the_first_columns_do_not_change(log):
     log.evaluation({"step": 1, "val_loss": 2.5})
     header, row = log.path_csv.read_text().splitlines()
     assert header.startswith("step,train_loss,val_loss,ms_per_step,lr,")
@@ -36,7 +36,7 @@ def test_the_columns_begin_as_they_always_did(log):
     assert row == "1,,2.5" + "," * (len(COLUMNS) - 3)
 
 
-def test_intervals_go_to_the_json_lines_only(log):
+def test_intervals_are_only_in_the_json_lines(log):
     fill(log, (10, 20))
     assert [row["step"] for row in read_csv(log.path_csv)] == [20]
     assert [(row["kind"], row["step"]) for row in read_jsonl(log.path_jsonl)] == [
@@ -60,18 +60,18 @@ def test_numpy_scalars_are_numbers(log):
     assert read_csv(log.path_csv) == [{"step": 4, "val_loss": float(np.float32(0.1))}]
 
 
-def test_not_a_number_is_null_in_json_and_nan_in_the_csv(log):
+def test_nan_is_null_in_json_and_nan_in_the_csv(log):
     log.evaluation({"step": 1, "val_loss": float("nan"), "train_loss": float("inf")})
     assert json.loads(log.path_jsonl.read_text(), parse_constant=pytest.fail)["val_loss"] is None
     assert ",nan," in log.path_csv.read_text()
 
 
-def test_an_unknown_column_is_refused(log):
+def test_an_unknown_column_raises(log):
     with pytest.raises(ValueError, match="unknown columns: loss"):
         log.evaluation({"step": 1, "loss": 2.0})
 
 
-def test_other_columns_in_the_file_are_a_sentence(log):
+def test_other_columns_in_the_file_raise_a_user_error(log):
     log.path_csv.write_text("step,loss\n")
     with pytest.raises(UserError, match="has the columns step,loss, but this version writes step,train_loss"):
         log.evaluation({"step": 1})
@@ -85,7 +85,7 @@ def test_a_log_of_an_older_version_keeps_its_columns(log):
 
 
 @pytest.mark.parametrize("step", [0, 9, 10, 19, 20, 25, 39, 40])
-def test_a_cut_and_continued_log_is_the_uninterrupted_one(tmp_path, step):
+def test_a_truncated_and_continued_log_equals_the_uninterrupted_one(tmp_path, step):
     one = MetricsLog(tmp_path / "one.csv", tmp_path / "one.jsonl")
     two = MetricsLog(tmp_path / "two.csv", tmp_path / "two.jsonl")
     steps = range(10, 61, 10)
@@ -97,25 +97,25 @@ def test_a_cut_and_continued_log_is_the_uninterrupted_one(tmp_path, step):
     assert two.path_jsonl.read_bytes() == one.path_jsonl.read_bytes()
 
 
-def test_a_log_torn_at_any_byte_heals(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "atomic_write", Path.write_bytes)  # hundreds of times, without waiting for the disk
+def test_a_log_truncated_at_any_byte_is_repaired(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "atomic_write", Path.write_bytes)  # called hundreds of times: do not wait for the disk
     whole = MetricsLog(tmp_path / "whole.csv", tmp_path / "whole.jsonl")
     fill(whole, range(10, 41, 10))
     csv_bytes, json_bytes = whole.path_csv.read_bytes(), whole.path_jsonl.read_bytes()
-    torn = MetricsLog(tmp_path / "torn.csv", tmp_path / "torn.jsonl")
+    damaged = MetricsLog(tmp_path / "torn.csv", tmp_path / "torn.jsonl")
     for size in range(len(csv_bytes)):
-        torn.path_csv.write_bytes(csv_bytes[:size])
-        torn.truncate(20)
-        kept = torn.path_csv.read_bytes()
-        assert csv_bytes.startswith(kept) and (not kept or kept.endswith(b"\n")) and len(kept) <= size
+        damaged.path_csv.write_bytes(csv_bytes[:size])
+        damaged.truncate(20)
+        rest = damaged.path_csv.read_bytes()
+        assert csv_bytes.startswith(rest) and (not rest or rest.endswith(b"\n")) and len(rest) <= size
     for size in range(len(json_bytes)):
-        torn.path_jsonl.write_bytes(json_bytes[:size] + b"\0\0\0")
-        torn.truncate(40)
-        kept = torn.path_jsonl.read_bytes()
-        assert json_bytes.startswith(kept) and len(kept) <= size
+        damaged.path_jsonl.write_bytes(json_bytes[:size] + b"\0\0\0")
+        damaged.truncate(40)
+        rest = damaged.path_jsonl.read_bytes()
+        assert json_bytes.startswith(rest) and len(rest) <= size
 
 
-def test_nothing_to_cut_rewrites_nothing(log):
+def test_nothing_to_truncate_rewrites_nothing(log):
     log.truncate(5)
     assert not log.path_csv.exists()
     fill(log, (10, 20))
@@ -124,7 +124,7 @@ def test_nothing_to_cut_rewrites_nothing(log):
     assert [path.stat().st_ino for path in (log.path_csv, log.path_jsonl)] == before
 
 
-def test_a_full_disk_and_a_vanished_directory_are_sentences(log, tmp_path, monkeypatch):
+def test_a_full_disk_and_a_deleted_directory_raise_a_user_error(log, tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -136,7 +136,7 @@ def test_a_full_disk_and_a_vanished_directory_are_sentences(log, tmp_path, monke
         gone.evaluation({"step": 1})
 
 
-def test_what_is_no_log_is_a_sentence(log):
+def test_a_file_that_is_not_a_log_raises_a_user_error(log):
     for content in (b"step,loss\n1,abc\n", b"\xff\xfe", b"a\n1,2,3\n", b'{"a": 1}\n{\n'):
         log.path_csv.write_bytes(content)
         for read in (read_csv, read_jsonl):

@@ -1,4 +1,4 @@
-"""The file of the page: every number in it, nothing that runs but the package's own, small enough to send."""
+"""Tests the file of the report: it has every number, runs only the package's own script, and is small."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ NOT_FINITE = (math.inf, -math.inf, math.nan)
 
 
 class Elements(HTMLParser):
-    """The elements of a page: [tag, attributes, text directly inside]."""
+    """The elements of a page as [tag, attributes, text directly inside]."""
 
     def __init__(self, html: str):
         super().__init__()
@@ -50,7 +50,7 @@ def data_of(html: str) -> dict:
 
 
 def tokens_of(data: dict, sample: int = 0) -> list[dict]:
-    """The tokens of the document again, from the columns they are kept in."""
+    """Rebuilds the tokens of a document from the columns of the report."""
     columns, lists = data["samples"][sample]["columns"], data["samples"][sample]["lists"]
     tokens = []
     for i, word in enumerate(columns["word"]):
@@ -72,24 +72,25 @@ def tokens_of(data: dict, sample: int = 0) -> list[dict]:
     return tokens
 
 
-def close(value):
+def approximate(value):
     return pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize(
     "kind", [{}, {"attention": False}, {"routed": False, "attention": False}, {"alternatives": 0}, {"candidates": 12}]
 )
-def test_the_file_holds_every_number_of_the_document(kind):
+def test_the_file_has_every_number_of_the_document(kind):
     documents = [trace(60, **kind), trace(7, seed=8, **kind)]
     data = data_of(report_page(documents))
     for s, document in enumerate(documents):
         found = tokens_of(data, s)
         assert len(found) == len(document["tokens"])
-        for token, kept in zip(document["tokens"], found, strict=True):
+        for token, rebuilt in zip(document["tokens"], found, strict=True):
             lists = {
-                kind: [{name: close(value) for name, value in one.items()} for one in token.get(kind, [])] for kind in LISTS
+                kind: [{name: approximate(value) for name, value in one.items()} for one in token.get(kind, [])]
+                for kind in LISTS
             }
-            assert kept == {name: close(value) for name, value in token.items()} | lists
+            assert rebuilt == {name: approximate(value) for name, value in token.items()} | lists
         rest = {name: value for name, value in document.items() if name != "tokens"}
         assert {name: data["samples"][s][name] for name in rest} == rest | {"router": expected_router(document)}
 
@@ -99,7 +100,7 @@ def expected_router(document):
     return numbers and {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
-def test_what_is_compared_with_thresholds_keeps_every_bit_of_float32():
+def test_metrics_with_thresholds_keep_every_bit_of_float32():
     document = trace(1)
     values = [float(value) for value in np.float32([0.1, np.nextafter(np.float32(0.1), np.float32(1)), 4.9999995])]
     document["tokens"] = [{**document["tokens"][0], "entropy": value, "varentropy": value} for value in values]
@@ -108,11 +109,11 @@ def test_what_is_compared_with_thresholds_keeps_every_bit_of_float32():
     assert [np.float32(token["varentropy"]) for token in found] == [np.float32(value) for value in values]
 
 
-def test_two_thousand_tokens_with_ten_alternatives_stay_below_a_megabyte_and_a_half():
+def test_a_report_of_2000_tokens_with_ten_alternatives_is_below_1_5_megabytes():
     assert len(report_page([trace(2000)]).encode()) < 1_500_000
 
 
-def test_the_size_holds_where_no_word_comes_twice():
+def test_a_report_without_repeated_words_is_below_1_5_megabytes():
     document = trace(2000)
     for i, token in enumerate(document["tokens"]):
         for a, other in enumerate(token["alternatives"]):
@@ -121,7 +122,7 @@ def test_the_size_holds_where_no_word_comes_twice():
 
 
 @pytest.mark.parametrize("where", ["prompt", "text", "token", "alternative", "settings"])
-def test_what_the_model_writes_is_data(where):
+def test_generated_text_is_data(where):
     document = trace(5)
     if where in ("prompt", "text"):
         document[where] = HOSTILE
@@ -138,14 +139,14 @@ def test_what_the_model_writes_is_data(where):
 
 
 def strings(value):
-    """Every text in a JSON value, keys too."""
+    """Returns every string in a JSON value, including keys."""
     if isinstance(value, str):
         return {value}
     parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     return set().union(*map(strings, parts))
 
 
-def test_half_a_character_can_be_written():
+def test_a_lone_surrogate_can_be_written():
     document = trace(3)
     document["tokens"][1]["text"] = "a\ud83c"
     html = report_page([document])
@@ -153,7 +154,7 @@ def test_half_a_character_can_be_written():
 
 
 @pytest.mark.parametrize("number", NOT_FINITE)
-def test_numbers_that_are_not_finite_become_null(number):
+def test_nonfinite_numbers_become_null(number):
     document = trace(3)
     document["router"]["temperature_max"] = number
     document["settings"] = {"logit_bias": {"a": number}}
@@ -166,7 +167,7 @@ def test_numbers_that_are_not_finite_become_null(number):
     assert (token["logprob"], token["temperature"], token["alternatives"][0]["logprob"]) == (None, None, None)
 
 
-def test_the_page_refers_to_nothing_outside():
+def test_the_page_has_no_external_reference():
     html = report_page([trace(20)])
     assert not re.search(r"https?:|://|@import|url\(|localhost", html)
     elements = Elements(html)
@@ -176,7 +177,7 @@ def test_the_page_refers_to_nothing_outside():
     ]
 
 
-def test_only_the_script_and_the_style_of_the_package_may_run():
+def test_only_the_script_and_the_style_of_the_package_are_allowed():
     elements = Elements(report_page([trace(20)]))
     (policy,) = elements.all("meta", **{"http-equiv": "Content-Security-Policy"})
     directives = dict(part.strip().split(" ", 1) for part in policy[1]["content"].split(";"))
@@ -189,12 +190,12 @@ def test_only_the_script_and_the_style_of_the_package_may_run():
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|\bFunction\(|fetch\(|XMLHttp", script[2])
 
 
-def test_no_sample_is_refused():
+def test_a_report_without_samples_raises():
     with pytest.raises(ValueError, match="at least one sample"):
         report_page([])
 
 
-def test_a_wheel_has_the_parts_of_the_page():
+def test_a_wheel_contains_the_files_of_the_page():
     globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["dantinox"]
     package = ROOT / "dantinox"
     parts = [path.relative_to(package) for path in package.rglob("*") if path.suffix in (".html", ".css", ".js")]

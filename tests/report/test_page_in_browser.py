@@ -1,4 +1,4 @@
-"""The page as a browser shows it: what a click, a key and a choice do, and that nothing leaves it or runs in it."""
+"""Tests the report in a browser: clicks, keys and choices, and that no text runs as code and no request leaves the page."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Opens documents as a page; in the end nothing may have been complained of or asked from a network."""
+    """Opens documents as a page; at the end the browser must have logged no error and no network request."""
 
     def open_page(*documents):
         path = tmp_path / "page.html"
@@ -56,9 +56,9 @@ def opened(browser, tmp_path):
     yield open_page
     assert browser.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-    assert {url.split(":")[0] for url in asked} <= {"file", "about", "data"}
-    assert len([url for url in asked if url.startswith("file:")]) <= 1
+    urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert {url.split(":")[0] for url in urls} <= {"file", "about", "data"}
+    assert len([url for url in urls if url.startswith("file:")]) <= 1
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def token(browser, i):
 
 
 def selected(browser):
-    """The index of the token the page calls selected, in all the places that tell it."""
+    """Returns the index of the selected token, after checking that all parts of the page show the same one."""
     (i,) = browser.execute_script("return state.nodes.flatMap((n, i) => n.getAttribute('aria-selected') === 'true' ? [i] : [])")
     assert browser.execute_script("return state.nodes.flatMap((n, i) => n.tabIndex === 0 ? [i] : [])") == [i]
     assert f"Token {i + 1:,} of" in find(browser, ".place").text
@@ -96,14 +96,14 @@ def focused(browser):
 
 
 def text_on_screen(browser):
-    """The generated text without the signs that stand for line breaks and the like."""
+    """Returns the generated text without the signs for line breaks and control characters."""
     return browser.execute_script(
         "const copy = document.getElementById('tokens').cloneNode(true);"
         "copy.querySelectorAll('i').forEach((sign) => sign.remove()); return copy.textContent"
     )
 
 
-def test_two_thousand_tokens_are_there_and_a_click_selects(opened, long_trace):
+def test_a_click_selects_one_of_two_thousand_tokens(opened, long_trace):
     browser = opened(long_trace)
     assert text_on_screen(browser) == long_trace["text"]
     line_breaks = browser.execute_script(
@@ -116,17 +116,17 @@ def test_two_thousand_tokens_are_there_and_a_click_selects(opened, long_trace):
     assert long_trace["tokens"][30]["strategy"] in find(browser, ".head").text
 
 
-def test_selecting_is_quick(opened, long_trace):
+def test_selecting_is_fast(opened, long_trace):
     browser = opened(long_trace)
     load = browser.execute_script("return performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
     per_token = browser.execute_script(
         "const start = performance.now(); for (let i = 0; i < 50; i += 1) { select(i * 40); point(i * 40 + 3); }"
         "return (performance.now() - start) / 50"
     )
-    assert load < 5000 and per_token < 150  # milliseconds, with room for a busy machine
+    assert load < 5000 and per_token < 150  # milliseconds, generous for a busy machine
 
 
-def test_the_keyboard_is_enough(opened, long_trace):
+def test_the_page_can_be_used_by_keyboard(opened, long_trace):
     browser = opened(long_trace)
     reached = []
     for _ in range(12):
@@ -162,7 +162,7 @@ def test_the_keyboard_is_enough(opened, long_trace):
     assert selected(browser) == names.index("greedy", 2)
 
 
-def test_the_shading_follows_the_choice(opened, long_trace):
+def test_tokens_are_shaded_by_the_chosen_metric(opened, long_trace):
     browser = opened(long_trace)
     shares = {}
     for name in ("varentropy", "surprisal", "entropy"):
@@ -173,20 +173,20 @@ def test_the_shading_follows_the_choice(opened, long_trace):
         assert name == "surprisal" or find(browser, "#legend .ticks").text.endswith(
             {"entropy": "bits", "varentropy": "bits²"}[name]
         )
-        own = {
+        expected = {
             "varentropy": [one["varentropy"] for one in long_trace["tokens"]],
             "entropy": [one["entropy"] for one in long_trace["tokens"]],
             "surprisal": [-one["logprob"] / math.log(2) for one in long_trace["tokens"]],
         }[name]
         end = float(re.search(r"≥ ([\d.]+)", find(browser, "#legend .ticks").text)[1])
-        assert np.quantile(own, 0.97) <= end <= 2 * np.quantile(own, 0.99)
-        np.testing.assert_allclose(shares[name], np.minimum(1, np.array(own) / end) * 100, atol=0.51)
+        assert np.quantile(expected, 0.97) <= end <= 2 * np.quantile(expected, 0.99)
+        np.testing.assert_allclose(shares[name], np.minimum(1, np.array(expected) / end) * 100, atol=0.51)
     find(browser, "#colours input[value=strategy] + span").click()
     shown = {name: find(browser, f".token.{name}").value_of_css_property("background-color") for name in STRATEGY_NAMES}
     assert len(set(shown.values())) == 5
 
 
-def test_every_token_has_the_sign_of_its_strategy(opened, long_trace):
+def test_every_token_has_the_glyph_of_its_strategy(opened, long_trace):
     browser = opened(long_trace)
     signs = browser.execute_script("return state.nodes.map((node) => [node.dataset.glyph, node.className])")
     by_name = {one["strategy"]: glyph for one, (glyph, _) in zip(long_trace["tokens"], signs, strict=True)}
@@ -198,7 +198,7 @@ def number_of(text):
     return float(re.sub(r"[^\d.+-]", "", text.replace("−", "-")))
 
 
-def test_the_rules_stand_with_their_signed_margins(opened, long_trace):
+def test_the_rules_are_listed_with_their_signed_margins(opened, long_trace):
     browser = opened(long_trace)
     config = RouterConfig()
     for name in STRATEGY_NAMES:
@@ -255,7 +255,7 @@ def test_totals_shares_and_transitions(opened, long_trace):
         assert [int(times) for times in following] == [pairs.count((name, other)) for other in STRATEGY_NAMES]
 
 
-def test_the_plots_lead_to_the_text(opened, long_trace):
+def test_a_click_in_a_plot_selects_a_token(opened, long_trace):
     from selenium.webdriver import ActionChains
 
     browser = opened(long_trace)
@@ -298,7 +298,7 @@ return state.nodes.some((_, i) => {
 
 
 def contrast(pair):
-    """WCAG 2's ratio of two sRGB colours."""
+    """Returns the contrast ratio of WCAG 2 between two sRGB colours."""
     linear = [
         np.where(np.array(c) / 255 <= 0.04045, np.array(c) / 255 / 12.92, ((np.array(c) / 255 + 0.055) / 1.055) ** 2.4)
         for c in pair
@@ -308,7 +308,7 @@ def contrast(pair):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_can_be_read_on_every_shade(opened, theme):
+def test_text_has_enough_contrast_on_every_shade(opened, theme):
     browser = opened(trace(300))
     if theme == "dark":
         find(browser, "#theme").click()
@@ -322,7 +322,7 @@ def test_text_can_be_read_on_every_shade(opened, theme):
         assert contrast(browser.execute_script(CONTRAST, find(browser, f".token.{name}"))) >= 4.5
 
 
-def test_the_theme_of_the_system_is_followed_and_the_button_overrules_it(opened):
+def test_the_page_follows_the_system_theme_until_the_button_overrides_it(opened):
     browser = opened(trace(30))
     lightness = "return getComputedStyle(document.body).backgroundColor"
     try:
@@ -338,7 +338,7 @@ def test_the_theme_of_the_system_is_followed_and_the_button_overrules_it(opened)
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_written_scripts_do_not_run(opened):
+def test_scripts_in_generated_text_do_not_run(opened):
     document = trace(12)
     document["prompt"] = document["tokens"][3]["text"] = document["tokens"][4]["alternatives"][0]["text"] = HOSTILE
     document["settings"] = {"stop": [HOSTILE]}
@@ -352,7 +352,7 @@ def test_written_scripts_do_not_run(opened):
 
 
 @pytest.mark.parametrize("width", [400, 900, 1600])
-def test_nothing_is_wider_than_the_window(opened, width):
+def test_the_page_fits_the_width_of_the_window(opened, width):
     browser = opened(trace(80))
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -364,7 +364,7 @@ def test_nothing_is_wider_than_the_window(opened, width):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_a_chain_has_no_strategies_to_show(opened):
+def test_a_trace_without_the_router_shows_no_strategies(opened):
     browser = opened(trace(50, routed=False, attention=False))
     shown = find(browser, "body").text
     assert "Strategies" not in shown and "greedy" not in shown and "Sampling parameters" not in shown
@@ -377,12 +377,12 @@ def test_a_chain_has_no_strategies_to_show(opened):
     assert selected(browser) == 1
 
 
-def test_attention_that_was_not_read_is_left_out(opened):
+def test_missing_attention_metrics_are_omitted(opened):
     browser = opened(trace(50, attention=False))
     assert "ttention" not in find(browser, "main").text and "Strategies" in find(browser, "main").text
 
 
-def test_several_samples_are_chosen_from_and_an_empty_one_says_so(opened):
+def test_a_sample_can_be_chosen_and_an_empty_one_shows_a_note(opened):
     from selenium.webdriver.support.ui import Select
 
     documents = [trace(20), trace(0, seed=8), trace(30, seed=9, routed=False, attention=False)]
@@ -397,7 +397,7 @@ def test_several_samples_are_chosen_from_and_an_empty_one_says_so(opened):
     assert text_on_screen(browser) == documents[0]["text"] and selected(browser) == 0
 
 
-def test_a_token_of_no_chance_is_shown_as_such(opened):
+def test_an_impossible_token_is_marked(opened):
     document = trace(4)
     document["tokens"][2].update(logprob=-math.inf, logprob_sampled=None, forced=True)
     browser = opened(document)
@@ -407,7 +407,7 @@ def test_a_token_of_no_chance_is_shown_as_such(opened):
     assert find(browser, "#totals").text.split("\n")[1].startswith("∞")
 
 
-def test_candidates_are_listed_in_the_order_they_were_drawn(opened):
+def test_candidates_are_listed_in_the_order_of_their_draws(opened):
     document = trace(60, candidates=12)
     browser = opened(document)
     adaptive = [i for i, one in enumerate(document["tokens"]) if one["strategy"] == "adaptive" and not one["forced"]]

@@ -1,4 +1,4 @@
-"""The loss curve."""
+"""Tests the plots of losses."""
 
 import sys
 
@@ -14,7 +14,7 @@ def log(tmp_path):
     return MetricsLog(tmp_path / "log.csv", tmp_path / "metrics.jsonl")
 
 
-def test_draws_a_png_also_with_missing_and_infinite_values(log, tmp_path):
+def test_a_png_is_drawn_despite_missing_and_infinite_values(log, tmp_path):
     pytest.importorskip("matplotlib")
     for step in range(10, 100, 10):
         log.event("interval", {"step": step, "train_loss": 5 / step, "tokens": step * 768})
@@ -26,7 +26,7 @@ def test_draws_a_png_also_with_missing_and_infinite_values(log, tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_one_file_is_enough(log, tmp_path):
+def test_one_of_the_two_files_is_enough(log, tmp_path):
     pytest.importorskip("matplotlib")
     log.evaluation({"step": 50, "val_loss": 0.2, "train_loss": 0.3})
     log.path_jsonl.unlink()
@@ -35,8 +35,8 @@ def test_one_file_is_enough(log, tmp_path):
 
 
 @pytest.mark.parametrize("by", BY)
-def test_runs_over_each_other(log, tmp_path, by, monkeypatch):
-    """Points stand where the rows say: after 10 steps of 60 ms and 10 of 120 ms, 1,000 tokens each."""
+def test_several_runs_are_drawn_into_one_plot(log, tmp_path, by, monkeypatch):
+    """Checks the points after 10 steps of 60 s and 10 of 120 s with 1,000 tokens per step."""
     pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
 
@@ -47,17 +47,17 @@ def test_runs_over_each_other(log, tmp_path, by, monkeypatch):
         log.event("interval", {"step": step, "train_loss": 5 / step, "tokens": step * 1000, "ms_per_step": ms})
     log.evaluation({"step": 15, "val_loss": 0.2, "tokens": 15_000})
     plot_runs(dict.fromkeys(["one", "two"], (log.path_csv, log.path_jsonl)), by, tmp_path / "a.png")
-    places = {"step": ([10, 20], [15]), "tokens": ([10_000, 20_000], [15_000]), "time": ([10, 30], [20])}[by]
-    assert lines == [(places[0], [0.5, 0.25]), (places[1], [0.2])] * 2
+    x_values = {"step": ([10, 20], [15]), "tokens": ([10_000, 20_000], [15_000]), "time": ([10, 30], [20])}[by]
+    assert lines == [(x_values[0], [0.5, 0.25]), (x_values[1], [0.2])] * 2
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_to_draw_is_a_sentence(log, tmp_path):
+def test_a_log_without_losses_raises_a_user_error(log, tmp_path):
     with pytest.raises(UserError, match="nothing to plot yet"):
         plot_loss(log.path_csv, log.path_jsonl, tmp_path / "a.png")
 
 
-def test_without_matplotlib_the_extra_is_named(log, tmp_path, monkeypatch):
+def test_the_error_without_matplotlib_names_the_extra(log, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     log.evaluation({"step": 50, "val_loss": 0.2})

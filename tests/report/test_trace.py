@@ -1,4 +1,4 @@
-"""The trace file: strict JSON Lines that come back as they were."""
+"""Tests the trace file: strict JSON Lines that read back unchanged."""
 
 import json
 import math
@@ -13,26 +13,26 @@ TEXTS = st.text(max_size=8) | st.sampled_from(
     ["\n", "\r\n", "\x1b[2J", "\u2028", "\x85", "\ud800", '"', "\\", "e\u0301", "\x00"]
 )
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
-CHANCES = st.none() | NUMBERS
-WHOLE = st.integers(0, 2**32)
-CANDIDATES = st.fixed_dictionaries({"id": WHOLE, "text": TEXTS, "logprob": NUMBERS, "score": CHANCES})
-ALTERNATIVES = st.fixed_dictionaries({"id": WHOLE, "text": TEXTS, "logprob": NUMBERS, "logprob_sampled": CHANCES})
+OPTIONAL_NUMBERS = st.none() | NUMBERS
+INTEGERS = st.integers(0, 2**32)
+CANDIDATES = st.fixed_dictionaries({"id": INTEGERS, "text": TEXTS, "logprob": NUMBERS, "score": OPTIONAL_NUMBERS})
+ALTERNATIVES = st.fixed_dictionaries({"id": INTEGERS, "text": TEXTS, "logprob": NUMBERS, "logprob_sampled": OPTIONAL_NUMBERS})
 TOKENS = st.fixed_dictionaries(
     {
-        "id": WHOLE, "text": TEXTS, "entropy": NUMBERS, "varentropy": NUMBERS, "survivors": WHOLE, "rank": WHOLE,
-        "logprob": NUMBERS, "logprob_sampled": CHANCES, "alternatives": st.lists(ALTERNATIVES, max_size=2),
+        "id": INTEGERS, "text": TEXTS, "entropy": NUMBERS, "varentropy": NUMBERS, "survivors": INTEGERS, "rank": INTEGERS,
+        "logprob": NUMBERS, "logprob_sampled": OPTIONAL_NUMBERS, "alternatives": st.lists(ALTERNATIVES, max_size=2),
     },
     optional={
-        "strategy": st.sampled_from(["greedy", "adaptive"]), "temperature": NUMBERS, "top_k": WHOLE, "forced": st.booleans(),
+        "strategy": st.sampled_from(["greedy", "adaptive"]), "temperature": NUMBERS, "top_k": INTEGERS, "forced": st.booleans(),
         "attn_entropy": NUMBERS, "interaction_strength": NUMBERS, "candidates": st.lists(CANDIDATES, max_size=2),
     },
 )  # fmt: skip
 DOCUMENTS = st.fixed_dictionaries(
     {
-        "prompt": TEXTS, "text": TEXTS, "seed": WHOLE, "finish_reason": st.sampled_from(["eos", "stop", "length"]),
+        "prompt": TEXTS, "text": TEXTS, "seed": INTEGERS, "finish_reason": st.sampled_from(["eos", "stop", "length"]),
         "strategy": st.sampled_from(["chain", "entropy"]), "settings": st.dictionaries(TEXTS, NUMBERS | TEXTS, max_size=2),
-        "router": st.none() | st.dictionaries(TEXTS, NUMBERS, max_size=2), "vocab_size": WHOLE,
-        "stats": st.fixed_dictionaries({"prompt_tokens": WHOLE, "seconds": NUMBERS}), "tokens": st.lists(TOKENS, max_size=3),
+        "router": st.none() | st.dictionaries(TEXTS, NUMBERS, max_size=2), "vocab_size": INTEGERS,
+        "stats": st.fixed_dictionaries({"prompt_tokens": INTEGERS, "seconds": NUMBERS}), "tokens": st.lists(TOKENS, max_size=3),
     }
 )  # fmt: skip
 
@@ -61,7 +61,7 @@ def file(tmp_path_factory):
 
 
 def read_trace(file):
-    """The documents of a file, by what its lines say of their place."""
+    """Reads the documents of a file and checks the position fields of its lines."""
     documents = []
     for line in file.read_bytes().decode().split("\n")[:-1]:
         record = json.loads(line, parse_constant=pytest.fail)
@@ -88,19 +88,19 @@ def write(file, documents):
 
 
 @given(st.lists(DOCUMENTS, max_size=3))
-def test_what_is_written_comes_back(file, documents):
+def test_documents_read_back_unchanged(file, documents):
     assert read_trace(write(file, documents)) == documents
 
 
 @given(st.lists(DOCUMENTS, max_size=2))
-def test_no_reader_and_no_terminal_trips_over_a_line(documents):
-    """One line whatever a reader takes for a line end, and nothing in it that a terminal would obey."""
+def test_lines_have_no_line_separator_and_no_control_character(documents):
+    """A reader may split lines at Unicode separators, and a terminal may interpret control characters."""
     for line in trace_lines(documents):
         assert line.splitlines() == [line]
         assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in line)
 
 
-def test_each_line_says_where_it_belongs():
+def test_each_line_has_its_position():
     lines = [json.loads(line) for line in trace_lines([document([token(), token()]), document([token(text="x")])])]
     assert [line["kind"] for line in lines] == ["sample", "token", "token", "sample", "token"]
     assert [line["sample"] for line in lines] == [0, 0, 0, 1, 1]
@@ -113,18 +113,18 @@ def test_each_line_says_where_it_belongs():
 
 
 def test_infinite_numbers_are_null():
-    told = document(
+    written = document(
         [token(logprob=-math.inf, entropy=math.nan, alternatives=[token()["alternatives"][0] | {"logprob": -math.inf}])],
         router={"temperature_max": math.inf},
         settings={"logit_bias": {"3": -math.inf}, "stop": ["a", "b"]},
     )
-    sample, row = (json.loads(line, parse_constant=pytest.fail) for line in trace_lines([told]))
+    sample, row = (json.loads(line, parse_constant=pytest.fail) for line in trace_lines([written]))
     assert row["logprob"] is None and row["entropy"] is None and row["alternatives"][0][2] is None
     assert sample["router"] == {"temperature_max": None}
     assert sample["settings"] == {"logit_bias": {"3": None}, "stop": ["a", "b"]}
 
 
-def test_a_field_that_is_new_is_kept(file):
+def test_unknown_fields_are_kept(file):
     documents = [document([token(speculated=True)], label="a")]
     assert read_trace(write(file, documents)) == documents
 
@@ -133,6 +133,6 @@ def test_text_stays_readable_in_the_file():
     assert "perché 漢字 👩‍👧" in next(trace_lines([document(text="perché 漢字 👩‍👧")]))
 
 
-def test_no_sample_is_an_empty_file(file):
+def test_a_trace_without_samples_is_an_empty_file(file):
     assert list(trace_lines([])) == []
     assert read_trace(write(file, [])) == []

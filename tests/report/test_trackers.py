@@ -1,4 +1,4 @@
-"""What trackers are told is what `metrics.jsonl` holds, through kills, resumes and rewinds."""
+"""Tests that trackers receive the rows of `metrics.jsonl`, through kills, resumes and rewinds."""
 
 import json
 import struct
@@ -12,9 +12,9 @@ from dantinox.config import UserError, build_config
 from dantinox.report import MetricsLog, read_jsonl, trackers
 
 
-def log_of(folder, **chosen):
+def open_log(folder, **settings):
     folder.mkdir(exist_ok=True)
-    config = build_config({}, {f"logging.{key}": value for key, value in chosen.items()})
+    config = build_config({}, {f"logging.{key}": value for key, value in settings.items()})
     return MetricsLog(folder / "training_log.csv", folder / "metrics.jsonl", trackers(config, folder))
 
 
@@ -25,8 +25,8 @@ def fill(log, steps, factor=1.0):
             log.evaluation({"step": step, "train_loss": factor / step, "val_loss": float("nan") if step == 40 else 2 / step})
 
 
-def told(rows):
-    """Rows of `metrics.jsonl` as numbers by tag and step."""
+def numbers_of(rows):
+    """Returns the numbers of rows of `metrics.jsonl` by tag and step."""
     return {
         (f"{row['kind']}/{name}", row["step"]): value
         for row in rows
@@ -36,7 +36,7 @@ def told(rows):
 
 
 def events(folder):
-    """The events of all files in their order, read by the format's description: length, its CRC, data, its CRC."""
+    """Yields the events of all files in order, read by the format's description: length, its CRC, data, its CRC."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     for path in sorted((folder / "tensorboard").iterdir()):
         content = path.read_bytes()
@@ -47,7 +47,7 @@ def events(folder):
 
 
 def scalars(folder):
-    """What TensorBoard shows: a restart of the session makes the steps from its own on void."""
+    """Returns what TensorBoard shows. A session restart discards the steps from its own step on."""
     found, shown = [], {}
     for event in events(folder):
         if event.session_log.status == event.session_log.START:
@@ -60,7 +60,7 @@ def scalars(folder):
 
 
 def assert_shows(folder):
-    expected = told(read_jsonl(folder / "metrics.jsonl"))
+    expected = numbers_of(read_jsonl(folder / "metrics.jsonl"))
     assert scalars(folder) == {key: np.float32(value) for key, value in expected.items()} and expected
 
 
@@ -68,15 +68,15 @@ def texts(folder, tag):
     return [v.tensor.string_val[0].decode() for e in events(folder) for v in e.summary.value if v.tag.startswith(tag)]
 
 
-def test_event_files_hold_the_rows_also_of_a_run_that_was_killed_and_resumed(tmp_path):
+def test_event_files_have_the_rows_of_a_killed_and_resumed_run(tmp_path):
     pytest.importorskip("tensorboardX")
-    log = log_of(tmp_path, tensorboard=True)
+    log = open_log(tmp_path, tensorboard=True)
     log.truncate(0)
     fill(log, range(10, 61, 10))
     log.sample(60, "a <text>\n\nof # two parts")
-    assert_shows(tmp_path)  # each row is in the file when it was written: nothing was closed
+    assert_shows(tmp_path)  # each row is flushed: the file is not closed yet
     for resumed_at in (40, 40, 0):
-        with log_of(tmp_path, tensorboard=True) as log:
+        with open_log(tmp_path, tensorboard=True) as log:
             log.truncate(resumed_at)
             assert_shows(tmp_path) if resumed_at else None
             fill(log, range(resumed_at + 10, 101, 10), factor=3.0)
@@ -89,21 +89,21 @@ def test_event_files_hold_the_rows_also_of_a_run_that_was_killed_and_resumed(tmp
     assert "    training:\n" in config and "tensorboard: true" in config
 
 
-def test_a_tracker_that_comes_late_is_told_what_was_before(tmp_path, wandb):
+def test_a_tracker_enabled_later_receives_the_earlier_rows(tmp_path, wandb):
     pytest.importorskip("tensorboardX")
-    log = log_of(tmp_path)
+    log = open_log(tmp_path)
     log.truncate(0)
     fill(log, range(10, 61, 10))
-    with log_of(tmp_path, tensorboard=True, wandb=True) as log:
+    with open_log(tmp_path, tensorboard=True, wandb=True) as log:
         log.truncate(40)
         assert_shows(tmp_path)
         fill(log, range(50, 81, 10))
     assert_shows(tmp_path)
-    assert wandb.shown() == told(read_jsonl(tmp_path / "metrics.jsonl"))
+    assert wandb.shown() == numbers_of(read_jsonl(tmp_path / "metrics.jsonl"))
 
 
 class Wandb(ModuleType):
-    """As much of the library as is called; rows are taken in the order of their steps."""
+    """Replaces the parts of the library that are used; accepts rows in the order of their steps."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -122,12 +122,12 @@ class Wandb(ModuleType):
     def log(self, data, step):
         if self.broken:
             raise BrokenPipeError("gone")
-        assert not self.rows or step >= self.rows[-1][0], "W&B drops steps that go back"
+        assert not self.rows or step >= self.rows[-1][0], "W&B drops steps that decrease"
         self.rows.append((step, data))
 
     def shown(self):
         flat = [((name, step), value) for step, data in self.rows for name, value in data.items()]
-        assert len(flat) == len(dict(flat)), "told once"
+        assert len(flat) == len(dict(flat)), "logged once"
         return dict(flat)
 
 
@@ -138,32 +138,32 @@ def wandb(monkeypatch):
     return module
 
 
-def test_online_it_is_told_what_it_lost_when_the_process_was_killed(tmp_path, wandb):
+def test_rows_lost_by_a_kill_are_logged_again_online(tmp_path, wandb):
     wandb.offline = False
-    log = log_of(tmp_path, wandb=True)
+    log = open_log(tmp_path, wandb=True)
     log.truncate(0)
     fill(log, range(10, 61, 10))
     del wandb.rows[-5:]  # of steps 40, 50 and 60
-    log = log_of(tmp_path, wandb=True)
+    log = open_log(tmp_path, wandb=True)
     log.truncate(20)
     fill(log, range(30, 81, 10))
-    assert wandb.shown() == told(read_jsonl(log.path_jsonl))
+    assert wandb.shown() == numbers_of(read_jsonl(log.path_jsonl))
 
 
-def test_one_run_at_weights_and_biases_however_often_it_is_resumed(tmp_path, wandb):
-    with log_of(tmp_path / "run", wandb=True, wandb_project="small") as log:
+def test_a_resumed_run_continues_the_same_weights_and_biases_run(tmp_path, wandb):
+    with open_log(tmp_path / "run", wandb=True, wandb_project="small") as log:
         log.truncate(0)
         fill(log, range(10, 61, 10))
         log.sample(60, "a <b>")
-    whole = told(read_jsonl(log.path_jsonl)) | {("sample", 60): "<pre>a &lt;b&gt;</pre>"}
+    whole = numbers_of(read_jsonl(log.path_jsonl)) | {("sample", 60): "<pre>a &lt;b&gt;</pre>"}
     assert wandb.shown() == whole
-    with pytest.raises(KeyError), log_of(tmp_path / "run", wandb=True) as log:
+    with pytest.raises(KeyError), open_log(tmp_path / "run", wandb=True) as log:
         log.truncate(20)
-        fill(log, range(30, 51, 10))  # told before
-        log.truncate(20)  # a rewind: the last step it was told is still 60
+        fill(log, range(30, 51, 10))  # already logged
+        log.truncate(20)  # a rewind: the last logged step is still 60
         fill(log, range(30, 81, 10))
         raise KeyError
-    assert wandb.shown() == whole | told(read_jsonl(log.path_jsonl))
+    assert wandb.shown() == whole | numbers_of(read_jsonl(log.path_jsonl))
     first, second = wandb.runs
     assert (first.id, first.exit_code, second.id, second.exit_code) == ("id0", 0, "id0", 1)
     options = first.options
@@ -171,8 +171,8 @@ def test_one_run_at_weights_and_biases_however_often_it_is_resumed(tmp_path, wan
     assert options["config"]["training"]["lr"] == 3e-4 and options["dir"] == str(tmp_path / "run")
 
 
-def test_a_failure_of_weights_and_biases_is_a_sentence_before_the_training_and_a_warning_in_it(tmp_path, wandb):
-    with log_of(tmp_path, wandb=True) as log:
+def test_a_weights_and_biases_failure_is_an_error_at_the_start_and_a_warning_later(tmp_path, wandb):
+    with open_log(tmp_path, wandb=True) as log:
         log.truncate(0)
         wandb.broken = True
         with pytest.warns(UserWarning, match="Weights & Biases failed, training continues without it: gone"):
@@ -184,7 +184,7 @@ def test_a_failure_of_weights_and_biases_is_a_sentence_before_the_training_and_a
 
 
 @pytest.mark.parametrize(("setting", "library"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_a_library_that_is_missing_is_told_before_anything_is_made(tmp_path, monkeypatch, setting, library):
+def test_a_missing_library_is_reported_before_the_run_is_created(tmp_path, monkeypatch, setting, library):
     from dantinox.training import launch
 
     for name in (library, "tensorboardX.event_file_writer"):
