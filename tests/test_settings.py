@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from dantinox.config import Config, UserError, build_config, dump_config
-from dantinox.config.generation_settings import order_of
-from dantinox.config.sections import FIELDS, idle
+from dantinox.config.generation_settings import section_order
+from dantinox.config.sections import FIELDS, find_inactive
 from dantinox.distributed import mesh_sizes
 from dantinox.sampling import SamplingParams
 from dantinox.text import prepare_data
@@ -189,13 +189,13 @@ def test_the_table_knows_every_setting():
 def test_a_setting_that_lacks_what_it_needs_is_refused_or_reported(key):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    alone = idle(Config.model_validate({section: {name: value}}, context="unchecked"))
+    alone = find_inactive(Config.model_validate({section: {name: value}}, context="unchecked"))
     if key in alone:
         with pytest.raises(UserError, match=rf"^{key} has no effect while .* \(command line\)$"):
             build_config({}, {key: value})
         with pytest.warns(UserWarning, match=rf"{key} has no effect while"):
             build_config({section: {name: value}})
-    assert key not in idle(build_config({}, {**needed, key: value}))
+    assert key not in find_inactive(build_config({}, {**needed, key: value}))
 
 
 @cache
@@ -217,7 +217,7 @@ def sampled(config):
     )
     params = SamplingParams.build(filled, stop_ids=[0], protected_ids=[0], measured=measured)
     leaves, kind = jax.tree.flatten(params)
-    return str(kind), [np.asarray(leaf).tolist() for leaf in leaves], order_of(config.generation)
+    return str(kind), [np.asarray(leaf).tolist() for leaf in leaves], section_order(config.generation)
 
 
 def read_by(key, *packages):

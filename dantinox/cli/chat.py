@@ -69,7 +69,7 @@ def _help(talk: "Chat", rest: str) -> str:
 def _set(talk: "Chat", rest: str) -> str:
     from dantinox.config import settings_of
     from dantinox.config.flag_values import value_of
-    from dantinox.config.request_overlay import KEYS
+    from dantinox.config.request_overlay import REQUEST_KEYS
 
     name, *words = _words(rest) or [""]
     if not name:
@@ -77,17 +77,18 @@ def _set(talk: "Chat", rest: str) -> str:
     if not words:
         talk.reset(name)
     else:
-        talk.set(name, value_of(KEYS[name], words) if name in KEYS else " ".join(words))
+        talk.set(name, value_of(REQUEST_KEYS[name], words) if name in REQUEST_KEYS else " ".join(words))
     return f"{name} {_spelt(settings_of(talk.config)[name])}"
 
 
 def _settings(talk: "Chat", rest: str) -> str:
     from dantinox.config import settings_of
-    from dantinox.config.request_overlay import KEYS
+    from dantinox.config.request_overlay import REQUEST_KEYS
     from dantinox.config.sections import FIELDS
 
     values = settings_of(talk.config)
-    changed = {name: value for name, value in values.items() if value != FIELDS[KEYS[name]].default or name in talk.given}
+    defaults = {name: FIELDS[key].default for name, key in REQUEST_KEYS.items()}
+    changed = {name: value for name, value in values.items() if value != defaults[name] or name in talk.given}
     if talk.system:
         changed = {"system": talk.system} | changed
     lines = [f"{name} {_spelt(value)}" + (" (/set)" if name in talk.given else "") for name, value in changed.items()]
@@ -304,14 +305,15 @@ def _session() -> Any:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
 
-    from dantinox.config.request_overlay import KEYS
+    from dantinox.config.request_overlay import REQUEST_KEYS
     from dantinox.platform import cache_folder
 
     keys = KeyBindings()
     keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     names = {f"/{name}": None for name in COMMANDS}
-    completer = NestedCompleter.from_nested_dict(names | {"/set": dict.fromkeys(KEYS), "/entropy": {"on": None, "off": None}})
+    words: Any = {"/set": dict.fromkeys(REQUEST_KEYS), "/entropy": {"on": None, "off": None}}
+    completer = NestedCompleter.from_nested_dict(names | words)
     history: Any = InMemoryHistory()
     path = cache_folder() / "chat_history"
     with contextlib.suppress(OSError):  # a home that cannot be written to has no history

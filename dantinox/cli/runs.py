@@ -44,7 +44,7 @@ def import_(options: argparse.Namespace) -> int:
 
 def _import_lines(found: "Imported") -> Iterator[str]:
     from dantinox.config import settings_of
-    from dantinox.config.request_overlay import KEYS
+    from dantinox.config.request_overlay import REQUEST_KEYS
     from dantinox.config.sections import FIELDS
     from dantinox.model.parameters import abstract_model
     from dantinox.report.tables import human_bytes, human_count, table
@@ -56,7 +56,7 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     model, read, written = config.architecture(tokenizer.vocab_size), _size(found.source), _size(run.weights)
     parameters = sum(shape.size for shape in abstract_model(model)[1].values())
     given = {key: value for key, value in settings_of(config).items() if key in SAMPLING_SETTINGS}
-    changed = {key: value for key, value in given.items() if value != FIELDS[KEYS[key]].default}
+    changed = {key: value for key, value in given.items() if value != FIELDS[REQUEST_KEYS[key]].default}
     stops = [tokenizer.core.id_to_token(index) for index in tokenizer.stop_ids]
     yield from table([
         ("run directory", run.path),

@@ -7,7 +7,16 @@ from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Section, Seed, Strings, field
 from dantinox.config.prerequisites import Condition, Needs, nonempty, one_of
-from dantinox.config.sampling_steps import CHAIN, EDITS, PENALTIES, STEERED, STEPS, StepSettings, Tokens, is_digits
+from dantinox.config.sampling_steps import (
+    CHAIN,
+    EDIT_STEPS,
+    MIROSTAT_STEPS,
+    PENALTY_STEPS,
+    STEPS,
+    StepSettings,
+    Tokens,
+    is_digits,
+)
 
 GREEDY_BELOW = 1e-5  # a temperature
 
@@ -74,16 +83,17 @@ class GenerationSection(StepSettings, _Request):
 
 # The steps after the edits, in the order in which they run. A preset has only the steps of the program it is named after.
 PRESETS: dict[str, tuple[str, ...]] = {
-    "default": tuple(name for name in STEPS if name not in EDITS),
+    "default": tuple(name for name in STEPS if name not in EDIT_STEPS),
     "hf": (
         "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "typical", "epsilon_cutoff", "eta_cutoff",
     ),
     "vllm": ("repetition_penalty", "presence_frequency_penalty", "temperature", "min_p", "top_k", "top_p"),
     "llamacpp": (
-        *PENALTIES, "top_n_sigma", "top_k", "typical", "top_p", "min_p", "xtc", "temperature", "dynamic_temperature", *STEERED,
+        *PENALTY_STEPS, "top_n_sigma", "top_k", "typical", "top_p", "min_p", "xtc", "temperature", "dynamic_temperature",
+        *MIROSTAT_STEPS,
     ),
 }  # fmt: skip
-ROUTED = ("temperature", "top_k", "top_p", "min_p")  # steps whose numbers the entropy router sets
+ROUTED_STEPS = ("temperature", "top_k", "top_p", "min_p")  # steps whose numbers the entropy router sets
 KOBOLD_CODES = ("top_k", "top_a", "top_p", "tail_free", "typical", "temperature", "repetition_penalty")
 KOBOLD_ORDERS = {"kobold": (6, 0, 1, 2, 3, 4, 5), "koboldcpp": (6, 0, 1, 3, 4, 2, 5)}
 KOBOLDCPP_SLOTS = {
@@ -93,7 +103,7 @@ KOBOLDCPP_SLOTS = {
 }
 
 
-def steps_on(g: GenerationSection) -> frozenset[str]:
+def active_steps(g: GenerationSection) -> frozenset[str]:
     """Returns the steps that the values of a section switch on, in any order. Greedy rows have no temperature step."""
     return frozenset(name for name, step in STEPS.items() if any(on(getattr(g, key)) for key, on in step.on.items()))
 
@@ -131,17 +141,17 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
             raise ValueError(f"is invalid: {error}") from None
         if preset == "kobold":
             return names
-        return "dry", *(step for name in names for step in KOBOLDCPP_SLOTS.get(name, (name,))), "xtc", *STEERED
+        return "dry", *(step for name in names for step in KOBOLDCPP_SLOTS.get(name, (name,))), "xtc", *MIROSTAT_STEPS
     return _named_order(preset, given)
 
 
-def order_of(g: GenerationSection) -> tuple[str, ...]:
+def section_order(g: GenerationSection) -> tuple[str, ...]:
     """Returns the steps after the edits, in the order of a section. Raises the errors of `step_order`."""
-    return (*PENALTIES, *ROUTED) if g.strategy == "entropy" else step_order(g.preset, g.sampler_order)
+    return (*PENALTY_STEPS, *ROUTED_STEPS) if g.strategy == "entropy" else step_order(g.preset, g.sampler_order)
 
 
 def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
-    known = tuple(dict.fromkeys("mirostat" if name in STEERED else name for name in PRESETS["default"]))
+    known = tuple(dict.fromkeys("mirostat" if name in MIROSTAT_STEPS else name for name in PRESETS["default"]))
     wrong = next((name for name in names if name not in known), None)
     if wrong is not None:
         raise ValueError(f"must hold Kobold's codes or names among {', '.join(known)}, got {wrong!r}")
@@ -151,21 +161,21 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
         raise ValueError(f"as names excludes generation.preset {preset}: leave one of them out")
     if "mirostat" in names[:-1]:
         raise ValueError("must have mirostat last, because it needs the token that is drawn right after it")
-    return tuple(step for name in names for step in (STEERED if name == "mirostat" else (str(name),)))
+    return tuple(step for name in names for step in (MIROSTAT_STEPS if name == "mirostat" else (str(name),)))
 
 
 def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     """Yields the violated rules among settings of the section."""
-    on, greedy = steps_on(g), g.greedy or g.temperature < GREEDY_BELOW
+    on, greedy = active_steps(g), g.greedy or g.temperature < GREEDY_BELOW
     for key in ("stop", "dry_breakers"):
         if "" in getattr(g, key):
             yield f"generation.{key}", "must not hold an empty string"
     try:
-        order = order_of(g)
+        order = section_order(g)
     except ValueError as error:
         yield "generation.sampler_order", str(error)
         return
-    off = on - {*EDITS, *order} - ({"temperature"} if greedy else set())
+    off = on - {*EDIT_STEPS, *order} - ({"temperature"} if greedy else set())
     lacking = sorted({f"generation.{key}" for name in off for key, on_for in STEPS[name].on.items() if on_for(getattr(g, key))})
     if lacking:
         whose = f"generation.preset {g.preset}" if g.sampler_order is None else "generation.sampler_order"

@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section, field
-from dantinox.config.prerequisites import Needs, differs, given
+from dantinox.config.prerequisites import Needs, differs, is_set
 
 Policy = Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
 AVERAGES = ("snapkv+ema", "expected_attention", "kvzip")  # policies that average attention while decoding
 Signal = Literal["uniform", "entropy", "coverage", "distance", "loss"]
 
-BUDGET = Needs(("kv.budget", given), ("kv.budget_tokens", given))
+BUDGET = Needs(("kv.budget", is_set), ("kv.budget_tokens", is_set))
 SNAPKV = BUDGET, Needs(("kv.policy", "snapkv+ema"))
 AVERAGE = BUDGET, Needs(*(("kv.policy", policy) for policy in AVERAGES))
 BY_HEAD = tuple(

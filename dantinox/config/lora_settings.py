@@ -7,10 +7,10 @@ from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, Positive, Section, as_tuple, field
 from dantinox.config.model import GATED, AttentionSection, LoraConfig, ModelSection, MoESection, Projection
-from dantinox.config.prerequisites import Needs, given
+from dantinox.config.prerequisites import Needs, is_set
 
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-LORA = Needs(("lora.rank", given))
+LORA = Needs(("lora.rank", is_set))
 
 
 class LoraSection(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, NonNegative, Positive, Section, as_tuple, field
-from dantinox.config.prerequisites import Needs, differs, given, nonempty
+from dantinox.config.prerequisites import Needs, differs, is_set, nonempty
 from dantinox.files import UserError
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
@@ -149,7 +149,7 @@ class MoESection(Section):
 
 
 SLIDING = Needs(("attention.sliding_window", True))
-LATENT = Needs(("attention.kv_lora_rank", given))
+LATENT = Needs(("attention.kv_lora_rank", is_set))
 SCALED = Needs(("attention.rope_scaling", differs("none")))
 LLAMA3, YARN = Needs(("attention.rope_scaling", "llama3")), Needs(("attention.rope_scaling", "yarn"))
 LONGROPE = Needs(("attention.rope_scaling", "longrope"))
@@ -467,7 +467,7 @@ _RUNTIME = {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "
 # Fields that may change when a model starts from the weights of another.
 _REACH = {"max_context", "windows", "rope_theta", "rope_scaling", "rope_local_theta"}
 ARCHITECTURE = tuple(field.name for field in fields(ModelConfig) if field.name not in _RUNTIME)
-OF_WEIGHTS = tuple(name for name in ARCHITECTURE if name not in _REACH)
+WEIGHT_FIELDS = tuple(name for name in ARCHITECTURE if name not in _REACH)
 # Field of the architecture → the setting (dotted path) from which it is resolved.
 _PATHS = {name: f"attention.{name}" for name in AttentionSection.model_fields} | {
     name: f"model.{name}" for name in ModelSection.model_fields

@@ -20,24 +20,24 @@ class Condition:
         return self.holds(value)
 
 
-given = Condition("is set", lambda value: value is not None)
+is_set = Condition("is set", lambda value: value is not None)
 nonzero = Condition("is not 0", bool)
 nonempty = Condition("is not empty", bool)
 
 
 def equals(value: object) -> Condition:
     """A condition: the setting has this value."""
-    return Condition(f"is {worded(value)}", lambda found: found == value)
+    return Condition(f"is {format_value(value)}", lambda found: found == value)
 
 
 def differs(value: object) -> Condition:
     """A condition: the setting has another value."""
-    return Condition(f"is not {worded(value)}", lambda found: found != value)
+    return Condition(f"is not {format_value(value)}", lambda found: found != value)
 
 
 def one_of(*values: object) -> Condition:
     """A condition: the setting has one of these values."""
-    return Condition(f"is {' or '.join(map(worded, values))}", lambda found: found in values)
+    return Condition(f"is {' or '.join(map(format_value, values))}", lambda found: found in values)
 
 
 class Needs:
@@ -86,11 +86,11 @@ def inactive_settings(
     def because(need: Needs) -> str:
         others = dict.fromkeys(key for key, _ in need.others)
         root = next((reason(key) for key in others if reason(key) and values[key] != defaults[key]), "")
-        return root or "while " + " and ".join(f"{key} is {worded(values[key])}" for key in others)
+        return root or "while " + " and ".join(f"{key} is {format_value(values[key])}" for key in others)
 
     return {key: reason(key) for key, value in values.items() if value != defaults[key] and reason(key)}
 
 
-def worded(value: object) -> str:
+def format_value(value: object) -> str:
     """Returns a value as a sentence shows it: a string without quotes."""
     return value if isinstance(value, str) and value else quote(value)

@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 
-from dantinox.config.generation_settings import ROUTED
+from dantinox.config.generation_settings import ROUTED_STEPS
 from dantinox.config.names import ALIASES, flat_name
-from dantinox.config.sections import FIELDS, Config, flat, idle, without
-from dantinox.config.yaml_files import REQUEST, check_text, did_you_mean, merge, nearest_key, report
+from dantinox.config.sections import FIELDS, Config, find_inactive, flatten_config, reset_settings
+from dantinox.config.yaml_files import REQUEST_SECTIONS, check_text, did_you_mean, nearest_key, validate_settings, warn_inactive
 from dantinox.files import UserError, escape_name
 
 # Name without section → dotted path.
-KEYS = {flat_name(key): key for key in FIELDS if key.partition(".")[0] in REQUEST}
+REQUEST_KEYS = {flat_name(key): key for key in FIELDS if key.partition(".")[0] in REQUEST_SECTIONS}
 # Settings that exclude each other: a name in a request → the setting below it that it replaces.
 PAIRS = [
     ("kv_budget", "kv_budget_tokens"),
-    *((key, f"base_{key}") for key in ROUTED),
+    *((key, f"base_{key}") for key in ROUTED_STEPS),
     *((flat_name(old), flat_name(new)) for old, new in ALIASES.items()),
 ]
 SUPERSEDES = {"preset": "sampler_order", **dict(PAIRS), **{b: a for a, b in PAIRS}}
@@ -21,8 +21,8 @@ SUPERSEDES = {"preset": "sampler_order", **dict(PAIRS), **{b: a for a, b in PAIR
 
 def settings_of(config: Config) -> dict[str, object]:
     """Returns all settings that a request may change, by the names that `overlay` accepts."""
-    values = flat(config)
-    return {name: values[key] for name, key in KEYS.items()}
+    values = flatten_config(config)
+    return {name: values[key] for name, key in REQUEST_KEYS.items()}
 
 
 def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: Mapping[str, object] | None = None) -> Config:
@@ -48,21 +48,21 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
     """
     for name in given:
         _check_name(name, origin)
-    own = {name: value for name, value in settings_of(base).items() if value != FIELDS[KEYS[name]].default}
+    own = {name: value for name, value in settings_of(base).items() if value != FIELDS[REQUEST_KEYS[name]].default}
     if under:
         own = _without_superseded(own, under) | _with_bases(under, own)
     strict = _with_bases(given, own)
     tree: dict[str, dict[str, object]] = {}
     for name, value in _without_superseded(own, given).items():
-        section, _, key = KEYS.get(name, f"generation.{name}").partition(".")
+        section, _, key = REQUEST_KEYS.get(name, f"generation.{name}").partition(".")
         tree.setdefault(section, {})[key] = value
-    changed = {KEYS.get(name, f"generation.{name}"): value for name, value in strict.items()}
+    changed = {REQUEST_KEYS.get(name, f"generation.{name}"): value for name, value in strict.items()}
     source = "the run's settings" if not under else "the flags and the run's settings"
-    merged, unused = merge(tree, changed, {}, source, origin)
-    before = idle(base)
-    report({key: reason for key, reason in unused.items() if key not in before}, {}, source)
-    merged = without(merged, unused)
-    return base.model_copy(update={name: getattr(merged, name) for name in REQUEST})
+    merged, unused = validate_settings(tree, changed, {}, source, origin)
+    before = find_inactive(base)
+    warn_inactive({key: reason for key, reason in unused.items() if key not in before}, {}, source)
+    merged = reset_settings(merged, unused)
+    return base.model_copy(update={name: getattr(merged, name) for name in REQUEST_SECTIONS})
 
 
 def with_generation(config: Config, **changes: object) -> Config:
@@ -90,7 +90,7 @@ def _with_bases(given: Mapping[str, object], own: Mapping[str, object]) -> dict[
 
 def _check_name(name: str, origin: str) -> None:
     check_text("a key of generation", name, {}, origin)
-    nearest = "" if name in KEYS else nearest_key(name)
+    nearest = "" if name in REQUEST_KEYS else nearest_key(name)
     if nearest.startswith("kv."):  # suggest the name without section
         place = f" ({origin})" if origin else ""
         raise UserError(f"unknown key {escape_name(name)}{did_you_mean(flat_name(nearest))}{place}", key=f"generation.{name}")

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypedDict, Unpack
 from pydantic import Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, NonNegative, Section, field
-from dantinox.config.prerequisites import Needs, given
+from dantinox.config.prerequisites import Needs, is_set
 from dantinox.files import UserError
 
 Threshold = NonNegative | None
@@ -22,7 +22,7 @@ ATTENTION = Needs(("router.use_attention", True))
 AttentionTerm = Annotated[float, Field(ge=-1000, le=1000), ATTENTION]  # a coefficient of attention metrics
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
 WindowCount = Annotated[int, Field(ge=1, le=256)]  # candidates come from a window of this many tokens
-EVERY = 2**30  # a top_k that keeps every token
+KEEP_ALL = 2**30  # a top_k that keeps every token
 
 # Strategies in the order of their ids, with their conditions on metrics (metric, relation, threshold). The router uses the
 # first strategy whose conditions hold, else `adaptive`.
@@ -87,7 +87,7 @@ class RouterSection(Section):
     clarify_token: CountOrZero | Annotated[str, Field(min_length=1)] | None = field(
         None, "clarify: token to emit, as id or string of one token (null: sample at a higher temperature)"
     )
-    clarify_cooldown: Annotated[CountOrZero, Needs(("router.clarify_token", given))] = field(
+    clarify_cooldown: Annotated[CountOrZero, Needs(("router.clarify_token", is_set))] = field(
         32, "clarify: minimum number of tokens between two clarify tokens"
     )
     clarify_temperature_factor: Coefficient = field(1.3, "clarify: factor on T₀")
@@ -179,12 +179,12 @@ class Bases(TypedDict, total=False):
     min_p: float
 
 
-def with_request(numbers: Mapping[str, float], **request: Unpack[Bases]) -> dict[str, float]:
+def with_request_bases(numbers: Mapping[str, float], **request: Unpack[Bases]) -> dict[str, float]:
     """Returns the router's numbers with T₀, p₀, k₀ and m₀ of a request (see `bases_of`)."""
-    return {**numbers, **bases_of(**request)}
+    return {**numbers, **router_bases(**request)}
 
 
-def bases_of(
+def router_bases(
     temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, min_p: float = 0.0
 ) -> dict[str, float]:
     """Returns the base values of the router that a request sets, by setting name.
@@ -198,13 +198,13 @@ def bases_of(
     if top_p is not None:
         own["base_top_p"] = top_p
     if top_k is not None:
-        own["base_top_k"] = min(top_k, EVERY) if top_k > 0 else EVERY
+        own["base_top_k"] = min(top_k, KEEP_ALL) if top_k > 0 else KEEP_ALL
     if min_p > 0:
         own["base_min_p"] = min_p
     return own
 
 
-def intervals(strategy: str, numbers: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+def strategy_intervals(strategy: str, numbers: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Returns where the conditions of a strategy of `RULES` hold: metric → open interval (0: no lower bound)."""
     found = dict.fromkeys(("entropy", "varentropy"), (0.0, inf))
     for metric, relation, threshold in RULES[strategy]:
@@ -213,7 +213,7 @@ def intervals(strategy: str, numbers: Mapping[str, float]) -> dict[str, tuple[fl
     return found
 
 
-def forcing(strategy: str) -> dict[str, float]:
+def forcing_thresholds(strategy: str) -> dict[str, float]:
     """Returns values of `THRESHOLDS` that always select a strategy: −1 is below every metric, ∞ above."""
     for values in product((-1.0, inf), repeat=len(THRESHOLDS)):
         numbers = dict(zip(THRESHOLDS, values, strict=True))

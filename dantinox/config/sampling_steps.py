@@ -89,10 +89,10 @@ class Step:
       on: the settings that switch the step on, each with the condition on its value.
       arguments: parameter of the step's function → the setting that provides it.
       reads: other parameters of the function, computed by `dantinox.sampling.chain.STEP_INPUTS`.
-      beside: settings that affect the step through `reads`.
-      given: parameters of `process_logits` for values that decoding computes itself, with types and defaults (None: required).
+      indirect: settings that affect the step through `reads`.
+      parameters: those of `process_logits` for values that decoding computes itself, with types and defaults (None: required).
       group: `edit` and `penalty` steps apply to greedy decoding too; edits are not part of an order and run first.
-      cuts: the step is a filter that keeps the `likeliest` tokens, or those of `typical` surprise; empty: no such filter.
+      keeps: the step is a filter that keeps the `likeliest` tokens, or those of `typical` surprise; empty: no such filter.
       by_row: the step is slow, so it runs only for the rows of a batch that switch it on.
       function: the name of the function, if it differs from that of the step.
     """
@@ -100,16 +100,16 @@ class Step:
     on: dict[str, Condition]
     arguments: dict[str, str] = factory(default_factory=dict)
     reads: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-    given: dict[str, tuple[Any, Any]] = factory(default_factory=dict)
+    indirect: tuple[str, ...] = ()
+    parameters: dict[str, tuple[Any, Any]] = factory(default_factory=dict)
     group: Literal["edit", "penalty", "other"] = "other"
-    cuts: Literal["", "likeliest", "typical"] = ""
+    keeps: Literal["", "likeliest", "typical"] = ""
     by_row: bool = False
     function: str = ""
 
     @property
     def settings(self) -> tuple[str, ...]:
-        return (*self.arguments.values(), *self.beside)
+        return (*self.arguments.values(), *self.indirect)
 
 
 positive = Condition("is above 0", lambda value: value is not None and value > 0)
@@ -200,25 +200,32 @@ SETTINGS = {
     if name in StepSettings.model_fields
 }
 
-TEXT, WORDS = ("history_S", "length"), ("prefix_WM", "last_W")
+HISTORY_INPUTS, SEQUENCE_INPUTS = ("history_S", "length"), ("prefix_WM", "last_W")
 IDS, BIASES = {"ids": (Tokens, None)}, {"values": (Biases, None)}
-SPOKEN = {"sequences": (Sequences, None)}
-STEERING = ("mirostat", "mirostat_tau", "mirostat_eta")
+SEQUENCE_ARGUMENTS = {"sequences": (Sequences, None)}
+MIROSTAT_SETTINGS = ("mirostat", "mirostat_tau", "mirostat_eta")
 # In the order in which edits and the preset `default` run.
 STEPS: dict[str, Step] = {
-    "no_repeat_ngram": Step({"no_repeat_ngram": positive}, {"n": "no_repeat_ngram"}, (*TEXT, "run_S"), group="edit"),
+    "no_repeat_ngram": Step({"no_repeat_ngram": positive}, {"n": "no_repeat_ngram"}, (*HISTORY_INPUTS, "run_S"), group="edit"),
     "logit_bias": Step({"logit_bias": nonempty}, {}, ("bias_V",), ("logit_bias",), IDS | BIASES, "edit"),
     "sequence_bias": Step(
-        {"sequence_bias": nonempty}, {}, (*TEXT, *WORDS, "bias_W"), ("sequence_bias",), SPOKEN | BIASES, "edit"
+        {"sequence_bias": nonempty},
+        {},
+        (*HISTORY_INPUTS, *SEQUENCE_INPUTS, "bias_W"),
+        ("sequence_bias",),
+        SEQUENCE_ARGUMENTS | BIASES,
+        "edit",
     ),
     "allowed_tokens": Step({"allowed_tokens": nonempty}, {}, ("ids_S",), ("allowed_tokens",), IDS, "edit"),
     "banned_tokens": Step({"banned_tokens": nonempty}, {}, ("ids_S",), ("banned_tokens",), IDS, "edit", function="ban"),
-    "bad_words": Step({"bad_words": nonempty}, {}, (*TEXT, *WORDS), ("bad_words",), SPOKEN, "edit"),
+    "bad_words": Step(
+        {"bad_words": nonempty}, {}, (*HISTORY_INPUTS, *SEQUENCE_INPUTS), ("bad_words",), SEQUENCE_ARGUMENTS, "edit"
+    ),
     "min_tokens": Step(
         {"min_tokens": positive},
         {"n": "min_tokens"},
         ("stop_ids_S", "n_generated"),
-        given={"stop_ids": (Tokens, None)},
+        parameters={"stop_ids": (Tokens, None)},
         group="edit",
     ),
     "repetition_penalty": Step(
@@ -249,38 +256,40 @@ STEPS: dict[str, Step] = {
     ),
     "temperature": Step({"temperature": not_one}, {"t": "temperature"}),
     "smoothing": Step({"smoothing_factor": positive}, {"factor": "smoothing_factor", "curve": "smoothing_curve"}),
-    "top_k": Step({"top_k": positive}, {"k": "top_k", "ties": "ties"}, cuts="likeliest"),
-    "top_p": Step({"top_p": below_one}, {"p": "top_p", "rule": "top_p_rule", "ties": "ties"}, ("rest",), cuts="likeliest"),
-    "min_p": Step({"min_p": positive}, {"p": "min_p"}, cuts="likeliest"),
-    "top_a": Step({"top_a": positive}, {"a": "top_a"}, ("rest",), cuts="likeliest"),
+    "top_k": Step({"top_k": positive}, {"k": "top_k", "ties": "ties"}, keeps="likeliest"),
+    "top_p": Step({"top_p": below_one}, {"p": "top_p", "rule": "top_p_rule", "ties": "ties"}, ("rest",), keeps="likeliest"),
+    "min_p": Step({"min_p": positive}, {"p": "min_p"}, keeps="likeliest"),
+    "top_a": Step({"top_a": positive}, {"a": "top_a"}, ("rest",), keeps="likeliest"),
     "tail_free": Step({"tail_free": below_one}, {"z": "tail_free"}, ("size",), by_row=True),
-    "typical": Step({"typical": below_one}, {"p": "typical", "ties": "ties"}, ("rest",), cuts="typical"),
-    "epsilon_cutoff": Step({"epsilon_cutoff": positive}, {"eps": "epsilon_cutoff"}, ("rest",), cuts="likeliest"),
-    "eta_cutoff": Step({"eta_cutoff": positive}, {"eps": "eta_cutoff"}, ("rest",), cuts="likeliest"),
-    "top_n_sigma": Step({"top_n_sigma": positive}, {"n": "top_n_sigma"}, ("rest",), cuts="likeliest"),
+    "typical": Step({"typical": below_one}, {"p": "typical", "ties": "ties"}, ("rest",), keeps="typical"),
+    "epsilon_cutoff": Step({"epsilon_cutoff": positive}, {"eps": "epsilon_cutoff"}, ("rest",), keeps="likeliest"),
+    "eta_cutoff": Step({"eta_cutoff": positive}, {"eps": "eta_cutoff"}, ("rest",), keeps="likeliest"),
+    "top_n_sigma": Step({"top_n_sigma": positive}, {"n": "top_n_sigma"}, ("rest",), keeps="likeliest"),
     "xtc": Step(
         {"xtc_probability": positive},
         {"threshold": "xtc_threshold", "probability": "xtc_probability"},
         ("u", "protected_V"),
-        given={"u": (Fraction, None), "protected_ids": (Tokens, ())},
+        parameters={"u": (Fraction, None), "protected_ids": (Tokens, ())},
     ),
     "mirostat_v1": Step(
         {"mirostat": equals(1)},
         reads=("mu", "size"),
-        beside=STEERING,
-        given={"mu": (Finite, None), "m": (Count, 100)},
-        cuts="likeliest",
+        indirect=MIROSTAT_SETTINGS,
+        parameters={"mu": (Finite, None), "m": (Count, 100)},
+        keeps="likeliest",
     ),
-    "mirostat_v2": Step({"mirostat": equals(2)}, {}, ("mu", "rest"), STEERING, {"mu": (Finite, None)}, cuts="likeliest"),
+    "mirostat_v2": Step(
+        {"mirostat": equals(2)}, {}, ("mu", "rest"), MIROSTAT_SETTINGS, {"mu": (Finite, None)}, keeps="likeliest"
+    ),
 }
-EDITS = tuple(name for name, step in STEPS.items() if step.group == "edit")
-PENALTIES = tuple(name for name, step in STEPS.items() if step.group == "penalty")
-STEERED = tuple(
+EDIT_STEPS = tuple(name for name, step in STEPS.items() if step.group == "edit")
+PENALTY_STEPS = tuple(name for name, step in STEPS.items() if step.group == "penalty")
+MIROSTAT_STEPS = tuple(
     name for name, step in STEPS.items() if "mu" in step.reads
 )  # steps that depend on the surprise of the drawn token
 
 
-def needs_of(key: str) -> tuple[Needs, ...]:
+def step_prerequisites(key: str) -> tuple[Needs, ...]:
     """Returns the prerequisites of a setting that only refines steps: one of these steps must be on."""
     owners = [step for step in STEPS.values() if key in step.settings]
     if not owners or any(key in step.on for step in owners):
@@ -296,7 +305,7 @@ class Bounds(NamedTuple):
     integer: bool
 
 
-def bounds(kind: object) -> Bounds | None:
+def number_bounds(kind: object) -> Bounds | None:
     """Returns the range of a number type; None for other types."""
     wanted: Any = kind
     schema = TypeAdapter(wanted).json_schema()
@@ -308,4 +317,6 @@ def bounds(kind: object) -> Bounds | None:
     return Bounds(low, math.inf if high >= 2**31 - 1 else high, schema["type"] == "integer")
 
 
-NUMBERS: dict[str, Bounds] = {key: found for key, setting in SETTINGS.items() if (found := bounds(setting.kind)) is not None}
+NUMBER_BOUNDS: dict[str, Bounds] = {
+    key: found for key, setting in SETTINGS.items() if (found := number_bounds(setting.kind)) is not None
+}

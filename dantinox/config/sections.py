@@ -37,9 +37,9 @@ from dantinox.config.model import (
     model_conflicts,
     uneven_keys,
 )
-from dantinox.config.prerequisites import Condition, Needs, differs, given, inactive_settings, one_of
+from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, is_set, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
-from dantinox.config.sampling_steps import needs_of
+from dantinox.config.sampling_steps import step_prerequisites
 from dantinox.files import UserError
 
 # Names of the files that every run directory may contain.
@@ -167,7 +167,7 @@ class TrainingSection(Section):
     eval_tokens: Count | None = field(None, "validation tokens per evaluation (null: all)")
     checkpoint_every: Count | None = field(None, "steps between checkpoints (null: at each evaluation)")
     sample_every: Count | None = field(None, "steps between text samples (null: none)")
-    sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = field(
+    sample_prompt: Annotated[str, Needs(("training.sample_every", is_set))] = field(
         "", "prompt of the samples (empty: a line break)"
     )
     keep_last: Count = field(2, "number of latest checkpoints to keep, at least 2, in addition to the best one")
@@ -284,7 +284,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> "Config":
         if info.context != UNCHECKED:
-            inactive = [(key, f"has no effect {reason}") for key, reason in idle(self).items()]
+            inactive = [(key, f"has no effect {reason}") for key, reason in find_inactive(self).items()]
             for key, problem in (*inactive, *self.conflicts()):
                 raise UserError(f"{key} {problem}", key=key)
         return self
@@ -350,26 +350,26 @@ DEFAULTS = {key: field.default for key, field in FIELDS.items()}
 NEEDS = {
     key: (
         *SECTIONS[key.partition(".")[0]].needs,
-        *needs_of(key.removeprefix("generation.")),
+        *step_prerequisites(key.removeprefix("generation.")),
         *(mark for mark in field.metadata if isinstance(mark, Needs)),
     )
     for key, field in FIELDS.items()
 }
 
 
-def flat(config: Config, changed: bool = False) -> dict[str, object]:
+def flatten_config(config: Config, changed: bool = False) -> dict[str, object]:
     """Returns dotted path → value of every setting, or with `changed` of those that differ from their default."""
     held = {section: vars(getattr(config, section)) for section in SECTIONS}
     values = {key: held[section][name] for key, (section, name) in PARTS.items()}
     return {key: value for key, value in values.items() if not changed or value != DEFAULTS[key]}
 
 
-def idle(config: Config) -> dict[str, str]:
+def find_inactive(config: Config) -> dict[str, str]:
     """Returns the settings that were set and have no effect: dotted path → reason (`while … is …`)."""
-    return inactive_settings(flat(config), DEFAULTS, NEEDS)
+    return inactive_settings(flatten_config(config), DEFAULTS, NEEDS)
 
 
-def without(config: Config, keys: Iterable[str]) -> Config:
+def reset_settings(config: Config, keys: Iterable[str]) -> Config:
     """Returns the settings with those of `keys` reset to their default."""
     defaults: dict[str, dict[str, Any]] = {}
     for key in keys:

@@ -13,15 +13,15 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from dantinox.config.model import OF_WEIGHTS
+from dantinox.config.model import WEIGHT_FIELDS
 from dantinox.config.names import ALIASES, FORMER_NAMES, OTHER_NAMES, flat_name
 from dantinox.config.packaged import CONFIGS
 from dantinox.config.reference import PREREQUISITES, type_in_words
-from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, flat, idle, without
+from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
 from dantinox.files import UserError, escape_name, quote, read_text
 
-INHERITED = ("model", "moe", "attention", "tokenizer")  # sections that a training takes from training.init_from
-REQUEST = ("generation", "router", "kv")  # sections that a request may change; no weight depends on them
+INHERITED_SECTIONS = ("model", "moe", "attention", "tokenizer")  # sections that a training takes from training.init_from
+REQUEST_SECTIONS = ("generation", "router", "kv")  # sections that a request may change; no weight depends on them
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -156,8 +156,8 @@ def build_config(
     Raises:
       UserError: a wrong name, type or range, settings that contradict each other, or an override without effect.
     """
-    config, unused = merge(tree, overrides or {}, where or {}, source, origin)
-    report(unused, where or {}, source)
+    config, unused = validate_settings(tree, overrides or {}, where or {}, source, origin)
+    warn_inactive(unused, where or {}, source)
     return config
 
 
@@ -188,12 +188,12 @@ def build_training(
         return build_config(tree, overrides, where, source, origin)
     base = load_config(file)
     given = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
-    below = {section: getattr(base, section).model_dump(mode="json") for section in INHERITED}
+    below = {section: getattr(base, section).model_dump(mode="json") for section in INHERITED_SECTIONS}
     filled = {name: {**below.get(name, {}), **(keys or {})} for name, keys in tree.items() if isinstance(keys, dict | None)}
-    config, unused = merge({**tree, **below, **filled}, overrides, where, source, origin)
+    config, unused = validate_settings({**tree, **below, **filled}, overrides, where, source, origin)
     _check_start(base, config, sorted(given), where | dict.fromkeys(overrides, origin), str(init_from))
-    report({key: reason for key, reason in unused.items() if key in given}, where, source)
-    return without(config, [key for key in unused if key not in given])
+    warn_inactive({key: reason for key, reason in unused.items() if key in given}, where, source)
+    return reset_settings(config, [key for key in unused if key not in given])
 
 
 def inherit_settings(config: Config) -> Config:
@@ -207,10 +207,10 @@ def inherit_settings(config: Config) -> Config:
 
 def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapping[str, str], init_from: str) -> None:
     """Raises a UserError if a given setting contradicts the weights or the tokenizer of the base."""
-    before, after = flat(base), flat(config)
+    before, after = flatten_config(base), flatten_config(config)
     for key in given:
         section, _, name = key.partition(".")
-        if section not in INHERITED or before.get(key) == after.get(key):
+        if section not in INHERITED_SECTIONS or before.get(key) == after.get(key):
             continue
         changed = base.model_copy(update={section: getattr(base, section).model_copy(update={name: after[key]})})
         other = config.tokenizer.tokenizer_type != "file" if section == "tokenizer" else _fixed(changed) != _fixed(base)
@@ -223,10 +223,10 @@ def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapp
 def _fixed(config: Config) -> list[Any]:
     """Returns the fields of the architecture that the weights determine."""
     model = config.architecture(1)
-    return [getattr(model, name) for name in OF_WEIGHTS]
+    return [getattr(model, name) for name in WEIGHT_FIELDS]
 
 
-def merge(
+def validate_settings(
     tree: Mapping[str, object], overrides: Mapping[str, object], where: dict[str, str], source: str, origin: str
 ) -> tuple[Config, dict[str, str]]:
     """Returns the validated config, and the settings without effect: dotted path → reason.
@@ -262,7 +262,7 @@ def merge(
         config = Config.model_validate(nested, context=UNCHECKED)
     except ValidationError as error:
         raise _error_of(error, where, source) from None
-    unused = idle(config)
+    unused = find_inactive(config)
     for key, reason in unused.items():
         if key in changes:
             sentence = f"{key} has no effect {reason}{_place(key, where, source)}"
@@ -271,14 +271,14 @@ def merge(
     if "training.steps" in changes and "training.warmup_steps" not in changes and steps is not None and warmup > steps:
         longer = f"training.warmup_steps {warmup}{_place('training.warmup_steps', where, source)} is more than training.steps"
         warnings.warn(f"{longer} {steps}: the learning rate warms up for a tenth of the steps", stacklevel=3)
-        config = without(config, ["training.warmup_steps"])
-    for key, problem in without(config, unused).conflicts():
+        config = reset_settings(config, ["training.warmup_steps"])
+    for key, problem in reset_settings(config, unused).conflicts():
         place = _place(key, where, origin if changes else source)
-        raise UserError(f"{key} {problem}{place}", key=key, value=flat(config)[key])
+        raise UserError(f"{key} {problem}{place}", key=key, value=flatten_config(config)[key])
     return config, unused
 
 
-def report(unused: Mapping[str, str], where: Mapping[str, str], source: str) -> None:
+def warn_inactive(unused: Mapping[str, str], where: Mapping[str, str], source: str) -> None:
     """Prints one warning per reason about settings without effect."""
     for reason in dict.fromkeys(unused.values()):
         keys = [key for key in unused if unused[key] == reason]
@@ -306,20 +306,21 @@ def dump_config(config: Config, complete: bool = False) -> str:
     Args:
       complete: write every setting. Otherwise settings of a request are left out if they have their default.
     """
-    left_out = () if complete else REQUEST
+    left_out = () if complete else REQUEST_SECTIONS
     dumped = {name: getattr(config, name).model_dump(mode="json", exclude_defaults=name in left_out) for name in SECTIONS}
     return yaml.dump({name: keys for name, keys in dumped.items() if keys}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
     """Returns dotted path → (old, new) for every setting in which two configs differ."""
-    values = flat(new)
-    return {key: (value, values[key]) for key, value in flat(old).items() if value != values[key]}
+    values = flatten_config(new)
+    return {key: (value, values[key]) for key, value in flatten_config(old).items() if value != values[key]}
 
 
 def json_schema() -> str:
     """Returns the JSON schema of the YAML files, for editors and for `dantinox.config.reference`."""
     schema = Config.model_json_schema()
+    schema["description"] = schema["description"].split("\n")[0]
     for section, kind in SECTIONS.items():
         for name, content in schema["$defs"][kind.__name__]["properties"].items():
             if needs := NEEDS[f"{section}.{name}"]:
@@ -328,7 +329,7 @@ def json_schema() -> str:
 
 
 @cache
-def allowed(key: str) -> str:
+def allowed_values(key: str) -> str:
     """Returns the values that a setting allows, in words: `a number in [0, 1], or null`."""
     field = FIELDS[key]
     annotation: Any = field.rebuild_annotation()
@@ -374,19 +375,19 @@ def _resolve_aliases(given: Mapping[str, object], where: dict[str, str], source:
     Raises:
       UserError: a setting is given by two names.
     """
-    flat = dict[str, Any](given)
+    values = dict[str, Any](given)
     for old, new in ALIASES.items():
-        if old not in flat:
+        if old not in values:
             continue
         if old in FORMER_NAMES:
             warnings.warn(f"{old} is now called {new}{_place(old, where, source)}", stacklevel=5)
-        value = flat.pop(old)
-        if value is not None and flat.get(new) is not None:
+        value = values.pop(old)
+        if value is not None and values.get(new) is not None:
             raise UserError(f"{old} is an alias of {new}: give one of them{_place(old, where, source)}", key=old, value=value)
-        if value is not None or new not in flat:
-            flat[new] = value
+        if value is not None or new not in values:
+            values[new] = value
             where |= {new: where[old]} if old in where else {}
-    return flat
+    return values
 
 
 def _error_of(error: ValidationError, where: dict[str, str], source: str) -> UserError:
@@ -396,7 +397,7 @@ def _error_of(error: ValidationError, where: dict[str, str], source: str) -> Use
     if first["type"] == "extra_forbidden":
         sentence = f"unknown key {escape_name(key)}{did_you_mean(nearest_key(key))}{place}"
     else:
-        sentence = f"{key} must be {allowed(key)}, got {quote(first['input'])}{place}"
+        sentence = f"{key} must be {allowed_values(key)}, got {quote(first['input'])}{place}"
     return UserError(sentence, key=key, value=first["input"])
 
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config, UserError
-from dantinox.config.generation_settings import order_of
-from dantinox.config.sampling_steps import EDITS
+from dantinox.config.generation_settings import section_order
+from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, _generate_toks, prefill_hidden
@@ -255,7 +255,7 @@ class SlotBatch(RunningBatch):
                 key="generation.stop_token_ids",
             )
         chain = section.strategy == "chain"
-        options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDITS, *order_of(section))}
+        options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDIT_STEPS, *section_order(section))}
         params, V = self._loaded.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
         own: dict[str, Any] = {

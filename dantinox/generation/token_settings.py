@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any, Unpack
 
 from dantinox.config import Config, GenerationSection, UserError, with_generation
-from dantinox.config.generation_settings import steps_on
+from dantinox.config.generation_settings import active_steps
 from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Breakers, SequenceBiases, Sequences, Tokens, is_digits
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import Tokenizer
@@ -34,7 +34,7 @@ def sampling_params(
     return SamplingParams.build(
         rows,
         stop_ids=eos,
-        protected_ids=[*eos, *(_line_break(tokenizer) if any("xtc" in steps_on(row.generation) for row in rows) else [])],
+        protected_ids=[*eos, *(_line_break(tokenizer) if any("xtc" in active_steps(row.generation) for row in rows) else [])],
         sample_index=sample_index,
         vocab_size=vocab_size or tokenizer.vocab_size,
         measured=measured,
@@ -80,7 +80,7 @@ def resolve_token_ids(section: GenerationSection, tokenizer: Tokenizer) -> Gener
             pairs = getattr(section, key)
             found[key] = tuple((words, bias) for item, bias in pairs for words in _spellings(tokenizer, item, key))
         elif setting.kind == Breakers:
-            on = any(key in STEPS[name].beside for name in steps_on(section))
+            on = any(key in STEPS[name].indirect for name in active_steps(section))
             found[key] = tokens_containing(tokenizer, tuple(getattr(section, key))) if on else ()
     return section.model_copy(update=found)
 

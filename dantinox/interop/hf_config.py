@@ -7,7 +7,7 @@ from typing import Any
 
 from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
-from dantinox.config.sections import FIELDS, flat
+from dantinox.config.sections import FIELDS, flatten_config
 from dantinox.files import escape_name, quote
 from dantinox.interop.hf_families import CONVERSIONS, FAMILIES, Family
 from dantinox.interop.hf_unsupported import IGNORED_KEYS, SUPPORTED_VALUES, UNSUPPORTED_FAMILIES
@@ -471,7 +471,7 @@ def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = 
         if not differing:
             return written
         nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
-    nearest, values = nearest or excluded, flat(config)
+    nearest, values = nearest or excluded, flatten_config(config)
     what = " and ".join(f"{path}: {quote(values[path])}" for path in nearest[:3])
     if family is None:
         raise UserError(f"no Transformers class represents this architecture: the most similar one does not support {what}")
@@ -495,7 +495,7 @@ def _hf_settings(config: Config, model: ModelConfig, family: Family) -> dict[str
 
     The keys may not describe the model completely.
     """
-    values: dict[str, Any] = flat(config) | {"model.kv_heads": model.kv_heads, "model.head_size": model.head_size}
+    values: dict[str, Any] = flatten_config(config) | {"model.kv_heads": model.kv_heads, "model.head_size": model.head_size}
     values |= {"model.hidden_dim": model.hidden_dim}
     if model.experts is not None:
         values |= {"moe.shared_hidden_dim": model.experts.shared_dim}

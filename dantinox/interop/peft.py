@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.config import ModelConfig
-from dantinox.config.sections import FIELDS, without
+from dantinox.config.sections import FIELDS, reset_settings
 from dantinox.files import UserError, escape_name, quote, read_json
 from dantinox.model.parameters import abstract_model
 from dantinox.run import (
@@ -132,5 +132,5 @@ def merge_adapter(out: str | Path, source: RunDirectory, adapter: str | Path | N
         save_weights(run.weights, weights)
         save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
         copy_inherited_files(source, run)
-        save_config(run, without(config, [key for key in FIELDS if key.startswith("lora.")]))
+        save_config(run, reset_settings(config, [key for key in FIELDS if key.startswith("lora.")]))
     return run

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, RULES, intervals
+from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, RULES, strategy_intervals
 from dantinox.measure.calibrate_router import RouterCalibration
 from dantinox.report.plots import new_figure, to_png
 from dantinox.report.tables import percent, side_by_side, wrap_lines
@@ -91,7 +91,7 @@ def _draw(axes: Any, found: RouterCalibration, preset: str) -> None:
         if name not in RULES:
             shown.append(Patch(fill=False, edgecolor=colour, linestyle=":", label=f"else {label}"))
             continue
-        (left, end), (low, high) = intervals(name, _numbers(found, preset)).values()
+        (left, end), (low, high) = strategy_intervals(name, _numbers(found, preset)).values()
         left, low = left or -right, low or -top  # no edge along the axes
         box = (left, low), min(end, 2 * right) - left, min(high, 2 * top) - low
         axes.add_patch(Rectangle(*box, facecolor=colour, alpha=0.13, linewidth=0))

@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import GenerationSection
-from dantinox.config.generation_settings import ROUTED
-from dantinox.config.router_settings import EVERY, STRATEGIES
-from dantinox.config.sampling_steps import NUMBERS, STEPS
+from dantinox.config.generation_settings import ROUTED_STEPS
+from dantinox.config.router_settings import KEEP_ALL, STRATEGIES
+from dantinox.config.sampling_steps import NUMBER_BOUNDS, STEPS
 from dantinox.generation import LoadedModel
 from dantinox.generation.decode import attention_metrics, make_probe
 from dantinox.generation.quantized_weights import dequantize
@@ -179,15 +179,15 @@ def _steps_and_tokens(
 
 def _apply_router_settings(given: Sequence[StepSettings], route: Route, candidates: int) -> list[StepSettings]:
     """Replaces the settings that the router overrode, and appends its `candidates` step if the strategy drew candidates."""
-    found = [(name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED else own) for name, own in given]
-    found = [(name, {name: 0} if own.get("top_k") == EVERY else own) for name, own in found]
+    found = [(name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED_STEPS else own) for name, own in given]
+    found = [(name, {name: 0} if own.get("top_k") == KEEP_ALL else own) for name, own in found]
     return found + ([("candidates", {"candidates": candidates})] if int(route.strategy) == ADAPTIVE else [])
 
 
 def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
     """Returns the settings of a step as JSON values, with null for -inf."""
     settings = STEPS[step].settings
-    keys = [key for key in settings if key in NUMBERS] or settings[:1]
+    keys = [key for key in settings if key in NUMBER_BOUNDS] or settings[:1]
     return {key: replace_nonfinite(getattr(section, key)) for key in keys}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.config import Config, dump_config
-from dantinox.config.sections import flat
+from dantinox.config.sections import flatten_config
 from dantinox.files import UserError, atomic_write, first_line, require_extra, wrap_os_errors
 
 Row = Mapping[str, Any]
@@ -66,7 +66,9 @@ class _TensorBoard:
             self._write(step + 1, session_log=restart)  # steps from this one on are void
             return
         settings = {
-            key: x if isinstance(x, int | float | str) else str(x) for key, x in flat(self.config).items() if x is not None
+            key: x if isinstance(x, int | float | str) else str(x)
+            for key, x in flatten_config(self.config).items()
+            if x is not None
         }
         experiment, started, _ = self.summary.hparams(settings, {"evaluation/val_loss": 0.0})
         for summary in (experiment, started, self.summary.text("config", _verbatim(dump_config(self.config)))):

@@ -11,8 +11,8 @@ from jax import Array, lax
 
 import dantinox.sampling.history as history
 import dantinox.sampling.steps as steps
-from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED
-from dantinox.config.sampling_steps import EDITS, PENALTIES, STEPS
+from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED_STEPS
+from dantinox.config.sampling_steps import EDIT_STEPS, PENALTY_STEPS, STEPS
 from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, candidates_given_token, guide_score
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.entropy_router import (
@@ -32,7 +32,7 @@ from dantinox.sampling.selection import first_argmax
 from dantinox.sampling.state import SamplerState, update
 from dantinox.sampling.window import Context, run_chain, run_steps
 
-GREEDY_STEPS = frozenset((*EDITS, *PENALTIES))  # the steps that also apply to greedy rows
+GREEDY_STEPS = frozenset((*EDIT_STEPS, *PENALTY_STEPS))  # the steps that also apply to greedy rows
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the key of the row, for independent draws
 ALL_ALLOWED = 0xFFFFFFFF  # the mask word of 32 allowed tokens
 FUNCTIONS: dict[str, Callable[..., Array]] = {
@@ -94,7 +94,7 @@ def sample(
     edits = _shared_order(params, params.plan[:first])
     others: Order = _shared_order(params, params.plan[first:])
     if params.order is not None:
-        edits, others = _shared_order(params, EDITS), RowOrders.build(params.order, params.enabled, active_B)
+        edits, others = _shared_order(params, EDIT_STEPS), RowOrders.build(params.order, params.enabled, active_B)
     edited_BV = run_steps(_apply_step, edits, allowed_BV, context)
     final_BV, log_mass_B = run_chain(_apply_step, others, edited_BV, context, active_B)
     # Greedy rows enable no other steps. If edits and penalties all come first, the greedy token does not depend on the others.
@@ -187,7 +187,7 @@ def _apply_router(
         raise ValueError("this router uses attention metrics: pass attention, or build it with use_attention: false")
     metrics = Metrics(*jax.vmap(logit_metrics)(raw_BV), attention if params.uses_attention else None)
     routes = jax.vmap(route)(metrics, params.router)
-    numbers = {name: getattr(routes, name) for name in ROUTED}
+    numbers = {name: getattr(routes, name) for name in ROUTED_STEPS}
     on = {
         "temperature": routes.temperature != 1,
         "top_k": routes.top_k < raw_BV.shape[1],
@@ -252,7 +252,7 @@ def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
 
 def _token_table(row: Context, name: str, suffix: str = "") -> Array:
     """Returns the table of the token list that belongs to a step."""
-    return row.params.tables[STEPS[name].beside[0] + suffix]
+    return row.params.tables[STEPS[name].indirect[0] + suffix]
 
 
 def _at_window(values_V: Array, row: Context) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from dantinox.config import UserError
-from dantinox.config.router_settings import ATTENTION_TERMS, EVERY, RULES, STRATEGIES, RouterSection, with_request
+from dantinox.config.router_settings import ATTENTION_TERMS, KEEP_ALL, RULES, STRATEGIES, RouterSection, with_request_bases
 from dantinox.sampling.selection import row_sum
 from dantinox.sampling.steps import LARGEST, Number, finite_max
 
@@ -183,7 +183,7 @@ class _RouterNumbers:
                 f"router.clarify_token must be a token id if there is no tokenizer, got {token!r}",
                 key="router.clarify_token",
             )
-        config = RouterConfig(**with_request(section.numbers(measured), **request), clarify_token=int(token))
+        config = RouterConfig(**with_request_bases(section.numbers(measured), **request), clarify_token=int(token))
         return config if section.use_attention else without_attention(config)
 
 
@@ -269,7 +269,7 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
         for choices in zip(*numbers, strict=True)
     )
     T = jnp.where(strategy == GREEDY, 0, jnp.clip(T, c.temperature_min, jnp.minimum(c.temperature_max, LARGEST)))
-    return Route(strategy, T, p, jnp.minimum(k, EVERY).astype(jnp.int32), m)
+    return Route(strategy, T, p, jnp.minimum(k, KEEP_ALL).astype(jnp.int32), m)
 
 
 def select_strategy(metrics: Metrics, config: RouterConfig) -> Array:

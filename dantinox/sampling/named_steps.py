@@ -12,7 +12,7 @@ from jax import Array
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from dantinox.config import Config, GenerationSection, UserError
-from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Sequences, Tokens, bounds
+from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Sequences, Tokens, number_bounds
 from dantinox.files import quote
 from dantinox.sampling.chain import run_step
 from dantinox.sampling.params import SamplingParams
@@ -121,7 +121,7 @@ def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]
     elif name.startswith("mirostat"):
         settings["mirostat"] = int(name[-1])
     elif "values" in values:
-        settings[name] = _biases(name, values[next(iter(step.given))], values["values"])
+        settings[name] = _biases(name, values[next(iter(step.parameters))], values["values"])
     elif "sequences" in values:
         settings[name] = [words for words in values["sequences"] if words]
     elif "ids" in values:
@@ -155,7 +155,7 @@ def _step_model(name: str, V: int) -> type[BaseModel]:
     """Returns a pydantic model of the parameters of a step, from the table of steps."""
     step = STEPS[name]
     switches = [parameter for parameter, key in step.arguments.items() if key in step.on]
-    fields: dict[str, Any] = {parameter: SETTINGS[key][:2] for parameter, key in step.arguments.items()} | step.given
+    fields: dict[str, Any] = {parameter: SETTINGS[key][:2] for parameter, key in step.arguments.items()} | step.parameters
     for parameter, (kind, default) in fields.items():
         needed = default is None or switches == [parameter]
         fields[parameter] = _parameter_type(kind, V), ... if needed else default
@@ -170,7 +170,7 @@ def _parameter_type(kind: Any, V: int) -> Any:
         return list[_parameter_type(Tokens, V)]  # type: ignore[misc]
     if kind == Biases:
         return list[Annotated[float, Field(le=LARGEST)] | None]
-    found = bounds(kind)
+    found = number_bounds(kind)
     if found is None:
         return kind
     low, high, integer = found

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dantinox.config.sampling_steps import EDITS, STEPS
+from dantinox.config.sampling_steps import EDIT_STEPS, STEPS
 
 # The steps that can run in any order. An entry of an order array is an index into this tuple; -1 is an unused entry.
-ORDERABLE = tuple(name for name in STEPS if name not in EDITS)
-IS_TRUNCATION = np.asarray([bool(STEPS[name].cuts) for name in ORDERABLE])
+ORDERABLE = tuple(name for name in STEPS if name not in EDIT_STEPS)
+IS_TRUNCATION = np.asarray([bool(STEPS[name].keeps) for name in ORDERABLE])
 
 T = TypeVar("T")
 # (name of a step, rows [B] that run it, carry) -> carry
@@ -50,7 +50,7 @@ class SharedOrder:
 
     def split(self) -> "tuple[SharedOrder, SharedOrder]":
         """Splits the order before the first truncation step."""
-        first = next((i for i, name in enumerate(self.names) if STEPS[name].cuts), len(self.names))
+        first = next((i for i, name in enumerate(self.names) if STEPS[name].keeps), len(self.names))
         return replace(self, names=self.names[:first]), replace(self, names=self.names[first:])
 
 
@@ -103,7 +103,7 @@ class RowOrders:
         """Splits the order of each row before its first truncation step, enabled or not."""
         truncates_BN = (self.steps >= 0) & jnp.asarray(IS_TRUNCATION)[jnp.maximum(self.steps, 0)]
         after_BN = jnp.cumsum(truncates_BN, axis=1) > 0
-        before = tuple(name for name in ORDERABLE if not STEPS[name].cuts)
+        before = tuple(name for name in ORDERABLE if not STEPS[name].keeps)
         return (
             replace(self, pending=self.pending & ~after_BN, names=before),
             replace(self, pending=self.pending & after_BN),

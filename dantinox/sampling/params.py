@@ -10,12 +10,12 @@ import numpy as np
 from jax import Array
 
 from dantinox.config import Config, GenerationSection, UserError, build_config
-from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED, order_of, steps_on
+from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED_STEPS, active_steps, section_order
 from dantinox.config.router_settings import RouterSection
 from dantinox.config.sampling_steps import (
-    EDITS,
-    NUMBERS,
-    PENALTIES,
+    EDIT_STEPS,
+    NUMBER_BOUNDS,
+    PENALTY_STEPS,
     SETTINGS,
     STEPS,
     Biases,
@@ -31,7 +31,9 @@ from dantinox.sampling.history import sequence_arrays
 from dantinox.sampling.order import ORDERABLE, order_array
 
 # Step arguments that are words instead of numbers, such as `ties`: they select what is compiled.
-CHOICE_SETTINGS = tuple(dict.fromkeys(key for step in STEPS.values() for key in step.arguments.values() if key not in NUMBERS))
+CHOICE_SETTINGS = tuple(
+    dict.fromkeys(key for step in STEPS.values() for key in step.arguments.values() if key not in NUMBER_BOUNDS)
+)
 # Settings that determine the program, so all rows of a batch must share them.
 BATCH_SETTINGS = ("strategy", "preset", "sampler_order", *CHOICE_SETTINGS)
 SETTING_NAMES = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *BATCH_SETTINGS, "greedy", "seed"})
@@ -159,7 +161,7 @@ class SamplingParams:
         if dynamic_order:
             if first.strategy == "entropy":
                 raise UserError("generation.strategy entropy has a fixed order: build it without dynamic_order")
-            extra_steps = (*EDITS, *ORDERABLE)
+            extra_steps = (*EDIT_STEPS, *ORDERABLE)
         uses_attention = {config.router.use_attention for config in configs if first.strategy == "entropy"}
         if len(uses_attention) > 1:
             raise _error("router.use_attention", "must be the same for all rows of a batch")
@@ -174,10 +176,10 @@ class SamplingParams:
         always |= {*(extra_steps or ())}
         plan = tuple(
             name
-            for name in (*EDITS, *(ORDERABLE if dynamic_order else order_of(first)))
+            for name in (*EDIT_STEPS, *(ORDERABLE if dynamic_order else section_order(first)))
             if name in always or any(name in on for on in on_rows)
         )
-        settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBERS.keys()
+        settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBER_BOUNDS.keys()
         tables = _build_tables(sections, plan)
         if "min_tokens" in plan:
             tables["stop_ids"] = _pad(stops, -1)
@@ -188,7 +190,7 @@ class SamplingParams:
             key: np.asarray([getattr(section, key) == values[1] for section in sections]) for key, values in words.items()
         }
         routers = [
-            RouterConfig.build(config.router, measured, **{key: getattr(config.generation, key) for key in ROUTED})
+            RouterConfig.build(config.router, measured, **{key: getattr(config.generation, key) for key in ROUTED_STEPS})
             for config in configs
             if first.strategy == "entropy"
         ]
@@ -198,7 +200,7 @@ class SamplingParams:
             "tables": tables,
             "seed": np.asarray([section.seed or 0 for section in sections], np.uint32),
             "sample_index": np.broadcast_to(np.asarray(sample_index, np.int32), (len(sections),)),
-            "order": np.stack([order_array(order_of(section)) for section in sections]) if dynamic_order else None,
+            "order": np.stack([order_array(section_order(section)) for section in sections]) if dynamic_order else None,
             "router": jax.tree.map(lambda *numbers: np.stack(numbers), *routers) if routers else None,
         }
         return cls(
@@ -256,10 +258,10 @@ def _is_greedy(section: GenerationSection) -> bool:
 
 def _enabled_steps(section: GenerationSection, stops: bool) -> set[str]:
     """Returns the steps that have an effect in this row; in a greedy row only edits and penalties do."""
-    on = steps_on(section) - (set() if stops else {"min_tokens"})
+    on = active_steps(section) - (set() if stops else {"min_tokens"})
     if section.strategy == "entropy":
-        return {*on, *ROUTED}
-    return set(on & {*EDITS, *PENALTIES} if _is_greedy(section) else on)
+        return {*on, *ROUTED_STEPS}
+    return set(on & {*EDIT_STEPS, *PENALTY_STEPS} if _is_greedy(section) else on)
 
 
 def _setting_values(key: str, sections: Sequence[GenerationSection]) -> np.ndarray:
@@ -268,7 +270,7 @@ def _setting_values(key: str, sections: Sequence[GenerationSection]) -> np.ndarr
     values = [off[key] if getattr(section, key) is None else getattr(section, key) for section in sections]
     if key == "temperature":
         values = [0.0 if _is_greedy(section) else value for section, value in zip(sections, values, strict=True)]
-    low, _, integer = NUMBERS[key]
+    low, _, integer = NUMBER_BOUNDS[key]
     if integer:
         return np.asarray([max(-1, min(value, LARGEST_INT)) for value in values], np.int32)
     return np.clip(np.asarray(values, np.float64), max(low, float(FLOATS.min)), FLOATS.max).astype(np.float32)
@@ -288,9 +290,9 @@ def token_ids(section: GenerationSection, key: str) -> list[int]:
 
 
 def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
-    on = steps_on(section)
+    on = active_steps(section)
     lists = {"stop_token_ids": token_ids(section, "stop_token_ids")}
-    for key in (key for name, step in STEPS.items() if name in on for key in step.beside):
+    for key in (key for name, step in STEPS.items() if name in on for key in step.indirect):
         if SETTINGS[key].kind in (Tokens, Biases, Breakers):
             lists[key] = token_ids(section, key)
         elif SETTINGS[key].kind in (Sequences, SequenceBiases):
@@ -322,8 +324,8 @@ def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ..
 def _build_tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[str, np.ndarray]:
     """Builds the token lists that the steps of the plan read, one array row per section; `KEY_by` holds the biases of `KEY`."""
     tables: dict[str, np.ndarray] = {}
-    for name, key, kind in ((step, key, SETTINGS[key].kind) for step in plan for key in STEPS[step].beside):
-        on = [name in steps_on(section) for section in sections]
+    for name, key, kind in ((step, key, SETTINGS[key].kind) for step in plan for key in STEPS[step].indirect):
+        on = [name in active_steps(section) for section in sections]
         if kind in (Tokens, Biases, Breakers):
             tables[key] = _pad([token_ids(s, key) if is_on else [] for s, is_on in zip(sections, on, strict=True)], -1)
         if kind == Biases:

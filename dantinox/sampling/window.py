@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.config.sampling_steps import STEERED, STEPS
+from dantinox.config.sampling_steps import MIROSTAT_STEPS, STEPS
 from dantinox.sampling.order import Order, SharedOrder
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.selection import top_k_by_id
@@ -84,7 +84,7 @@ def run_rows(apply: Apply, order: Order, rows: LogitRows, context: Context) -> L
 
     def step(name: str, on_B: Array, rows: LogitRows) -> LogitRows:
         mass_B = rows.log_mass
-        if name in STEERED:
+        if name in MIROSTAT_STEPS:
             rest = [] if context.window is None else [context.window.rest]
             mass_B = jnp.where(on_B, jax.vmap(log_mass)(rows.logits, *rest), mass_B)
         return LogitRows(apply(name, rows.logits, on_B, context), mass_B)
@@ -166,12 +166,14 @@ def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Contex
         window_context = context._replace(window=Window(ids_BK, rest, V))
         rows = run_rows(apply, SharedOrder({name: on_B}, (name,), False), carry[0].rows, window_context)
         touched_B = on_B & open_B
-        if not STEPS[name].cuts:
+        if not STEPS[name].keeps:
             return WindowResult(rows, open_B, failed_B | touched_B), rest
         # A step keeps the first tokens in canonical order: if it removes the last token of the window, it removes all after it.
         # `lax.top_k` distinguishes 0 from -0, so a window that ends in zeros may lack the first of them.
         closed_B = (rows.logits[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
-        if STEPS[name].cuts == "typical":  # its order is that of the logits only for tokens with more surprise than the entropy
+        if (
+            STEPS[name].keeps == "typical"
+        ):  # its order is that of the logits only for tokens with more surprise than the entropy
             surprise_B = jax.vmap(log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
             closed_B &= surprise_B >= jax.vmap(entropy)(x_BK, rest)
         open_B &= ~(touched_B & closed_B)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config, UserError, settings_of
-from dantinox.config.router_settings import STRATEGIES, THRESHOLDS, forcing
+from dantinox.config.router_settings import STRATEGIES, THRESHOLDS, forcing_thresholds
 from dantinox.generation import LoadedModel
 from dantinox.generation.loaded_model import load_model
 from dantinox.generation.static_batch import StaticBatch
@@ -147,7 +147,7 @@ def _randomize_strategies(batch: StaticBatch, shares: Mapping[str, float], rando
     batch.params = draw_strategies(batch.params, shares, random)
 
 
-FORCING_THRESHOLDS = np.array([[*forcing(name).values()] for name in STRATEGIES], np.float32)
+FORCING_THRESHOLDS = np.array([[*forcing_thresholds(name).values()] for name in STRATEGIES], np.float32)
 
 
 def draw_strategies(params: SamplingParams, shares: Mapping[str, float], random: np.random.Generator) -> SamplingParams:

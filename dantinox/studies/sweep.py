@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.config import Config
-from dantinox.config.sections import DEFAULTS, flat
+from dantinox.config.sections import DEFAULTS, flatten_config
 from dantinox.config.sweep_file import Sweep, Trial
 from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
 from dantinox.report import read_csv, read_jsonl
@@ -135,7 +135,7 @@ def _open_directory(path: Path) -> RunDirectory:
 
 def _settings(config: Config) -> dict[str, Any]:
     """Returns the settings that differ from the defaults, as JSON values."""
-    return json.loads(json.dumps(flat(config, changed=True)))
+    return json.loads(json.dumps(flatten_config(config, changed=True)))
 
 
 def _load_plan(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:

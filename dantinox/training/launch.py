@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from dantinox.config import Config, load_config
-from dantinox.config.sections import idle, without
+from dantinox.config.sections import find_inactive, reset_settings
 from dantinox.config.yaml_files import inherit_settings, load_training
 from dantinox.distributed import NullOutput, broadcast_from_rank0, initialize_processes, is_rank0, make_layout
 from dantinox.files import UserError
@@ -67,7 +67,7 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
     initialize_processes(settings)
     use_compilation_cache()
     # Settings of this launch and settings without effect are not saved.
-    settings = without(settings, [*LAUNCH_SETTINGS, *idle(settings)])
+    settings = reset_settings(settings, [*LAUNCH_SETTINGS, *find_inactive(settings)])
     with contextlib.ExitStack() as stack:
         console: Any = stack.enter_context(open_console() if is_rank0() else NullOutput())
         prepared: PreparedRun | None = None

@@ -665,14 +665,14 @@ def test_a_config_of_the_package_is_found_by_its_name_anywhere(dantinox, tmp_pat
 
 def test_a_config_to_start_from(dantinox, tmp_path, monkeypatch):
     from dantinox.config import load_config
-    from dantinox.config.sections import flat
+    from dantinox.config.sections import flatten_config
 
     monkeypatch.chdir(tmp_path)
     assert dantinox("init", "new.yaml") == (0, "", "")
     changed = {"data.path": "builtin:python", "training.sample_every": 250}
     small = ("model.dim", "model.n_heads", "model.kv_heads", "model.num_blocks", "model.max_context", "tokenizer.vocab_size",
              "training.batch_size")  # fmt: skip
-    changed |= {key: flat(load_config("quickstart"))[key] for key in small}  # as no accelerator is here
+    changed |= {key: flatten_config(load_config("quickstart"))[key] for key in small}  # as no accelerator is here
     assert load_config("new.yaml") == build_config({}, changed)
     lines = (tmp_path / "new.yaml").read_text(encoding="utf-8").splitlines()
     assert "#   dantinox train --config new.yaml --run_dir runs/first" in lines and max(map(len, lines)) < 160

@@ -18,7 +18,7 @@ from dantinox.config.names import ALIASES
 from dantinox.config.reference import section_titles, setting_records, type_in_words
 from dantinox.config.sections import DEFAULTS, FIELDS, NEEDS, SECTIONS
 from dantinox.config.setting_groups import GROUPS
-from dantinox.config.yaml_files import allowed
+from dantinox.config.yaml_files import allowed_values
 
 HEAVY = {"pydantic", "yaml", "jax", "flax", "numpy", "rich", "starlette", "tokenizers", "importlib.metadata"}
 WITH_SETTINGS = ("train", "find-lr", "generate", "chat", "serve", "explain", "plan")
@@ -56,7 +56,7 @@ def test_every_setting_has_a_record_that_equals_its_declaration():
             list(DEFAULTS[key]) if isinstance(DEFAULTS[key], tuple) else DEFAULTS[key]
         )
         assert record.prerequisites == tuple(str(need) for need in NEEDS[key])
-        assert record.type == re.sub(r"\b(?:an?|one of) ", "", allowed(key))
+        assert record.type == re.sub(r"\b(?:an?|one of) ", "", allowed_values(key))
     assert {old for record in records.values() for old in record.aliases} == set(ALIASES)
 
 

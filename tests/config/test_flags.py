@@ -8,7 +8,7 @@ from dantinox.config import UserError, build_config, overlay
 from dantinox.config.flag_values import overrides
 from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.names import FORMER_NAMES
-from dantinox.config.sections import flat
+from dantinox.config.sections import flatten_config
 from dantinox.config.yaml_files import FIELDS
 
 
@@ -85,12 +85,12 @@ def test_a_former_name_is_accepted_with_one_warning(old, tmp_path):
     tree = {"generation": {"weights": "int8", old.partition(".")[2]: values[old]}}
     with pytest.warns(UserWarning, match=rf"^{old} is now called {new} \(a.yaml, line 3\)$") as warned:
         config = build_config(tree, {}, {old: "a.yaml, line 3"}, "a.yaml")
-    assert len(warned) == 1 and flat(config)[new] == values[old]
+    assert len(warned) == 1 and flatten_config(config)[new] == values[old]
     with pytest.warns(UserWarning, match=r"is now called .* \(command line\)"):
-        assert flat(config_of("--weights", "int8", f"--{old}", values[old]))[new] == values[old]
+        assert flatten_config(config_of("--weights", "int8", f"--{old}", values[old]))[new] == values[old]
     name = old.partition(".")[2]
     with pytest.warns(UserWarning, match="is now called"):
-        assert flat(overlay(config, {name: "bfloat16"}))[new] == "bfloat16"
+        assert flatten_config(overlay(config, {name: "bfloat16"}))[new] == "bfloat16"
 
 
 def test_no_flag_changes_nothing():

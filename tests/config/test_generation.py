@@ -16,8 +16,8 @@ from dantinox.config import (
 )
 from dantinox.config.flag_values import overrides
 from dantinox.config.flags import Parser, add_config_flags
-from dantinox.config.generation_settings import PRESETS, ROUTED, kobold_order, step_order, steps_on
-from dantinox.config.router_settings import RouterSection, bases_of
+from dantinox.config.generation_settings import PRESETS, ROUTED_STEPS, active_steps, kobold_order, step_order
+from dantinox.config.router_settings import RouterSection, router_bases
 from dantinox.config.sampling_steps import SETTINGS, STEPS
 
 BAN = -float("inf")
@@ -129,13 +129,13 @@ def test_a_refinement_of_a_step_that_is_off_is_refused(key):
 
 
 def test_defaults_are_off_and_every_preset_orders_known_steps():
-    assert steps_on(GenerationSection()) == frozenset()
+    assert active_steps(GenerationSection()) == frozenset()
     for order in PRESETS.values():
         assert len(set(order)) == len(order) and set(order) <= set(PRESETS["default"])
     everything = section(
         top_k=-1, top_p=1, top_n_sigma=-2, no_repeat_ngram=0, xtc_probability=0, typical=1, tail_free=1, temperature=1
     )
-    assert steps_on(everything) == frozenset(), "off, written out"
+    assert active_steps(everything) == frozenset(), "off, written out"
 
 
 def test_kobold_orders():
@@ -277,8 +277,8 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
     for key, own, new in (("temperature", 0.9, 0.5), ("top_p", 0.8, 0.5), ("top_k", 7, 9), ("min_p", 0.2, 0.1)):
         asked = overlay(routed, {key: own})
         rebased = overlay(asked, {f"base_{key}": new})
-        assert bases_of(**{name: getattr(asked.generation, name) for name in ROUTED})[f"base_{key}"] == own
-        assert f"base_{key}" not in bases_of(**{name: getattr(rebased.generation, name) for name in ROUTED})
+        assert router_bases(**{name: getattr(asked.generation, name) for name in ROUTED_STEPS})[f"base_{key}"] == own
+        assert f"base_{key}" not in router_bases(**{name: getattr(rebased.generation, name) for name in ROUTED_STEPS})
         assert getattr(rebased.router, f"base_{key}") == new, "what is given is not hidden by the run's own"
         assert overlay(rebased, {key: own}).router == routed.router
     chain = overlay(routed, {"strategy": "chain"})
@@ -354,9 +354,9 @@ def test_what_is_set_in_layers():
 
 def test_request_settings_has_every_setting_of_a_request():
     """The typed keyword arguments are the settings that `overlay` takes; `n` decides on the type of what is returned."""
-    from dantinox.config.request_overlay import KEYS
+    from dantinox.config.request_overlay import REQUEST_KEYS
     from dantinox.config.request_settings import RequestSettings
 
-    assert RequestSettings.__annotations__.keys() == {name for name in KEYS if name != "n"}
+    assert RequestSettings.__annotations__.keys() == {name for name in REQUEST_KEYS if name != "n"}
     types = get_type_hints(RequestSettings)
     assert types["top_k"] == int | None and types["ties"] == Literal["first", "all"] and types["min_p"] is float

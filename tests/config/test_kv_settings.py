@@ -9,7 +9,7 @@ from dantinox.cli.common import given_settings
 from dantinox.config import Config, KVSection, UserError, build_config, dump_config, load_config, overlay, settings_of
 from dantinox.config.flag_values import overrides
 from dantinox.config.flags import Parser, add_config_flags
-from dantinox.config.sections import RUN_FILES, idle
+from dantinox.config.sections import RUN_FILES, find_inactive
 
 OFF = "has no effect while kv.budget is null and kv.budget_tokens is null"
 # A value of each key that is not its default.
@@ -185,7 +185,7 @@ def test_laws_of_laying_over(base, other, share, tokens):
     assert (laid.grouping, laid.calibration) == (
         (base.grouping, base.calibration) if base.decay == "entropy" else ("max", None)
     )
-    assert idle(Config(kv=laid)) == {}
+    assert find_inactive(Config(kv=laid)) == {}
 
 
 def test_what_is_left_idle_twice_goes_as_well():

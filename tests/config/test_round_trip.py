@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dantinox.config import Config, build_config, differences, dump_config, json_schema, load_config
-from dantinox.config.yaml_files import FIELDS, allowed, parse_value
+from dantinox.config.yaml_files import FIELDS, allowed_values, parse_value
 
 ROOT = Path(__file__).parents[2]
 TEXT = st.text(max_size=20)
@@ -116,7 +116,7 @@ def test_every_setting_and_section_is_described():
 
 @pytest.mark.parametrize("key", FIELDS)
 def test_every_setting_says_what_it_may_be(key):
-    assert allowed(key)
+    assert allowed_values(key)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

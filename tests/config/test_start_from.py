@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from dantinox.config import UserError, build_config, dump_config, load_config
-from dantinox.config.model import ARCHITECTURE, OF_WEIGHTS, SETTING_OF, ModelConfig
+from dantinox.config.model import ARCHITECTURE, SETTING_OF, WEIGHT_FIELDS, ModelConfig
 from dantinox.config.sections import FIELDS
 from dantinox.config.yaml_files import build_training, load_training
 
@@ -43,7 +43,7 @@ def test_what_has_no_part_in_the_weights_may_be_another(base):
     assert start(base, model__kv_heads=6).model.kv_heads == 6, "the number that null stood for"
     one, other = found.architecture(1), build_config({}, BASE).architecture(1)
     differing = {name for name, value in vars(one).items() if value != getattr(other, name)}
-    assert differing == {"max_context", "dropout_rate", "scan_layers"} and not differing & set(OF_WEIGHTS)
+    assert differing == {"max_context", "dropout_rate", "scan_layers"} and not differing & set(WEIGHT_FIELDS)
 
 
 def test_what_a_change_leaves_without_effect_is_dropped_in_silence(base):
@@ -97,6 +97,12 @@ def test_every_field_of_an_architecture_comes_from_a_setting():
     fields = set(ModelConfig.__dataclass_fields__)
     assert set(ARCHITECTURE) == set(SETTING_OF) and set(SETTING_OF.values()) <= set(FIELDS)
     assert fields - set(ARCHITECTURE) == {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
-    assert set(ARCHITECTURE) - set(OF_WEIGHTS) == {"max_context", "windows", "rope_theta", "rope_scaling", "rope_local_theta"}
+    assert set(ARCHITECTURE) - set(WEIGHT_FIELDS) == {
+        "max_context",
+        "windows",
+        "rope_theta",
+        "rope_scaling",
+        "rope_local_theta",
+    }
     changed = build_config({}, {"model.qk_norm": True, "attention.rope_theta": 5.0}).architecture(7)
     assert (changed.qk_norm, changed.rope_theta, changed.vocab_size) == (True, 5.0, 7)

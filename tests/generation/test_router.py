@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.config.generation_settings import ROUTED
+from dantinox.config.generation_settings import ROUTED_STEPS
 from dantinox.generation import generate
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.static_batch import StaticBatch
@@ -103,9 +103,9 @@ def slowly(model, prompt, steps, settings, seed, attends):
     """The continuation on the host, and per token (strategy, forced, entropy, varentropy, attention, ln p, rank, survivors)."""
     text, told = list(prompt), []
     settings = {key: value for key, value in settings.items() if key != "strategy"}
-    step_keys = (*ROUTED, "repetition_penalty", "presence_penalty", "logit_bias", "banned_tokens")
+    step_keys = (*ROUTED_STEPS, "repetition_penalty", "presence_penalty", "logit_bias", "banned_tokens")
     own = {key: value for key, value in settings.items() if key in step_keys}
-    base = {f"base_{key}": own.pop(key) for key in ROUTED if key in own}
+    base = {f"base_{key}": own.pop(key) for key in ROUTED_STEPS if key in own}
     config = RouterConfig(**{**{k: v for k, v in settings.items() if k not in step_keys}, **base})
     clarify, cooldown = int(config.clarify_token), int(config.clarify_cooldown)
     for n in range(steps):

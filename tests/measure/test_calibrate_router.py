@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.config.router_settings import MEASURED, RULES, STRATEGIES, RouterSection, intervals
+from dantinox.config.router_settings import MEASURED, RULES, STRATEGIES, RouterSection, strategy_intervals
 from dantinox.generation import load
 from dantinox.measure import calibrate_router as calibrate
 from dantinox.measure.calibrate_router import MIN_SCALE, calibrate_router, cut_windows, density, thresholds
@@ -303,7 +303,7 @@ def test_plotted_areas_match_the_rules():
         taken = np.asarray(select_strategy(Metrics(jnp.float32(H), jnp.float32(V)), config))
         inside = np.full(300, STRATEGIES.index("adaptive"))
         for name in RULES:
-            (left, right), (low, high) = intervals(name, numbers).values()
+            (left, right), (low, high) = strategy_intervals(name, numbers).values()
             inside[(left < H) & (right > H) & (low < V) & (high > V)] = STRATEGIES.index(name)
         np.testing.assert_array_equal(inside, taken)
 

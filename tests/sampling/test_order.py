@@ -9,7 +9,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.config.generation_settings import PRESETS, kobold_order
-from dantinox.config.sampling_steps import EDITS
+from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.sampling import SamplingParams, init_state, process_logits, sample
 from dantinox.sampling.chain import _apply_step, _keys, _shared_order
 from dantinox.sampling.order import RowOrders
@@ -48,7 +48,7 @@ def build(rows, **kind):
 @jax.jit
 def chain(logits_BV, params, state):
     active_B = jnp.ones(params.batch, bool)
-    order = _shared_order(params, [name for name in params.plan if name not in EDITS])
+    order = _shared_order(params, [name for name in params.plan if name not in EDIT_STEPS])
     if params.order is not None:
         order = RowOrders.build(params.order, params.enabled, active_B)
     return run_chain(_apply_step, order, logits_BV, Context(params, state, _keys(params, state)), active_B)
@@ -85,7 +85,7 @@ def test_every_row_runs_its_steps_in_its_own_order(found):
 
 def test_an_order_as_an_array_is_bit_for_bit_the_program_of_that_order(found):
     rows = [(values, 1) for values in range(len(VALUES)) if "ties" not in VALUES[values]]
-    static_BV = np.asarray(chain(*build(rows * 2, extra_steps=(*EDITS, *NAMES[1]))).logits)
+    static_BV = np.asarray(chain(*build(rows * 2, extra_steps=(*EDIT_STEPS, *NAMES[1]))).logits)
     for row, static_V in zip(rows, static_BV, strict=False):
         np.testing.assert_array_equal(found[row].view(np.uint32), static_V.view(np.uint32))
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from dantinox.config import UserError
-from dantinox.config.router_settings import EVERY, MEASURED, RouterSection, router_conflicts, with_request
+from dantinox.config.router_settings import KEEP_ALL, MEASURED, RouterSection, router_conflicts, with_request_bases
 from dantinox.sampling.entropy_router import AttentionMetrics, Metrics, RouterConfig, route
 
 PRESET = json.loads(Path(__file__).with_name("entropy_router.json").read_text())["preset"]
@@ -65,18 +65,18 @@ def test_the_calibrated_preset_takes_thresholds_from_the_measurement():
 def test_a_request_sets_what_the_router_starts_from():
     numbers = RouterSection(base_top_k=30).numbers()
     base = ("base_temperature", "base_top_p", "base_top_k", "base_min_p")
-    assert [with_request(numbers)[name] for name in base] == [0.666, 0.9, 30, 0.03]
-    given = with_request(numbers, temperature=0.4, top_p=1.0, top_k=5, min_p=0.2)
+    assert [with_request_bases(numbers)[name] for name in base] == [0.666, 0.9, 30, 0.03]
+    given = with_request_bases(numbers, temperature=0.4, top_p=1.0, top_k=5, min_p=0.2)
     assert [given[name] for name in base] == [0.4, 1.0, 5, 0.2]
-    assert with_request(numbers, temperature=1.4)["base_temperature"] == 1.4
+    assert with_request_bases(numbers, temperature=1.4)["base_temperature"] == 1.4
     for top_k in (0, -1, 2**31 - 1):
         config = RouterConfig.build(None, top_k=top_k)
-        assert route(Metrics(4.0, 0.0), config).top_k == EVERY  # clarify: no cut
+        assert route(Metrics(4.0, 0.0), config).top_k == KEEP_ALL  # clarify: no cut
         assert route(Metrics(1.0, 1.0), config).top_k == 100  # adaptive: the upper end
-        assert route(Metrics(1.0, 6.0), config).top_k == EVERY  # explore
+        assert route(Metrics(1.0, 6.0), config).top_k == KEEP_ALL  # explore
     wide = RouterConfig.build(RouterSection(explore_top_k_disagreement=1000.0), top_k=0)
     apart = AttentionMetrics(1.0, 0.5, 0.1, 0.9, 0.1, 1.0)
-    assert route(Metrics(1.0, 6.0, apart), wide).top_k == EVERY  # not beyond what an integer holds
+    assert route(Metrics(1.0, 6.0, apart), wide).top_k == KEEP_ALL  # not beyond what an integer holds
 
 
 def test_the_clarifying_token_is_an_id_or_none():

@@ -10,7 +10,7 @@ import pytest
 from traced import traced
 
 from dantinox.config.generation_settings import PRESETS, GenerationSection, step_order
-from dantinox.config.sampling_steps import NUMBERS, SETTINGS, STEPS
+from dantinox.config.sampling_steps import NUMBER_BOUNDS, SETTINGS, STEPS
 from dantinox.sampling import SamplingParams, chain, history, init_state, process_logits, steps
 
 DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
@@ -22,7 +22,7 @@ def test_a_row_fits_its_function(name):
     step = STEPS[name]
     function = getattr(history if hasattr(history, step.function or name) else steps, step.function or name)
     _, *parameters = inspect.signature(function).parameters
-    optional = {"on"} | {parameter for parameter in step.given if parameter not in step.reads}
+    optional = {"on"} | {parameter for parameter in step.parameters if parameter not in step.reads}
     assert {*step.arguments, *step.reads} <= {*parameters} <= {*step.arguments, *step.reads, *optional}
     assert {*step.reads} <= {*chain.STEP_INPUTS}
     assert {*step.on} <= {*step.settings}
@@ -130,6 +130,6 @@ def test_koboldcpp_has_presence_beside_repetition_and_sigma_behind_the_temperatu
 
 
 def test_ranges_are_those_of_the_settings():
-    assert (NUMBERS["top_p"], NUMBERS["top_k"].integer) == ((0, 1, False), True)
-    assert NUMBERS["repetition_penalty"].low == float(np.finfo(np.float32).tiny)
-    assert NUMBERS["smoothing_curve"][:2] == (1, 3) and "mirostat" not in NUMBERS and "ties" not in NUMBERS
+    assert (NUMBER_BOUNDS["top_p"], NUMBER_BOUNDS["top_k"].integer) == ((0, 1, False), True)
+    assert NUMBER_BOUNDS["repetition_penalty"].low == float(np.finfo(np.float32).tiny)
+    assert NUMBER_BOUNDS["smoothing_curve"][:2] == (1, 3) and "mirostat" not in NUMBER_BOUNDS and "ties" not in NUMBER_BOUNDS

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from dantinox.config.request_overlay import KEYS
+from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.serve.app import make_app
 from dantinox.serve.options import Options
 from dantinox.serve.protocols.native import GenerateBody
@@ -24,7 +24,7 @@ from .fakes import BYTES, FakeEngine, fake_run
 from .test_openai import BAD, BAD_CHAT, CHAT, HELLO, TEXT
 
 FUZZ = int(os.environ.get("FUZZ", 400))
-OPENAI = sorted({*BAD, *BAD_CHAT, *KEYS, "top_logprobs", "user", "guided_grammar"})
+OPENAI = sorted({*BAD, *BAD_CHAT, *REQUEST_KEYS, "top_logprobs", "user", "guided_grammar"})
 KOBOLD = sorted({*kobold.LITE, *kobold.NUMBERS, *kobold.COUNTS, "grammar", "genkey", "memory"})
 OWN = sorted(GenerateBody.model_fields)
 # Path → fields that its dialect knows, and what a good request has.
@@ -43,7 +43,7 @@ PATHS = {
 SHAPES = {TEXT: CompletionBody, CHAT: ChatBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
 EXPECTED = {200, 400, 404, 413, 415}
 
-names = st.text(max_size=8) | st.sampled_from([*KEYS])
+names = st.text(max_size=8) | st.sampled_from([*REQUEST_KEYS])
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -52,7 +52,7 @@ values = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.sampled_from([*KEYS]), inner, max_size=4)
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.sampled_from([*REQUEST_KEYS]), inner, max_size=4)
     ),
     max_leaves=8,
 )

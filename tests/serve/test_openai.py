@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, overlay
-from dantinox.config.request_overlay import KEYS
+from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
@@ -113,7 +113,7 @@ def test_a_completion(ask, engine):
 
 def test_every_optional_field_may_be_null(ask, engine):
     names = {"model", "stream", "stream_options", "n", "best_of", "seed", "stop", "max_tokens", "logit_bias", "user", "suffix"}
-    names |= {"response_format", "logprobs", "echo", "tools", "guided_json", "guided_regex", "grammar", *KEYS}
+    names |= {"response_format", "logprobs", "echo", "tools", "guided_json", "guided_regex", "grammar", *REQUEST_KEYS}
     ask({"prompt": "a"} | dict.fromkeys(names))
     chat = names | {"top_logprobs", "max_completion_tokens", "max_tokens", "audio", "modalities"}
     ask({"messages": HELLO} | dict.fromkeys(chat), CHAT)

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.config.router_settings import MEASURED, STRATEGIES, THRESHOLDS, forcing
+from dantinox.config.router_settings import MEASURED, STRATEGIES, THRESHOLDS, forcing_thresholds
 from dantinox.generation import load
 from dantinox.measure.texts import equal_batches
 from dantinox.model.parameters import abstract_model
@@ -265,7 +265,7 @@ def test_large_models_are_measured_on_fewer_samples():
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_forced_thresholds_select_their_strategy(name):
     random = np.random.default_rng(0)
-    forced = replace(RouterConfig(), **forcing(name))
+    forced = replace(RouterConfig(), **forcing_thresholds(name))
     H, V = random.exponential(3, 500), random.exponential(4, 500)
     H[:5], V[5:10] = 0, 0
     taken = jax.vmap(lambda h, v: select_strategy(Metrics(h, v), forced))(H, V)

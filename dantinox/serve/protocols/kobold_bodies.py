@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from dantinox.config import GenerationSection
-from dantinox.config.request_overlay import KEYS
+from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.limits import MAX_SAMPLES
@@ -223,7 +223,7 @@ class GenerateBody(StrictBody):
         Args:
           base: settings of the run.
         """
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name in KEYS.keys() - ALIASES}
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name in REQUEST_KEYS.keys() - ALIASES}
         found = self._limits() | self._penalties(base) | self._dry(base)
         if extra.get("strategy", base.strategy) != "entropy":
             found |= self._temperature_settings(base) | self._filters(base)

@@ -7,14 +7,14 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from dantinox.config.request_overlay import KEYS
+from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.files import escape_name, quote
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.limits import MAX_PROMPTS, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
 
-SETTING_NAMES = {name: name for name in KEYS} | {"typical_p": "typical"}  # field → setting
+SETTING_NAMES = {name: name for name in REQUEST_KEYS} | {"typical_p": "typical"}  # field → setting
 # Fields that have no effect.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 IGNORED |= {"parallel_tool_calls", "tool_choice", "function_call"}
