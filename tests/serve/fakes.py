@@ -1,4 +1,4 @@
-"""An engine without a model, for the dialects: it says a text over and over, a token at a time, as an engine would."""
+"""An engine without a model, for tests of the protocols: it repeats a text, one token per delta, as a real engine would."""
 
 import asyncio
 import itertools
@@ -19,21 +19,21 @@ SAYS = "once upon a time there was a fox; "
 
 
 def fake_run(context: int = 256, tokenizer=BYTES, **settings) -> LoadedModel:
-    """A run whose model is nothing but its context and its vocabulary."""
+    """Returns a loaded model without weights: it has only a context length and a vocabulary size."""
     config = build_config({"generation": settings} if settings else {})
     model = SimpleNamespace(config=SimpleNamespace(max_context=context, vocab_size=tokenizer.vocab_size))
     return LoadedModel(config, model, tokenizer)
 
 
 class FakeEngine:
-    """Meets every ask with `says`, from its beginning: sample s begins at its character s.
+    """Answers every request with the text `says`; sample s starts at character s.
 
     Attributes:
-      asked: the asks that came.
-      state: `ready`, or whatever a test wants.
-      full: whether the queue is.
+      asked: the requests that were submitted.
+      state: `ready`, or another state set by a test.
+      full: whether the queue is full.
       pause: seconds between tokens.
-      fails: an error that ends the next answer behind its second token.
+      fails: an error that ends the next response after its second token.
     """
 
     name = "fake"
@@ -60,7 +60,7 @@ class FakeEngine:
             raise UserError(f"the prompt has {len(ask.ids)} tokens and fills the model's context of {context}: shorten it")
         self.asked.append(ask)
         answer = ResponseStream(ask, RequestStats(len(ask.ids)), lambda: self.cancelled.append(answer))
-        task = asyncio.get_running_loop().create_task(self._meet(ask, answer))
+        task = asyncio.get_running_loop().create_task(self._answer(ask, answer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return answer
@@ -69,7 +69,7 @@ class FakeEngine:
         context = self.run.model.config.max_context
         return Status(self.state, "testing", 8, len(self.tasks), 0, 16, context, self.counters)
 
-    async def _meet(self, ask, answer):
+    async def _answer(self, ask, answer):
         generation, now = ask.config.generation, asyncio.get_running_loop().time
         began = now()
         if ask.echo:
@@ -77,7 +77,7 @@ class FakeEngine:
         room = min(generation.max_new_tokens, self.run.model.config.max_context - len(ask.ids))
         for sample in range(generation.n):
             stops, speech = StopFinder(generation.stop, generation.keep_stop), self.run.tokenizer.detokenizer()
-            ids = self._said(ask, sample, room)
+            ids = self._token_ids(ask, sample, room)
             for number, token in enumerate(ids):
                 await asyncio.sleep(self.pause)
                 if answer in self.cancelled:
@@ -100,7 +100,7 @@ class FakeEngine:
         answer.stats.seconds = now() - began
         answer.end()
 
-    def _said(self, ask, sample, room):
+    def _token_ids(self, ask, sample, room):
         return list(itertools.islice(itertools.cycle(self.run.tokenizer.encode(self.says)), sample, sample + room))
 
     def _record(self, token, logprobs, first=False):

@@ -1,4 +1,4 @@
-"""A server's process around the engine without a model: `python -m tests.serve.process PAUSE [stuck]`."""
+"""A server process with an engine without a model: `python -m tests.serve.process PAUSE [stuck]`."""
 
 import asyncio
 import sys
@@ -14,10 +14,10 @@ from .fakes import FakeEngine
 
 
 class FakeRunning(FakeEngine):
-    """Loads for a moment; drains as an engine would; fails when it is asked for the prompt "fault".
+    """Loads for a moment, drains like a real engine, and fails at the prompt "fault".
 
     Attributes:
-      stuck: whether it cannot be closed, as while it compiles.
+      stuck: whether closing blocks, as during a compilation.
     """
 
     stuck = False

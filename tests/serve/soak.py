@@ -1,9 +1,9 @@
-"""A server in use for a long time, by clients of all dialects, good and bad: `python -m tests.serve.soak [MINUTES]`.
+"""A long run of a server with valid and invalid clients of all protocols: `python -m tests.serve.soak [MINUTES]`.
 
-Of the requests 10 % are left in the middle, 5 % are malformed, 5 % are aborted, 1 % are read slowly, and every so often three
-times as many come at once as the queue has places. An answer to a seeded request has to be what it was when nobody else was
-there. At the end all slots are free, memory, descriptors and threads are as they were, nothing was compiled, and no
-status was 5xx but Kobold's word for a full queue.
+10 % of the requests disconnect, 5 % are malformed, 5 % are aborted, and 1 % read slowly. Bursts send three times as many
+requests as the queue can hold. The answer to a seeded request must equal its answer in a batch of one. At the end all slots
+are free, memory, descriptors and threads are as before, nothing was compiled, and no status was 5xx except KoboldAI's 503 for
+a full queue.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ RAW = (
 
 
 class Question(NamedTuple):
-    """A seeded request: where it is asked whole and where streamed."""
+    """A seeded request, with its paths for a whole and for a streamed response."""
 
     path: str
     stream_path: str
@@ -60,7 +60,7 @@ class Question(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A status, 0 where there was none, and what came."""
+    """A status (0 without a response) and the content."""
 
     status: int
     content: bytes
@@ -81,8 +81,8 @@ def questions() -> list[Question]:
     return found
 
 
-def said(question: Question, streamed: bool, content: bytes) -> list[str]:
-    """The texts of an answer."""
+def texts_of(question: Question, streamed: bool, content: bytes) -> list[str]:
+    """Returns the texts of a response."""
     if not streamed and question.path != OWN:
         found = json.loads(content)
         if question.path == KOBOLD:
@@ -108,7 +108,7 @@ def events(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 async def exchange(port: int, data: bytes, most: int | None = None, pause: float = 0.0) -> Reply:
-    """Sends bytes and reads what comes: all of it, or `most` bytes before it leaves, or 64 at a time with a pause."""
+    """Sends bytes and reads the response: all of it, `most` bytes before disconnecting, or 64 bytes at a time with a pause."""
     options = socket.socket()
     if pause:
         options.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -151,25 +151,25 @@ def request(path: str, body: Any) -> bytes:
 
 
 class Soak:
-    """Clients of one server, and what they saw."""
+    """Clients of one server, and the errors that they found."""
 
     def __init__(self, port: int):
         self.port, self.chance, self.number = port, random.Random(0), 0
         self.kinds: Counter[str] = Counter()
         self.statuses: Counter[tuple[str, int]] = Counter()
         self.wrong: list[str] = []
-        self.alone: list[tuple[Question, list[str]]] = []
+        self.references: list[tuple[Question, list[str]]] = []
 
-    async def ask_alone(self) -> None:
-        """Every question when nobody else is there, whole and streamed."""
+    async def record_references(self) -> None:
+        """Sends every question in a batch of one, whole and streamed."""
         for question in questions():
             texts = []
             for streamed in (False, True):
                 reply = await self.send(question, streamed)
                 assert reply.status == 200, (question, reply)
-                texts.append(said(question, streamed, reply.content))
+                texts.append(texts_of(question, streamed, reply.content))
             assert all(text == texts[0] for text in texts), (question, texts)
-            self.alone.append((question, texts[0]))
+            self.references.append((question, texts[0]))
 
     async def send(self, question: Question, streamed: bool, **how: Any) -> Reply:
         more = {"stream": True} if streamed and question.path in (TEXT, CHAT) else {}
@@ -177,7 +177,7 @@ class Soak:
         return await exchange(self.port, request(path, question.body | more), **how)
 
     async def one(self) -> None:
-        """A request of some kind."""
+        """Sends a request of a random kind."""
         draw, kind = self.chance.random(), "good"
         for name, share in SHARES.items():
             draw -= share
@@ -188,16 +188,16 @@ class Soak:
         await getattr(self, kind)()
 
     async def good(self) -> None:
-        (question, texts), streamed = self.chance.choice(self.alone), self.chance.random() < 0.6
+        (question, texts), streamed = self.chance.choice(self.references), self.chance.random() < 0.6
         reply = await self.send(question, streamed)
         self.seen("good", reply, question.path)
         if reply.status == 200:
             self.kinds["compared"] += 1
-            if (found := said(question, streamed, reply.content)) != texts:
+            if (found := texts_of(question, streamed, reply.content)) != texts:
                 self.wrong.append(f"{question}: {found} instead of {texts}")
 
     async def leave(self) -> None:
-        question, _ = self.chance.choice(self.alone)
+        question, _ = self.chance.choice(self.references)
         await self.send(question, True, most=self.chance.choice((1, 300, 900)))
 
     async def malformed(self) -> None:
@@ -232,7 +232,7 @@ class Soak:
             self.wrong.append(f"{kind} {path}: {reply.status} {reply.content[:300]!r}")
 
     async def use(self, seconds: float, process: "Process") -> None:
-        """So long, by a few clients with a burst now and then; what the process holds is written down meanwhile."""
+        """Runs a few clients with bursts for some seconds and records the resources of the process."""
         until = time.monotonic() + seconds
 
         async def client() -> None:
@@ -254,7 +254,7 @@ class Soak:
 
 
 class Process:
-    """What a process holds, time after time."""
+    """The resources of a process over time."""
 
     def __init__(self, number: int):
         self.path = Path(f"/proc/{number}")
@@ -268,7 +268,7 @@ class Process:
 
 
 def make_run(folder: Path) -> None:
-    """A small model with random weights and a vocabulary of bytes."""
+    """Writes a run with a small random model and a byte tokenizer."""
     from dantinox.config import TokenizerSection, build_config
     from dantinox.model.parameters import abstract_model
     from dantinox.run import create_run, save_config, save_tokenizer, save_weights
@@ -289,11 +289,11 @@ def number_of(metrics: bytes, name: str) -> float:
 
 
 async def soak(port: int, process: Process, minutes: float) -> list[str]:
-    """What went wrong."""
+    """Returns the errors."""
     trial, get = Soak(port), b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    await trial.ask_alone()
+    await trial.record_references()
     before = number_of((await exchange(port, get)).content, "dantinox_compilations_total")
-    print(f"{len(trial.alone)} questions alone; {before:.0f} compilations for other orders of the steps", flush=True)
+    print(f"{len(trial.references)} questions in a batch of one; {before:.0f} compilations", flush=True)
     warm, begun = 60 * minutes / 6, time.monotonic()
     await trial.use(warm, process)
     first = len(process.rss)
@@ -313,16 +313,16 @@ async def soak(port: int, process: Process, minutes: float) -> list[str]:
     early, late = (
         float(np.median(part)) for part in (process.rss[first : first + (middle - first) // 4], process.rss[middle:])
     )
-    print(f"memory {early:.0f} MB behind the first sixth, {late:.0f} MB at the end: {late / early - 1:+.2%}")
+    print(f"memory {early:.0f} MB after the first sixth, {late:.0f} MB at the end: {late / early - 1:+.2%}")
     held = f"descriptors {process.descriptors[0]} to {process.descriptors[-1]}, most {max(process.descriptors)}"
     print(f"{held}; threads {process.threads[first]} to {process.threads[-1]}; busy {busy:.0f}, queued {queued:.0f}")
-    print(f"compiled meanwhile: {compiled:.0f}")
+    print(f"compilations during the run: {compiled:.0f}")
     wrong = trial.wrong
     bounds = {
         "slots are busy or prompts wait": busy + queued == 0,
         "programs were compiled": compiled == 0,
-        "descriptors are left": process.descriptors[-1] <= process.descriptors[0] + 1,
-        "threads are left": process.threads[-1] <= max(process.threads[: first + 1]),
+        "descriptors leaked": process.descriptors[-1] <= process.descriptors[0] + 1,
+        "threads leaked": process.threads[-1] <= max(process.threads[: first + 1]),
         "memory grew by more than 2 %": minutes < 30 or late <= 1.02 * early,
     }
     return wrong + [what for what, held in bounds.items() if not held]
@@ -347,7 +347,7 @@ def main() -> int:
     wrong += [f"the server ended with {code}"] * (code != 0)
     for line in wrong[:20]:
         print("WRONG", line)
-    print("nothing was wrong" if not wrong else f"{len(wrong)} things were wrong")
+    print("no errors" if not wrong else f"{len(wrong)} errors")
     return min(len(wrong), 1)
 
 

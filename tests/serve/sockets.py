@@ -1,4 +1,4 @@
-"""A real server on a real socket, for what only connections can show."""
+"""A real server on a socket, for tests of connections."""
 
 import contextlib
 import socket
@@ -14,7 +14,7 @@ from dantinox.serve.limits import Limits
 
 @contextlib.contextmanager
 def serving(app, limits: Limits | None = None) -> Iterator[int]:
-    """Serves an application by uvicorn in a thread, as `dantinox serve` does; the port."""
+    """Serves an application with uvicorn in a thread, as `dantinox serve` does; yields the port."""
     limits = limits or Limits()
     config = uvicorn.Config(
         app,
@@ -43,7 +43,7 @@ def serving(app, limits: Limits | None = None) -> Iterator[int]:
 
 
 def exchange(port: int, data: bytes, seconds: float = 5.0, half_close: bool = False) -> bytes:
-    """Sends bytes as they are, and all that comes back until the server closes or `seconds` have gone by without a byte."""
+    """Sends bytes; returns what arrives until the server closes or sends nothing for `seconds`."""
     with socket.create_connection(("127.0.0.1", port), seconds) as connection:
         connection.sendall(data)
         if half_close:

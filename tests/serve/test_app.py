@@ -1,4 +1,4 @@
-"""What every server tells of itself."""
+"""Tests `/health`, `/metrics` and the errors of unknown paths."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ def test_health_follows_the_engine(client, engine):
 
 
 def samples(client):
-    """The numbers of `/metrics` by name and labels."""
+    """Returns the values of `/metrics` by name and labels."""
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     families = text_string_to_metric_families(answer.text)
@@ -63,8 +63,8 @@ def test_metrics(client, engine):
     assert samples(client)["dantinox_ready",] == 0
 
 
-def test_time_between_tokens_is_that_of_one_sample(engine):
-    """n samples of a prompt are written side by side."""
+def test_the_time_between_tokens_is_per_sample(engine):
+    """The samples of a prompt are decoded in parallel."""
 
     async def observe():
         metrics = Metrics(engine)
@@ -76,7 +76,7 @@ def test_time_between_tokens_is_that_of_one_sample(engine):
     assert "dantinox_token_seconds_sum 0.5\n" in text and "dantinox_first_token_seconds_sum 1.0\n" in text
 
 
-def test_two_servers_in_one_process_count_apart():
+def test_two_servers_in_one_process_have_separate_counters():
     one, other = FakeEngine(), FakeEngine()
     with (
         TestClient(make_app(one), base_url="http://localhost") as a,
@@ -88,7 +88,7 @@ def test_two_servers_in_one_process_count_apart():
         assert samples(b)["dantinox_first_token_seconds_count",] == 0
 
 
-def test_every_path_answers_in_json_when_it_is_wrong(client):
+def test_errors_of_all_paths_are_json(client):
     for path in ("/", "/v1", "/x", "/metrics/", "/tokenize/x", "/%00", "/..%2f..%2fetc/passwd", "/page/", "/page/x"):
         answer = client.delete(path) if path == "/" else client.get(path)
         assert answer.status_code in (404, 405)

@@ -1,4 +1,4 @@
-"""Real clients against a server on a socket: `make serve-test` installs them, the extra `clients`."""
+"""Tests of real clients against a server on a socket. `make serve-test` installs them with the extra `clients`."""
 
 import json
 import math
@@ -78,7 +78,7 @@ def test_openai_chats(client, engine):
         assert stream.get_final_completion().choices[0].message.content == "once upon a "
 
 
-def test_openai_raises_what_is_wrong(openai, client, engine, url):
+def test_openai_raises_the_errors_of_the_server(openai, client, engine, url):
     assert [model.id for model in client.models.list()] == ["fake"] and client.models.retrieve("fake").id == "fake"
     with pytest.raises(openai.BadRequestError, match="top_p") as caught:
         client.completions.create(model="fake", prompt="a", top_p=7)
@@ -97,8 +97,8 @@ def test_openai_raises_what_is_wrong(openai, client, engine, url):
         [*client.chat.completions.create(model="fake", messages=HELLO, stream=True)]
 
 
-def test_openai_waits_and_tries_again(client, engine):
-    """After 429 it obeys Retry-After."""
+def test_openai_retries(client, engine):
+    """The client obeys Retry-After of a 429 response."""
     submit, left = engine.submit, [True]
 
     def busy_once(ask):
@@ -126,7 +126,7 @@ def test_langchain(url):
 
 
 def test_litellm(url, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # prices, which it would ask the network for
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download of prices
     litellm = pytest.importorskip("litellm", reason="litellm is not installed: make serve-test")
     where = {"model": "openai/fake", "api_base": f"{url}/v1", "api_key": KEY, "max_tokens": 6}
     assert litellm.completion(messages=HELLO, **where).choices[0].message.content == SAYS[:6]
@@ -140,8 +140,8 @@ def test_litellm(url, monkeypatch):
 
 def test_llm(url, tmp_path):
     pytest.importorskip("llm", reason="llm is not installed: make serve-test")
-    told = [{"model_id": "fake", "model_name": "fake", "api_base": f"{url}/v1", "api_key_name": "fake"}]
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(told))
+    models = [{"model_id": "fake", "model_name": "fake", "api_base": f"{url}/v1", "api_key_name": "fake"}]
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(models))
     (tmp_path / "keys.json").write_text(json.dumps({"fake": KEY}))
     for more in ([], ["--no-stream"]):
         command = [sys.executable, "-m", "llm", "-m", "fake", "-o", "max_tokens", "6", "hello", *more]
@@ -151,7 +151,7 @@ def test_llm(url, tmp_path):
 
 
 def test_lm_eval(url, monkeypatch):
-    """Log-likelihoods of continuations, and texts, by a tokenizer that it asks the server for."""
+    """Log-likelihoods of continuations, and texts, with the server's tokenizer."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: make serve-test")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     from lm_eval.api.instance import Instance
@@ -169,7 +169,7 @@ def test_lm_eval(url, monkeypatch):
 
 
 def test_curl(url):
-    """The line of the documentation."""
+    """The command in the documentation."""
     body = json.dumps({"prompt": "a", "max_tokens": 6})
     headers = ["-H", "Content-Type: application/json", "-H", f"Authorization: Bearer {KEY}"]
     if not Path("/usr/bin/curl").exists():

@@ -1,6 +1,6 @@
-"""Requests that nobody would send: none of them is a fault of the server, and the next good one is answered as before.
+"""Fuzzed requests: none may cause a server error, and the next valid request must be answered as before.
 
-`FUZZ=20000 pytest tests/serve/test_fuzz.py` sends so many; without it there are a few hundred.
+`FUZZ=20000 pytest tests/serve/test_fuzz.py` sends 20,000 requests; the default is 400.
 """
 
 import os
@@ -27,7 +27,7 @@ FUZZ = int(os.environ.get("FUZZ", 400))
 OPENAI = sorted({*BAD, *BAD_CHAT, *REQUEST_KEYS, "top_logprobs", "user", "guided_grammar"})
 KOBOLD = sorted({*kobold.LITE, *kobold.NUMBERS, *kobold.COUNTS, "grammar", "genkey", "memory"})
 OWN = sorted(GenerateBody.model_fields)
-# Path → fields that its dialect knows, and what a good request has.
+# Path → known fields, and the body of a valid request.
 PATHS = {
     TEXT: (OPENAI, {"prompt": "a"}),
     CHAT: (OPENAI, {"messages": HELLO}),
@@ -63,7 +63,7 @@ requests = st.sampled_from(sorted(PATHS)).flatmap(
 
 @pytest.fixture
 def http():
-    """A client of a server; what it answered is counted, and at last a good request is answered as at first."""
+    """Yields a function that sends a request; at the end, a valid request must be answered as at the start."""
     engine, seen = FakeEngine(fake_run(context=48)), Counter()
     app = make_app(engine, Options(template=ChatTemplate.from_name("plain", BYTES)))
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
@@ -83,12 +83,12 @@ def http():
 
 
 def fuzzed(share):
-    """So much of the requests; nothing is kept from one run for the next."""
+    """Returns hypothesis settings for a share of the requests, without a database."""
     count = max(20, int(share * FUZZ))
     return settings(max_examples=count, deadline=None, database=None, suppress_health_check=[*HealthCheck])
 
 
-def test_fields_of_the_dialects(http):
+def test_fields_of_the_protocols(http):
     @fuzzed(0.5)
     @given(requests)
     def send(request):
@@ -98,7 +98,7 @@ def test_fields_of_the_dialects(http):
     send()
 
 
-def test_bodies_that_are_no_json(http):
+def test_bodies_that_are_not_json(http):
     headers = {"content-type": "application/json"}
 
     @fuzzed(0.1)
@@ -110,7 +110,7 @@ def test_bodies_that_are_no_json(http):
 
 
 def test_schemathesis(http):
-    """Bodies made from the shapes that the server tells."""
+    """Bodies generated from the schemas of the server."""
     schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: make serve-test")
     answers = {"200": {"description": "good"}}
     paths = {path: {"post": {"requestBody": _body(shape), "responses": answers}} for path, shape in SHAPES.items()}
@@ -129,11 +129,11 @@ def _body(model):
     schema = model.model_json_schema(by_alias=True)
     names = schema.pop("$defs", {})
 
-    def inlined(part):
+    def inline(part):
         if isinstance(part, dict):
             if "$ref" in part:
-                return inlined(names[part["$ref"].rpartition("/")[2]])
-            return {name: inlined(value) for name, value in part.items()}
-        return [inlined(value) for value in part] if isinstance(part, list) else part
+                return inline(names[part["$ref"].rpartition("/")[2]])
+            return {name: inline(value) for name, value in part.items()}
+        return [inline(value) for value in part] if isinstance(part, list) else part
 
-    return {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}
+    return {"required": True, "content": {"application/json": {"schema": inline(schema)}}}

@@ -1,4 +1,4 @@
-"""Who may ask, how much and how fast, what JSON is read, and what becomes of an answer whose reader has left."""
+"""Tests of hosts, origins, keys, size and time limits, strict JSON, and cancellation on disconnect."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ def client(engine=None, **options):
 
 
 def post(text, headers="", path="/v1/completions", length=None):
-    """A request as bytes."""
+    """Returns the bytes of a request."""
     body = text if isinstance(text, bytes) else text.encode()
     length = len(body) if length is None else length
     return f"POST {path} HTTP/1.1\r\n{HEAD}Content-Length: {length}\r\n{headers}\r\n".encode() + body
@@ -66,14 +66,14 @@ def status(answer: bytes) -> int:
         ("\ufeff{}", "not JSON"),
     ],
 )
-def test_json_is_read_strictly(text, words):
+def test_invalid_json_is_refused(text, words):
     with pytest.raises(RequestError) as caught:
         parse_json(text.encode())
     assert caught.value.status == 400 and words in caught.value.message
     assert len(caught.value.message) < 200
 
 
-def test_json_that_is_fine_is_read_as_it_is():
+def test_valid_json_is_parsed():
     text = '{"a": [1, -2.5, true, null, "\\ud83d\\ude00é"], "b": {"a": {}}, "c": 18446744073709551615}'
     assert parse_json(text.encode()) == json.loads(text)
     deepest = "[" * MAX_DEPTH + "]" * MAX_DEPTH
@@ -85,8 +85,8 @@ def test_bytes_that_are_not_utf8_are_refused():
         parse_json(b'{"a":"\xff"}')
 
 
-def test_many_keys_take_no_longer_than_they_should():
-    """A quadratic search for keys that stand twice would take minutes."""
+def test_many_keys_are_checked_in_linear_time():
+    """A quadratic search for duplicate keys would take minutes."""
     names = ",".join(f'"{n}":1' for n in range(100_000))
     before = time.perf_counter()
     with pytest.raises(RequestError, match="twice"):
@@ -116,17 +116,17 @@ def test_content_type(kind, expected):
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '"a"', "null"])
-def test_a_body_is_an_object(text):
+def test_a_body_must_be_an_object(text):
     with client() as http:
         answer = http.post("/v1/completions", content=text, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and "object" in answer.json()["error"]["message"]
 
 
-# --- who may ask
+# --- hosts, origins and keys
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "localhost."])
-def test_hosts_of_its_own(host):
+def test_own_hosts_are_accepted(host):
     with client() as http:
         assert http.get("/health", headers={"host": host}).status_code == 200
 
@@ -144,14 +144,14 @@ def test_hosts_of_its_own(host):
         "[::2]",
     ],
 )
-def test_other_hosts(host):
+def test_other_hosts_are_refused(host):
     with client() as http:
         for path in ("/health", "/v1/models", "/nothing"):
             answer = http.get(path, headers={"host": host})
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "host"
 
 
-def test_hosts_that_are_named():
+def test_allowed_hosts():
     with client(hosts=frozenset({"a.example", "ip"})) as http:
         for host, expected in (("a.example:80", 200), ("10.1.2.3", 200), ("[fe80::1]:80", 200), ("b.example", 400)):
             assert http.get("/health", headers={"host": host}).status_code == expected
@@ -169,7 +169,7 @@ def test_hosts_that_are_named():
         ("http://localhost:8001", 403),
     ],
 )
-def test_pages_of_others_cannot_ask(origin, expected):
+def test_pages_of_other_origins_are_refused(origin, expected):
     with client(origins=("https://a.example",)) as http:
         answer = http.post("/v1/completions", json=ASK, headers={"origin": origin})
         assert answer.status_code == expected
@@ -178,14 +178,14 @@ def test_pages_of_others_cannot_ask(origin, expected):
         assert "access-control-allow-credentials" not in answer.headers
 
 
-def test_without_a_name_there_is_no_cors():
+def test_cors_is_off_by_default():
     with client() as http:
         asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
         answer = http.options("/v1/completions", headers=asked)
         assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
 
 
-def test_a_browser_asks_before_it_sends_a_key():
+def test_a_preflight_request_needs_no_key():
     with client(origins=("*",), key="secret") as http:
         asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
         answer = http.options("/v1/completions", headers={"origin": "https://a.example", **asked})
@@ -231,7 +231,7 @@ def test_headers_for_browsers():
             assert "server" not in answer.headers
 
 
-# --- how much and how fast
+# --- sizes and times
 
 
 def test_bodies_that_are_too_large():
@@ -247,20 +247,20 @@ def test_bodies_that_are_too_large():
         assert answer.status_code == 413
 
 
-def test_a_real_server_counts_what_comes():
-    """Whatever the head says of the length."""
+def test_a_real_server_counts_received_bytes():
+    """The limit does not depend on the Content-Length header."""
     limits = Limits(max_body=1000, receive_seconds=0.5)
     with serving(make_app(FakeEngine(), Options(limits=limits)), limits) as port:
         part = b"3e8\r\n" + b" " * 1000 + b"\r\n"
         chunked = f"POST /v1/completions HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
         assert status(exchange(port, chunked + part * 3 + b"0\r\n\r\n")) == 413
-        assert status(exchange(port, chunked + part * 40)) == 413  # and no end in sight
+        assert status(exchange(port, chunked + part * 40)) == 413  # without an end
         assert status(exchange(port, post(b" " * 5000))) == 413
-        assert status(exchange(port, post("", length=10**9))) == 413  # a length alone is enough
+        assert status(exchange(port, post("", length=10**9))) == 413  # the declared length is enough
         assert status(exchange(port, post("", length=10**18))) == 413
-        assert status(exchange(port, post(json.dumps(ASK), length=900))) == 408  # more was announced than came
+        assert status(exchange(port, post(json.dumps(ASK), length=900))) == 408  # less than declared
         assert status(exchange(port, post(json.dumps(ASK) + "more", length=len(json.dumps(ASK))))) == 200
-        assert status(exchange(port, post(json.dumps(ASK), length=5))) == 400  # half of it
+        assert status(exchange(port, post(json.dumps(ASK), length=5))) == 400  # a truncated body
         assert status(exchange(port, post(json.dumps(ASK), "Content-Length: 7\r\n"))) == 400
         assert status(exchange(port, post("", "Expect: 100-continue\r\n", length=2000))) == 413
         assert exchange(port, post("", "Expect: 100-continue\r\n", length=50)).startswith(b"HTTP/1.1 100")
@@ -275,11 +275,11 @@ def test_heads_that_are_too_large_or_too_slow():
         head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
         assert status(exchange(port, head + b"a" * 15_000 + b"\r\nConnection: close\r\n\r\n")) == 200
         assert status(exchange(port, head + b"a" * 20_000)) == 431
-        for sent in (b"", head):  # nothing, and the beginning of a head
+        for sent in (b"", head):  # nothing, and an incomplete head
             before = time.perf_counter()
             assert exchange(port, sent) == b""
             assert 0.3 < time.perf_counter() - before < 3
-        with socket.create_connection(("127.0.0.1", port), 5) as slow:  # a byte at a time does not buy time
+        with socket.create_connection(("127.0.0.1", port), 5) as slow:  # single bytes do not extend the time
             before = time.perf_counter()
             with contextlib.suppress(OSError):
                 for byte in head + b"a" * 1000:
@@ -288,7 +288,7 @@ def test_heads_that_are_too_large_or_too_slow():
             assert time.perf_counter() - before < 3
 
 
-def test_a_reader_that_takes_nothing_is_let_go():
+def test_a_stalled_reader_is_disconnected():
     limits = Limits(stall_seconds=0.5)
     engine = FakeEngine(says="a" * 100)
     engine.run.model.config.max_context = 10**9
@@ -305,7 +305,7 @@ def test_a_reader_that_takes_nothing_is_let_go():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_cancels(stream):
+def test_a_disconnect_cancels_its_requests(stream):
     engine = FakeEngine(pause=0.05)
     with serving(make_app(engine)) as port:
         with socket.create_connection(("127.0.0.1", port), 5) as connection:
@@ -321,10 +321,10 @@ def test_who_leaves_cancels(stream):
             time.sleep(0.005)
         assert len(engine.cancelled) == 2 and time.monotonic() - before < 0.5
         assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=ASK).status_code == 200
-        assert len(engine.cancelled) == 2  # what is answered to the end is not
+        assert len(engine.cancelled) == 2  # a complete response is not cancelled
 
 
-def test_two_hundred_leave_and_the_next_one_is_answered():
+def test_the_server_answers_after_two_hundred_disconnects():
     engine = FakeEngine(pause=0.02)
     with serving(make_app(engine)) as port:
         for _ in range(200):
@@ -338,8 +338,8 @@ def test_two_hundred_leave_and_the_next_one_is_answered():
         assert not engine.tasks
 
 
-def test_small_answers_are_sent_at_once():
-    """Head and body are written apart; with Nagle's algorithm the second waits 40 ms for the first to be confirmed."""
+def test_small_responses_are_sent_immediately():
+    """With Nagle's algorithm the body would wait 40 ms until the head is confirmed."""
     with serving(make_app(FakeEngine())) as port, httpx.Client() as http:
         took = []
         for _ in range(20):
@@ -350,7 +350,7 @@ def test_small_answers_are_sent_at_once():
 
 
 def test_one_connection_for_many_requests():
-    """What was refused closes it; what was answered does not."""
+    """A refused request closes the connection; an answered one does not."""
     with serving(make_app(FakeEngine())) as port:
         answer = exchange(port, post(json.dumps(ASK)) * 3 + post("{}", "Host: evil\r\n"), seconds=1)
         assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b"HTTP/1.1 400") == 1
@@ -358,13 +358,13 @@ def test_one_connection_for_many_requests():
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("data", [b"", b"\x00\xff\xfe", b"GET", b"\r\n" * 50, b"POST / HTTP/9.9\r\n\r\n", b"a" * 100])
-def test_what_is_no_http(path, data):
+def test_bytes_that_are_not_http(path, data):
     with serving(make_app(FakeEngine()), Limits(receive_seconds=0.2)) as port:
         answer = exchange(port, data.replace(b" / ", f" {path} ".encode()))
         assert answer == b"" or status(answer) == 400
 
 
-# --- what exceptions mean
+# --- exceptions
 
 
 @pytest.mark.parametrize(
@@ -381,13 +381,13 @@ def test_exceptions_of_an_engine(error, expected):
     assert (found.status, found.param) == expected and found.message == str(error)
 
 
-def test_busy_says_when_to_come_back():
+def test_busy_has_retry_after():
     found = to_request_error(Busy(2.4))
     assert found.status == 429 and found.headers["retry-after"] == "3"
     assert to_request_error(KeyError("x")).status == 500
 
 
-def test_a_failure_is_no_hang():
+def test_an_exception_is_a_500_response():
     engine = FakeEngine()
     with client(engine) as http:
         engine.submit = lambda ask: 1 / 0
@@ -395,12 +395,12 @@ def test_a_failure_is_no_hang():
         assert answer.status_code == 500 and "ZeroDivision" not in answer.text
         assert answer.json()["error"]["type"] == "server_error"
     with serving(make_app(engine)) as port, httpx.Client() as http:
-        for _ in range(5):  # each on a connection that is open
+        for _ in range(5):  # on one client
             assert http.post(f"http://127.0.0.1:{port}/v1/completions", json=ASK).status_code == 500
 
 
-def test_the_guards_do_not_swallow_cancellation():
-    """An application that is stopped from outside stops what it asked for."""
+def test_the_middleware_propagates_cancellation():
+    """Cancelling the application cancels its generation request."""
 
     async def check():
         engine = FakeEngine(pause=10)

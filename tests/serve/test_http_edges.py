@@ -1,4 +1,4 @@
-"""Messages of HTTP that no client of ours sends: each gets one error as JSON, and sizes are checked before any work."""
+"""Tests of unusual HTTP messages: each gets one JSON error, and sizes are checked before any work."""
 
 import json
 import logging
@@ -26,8 +26,8 @@ def port():
         yield found
 
 
-def asked(port, head, body=""):
-    """Sends it: status, headers and JSON of the only answer, and whether the server closed the connection."""
+def send(port, head, body=""):
+    """Sends a request; returns status, head and JSON of the only response, and whether the server closed the connection."""
     before = time.monotonic()
     answer = exchange(port, head.encode() + b"\r\n" + body.encode(), seconds=2)
     top, _, content = answer.partition(b"\r\n\r\n")
@@ -38,20 +38,18 @@ def asked(port, head, body=""):
 @pytest.mark.parametrize(
     "line", ["GET x HTTP/1.1", "OPTIONS * HTTP/1.1", "GET http://localhost/health HTTP/1.1", "GET ? HTTP/1.1"]
 )
-def test_targets_without_a_path(port, line):
-    status, _, content, _ = asked(port, f"{line}\r\nHost: localhost\r\nConnection: close\r\n")
+def test_request_targets_without_a_path(port, line):
+    status, _, content, _ = send(port, f"{line}\r\nHost: localhost\r\nConnection: close\r\n")
     assert status in (400, 404, 405) and content["error"]["message"]
 
 
-def test_the_preface_of_another_version(port):
+def test_the_preface_of_http_2(port):
     assert exchange(port, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", seconds=2).startswith(b"HTTP/1.1 4")
 
 
-def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(port):
+def test_a_request_with_two_lengths_closes_the_connection(port):
     head = f"POST /v1/completions HTTP/1.1\r\n{HEAD}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n"
-    status, top, content, closed = asked(
-        port, head, f"{len(BODY):x}\r\n{BODY}\r\n0\r\n\r\n" + "GET /health HTTP/1.1\r\n" + HEAD
-    )
+    status, top, content, closed = send(port, head, f"{len(BODY):x}\r\n{BODY}\r\n0\r\n\r\n" + "GET /health HTTP/1.1\r\n" + HEAD)
     assert status == 400 and b"connection: close" in top and closed
     assert "Transfer-Encoding" in content["error"]["message"]
 
@@ -59,34 +57,34 @@ def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(port):
 @pytest.mark.parametrize("size", [17_000, 60_000, 140_000])
 def test_heads_that_are_too_large(port, size):
     head = f"GET /health HTTP/1.1\r\n{HEAD}X: {'a' * size}\r\nConnection: close\r\n"
-    status, _, content, closed = asked(port, head)
+    status, _, content, closed = send(port, head)
     assert status == 431 and content["error"]["code"] == "head_too_large" and closed
 
 
 def test_a_length_of_twenty_digits(port):
-    status, _, content, closed = asked(port, f"POST /v1/completions HTTP/1.1\r\n{HEAD}Content-Length: {'9' * 20}\r\n")
+    status, _, content, closed = send(port, f"POST /v1/completions HTTP/1.1\r\n{HEAD}Content-Length: {'9' * 20}\r\n")
     assert status == 413 and content["error"]["code"] == "body_too_large" and closed
 
 
 def test_compressed_bodies(port):
     head = f"POST /api/v1/generate HTTP/1.1\r\n{HEAD}Content-Encoding: gzip\r\nContent-Length: {len(BODY)}\r\n"
-    status, _, content, _ = asked(port, head, BODY)
+    status, _, content, _ = send(port, head, BODY)
     assert status == 415 and "gzip" in content["detail"]["msg"]
 
 
-def test_what_is_not_http_gets_json(port):
-    status, _, content, _ = asked(port, "GET /health HTTP/1.1\r\nHost : x\r\n")
+def test_malformed_http_gets_json(port):
+    status, _, content, _ = send(port, "GET /health HTTP/1.1\r\nHost : x\r\n")
     assert status == 400 and content["error"]["code"] == "malformed"
 
 
 @pytest.mark.parametrize(("path", "read"), [("/v1/models", ["error", "message"]), ("/api/v1/model", ["detail", "msg"])])
 def test_too_many_connections(port, path, read, monkeypatch):
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 0)
-    status, _, content, _ = asked(port, f"GET {path} HTTP/1.1\r\n{HEAD}")
+    status, _, content, _ = send(port, f"GET {path} HTTP/1.1\r\n{HEAD}")
     assert status == 503 and "too many connections" in content[read[0]][read[1]]
 
 
-def test_equal_lines_of_the_log_are_written_once():
+def test_equal_log_lines_are_written_once():
     throttle = Throttle()
 
     def line(text):
@@ -110,10 +108,10 @@ LARGE_VALUES = {
 
 
 @pytest.mark.parametrize("name", LARGE_VALUES)
-def test_settings_that_are_too_large_cost_nothing(name):
+def test_settings_that_are_too_large_are_refused_before_any_work(name):
     engine = FakeEngine()
     app = make_app(engine)
-    engine.settings = lambda given: pytest.fail("it was looked at")
+    engine.settings = lambda given: pytest.fail("the settings were processed")
     with TestClient(app, base_url="http://localhost") as client:
         before = time.perf_counter()
         answer = client.post("/v1/completions", json={"prompt": "a", name: LARGE_VALUES[name]})
@@ -121,7 +119,7 @@ def test_settings_that_are_too_large_cost_nothing(name):
         assert time.perf_counter() - before < 1
 
 
-def test_kobold_breakers_that_are_too_many():
+def test_too_many_dry_breakers():
     with TestClient(make_app(FakeEngine()), base_url="http://localhost") as client:
         body = {"prompt": "a", "dry_multiplier": 1.0, "dry_sequence_breakers": ["x"] * 30_000}
         answer = client.post("/api/v1/generate", json=body)
@@ -132,19 +130,19 @@ def test_kobold_breakers_that_are_too_many():
     ("path", "words"),
     [("/v1/completions", "maximum context length"), ("/api/dantinox/generate", "a list of strings and token ids")],
 )
-def test_prompts_of_too_many_ids(path, words):
+def test_prompts_with_too_many_ids(path, words):
     with TestClient(make_app(FakeEngine()), base_url="http://localhost") as client:
         answer = client.post(path, json={"prompt": [[1] * 200_000]})
         assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
-def test_limits_are_those_of_the_engine():
+def test_limits_equal_those_of_the_engine():
     assert limits.MAX_ENTRIES == slots.ENTRIES and limits.MAX_ENTRIES_OF["bad_words"] == slots.SEQUENCES
     assert limits.MAX_ENTRIES_OF["stop_token_ids"] == slots.END_IDS
     assert limits.MAX_ENTRIES_OF["dry_breakers"] == slots.ENTRIES_OF["dry_breakers"]
 
 
-def test_tokens_that_contain_a_text():
+def test_tokens_that_contain_a_string():
     texts = ("a", "\n", "zz")
     vocabulary = [BYTES.decode([token]) for token in range(BYTES.vocab_size)]
     expected = [token for token, text in enumerate(vocabulary) if any(part in text for part in texts)]

@@ -1,4 +1,4 @@
-"""The dialect of KoboldAI and KoboldCpp: its paths, its framing to the byte, what its fields mean, and what it refuses."""
+"""Tests the KoboldAI and KoboldCpp protocol: paths, exact bytes of events, fields, and errors."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from .fakes import BYTES, SAYS, FakeEngine, fake_run
 from .sockets import serving
 
 ORDER = [6, 0, 1, 3, 4, 2, 5]
-# What Kobold Lite 339 sends of a story, with its own defaults.
+# A story request of Kobold Lite 339 with its defaults.
 LITE = {
     "n": 1, "max_context_length": 12288, "max_length": 1536, "rep_pen": 1.05, "temperature": 0.75, "top_p": 0.92, "top_k": 100,
     "top_a": 0, "typical": 1, "tfs": 1, "rep_pen_range": 360, "rep_pen_slope": 0.7, "sampler_order": ORDER, "memory": "",
@@ -50,7 +50,7 @@ def clients(engine, **options):
 
 
 def asked(client, engine, **body):
-    """What the engine was asked for: the ask of a request that is met."""
+    """Sends a request and returns the generation request that the engine received."""
     response = client.post("/api/v1/generate", json={"prompt": "Once", "max_length": 2} | body)
     assert response.status_code == 200, response.text
     return engine.asked[-1]
@@ -79,20 +79,20 @@ def events(text):
         ("/api/extra/last_logprobs", {"logprobs": None}),
     ],
 )
-def test_what_a_server_tells_of_itself(client, path, wanted):
+def test_the_server_describes_itself(client, path, wanted):
     assert client.get(path).json() == wanted
     if path.startswith("/api/v1/"):
         assert client.get(path.replace("v1", "latest")).json() == wanted
 
 
-def test_the_version_is_a_level_of_the_dialect_without_abilities_that_are_not_there(client):
+def test_the_version_has_only_supported_features(client):
     found = client.get("/api/extra/version").json()
     assert (found["result"], found["version"]) == ("KoboldCpp", "1.74")
     assert found["server"].startswith("DantinoX ")
     assert not any(value for name, value in found.items() if name not in ("result", "version", "server"))
 
 
-def test_a_key_is_asked_for_in_the_words_of_the_dialect(engine):
+def test_a_missing_key_is_an_error_of_the_protocol(engine):
     for client in clients(engine, key="secret"):
         refused = client.get("/api/v1/model")
         assert (refused.status_code, refused.json()["detail"]["type"]) == (401, "unauthorized")
@@ -100,7 +100,7 @@ def test_a_key_is_asked_for_in_the_words_of_the_dialect(engine):
         assert allowed.json()["protected"] is True
 
 
-def test_texts_are_counted_and_tokens_spelt(client):
+def test_texts_are_tokenized_and_tokens_decoded(client):
     text = "héllo"
     found = client.post("/api/extra/tokencount", json={"prompt": text}).json()
     assert found == {"value": 6, "ids": list(text.encode())}
@@ -109,10 +109,10 @@ def test_texts_are_counted_and_tokens_spelt(client):
     assert client.post("/api/extra/tokencount", json={}).json() == {"value": 0, "ids": []}
 
 
-# --- answers
+# --- responses
 
 
-def test_an_answer(client, engine):
+def test_a_response(client, engine):
     found = client.post("/api/v1/generate", json={"prompt": "Once", "max_length": 9}).json()
     result = {"text": SAYS[:9], "finish_reason": "length", "prompt_tokens": 4, "completion_tokens": 9, "logprobs": None}
     assert found == {"results": [result]}
@@ -125,7 +125,7 @@ def test_n_gives_n_results(client):
     assert [result["completion_tokens"] for result in results] == [5, 5, 5]
 
 
-def test_a_stream_is_framed_to_the_byte(client):
+def test_a_stream_has_the_exact_bytes(client):
     for says, tokens in (("ab", 2), ("é \u2028\r\n\U0001f98a", 6)):
         engine = FakeEngine(says=says)
         for streaming in clients(engine):
@@ -148,7 +148,7 @@ def test_a_stream_is_framed_to_the_byte(client):
 
 
 @pytest.mark.parametrize("trim, text", [(True, "once upon a "), (False, "once upon a time"), (None, "once upon a ")])
-def test_stops_and_whether_they_stay(client, trim, text):
+def test_stop_strings_are_kept_or_removed(client, trim, text):
     body = {"prompt": "x", "max_length": 40, "stop_sequence": ["", "time", "zz"], "trim_stop": trim}
     result = client.post("/api/v1/generate", json=body).json()["results"][0]
     assert (result["text"], result["finish_reason"]) == (text, "stop")
@@ -157,7 +157,7 @@ def test_stops_and_whether_they_stay(client, trim, text):
     assert [event["finish_reason"] for event in streamed][-2:] == [None, "stop"]
 
 
-def test_log_probabilities_come_with_the_answer_and_afterwards_by_key(client):
+def test_log_probabilities_are_in_the_response_and_available_by_key(client):
     body = {"prompt": "x", "max_length": 3, "logprobs": True, "genkey": "k1"}
     with_answer = client.post("/api/v1/generate", json=body).json()["results"][0]["logprobs"]
     content = with_answer["content"]
@@ -169,7 +169,7 @@ def test_log_probabilities_come_with_the_answer_and_afterwards_by_key(client):
         assert client.post("/api/extra/last_logprobs", json=other).json() == {"logprobs": None}
 
 
-def test_how_the_last_answer_went(client):
+def test_perf_reports_the_last_generation(client):
     client.post("/api/v1/generate", json={"prompt": "x", "max_length": 7, "sampler_seed": 42, "stop_sequence": ["pon"]})
     found = client.get("/api/extra/perf").json()
     assert (found["last_token_count"], found["last_seed"], found["stop_reason"], found["total_gens"]) == (7, 42, 0, 1)
@@ -177,7 +177,7 @@ def test_how_the_last_answer_went(client):
     assert 0 <= found["last_process"] < 5 and 0 <= found["last_eval"] < 5 and found["uptime"] >= found["idletime"] >= 0
 
 
-# --- what fields mean
+# --- fields
 
 
 SETTINGS = [
@@ -258,13 +258,13 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("body, wanted", SETTINGS, ids=lambda value: "-".join(value)[:40])
-def test_fields_are_settings_of_ours(client, engine, body, wanted):
+def test_fields_are_converted_to_settings(client, engine, body, wanted):
     found = asked(client, engine, **body).config.generation
     assert {name: getattr(found, name) for name in wanted} == wanted
 
 
-def test_what_lite_sends_of_itself(client, engine):
-    """Its own numbers: no field is refused, and what is off there is off here."""
+def test_the_defaults_of_lite(client, engine):
+    """No field is refused, and samplers that Lite disables are disabled."""
     found = asked(client, engine, **LITE).config.generation
     on = {
         "preset": "koboldcpp", "sampler_order": tuple(ORDER), "temperature": 0.75, "top_k": 100, "top_p": 0.92,
@@ -275,7 +275,7 @@ def test_what_lite_sends_of_itself(client, engine):
     assert {k: v for k, v in found.model_dump().items() if k not in off} == {k: v for k, v in default.items() if k not in off}
 
 
-def test_what_is_not_given_is_as_the_run_has_it():
+def test_missing_fields_have_the_values_of_the_run():
     engine = FakeEngine(fake_run(temperature=0.5, top_k=7, stop=("time",), max_new_tokens=3, eta_cutoff=0.1))
     for client in clients(engine):
         client.post("/api/v1/generate", json={"prompt": "a"})
@@ -285,7 +285,7 @@ def test_what_is_not_given_is_as_the_run_has_it():
 
 
 @pytest.mark.parametrize("where", ["run", "request"])
-def test_beside_the_router_only_penalties_count(where):
+def test_only_penalties_apply_with_the_router(where):
     engine = FakeEngine(fake_run(**({"strategy": "entropy"} if where == "run" else {})))
     for client in clients(engine):
         body = LITE | {"dry_multiplier": 0.8} | ({"strategy": "entropy"} if where == "request" else {})
@@ -294,7 +294,7 @@ def test_beside_the_router_only_penalties_count(where):
         assert (found.preset, found.temperature, found.top_k, found.top_p) == ("default", 1.0, None, None)
 
 
-def test_a_run_that_is_greedy_or_warm_by_itself_takes_the_temperature_of_a_request():
+def test_a_temperature_overrides_that_of_the_run():
     for own in ({"greedy": True}, {"dynatemp_high": 2.0}):
         engine = FakeEngine(fake_run(**own))
         for client in clients(engine):
@@ -320,7 +320,7 @@ def test_a_grammar_is_a_constraint(client, engine):
 
 @given(st.integers(2, 200), st.integers(0, 120), st.integers(0, 300), st.integers(1, 400))
 @settings(max_examples=300, deadline=None)
-def test_memory_stays_whole_and_the_front_of_the_prompt_goes(context, memory, prompt, new):
+def test_memory_is_kept_and_the_prompt_loses_its_beginning(context, memory, prompt, new):
     memory, prompt = "m" * memory, "".join(chr(97 + i % 26) for i in range(prompt))
     text = (memory + prompt).encode()  # the tokens of this vocabulary are bytes
     if not text:
@@ -336,12 +336,12 @@ def test_memory_stays_whole_and_the_front_of_the_prompt_goes(context, memory, pr
     assert 1 <= count <= new and len(ids) + count <= context
     if len(text) + new <= context:
         assert (bytes(ids), count) == (text, new)
-    else:  # nothing lies idle: all is asked for and given, or the context is full
+    else:  # either all requested tokens fit, or the context is full
         assert len(ids) + count == context or (count == new and kept == len(prompt)) or len(ids) == context - new
         assert len(ids) >= min(len(text), context // 2)
 
 
-def test_lites_budget_is_cut_to_the_context(client, engine):
+def test_the_budget_of_lite_is_limited_to_the_context(client, engine):
     story = "".join(chr(32 + i % 90) for i in range(1000))
     ask = asked(client, engine, **LITE | {"prompt": story, "memory": "MEMORY"})
     assert len(ask.ids) == 128 and ask.config.generation.max_new_tokens == 128
@@ -355,11 +355,11 @@ def test_lites_budget_is_cut_to_the_context(client, engine):
     assert "300" in refused.json()["detail"]["msg"]
 
 
-# --- places for instructions
+# --- instruction placeholders
 
 
 def special_tokenizer() -> Tokenizer:
-    """Bytes, and special tokens as chats have them."""
+    """Returns a byte tokenizer with the special tokens of a chat."""
     tree = json.loads(
         train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter(["ab ab"])).to_json()
     )
@@ -374,7 +374,7 @@ SPECIAL = special_tokenizer()
 PLACES = "\n{{[INPUT]}}\nHi\n{{[OUTPUT]}}\nHo\n{{[INPUT]}}\nSo?\n{{[OUTPUT]}}\n"
 
 
-def test_places_are_filled_as_koboldcpp_does_where_there_is_no_template(client, engine):
+def test_placeholders_become_koboldcpp_tags_without_a_template(client, engine):
     ask = asked(client, engine, prompt=PLACES, stop_sequence=["{{[INPUT]}}", "{{[OUTPUT]}}", "{{[INPUT_END]}}"])
     turn = "\n### Instruction:\nHi\n### Response:\nHo\n### Instruction:\nSo?\n### Response:\n"
     assert bytes(ask.ids).decode() == turn
@@ -385,7 +385,7 @@ def test_places_are_filled_as_koboldcpp_does_where_there_is_no_template(client, 
     assert bytes(ask.ids).decode() == PLACES
 
 
-def test_places_are_filled_as_the_template_writes_a_chat():
+def test_placeholders_become_tags_of_the_template():
     engine = FakeEngine(fake_run(tokenizer=SPECIAL))
     template = ChatTemplate.from_name("chatml", SPECIAL)
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "So?"}]
@@ -419,15 +419,15 @@ async def eventually(condition, seconds=5.0):
     return found
 
 
-def talking(engine, **options):
+def open_client(engine, **options):
     return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(engine, Options(**options))), base_url="http://localhost")
 
 
-def test_a_generation_is_read_and_ended_by_its_key():
+def test_a_generation_is_read_and_aborted_by_its_key():
     engine = slow()
 
     async def run():
-        async with talking(engine) as client:
+        async with open_client(engine) as client:
 
             async def text(key):
                 found = (await client.post("/api/extra/generate/check", json={"genkey": key})).json()["results"]
@@ -439,13 +439,13 @@ def test_a_generation_is_read_and_ended_by_its_key():
             assert await text("c") == "" and (await client.get("/api/extra/generate/check")).json()["results"] == [{"text": ""}]
             nobody = await client.post("/api/extra/abort", json={"genkey": "c"})
             assert nobody.json() == {"success": "false", "done": "false"}
-            assert (await client.post("/api/extra/abort")).json()["success"] == "false"  # two are under way
+            assert (await client.post("/api/extra/abort")).json()["success"] == "false"  # two are running
             assert not engine.cancelled
             ended = await client.post("/api/extra/abort", json={"genkey": "a"})
             assert ended.json() == {"success": "true", "done": "true"}
             result = (await a).json()["results"][0]
             assert 0 < len(result["text"]) < 200 and result["finish_reason"] == "length"
-            assert await text("a") == result["text"]  # it can be had again
+            assert await text("a") == result["text"]  # still available
             assert not b.done() and len(engine.cancelled) == 1
             await client.post("/api/extra/abort", json={"genkey": "b"})
             await b
@@ -454,11 +454,11 @@ def test_a_generation_is_read_and_ended_by_its_key():
     asyncio.run(run())
 
 
-def test_without_a_key_the_only_generation_is_meant():
+def test_a_request_without_a_key_refers_to_the_only_generation():
     engine = slow()
 
     async def run():
-        async with talking(engine) as client:
+        async with open_client(engine) as client:
             check = "/api/extra/generate/check"
             work = asyncio.create_task(client.post("/api/v1/generate", json={"prompt": "x", "max_length": 200}))
 
@@ -468,12 +468,12 @@ def test_without_a_key_the_only_generation_is_meant():
             assert SAYS.startswith((await eventually(seen))[: len(SAYS)])
             assert (await client.post("/api/extra/abort")).json()["success"] == "true"
             result = (await work).json()["results"][0]
-            assert result["text"] and (await seen()) == ""  # nobody can say afterwards whose it was
+            assert result["text"] and (await seen()) == ""  # its owner is unknown afterwards
 
     asyncio.run(run())
 
 
-def test_what_is_remembered_is_bounded_and_forgotten(client, monkeypatch):
+def test_finished_generations_are_bounded_and_expire(client, monkeypatch):
     def text(number):
         return client.post("/api/extra/generate/check", json={"genkey": f"k{number}"}).json()["results"][0]["text"]
 
@@ -487,7 +487,7 @@ def test_what_is_remembered_is_bounded_and_forgotten(client, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/api/extra/generate/stream", "/api/v1/generate"])
-def test_a_reader_that_leaves_frees_the_slots(path):
+def test_a_disconnect_frees_the_slots(path):
     engine = slow()
 
     async def leave(url):
@@ -504,7 +504,7 @@ def test_a_reader_that_leaves_frees_the_slots(path):
         assert len(engine.asked) == len(engine.cancelled) == 1 and not engine.tasks
 
 
-# --- what goes wrong
+# --- errors
 
 
 def test_a_full_queue_and_an_engine_that_is_not_ready(client, engine):
@@ -519,8 +519,8 @@ def test_a_full_queue_and_an_engine_that_is_not_ready(client, engine):
     assert "draining" in response.json()["detail"]["msg"]
 
 
-def test_a_stream_that_fails_is_told_and_left_without_an_end():
-    """Lite takes any proper end for a whole answer."""
+def test_a_failed_stream_has_an_error_event_and_no_final_chunk():
+    """Lite accepts any response with a final chunk as complete."""
     engine = FakeEngine()
     engine.fails = Unavailable("the engine failed")
     with serving(make_app(engine)) as port:
@@ -566,12 +566,12 @@ BAD = [
 ]
 
 
-def test_there_are_many_bad_bodies():
+def test_the_number_of_invalid_bodies():
     assert len(BAD) >= 150
 
 
 @pytest.mark.parametrize("path", ["/api/v1/generate", "/api/extra/generate/stream"])
-def test_bad_bodies_are_refused_in_one_sentence(client, engine, path):
+def test_invalid_bodies_get_one_sentence(client, engine, path):
     for body in BAD:
         response = client.post(path, json={"prompt": "x"} | body)
         assert response.status_code == 400, (body, response.text[:300])
@@ -589,14 +589,14 @@ def test_bad_bodies_are_refused_in_one_sentence(client, engine, path):
         (b'{"n": 1, "n": 2}', 400), (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", 400), (b"x" * (1 << 21), 413),
     ],
 )  # fmt: skip
-def test_bad_bytes_are_refused_in_the_words_of_the_dialect(client, content, status):
+def test_invalid_bytes_get_an_error_of_the_protocol(client, content, status):
     for path in ("/api/v1/generate", "/api/extra/tokencount", "/api/extra/detokenize"):
         response = client.post(path, content=content, headers={"content-type": "application/json"} if content else {})
         assert response.status_code == status
         assert set(response.json()["detail"]) == {"msg", "type"}
 
 
-def test_paths_that_are_not_there_and_methods_that_are_not_taken(client):
+def test_unknown_paths_and_methods(client):
     for method, path, status in (
         ("GET", "/api/v1/generate", 405),
         ("POST", "/api/v1/model", 405),
@@ -609,13 +609,13 @@ def test_paths_that_are_not_there_and_methods_that_are_not_taken(client):
 # --- Lite
 
 
-def test_a_copy_of_lite_is_served_and_nothing_else_of_its_folder(tmp_path, engine):
+def test_only_the_page_of_lite_is_served_from_its_folder(tmp_path, engine):
     (tmp_path / "index.html").write_text("<p>Lite</p>")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "inside").mkdir()
     for path in (tmp_path, tmp_path / "index.html"):
         for client in clients(engine, lite=path, key="secret"):
-            page = client.get("/lite")  # without the key, as a browser asks for it
+            page = client.get("/lite")  # without the key, as a browser requests it
             assert (page.status_code, page.text, page.url.query) == (200, "<p>Lite</p>", b"local=1")
             assert "connect-src 'self'" in page.headers["content-security-policy"]
         for client in clients(engine, lite=path):

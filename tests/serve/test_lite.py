@@ -1,4 +1,4 @@
-"""The real Kobold Lite in a browser against this server: a copy that DANTINOX_LITE names, as it is no part of this project."""
+"""Tests of Kobold Lite in a browser. DANTINOX_LITE is the path of a copy, because Lite is not part of this project."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def chromium():
 
 
 class Page:
-    """Kobold Lite, connected, in a story that has not begun."""
+    """Kobold Lite, connected, with an empty story."""
 
     def __init__(self, chromium, engine, port):
         self.chromium, self.engine, self.port = chromium, engine, port
@@ -66,7 +66,7 @@ class Page:
         return found
 
     def set(self, name, value):
-        """A setting, as the form of settings takes it."""
+        """Sets a field of the settings form."""
         self.run("display_settings()")
         self.run(f"document.getElementById({json.dumps(name)}).value = {json.dumps(value)}")
         self.run("confirm_settings()")
@@ -86,7 +86,7 @@ class Page:
         return self.text
 
     def asked(self):
-        """The addresses that were asked, in order, and the bodies that went there."""
+        """Returns the requested addresses and their bodies, in order."""
         entries = [json.loads(entry["message"])["message"] for entry in self.chromium.get_log("performance")]
         requests = [entry["params"]["request"] for entry in entries if entry["method"] == "Network.requestWillBeSent"]
         return [(request["url"], request.get("postData")) for request in requests if request["url"].startswith("http")]
@@ -100,7 +100,7 @@ def page(chromium):
         chromium.get("about:blank")
 
 
-def test_it_connects_by_itself_and_asks_nobody_else(page):
+def test_it_connects_only_to_its_own_server(page):
     urls = [url for url, _ in page.asked()]
     assert {url.split("/")[2] for url in urls} == {f"127.0.0.1:{page.port}"}
     paths = ["/" + url.split("/", 3)[3] for url in urls]
@@ -111,14 +111,14 @@ def test_it_connects_by_itself_and_asks_nobody_else(page):
     assert all("manifest" in complaint.lower() for complaint in complaints)
 
 
-def test_a_text_streams_in_and_is_whole_in_the_end(page):
+def test_a_text_is_streamed_completely(page):
     page.set("max_length", 120)
     page.send("Once upon a time")
     lengths = set()
     while page.run("return pending_response_id != ''"):
         lengths.add(len(page.text))
         time.sleep(0.02)
-    assert len(lengths) > 10  # it grew before one's eyes
+    assert len(lengths) > 10  # it was streamed
     ask = page.engine.asked[-1]
     new = ask.config.generation.max_new_tokens
     whole = (SAYS * 9).encode()[:new].decode(errors="replace")
@@ -137,7 +137,7 @@ def test_the_next_turn_sends_the_whole_story(page):
     assert first.replace("\n", "").startswith("One. the fox") and len(page.run("return gametext_arr")) == 4
 
 
-def test_abort_keeps_what_came_and_frees_the_slot(page):
+def test_an_abort_keeps_the_text_and_frees_the_slot(page):
     page.set("max_length", 400)
     page.send("Once")
     page.wait("document.getElementById('gametext').innerText.length > 20")
@@ -149,15 +149,15 @@ def test_abort_keeps_what_came_and_frees_the_slot(page):
     assert len(page.engine.cancelled) == 1 and not page.engine.tasks
     assert any(url.endswith("/api/extra/abort") for url, _ in page.asked())
     assert 10 < len("".join(page.run("return gametext_arr"))) < 400
-    # What is sent within its abort's round trip is aborted with it.
+    # Lite also aborts a request that it sends before the response to its abort.
     page.wait("performance.getEntriesByType('resource').some(one => one.name.endsWith('/abort') && one.responseEnd > 0)")
     time.sleep(1)
-    page.send("more")  # and it goes on
+    page.send("more")  # the story continues
     page.wait("document.getElementById('gametext').innerText.includes('morethe fox')")
     assert len(page.engine.asked) == 2
 
 
-def test_samplers_of_its_form_arrive(page):
+def test_sampler_settings_of_the_form_are_sent(page):
     page.set("max_length", 8)
     for name, value in (("sampler_order", "5,6,0,1,2,3,4"), ("temperature", 0.55), ("min_p", 0.05), ("dynatemp_range", 0.25)):
         page.set(name, value)
@@ -170,12 +170,12 @@ def test_samplers_of_its_form_arrive(page):
     assert (found.dry_multiplier, found.xtc_probability) == (0.8, 0.4)
 
 
-def test_polling_in_the_place_of_a_stream_shows_the_text_too(page):
+def test_polling_shows_the_text(page):
     page.run("localsettings.tokenstreammode = 1")
     page.run("localsettings.max_length = 300")
     page.send("Once")
     page.wait("document.getElementById('gametext').innerText.includes('fox')")
-    assert page.run("return pending_response_id != ''")  # not yet ended: the text came by /check
+    assert page.run("return pending_response_id != ''")  # still running: the text came from /check
     page.run("abort_generation()")
     assert any(url.endswith("/api/extra/generate/check") for url, _ in page.asked())
 
@@ -197,13 +197,13 @@ def test_a_key_can_be_entered(chromium):
             assert time.monotonic() < until
         chromium.find_element("link text", "try a different URL or API type").click()
         chromium.find_element("id", "customkoboldkey").send_keys("secret-key")
-        chromium.execute_script("connect_custom_endpoint()")  # the form's button, of which there are several
+        chromium.execute_script("connect_custom_endpoint()")  # the form has several buttons
         while chromium.execute_script("return koboldcpp_version") != "1.74":
             assert time.monotonic() < until
         chromium.get("about:blank")
 
 
-def test_a_full_queue_is_said(page):
+def test_a_full_queue_is_shown(page):
     page.engine.full = True
     page.send("Once")
     page.wait("document.body.innerText.includes('all slots are busy and the queue is full')")

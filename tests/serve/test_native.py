@@ -1,4 +1,4 @@
-"""Our own events: what a server says of itself, a text token by token, and bodies that are wrong."""
+"""Tests the native protocol: the description of the server, the events of a text, and invalid bodies."""
 
 import json
 import time
@@ -33,19 +33,19 @@ def client(engine):
     return client_of(app(engine))
 
 
-def parsed(text):
-    """Server-sent events as (name, data)."""
+def parse_events(text):
+    """Parses server-sent events to (name, data)."""
     blocks = text.removesuffix("\n\n").split("\n\n")
     lines = [block.split("\n") for block in blocks]
     assert all(len(pair) == 2 and pair[0].startswith("event: ") and pair[1].startswith("data: ") for pair in lines)
     return [(name[7:], json.loads(data[6:])) for name, data in lines]
 
 
-def told(client, body):
+def generate(client, body):
     answer = client.post(GENERATE, json=body)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    return parsed(answer.text)
+    return parse_events(answer.text)
 
 
 def refused(client, body):
@@ -77,7 +77,7 @@ def test_about_has_every_setting_with_its_range_and_steps(client):
     assert all(set(order) <= steps for order in about["orders"].values())
 
 
-def test_about_tells_what_the_server_was_started_with():
+def test_about_has_the_settings_of_the_server():
     engine = FakeEngine(fake_run(64, temperature=0.7, max_new_tokens=9))
     about = client_of(make_app(engine)).get(ABOUT).json()
     assert about["changed"] == {"temperature": 0.7} and not about["chat"] and about["context"] == 64
@@ -85,8 +85,8 @@ def test_about_tells_what_the_server_was_started_with():
     assert (found["temperature"], found["max_new_tokens"], found["top_k"]) == (0.7, 9, None)
 
 
-def test_a_text_is_told_token_by_token(client, engine):
-    events = told(client, {"prompt": "abc", "settings": {"max_new_tokens": 5, "seed": 7}, "alternatives": 3})
+def test_a_text_is_streamed_token_by_token(client, engine):
+    events = generate(client, {"prompt": "abc", "settings": {"max_new_tokens": 5, "seed": 7}, "alternatives": 3})
     names = [name for name, _ in events]
     assert names == ["begin", *["token"] * 5, "end"]
     begin, end = events[0][1], events[-1][1]
@@ -103,53 +103,53 @@ def test_a_text_is_told_token_by_token(client, engine):
     assert engine.asked[0].logprobs == 3
 
 
-def test_texts_and_ids_stand_in_any_order(client, engine):
-    events = told(client, {"prompt": ["ab", 99, 100, "e"], "settings": {"max_new_tokens": 1}})
+def test_a_prompt_mixes_texts_and_ids(client, engine):
+    events = generate(client, {"prompt": ["ab", 99, 100, "e"], "settings": {"max_new_tokens": 1}})
     assert engine.asked[0].ids == tuple(b"abcde") and engine.asked[0].logprobs == 10
     assert events[0][1]["texts"] == [[97, 98], [101]]
-    told(client, {"prompt": [1, 2, 3], "settings": {"max_new_tokens": 1}})
+    generate(client, {"prompt": [1, 2, 3], "settings": {"max_new_tokens": 1}})
     assert engine.asked[1].ids == (1, 2, 3)
 
 
-def test_an_answer_goes_on_from_its_own_beginning(client, engine):
+def test_an_answer_continues_a_given_beginning(client, engine):
     message = [{"role": "user", "content": "hello"}]
-    told(client, {"messages": message, "settings": {"max_new_tokens": 1}})
-    told(client, {"messages": message, "prompt": [65, 66], "settings": {"max_new_tokens": 1}})
-    whole, begun = (ask.ids for ask in engine.asked)
-    assert begun == (*whole, 65, 66) and b"hello" in bytes(token for token in whole if token < 256)
+    generate(client, {"messages": message, "settings": {"max_new_tokens": 1}})
+    generate(client, {"messages": message, "prompt": [65, 66], "settings": {"max_new_tokens": 1}})
+    whole, continued = (ask.ids for ask in engine.asked)
+    assert continued == (*whole, 65, 66) and b"hello" in bytes(token for token in whole if token < 256)
 
 
-def test_a_seed_is_drawn_and_told(client, engine):
-    seeds = [told(client, {"prompt": "a", "settings": {"max_new_tokens": 1}})[0][1]["seed"] for _ in range(2)]
+def test_a_missing_seed_is_drawn_and_reported(client, engine):
+    seeds = [generate(client, {"prompt": "a", "settings": {"max_new_tokens": 1}})[0][1]["seed"] for _ in range(2)]
     assert seeds[0] != seeds[1] and [ask.config.generation.seed for ask in engine.asked] == seeds
 
 
 def test_several_samples(client):
-    events = told(client, {"prompt": "a", "settings": {"max_new_tokens": 3, "n": 2}})
+    events = generate(client, {"prompt": "a", "settings": {"max_new_tokens": 3, "n": 2}})
     texts = ["".join(data["text"] for name, data in events if name == "token" and data["sample"] == s) for s in (0, 1)]
     assert texts == [SAYS[:3], SAYS[1:4]] and events[-1][1]["finish_reasons"] == ["length", "length"]
 
 
-def test_the_front_of_a_long_prompt_is_left_out_where_that_is_asked_for(client, engine):
+def test_fit_truncates_the_beginning_of_a_long_prompt(client, engine):
     long = "x" * 250 + "y" * 50
     assert "256" in refused(client, {"prompt": long})["message"]
-    begin = told(client, {"prompt": long, "fit": True, "settings": {"max_new_tokens": 20}})[0][1]
+    begin = generate(client, {"prompt": long, "fit": True, "settings": {"max_new_tokens": 20}})[0][1]
     assert (begin["left_out"], begin["prompt_tokens"]) == (300 - 236, 236)
     assert engine.asked[-1].ids == tuple(long[-236:].encode())
-    begin = told(client, {"prompt": long, "fit": True, "settings": {"max_new_tokens": 1000}})[0][1]
+    begin = generate(client, {"prompt": long, "fit": True, "settings": {"max_new_tokens": 1000}})[0][1]
     assert begin["prompt_tokens"] == 128
-    begin = told(client, {"prompt": "abc", "fit": True, "settings": {"max_new_tokens": 5}})[0][1]
+    begin = generate(client, {"prompt": "abc", "fit": True, "settings": {"max_new_tokens": 5}})[0][1]
     assert begin["left_out"] == 0
 
 
-def test_the_router_is_told_with_its_numbers():
+def test_the_numbers_of_the_router_are_reported():
     client = client_of(app(VariedEngine()))
-    events = told(client, {"prompt": "Nel", "settings": {"strategy": "entropy", "max_new_tokens": 30, "low_entropy": 0.25}})
+    events = generate(client, {"prompt": "Nel", "settings": {"strategy": "entropy", "max_new_tokens": 30, "low_entropy": 0.25}})
     router = events[0][1]["router"]
     assert router["low_entropy"] == 0.25 and router["high_entropy"] == 5.0 and router["temperature_max"] is None
     records = [record for name, data in events if name == "token" for record in data["tokens"]]
     assert len({record["strategy"] for record in records}) > 2
-    assert told(client, {"prompt": "Nel", "settings": {"max_new_tokens": 1}})[0][1]["router"] is None
+    assert generate(client, {"prompt": "Nel", "settings": {"max_new_tokens": 1}})[0][1]["router"] is None
 
 
 @pytest.mark.parametrize(
@@ -180,13 +180,13 @@ def test_the_router_is_told_with_its_numbers():
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
     ],
 )
-def test_wrong_bodies_hear_one_sentence(client, engine, body, says):
+def test_invalid_bodies_get_one_sentence(client, engine, body, says):
     error = refused(client, body)
     assert says in error["message"] and "\n" not in error["message"]
     assert not engine.asked
 
 
-def test_numbers_that_are_none_and_bodies_that_are_too_large(client):
+def test_nonfinite_numbers_and_bodies_that_are_too_large(client):
     head = {"content-type": "application/json"}
     for text in (
         '{"prompt": "a", "settings": {"temperature": NaN}}',
@@ -204,7 +204,7 @@ def test_a_model_without_a_template_has_no_chats(engine):
     assert "no chat template" in error["message"]
 
 
-def test_a_full_queue_and_an_engine_that_does_not_take_asks(client, engine):
+def test_a_full_queue_and_a_draining_engine(client, engine):
     engine.full = True
     busy = client.post(GENERATE, json={"prompt": "a"})
     assert busy.status_code == 429 and busy.headers["retry-after"] == "2"
@@ -212,15 +212,15 @@ def test_a_full_queue_and_an_engine_that_does_not_take_asks(client, engine):
     assert client.post(GENERATE, json={"prompt": "a"}).status_code == 503
 
 
-def test_an_error_in_the_midst_is_an_event(client, engine):
+def test_an_error_during_a_stream_is_an_event(client, engine):
     for failure, says in ((Unavailable("the engine has failed"), "the engine has failed"), (ValueError("secret"), "its log")):
         engine.fails = failure
-        events = told(client, {"prompt": "a"})
+        events = generate(client, {"prompt": "a"})
         assert [name for name, _ in events] == ["begin", "token", "token", "error"]
         assert says in events[-1][1]["message"] and "secret" not in json.dumps(events)
 
 
-def test_who_leaves_is_answered_no_further():
+def test_a_disconnect_cancels_the_request():
     engine = FakeEngine(pause=0.02)
     with serving(app(engine)) as port, httpx.Client(base_url=f"http://localhost:{port}") as client:
         with client.stream("POST", GENERATE, json={"prompt": "a", "settings": {"max_new_tokens": 200}}) as answer:
@@ -233,7 +233,7 @@ def test_who_leaves_is_answered_no_further():
         assert len(engine.cancelled) == 1 and engine.cancelled[0].stats.new_tokens < 100
 
 
-def test_a_key_is_asked_for_by_all_but_the_page(engine):
+def test_all_paths_except_the_page_need_the_key(engine):
     client = client_of(app(engine, key="a long secret"))
     assert client.get(ABOUT).status_code == 401
     assert client.post(GENERATE, json={"prompt": "a"}).status_code == 401

@@ -1,4 +1,4 @@
-"""OpenAI's dialect: what clients send and what they get, whole and streamed, good and bad."""
+"""Tests the OpenAI protocol: whole and streamed responses, and errors."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def client_of(engine, **options):
 
 @pytest.fixture
 def ask(client):
-    """Sends a body: the JSON of a good answer."""
+    """Returns a function that sends a body and returns the JSON of its response."""
 
     def send(body, path=TEXT):
         answer = client.post(path, json=body)
@@ -52,7 +52,7 @@ def ask(client):
 
 @pytest.fixture
 def stream(client):
-    """Sends a body to be streamed: the JSON of each event."""
+    """Returns a function that sends a body to be streamed and returns the JSON of each event."""
 
     def send(body, path=TEXT):
         answer = client.post(path, json=body | {"stream": True})
@@ -67,7 +67,7 @@ def stream(client):
 
 
 def refusal(answer, status, param=None):
-    """Checks the form of an error; its message."""
+    """Checks the format of an error and returns its message."""
     assert answer.status_code == status, answer.text
     assert answer.json().keys() == {"error"}
     error = answer.json()["error"]
@@ -94,7 +94,7 @@ def test_models(client, engine):
     assert client.get("/v1/models/org/name").json()["id"] == "org/name"
 
 
-def test_another_model_is_not_there(client):
+def test_another_model_is_not_found(client):
     assert refusal(client.post(TEXT, json={"model": "gpt-4", "prompt": "a"}), 404, "model")
     assert client.post(TEXT, json={"model": "fake", "prompt": "a", "max_tokens": 1}).status_code == 200
 
@@ -123,7 +123,7 @@ def test_every_optional_field_may_be_null(ask, engine):
         assert (asked.logprobs, asked.echo, asked.constraint) == (None, False, None)
 
 
-def test_what_is_not_given_is_as_the_run_says(client):
+def test_missing_fields_have_the_values_of_the_run(client):
     engine = FakeEngine(fake_run(temperature=0.3, top_p=0.5, max_new_tokens=7, stop=["x"]))
     http = client_of(engine)
     assert len(http.post(TEXT, json={"prompt": "a"}).json()["choices"][0]["text"]) == 7
@@ -152,7 +152,7 @@ def test_prompts(ask, engine, prompt, ids):
     assert found["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
-def test_a_long_prompt_is_encoded_beside_the_loop(client):
+def test_a_long_prompt_is_encoded_on_a_thread(client):
     engine = FakeEngine(fake_run(context=10_000))
     assert client_of(engine).post(TEXT, json={"prompt": "é" * 3000, "max_tokens": 1}).status_code == 200
     assert engine.asked[0].ids == tuple("é".encode() * 3000)
@@ -197,14 +197,14 @@ def test_stops(ask, stream, stop, text):
     assert "".join(event["choices"][0]["text"] for event in events) == text
 
 
-def test_the_end_token_is_a_stop(engine):
+def test_the_end_token_has_the_reason_stop(engine):
     async def meet(ask, answer):
         from dantinox.generation.request import Delta
 
         answer.push(Delta(0, "a", [], "eos"))
         answer.end()
 
-    engine._meet = meet
+    engine._answer = meet
     (choice,) = client_of(engine).post(TEXT, json={"prompt": "a"}).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("a", "stop")
 
@@ -237,7 +237,7 @@ def test_settings(client, engine, given, expected):
     assert engine.asked[0].config == overlay(engine.run.config, expected)
 
 
-def test_who_asks_for_a_temperature_is_sampled():
+def test_a_temperature_overrides_a_greedy_run():
     engine = FakeEngine(fake_run(greedy=True))
     http = client_of(engine)
     for body in ({}, {"temperature": 0.5}, {"temperature": 0}):
@@ -291,14 +291,14 @@ def test_logprobs_of_a_completion(ask):
         assert top == {token: math.log(0.5), "\x00": math.log(0.5), "\x01": math.log(0.5) - 1}
 
 
-def test_no_alternatives_is_the_token_alone(ask):
+def test_logprobs_0_reports_only_the_token(ask):
     (choice,) = ask({"prompt": "abc", "max_tokens": 2, "logprobs": 0})["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"o": math.log(0.5)}, {"n": math.log(0.5)}]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_a_prompt_is_judged_as_lm_eval_does_it(ask, max_tokens):
-    """Sums over `token_logprobs[context:-1]` with one more token, and the largest of `top_logprobs`."""
+def test_prompt_logprobs_work_for_lm_eval(ask, max_tokens):
+    """lm-eval sums `token_logprobs[context:-1]` and compares with the largest of `top_logprobs`."""
     ids = [[*b"ab\xc3\xa9c"], [*b"xy"]]
     found = ask({"prompt": ids, "max_tokens": max_tokens, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234})
     for prompt, text, choice in zip(ids, ["abéc", "xy"], found["choices"], strict=True):
@@ -328,7 +328,7 @@ def test_offsets_with_an_echoed_text_and_a_stream(ask, stream):
     assert whole["logprobs"]["text_offset"] == [0, 0, 1, 2, 3, 4, 5]
 
 
-def test_a_token_without_a_chance_is_a_number(engine, ask):
+def test_an_impossible_token_has_a_finite_logprob(engine, ask):
     record = engine._record
     engine._record = lambda *args, **kwargs: record(*args, **kwargs) | {"logprob": -math.inf}
     assert ask({"prompt": "a", "max_tokens": 1, "logprobs": 0})["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
@@ -389,7 +389,7 @@ def test_parts_of_messages_and_turns(ask, engine):
     ask({"messages": turns, "max_tokens": 1}, CHAT)
 
 
-def test_the_token_that_ends_a_turn_ends_an_answer():
+def test_the_end_token_of_a_turn_ends_the_answer():
     special = {"<|im_start|>": 0, "<|im_end|>": 1}
     tokenizer = _with_specials(special)
     engine = FakeEngine(fake_run(tokenizer=tokenizer), says="ab")
@@ -400,7 +400,7 @@ def test_the_token_that_ends_a_turn_ends_an_answer():
 
 
 def _with_specials(names):
-    """The vocabulary of bytes with these special tokens behind it."""
+    """Returns a byte tokenizer with these special tokens at its end."""
     from tokenizers import Tokenizer as Core
 
     from dantinox.text import Tokenizer
@@ -410,7 +410,7 @@ def _with_specials(names):
     return Tokenizer(core.to_str())
 
 
-def test_no_message_spells_a_special_token(ask, engine):
+def test_message_text_is_never_a_special_token(ask, engine):
     name = BYTES.core.id_to_token(END)
     ask({"messages": [{"role": "user", "content": name}], "max_tokens": 1}, CHAT)
     assert END not in engine.asked[0].ids
@@ -421,7 +421,7 @@ def test_a_base_model_has_no_chat(engine):
     assert "--chat_template" in message and "/v1/completions" in message
 
 
-def test_a_template_that_refuses(engine, tmp_path):
+def test_a_template_that_raises(engine, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     http = client_of(engine, template=ChatTemplate.load(tmp_path / "t.jinja", BYTES))
     assert "roles must alternate" in refusal(http.post(CHAT, json={"messages": HELLO}), 400)
@@ -445,7 +445,7 @@ def test_tokenize_and_back(client):
     assert chat == ChatTemplate.from_name("plain", BYTES).encode(HELLO, generation_prompt=True)
 
 
-def test_how_lm_eval_finds_the_end_token(client):
+def test_lm_eval_finds_the_end_token(client):
     about = client.get("/tokenizer_info").json()
     (token,) = client.post("/tokenize", json={"prompt": about["eos_token"], "add_special_tokens": False}).json()["tokens"]
     assert token == END and about["chat_template"]
@@ -461,10 +461,10 @@ def test_bad_tokenize(client, body):
     refusal(client.post("/detokenize", json={"tokens": [10**6]}), 400)
 
 
-# --- what goes wrong
+# --- errors
 
 
-def test_routes_that_are_not_there(client):
+def test_unknown_routes(client):
     refusal(client.get("/v1/nothing"), 404)
     refusal(client.get("/v1/completions/"), 404)
     answer = client.get(TEXT)
@@ -481,7 +481,7 @@ def test_a_full_queue(client, engine):
         assert answer.headers["retry-after"] == "2"
 
 
-def test_more_prompts_than_places_wait_for_each_other(engine, ask):
+def test_prompts_wait_for_places_in_the_queue(engine, ask):
     submit, most, tries = engine.submit, 0, 0
 
     def bounded(asked):
@@ -494,10 +494,10 @@ def test_more_prompts_than_places_wait_for_each_other(engine, ask):
     engine.submit = bounded
     found = ask({"prompt": [f"{n}" for n in range(64)], "max_tokens": 20})
     assert [choice["text"] for choice in found["choices"]] == [SAYS[:20]] * 64 and most <= 3
-    assert tries < 2 * 64 + 3  # one for each place that has become free, not one for each token
+    assert tries < 2 * 64 + 3  # one try per freed place, not per token
 
 
-def test_prompts_of_one_request_stand_or_fall_together(engine, client):
+def test_a_failed_prompt_fails_its_whole_request(engine, client):
     submit = engine.submit
 
     def failing(asked):
@@ -511,7 +511,7 @@ def test_prompts_of_one_request_stand_or_fall_together(engine, client):
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_an_error_in_mid_stream(engine, client, path):
+def test_an_error_during_a_stream(engine, client, path):
     body = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
     for error, kind in ((Unavailable("the engine has failed"), "server_error"), (RuntimeError("secret"), "server_error")):
         engine.fails = error
@@ -525,7 +525,7 @@ def test_an_error_in_mid_stream(engine, client, path):
         assert "secret" not in whole.text
 
 
-def test_an_answer_that_is_cut_short_is_an_error(engine, client):
+def test_an_incomplete_response_is_an_error(engine, client):
     submit = engine.submit
 
     def cut(asked):
@@ -614,13 +614,13 @@ CASES += [
 ]
 
 
-def test_there_are_many_bad_requests():
+def test_the_number_of_invalid_requests():
     assert len(CASES) >= 300
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_bad_requests_are_refused_and_change_nothing(client, engine, path):
-    """Each with 400 or 404 and a sentence, and the next good request is answered as before."""
+def test_invalid_requests_are_refused(client, engine, path):
+    """Each gets 400 or 404 with a message, and the next valid request is answered as before."""
     good = {"prompt": "a", "max_tokens": 5} if path == TEXT else {"messages": HELLO, "max_tokens": 5}
     before = client.post(path, json=good).json()["choices"]
     seen = len(engine.asked)
@@ -635,7 +635,7 @@ def test_bad_requests_are_refused_and_change_nothing(client, engine, path):
 
 
 def test_other_vocabularies():
-    """Log-probabilities name the tokens of any of them."""
+    """Log-probabilities name tokens of any tokenizer."""
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([SAYS + "é"]))
     engine = FakeEngine(fake_run(tokenizer=tokenizer))
     body = {"prompt": "once é", "max_tokens": 4, "logprobs": 3, "echo": True}

@@ -1,4 +1,4 @@
-"""A real model behind HTTP: what a client reads is what the model says."""
+"""Tests a real model over HTTP: responses equal the results of the model."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def complete(http, **body):
     return answer.json()
 
 
-def test_a_text_is_that_of_generate(http, run):
+def test_a_text_equals_that_of_generate(http, run):
     for prompt, settings in (
         ("a", {"temperature": 0}),
         ("b\n", {"temperature": 1.3, "seed": 5}),
@@ -56,15 +56,15 @@ def test_a_text_is_that_of_generate(http, run):
         assert found["usage"]["completion_tokens"] == expected.stats["new_tokens"]
 
 
-def test_a_stream_is_the_same_text(http):
+def test_a_stream_has_the_same_text(http):
     body = {"prompt": "a", "max_tokens": 30, "seed": 3, "temperature": 2.0}
     events = http.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")[:-2]
     texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
     assert "".join(texts) == complete(http, **body)["choices"][0]["text"]
 
 
-def test_log_likelihoods_are_those_of_the_model(http, run):
-    """As lm-evaluation-harness asks for them, beside a softmax in float64."""
+def test_log_likelihoods_equal_those_of_the_model(http, run):
+    """Compares requests of lm-evaluation-harness with a softmax in float64."""
     prompts = [run.tokenizer.encode(text) for text in ("aè€", "hello 😀")]
     found = complete(http, prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True)
     for ids, choice in zip(prompts, found["choices"], strict=True):
@@ -80,7 +80,7 @@ def test_log_likelihoods_are_those_of_the_model(http, run):
         assert greedy == [*(logprobs_TV[:-1].argmax(-1) == ids[1:]).tolist(), True]
 
 
-def test_a_text_follows_a_pattern(http):
+def test_a_text_matches_its_regular_expression(http):
     found = complete(http, prompt="a", max_tokens=30, temperature=2.0, n=2, guided_regex="[ab]{3}x")
     for choice in found["choices"]:
         assert re.fullmatch("[ab]{3}x", choice["text"]) and choice["finish_reason"] == "stop"
@@ -98,7 +98,7 @@ def test_a_text_follows_a_pattern(http):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}}}, None),
     ],
 )
-def test_what_this_server_cannot_do(http, body, param):
+def test_unsupported_requests_are_refused(http, body, param):
     answer = http.post("/v1/completions", json={"prompt": "a"} | body)
     assert answer.status_code == 400, answer.text
     assert param is None or answer.json()["error"]["param"] == param

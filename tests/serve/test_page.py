@@ -1,4 +1,4 @@
-"""The page as files: nothing that runs but the package's own, nothing from elsewhere, and what it may do."""
+"""Tests the files of the page: only the package's own scripts, no external resources, and the content security policy."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def client():
     return TestClient(app(FakeEngine()), base_url="http://localhost")
 
 
-def test_every_file_may_do_what_its_policy_says_and_no_more(client):
+def test_every_file_has_the_content_security_policy(client):
     for path in PUBLIC:
         answer = client.get(path)
         assert answer.status_code == 200 and client.post(path).status_code == 405
@@ -36,7 +36,7 @@ def test_every_file_may_do_what_its_policy_says_and_no_more(client):
     assert client.get("/page/own.py").status_code == 404 and client.get("/page/..%2fown.py").status_code == 404
 
 
-def test_the_page_names_only_files_of_its_server(client):
+def test_the_page_refers_only_to_files_of_its_server(client):
     html = client.get("/").text
     asked = re.findall(r'(?:src|href)="([^"]*)"', html)
     assert set(asked) == {"data:,", *(f"/page/{name}" for name in STATIC)}
@@ -47,7 +47,7 @@ def test_the_page_names_only_files_of_its_server(client):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_make_no_markup_and_ask_nobody_else(client, name):
+def test_scripts_create_no_markup_and_no_external_request(client, name):
     source = client.get(f"/page/{name}").text
     for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "new Function", "srcdoc", "import("):
         assert word not in source
@@ -56,12 +56,12 @@ def test_scripts_make_no_markup_and_ask_nobody_else(client, name):
 
 
 @pytest.mark.parametrize("name", [name for name in STATIC if name.endswith(".css")])
-def test_styles_ask_nobody(client, name):
+def test_styles_load_nothing(client, name):
     source = client.get(f"/page/{name}").text
     assert "url(" not in source and "@import" not in source
 
 
-def test_every_element_that_a_script_asks_for_is_there(client):
+def test_every_element_used_by_a_script_exists(client):
     html = client.get("/").text
     ids = set(re.findall(r'\bid="([^"]+)"', html))
     assert len(ids) == len(re.findall(r'\bid="([^"]+)"', html))
@@ -82,7 +82,7 @@ def test_every_element_that_a_script_asks_for_is_there(client):
         assert asked <= ids | made, (name, asked - ids - made)
 
 
-def test_labels_name_what_is_there(client):
+def test_labels_refer_to_existing_elements(client):
     html = client.get("/").text
     ids = set(re.findall(r'\bid="([^"]+)"', html))
     for attribute in ("for", "aria-labelledby", "aria-describedby", "aria-controls"):

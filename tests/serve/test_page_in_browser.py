@@ -1,4 +1,4 @@
-"""The page as a browser shows it: writing, stopping, trying again, going on from a token, and what is kept and saved."""
+"""Tests the page in a browser: generating, stopping, retrying, continuing from a token, panels, storage and files."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def engine():
 
 @pytest.fixture
 def opened(browser, engine):
-    """The page of a server; in the end nothing may have been complained of or asked of anybody else."""
+    """Opens the page; at the end the browser must have logged no error and no request to another server."""
     with serving(app(engine)) as port:
         browser.get(f"http://localhost:{port}/")
         browser.execute_script("localStorage.clear(); sessionStorage.clear(); localStorage.setItem = () => {}")
@@ -59,7 +59,7 @@ def done(browser):
 
 
 def write(browser, text=""):
-    """Types and sends, and waits for the end."""
+    """Types a text, sends it, and waits for the end of the response."""
     find(browser, "#draft").send_keys(text)
     find(browser, "#go").click()
     done(browser)
@@ -75,7 +75,7 @@ def text_of(browser):
 
 
 def on_screen(browser):
-    """The text without the signs that stand for line breaks and the like."""
+    """Returns the text without the signs for line breaks and control characters."""
     return browser.execute_script(
         "const copy = byId('tokens').cloneNode(true); copy.querySelectorAll('i').forEach((i) => i.remove());"
         "return copy.textContent"
@@ -86,7 +86,7 @@ def ids(browser):
     return browser.execute_script("return state.sample.tokens.map((token) => token.id)")
 
 
-def test_a_story_is_written_on(opened, engine):
+def test_a_story_is_continued(opened, engine):
     write(opened, "Nel mezzo")
     tokenizer = engine.run.tokenizer
     prompt = list(engine.asked[0].ids)
@@ -127,7 +127,7 @@ def test_stop_retry_undo_and_redo(opened, engine):
     assert len(ids(opened)) == 30 and not find(opened, "#redo").is_enabled()
 
 
-def test_an_alternative_is_chosen_and_the_text_goes_on_from_it(opened, engine):
+def test_the_text_continues_from_a_chosen_alternative(opened, engine):
     write(opened, "Nel mezzo")
     first = ids(opened)
     opened.execute_script("state.nodes[9].click()")
@@ -183,7 +183,7 @@ def test_a_reload_keeps_text_draft_and_settings(opened, engine):
     assert list(engine.asked[-1].ids[: len(engine.asked[0].ids)]) == list(engine.asked[0].ids)
 
 
-def test_the_keyboard_is_enough(opened, engine):
+def test_the_page_can_be_used_by_keyboard(opened, engine):
     opened.execute_script("byId('draft').focus()")
     press(opened, *"Nel mezzo")
     with_key(opened, "CONTROL", "ENTER")
@@ -237,7 +237,7 @@ def test_a_chat(opened, engine):
     assert text_of(opened) == ""
 
 
-def test_settings_are_sent_and_a_wrong_one_is_shown(opened, engine):
+def test_settings_are_sent_and_an_invalid_one_is_marked(opened, engine):
     for name, value in {"top_p": "0.9", "min_p": "0.05", "stop": "zzz\nyyy", "dry_multiplier": "0.8", "seed": "5"}.items():
         setting(opened, name, value)
     write(opened, "Nel mezzo")
@@ -260,10 +260,10 @@ def test_settings_are_sent_and_a_wrong_one_is_shown(opened, engine):
     setting(opened, "top_p", "1.5")
     find(opened, "#go").click()
     assert "Top p" in find(opened, "#problem").text and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
-    opened.get_log("browser")  # the browser notes the answer 400
+    opened.get_log("browser")  # the browser logs the 400 response
 
 
-def test_what_the_model_writes_is_text(opened, engine):
+def test_generated_text_is_not_interpreted_as_html(opened, engine):
     from tests.serve.fakes import BYTES
 
     engine.run.tokenizer, engine.says = BYTES, HOSTILE
@@ -279,7 +279,7 @@ def test_what_the_model_writes_is_text(opened, engine):
     assert "</script>" in on_screen(opened)
 
 
-def test_saved_files_are_those_of_a_trace(opened, engine, tmp_path):
+def test_saved_files_equal_those_of_a_trace(opened, engine, tmp_path):
     setting(opened, "strategy", '"entropy"')
     write(opened, "Nel <b>mezzo")
     write(opened, " e poi")
@@ -307,7 +307,7 @@ def test_saved_files_are_those_of_a_trace(opened, engine, tmp_path):
     assert "Generation trace" in find(opened, "h1").text
     opened.close()
     opened.switch_to.window(opened.window_handles[0])
-    opened.get_log("performance")  # the file that was opened is no request of the page
+    opened.get_log("performance")  # the opened file is not a request of the page
 
 
 @pytest.fixture
@@ -486,7 +486,7 @@ def test_shades_compare_the_tokens_of_the_text(opened, engine):
 
 
 @pytest.mark.parametrize("width", [320, 400, 900, 1600])
-def test_nothing_is_wider_than_the_window(opened, width):
+def test_the_page_fits_the_width_of_the_window(opened, width):
     setting(opened, "strategy", '"entropy"')
     write(opened, "Nel mezzo")
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -502,7 +502,7 @@ def test_nothing_is_wider_than_the_window(opened, width):
         opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_the_page_asks_for_a_key(browser, engine):
+def test_the_page_requests_a_key(browser, engine):
     with serving(app(engine, key="a long secret")) as port:
         browser.get(f"http://localhost:{port}/")
         browser.execute_script("localStorage.clear(); sessionStorage.clear()")

@@ -1,4 +1,4 @@
-"""An answer brings pieces from the engine's thread to a reader, in order, and ends."""
+"""Tests that a stream passes deltas from the engine's thread to a reader, in order, and ends."""
 
 import asyncio
 import threading
@@ -16,43 +16,43 @@ def ask(engine, prompt="a", **settings):
     return GenerationRequest(tuple(engine.run.prompt_ids(prompt)), engine.settings({"max_new_tokens": 12, **settings}))
 
 
-def test_pieces_come_in_order_from_another_thread():
+def test_deltas_arrive_in_order_from_another_thread():
     async def read():
         cancelled = []
-        answer = ResponseStream(GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: cancelled.append(1))
-        pieces = [Delta(0, str(n), []) for n in range(50)]
+        stream = ResponseStream(GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: cancelled.append(1))
+        deltas = [Delta(0, str(n), []) for n in range(50)]
 
         def engine():
-            for piece in pieces:
-                answer.push(piece)
-            answer.end()
+            for delta in deltas:
+                stream.push(delta)
+            stream.end()
 
         threading.Thread(target=engine).start()
-        assert [piece async for piece in answer] == pieces
+        assert [delta async for delta in stream] == deltas
         with pytest.raises(StopAsyncIteration):
-            await anext(answer)
-        answer.cancel()
+            await anext(stream)
+        stream.cancel()
         assert cancelled == [1]
 
     asyncio.run(read())
 
 
-def test_an_error_ends_an_answer():
+def test_an_error_ends_a_stream():
     async def read():
-        answer = ResponseStream(GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: None)
-        answer.push(Delta(0, "a", []))
-        answer.end(UserError("no"))
-        assert (await anext(answer)).text == "a"
+        stream = ResponseStream(GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: None)
+        stream.push(Delta(0, "a", []))
+        stream.end(UserError("no"))
+        assert (await anext(stream)).text == "a"
         with pytest.raises(UserError):
-            await anext(answer)
+            await anext(stream)
 
     asyncio.run(read())
 
 
-def test_the_fake_engine_speaks():
+def test_the_fake_engine_streams_its_text():
     async def read():
         engine = FakeEngine()
-        return [piece async for piece in engine.submit(ask(engine))]
+        return [delta async for delta in engine.submit(ask(engine))]
 
-    pieces = asyncio.run(read())
-    assert "".join(piece.text for piece in pieces) == SAYS[:12] and pieces[-1].finish_reason == "length"
+    deltas = asyncio.run(read())
+    assert "".join(delta.text for delta in deltas) == SAYS[:12] and deltas[-1].finish_reason == "length"

@@ -1,4 +1,4 @@
-"""A server's process: it loads, serves, drains, aborts and fails; and what `dantinox serve` refuses to begin with."""
+"""Tests the server process: loading, serving, draining, aborting and failing, and invalid flags of `dantinox serve`."""
 
 import contextlib
 import os
@@ -60,7 +60,7 @@ def wait_for(condition, seconds=5):
 
 
 def test_a_signal_drains():
-    """What is being answered is answered to the end, what comes is told to go elsewhere."""
+    """Running responses are completed; new requests get 503."""
     with process(pause=0.05) as server:
         first = httpx.get(f"{server.url}/health")
         assert (first.status_code, first.json()["status"]) == (503, "loading")
@@ -80,7 +80,7 @@ def test_a_signal_drains():
 
 
 def test_a_second_signal_aborts(interruptible):
-    """Even where the engine cannot be closed."""
+    """The process ends even if closing the engine blocks."""
     with process(0.2, "stuck") as server:
         assert server.stdout.readline() == "ready\n"
         lines = []
@@ -114,7 +114,7 @@ def test_a_fault_of_the_engine_ends_the_process():
 
 @pytest.fixture
 def serve(capfd, run_dir, monkeypatch):
-    """Runs the command with what is wrong: the sentence."""
+    """Returns a function that runs the command with an error and returns its message."""
     monkeypatch.delenv("DANTINOX_API_KEY", raising=False)
 
     def run(*argv, where=run_dir):
@@ -126,14 +126,14 @@ def serve(capfd, run_dir, monkeypatch):
     return run
 
 
-def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_path):
-    """With the engine without a model in the place of the real one."""
+def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path):
+    """Uses the engine without a model."""
     made = []
 
     class AsyncEngine(FakeRunning):
-        def __init__(self, run, **told):
+        def __init__(self, run, **options):
             super().__init__(run)
-            self.told, self.name = told, told["name"]
+            self.options, self.name = options, options["name"]
             made.append(self)
 
     def ask():
@@ -158,13 +158,13 @@ def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_
     flags = f"--port {port} --slots 3 --context 100 --queue 5 --name x --api_key_file {tmp_path / 'key'} --allow_host A.example"
     code = cli.main(["serve", "--run_dir", str(run_dir), *flags.split(), *lite, "--chat_template", "plain", "--top_p", "0.5"])
     asking.join()
-    told = {"slots": 3, "context": 100, "queue": 5, "name": "x", "overrides": {"top_p": 0.5}}
-    assert code == 0 and made[0].told == told
+    expected = {"slots": 3, "context": 100, "queue": 5, "name": "x", "overrides": {"top_p": 0.5}}
+    assert code == 0 and made[0].options == expected
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
     assert capfd.readouterr().out == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
 
 
-def test_others_need_a_key(serve, tmp_path, monkeypatch):
+def test_a_public_address_needs_a_key(serve, tmp_path, monkeypatch):
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"):
         assert "--no_auth" in serve("--host", host)
     assert "No such file" in serve("--api_key_file", tmp_path / "none")
@@ -199,25 +199,25 @@ def test_others_need_a_key(serve, tmp_path, monkeypatch):
         (["--slot", "3"], "did you mean --slots?"),
     ],
 )
-def test_flags_that_are_wrong(serve, flags, words):
+def test_invalid_flags(serve, flags, words):
     assert words in serve(*flags)
 
 
-def test_a_port_that_is_taken(serve):
+def test_a_port_in_use(serve):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "address already in use" in serve("--port", taken.getsockname()[1])
 
 
-def test_without_the_extra(serve, monkeypatch):
+def test_the_error_without_the_extra(serve, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "pip install 'dantinox[serve]'" in serve()
 
 
-def test_a_run_that_is_not_there(serve, tmp_path):
+def test_a_missing_run(serve, tmp_path):
     assert str(tmp_path / "none") in serve(where=tmp_path / "none")
 
 
-def test_help_needs_no_server():
+def test_help_imports_no_server():
     code = "import sys; from dantinox.cli import command_parser as made; made('serve'); "
     code += "print({'jax', 'uvicorn', 'starlette'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

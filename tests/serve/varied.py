@@ -1,4 +1,4 @@
-"""An engine without a model whose tokens look as those of one: `python -m tests.serve.varied PORT PAUSE`."""
+"""An engine without a model that reports realistic token records: `python -m tests.serve.varied PORT PAUSE`."""
 
 import itertools
 import math
@@ -15,21 +15,21 @@ from tests.report.page_sample import TEXT, logits_of, router_numbers, select_str
 
 from .fakes import FakeEngine, fake_run
 
-PLAIN = unicodedata.normalize("NFD", TEXT[: TEXT.index("\t")]).encode("ascii", "ignore").decode()  # a token is a text by itself
+PLAIN = unicodedata.normalize("NFD", TEXT[: TEXT.index("\t")]).encode("ascii", "ignore").decode()  # every token decodes to text
 WORDS = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=480), lambda: iter([PLAIN]))
 CLEAN = np.array([i for i in range(WORDS.vocab_size) if WORDS.token_text(i).isprintable() or WORDS.token_text(i) == "\n"])
 CLEAN = np.array([i for i in CLEAN if "\ufffd" not in WORDS.token_text(i) and i not in WORDS.special_ids])
 
 
 class VariedEngine(FakeEngine):
-    """Goes on with a poem from where a prompt's length says, and reports numbers that belong together."""
+    """Continues with a poem from a position given by the prompt's length, and reports consistent metrics."""
 
     name = "varied"
 
     def __init__(self, pause: float = 0.0, context: int = 1024, **settings):
         super().__init__(fake_run(context, WORDS, **settings), PLAIN, pause)
 
-    def _said(self, ask, sample, room):
+    def _token_ids(self, ask, sample, room):
         every = self.run.tokenizer.encode(self.says)
         self.routed = ask.config.generation.strategy == "entropy"
         begin = (len(ask.ids) + sample) % len(every)
@@ -76,7 +76,7 @@ class VariedEngine(FakeEngine):
 
 
 def app(engine: FakeEngine, **options):
-    """The application around it, with chats."""
+    """Returns an application with this engine and a chat template."""
     return make_app(engine, Options(template=ChatTemplate.from_name("plain", engine.run.tokenizer), **options))
 
 
