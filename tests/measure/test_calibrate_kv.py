@@ -1,4 +1,4 @@
-"""The calibration of attention heads: its numbers against NumPy in float64, its choice of text, its files and sentences."""
+"""The calibration of attention heads: numbers against NumPy in float64, selection of text, files and error messages."""
 
 import json
 import shutil
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 
 def expected(config, weights, text) -> np.ndarray:
-    """Entropy, keys for 95 % and distance at the query rows of a text, `[3, R, L, N]`, by the slow transformer of the tests."""
-    told = np.zeros((3, 4, config.num_blocks, config.n_heads))
+    """Returns entropy, keys for 95 % and distance at the measured queries, `[3, R, L, N]`, with the tests' slow transformer."""
+    result = np.zeros((3, 4, config.num_blocks, config.n_heads))
     for row in range(4):
         end = -(-len(text) * (row + 1) // 4)
         _, probed = reference.forward(config, weights, np.asarray(text[:end]))
@@ -39,12 +39,12 @@ def expected(config, weights, text) -> np.ndarray:
             for head, scores_S in enumerate(scores_NS):
                 p_S = np.exp(scores_S[sees_S] - scores_S[sees_S].max())
                 p_S /= p_S.sum()
-                told[0, row, layer, head] = -(p_S @ np.log2(p_S))
+                result[0, row, layer, head] = -(p_S @ np.log2(p_S))
                 largest_S = np.sort(p_S)[::-1]
-                told[1, row, layer, head] = next(keys for keys in range(1, end + 1) if largest_S[:keys].sum() >= 0.95)
+                result[1, row, layer, head] = next(keys for keys in range(1, end + 1) if largest_S[:keys].sum() >= 0.95)
                 back_S, later_S = end - 1 - np.flatnonzero(sees_S), np.flatnonzero(sees_S) >= 4
-                told[2, row, layer, head] = p_S[later_S] @ back_S[later_S] / max(p_S[later_S].sum(), 1e-30)
-    return told
+                result[2, row, layer, head] = p_S[later_S] @ back_S[later_S] / max(p_S[later_S].sum(), 1e-30)
+    return result
 
 
 def calibrate_kv(*args, **settings):
@@ -67,7 +67,7 @@ def test_measures_match_numpy(changes, batch_tokens, monkeypatch):
     entropy_SRLN, keys_SRLN, distance_SRLN = measure_attention(built.model(), texts)
     assert entropy_SRLN.shape == (5, 4, config.num_blocks, 4)
     wanted = np.array([expected(config, built.weights, text) for text in texts])
-    assert np.ptp(wanted[:, 0]) > 2 and np.ptp(wanted[:, 1]) > 5  # or equality would prove little
+    assert np.ptp(wanted[:, 0]) > 2 and np.ptp(wanted[:, 1]) > 5  # otherwise equality would prove little
     np.testing.assert_allclose(entropy_SRLN, wanted[:, 0], atol=2e-5)
     np.testing.assert_array_equal(keys_SRLN, wanted[:, 1])
     np.testing.assert_allclose(distance_SRLN, wanted[:, 2], rtol=1e-4, atol=1e-5)
@@ -102,14 +102,14 @@ def test_split_half():
     assert kv.split_half(entropy_SLN) == pytest.approx(stats.spearmanr(odd.ravel(), even.ravel()).statistic)
     assert kv.split_half(entropy_SLN[:1]) is None
     assert kv.split_half(np.ones((4, 2, 4))) is None
-    assert -1 <= kv.split_half(np.repeat(entropy_SLN[:1], 2, axis=0)) <= 1  # a file with more would be refused
+    assert -1 <= kv.split_half(np.repeat(entropy_SLN[:1], 2, axis=0)) <= 1  # a file with a value above 1 would be rejected
 
 
-# --- which text is read
+# --- selection of text
 
 
 def documents_of(ids):
-    """Begin and end of every document, its end token left out."""
+    """Returns start and end of every document, without its end token."""
     ends = [place for place, token in enumerate(ids) if token == EOS] + [len(ids)]
     return [(begin, end) for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False) if end > begin]
 
@@ -128,7 +128,7 @@ def test_sequences_are_spans_of_single_documents(sizes, length, count, seed, clo
     least = min(64, length)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "MAX_TRIES", 200)
-        # Every token tells its place: a sequence is known by its numbers.
+        # Token ids are unique positions, so that ids identify a sequence.
         places = np.where(ids == EOS, EOS, np.arange(len(ids)) + 10)
         found = sample_sequences(places, count, length, EOS, seed)
         assert [text.tolist() for text in sample_sequences(places, count, length, EOS, seed)] == [
@@ -144,7 +144,7 @@ def test_sequences_are_spans_of_single_documents(sizes, length, count, seed, clo
 
 
 def test_positions_are_sampled_uniformly():
-    """A document is taken in proportion to its tokens, and each of its places as often as another."""
+    """Documents are sampled in proportion to their length, and positions within a document uniformly."""
     ids = np.concatenate([np.append(np.full(size, number), EOS) for number, size in enumerate((1000, 3000, 70, 20))])
     found = [text for seed in range(200) for text in sample_sequences(ids, 10, 64, EOS, seed)]
     assert len(found) == 2000
@@ -161,7 +161,7 @@ def test_text_without_a_long_document_gives_no_sequence(monkeypatch):
     ids = np.tile(np.append(np.ones(63), EOS), 9)
     assert sample_sequences(ids, 3, 200, EOS, 0) == [] and sample_sequences(ids[:0], 3, 200, EOS, 0) == []
     assert {len(text) for text in sample_sequences(ids, 3, 63, EOS, 0)} == {63}
-    assert len(sample_sequences(ids[:63], 9, 60, EOS, 0)) == 4  # no more than differ
+    assert len(sample_sequences(ids[:63], 9, 60, EOS, 0)) == 4  # there are only four distinct ones
 
 
 # --- a run
@@ -174,7 +174,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def source(run_dir, tmp_path_factory):
-    """A run with training tokens, whose heads attend to few keys or to many."""
+    """A run with training tokens, whose heads attend to different numbers of keys."""
     path = tmp_path_factory.mktemp("runs") / "source"
     shutil.copytree(run_dir, path)
     run = load(path)
@@ -219,7 +219,7 @@ def test_record_matches_numpy(measured):
     weights = reference.float64(nnx.to_pure_dict(nnx.state(run.model)))
     wanted = np.array([expected(run.model.config, weights, text) for text in chosen])
     heads = wanted[:, 0].mean(axis=(0, 1))
-    assert np.ptp(heads) > 1  # or heads would be all alike
+    assert np.ptp(heads) > 1  # otherwise all heads would be alike
     names = [f"L{layer}_H{head}" for layer in range(LAYERS) for head in range(HEADS)]
     coverage, distance = wanted[:, 1:].mean(axis=(0, 2))
     for key, numbers in (("head_entropies", heads), ("coverage", coverage), ("distance", distance)):
@@ -254,25 +254,25 @@ def test_other_text_and_output_file(run_path, record, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": part}) + "\n" for part in texts()), encoding="utf-8")
     out = tmp_path / "out.json"
-    told = calibrate_kv(run_path, sequences=3, seed=4, data_path=text, output=out, loss=False)
-    assert json.loads(out.read_bytes()) == told and not open_run(run_path).kv.exists()
-    assert list(told) == list(record) and told["sequences"] == 3
+    result = calibrate_kv(run_path, sequences=3, seed=4, data_path=text, output=out, loss=False)
+    assert json.loads(out.read_bytes()) == result and not open_run(run_path).kv.exists()
+    assert list(result) == list(record) and result["sequences"] == 3
     shutil.rmtree(run_path / "data")
-    assert calibrate_kv(run_path, sequences=3, seed=4, data_path=text, loss=False) == told
+    assert calibrate_kv(run_path, sequences=3, seed=4, data_path=text, loss=False) == result
     assert calibrate_kv(run_path, sequences=1, seed=4, data_path=text, loss=False).get("split_half_correlation") is None
 
 
 @pytest.mark.slow
 def test_loss_rises_are_estimated_by_default(run_path, record):
-    said = []
-    told = calibrate_kv(run_path, sequences=3, seed=4, progress=said.append)
-    assert {key: told[key] for key in record} == record and set(told) - set(record) == {"loss", "loss_slots"}
-    assert list(told["loss"]) == [f"L{layer}_K{head}" for layer in range(2) for head in range(2)]
-    assert said[0] == "measuring the attention of each head: 3 sequences"
-    assert any(line.startswith("measuring what eviction costs each head: ") for line in said)
+    messages = []
+    result = calibrate_kv(run_path, sequences=3, seed=4, progress=messages.append)
+    assert {key: result[key] for key in record} == record and set(result) - set(record) == {"loss", "loss_slots"}
+    assert list(result["loss"]) == [f"L{layer}_K{head}" for layer in range(2) for head in range(2)]
+    assert messages[0] == "measuring the attention of each head: 3 sequences"
+    assert any(line.startswith("measuring what eviction costs each head: ") for line in messages)
     found = load_kv_calibration(open_run(run_path).kv, load(run_path).model.config, weights_digest(open_run(run_path)))
-    assert found.loss_LKC is not None and found.loss_LKC.reshape(4, -1).tolist() == list(told["loss"].values())
-    assert list(found.loss_slots) == told["loss_slots"] and found.loss_LKC.shape == (2, 2, len(found.loss_slots))
+    assert found.loss_LKC is not None and found.loss_LKC.reshape(4, -1).tolist() == list(result["loss"].values())
+    assert list(found.loss_slots) == result["loss_slots"] and found.loss_LKC.shape == (2, 2, len(found.loss_slots))
 
 
 def test_format_1_is_imported(run_path):
@@ -294,7 +294,7 @@ def test_format_2_is_imported_completely(measured, run_path, tmp_path):
     assert json.loads(out.read_bytes()) == record
 
 
-# --- mistakes
+# --- errors
 
 
 def sentence(*args, **kwargs):
@@ -324,9 +324,9 @@ def test_errors_without_text_or_long_documents(run_path, tmp_path, monkeypatch):
     assert "sequences must be an integer ≥ 1, got 0" in sentence(run_path, sequences=0)
     assert "seed must be an integer ≥ 0, got -1" in sentence(run_path, seed=-1)
     short = tmp_path / "short.jsonl"
-    short.write_text('{"text": "' + "a" * 62 + '"}\n{"text": "b"}\n', encoding="utf-8")  # 63 tokens with the first
-    told = "the text has no document of at least 64 tokens: select another text with --data_path"
-    assert sentence(run_path, data_path=short) == told
+    short.write_text('{"text": "' + "a" * 62 + '"}\n{"text": "b"}\n', encoding="utf-8")  # 63 tokens including the first
+    message = "the text has no document of at least 64 tokens: select another text with --data_path"
+    assert sentence(run_path, data_path=short) == message
     assert "no corpus at" in sentence(run_path, data_path=tmp_path / "none.txt")
     shutil.rmtree(run_path / "data")
     assert sentence(run_path) == f"{run_path} has no saved training tokens: select a text with --data_path"
@@ -368,10 +368,10 @@ def test_command_prints_lines_and_writes_a_plot(run_path, capsys, tmp_path, monk
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "80")
     out, picture = tmp_path / "out.json", tmp_path / "a.png"
-    code, told, err = command(capsys, "--run_dir", run_path, "--from_results", SAMPLE, "--output", out, "--plot", picture)
-    assert (code, err) == (0, "") and max(map(len, told.splitlines())) <= 80
-    assert ["sink", "<", "0.5", "bits", "2", "25.0%"] in [line.split() for line in told.splitlines()]
-    assert "--kv_calibration" in told
+    code, result, err = command(capsys, "--run_dir", run_path, "--from_results", SAMPLE, "--output", out, "--plot", picture)
+    assert (code, err) == (0, "") and max(map(len, result.splitlines())) <= 80
+    assert ["sink", "<", "0.5", "bits", "2", "25.0%"] in [line.split() for line in result.splitlines()]
+    assert "--kv_calibration" in result
     assert out.is_file() and picture.read_bytes().startswith(b"\x89PNG")
 
 

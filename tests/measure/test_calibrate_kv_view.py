@@ -1,4 +1,4 @@
-"""A calibration of attention heads as lines and as a picture, from records written by hand."""
+"""Lines and plot of a calibration of attention heads, from handwritten records."""
 
 import struct
 import sys
@@ -65,16 +65,16 @@ def test_spread_if_there_are_many_heads(width):
     values = record.heads("head_entropies")[23]
     spread = [values.min(), np.median(values), values.mean(), values.max()]
     assert ["layer", "min", "median", "mean", "max"] in rows and ["23", *(f"{value:.2f}" for value in spread)] in rows
-    told = " ".join(lines)
-    assert "keys that hold 95 % of a head's attention: 2.5 on average, from 0.0 to 5.0" in told
-    assert "correlation" not in told and "sequences" not in told
+    text = " ".join(lines)
+    assert "keys that hold 95 % of a head's attention: 2.5 on average, from 0.0 to 5.0" in text
+    assert "correlation" not in text and "sequences" not in text
 
 
 def test_lines_explain_how_to_use_the_file(tmp_path):
     used = "--kv_budget 0.3 gives a head slots with --kv_signal entropy by its entropy"
     assert f"saved in the run directory: {used}" in " ".join(kv_calibration_lines(make(1, 2)))
-    told = "".join(kv_calibration_lines(make(1, 2), 80, tmp_path / "a.json"))  # a long path is broken at its hyphens
-    assert f"saved in {tmp_path / 'a.json'}".replace(" ", "") in told.replace(" ", "") and "--kv_calibration" in told
+    text = "".join(kv_calibration_lines(make(1, 2), 80, tmp_path / "a.json"))  # a long path wraps at its hyphens
+    assert f"saved in {tmp_path / 'a.json'}".replace(" ", "") in text.replace(" ", "") and "--kv_calibration" in text
 
 
 LOSS = {
@@ -84,12 +84,12 @@ LOSS = {
 
 
 def test_lines_contain_measured_loss_rises():
-    told = " ".join(kv_calibration_lines(make(2, 4, **LOSS)))
-    assert "sees no more than 32 tokens: +0.0150 for a median head, the most +0.3010 for L1_K0" in told
+    text = " ".join(kv_calibration_lines(make(2, 4, **LOSS)))
+    assert "sees no more than 32 tokens: +0.0150 for a median head, the most +0.3010 for L1_K0" in text
     used = (
         "--kv_budget 0.3 gives a head slots with --kv_signal loss by what its eviction costs, with --kv_signal entropy by its"
     )
-    assert f"saved in the run directory: {used} entropy" in told
+    assert f"saved in the run directory: {used} entropy" in text
 
 
 @pytest.mark.parametrize(("size", "more", "width"), [((1, 1), {}, 1350), ((2, 4), LOSS, 1950), ((24, 16), {}, 1350)])

@@ -1,4 +1,4 @@
-"""The router's calibration: its numbers against NumPy in float64, its sentences, its table and picture."""
+"""The calibration of the router: numbers against NumPy in float64, error messages, table and plot."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def corpus(path, documents):
 
 @pytest.fixture(scope="module")
 def source(run_dir, tmp_path_factory):
-    """A run with a validation text, whose model is sure of some tokens and not of others."""
+    """A run with a validation text, whose model has low entropy at some tokens and high entropy at others."""
     path = tmp_path_factory.mktemp("runs") / "source"
     shutil.copytree(run_dir, path)
     run = load(path)
@@ -87,7 +87,7 @@ forward = nnx.jit(lambda model, tokens_BT, positions_BT: model(tokens_BT, positi
 
 
 def slowly(path, window=T, context=CONTEXT):
-    """H and V of every counted position in float64, each document of each window run through the model on its own."""
+    """Returns H and V of every measured position in float64, with a separate pass for each document of each window."""
     run = load(path)
     bos, eos = run.tokenizer.bos_id, run.tokenizer.eos_id
     ids = [token for text in texts() for token in [bos, *text.encode(), eos]]
@@ -111,7 +111,7 @@ def slowly(path, window=T, context=CONTEXT):
 
 
 def quantile(values, share):
-    """Linear between the two nearest ranks."""
+    """Returns a quantile by linear interpolation between the two nearest ranks."""
     place = share * (len(values) - 1)
     low, part = int(place), place - int(place)
     values = sorted(values)
@@ -119,7 +119,7 @@ def quantile(values, share):
 
 
 def by_hand(H, V, n):
-    """Shares of the strategies for thresholds in the order of `MEASURED`, the first that holds."""
+    """Returns the shares of the strategies for thresholds in the order of `MEASURED`; the first matching strategy counts."""
     conditions = [(n[0] > H) & (n[1] > V), (n[2] < H) & (n[1] > V), (n[3] > H) & (n[4] < V), (n[3] < H) & (n[4] < V)]
     taken = np.select(conditions, [0, 1, 2, 3], 4)
     return [np.mean(taken == strategy) for strategy in range(5)]
@@ -130,18 +130,18 @@ def by_hand(H, V, n):
 
 def test_numbers_match_numpy(source, record):
     H, V, count = slowly(source)
-    assert np.ptp(H) > 2 and np.ptp(V) > 1  # or quantiles would prove nothing
-    # The last token of the text is the target of the one before it, and ends a document.
+    assert np.ptp(H) > 2 and np.ptp(V) > 1  # otherwise quantiles would prove nothing
+    # The last token of the text is only a target, and it ends a document.
     assert record.tokens == len(H) and record.tokens + record.skipped == count - 1
     expected = [quantile(H, 0.25), quantile(V, 0.25), quantile(H, 0.75), quantile(H, 0.9), quantile(V, 0.75)]
     expected += [2 * quantile(H, 0.5), 2 * quantile(V, 0.5)]
     assert tuple(record.measured) == MEASURED
     np.testing.assert_allclose(list(record.measured.values()), expected, rtol=2e-4)
-    told = record.quantiles
-    assert told["percent"][0] == 0 and told["percent"][-1] == 100
+    quantiles = record.quantiles
+    assert quantiles["percent"][0] == 0 and quantiles["percent"][-1] == 100
     for name, values in (("entropy", H), ("varentropy", V)):
-        np.testing.assert_allclose(told[name], [quantile(values, p / 100) for p in told["percent"]], rtol=2e-4)
-    near = 3 / len(H)  # a position on a threshold may fall to either side
+        np.testing.assert_allclose(quantiles[name], [quantile(values, p / 100) for p in quantiles["percent"]], rtol=2e-4)
+    near = 3 / len(H)  # a position on a threshold may be on either side
     for preset, numbers in (("guide", (0.1, 0.1, 3.0, 5.0, 5.0)), ("calibrated", expected)):
         assert list(record.shares[preset]) == list(STRATEGIES)
         np.testing.assert_allclose(list(record.shares[preset].values()), by_hand(H, V, numbers), atol=near)
@@ -214,7 +214,7 @@ def test_model_without_entropy_still_has_scales():
     assert np.sum(density(np.zeros(9), np.zeros(9))["counts"]) == 9
 
 
-# --- mistakes
+# --- errors
 
 
 def sentence(*args, **kwargs):
@@ -229,8 +229,12 @@ def test_errors_without_text_or_with_too_little(run_path, tmp_path):
     assert "tokens must be an integer ≥ 1, got 0" in sentence(run_path, tokens=0)
     short = tmp_path / "short.txt"
     short.write_text("abc" * 100, encoding="utf-8")
-    told = sentence(run_path, data_path=short)
-    assert "at least 500 positions" in told and "select a longer text with --data_path" in told and "first 32 of each" in told
+    message = sentence(run_path, data_path=short)
+    assert (
+        "at least 500 positions" in message
+        and "select a longer text with --data_path" in message
+        and "first 32 of each" in message
+    )
     assert "no corpus at" in sentence(run_path, data_path=tmp_path / "none.txt")
     shutil.rmtree(run_path / "data")
     assert sentence(run_path) == f"{run_path} has no saved training tokens: select a text with --data_path"
@@ -262,7 +266,7 @@ def test_unknown_character_is_reported_with_its_position(tmp_path):
         read_text(tokenizer, str(path), "text", 100_000)
 
 
-# --- table and picture
+# --- table and plot
 
 
 def test_lines(record):

@@ -1,4 +1,4 @@
-"""The explanation of a token: its numbers against a chain in NumPy, its token against generation, its table and picture."""
+"""The explanation of a token: numbers against a chain in NumPy, the token against generation, table and plot."""
 
 import json
 import struct
@@ -19,7 +19,7 @@ from dantinox.measure.explain_view import draw_explanation, explanation_lines
 
 PROMPT = "abca"
 CHAIN = {"repetition_penalty": 1.4, "temperature": 3.0, "top_k": 40, "top_p": 0.7, "min_p": 0.02, "xtc_probability": 0.0}
-# Sixteen steps, of which some change nothing.
+# Sixteen steps, some of which have no effect.
 LONG = CHAIN | {
     "banned_tokens": ["b"], "logit_bias": {"x": 3.0, "y": -float("inf")}, "no_repeat_ngram": 2, "dry_multiplier": 0.8,
     "presence_penalty": 0.5, "smoothing_factor": 0.05, "top_a": 0.01, "tail_free": 0.999, "typical": 0.99,
@@ -40,7 +40,7 @@ def long_record(run):
 
 
 def steps(found, name):
-    """A field of every step."""
+    """Returns a field of every step."""
     return [getattr(step, name) for step in found.steps]
 
 
@@ -66,35 +66,35 @@ forward = nnx.jit(lambda model, tokens_BT, positions_BT: model(tokens_BT, positi
 
 
 def logits_after(run, prompt):
-    """The model's logits in float64, without padding and without the engine."""
+    """Returns the logits of the model in float64, without padding and without the engine."""
     tokens = jnp.asarray([run.prompt_ids(prompt)])
     return np.asarray(forward(run.model, tokens, jnp.arange(tokens.shape[1])[None])[0, -1], np.float64)
 
 
 def chain(x_V, seen):
-    """The logits behind each step of `CHAIN` in the default order."""
-    told = [x_V]
+    """Returns the logits after each step of `CHAIN` in the default order."""
+    logits = [x_V]
     penalised_V = np.where(x_V > 0, x_V / 1.4, x_V * 1.4)
-    told.append(np.where(np.isin(np.arange(len(x_V)), seen), penalised_V, x_V))
-    told.append(told[-1] / 3.0)
-    order = np.argsort(-told[-1], kind="stable")
-    told.append(np.where(np.isin(np.arange(len(x_V)), order[:40]), told[-1], -np.inf))
-    P_V = softmax(told[-1])
+    logits.append(np.where(np.isin(np.arange(len(x_V)), seen), penalised_V, x_V))
+    logits.append(logits[-1] / 3.0)
+    order = np.argsort(-logits[-1], kind="stable")
+    logits.append(np.where(np.isin(np.arange(len(x_V)), order[:40]), logits[-1], -np.inf))
+    P_V = softmax(logits[-1])
     before = np.concatenate([[0], np.cumsum(P_V[order])[:-1]])
-    told.append(np.where(np.isin(np.arange(len(x_V)), order[before < 0.7]), told[-1], -np.inf))
-    told.append(np.where(told[-1] >= told[-1].max() + np.log(0.02), told[-1], -np.inf))
-    return told
+    logits.append(np.where(np.isin(np.arange(len(x_V)), order[before < 0.7]), logits[-1], -np.inf))
+    logits.append(np.where(logits[-1] >= logits[-1].max() + np.log(0.02), logits[-1], -np.inf))
+    return logits
 
 
 def test_numbers_match_the_chain_in_float64(run):
     found = explain(run, PROMPT, CHAIN | {"seed": 5})
     x_V = logits_after(run, PROMPT)
-    told = chain(x_V, run.prompt_ids(PROMPT))
+    expected = chain(x_V, run.prompt_ids(PROMPT))
     assert steps(found, "name") == ["model", "repetition_penalty", "temperature", "top_k", "top_p", "min_p"]
     assert tokens(found, "id")[:20] == np.argsort(-x_V, kind="stable")[:20].tolist()
-    P_SV = np.array([softmax(x_V) for x_V in told])
+    P_SV = np.array([softmax(x_V) for x_V in expected])
     np.testing.assert_allclose(np.transpose(tokens(found, "probabilities")), P_SV[:, tokens(found, "id")], atol=2e-5)
-    left_SV = np.array(told) > -np.inf
+    left_SV = np.array(expected) > -np.inf
     assert (
         steps(found, "survivors") == left_SV.sum(1).tolist()
         and 1 < steps(found, "survivors")[-1] < steps(found, "survivors")[3] == 40
@@ -160,7 +160,7 @@ def test_long_chains_fit_in_the_terminal(long_record, width):
     blocks = [i for i, line in enumerate(lines) if line.split()[:2] == ["id", "token"]]
     changed = sum(steps(long_record, "changed"))
     assert changed >= 8 and (len(blocks) == 1) == (width == 240)
-    for start in blocks:  # every block holds all tokens again
+    for start in blocks:  # every block repeats all tokens
         shown = tokens(long_record, "shown")
         assert all(token in line for token, line in zip(shown, lines[start + 1 :], strict=False))
     model = next(line for line in lines if line.startswith("model "))
@@ -176,8 +176,8 @@ def test_removed_token_is_marked_once(long_record):
 
 
 def test_settings_are_json_values(long_record):
-    told = json.loads(json.dumps(asdict(long_record), allow_nan=False))
-    settings = {step["name"]: step["settings"] for step in told["steps"]}
+    found = json.loads(json.dumps(asdict(long_record), allow_nan=False))
+    settings = {step["name"]: step["settings"] for step in found["steps"]}
     assert settings["logit_bias"] == {"logit_bias": {"x": 3.0, "y": None}}
     assert settings["dry"]["dry_multiplier"] == 0.8 and settings["model"] == {}
 
@@ -205,7 +205,7 @@ def test_plot_has_a_panel_per_step_with_an_effect(run):
 
 
 def test_any_token_can_be_plotted(run):
-    """Dollars are no formulas, and what the font lacks is no warning."""
+    """Dollar signs do not start formulas, and missing glyphs do not warn."""
     pytest.importorskip("matplotlib")
     found = explain(run, PROMPT, {"top_k": 4, "seed": 1})
     odd = zip(found.tokens, ['"$x_{$"', '"漢字"', '"\\n"', "<eos>"], strict=False)
@@ -271,27 +271,27 @@ def test_error_without_matplotlib_names_the_extra(long_record, monkeypatch):
 
 
 def test_router_is_explained(run):
-    """Its strategy, the numbers it set in the place of the section's, and the best of n as a step of its own."""
-    rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # so that every row is adaptive
+    """Covers its strategy, the settings that it overrides, and best-of-n as a separate step."""
+    rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # makes every row adaptive
     settings = {"strategy": "entropy", "seed": 1, "temperature": 1.5, "candidates": 4, **rules}
-    told = explain(run, PROMPT, settings)
-    assert told.strategy == "adaptive" and steps(told, "name")[1:] == ["temperature", "top_k", "top_p", "min_p", "candidates"]
+    found = explain(run, PROMPT, settings)
+    assert found.strategy == "adaptive" and steps(found, "name")[1:] == ["temperature", "top_k", "top_p", "min_p", "candidates"]
     result = run.generate(PROMPT, max_new_tokens=1, logprobs=5, **settings)
-    assert told.drawn == result.tokens
+    assert found.drawn == result.tokens
     route = result.steps.routed.route
-    numbers = {name: value for step in steps(told, "settings") for name, value in step.items()}
+    numbers = {name: value for step in steps(found, "settings") for name, value in step.items()}
     for name in ("temperature", "top_k", "top_p", "min_p"):
         assert numbers[name] == pytest.approx(float(getattr(route, name)[0]))
     assert numbers["candidates"] == 4
-    kept, best = np.transpose(tokens(told, "probabilities"))[-2:]
-    order = np.argsort(-logits_after(run, PROMPT)[tokens(told, "id")], kind="stable")
-    tail = told.steps[-2].others + np.cumsum(kept[order][::-1])[::-1]  # the mass of each rank and those behind it
-    np.testing.assert_allclose(best[order], tail**4 - np.append(tail[1:], told.steps[-2].others) ** 4, rtol=1e-4, atol=1e-7)
-    lines = "\n".join(explanation_lines(told, 120))
+    kept, best = np.transpose(tokens(found, "probabilities"))[-2:]
+    order = np.argsort(-logits_after(run, PROMPT)[tokens(found, "id")], kind="stable")
+    tail = found.steps[-2].others + np.cumsum(kept[order][::-1])[::-1]  # the mass of each rank and all lower ranks
+    np.testing.assert_allclose(best[order], tail**4 - np.append(tail[1:], found.steps[-2].others) ** 4, rtol=1e-4, atol=1e-7)
+    lines = "\n".join(explanation_lines(found, 120))
     assert "the entropy router chose: adaptive" in lines
     certain = explain(run, PROMPT, settings | {"low_entropy": 1e6, "low_varentropy": 1e6})
     assert (certain.strategy, certain.greedy, certain.steps[-1].name) == ("greedy", True, "min_p")
-    asked = {"low_entropy": 0.0, "clarify_entropy": 0.0, "low_varentropy": 1e6, "clarify_token": 65}
-    forced = explain(run, PROMPT, settings | asked)
+    forced_settings = {"low_entropy": 0.0, "clarify_entropy": 0.0, "low_varentropy": 1e6, "clarify_token": 65}
+    forced = explain(run, PROMPT, settings | forced_settings)
     assert (forced.strategy, forced.forced, forced.drawn) == ("clarify", True, [65])
     assert "emitted by the router" in "\n".join(explanation_lines(forced, 120))

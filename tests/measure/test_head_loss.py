@@ -1,4 +1,4 @@
-"""What is measured of a head by leaving keys out: attention over some keys in NumPy, and what that costs."""
+"""Attention over limited keys against NumPy, and the estimated rise of the loss."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ B, T, K, G, H = 2, 14, 2, 2, 4
 
 
 def seen_by(t, start, kept, weights_GS, window, best):
-    """The keys that a query at t sees through a head that keeps so many."""
+    """Returns the keys that a query at t sees through a head that keeps `kept` keys."""
     keys = [s for s in range(t + 1) if window is None or t - s < window]
     if t < start:
         return keys
@@ -51,7 +51,7 @@ def test_limited_queries_see_the_best_or_the_newest_keys(best, window):
 
 
 def test_limited_text_equals_the_text_of_the_visible_tokens():
-    """In one layer keys and values are those of the tokens alone: what a query may see is a text of its own."""
+    """In a single layer, keys and values depend only on their own token, so the visible tokens form a text of their own."""
     model = builder.model(builder.config(windows=(None,), kv_heads=1))
     tokens = np.random.default_rng(4).integers(0, builder.V, (1, 24))
     found = limited_logprobs(
@@ -69,7 +69,7 @@ def test_limited_text_equals_the_text_of_the_visible_tokens():
 @partial(jax.tree_util.register_dataclass, data_fields=["limited", "scale_K"], meta_fields=[])
 @dataclass(frozen=True)
 class Scaled:
-    """Attention over all keys, plus the change of its output with few keys, times a number for each head."""
+    """Attention over all keys, plus the change of its output under limited keys times a scale for each head."""
 
     limited: LimitedKeys
     scale_K: jax.Array
@@ -81,7 +81,7 @@ class Scaled:
 
 @pytest.mark.slow
 def test_estimate_is_the_quadratic_term_of_the_divergence(monkeypatch):
-    """KL(whole ‖ whole + ε δ) / ε² of a small ε, from the logits in float64, for every head."""
+    """Compares with KL(whole ‖ whole + ε δ) / ε² for a small ε, from float64 logits, for every head."""
     model = builder.model(builder.config(windows=(None, None), kv_heads=K))
     lengths, scale = np.array([T, 12]), 0.03
     tokens = np.random.default_rng(8).integers(0, builder.V, (2, T))
@@ -113,7 +113,7 @@ def test_estimate_is_the_quadratic_term_of_the_divergence(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_loss_rises_for_a_head_with_distant_attention(monkeypatch):
-    """Of four heads with random weights three are made to say nothing."""
+    """Of four heads with random weights, three have no effect on the output."""
     T, start = 320, 160
     model = nnx.clone(builder.model(builder.config(windows=(None, None), max_context=T)))
     for number, block in enumerate(model.blocks):
@@ -124,13 +124,13 @@ def test_loss_rises_for_a_head_with_distant_attention(monkeypatch):
     texts = np.random.default_rng(6).integers(0, builder.V, (3, T))
     likeliest = np.asarray(model(jnp.asarray(texts), jnp.broadcast_to(jnp.arange(T), (3, T)))[0]).argmax(-1)
     texts[:, start:] = likeliest[:, start - 1 : -1]
-    said, lengths = [], np.array([T, 250, 90])
+    messages, lengths = [], np.array([T, 250, 90])
     monkeypatch.setattr(eviction, "ROWS", 2)
-    rises, sizes = estimate_loss_rises(model, texts, lengths, said.append)
+    rises, sizes = estimate_loss_rises(model, texts, lengths, messages.append)
     assert sizes == [24, 48, 96, 192, T] and rises.shape == (2, 2, 5)
     assert np.abs(rises[[0, 0, 1], [0, 1, 1]]).max() < 1e-6 and rises[1, 0, 0] > 0.1 and rises[1, 0, -1] == 0
-    assert said[0] == "measuring what eviction costs each head: 3 sequences"
-    # The divergence summed by hand, over the tokens that the later halves say.
+    assert messages[0] == "measuring what eviction costs each head: 3 sequences"
+    # The divergence computed directly, over the tokens of the second halves.
     inputs = jnp.asarray(texts), jnp.asarray(lengths)
     kept = [jnp.array([[T, T], [count, T]]) for count in (T, 48)]
     whole, limited = (
@@ -141,4 +141,4 @@ def test_loss_rises_for_a_head_with_distant_attention(monkeypatch):
         for b, end in enumerate(lengths)
         for t in range(end // 2, end)
     ]
-    assert rises[1, 0, 1] == pytest.approx(np.mean(parts), rel=0.4), "2.3 nats are far from the second order"
+    assert rises[1, 0, 1] == pytest.approx(np.mean(parts), rel=0.4), "at 2.3 nats the second-order estimate is imprecise"

@@ -1,4 +1,4 @@
-"""The perplexity of a text: against log-probabilities of one text at a time, window by window, summed in NumPy."""
+"""The perplexity of a text against log-probabilities of single windows, summed in NumPy."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def run(run_dir):
 
 
 def by_hand(run, ids, context, stride):
-    """−ln p of each token but the first, given at least context − stride before it: a pass of its own for each window."""
+    """Returns −ln p of each token but the first, given at least context − stride tokens, with a separate pass per window."""
     nats, scored = [], 1
     read = jax.jit(lambda model, seen: model(seen, jnp.arange(context)[None])[0][0])
     for begin in range(0, len(ids), stride):
@@ -70,11 +70,11 @@ def test_first_tokens_of_a_text(run, tmp_path):
     file.write_text(TEXT, encoding="utf-8")
     (document,) = read_documents(run, str(file), 4)
     assert document.ids.tolist() == list("aè€".encode()[:4])
-    assert document.bytes == 4, "also where a character is cut"
+    assert document.bytes == 4, "also if a character is split"
 
 
 def test_scores_mark_the_most_likely_tokens(run):
-    """The model of the run is sure of what follows on its circle."""
+    """The model of the run predicts its cycle of characters with near certainty."""
     circle = np.array(list("aè€😀b\nca".encode()), np.int32)
     broken = np.concatenate([circle[:5], circle[:3]])
     (_, sure), (_, unsure) = score_sequences(run.model, [ScoringInput(circle, 4), ScoringInput(broken, 5)])

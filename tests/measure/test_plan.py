@@ -1,4 +1,4 @@
-"""The plan of a tiny model on this machine: bytes and FLOPs counted by hand, its JSON, what is said of what is not there."""
+"""The plan of a tiny model on this machine: bytes and FLOPs counted by hand, JSON, and error messages."""
 
 import importlib
 import inspect
@@ -57,7 +57,7 @@ def plan(config):
 
 @pytest.fixture
 def command(config, tmp_path):
-    """Runs `dantinox plan` with these settings from a file."""
+    """Returns a function that runs `dantinox plan` with these settings from a file."""
     path = tmp_path / "tiny.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     return lambda *flags: cli.main(["plan", "--config", str(path), *flags])
@@ -70,7 +70,7 @@ def programs(plan):
 
 def test_parameters_and_matrix_parameters_are_counted(plan, config):
     assert plan.matrix_parameters == N
-    assert plan.parameters == N + 5 * 16  # two norms in a block and one behind them; the table is the output layer
+    assert plan.parameters == N + 5 * 16  # two norms per block and a final one; the embedding table is the output layer
     assert (plan.topology, plan.dtype, plan.chips, plan.chip) == ("cpu", "float32", 1, None)
 
 
@@ -94,11 +94,11 @@ def test_matrix_parameters_are_the_shapes_of_the_kernels(config, changes):
 
 def test_only_the_experts_of_a_token_count(config):
     model, D = replace(config.architecture(259), experts=ExpertsConfig(5, 2, shared_dim=24)), 16
-    assert matrix_parameters(model) - N == 2 * (2 * 3 * D * 24 + 5 * D)  # two experts more than one, and the router
+    assert matrix_parameters(model) - N == 2 * (2 * 3 * D * 24 + 5 * D)  # two experts more, and the router
 
 
 def test_flops_of_latents(config):
-    """Queries and keys of 8 + 4 and values of 10 in training; 6 + 4 and 6 where the latents are read."""
+    """In training, queries and keys have 8 + 4 numbers and values 10; when latents are read, 6 + 4 and 6."""
     settings = {f"attention.{key}": value for key, value in (("kv_lora_rank", 6), ("qk_rope_head_dim", 4), ("v_head_dim", 10))}
     changed = build_config({}, SETTINGS | settings | {"model.kv_heads": None})
     model = changed.architecture(259, "cpu")
@@ -110,7 +110,7 @@ def test_flops_of_latents(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "latents, sinks, caps"])
 def test_long_sequences_allocate_no_quadratic_memory(name):
-    """Neither a step at 8,192 tokens nor the reading of a prompt of 32,768."""
+    """Covers a step with 8,192 tokens and the prefill of 32,768 tokens."""
     settings = {"model.dim": 16, "model.n_heads": 2, "model.num_blocks": 1, "model.hidden_dim": 16, "training.batch_size": 1}
     settings |= {"generation.greedy": True, "generation.max_new_tokens": 8, "training.warmup_steps": 0}
     if name != "plain":
@@ -128,7 +128,7 @@ def test_long_sequences_allocate_no_quadratic_memory(name):
 
 
 def test_flops_by_hand(programs):
-    """Queries see 5 and 32 keys in training, 5 and 20 in the prompt, 5 and 32 slots (20 + 10, padded) in decoding."""
+    """Queries see 5 and 32 keys in training, 5 and 20 in prefill, 5 and 32 slots (20 + 10, padded) in decoding."""
     head = 2 * 16 * 259
     assert programs["train"].flops == 4 * 32 * (6 * N + 12 * 16 * (5 + 32))
     assert programs["evaluation"].flops == 256 * 32 * (2 * N + 4 * 16 * (5 + 32))
@@ -139,12 +139,12 @@ def test_flops_by_hand(programs):
 def test_bytes_by_hand(programs):
     weights, head, cache = 4 * (N + 5 * 16), 4 * 16 * 259, 3 * 2 * 8 * (5 + 32) * 4
     train, batch = programs["train"], 4 * 4 * 32 * 4
-    # Weights and two moments, a step counted three times, two pairs of sums; the metrics are three numbers.
+    # Weights and two moments, three step counters, two pairs of sums; the metrics are three numbers.
     assert 3 * weights + batch < train.bytes.arguments < 3 * weights + batch + 100
     assert train.traffic == pytest.approx(2 * 3 * weights + batch, abs=200)
     assert train.bytes.alias >= 3 * weights and train.needs == train.bytes.peak
     assert 0 <= programs["evaluation"].bytes.arguments - weights - 4 * 256 * 32 * 4 < 100
-    # Decoding holds an output layer of its own beside the table; it reads that, and not the table.
+    # Decoding has a separate output layer in addition to the embedding table, and reads only that layer.
     decode = programs["decode"]
     assert 0 <= decode.bytes.arguments - weights - head - cache < 300
     assert cache <= decode.bytes.alias < cache + 300
@@ -164,7 +164,7 @@ def test_cache_and_generation_settings_change_the_plan(config):
     cache = 2 * 8 * (5 + 32) * 4
     assert twice.flops == 2 * plain.flops and twice.traffic == plain.traffic + cache
     numbers, rows = 2 * BLOCK + 16 * 259, 2 * (8 * 4 + 16 + 2 * 24 + 16) + 259
-    narrow_layers = 2 * 4 + 1  # each with a number that is 1
+    narrow_layers = 2 * 4 + 1  # each with an extra number that is 1
     assert narrow.traffic == numbers + 4 * (rows + narrow_layers + 5 * 16) + cache
     whole = decode(generation__use_cache=False)
     head = 2 * 16 * 259
@@ -216,8 +216,8 @@ def test_kernels_and_memory_errors_of_a_program():
   %g = bf16[8] fusion(%d), kind=kCustom, calls=%f, backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
 """
     assert find_kernels(text) == {"__triton_gemm": 1, "sort of 256": 1, "sort of 8192": 1, "tpu_custom_call": 2}
-    says = "RESOURCE_EXHAUSTED: E1000: memory required for HLO temporaries (26.25G) exceeds available HBM (15.75G)"
-    assert parse_needed_bytes(says) == 26.25 * 2**30
+    message = "RESOURCE_EXHAUSTED: E1000: memory required for HLO temporaries (26.25G) exceeds available HBM (15.75G)"
+    assert parse_needed_bytes(message) == 26.25 * 2**30
     assert parse_needed_bytes("INTERNAL: 3.5G of something") is None
 
 
@@ -236,7 +236,7 @@ def test_json_and_table_agree(plan, command, capfd):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("gpu:h200", "unknown topology gpu:h200: use one of cpu, gpu:h100, tpu:v5e, "),
         ("tpu:h100", "unknown topology tpu:h100: "),
@@ -248,11 +248,11 @@ def test_json_and_table_agree(plan, command, capfd):
         ("tpu:v5e:1x1", "the compiler for tpu:v5e:1x1 is not installed: pip install 'dantinox[aot]', on Python 3.12 or newer"),
     ],
 )
-def test_unknown_machine_is_one_sentence(name, says, command, monkeypatch, capfd):
+def test_unknown_machine_is_one_sentence(name, message, command, monkeypatch, capfd):
     monkeypatch.setattr(topologies, "find_spec", lambda name: None)
     assert command("--topology", name) == 2
     out, err = capfd.readouterr()
-    assert out == "" and err.startswith(f"error: {says}") and err.count("\n") == 1
+    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
 def test_texts_that_exceed_the_context(config):
@@ -261,16 +261,16 @@ def test_texts_that_exceed_the_context(config):
 
 
 def test_private_functions_of_cudnn_attention_are_patched_and_restored(monkeypatch):
-    """Fails when jax renames the functions by which its cuDNN attention asks the device, or changes their arguments."""
+    """Fails when JAX renames the functions with which its cuDNN attention queries the device, or changes their arguments."""
     module = importlib.import_module(CUDNN_MODULE)
-    asked = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
-    own = {name: getattr(module, name) for name in asked}
-    assert [len(inspect.signature(function).parameters) for function in own.values()] == [0, 1, 1]
+    queries = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    originals = {name: getattr(module, name) for name in queries}
+    assert [len(inspect.signature(function).parameters) for function in originals.values()] == [0, 1, 1]
     with _emulate_h100():
         assert module.check_cudnn_version() == 91000
         assert module.check_compute_capability("8.0") and not module.check_compute_capability("10.0")
         assert module.is_cuda_compute_capability_equal("9.0") and not module.is_cuda_compute_capability_equal("8.0")
-    assert {name: getattr(module, name) for name in asked} == own
-    monkeypatch.delattr(module, asked[0])
+    assert {name: getattr(module, name) for name in queries} == originals
+    monkeypatch.delattr(module, queries[0])
     with pytest.raises(UserError, match="cannot compile for a GPU without the device"), _emulate_h100():
         pass

@@ -1,4 +1,4 @@
-"""What holds of the programs of accelerators, compiled for machines that need not be there: `make aot`."""
+"""Properties of the programs of accelerators, compiled without the devices: `make aot`."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ from dantinox.training.step import TrainStep
 
 pytestmark = pytest.mark.aot
 
-V, D, T = 8192, 256, 512  # more symbols than are sampled from whole, and texts of more than one block
+V, D, T = 8192, 256, 512  # a vocabulary larger than is sampled from directly, and sequences of several blocks
 SIZE = {
     "model.dim": D, "model.n_heads": 4, "model.kv_heads": 2, "model.hidden_dim": 512, "model.max_context": T,
     "tokenizer.vocab_size": V, "training.batch_size": 4, "training.grad_accum": 2, "generation.seed": 1,
@@ -45,16 +45,16 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }  # fmt: skip
 STARTED = {"fusion", "custom-call", "copy", "convolution", "dot", "reduce", "scatter", "sort", "conditional"}
 ONE_ROW = ("greedy", "chain", "router", "int8")
-# As many layers and symbols as Llama 3.2 with 1.24 billion parameters has.
+# The layers and the vocabulary size of Llama 3.2 with 1.24 billion parameters.
 DEEP = {"model.num_blocks": 16, "tokenizer.vocab_size": 128256}
 CASES |= {f"deep {case}": (CASES[case][0] | DEEP, ("decode",)) for case in ("greedy", "chain")}
-MUON = 17  # its products of float32, in TF32 or three products of bfloat16 each
+MUON = 17  # its float32 matrix multiplications, each in TF32 or as three bfloat16 passes
 
 
 def each(
     *names: str, cases: tuple[str, ...] = tuple(CASES), chips: tuple[str, ...] = ("gpu:h100", "tpu:v5e")
 ) -> pytest.MarkDecorator:
-    """A test for each of these topologies and each of these programs of these cases."""
+    """Parametrizes a test over topologies and the programs of cases."""
     found = [(case, name) for case in cases for name in CASES[case][1] if name in names]
     topologies = []
     for name in chips:
@@ -65,7 +65,7 @@ def each(
 
 
 class Compiled(NamedTuple):
-    """A program as it was lowered, its text and bytes, and the bytes of what it hands on: the training state, the cache."""
+    """The lowered program, its text and bytes, and the bytes of its donated arguments: the training state or the cache."""
 
     lowered: str
     text: str
@@ -100,13 +100,13 @@ def compiled(topology: str, case: str, name: str) -> Compiled:
 
 @each(*ALL)
 def test_program_compiles_with_little_memory(topology, case, name):
-    """A chip has room for a small model many times, whatever the settings."""
+    """The memory of a chip is many times that of a small model, with all settings."""
     assert compiled(topology, case, name).bytes.peak < 1 << 28
 
 
 @each("train", "decode", cases=tuple(case for case in CASES if "deep" not in case))
 def test_state_and_cache_are_updated_in_place(topology, case, name):
-    """The optimizer writes into the state, a token into the cache: of these nothing is copied, and the rest is small."""
+    """The training state and the cache are updated without copies, and the rest is small."""
     found = compiled(topology, case, name)
     assert found.kept > 100_000
     assert found.bytes.alias >= found.kept
@@ -119,13 +119,13 @@ def test_decoding_many_rows_needs_little_temporary_memory(topology, case, name):
     weights, cache = found.arguments - found.alias, found.alias
     if case == "int8 rows":
         assert found.temp < 0.1 * weights
-    elif topology == "gpu:h100":  # a TPU keeps the cache in another order of axes while it decodes
+    elif topology == "gpu:h100":  # a TPU transposes the cache while it decodes
         assert found.temp < 0.1 * cache
 
 
 @each("train", "evaluation")
 def test_attention_uses_the_kernel_of_the_chip(topology, case, name):
-    """Once in a layer and backwards once more: on a TPU twice, for the queries and for keys and values."""
+    """Once per layer forward and once backward; a TPU has two backward kernels, for queries and for keys and values."""
     kernel, backwards = {"gpu:h100": ("__cudnn$fmha", 1), "tpu:v5e": ("tpu_custom_call", 2)}[topology]
     found = [count for target, count in find_kernels(compiled(topology, case, name).text).items() if target.startswith(kernel)]
     layers = {"greedy": 2, "muon": 1}[case]
@@ -134,11 +134,11 @@ def test_attention_uses_the_kernel_of_the_chip(topology, case, name):
 
 @each(*ALL)
 def test_matmuls_are_bfloat16(topology, case, name):
-    """All but those that are meant; `splash` itself sums out · d out in its backward pass."""
+    """All except known float32 ones. The backward pass of `splash` itself sums out · d out."""
     lowered = compiled(topology, case, name).lowered
     products = re.findall(r"stablehlo\.dot_general .*? : \(tensor<([^>]+)>, tensor<([^>]+)>\)", lowered)
     kinds = Counter(tuple(side.rpartition("x")[2] for side in product) for product in products)
-    assert kinds["bf16", "bf16"] >= 5  # four in a layer, and the output layer
+    assert kinds["bf16", "bf16"] >= 5  # four per layer, and the output layer
     wide = MUON * (case == "muon") + ((topology, name) == ("tpu:v5e", "train"))
     assert kinds.total() - kinds["bf16", "bf16"] == kinds["f32", "f32"] == wide
 
@@ -149,7 +149,7 @@ def test_nothing_is_sorted(topology, case, name):
 
 
 def kernels_of_a_token(text: str) -> int:
-    """Kernels that a pass of the token loop starts, which has no loop in it; of branches the usual, shorter one."""
+    """Returns the kernels that an iteration of the token loop starts. It has no inner loop; the shorter branch counts."""
     bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
 
     def count(name: str) -> int:
@@ -170,7 +170,7 @@ def test_sampling_chain_adds_few_kernels(topology, case, name):
 
 @each("decode", cases=(*ONE_ROW, "rows", "int8 rows", "deep greedy", "deep chain"))
 def test_only_loop_is_over_tokens(topology, case, name):
-    """Every pass of another loop would start its kernels anew, token for token."""
+    """An inner loop would start its kernels again in every iteration, for every token."""
     assert len(re.findall(r" while\(", compiled(topology, case, name).text)) == 1
 
 
@@ -190,12 +190,12 @@ def test_quantized_weights_and_caches_need_less_memory(topology, case, name):
         assert small.kept < 0.6 * plain.kept
 
 
-# Name of a machine with several chips → what its attention kernels begin with.
+# Name of a machine with several chips → prefix of its attention kernels.
 MESH_KERNELS = {"gpu:h100:8": "__cudnn$fmha", "tpu:v5e:2x2": "tpu_custom_call"}
 
 
 class Meshed(NamedTuple):
-    """A program of a mesh: its kernels, its work on a device, its bytes there, those of all parameters, their number."""
+    """A program on a mesh: its kernels, work and bytes on one device, the bytes of all parameters, and their number."""
 
     kernels: dict[str, int]
     work: Work
@@ -206,7 +206,7 @@ class Meshed(NamedTuple):
 
 @cache
 def meshed(topology: str, tensor: int, name: str) -> Meshed:
-    """One layer with an output layer of its own, on a mesh of `fsdp` × `tensor`."""
+    """Compiles a model of one layer with an untied output layer on a mesh of `fsdp` × `tensor`."""
     target = find_topology(topology)
     rows = len(target.devices) // tensor
     given = {"model.num_blocks": 1, "training.batch_size": 2 * rows, "training.grad_accum": 2, "distributed.tensor": tensor}
@@ -227,7 +227,7 @@ def meshed(topology: str, tensor: int, name: str) -> Meshed:
 
 
 def on_meshes(*cases: tuple[str, int, str]) -> pytest.MarkDecorator:
-    """A test for each (topology, tensor, program)."""
+    """Parametrizes a test over (topology, tensor, program)."""
     found = []
     for case in cases:
         lacks = pytest.mark.skipif(not any(map(find_spec, COMPILERS[case[0][:3]])), reason=f"no compiler for {case[0]}")
@@ -240,7 +240,7 @@ MESHES = [(topology, tensor, "train") for topology in MESH_KERNELS for tensor in
 
 @on_meshes(*MESHES)
 def test_mesh_uses_the_kernels_of_the_chip(topology, tensor, name):
-    """Forward, and backward once or on a TPU twice; recomputed in no layer."""
+    """Once forward, and once backward (twice on a TPU), without recomputation."""
     found = sum(
         count for kind, count in meshed(topology, tensor, name).kernels.items() if kind.startswith(MESH_KERNELS[topology])
     )
@@ -249,7 +249,7 @@ def test_mesh_uses_the_kernels_of_the_chip(topology, tensor, name):
 
 @on_meshes(*MESHES)
 def test_mesh_gathers_each_weight_twice_per_microbatch(topology, tensor, name):
-    """Tables once; not whole derivatives behind the loop over parts; and nothing is passed from all to all."""
+    """Tables once; no unsharded gradients after the loop over microbatches; and no all-to-all."""
     found = meshed(topology, tensor, name)
     count, parts, devices = found.work.count, 2, len(find_topology(topology).devices)
     assert set(count) <= {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}
@@ -257,7 +257,8 @@ def test_mesh_gathers_each_weight_twice_per_microbatch(topology, tensor, name):
     assert found.work.unknown_loops == 0
     assert found.bytes.arguments < 1.05 * 3 * found.whole / devices + 2**17
     if topology.startswith("gpu"):
-        # Of the parts of float32: the embedding whole, all others rounded, twice in a layer; once each way the derivatives.
+        # The embedding is gathered in float32. Other weights are gathered in bfloat16, twice per layer. Gradients are
+        # communicated once.
         assert count["reduce-scatter"] >= parts
         assert found.work.sent["all-gather"] < parts * found.whole
         assert found.work.sent["reduce-scatter"] <= parts * found.whole
@@ -265,7 +266,7 @@ def test_mesh_gathers_each_weight_twice_per_microbatch(topology, tensor, name):
 
 @on_meshes(*((topology, 4, "decode") for topology in MESH_KERNELS))
 def test_decoding_communicates_only_activations(topology, tensor, name):
-    """Four devices pass a token's logits and its residual stream, and no weight: the smallest has twice as many bytes."""
+    """Four devices communicate the logits and the residual stream of a token, but no weights, which would be larger."""
     given = {"model.num_blocks": 1, "model.kv_heads": 4, "generation.greedy": True, "generation.tensor_parallel": tensor}
     config, target = build_config({}, SIZE | given), find_topology(topology)
     model = config.architecture(V, target.platform)
@@ -274,5 +275,5 @@ def test_decoding_communicates_only_activations(topology, tensor, name):
         programs = {found.name: program for found, program, _ in planned}
         found = target.compile(programs[name], {})
     whole = tree_bytes(nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))))
-    assert memory_usage(found).arguments < whole / tensor  # which are float32
+    assert memory_usage(found).arguments < whole / tensor  # the weights are float32
     assert 3 * V < count_work(found.as_text()).bytes < D * D

@@ -1,4 +1,4 @@
-"""A profile says what the trace says, and where in the package its operations come from."""
+"""A profile matches the trace, and gives the source lines of operations in the package."""
 
 import gzip
 import hashlib
@@ -67,8 +67,10 @@ def test_instructions_of_a_program():
     assert found.keys() >= {"ynn_fusion.3", "reduce.1", "while.5", "dot.2", "gemm.1"}
     fused = found["ynn_fusion.3"]
     assert fused.opcode == "fusion" and fused.inside == ("parameter", "dot", "bitcast")
-    assert [frame.line for frame in fused.frames] == [3, 20, 32] and fused.frames[-1] == LINEAR, "the product's"
-    assert found["copy.4"].frames == fused.frames, "that of what reads it"
+    assert [frame.line for frame in fused.frames] == [3, 20, 32] and fused.frames[-1] == LINEAR, (
+        "the frames of the matrix multiplication"
+    )
+    assert found["copy.4"].frames == fused.frames, "the frames of its reader"
     assert found["reduce.1"].opcode == "reduce" and found["reduce.1"].frames[-1].function == "clip.<locals>.update_fn"
     assert [operation_kind(found[name], name) for name in ("ynn_fusion.3", "reduce.1", "copy.4", "gemm.1")] == [
         "matmul", "reduction", "copy", "matmul",
@@ -89,7 +91,7 @@ def test_operations_are_grouped_by_origin_without_loops():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Settings and tokenizer, which are all that a training step is made of."""
+    """A run with settings and a tokenizer, which suffice to build a training step."""
     folder = tmp_path_factory.mktemp("profile")
     (folder / "text.txt").write_text("Nel mezzo del cammin di nostra vita\n" * 40)
     changes = {
@@ -113,11 +115,11 @@ def test_training_is_traced_without_changing_its_run(run, capsys):
     assert cli.main(["profile", str(run.path), "--steps", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     operations = found["operations"]
-    assert contents(run) == before, "nothing of the run has changed"
+    assert contents(run) == before, "the run has not changed"
     assert (found["count"], found["folder"]) == (3, str(run.path / "profile"))
     shares = [operation["share"] for operation in operations]
     assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
-    assert "matmul" in [operation["kind"] for operation in operations]  # their rank depends on the machine
+    assert "matmul" in [operation["kind"] for operation in operations]  # the rank depends on the machine
     # The trace itself, by its JSON for Perfetto: what is no loop is counted, and nothing else.
     (trace,) = (run.path / "profile").rglob("*.trace.json.gz")
     events = [
@@ -135,7 +137,7 @@ def test_training_is_traced_without_changing_its_run(run, capsys):
 
 @pytest.mark.slow
 def test_generation_operations_have_their_part_of_the_model(run_dir, tmp_path, capsys):
-    """Also where an earlier program of the process traced equal layers once."""
+    """Also if an earlier program of the process has traced equal layers."""
     dantinox.load(run_dir).generate("a", max_new_tokens=2)
     flags = ["--generate", "--steps", "2", "--out", str(tmp_path), "--json"]
     assert cli.main(["profile", str(run_dir), *flags]) == 0
@@ -148,7 +150,7 @@ def test_generation_operations_have_their_part_of_the_model(run_dir, tmp_path, c
 
 
 def test_errors_of_a_trace_are_one_sentence(run, tmp_path, capsys):
-    for flags, says in (
+    for flags, message in (
         (["quickstart", "--generate"], "--generate needs a run directory, got quickstart"),
         ([str(run.path), "--steps", "0"], "--steps must be at least 1, got 0"),
         ([str(tmp_path / "no.yaml")], "no config file at"),
@@ -157,4 +159,4 @@ def test_errors_of_a_trace_are_one_sentence(run, tmp_path, capsys):
         ([str(run.path), "--out", "/dev/null/x"], "--out cannot write into"),
     ):
         assert cli.main(["profile", *flags]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The counter of products and collectives, against programs that are counted by hand."""
+"""Counts of matrix multiplications and collectives, against programs counted by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def test_program_is_counted_with_its_loops():
         flops=turns * 2 * 8 * 4 * 16 + 2 * 8 * 8 * 2,
         count={"all-gather": turns, "collective-permute": 1, "all-reduce": 1, "reduce-scatter": 1, "all-to-all": 1},
         sent={
-            "all-gather": turns * 3 * 128,  # three times what it has, float32 [8, 4]
+            "all-gather": turns * 3 * 128,  # three times its own part, float32 [8, 4]
             "collective-permute": 32,
             "all-reduce": 2 * 64 / 2,  # of two arrays
             "reduce-scatter": 32 * 3 / 4,
@@ -72,7 +72,7 @@ def test_program_is_counted_with_its_loops():
 
 
 def test_collective_in_several_fusions_is_counted_once():
-    """On a TPU: begun, gone on with beside a product, and ended; and a sum of which each device keeps a part."""
+    """On a TPU, three fusions start, continue and finish a collective. Also a sum of which each device keeps a part."""
     groups = "replica_groups={{0,1,2,3}}"
     gather = f'%g = bf16[8,2]{{1,0}} all-gather(%p), {groups}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
     text = f"""HloModule example, num_partitions=4
@@ -114,7 +114,7 @@ ENTRY %main (p: bf16[2,2], q: f32[8,2]) -> f32[2,2] {{
 
 @pytest.mark.parametrize(("turns", "unknown"), [(6, 0), (None, 1)])
 def test_compiled_loop(turns, unknown):
-    """On this very machine's compiler: six products in a loop, and a loop that ends when its numbers are small."""
+    """With the compiler of this machine: six multiplications in a loop, and a loop with a data-dependent end."""
 
     def times(x, w):
         if turns:

@@ -73,12 +73,12 @@ def by_hand(values, statistic):
 
 def test_perplexity_kl_and_agreement_are_those_of_numpy_with_paired_intervals():
     own, full = damages(1), damages(2)
-    told = _loss_metrics(own, full, SEEDS_S)
+    metrics = _loss_metrics(own, full, SEEDS_S)
     worse = own.loss_B - full.loss_B
-    assert told["loss"] == pytest.approx(own.loss_B.mean())
-    assert told["dppl"].all[0] == pytest.approx(100 * (np.exp(own.loss_B.mean()) / np.exp(full.loss_B.mean()) - 1))
+    assert metrics["loss"] == pytest.approx(own.loss_B.mean())
+    assert metrics["dppl"].all[0] == pytest.approx(100 * (np.exp(own.loss_B.mean()) / np.exp(full.loss_B.mean()) - 1))
     for scope, of in [("all", slice(None)), *((seed, np.arange(60) // 20 == seed) for seed in range(3))]:
-        dppl, kl, top1 = (told[key].all if scope == "all" else told[key].seeds[scope] for key in ("dppl", "kl", "top1"))
+        dppl, kl, top1 = (metrics[key].all if scope == "all" else metrics[key].seeds[scope] for key in ("dppl", "kl", "top1"))
         # exp bends so little between two resamples that the order of interpolation does not matter.
         assert dppl == pytest.approx(by_hand(worse[of], lambda x: 100 * (np.exp(x.mean()) - 1)), rel=1e-3)
         assert kl == pytest.approx(by_hand(own.kl_B[of], np.mean)) and top1 == pytest.approx(
@@ -128,22 +128,22 @@ def test_a_signal_wins_or_loses_only_in_all_three_seeds():
     assert found.seeds[1] == mean_interval((better - uniform)[20:40])
 
 
-def told(**verdicts):
+def ratio_with(**verdicts):
     """A ratio at which signals have these (verdict, loss)."""
     methods = [SimpleNamespace(name=name, loss=loss) for name, (_, loss) in verdicts.items()]
-    against = {name: SimpleNamespace(verdict=said) for name, (said, _) in verdicts.items()}
+    against = {name: SimpleNamespace(verdict=outcome) for name, (outcome, _) in verdicts.items()}
     return SimpleNamespace(methods=methods, against_uniform=against)
 
 
 @pytest.mark.parametrize(
     ("ratios", "default"),
     [
-        ([told(entropy=("same", 1.0)), told(entropy=("same", 1.0))], "uniform"),
-        ([told(entropy=("better", 1.0)), told(entropy=("same", 1.0))], "entropy"),
-        ([told(entropy=("better", 1.0)), told(entropy=("worse", 1.0))], "uniform"),
-        ([told(entropy=("better", 1.2), coverage=("better", 1.1), loss=("same", 1.0))], "coverage"),
-        ([told(entropy=("worse", 0.9), coverage=("better", 1.1))], "coverage"),
-        ([told()], "uniform"),
+        ([ratio_with(entropy=("same", 1.0)), ratio_with(entropy=("same", 1.0))], "uniform"),
+        ([ratio_with(entropy=("better", 1.0)), ratio_with(entropy=("same", 1.0))], "entropy"),
+        ([ratio_with(entropy=("better", 1.0)), ratio_with(entropy=("worse", 1.0))], "uniform"),
+        ([ratio_with(entropy=("better", 1.2), coverage=("better", 1.1), loss=("same", 1.0))], "coverage"),
+        ([ratio_with(entropy=("worse", 0.9), coverage=("better", 1.1))], "coverage"),
+        ([ratio_with()], "uniform"),
     ],
 )
 def test_the_default_signal_follows_from_the_rule(ratios, default):
@@ -180,8 +180,8 @@ def toy(tmp_path_factory):
     documents = [prose(n, n) for n in (120, 90, 2, 30, 3, 100)]
     corpus = path.parent / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    told = [recall.fact_task(draw, [], 8) for _ in range(20)]
-    texts = [*documents, *lists, *(task.context + task.question for task in told)]
+    tasks = [recall.fact_task(draw, [], 8) for _ in range(20)]
+    texts = [*documents, *lists, *(task.context + task.question for task in tasks)]
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=1000), lambda: iter(texts))
     size = {"dim": 16, "n_heads": 4, "kv_heads": 2, "head_size": 8, "num_blocks": 2, "max_context": CONTEXT, "dtype": "float32"}
     config = build_config({
@@ -266,9 +266,9 @@ def test_tasks_have_one_length_and_contain_their_answer(run, text):
     for ids, length, answer, needle in zip(tasks.tokens, tasks.lengths, tasks.answers, tasks.needles, strict=True):
         context, question = (run.tokenizer.decode(part) for part in (ids[: tasks.context], ids[tasks.context : length]))
         answer = run.tokenizer.decode([answer])
-        told = [line for line in context.splitlines() if line.startswith(recall.MARK)]
+        records = [line for line in context.splitlines() if line.startswith(recall.MARK)]
         assert answer.strip() in recall.TOPICS[question.split()[-1]]
-        assert question + answer in told and (needle or told[-1] == question + answer)
+        assert question + answer in records and (needle or records[-1] == question + answer)
         assert len(question.split()) == (2 if needle else 2 * 8)
         assert run.tokenizer.encode(context + question + answer) == [*ids[:length].tolist(), *run.tokenizer.encode(answer)]
     again = draw_tasks(run.tokenizer, text, 8)
@@ -363,8 +363,8 @@ def logprobs(model, ids_BT):
 
 
 def loss(model, ids_BT, start):
-    said = np.take_along_axis(logprobs(model, ids_BT)[:, :-1], ids_BT[:, 1:, None], 2)[..., 0]
-    return -said[:, start - 1 :].mean(axis=1)
+    logp = np.take_along_axis(logprobs(model, ids_BT)[:, :-1], ids_BT[:, 1:, None], 2)[..., 0]
+    return -logp[:, start - 1 :].mean(axis=1)
 
 
 def windowed(model, window):
@@ -397,13 +397,13 @@ def test_answers_of_the_full_cache_match_the_model(run, text, monkeypatch):
     random = np.random.default_rng(0)
     answers = np.where(random.random(10) < 0.5, last_P.argmax(-1), 0)  # a model with random weights finds nothing itself
     caches, _ = build_variants(run, None, [], [0.5], CONTEXT)
-    said = []
-    (found,) = CacheBenchmark(caches, said.append).measure_tasks(tasks._replace(answers=answers))
+    messages = []
+    (found,) = CacheBenchmark(caches, messages.append).measure_tasks(tasks._replace(answers=answers))
     right = last_P.argmax(-1) == answers
     assert 0 < right.sum() < 10 and list(found) == ["needle_aware", "copy_aware", "needle_agnostic", "copy_agnostic"]
-    for asked in ("aware", "agnostic"):
-        assert found[f"needle_{asked}"].tolist() == right[:5].tolist() and found[f"copy_{asked}"].tolist() == right[5:].tolist()
-    begun = [line for line in said if not line.endswith("left")]
+    for mode in ("aware", "agnostic"):
+        assert found[f"needle_{mode}"].tolist() == right[:5].tolist() and found[f"copy_{mode}"].tolist() == right[5:].tolist()
+    begun = [line for line in messages if not line.endswith("left")]
     assert begun == [f"tasks, {kind} of the question: 2 batches, one for each cache" for kind in ("aware", "agnostic")]
 
 
@@ -477,11 +477,11 @@ def calibrate(toy):
 def test_record_of_an_evaluation(toy, monkeypatch):
     calibrate(toy)
     monkeypatch.setattr(statistics, "RESAMPLINGS", 50)
-    said = []
+    messages = []
     names = ["uniform", "entropy", "oracle"]  # each further one is some seconds of compiling
     monkeypatch.setattr(kv, "QUICK_COUNTS", (48, 3))
     monkeypatch.setattr(kv, "CONTINUED_PROMPTS", 3)
-    study = evaluate_kv(toy, quick=True, methods=names, progress=said.append, sequences=7)
+    study = evaluate_kv(toy, quick=True, methods=names, progress=messages.append, sequences=7)
     record = json.loads(json.dumps(asdict(study), allow_nan=False))
     assert record["tokens"] == CONTEXT and record["free_tokens"] == 32
     assert len(record["left_out"]) == 3 and record["calibration"].endswith("kv_entropy.json")
@@ -494,7 +494,7 @@ def test_record_of_an_evaluation(toy, monkeypatch):
         assert (method["bytes"] is None) == (method["tok_per_s"] is None) == (method["same"] is None) == oracle
         assert method["kl"]["all"][0] > 0 and len(method["dppl"]["seeds"]) == 3
         assert all(0 <= method[f"{kind}_aware"][0] <= 100 for kind in ("needle", "copy"))
-    assert said[0].startswith("reading sequences: ") and any(line.startswith("tasks, agnostic") for line in said)
+    assert messages[0].startswith("reading sequences: ") and any(line.startswith("tasks, agnostic") for line in messages)
     assert any(line.startswith("needles found") or line.startswith("Needles found") for line in kv_lines(study))
 
 

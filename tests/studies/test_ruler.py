@@ -56,13 +56,13 @@ def test_sample_has_maximum_length_and_contains_its_answers(name):
 
 
 @pytest.mark.parametrize(
-    "name, needles, asked",
+    "name, needles, num_answers",
     [("single_1", 1, 1), ("single_3", 1, 1), ("multikey_1", 4, 1), ("multivalue", 4, 4), ("multiquery", 4, 4)],
 )
-def test_needles(name, needles, asked):
+def test_needles(name, needles, num_answers):
     sample = made(f"niah_{name}", 40)
     found = dict(re.findall(r"One of the secret (?:number|uuid)s of [a-z0-9-]+ is ([a-z0-9-]+)(\.)", sample.context))
-    assert len(found) == needles and len(sample.answers) == asked and set(sample.answers) <= set(found)
+    assert len(found) == needles and len(sample.answers) == num_answers and set(sample.answers) <= set(found)
     keys = set(re.findall(r"secret (?:number|uuid)s of ([a-z]+-[a-z]+) is", sample.context))
     assert len(keys) == (1 if name == "multivalue" else needles)
     assert sum(key in sample.question for key in keys) == (needles if name == "multiquery" else 1)
@@ -76,8 +76,8 @@ def test_needles_hidden_among_needles():
         sample = made(name, 30)
         facts = re.findall(r"One of the secret \w+ of (\S+) is (\S+)\.", sample.context)
         assert len(facts) == 31
-        (asked,) = {key for key, _ in facts if key in sample.question}
-        assert dict(facts)[asked] == sample.answers[0]
+        (queried,) = {key for key, _ in facts if key in sample.question}
+        assert dict(facts)[queried] == sample.answers[0]
 
 
 def test_variable_task():
@@ -109,8 +109,8 @@ def test_document_tasks():
             sample = TASKS[name](random.Random(number), python_manual(), 4096, 25)
             born = dict(re.findall(r"(\w+ \w+) was a \w+ who was born in (\w+) in", sample.context))
             river = dict(re.findall(r"(\w+) is a town on the river (\w+ \w+)\.", sample.context))
-            (asked,) = {person for person in born if person in sample.question}
-            wanted = born[asked] if name == "qa_1" else river[born[asked]]
+            (person_asked,) = {person for person in born if person in sample.question}
+            wanted = born[person_asked] if name == "qa_1" else river[born[person_asked]]
             assert sample.answers == (wanted,) and len(born) == 26 and len(river) == (26 if name == "qa_2" else 0)
 
 
@@ -138,9 +138,9 @@ def test_greedy_answers_match_the_full_forward_pass(run_dir):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 200, size).tolist() for size in (20, 13)]
     given = [rng.integers(3, 200, size).tolist() for size in (3, 7)]
-    said = []
+    messages = []
     job = EvalBatch("x", prompts, given, 34)
-    ids_BT, *_ = _generate_answers(cache, job, 64, Progress(said.append, "x", job.num_calls(64), "calls"))
+    ids_BT, *_ = _generate_answers(cache, job, 64, Progress(messages.append, "x", job.num_calls(64), "calls"))
     whole = nnx.jit(lambda model, tokens: model(tokens, jnp.arange(64)[None])[0])
     for row, (prompt, known) in enumerate(zip(prompts, given, strict=True)):
         text = [*prompt, *known]
@@ -162,10 +162,10 @@ def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
     tasks = {"vt": lambda *args: task(*args, then), "qa_1": lambda *args: task(*args, "never")}
     monkeypatch.setattr("dantinox.studies.ruler_tasks.TASKS", tasks)
     found.update(tasks)
-    said: list[str] = []
+    messages: list[str] = []
     study = evaluate_ruler(
         run_dir, lengths=[64], samples=2, methods=["full", "kvzip"], ratios=[0.5],
-        kv_dtype="int4", progress=said.append,
+        kv_dtype="int4", progress=messages.append,
     )  # fmt: skip
     assert [(one.method, one.ratio, one.dtype) for one in study.findings] == [
         ("full", 1.0, "float32"), ("kvzip", 0.5, "int4"),
@@ -174,7 +174,7 @@ def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
         for seen in ("agnostic", "aware"):
             assert one.scores[seen]["vt"].value == 100 and one.scores[seen]["qa_1"].value == 0
             assert one.scores[seen]["mean"].value == 50
-    assert study.findings[0].share == 1 and study.findings[1].share < 0.25 and said[0].startswith("RULER at 64 tokens: ")
+    assert study.findings[0].share == 1 and study.findings[1].share < 0.25 and messages[0].startswith("RULER at 64 tokens: ")
     lines = list(ruler_lines(study, 200))
     assert any(re.match(r"kvzip +0.50 +50.0", line) for line in lines)
     assert "| kvzip | 0.50 | 50.0 [0.0, 100.0]" in ruler_markdown(study)
@@ -183,7 +183,7 @@ def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, told",
+    "given, message",
     [
         ({"lengths": [100]}, r"--lengths must be in \[256, 128\], the model's context, got 100"),
         ({"samples": 0}, "--samples must be at least 1, got 0"),
@@ -193,6 +193,6 @@ def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
         ({"methods": ["loss"]}, "the method loss needs a signal that was not measured: run `dantinox calibrate"),
     ],
 )
-def test_errors(run_dir, given, told):
-    with pytest.raises(UserError, match=told):
+def test_errors(run_dir, given, message):
+    with pytest.raises(UserError, match=message):
         evaluate_ruler(run_dir, **given)

@@ -215,16 +215,16 @@ def test_router_scale_continues_with_temperature_after_candidates():
 @pytest.mark.parametrize("target", [0.02, 0.31, 0.5, 0.77, 0.99])
 @pytest.mark.parametrize("trials", [1, 3, 6])
 def test_bisection_ends_near_the_target(target, trials):
-    asked = []
+    positions = []
 
     def square(position):
-        asked.append(position)
+        positions.append(position)
         return position**2
 
     best, at_edge = bisection(square, target, trials)
-    assert len(asked) == trials and abs(best - math.sqrt(target)) <= 2**-trials
-    assert abs(best**2 - target) == min(abs(x**2 - target) for x in asked)
-    assert at_edge == (all(x**2 < target for x in asked) or all(x**2 >= target for x in asked))
+    assert len(positions) == trials and abs(best - math.sqrt(target)) <= 2**-trials
+    assert abs(best**2 - target) == min(abs(x**2 - target) for x in positions)
+    assert at_edge == (all(x**2 < target for x in positions) or all(x**2 >= target for x in positions))
 
 
 def test_bisection_returns_the_first_of_equal_trials():
@@ -246,10 +246,11 @@ def test_methods_are_selected_by_name():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"), [({"prompts": 1}, r"--prompts must be in \[2"), ({"seeds": 1}, "--seeds"), ({"tokens": 4}, "--tokens")]
+    ("wrong", "message"),
+    [({"prompts": 1}, r"--prompts must be in \[2"), ({"seeds": 1}, "--seeds"), ({"tokens": 4}, "--tokens")],
 )
-def test_study_size_is_checked(wrong, told):
-    with pytest.raises(UserError, match=told):
+def test_study_size_is_checked(wrong, message):
+    with pytest.raises(UserError, match=message):
         StudySize(**wrong)
     assert QUICK_SIZE.prompts < StudySize().prompts and QUICK_SIZE.trials < StudySize().trials
 
@@ -471,13 +472,13 @@ def test_methods_are_valid_over_their_whole_scale(toy, name):
 
 @pytest.fixture(scope="module")
 def evaluation(toy):
-    said = []
+    messages = []
     names = ["greedy", "temperature", "router_no_attention"]  # each further one is some seconds of compiling
-    return asdict(evaluate_sampling(toy, quick=True, methods=names, progress=said.append, **LITTLE)), said
+    return asdict(evaluate_sampling(toy, quick=True, methods=names, progress=messages.append, **LITTLE)), messages
 
 
 def test_record_of_an_evaluation(toy, evaluation):
-    record, said = evaluation
+    record, messages = evaluation
     json.dumps(record, allow_nan=False)
     assert record["run"] == str(toy) and record["reference"] is None and record["unit"] == "characters"
     assert [method["name"] for method in record["methods"]] == ["human", "greedy", "temperature", "router_no_attention"]
@@ -490,7 +491,10 @@ def test_record_of_an_evaluation(toy, evaluation):
         assert len(method["trials"]) <= 2 and (method["tuned"] == {}) == (method["name"] in ("human", "greedy"))
     assert record["shares"] is None and record["comparisons"] == []
     assert len(record["ruler"]) == 7
-    assert sum("round 1 of 2" in line for line in said) == 3 + 7 and "tuning temperature, trial 1 of 2: temperature 0.8" in said
+    assert (
+        sum("round 1 of 2" in line for line in messages) == 3 + 7
+        and "tuning temperature, trial 1 of 2: temperature 0.8" in messages
+    )
 
 
 def test_real_text_is_measured(toy, store, evaluation):

@@ -121,9 +121,9 @@ def test_columns_that_do_not_fit_are_printed_below(record, width):
 def test_csv_reads_back_exactly(record):
     rows = list(csv.DictReader(io.StringIO(sampling_csv(record))))
     assert [row["method"] for row in rows] == [method.name for method in record.methods]
-    for row, told in zip(rows, record.methods, strict=True):
+    for row, method in zip(rows, record.methods, strict=True):
         for key in (*HEADINGS, "tok_per_s"):
-            numbers = told.tok_per_s if key == "tok_per_s" else told.measures.get(key)
+            numbers = method.tok_per_s if key == "tok_per_s" else method.measures.get(key)
             cells = [row[key + end] for end in ("", "_low", "_high")]
             assert cells == ["", "", ""] if numbers is None else [float(cell) for cell in cells] == list(numbers)
     assert rows[3]["setting"] == "candidates=1 base_temperature=0.92" and rows[3]["at_edge"] == "1"

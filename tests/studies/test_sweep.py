@@ -90,12 +90,12 @@ def test_table_and_plot(tmp_path):
 
 def test_other_sweep_is_rejected(tmp_path):
     run_sweep(spec(tmp_path), Trainer())
-    for before, after, says in (
+    for before, after, message in (
         ("1e-2", "2e-2", "trial_003 has training.lr 0.01 there, got 0.02"),
         ("dim: 16", "dim: 32", "trial_001 has model.dim 16 there, got 32"),
         ("1e-3, 1e-2, 1e-1", "1e-3, 1e-2", "has 6 trials, but .* has 4"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             run_sweep(spec(tmp_path, SPEC.replace(before, after)), Trainer())
     more = Trainer()
     run_sweep(spec(tmp_path, SPEC.replace("1e-1]", "1e-1, 1]")), more)

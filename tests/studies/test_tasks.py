@@ -68,13 +68,13 @@ def test_likelihoods_of_whole_texts(examinee):
 
 
 def test_generated_answers(examinee):
-    asked = [
+    requests = [
         ("a", {"until": ["b"], "max_gen_toks": 20}),
         ("xb", {"until": "€", "do_sample": False, "temperature": 0.0}),
         ("", {"max_gen_toks": 1, "do_sample": True, "temperature": 0.5}),
         ("c" * 200, {"max_gen_toks": 3}),
     ]
-    answers = examinee.generate_until(asked)
+    answers = examinee.generate_until(requests)
     assert answers[:2] == ["è€😀", "\ncaè"] and answers[3] == "aè"
     with pytest.raises(UserError, match="a task uses the generation setting num_beams, which is not supported"):
         examinee.generate_until([("a", {"num_beams": 4})])

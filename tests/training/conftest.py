@@ -8,7 +8,7 @@ CACHE = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_programs(tmp_path_factory):
-    """Every training compiles its own step: here the same few come again and again, in other processes too."""
+    """Caches compiled programs on disk: the tests train the same few models repeatedly, also in other processes."""
     settings = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))} | CACHE
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():

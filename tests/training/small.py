@@ -32,19 +32,19 @@ SETTINGS = {
 
 @dataclass
 class Tokens:
-    """As much of a tokenizer as training looks at."""
+    """The part of a tokenizer that training uses."""
 
     vocab_size: int = VOCABULARY
     fingerprint: str = "0" * 64
 
 
 def small_config(**changes):
-    """The small settings; `training__steps=3` changes `training.steps`."""
+    """Returns the small settings with changes: `training__steps=3` changes `training.steps`."""
     return build_config({}, SETTINGS | {key.replace("__", "."): value for key, value in changes.items()})
 
 
 def small_store(config, store=TokenStore, **options):
-    """Tokens that follow one another with some noise: there is something to learn."""
+    """Returns a store of tokens that count upward with some noise, so that a model can learn them."""
     rng = np.random.default_rng(5)
     ids = (np.cumsum(rng.integers(1, 3, 3000)) % VOCABULARY).astype(np.uint16)
     counts = (Counts(2700, 1, 2700, 2700), Counts(300, 1, 600, 600))
@@ -54,7 +54,7 @@ def small_store(config, store=TokenStore, **options):
 
 
 class Deadly(TokenStore):
-    """Sends this process the signal DIE_WITH when the batch of step DIE_AT is asked for."""
+    """Sends this process the signal DIE_WITH when the batch of step DIE_AT is requested."""
 
     def batch(self, step, *rows):
         if step == int(os.environ.get("DIE_AT", -1)):
@@ -64,7 +64,7 @@ class Deadly(TokenStore):
 
 @dataclass
 class Workshop:
-    """Trains in directories below `path`."""
+    """Trains in directories under `path`."""
 
     path: object
     notes: io.StringIO = field(default_factory=io.StringIO)

@@ -22,7 +22,7 @@ def test_range_test_uses_rates_at_a_constant_factor_and_records_their_losses(mon
 
 
 def test_analysis_of_a_curve_of_known_shape():
-    """A loss that falls fastest at 1e-2, is lowest at 1e-1 and diverges behind it."""
+    """The loss falls fastest at 1e-2, is lowest at 1e-1 and diverges above it."""
     x = np.linspace(-4, 1, 200)
     losses = 3 - 2 / (1 + np.exp(-8 * (x + 2))) + 9 * np.maximum(x + 1, 0) ** 2
     found = analyze_losses("training.lr", (10**x).tolist(), losses.tolist())

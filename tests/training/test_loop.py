@@ -50,13 +50,13 @@ def test_run_learns_and_writes_all_files(workshop):
 
 
 class Recorder:
-    """A tracker that keeps what it is told."""
+    """A tracker that records its calls."""
 
     def __init__(self):
         self.calls, self.rows = [], []
 
-    def begin(self, step, told, rows):
-        self.calls.append(("begin", step, told, len(rows)))
+    def begin(self, step, last_step, rows):
+        self.calls.append(("begin", step, last_step, len(rows)))
 
     def row(self, kind, row):
         self.rows.append({"kind": kind} | row)
@@ -76,7 +76,7 @@ def test_trackers_get_the_rows_of_the_log(workshop, monkeypatch):
     rows = read_jsonl(run.metrics)
     assert recorder.rows == rows and recorder.calls == [("begin", 0, 0, 0), ("text", 24, "text"), ("end", False)]
     workshop.train("run", config, resume=True)
-    assert recorder.calls[3:] == [("end", False)], "a finished run changes nothing"
+    assert recorder.calls[3:] == [("end", False)], "resuming a finished run writes nothing"
     config = small_config(training__sample_every=24, training__steps=25)
     with pytest.raises(KeyError):
         workshop.train("run", config, resume=True, store=small_store(config, Failing))
@@ -105,7 +105,7 @@ def test_exported_weights_are_those_of_the_best_evaluation(workshop):
 
 
 def test_moving_average_is_evaluated_sampled_and_exported(workshop):
-    """Beside a run without one, whose steps are the same."""
+    """Compared with a run without a moving average, whose steps are the same."""
     plain, config = small_config(), small_config(training__ema=0.9, training__sample_every=24)
     seen = []
     run = workshop.train("run", config, sample=lambda model: seen.append(nnx.to_flat_state(nnx.state(model))) or "text")
@@ -201,7 +201,7 @@ def test_signal_handlers_are_restored_and_a_second_signal_exits(monkeypatch):
 
 @pytest.mark.usefixtures("interruptible")
 def test_ignored_signal_stays_ignored():
-    """A background job of a script is not meant by the Ctrl-C of its terminal."""
+    """Ctrl-C in a terminal must not stop a background job of a script."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with stop_request() as stop:
         stop.can_save = True
@@ -223,7 +223,7 @@ def test_signal_before_anything_can_be_saved_exits_immediately():
 
 @pytest.mark.usefixtures("interruptible")
 def test_interrupt_raises_keyboard_interrupt_after_the_step_is_saved(workshop):
-    """As in the cell of a notebook, where SystemExit would be an error of its own."""
+    """In a notebook cell, SystemExit would be reported as another error."""
     config = small_config(training__optimizer="adamw")
 
     class Interrupted(TokenStore):

@@ -1,4 +1,4 @@
-"""Adapters: the layer against its formula, what is trained and what is not, runs that hold nothing else."""
+"""LoRA adapters: the layer against its formula, the trained parameters, and runs that save only adapters."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ QKV = {name: place for name, place in projections("swiglu").items() if place.mod
 
 
 def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32"):
-    """A layer, and its numbers in float64: kernel, and A, B of every target."""
+    """Returns a layer, and its kernel and the A and B of every target in float64."""
     rngs = nnx.Rngs(0)
     linear = Linear(shape_in, shape_out, dtype=jnp.float32, rngs=rngs)
     layer = AdaptedLinear(linear, targets, LoraConfig(2, 1.5, tuple(targets), held=held), rngs=rngs)
@@ -61,7 +61,7 @@ def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32"):
     ids=["qkv", "v", "out"],
 )
 def test_layer_and_derivatives_match_the_formula(targets, shape_in, shape_out):
-    """y = W x + 1.5 · B A x, its derivatives by A, B and x; none by W."""
+    """y = W x + 1.5 · B A x, with derivatives with respect to A, B and x, but not W."""
     layer, numbers = adapted(targets, shape_in, shape_out)
     graph, state = nnx.split(layer)
     x = np.random.default_rng(1).standard_normal((4, *shape_in))
@@ -119,7 +119,7 @@ def test_int8_weights_are_rounded_per_output():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A run to start from, and the folder it lies in."""
+    """A base run, and its folder."""
     folder = tmp_path_factory.mktemp("lora")
     return Workshop(folder).train("base", small_config(training__steps=6))
 
@@ -131,7 +131,7 @@ def lora_config(base, **changes):
 
 @pytest.fixture(scope="module")
 def tuned(base):
-    """A run of adapters, its config, and what its last sample was given."""
+    """An adapter run, its config, and the model of its last sample."""
     config, seen = lora_config(base, training__sample_every=24), []
     run = Workshop(base.path.parent).train("tuned", config, sample=lambda model: seen.append(model) or "text")
     return run, config, seen[-1]
@@ -202,7 +202,7 @@ def test_parameters_and_flops_follow_from_the_shapes(base, changes):
 
 
 def test_fresh_adapters_change_nothing(base):
-    """A is uniform in ±1/√in, B zero."""
+    """A is uniform in ±1/√in, and B is zero."""
     config = lora_config(base)
     model = config.trained_architecture(VOCABULARY)
     adapters = TrainStep(config, model, 24).initial_state().parameters
@@ -241,11 +241,11 @@ def test_base_must_exist_and_be_unchanged(base, tuned, tmp_path):
     for one in (base, run):
         shutil.copytree(one.path, tmp_path / one.path.name)
     copy = type(run)(tmp_path / "tuned")
-    gone = config.model_copy(update={"training": config.training.model_copy(update={"init_from": "/nowhere/base"})})
-    assert np.array_equal(weights_of(copy, gone)["embed"], weights_of(base)["embed"]), "found beside the run"
+    missing_base = config.model_copy(update={"training": config.training.model_copy(update={"init_from": "/nowhere/base"})})
+    assert np.array_equal(weights_of(copy, missing_base)["embed"], weights_of(base)["embed"]), "found next to the run"
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(UserError, match=r"the base of .*tuned is missing: there is no run at /nowhere/base or .*/base"):
-        weights_of(copy, gone)
+        weights_of(copy, missing_base)
     moved.train("base", small_config(training__steps=1, training__warmup_steps=0, training__seed=3))
     other = config.model_copy(update={"training": config.training.model_copy(update={"init_from": str(tmp_path / "base")})})
     with pytest.raises(
@@ -260,7 +260,7 @@ def test_base_must_exist_and_be_unchanged(base, tuned, tmp_path):
 
 @pytest.mark.exhaustive
 def test_training_from_an_adapter_run(base, tuned):
-    """Each training starts where the one before ended."""
+    """Each training starts from the result of the previous one."""
     run, config, _ = tuned
     workshop = Workshop(base.path.parent)
     again = lora_config(run, training__steps=1, training__warmup_steps=0, training__lr=1e-12)
@@ -312,7 +312,7 @@ def test_unsupported_adapter_settings_are_rejected(changes, sentence):
 
 
 def test_experts_stay_frozen_and_attention_learns(base):
-    """Without a base to read: the shapes say what is trained."""
+    """Uses only the shapes of the parameters, without a base run."""
     config = lora_config(base, moe__use_moe=True, lora__base_weights="bfloat16", moe__shared_experts=1)
     model = config.trained_architecture(VOCABULARY)
     shapes = abstract_model(model)[1]
@@ -348,7 +348,7 @@ def test_commands_inherit_the_base_generate_and_merge(run_dir, tmp_path, capfd, 
     for wrong in ([], ["tuned", "--base", "x"], ["--adapter", "x"]):
         assert "needs the run of the adapters, or --adapter and --base" in done("merge-lora", *wrong, "--run_dir", "o")[2]
     shown = done("train", "--init_from", run_dir, "--print_config")[1]
-    assert "dim: 32" in shown and "optimizer: adamw" in shown, "the model of the run, and not that of the default config"
+    assert "dim: 32" in shown and "optimizer: adamw" in shown, "the model of the run, not of the default config"
     _, _, err = done(*train[:4], "elsewhere", "--dim", "64")
     assert (
         err

@@ -34,7 +34,7 @@ def summed(model, batch, key=None, chunk_logits=1 << 24):
 
 
 def reference(model, batch):
-    """The sums in float64 from the model's logits."""
+    """Returns the sums in float64 from the logits of the model."""
     positions = np.broadcast_to(np.arange(8), (3, 8))
     read = jax.jit(lambda model, batch: model(batch.tokens_BT, positions, segments_BT=batch.segments_BT)[0])
     logits = np.asarray(read(model, batch), np.float64)
@@ -53,7 +53,7 @@ def test_sums_equal_float64_with_and_without_chunks(model, batch, chunk_logits):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
-    """Also in the form of an accelerator, which rounds the output layer once for all of them."""
+    """Also with the code path of accelerators, which rounds the output layer once for all chunks."""
     monkeypatch.setitem(PLATFORMS, "gpu", replace(PLATFORMS["gpu"], min_loss_chunk_tokens=1))
 
     def gradient(platform, chunk_logits):

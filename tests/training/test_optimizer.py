@@ -107,7 +107,7 @@ def test_muon_directions_agree_with_optax():
         got = np.asarray(updates[name]).reshape(expected.shape)
         scale = config.training.muon_lr * math.sqrt(max(1, expected.shape[1] / expected.shape[0]))
         cosine = -np.vdot(got, expected) / np.linalg.norm(got) / np.linalg.norm(expected)
-        assert cosine > 0.95  # both spread singular values around one, each in its way
+        assert cosine > 0.95  # both bring singular values near one, with different polynomials
         assert np.linalg.norm(got) == pytest.approx(scale * math.sqrt(min(expected.shape)), rel=0.2)
 
 
@@ -143,7 +143,7 @@ def sgd(t, g, m, v, step):
 def adafactor(t, g, m, v, step):
     decay = 1 - step**-0.8
     rows, columns = decay * v[:, :1] + (1 - decay) * (g**2).mean(1, keepdims=True), (g**2).mean(0, keepdims=True)
-    m = decay * m + (1 - decay) * columns  # the column means; v holds the row means
+    m = decay * m + (1 - decay) * columns  # the column means; v has the row means
     direction = g / np.sqrt(rows * m / rows.mean())
     return direction / max(1, np.sqrt((direction**2).mean())), m, np.broadcast_to(rows, g.shape)
 
@@ -171,7 +171,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_hidden_matrix():
     state = jax.eval_shape(optimizer(config.training, 24).init, kernel)
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(state))
     assert sizes[-2:] == [128, 8 * 3 * 16] and sum(sizes[:-2]) < 8
-    table = {"per_layer/embed": jax.ShapeDtypeStruct((150, 2, 70), jnp.float32)}  # a row is of one token
+    table = {"per_layer/embed": jax.ShapeDtypeStruct((150, 2, 70), jnp.float32)}  # each row belongs to one token
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(optimizer(config.training, 24).init, table)))
     assert sizes[-2:] == [2 * 70, 150] and sum(sizes[:-2]) < 8
 
@@ -207,7 +207,7 @@ def test_clipping_limits_the_norm_and_zero_disables_it():
 
 @pytest.mark.parametrize("step", [0, 3, 17])
 def test_logged_rates_are_those_of_the_update(step):
-    """Of Muon's matrices and of AdamW's embeddings, found from the sizes of the updates."""
+    """Recovers the rates of Muon's matrices and AdamW's embeddings from the sizes of the updates."""
     t = small_config(training__weight_decay=0.0, training__grad_clip=0.0, training__lr=0.01, training__muon_lr=0.5).training
     ours = optimizer(t, 24)
     rng = np.random.default_rng(1)
@@ -221,7 +221,7 @@ def test_logged_rates_are_those_of_the_update(step):
     applied = -np.vdot(updates["blocks/0/ffn/down/kernel"], direction) / np.vdot(direction, direction)
     rates = ours.rates(step)
     assert applied == pytest.approx(float(rates["muon_lr"]), rel=1e-5)
-    first, second = ((1 - beta) / (1 - beta ** (step + 1)) for beta in (t.beta1, t.beta2))  # of Adam's moments
+    first, second = ((1 - beta) / (1 - beta ** (step + 1)) for beta in (t.beta1, t.beta2))  # bias corrections of Adam's moments
     adam = first * gradients["embed"] / (np.sqrt(second) * np.abs(gradients["embed"]) + 1e-8)
     np.testing.assert_allclose(-updates["embed"] / adam, np.full((11, 16), rates["lr"]), rtol=1e-4)
     assert rates["muon_lr"] / rates["lr"] == pytest.approx(50)

@@ -1,5 +1,5 @@
-"""Direct preference optimisation: loss, gradients and rewards against NumPy in float64, the reference, resume; and fine-tuning
-on conversations through the same loop."""
+"""Direct preference optimization: loss, gradients and rewards against NumPy in float64, the reference file, resume. Also
+fine-tuning on conversations with the same loop."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def pairs():
-    """Three pairs and one that is none."""
+    """Three pairs, and one without counted targets."""
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, VOCABULARY, (2, 4, 2, 8)).astype(np.int32)
     mask = (rng.random((4, 2, 8)) < 0.6).astype(np.float32)
@@ -38,8 +38,10 @@ def pairs():
 
 
 def reference(logits, pairs, beta=BETA):
-    """Sum of the losses, of margins, of pairs won, and the gradient by the logits; equations 7 and, for the gradient, its
-    derivative −β σ(−margin) times that of the log-probabilities, in float64."""
+    """Returns the sums of losses, margins and won pairs, and the gradient with respect to the logits, in float64.
+
+    The loss is equation 7. Its gradient is −β σ(−margin) times the gradient of the log-probabilities.
+    """
     logits = np.asarray(logits, np.float64).reshape(4, 2, 8, VOCABULARY)
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
@@ -69,7 +71,7 @@ def test_loss_equals_float64(model, pairs):
 
 
 def test_gradient_equals_float64(model, pairs):
-    """By the chain rule: the gradient of the weights is what theirs of the logits gives with the float64 one of the loss."""
+    """Applies the chain rule: the vector-Jacobian product of the logits with the float64 gradient of the loss."""
     graph, state = nnx.split(model)
     of_loss = jax.jit(jax.grad(lambda state: dpo_losses(nnx.merge(graph, state), pairs, BETA).nats))(state)
     seen, back = jax.vjp(jax.jit(lambda state: logits_of(nnx.merge(graph, state), pairs)), state)
@@ -90,7 +92,7 @@ RECORDS = [{"prompt": f"say {i}", "completion": "yes", "chosen": "yes", "rejecte
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A run on conversations, and where its records are."""
+    """A run on conversations, and the folder of its records."""
     folder = tmp_path_factory.mktemp("preferences")
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     launch(config_of(folder, objective="sft", steps=8), run_dir=folder / "base")
@@ -127,7 +129,7 @@ def test_preference_training_learns_and_resumes_exactly(base):
     )
 
     cut = launch(config_of(base, steps=4), run_dir=base / "cut")
-    (base / "base").rename(base / "gone")  # it needs nothing of the run that it was begun from any more
+    (base / "base").rename(base / "gone")  # resuming does not need the base run
     try:
         launch(config, run_dir=cut.path, resume=True)
     finally:
@@ -139,7 +141,7 @@ def test_preference_training_learns_and_resumes_exactly(base):
 
 
 def test_packed_conversations_have_the_losses_of_separate_ones(base):
-    """The answers of the first batch, each conversation by itself, from its logits in float64; and the gradient of them."""
+    """Compares with the loss of each conversation of the first batch separately, from float64 logits, and its gradient."""
     config = config_of(base, objective="sft", steps=8, **{"model.max_context": 64, "model.dtype": "float32"})
     tokenizer, store = prepare_data(config, base / "packed")
     batch = store.batch(0)
@@ -147,7 +149,7 @@ def test_packed_conversations_have_the_losses_of_separate_ones(base):
     model = Transformer(config.architecture(tokenizer.vocab_size), rngs=nnx.Rngs(1))
     graph, state = nnx.split(model)
     (nats, targets), gradient = jax.jit(jax.value_and_grad(lambda s: _summed(nnx.merge(graph, s), batch), has_aux=True))(state)
-    alone = [  # from its beginning on, and padding behind it
+    alone = [  # from its beginning, with padding at the end
         [
             np.pad(part[row][segments == segment], (0, int((segments != segment).sum())))
             for part in (batch[0], batch[1], batch[3])
@@ -174,7 +176,7 @@ def _summed(model, batch):
 
 
 def test_end_tokens_of_the_template_become_stop_tokens(base, tmp_path):
-    """A vocabulary of whose special tokens none is an end token by its name; the template's own is, from then on."""
+    """No special token of this vocabulary has the name of an end token. The end token of the template becomes one."""
     content = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json()
     (tmp_path / "t.json").write_text(content.replace("<eos>", "<turn>"))
     (tmp_path / "t.jinja").write_text(

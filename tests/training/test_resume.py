@@ -29,7 +29,7 @@ TIMES = {"ms_per_step", "tokens_per_s", "memory_gb", "mfu"}
 
 
 class Stumbles(TokenStore):
-    """Fails when the batch of one step is asked for."""
+    """Fails when the batch of one step is requested."""
 
     at = None
 
@@ -40,7 +40,7 @@ class Stumbles(TokenStore):
 
 
 def outcome(run, config):
-    """Everything that a resumed run must share with an uninterrupted one."""
+    """Returns everything that must be equal in a resumed and an uninterrupted run."""
     rows = [read_csv(run.log(config)), read_jsonl(run.metrics)]
     return run.weights.read_bytes(), [[{k: v for k, v in row.items() if k not in TIMES} for row in part] for part in rows]
 
@@ -66,7 +66,7 @@ def test_resumed_runs_equal_the_uninterrupted_one(workshop, kind, every, stops):
 
 
 def test_running_means_survive_changed_intervals(workshop):
-    """What was summed before an interruption is in the first row after it, whatever the intervals are then."""
+    """The first row after an interruption includes the losses before it, even if the intervals changed."""
     config = small_config(training__checkpoint_every=5, training__eval_every=24, logging__log_every=1)
     store = small_store(config, Stumbles)
     store.at = 12
@@ -124,7 +124,7 @@ def test_only_steps_intervals_and_logging_may_differ():
 
 
 def test_other_versions_and_gpus_are_noted(monkeypatch):
-    """A run may go on with them; whether bit for bit, it says."""
+    """A run may continue with them, and prints whether results may differ."""
     config = small_config()
     now = run_facts(config, "0" * 64, make_layout(config, config.architecture(VOCABULARY), jax.devices()[:1]))
     assert check_facts(now, now, deterministic=False) == []

@@ -1,4 +1,4 @@
-"""Training with the layers stacked: the same numbers in another form, and files that do not tell."""
+"""Training with stacked layers (`scan_layers`): equal numbers, and the same files as without stacking."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ from dantinox.training.step import TrainStep, update_router_biases
 
 from .small import VOCABULARY, small_config, small_store
 
-# Layers 0, 2 and 1, 3 are of one kind each.
+# Layers 0 and 2 are of one kind, layers 1 and 3 of another.
 SETTINGS = {
     "model__num_blocks": 4,
     "attention__sliding_window": True,
@@ -31,7 +31,7 @@ SETTINGS = {
 
 @cache
 def trained(scan_layers, optimizer="adamw", **changes):
-    """The losses of three steps, the tokens of experts, and the weights behind the steps, with the layers apart."""
+    """Returns the losses of three steps, the tokens of the experts, and the unstacked weights after the steps."""
     config = small_config(**SETTINGS, **changes, model__scan_layers=scan_layers, training__optimizer=optimizer)
     model, store, losses = config.architecture(VOCABULARY), small_store(config), []
     state, step = TrainStep(config, model, 9).initial_state(), TrainStep(config, model, 9).program
@@ -64,9 +64,9 @@ def test_stacked_layers_have_the_losses_and_weights_of_separate_ones(optimizer, 
     (ours, counts, rolled_up), (theirs, others, apart) = (trained(scan, optimizer, **changes) for scan in (True, False))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     np.testing.assert_array_equal(counts, others)
-    assert counts[1::2].sum() == counts.sum() == 2 * 4 * 8 * 2  # layers with experts, rows, tokens, experts of a token
+    assert counts[1::2].sum() == counts.sum() == 2 * 4 * 8 * 2  # layers with experts × rows × tokens × experts per token
     assert rolled_up.keys() == apart.keys()
-    # Adam divides gradients near zero by themselves: a few numbers move by as much as a step.
+    # Adam divides small gradients by their own size, so a few weights may differ by a full step.
     assert np.mean([np.abs(rolled_up[name] - apart[name]).mean() for name in apart]) < 1e-5
 
 
@@ -91,7 +91,7 @@ def test_the_period_divides_the_depth(layers, kinds, period):
 
 @pytest.mark.exhaustive
 def test_run_with_stacked_layers_trains_resumes_and_samples(workshop):
-    """Its file holds layers apart, it resumes, and its samples are written by a model with its layers apart."""
+    """Its file has unstacked layers, it resumes, and its samples use a model with unstacked layers."""
     config = small_config(
         **SETTINGS, model__scan_layers=True, training__steps=4, training__eval_every=2, training__sample_every=2
     )

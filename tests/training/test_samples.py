@@ -1,4 +1,4 @@
-"""Text samples: what can go wrong with them is said before the first step."""
+"""Text samples: their errors are raised before the first step."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_no_sampler_without_sample_every():
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         (
             {"training__sample_prompt": "é"},
@@ -34,8 +34,8 @@ def test_no_sampler_without_sample_every():
         ({"generation__banned_tokens": ["é"]}, "generation.banned_tokens: the character 'é'"),
     ],
 )
-def test_errors_of_samples_are_raised_before_training(changed, says):
-    with pytest.raises(UserError, match=says):
+def test_errors_of_samples_are_raised_before_training(changed, message):
+    with pytest.raises(UserError, match=message):
         make_sampler(settings(**changed), letters("abc"))
 
 
@@ -48,7 +48,7 @@ def test_vocabulary_without_a_line_break_starts_from_its_begin_token():
 
 @pytest.mark.exhaustive
 def test_samples_need_no_calibration(run_dir):
-    """Nothing is measured before there is a model: they take the guide's numbers."""
+    """There is no calibration during training, so samples use the preset `guide`."""
     run = load(run_dir)
     own = {"strategy": "entropy", "temperature": 5.0, "max_new_tokens": 6, "n": 2}
     given = {f"generation__{key}": value for key, value in own.items()}
