@@ -120,7 +120,7 @@ def test_training_is_traced_without_changing_its_run(run, capsys):
     shares = [operation["share"] for operation in operations]
     assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
     assert "matmul" in [operation["kind"] for operation in operations]  # the rank depends on the machine
-    # The trace itself, by its JSON for Perfetto: what is no loop is counted, and nothing else.
+    # The JSON trace for Perfetto: everything except loops is counted.
     (trace,) = (run.path / "profile").rglob("*.trace.json.gz")
     events = [
         event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if "hlo_op" in event.get("args", {})
@@ -131,7 +131,7 @@ def test_training_is_traced_without_changing_its_run(run, capsys):
     known = {operation["place"]: operation for operation in operations if operation["place"] != "–"}
     assert {"GatedFeedForward › Linear", "GatedFeedForward › Linear (backward)", "_token_losses"} <= known.keys()
     assert known["_token_losses"]["source"].startswith("training/objective.py:")
-    # Two layers of two projections, in each of three steps; and there is one set of weights that both passes multiply.
+    # Two layers of two projections in each of three steps; forward and backward pass multiply the same weights.
     assert known["GatedFeedForward › Linear"]["calls"] % 6 == 0
 
 

@@ -1,4 +1,4 @@
-"""The comparison of compressed caches: its numbers against NumPy, its texts against the tokenizer, the whole on a toy."""
+"""The comparison of compressed caches: numbers against NumPy, texts against the tokenizer, and a complete toy study."""
 
 import json
 import random
@@ -55,13 +55,13 @@ SEEDS_S = np.repeat([0, 1, 2], 20)
 # --- numbers ------------------------------------------------------------------------------------------------------------
 
 
-def damages(seed, size=60):
+def random_metrics(seed, size=60):
     random = np.random.default_rng(seed)
     return ReadMetrics(random.normal(2, 0.3, size), random.random(size) / 10, random.random(size))
 
 
 def by_hand(values, statistic):
-    """The statistic and its 95 % interval over 2,000 resamples, the percentiles interpolated by hand."""
+    """Returns a statistic and its 95 % interval over 2,000 resamples, with percentiles interpolated by hand."""
     draws = np.random.default_rng(0)
     found = sorted(statistic(values[..., draws.integers(values.shape[-1], size=values.shape[-1])]) for _ in range(2000))
     ends = []
@@ -72,14 +72,14 @@ def by_hand(values, statistic):
 
 
 def test_perplexity_kl_and_agreement_are_those_of_numpy_with_paired_intervals():
-    own, full = damages(1), damages(2)
+    own, full = random_metrics(1), random_metrics(2)
     metrics = _loss_metrics(own, full, SEEDS_S)
     worse = own.loss_B - full.loss_B
     assert metrics["loss"] == pytest.approx(own.loss_B.mean())
     assert metrics["dppl"].all[0] == pytest.approx(100 * (np.exp(own.loss_B.mean()) / np.exp(full.loss_B.mean()) - 1))
     for scope, of in [("all", slice(None)), *((seed, np.arange(60) // 20 == seed) for seed in range(3))]:
         dppl, kl, top1 = (metrics[key].all if scope == "all" else metrics[key].seeds[scope] for key in ("dppl", "kl", "top1"))
-        # exp bends so little between two resamples that the order of interpolation does not matter.
+        # exp is nearly linear between two resamples, so the order of interpolation and exp does not matter.
         assert dppl == pytest.approx(by_hand(worse[of], lambda x: 100 * (np.exp(x.mean()) - 1)), rel=1e-3)
         assert kl == pytest.approx(by_hand(own.kl_B[of], np.mean)) and top1 == pytest.approx(
             by_hand(100 * own.top1_B[of], np.mean)
@@ -129,7 +129,7 @@ def test_a_signal_wins_or_loses_only_in_all_three_seeds():
 
 
 def ratio_with(**verdicts):
-    """A ratio at which signals have these (verdict, loss)."""
+    """Returns results of a ratio in which signals have these (verdict, loss)."""
     methods = [SimpleNamespace(name=name, loss=loss) for name, (_, loss) in verdicts.items()]
     against = {name: SimpleNamespace(verdict=outcome) for name, (outcome, _) in verdicts.items()}
     return SimpleNamespace(methods=methods, against_uniform=against)
@@ -172,7 +172,7 @@ def prose(lines, seed):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """A run with a token for every word, random weights, and validation text."""
+    """A run with a token for every word, random weights, and a validation text."""
     path = tmp_path_factory.mktemp("runs") / "toy"
     draw = random.Random(0)
     words = [word for topic, its in recall.TOPICS.items() for word in (topic, *its)]
@@ -186,7 +186,7 @@ def toy(tmp_path_factory):
     size = {"dim": 16, "n_heads": 4, "kv_heads": 2, "head_size": 8, "num_blocks": 2, "max_context": CONTEXT, "dtype": "float32"}
     config = build_config({
         "model": size, "data": {"path": str(corpus), "val_fraction": 0.6}, "training": {"batch_size": 1},
-        "kv": {"budget": 0.4, "policy": "tova"}, "generation": {"temperature": 0.1, "stop": ["a"]},  # of no effect
+        "kv": {"budget": 0.4, "policy": "tova"}, "generation": {"temperature": 0.1, "stop": ["a"]},  # without effect
     })  # fmt: skip
     run = create_run(path)
     weights = np.random.default_rng(1)
@@ -319,12 +319,12 @@ def test_all_caches_of_a_ratio_have_the_same_bytes(run):
     names = ["streaming", "uniform", "entropy", "random", "oracle"]
     caches, left_out = build_variants(run, calibration(), names, None, CONTEXT)
     full, *rest = caches
-    # Two layers, two key heads of eight numbers, keys and values in float32.
+    # Two layers, two key/value heads of size eight, keys and values in float32.
     assert full.name == "full" and full.report["bytes"] == 2 * 2 * CONTEXT * 8 * 2 * 4
     assert [cache.name for cache in rest] == names and {cache.ratio for cache in rest} == {0.5}
     assert [line[:11] for line in left_out] == ["ratio 0.3: ", "ratio 0.2: ", "ratio 0.1: "] and "give at least" in left_out[0]
     sizes = {cache.name: cache.report["bytes"] for cache in rest if cache.report}
-    # Half the slots; to each its position and, where it goes by attention, its importance.
+    # Half the slots, each with its position and, for attention-based policies, its importance.
     assert sizes["uniform"] == sizes["entropy"] == 2 * 2 * CONTEXT // 2 * (8 * 2 * 4 + 8)
     assert sizes["streaming"] == sizes["random"] == 2 * 2 * CONTEXT // 2 * (8 * 2 * 4 + 4)
     assert rest[2].report["slots"] != rest[1].report["slots"]
@@ -343,7 +343,7 @@ def test_large_models_get_fewer_ratios():
 
 
 def test_uncompressed_window_layer_is_accepted():
-    """With these entropies one method keeps all of a window's slots, which are then stored without positions."""
+    """With these entropies one method keeps all slots of a window layer, which are then stored without positions."""
     small = builder.config(windows=(95, 95, None), max_context=512)
     run = SimpleNamespace(model=SimpleNamespace(config=small), parameters=0, prepared=lambda generation, order: None)
     found = KVCalibration(np.array([[5.0] * 4, [1.0] * 4, [3.0] * 4]))
@@ -354,7 +354,7 @@ def test_uncompressed_window_layer_is_accepted():
 
 
 def logprobs(model, ids_BT):
-    """What follows every token, from one pass without a cache."""
+    """Returns next-token log-probabilities at every position, from one pass without a cache."""
     positions = np.broadcast_to(np.arange(ids_BT.shape[1]), ids_BT.shape)
     logits = np.asarray(nnx.jit(lambda m, *x: m(*x)[0])(model, ids_BT, positions), np.float64)
     return (
@@ -368,7 +368,7 @@ def loss(model, ids_BT, start):
 
 
 def windowed(model, window):
-    """The same weights in a model built with windows."""
+    """Returns a model with windows and the same weights."""
     config = model.config.__class__(**(vars(model.config) | {"windows": (window,) * model.config.num_blocks}))
     other = Transformer(config, rngs=nnx.Rngs(0))
     nnx.update(other, nnx.state(model))
@@ -392,10 +392,10 @@ def test_near_keys_variant_equals_a_model_with_windows(run, text, monkeypatch):
 @pytest.mark.slow
 def test_answers_of_the_full_cache_match_the_model(run, text, monkeypatch):
     monkeypatch.setattr(eviction, "ROWS", 6)
-    tasks = draw_tasks(run.tokenizer, text, 5)  # ten rows in batches of five, some shorter than others
+    tasks = draw_tasks(run.tokenizer, text, 5)  # ten rows of different lengths, in batches of five
     last_P = logprobs(run.model, tasks.tokens)[np.arange(10), tasks.lengths - 1]
     random = np.random.default_rng(0)
-    answers = np.where(random.random(10) < 0.5, last_P.argmax(-1), 0)  # a model with random weights finds nothing itself
+    answers = np.where(random.random(10) < 0.5, last_P.argmax(-1), 0)  # a model with random weights answers nothing correctly
     caches, _ = build_variants(run, None, [], [0.5], CONTEXT)
     messages = []
     (found,) = CacheBenchmark(caches, messages.append).measure_tasks(tasks._replace(answers=answers))
@@ -409,7 +409,7 @@ def test_answers_of_the_full_cache_match_the_model(run, text, monkeypatch):
 
 @pytest.mark.slow
 def test_answer_comes_from_the_compressed_prompt():
-    """In one layer keys and values are those of the tokens alone: what streaming keeps is what a text of these tokens has."""
+    """In a single layer, keys and values depend only on their own token, so the kept tokens form a text of their own."""
     model = builder.model(builder.config(windows=(None,)))
     lengths, budget, random = np.array([60, 41]), 0.5, np.random.default_rng(4)
     tokens = np.where(np.arange(60) < lengths[:, None], random.integers(0, builder.V, (2, 60)), 0)
@@ -438,7 +438,7 @@ def test_oracle_answers_from_its_best_keys():
     tokens = np.random.default_rng(5).integers(0, builder.V, (3, 60))
     run = SimpleNamespace(model=model, parameters=0, prepared=lambda generation, order: prepare(model, generation.weights))
     (_, oracle), _ = build_variants(run, None, ["oracle"], [0.5], 64)
-    read = oracle.logprobs(tokens, np.full(3, 60), 59)  # it keeps all: reading the last token apart shows it the same keys
+    read = oracle.logprobs(tokens, np.full(3, 60), 59)  # it keeps all keys, so a separate last token sees the same ones
     assert oracle.answer(tokens, np.full(3, 60)).tolist() == np.asarray(read)[:, 1].argmax(-1).tolist()
 
 
@@ -464,7 +464,7 @@ def test_cache_settings_of_the_run_are_ignored():
     )
 
 
-# --- the whole ----------------------------------------------------------------------------------------------------------
+# --- complete study ---------------------------------------------------------------------------------------------------------
 
 
 def calibrate(toy):
@@ -478,7 +478,7 @@ def test_record_of_an_evaluation(toy, monkeypatch):
     calibrate(toy)
     monkeypatch.setattr(statistics, "RESAMPLINGS", 50)
     messages = []
-    names = ["uniform", "entropy", "oracle"]  # each further one is some seconds of compiling
+    names = ["uniform", "entropy", "oracle"]  # each additional method takes seconds to compile
     monkeypatch.setattr(kv, "QUICK_COUNTS", (48, 3))
     monkeypatch.setattr(kv, "CONTINUED_PROMPTS", 3)
     study = evaluate_kv(toy, quick=True, methods=names, progress=messages.append, sequences=7)

@@ -1,4 +1,4 @@
-"""The comparison of compressed caches as lines, CSV, Markdown and picture, from a record written by hand."""
+"""Lines, CSV, Markdown and plot of the comparison of compressed caches, from a handwritten record."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ def scoped(value, half):
 
 
 def method(name, ratio, dppl, tasks=True, gap_closed=(57.2, 50.0, 61.0)):
-    """A method whose measures follow from its change of perplexity."""
+    """Returns a method whose measures follow from its change of perplexity."""
     oracle = name == "oracle"
     size = {"bytes": None, "share": None, "slots": None} if oracle else {"bytes": 1_234_567, "share": 0.21, "slots": (24, 96)}
     like = {"same": Interval(80.0, 70.0, 90.0), "diverges": 17.0, "tok_per_s": 1500.4}
@@ -146,7 +146,7 @@ def test_table_fits_in_a_hundred_columns(record):
     heading, full, *rows = lines[at + 1 : at + 7]
     assert [row.split()[0] for row in (heading, full, *rows)] == ["method", "full", "streaming", "uniform", "entropy", "oracle"]
     assert heading.split()[-2:] == ["bytes", "tok/s"] and rows[-1].split()[-2:] == ["–", "–"] and lines[at + 7] == ""
-    assert "57" in rows[0].split() and full.split()[6] == "–"  # the full cache closes no gap
+    assert "57" in rows[0].split() and full.split()[6] == "–"  # the full cache has no gap to close
 
 
 def test_without_tasks_columns_are_dropped_with_a_reason(record):

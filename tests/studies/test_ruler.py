@@ -1,4 +1,4 @@
-"""RULER's tasks say what they ask for, and their scores are those of the answers that a model gives."""
+"""RULER's tasks contain their answers, and scores match the answers of a model."""
 
 import json
 import math
@@ -24,15 +24,15 @@ from dantinox.studies.ruler_view import ruler_csv, ruler_files, ruler_lines, rul
 
 
 def words_of(text: str) -> list[str]:
-    """As a tokenizer of words and signs."""
+    """Tokenizes a text into words and punctuation."""
     return re.findall(r"\w+|[^\w ]", text)
 
 
-def drawn(name: str, length: int = 1500, seed: int = 0, number: int = 0) -> Sample:
+def sample_of(name: str, length: int = 1500, seed: int = 0, number: int = 0) -> Sample:
     return make_sample(name, length, words_of, python_manual(), seed, number)
 
 
-def made(name: str, size: int, length: int = 8192) -> Sample:
+def task_sample(name: str, size: int, length: int = 8192) -> Sample:
     return TASKS[name](random.Random(4), python_manual(), length, size)
 
 
@@ -42,17 +42,17 @@ def made(name: str, size: int, length: int = 8192) -> Sample:
 @pytest.mark.parametrize("name", TASKS)
 def test_sample_has_maximum_length_and_contains_its_answers(name):
     for length in (1000, 4500):
-        sample = drawn(name, length)
+        sample = sample_of(name, length)
         used = len(words_of(sample.context)) + len(words_of(sample.question)) + sample.new_tokens
         assert 0.85 * length < used < length
         assert match_score(sample.context, sample) == 1 and match_score(sample.question, sample) == 0
         assert len(set(sample.answers)) == len(sample.answers) == {"vt": 5, "cwe": 10, "fwe": 3}.get(name, len(sample.answers))
     assert (
-        drawn(name) == drawn(name)
-        and len({drawn(name, number=i).context for i in range(3)} | {drawn(name, seed=1).context}) == 4
+        sample_of(name) == sample_of(name)
+        and len({sample_of(name, number=i).context for i in range(3)} | {sample_of(name, seed=1).context}) == 4
     )
     with pytest.raises(UserError, match=f"the task {name} does not fit in 40 tokens: raise --lengths"):
-        drawn(name, 40)
+        sample_of(name, 40)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_sample_has_maximum_length_and_contains_its_answers(name):
     [("single_1", 1, 1), ("single_3", 1, 1), ("multikey_1", 4, 1), ("multivalue", 4, 4), ("multiquery", 4, 4)],
 )
 def test_needles(name, needles, num_answers):
-    sample = made(f"niah_{name}", 40)
+    sample = task_sample(f"niah_{name}", 40)
     found = dict(re.findall(r"One of the secret (?:number|uuid)s of [a-z0-9-]+ is ([a-z0-9-]+)(\.)", sample.context))
     assert len(found) == needles and len(sample.answers) == num_answers and set(sample.answers) <= set(found)
     keys = set(re.findall(r"secret (?:number|uuid)s of ([a-z]+-[a-z]+) is", sample.context))
@@ -73,7 +73,7 @@ def test_needles(name, needles, num_answers):
 
 def test_needles_hidden_among_needles():
     for name in ("niah_multikey_2", "niah_multikey_3"):
-        sample = made(name, 30)
+        sample = task_sample(name, 30)
         facts = re.findall(r"One of the secret \w+ of (\S+) is (\S+)\.", sample.context)
         assert len(facts) == 31
         (queried,) = {key for key, _ in facts if key in sample.question}
@@ -81,7 +81,7 @@ def test_needles_hidden_among_needles():
 
 
 def test_variable_task():
-    sample = made("vt", 20)
+    sample = task_sample("vt", 20)
     lines = re.findall(r"VAR (\w{5}) = (?:VAR )?(\w+)", sample.context)
     value = re.search(r"value (\d{5}) in", sample.question)[1]
     assert "five variables" in sample.question and sample.context.count("VAR") == 18  # 9 in the example, 9 in the task
@@ -93,11 +93,11 @@ def test_variable_task():
 
 def test_word_tasks():
     for length, often, seldom in ((2048, 6, 1), (8192, 30, 3)):
-        sample = made("cwe", 30, length)
+        sample = task_sample("cwe", 30, length)
         counts = Counter(re.findall(r"\d+\. (\w+)", sample.context.rpartition("The following is a numbered list")[2]))
         assert {counts[word] for word in sample.answers} == {often} and len(counts) == 40
         assert {count for word, count in counts.items() if word not in sample.answers} == {seldom}
-    sample = made("fwe", 50)
+    sample = task_sample("fwe", 50)
     counts = Counter(sample.context.partition("most often. ")[2].split())
     assert [word for word, _ in counts.most_common(4)] == ["...", *sample.answers]
     assert [counts[word] for word in sample.answers] == [int(800 / rank**2 / (math.pi**2 / 6)) for rank in (2, 3, 4)]
@@ -131,7 +131,7 @@ def test_error_if_a_text_is_too_short():
 
 
 def test_greedy_answers_match_the_full_forward_pass(run_dir):
-    """A prompt of two lengths, some tokens given one by one, and more steps than a chunk has."""
+    """Covers prompts of two lengths, question tokens read one by one, and more steps than a chunk has."""
     model = load(run_dir).model
     plan = CachePlan(96, "float32")
     cache = RulerCache("full", 1.0, model, plan, make_cache(model.config, 1, *plan).report())
@@ -151,8 +151,8 @@ def test_greedy_answers_match_the_full_forward_pass(run_dir):
 
 
 def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
-    """The last byte decides the next one: whatever a cache keeps, one task is always right and another never."""
-    first, then = "aè"  # of the circle
+    """The last byte determines the next one: with any cache, one task is always right and another never."""
+    first, then = "aè"  # of the cycle
 
     def task(rng, haystack, length, size, answer):
         return Sample("a" * min(size, 40), f"say {first}", (answer,), True, 4)

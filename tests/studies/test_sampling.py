@@ -1,4 +1,4 @@
-"""The comparison of sampling methods: measures against closed forms and NLTK, the judge against NumPy, the whole on a toy."""
+"""The comparison of sampling methods: measures against closed forms and NLTK, reference against NumPy, a toy study."""
 
 import json
 import math
@@ -68,7 +68,7 @@ from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
 pytestmark = pytest.mark.slow
 
 
-# --- how varied a text is -----------------------------------------------------------------------------------------------
+# --- diversity of a text -------------------------------------------------------------------------------------------------
 
 
 def test_ngrams_are_in_order():
@@ -125,7 +125,7 @@ def test_self_bleu_of_equal_and_of_disjoint_texts():
     assert self_bleu([[], [1, 2, 3]]) == 0
 
 
-# --- how sure a number is -----------------------------------------------------------------------------------------------
+# --- confidence intervals -----------------------------------------------------------------------------------------------
 
 
 def test_interval_has_the_width_of_a_normal_interval():
@@ -141,7 +141,7 @@ def test_intervals_have_their_nominal_coverage(monkeypatch):
     random = np.random.default_rng(0)
     for draw, truth in ((lambda: random.normal(1, 1, 40), 1), (lambda: random.exponential(2, 40), 2)):
         found = [mean_interval(draw()) for _ in range(200)]
-        # The percentile method is a little short with 40 values, and more so where they are skewed.
+        # Percentile intervals are slightly too narrow with 40 values, and more so for skewed values.
         assert 0.88 <= np.mean([low <= truth <= high for _, low, high in found]) <= 0.98
 
 
@@ -160,33 +160,33 @@ def test_intervals_of_equal_and_of_repeated_values():
     assert percentile_interval([3.0, *range(1001)]) == pytest.approx((3, 25, 975))
 
 
-def outcome(diversity, bits):
+def measures_of(diversity, bits):
     return {"diversity": diversity, "bits_per_byte": bits}
 
 
 def line(diversities, P, noise=0.0, above=0.0):
-    """Outcomes on bits = 1 + 4 · diversity + above, prompts scattered along that line."""
+    """Returns outcomes on bits = 1 + 4 · diversity + above, with prompts scattered along that line."""
     random = np.random.default_rng(8)
     at = [d + random.normal(0, noise, P) for d in diversities]
-    return [outcome(d_P, 1 + 4 * d_P + above) for d_P in at]
+    return [measures_of(d_P, 1 + 4 * d_P + above) for d_P in at]
 
 
 def test_excess_is_the_distance_from_the_curve_at_equal_diversity():
     ruler = line([0.2, 0.4, 0.6, 0.8], 50, 0.03)
     (method,) = line([0.55], 50, 0.03, above=0.25)
     found = excess(method, ruler)
-    # Straight pieces of one line: the distance is the same in every resample, wherever it falls.
+    # All pieces lie on one line, so the distance is the same in every resample.
     np.testing.assert_allclose(found, 0.25, atol=1e-9)
     assert len(found) == 1 + statistics.RESAMPLINGS
     np.testing.assert_allclose(excess(ruler[2], ruler), 0, atol=1e-9)
 
 
 def test_excess_interpolates_the_curve():
-    flat = [outcome(np.full(4, d), np.full(4, b)) for d, b in ((0.6, 3.0), (0.2, 1.0), (0.4, 1.5))]  # in any order
-    assert excess(outcome(np.full(4, 0.5), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 2.25)
-    assert excess(outcome(np.full(4, 0.3), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 1.25)
+    flat = [measures_of(np.full(4, d), np.full(4, b)) for d, b in ((0.6, 3.0), (0.2, 1.0), (0.4, 1.5))]  # in any order
+    assert excess(measures_of(np.full(4, 0.5), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 2.25)
+    assert excess(measures_of(np.full(4, 0.3), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 1.25)
     for outside in (0.19, 0.61):
-        assert excess(outcome(np.full(4, outside), np.full(4, 2.0)), flat) is None
+        assert excess(measures_of(np.full(4, outside), np.full(4, 2.0)), flat) is None
 
 
 def test_verdict_needs_an_interval_without_zero():
@@ -304,13 +304,13 @@ LITTLE = {"prompts": 3, "seeds": 2, "tokens": 16, "trials": 2}
 
 
 def sentences(count, seed):
-    """Text with structure: words of two letters in random order."""
+    """Returns a text of two-letter words in random order."""
     random = np.random.default_rng(seed)
     return " ".join(random.choice(["ab", "cd", "ef", "gh", "ij"], count))
 
 
 def make_run(path, tokenizer, draw, **sections):
-    """A run with weights drawn by shape; normalisations keep their scale of 1."""
+    """Creates a run with weights from `draw` by shape; normalisations keep their scale of 1."""
     size = {"dim": 16, "n_heads": 2, "num_blocks": 1, "max_context": CONTEXT, "weight_tying": False, "dtype": "float32"}
     config, run = build_config({"model": size, **sections}), create_run(path)
     shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
@@ -323,7 +323,7 @@ def make_run(path, tokenizer, draw, **sections):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """A run of characters whose model is sure of nothing much, with validation text and a calibration."""
+    """A run on characters with high entropy, a validation text and a calibration."""
     path = tmp_path_factory.mktemp("runs") / "toy"
     documents = ["xyz € — ü 0123456789", *(sentences(n, n) for n in (400, 10, 700, 90, 300, 30, 500, 60, 900))]
     corpus = path.parent / "corpus.jsonl"
@@ -335,7 +335,7 @@ def toy(tmp_path_factory):
         tokenizer,
         lambda shape: 0.7 * random.standard_normal(shape),
         data={"path": str(corpus), "val_fraction": 0.4},
-        generation={"temperature": 0.1, "top_k": 1, "stop": ["a"], "max_new_tokens": 3},  # of no effect on a comparison
+        generation={"temperature": 0.1, "top_k": 1, "stop": ["a"], "max_new_tokens": 3},  # without effect on a comparison
     )
     prepare_data(config, run.data, tokenizer)
     calibrated = dict(zip(MEASURED, (1.0, 0.5, 5.0, 6.0, 3.0, 8.0, 4.0), strict=True))
@@ -379,7 +379,7 @@ def test_padding_of_the_last_batch_is_not_used(monkeypatch):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abc"]))
     ids = np.full(5000, 1, np.int32)
     store = TokenStore(ids, ids, batch_size=1, sequence_length=96, seed=0)
-    for most in (5000, 2000):  # tokens, of which not all fill batches of 8 · 96
+    for most in (5000, 2000):  # tokens, not all multiples of a batch of 8 · 96
         monkeypatch.setattr(continuations, "STREAM_TOKENS", most)
         count = (min(most, 4999) // 32) // 2
         for windows in draw_windows(tokenizer, store, count, 12, 20):
@@ -415,7 +415,7 @@ forward = nnx.jit(lambda model, tokens_BT, positions_BT: model(tokens_BT, positi
 
 
 def bits_by_hand(run, prompt, text):
-    """−log2 p per byte in float64, token by token."""
+    """Returns −log2 p per byte in float64, token by token."""
     ids, new = run.prompt_ids(prompt) + run.tokenizer.encode(text), len(run.tokenizer.encode(text))
     tokens = np.zeros((1, CONTEXT), np.int32)
     tokens[0, : len(ids)] = ids
@@ -442,7 +442,7 @@ def test_bits_per_byte_do_not_depend_on_the_vocabulary(tmp_path):
     chars = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([corpus]))
     make_run(tmp_path / "chars", chars, np.zeros)
     letters = ReferenceModel(tmp_path / "chars")
-    # All tokens are equally likely and cost log2 V: one token is four bytes, or one.
+    # All tokens are equally likely and cost log2 V bits. A token has four bytes in one vocabulary and one in the other.
     V = chars.vocab_size
     np.testing.assert_allclose(letters.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), [math.log2(V) / 4, math.log2(V)], rtol=1e-6)
     plain = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
@@ -473,7 +473,7 @@ def test_methods_are_valid_over_their_whole_scale(toy, name):
 @pytest.fixture(scope="module")
 def evaluation(toy):
     messages = []
-    names = ["greedy", "temperature", "router_no_attention"]  # each further one is some seconds of compiling
+    names = ["greedy", "temperature", "router_no_attention"]  # each additional method takes seconds to compile
     return asdict(evaluate_sampling(toy, quick=True, methods=names, progress=messages.append, **LITTLE)), messages
 
 
@@ -524,7 +524,7 @@ def test_differences_are_paired():
     assert "excess" not in alone.differences
 
 
-# The programs of these tests are those of the evaluation above: as many prompts and tokens.
+# These tests reuse the programs of the evaluation above, with the same number of prompts and tokens.
 
 
 @pytest.fixture
@@ -563,7 +563,7 @@ def test_control_strategies_do_not_depend_on_the_model(toy, prompts):
 
 
 def test_control_uses_the_measured_shares():
-    """Tuning with a bench that writes nothing: the share of adaptive stands for the number of candidates."""
+    """Tunes with a fake benchmark: the share of `adaptive` encodes the number of candidates."""
     written = []
 
     def continue_prompts(windows, method, seed, report=False):
@@ -574,7 +574,7 @@ def test_control_uses_the_measured_shares():
     bench = SimpleNamespace(effort=StudySize(trials=3), progress=lambda _: None, continue_prompts=continue_prompts)
     tuning = PromptWindows(["a", "b"], ["c", "d"], np.arange(60).reshape(2, 30) % 4)
     tuned = _tune_all(bench, ["router_calibrated", "router_random"], tuning)
-    # 1, 3 and 6 candidates are tried, which write texts of period 12, 4 and 2; wanted are texts of period 4.
+    # Trials with 1, 3 and 6 candidates give texts of period 12, 4 and 2. The target has period 4.
     assert tuned["router_calibrated"].values == tuned["router_random"].values == {"candidates": 3}
     assert tuned["router_calibrated"].shares is None and tuned["router_random"].shares == {"adaptive": 3}
     assert [report for *_, report in written].count(True) == 1

@@ -1,4 +1,4 @@
-"""The comparison of sampling methods as lines, CSV, Markdown and picture, from a record written by hand."""
+"""Lines, CSV, Markdown and plot of the comparison of sampling methods, from a handwritten record."""
 
 import csv
 import io
@@ -29,7 +29,7 @@ PLAIN = ("bits_per_byte", "diversity", "distinct_1", "distinct_2", "distinct_3",
 
 
 def method(name, at, tuned=None, at_edge=False, speed=None, self_bleu=True, excess=True):
-    """A method whose measures lie around `at`, each with another interval."""
+    """Returns a method with measures near `at` and different intervals."""
     names = (*(["excess"] if excess else []), *PLAIN, *(["self_bleu"] if self_bleu else []))
     measures = {key: Interval(at + i / 7, at + i / 7 - 0.0123, at + i / 7 + 0.0337) for i, key in enumerate(names)}
     return MethodResult(name, tuned or {}, at_edge, [], measures, speed and Interval(speed, speed - 10.5, speed + 20.25))

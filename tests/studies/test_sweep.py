@@ -1,4 +1,4 @@
-"""A sweep goes on where it was, notes what went wrong, and says which trial is best."""
+"""A sweep continues after an interruption, records problems, and ranks its trials."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ def spec(folder, text=SPEC):
 
 
 class Trainer:
-    """Writes the logs of a training; `problems` by the number of the trial."""
+    """Writes the logs of a training; `problems` maps trial names to problems."""
 
     def __init__(self, **problems):
         self.problems, self.trained = problems, []
@@ -99,7 +99,7 @@ def test_other_sweep_is_rejected(tmp_path):
             run_sweep(spec(tmp_path, SPEC.replace(before, after)), Trainer())
     more = Trainer()
     run_sweep(spec(tmp_path, SPEC.replace("1e-1]", "1e-1, 1]")), more)
-    assert more.trained == ["trial_007", "trial_008"], "more at its end is allowed"
+    assert more.trained == ["trial_007", "trial_008"], "additional trials at the end are allowed"
     (tmp_path / "runs" / "plan.json").unlink()
     with pytest.raises(UserError, match="is not empty and not a sweep"):
         run_sweep(spec(tmp_path), Trainer())
@@ -112,7 +112,7 @@ def test_error_before_a_trial_starts_ends_the_sweep(tmp_path):
 
 
 def real(folder, steps):
-    """A sweep of two small trainings, the second of which diverges."""
+    """Returns a sweep of two small trainings, the second of which diverges."""
     (folder / "text.txt").write_text("Nel mezzo del cammin di nostra vita\n" * 60)
     base = {
         "model": {"dim": 16, "n_heads": 2, "num_blocks": 1, "max_context": 8},
@@ -130,7 +130,7 @@ def real(folder, steps):
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sweep_on_the_command_line(tmp_path, capsys):
-    """Trained in processes of their own; what diverges is noted."""
+    """Trials run in separate processes, and divergence is recorded."""
     pytest.importorskip("matplotlib")
     path = real(tmp_path, 20)
     assert cli.main(["sweep", str(path), "--dry_run"]) == 0

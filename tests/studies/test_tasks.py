@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: its three questions against log-probabilities summed in NumPy, and a task of one's own."""
+"""Tasks of lm-evaluation-harness: its three kinds of requests against log-probabilities summed in NumPy, and custom tasks."""
 
 import json
 
@@ -15,12 +15,12 @@ from dantinox.studies.tasks import LMEvalModel, TaskScore, evaluate_tasks, parse
 
 pytestmark = pytest.mark.slow
 
-AROUND = "aè€😀b\nc"  # what the model of `run_dir` says, round and round
+CYCLE = "aè€😀b\nc"  # the cycle that the model of `run_dir` generates
 CONTEXT = 128
 
 
 @pytest.fixture(scope="module")
-def examinee(run_dir):
+def lm_eval_model(run_dir):
     return LMEvalModel(load(run_dir), {})
 
 
@@ -29,55 +29,55 @@ def read(model, seen):
     return model(seen, jnp.arange(CONTEXT)[None])[0][0]
 
 
-def logp(examinee, ids):
-    """ln p of each token but the first, float64, and whether it is the likeliest."""
+def logp(lm_eval_model, ids):
+    """Returns ln p of each token but the first, float64, and whether it is the most likely one."""
     seen = np.zeros((1, CONTEXT), np.int32)
     seen[0, : len(ids) - 1] = ids[:-1]
-    logits_TV = np.asarray(read(examinee.run.model, seen), np.float64)[: len(ids) - 1]
+    logits_TV = np.asarray(read(lm_eval_model.run.model, seen), np.float64)[: len(ids) - 1]
     all_TV = logits_TV - np.log(np.exp(logits_TV - logits_TV.max(1, keepdims=True)).sum(1, keepdims=True))
     all_TV -= logits_TV.max(1, keepdims=True)
     return all_TV[np.arange(len(ids) - 1), ids[1:]], all_TV.argmax(1) == ids[1:]
 
 
-def test_likelihoods_of_continuations(examinee):
-    begin = examinee.run.tokenizer.bos_id
+def test_likelihoods_of_continuations(lm_eval_model):
+    begin = lm_eval_model.run.tokenizer.bos_id
     pairs = [("a", "è€"), ("aè", "x"), ("", "b\n"), ("x a ", "b"), ("c" * 150, "aè")]
     read = [  # tokens, and how many are scored
         ([begin, *"aè€".encode()], 5),
         ([begin, *"aèx".encode()], 1),
         ([begin, *b"b\n"], 2),
-        ([begin, *b"x a b"], 2),  # the space belongs to what follows it
+        ([begin, *b"x a b"], 2),  # the space moves to the continuation
         ([*b"c" * 126, *"aè".encode()], 3),
     ]
-    for (found, likeliest), (ids, new) in zip(examinee.loglikelihood(pairs), read, strict=True):
-        values, top = logp(examinee, ids[-CONTEXT - 1 :])
+    for (found, likeliest), (ids, new) in zip(lm_eval_model.loglikelihood(pairs), read, strict=True):
+        values, top = logp(lm_eval_model, ids[-CONTEXT - 1 :])
         np.testing.assert_allclose(found, values[-new:].sum(), rtol=1e-5)
         assert likeliest == top[-new:].all()
-    assert [likeliest for _, likeliest in examinee.loglikelihood(pairs)][:3] == [True, False, False]
+    assert [likeliest for _, likeliest in lm_eval_model.loglikelihood(pairs)][:3] == [True, False, False]
     with pytest.raises(UserError, match="a continuation has 200 tokens, but the model's context is 128"):
-        examinee.loglikelihood([("a", "b" * 200)])
+        lm_eval_model.loglikelihood([("a", "b" * 200)])
 
 
-def test_likelihoods_of_whole_texts(examinee):
-    texts = [AROUND * 12, "b"]  # 156 bytes: two windows
-    ids = [examinee.run.tokenizer.bos_id, *texts[0].encode()]
-    first, rest = logp(examinee, ids[: CONTEXT + 1])[0], logp(examinee, ids[-CONTEXT - 1 :])[0]
-    found = examinee.loglikelihood_rolling(texts)
+def test_likelihoods_of_whole_texts(lm_eval_model):
+    texts = [CYCLE * 12, "b"]  # 156 bytes: two windows
+    ids = [lm_eval_model.run.tokenizer.bos_id, *texts[0].encode()]
+    first, rest = logp(lm_eval_model, ids[: CONTEXT + 1])[0], logp(lm_eval_model, ids[-CONTEXT - 1 :])[0]
+    found = lm_eval_model.loglikelihood_rolling(texts)
     np.testing.assert_allclose(found[0], first.sum() + rest[-(len(ids) - 1 - CONTEXT) :].sum(), rtol=1e-5)
-    np.testing.assert_allclose(found[1], logp(examinee, [ids[0], ord("b")])[0].sum(), rtol=1e-5)
+    np.testing.assert_allclose(found[1], logp(lm_eval_model, [ids[0], ord("b")])[0].sum(), rtol=1e-5)
 
 
-def test_generated_answers(examinee):
+def test_generated_answers(lm_eval_model):
     requests = [
         ("a", {"until": ["b"], "max_gen_toks": 20}),
         ("xb", {"until": "€", "do_sample": False, "temperature": 0.0}),
         ("", {"max_gen_toks": 1, "do_sample": True, "temperature": 0.5}),
         ("c" * 200, {"max_gen_toks": 3}),
     ]
-    answers = examinee.generate_until(requests)
+    answers = lm_eval_model.generate_until(requests)
     assert answers[:2] == ["è€😀", "\ncaè"] and answers[3] == "aè"
     with pytest.raises(UserError, match="a task uses the generation setting num_beams, which is not supported"):
-        examinee.generate_until([("a", {"num_beams": 4})])
+        lm_eval_model.generate_until([("a", {"num_beams": 4})])
 
 
 def test_parsing_of_the_harness_results():
@@ -110,12 +110,12 @@ def test_error_without_the_library(run_dir, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three tasks about the circle and a jsonl for each."""
+    """A folder with three tasks about the cycle, each with a jsonl file."""
     pytest.importorskip("lm_eval")
     path = tmp_path_factory.mktemp("tasks")
     rows = {
         "choose": [{"q": "a", "choices": ["è€", "x"], "gold": gold} for gold in (0, 0, 1, 0)],
-        "roll": [{"text": AROUND * n} for n in (1, 2, 13)],
+        "roll": [{"text": CYCLE * n} for n in (1, 2, 13)],
         "answer": [{"q": "a", "gold": "è€😀"}, {"q": "€", "gold": "no"}],
     }
     more = {
@@ -139,7 +139,7 @@ def test_custom_tasks(run_dir, folder, capfd):
     found = {(one["task"], one["metric"]): one for one in json.loads(capfd.readouterr().out)["scores"]}
     assert found["circle_choose", "acc"]["value"] == 0.75 and found["circle_choose", "acc"]["samples"] == 4
     assert found["circle_answer", "exact_match"]["value"] == 0.5
-    texts = [AROUND * n for n in (1, 2, 13)]
+    texts = [CYCLE * n for n in (1, 2, 13)]
     nats = -sum(LMEvalModel(load(run_dir), {}).loglikelihood_rolling(texts))
     expected = np.exp(nats / sum(len(text.encode()) for text in texts))
     np.testing.assert_allclose(found["circle_roll", "byte_perplexity"]["value"], expected, rtol=1e-5)
