@@ -1,8 +1,8 @@
-"""A run exported as a folder of transformers, and whether transformers makes of it what we do: tokens, logits, how text is cut.
+"""Compares a run with its export to transformers: greedy tokens, logits and tokenization.
 
-One JSON line: `same_tokens`, the share of greedy tokens behind `prompts` lines of the text that are equal, place by place;
-`logits`, the largest difference over these texts; `same_lines`, the share of `lines` lines that become the same tokens, and
-`same_text`, of those that become the same text again.
+Prints one JSON line. `same_tokens` is the share of equal greedy tokens after `prompts` lines of the text, position by
+position. `logits` is the largest difference of logits over these sequences. `same_lines` is the share of `lines` lines that
+are encoded to the same tokens, and `same_text` the share of lines that are decoded to the same text.
 
     python benchmarks/exported.py runs/quickstart --text file.py --peer /path/to/python-with-transformers
 """
@@ -18,7 +18,7 @@ from common import Parser, random_run
 
 
 def answer(folder: Path) -> None:
-    """The peer's half, in its own Python: reads job.json, writes answer.npz."""
+    """Runs the peer's part in its own Python: reads job.json, writes answer.npz."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""What a chat model writes with its default settings, beside llama.cpp's default sampler chain on the same file, and loops.
+"""Compares the text of a chat model under its default settings with llama.cpp's default sampler chain on the same file.
 
     python benchmarks/first_words.py RUN [--peer MODEL.gguf] [--router] [--prompts 40] [--seeds 3] [--new 200]
 
@@ -63,9 +63,9 @@ COLUMNS = ("log p", "distinct_1", "distinct_2", "distinct_3", "loops")
 
 
 def loops(ids: Sequence[int]) -> bool:
-    """Whether 1 to 50 tokens occur at least 4 times in a row.
+    """Returns whether 1 to 50 tokens occur at least 4 times in a row.
 
-    That is a stretch of (REPEATS − 1) · p positions, each of which equals the one p before it, for a period p.
+    For a period p, this is a span of (REPEATS − 1) · p positions that each equal the position p before.
     """
     text = np.asarray(ids)
     for period in range(1, min(LONGEST_LOOP, len(text) // REPEATS) + 1):
@@ -76,7 +76,7 @@ def loops(ids: Sequence[int]) -> bool:
 
 
 def written(run: LoadedModel, prompts: Sequence[Sequence[int]], settings: Mapping[str, object], seeds: int, new: int):
-    """Continuations `[seeds][prompts][new]`, as token ids."""
+    """Returns continuations `[seeds][prompts][new]` as token ids."""
     fixed = {**settings, "ignore_eos": True, "max_new_tokens": new, "banned_tokens": sorted(run.tokenizer.special_ids)}
     for seed in range(seeds):
         requests = [run.request(ids, {**fixed, "seed": 1000 * seed + n}) for n, ids in enumerate(prompts)]
@@ -84,7 +84,7 @@ def written(run: LoadedModel, prompts: Sequence[Sequence[int]], settings: Mappin
 
 
 def peer_written(path: str, prompts: Sequence[Sequence[int]], banned: Sequence[int], seeds: int, new: int):
-    """The same by llama.cpp."""
+    """Returns continuations by llama.cpp, `[seeds][prompts][new]`."""
     import llama_cpp
 
     peer = llama_cpp.Llama(path, n_ctx=512, n_threads=2, verbose=False)
@@ -105,7 +105,7 @@ def peer_written(path: str, prompts: Sequence[Sequence[int]], banned: Sequence[i
 
 
 def measured(run: LoadedModel, prompts, samples) -> dict[str, np.ndarray]:
-    """Every measure per prompt, the mean over its samples."""
+    """Returns every measure per prompt, averaged over its samples."""
     logp, found = [], {}
     for texts in samples:
         pairs = [ScoringInput(np.array([*ids, *text], np.int32), len(text)) for ids, text in zip(prompts, texts, strict=True)]
@@ -144,7 +144,7 @@ def main() -> None:
     print("|---" * 6 + "|", flush=True)
     for name, way in ways.items():
         start = time.perf_counter()
-        samples = list(way)  # a generator: the time is that of the generation
+        samples = list(way)  # consuming the generator runs the generation
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
         found = measured(run, prompts, samples)
         cells = [mean_interval(values) for values in found.values()]

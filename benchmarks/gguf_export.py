@@ -1,14 +1,15 @@
-"""A run exported as GGUF, and whether llama.cpp makes of it what we do: logits, greedy tokens, and how text is cut up.
+"""Compares a run with its export to GGUF in llama.cpp: logits, greedy tokens and tokenization.
 
-For every type one JSON line: `logits`, the largest difference over `prompts` lines of the text with what we continue them by;
-`same_choice`, the share of those tokens that the peer chooses too where it is given ours before them; `same_tokens`, the share
-that it writes by itself, counted place by place; `same_lines`, the share of lines that become the same tokens.
+Prints one JSON line per GGUF type. `logits` is the largest difference of logits over `prompts` lines of the text with our
+continuations. `same_choice` is the share of our tokens that the peer also chooses after our preceding tokens. `same_tokens` is
+the share of equal tokens in the peer's own continuations, position by position. `same_lines` is the share of lines that are
+encoded to the same tokens.
 
     python benchmarks/gguf_export.py runs/quickstart --text file.py --peer /path/to/python-with-llama-cpp
     python benchmarks/gguf_export.py --families --peer /path/to/python-with-llama-cpp
 
-With `--families` small random models of every family are compared by their logits; the options that llama.cpp has no words for
-are as in the tests.
+With `--families`, the logits of small random models of every family are compared. Options that llama.cpp does not support have
+the values of the tests.
 """
 
 import argparse
@@ -44,14 +45,14 @@ def parse() -> argparse.Namespace:
 
 
 def ask(peer: str, folder: Path, job: dict) -> dict[str, np.ndarray]:
-    """What llama.cpp answers to a job."""
+    """Runs a job in llama.cpp and returns its answer."""
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     subprocess.run([peer, Path(__file__).with_name("gguf_peer.py"), folder], check=True, stderr=subprocess.DEVNULL)
     return dict(np.load(folder / "answer.npz"))
 
 
 def families(o: argparse.Namespace) -> None:
-    """A line for each family: the largest difference of logits of 80 random tokens."""
+    """Prints a line for each family: the largest difference of logits over 80 random tokens."""
     import jax.numpy as jnp
 
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -96,7 +97,7 @@ def main() -> None:
     if o.families:
         families(o)
         return
-    use_threads(o.threads)  # before jax makes its threads
+    use_threads(o.threads)  # before jax starts its threads
     import jax
     import jax.numpy as jnp
 
@@ -115,7 +116,7 @@ def main() -> None:
     read = jax.jit(lambda tokens_BT, positions_BT: run.model(tokens_BT, positions_BT)[0])
     logits_BTV = np.asarray(read(jnp.asarray(tokens_BT), jnp.asarray(positions_BT)))
     ours = np.concatenate([logits_BTV[row, : len(tokens)] for row, tokens in enumerate(sequences)])
-    # What follows a prompt's last token, and so on: the choices that were ours.
+    # The positions from the last prompt token on, where the logits determine our continuation.
     chosen = np.concatenate([np.arange(-o.new - 1, -1) + end for end in np.cumsum([len(tokens) for tokens in sequences])])
     lines = [lines[i * len(lines) // o.lines] for i in range(o.lines)] if len(lines) > o.lines else lines
     cut = [run.tokenizer.encode(line) for line in lines]

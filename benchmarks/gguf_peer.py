@@ -1,9 +1,9 @@
-"""What llama.cpp makes of a GGUF file: the other half of benchmarks/gguf_export.py, which starts it with the peer's Python.
+"""Evaluates a GGUF file with llama.cpp. benchmarks/gguf_export.py starts this script with the peer's Python.
 
     python benchmarks/gguf_peer.py FOLDER      (needs llama-cpp-python; reads FOLDER/job.json, writes FOLDER/answer.npz)
 
-The job names a file and gives `sequences` of tokens, whose logits are asked for, `prompts` of tokens to continue greedily by
-`new` tokens, and `lines` of text to cut into tokens.
+The job names a file, token `sequences` to compute logits for, token `prompts` to continue greedily by `new` tokens, and text
+`lines` to tokenize.
 """
 
 import json
@@ -24,7 +24,7 @@ def main() -> None:
         n_ctx=longest + job["new"] + 8,
         n_threads=job["threads"],
         logits_all=True,
-        # A cache of float16, the default, would hide the question.
+        # The default float16 cache would add differences of its own.
         type_k=GGML_TYPE_F32,
         type_v=GGML_TYPE_F32,
         flash_attn=False,

@@ -1,9 +1,9 @@
-"""How much memory an import takes: a random Llama of about 2 GB in bfloat16 shards, and the peak of it.
+"""Measures the peak memory of an import: a random Llama of about 2 GB in bfloat16 shards.
 
     python benchmarks/import_memory.py [--gigabytes 2] [--folder DIR]
 
-What is mapped from a file is no memory that is needed: the kernel drops it at will. So what counts is RssAnon of
-/proc/<pid>/status, looked at every 2 ms in a process of its own; from it goes what the process has before it begins.
+Memory mapped from a file does not count, since the kernel can drop it at any time. So the benchmark samples RssAnon in
+/proc/<pid>/status every 2 ms in a separate process, and subtracts its value before the import.
 """
 
 import json
@@ -31,7 +31,7 @@ def anonymous() -> int:
 
 
 def make(folder: Path, gigabytes: float) -> None:
-    """A Llama with random bits of small numbers, in several files."""
+    """Writes a Llama with small random weights in several files."""
     D, F, V = 2048, 5632, 32000
     layer = 2 * (4 * D * D + 3 * D * F)
     config = {
@@ -54,7 +54,7 @@ def make(folder: Path, gigabytes: float) -> None:
 
 
 def measured(source: Path, run_dir: Path, found) -> None:
-    """Imports, and tells the anonymous memory before and at its peak, and the seconds."""
+    """Runs the import, and reports the anonymous memory before it and at its peak, and the seconds."""
     from dantinox.interop.checkpoints import import_run
     from dantinox.interop.hf_folder import open_folder
 

@@ -1,14 +1,14 @@
-"""Decoding speed of one imported model beside transformers and llama.cpp: the same weights in each, in turn in one run.
+"""Compares the decoding speed of an imported model with transformers and llama.cpp on the same weights.
 
 Makes a random Llama with transformers (without `--torch`, a random run with a byte tokenizer), imports it, exports it as GGUF,
-and decodes greedily from the same prompts. Each round starts a process for every peer, one after the other. The best of all
-rounds is printed as a JSON line with the ratios to ours, and how many tokens of the first row agree.
+and decodes greedily from the same prompts. Each round starts a process for every peer, one after another. Prints the best of
+all rounds as a JSON line, with the ratios to DantinoX and the number of equal tokens in the first row.
 
     python benchmarks/imported.py --torch /path/to/python-with-torch --llama /path/to/python-with-llama-cpp
-    python benchmarks/imported.py … --weights int8                      # beside GGUF q8_0
+    python benchmarks/imported.py … --weights int8                      # compared with GGUF q8_0
     python benchmarks/imported.py … --dim 2048 --layers 16 --heads 32 --kv_heads 8 --hidden 8192 --weights bfloat16 --batch 1
 
-This file runs in the environments of the peers too: nothing but the standard library is loaded before a part begins.
+This file also runs in the environments of the peers, so it imports only the standard library at module level.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
 
 
 def prompts(o: argparse.Namespace, batch: int) -> list[list[int]]:
-    """The same ids everywhere, without any library's random numbers."""
+    """Returns the same ids in every environment, without the random numbers of a library."""
     return [
         [1 + (7919 * (row * o.prompt + place) ** 2 + 104729 * place) % (o.vocab - 1) for place in range(o.prompt)]
         for row in range(batch)
@@ -55,7 +55,7 @@ def prompts(o: argparse.Namespace, batch: int) -> list[list[int]]:
 
 
 def timed(o: argparse.Namespace, peer: str, run: Callable[[int, int], list[list[int]]]) -> None:
-    """Prints a line per batch; `run(batch, new)` decodes and gives all rows' new tokens."""
+    """Prints a line per batch; `run(batch, new)` decodes and returns the new tokens of all rows."""
     for batch in o.batch:
         run(batch, o.new)
         run(batch, 1)
@@ -71,7 +71,7 @@ def timed(o: argparse.Namespace, peer: str, run: Callable[[int, int], list[list[
 
 
 def make(o: argparse.Namespace) -> None:
-    """A random Llama in the form of Hugging Face, under `hf`. Its tokenizer makes single bytes; ids are all that is used."""
+    """Writes a random Llama in the Hugging Face format to `hf`. Its byte tokenizer is not used, only token ids are."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -151,7 +151,7 @@ def llamacpp(o: argparse.Namespace) -> None:
     batch_C = c.llama_batch_init(max(512, largest * o.prompt), 0, 1)
 
     def step(rows: list[tuple[int, int, int, bool]]) -> None:
-        """Reads (token, position, row, are its logits wanted)."""
+        """Decodes rows of (token, position, row, whether to compute logits)."""
         for place, (token, position, row, wanted) in enumerate(rows):
             batch_C.token[place], batch_C.pos[place], batch_C.n_seq_id[place] = token, position, 1
             batch_C.seq_id[place][0], batch_C.logits[place] = row, wanted

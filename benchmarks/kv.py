@@ -1,17 +1,19 @@
-"""Bytes and decoding speed of compressed caches, beside the best full cache for the same text.
+"""Bytes and decoding speed of compressed caches, compared with the best full cache for the same sequence.
 
-The model is Llama-shaped with random weights. For every context and batch, full caches of each dtype are raced against each
-other: with just the slots that the text needs, with those the engine gives, and with `--spare` more (powers of two can be
-slow). The fastest is the one to beat, and every compressed cache is raced against it. In a race two sessions of the engine
-stand side by side and take their chunks of 32 tokens in turn, A B B A …, so that ratios compare neighbours in time.
+The model is Llama-shaped with random weights. For every context and batch, full caches of each dtype are timed against each
+other: with exactly the slots that the sequence needs, with the slots that the engine allocates, and with `--spare` more
+(powers of two can be slow). The fastest full cache is the baseline for every compressed cache. To compare two caches, two
+sessions of the engine alternate in chunks of 32 tokens, A B B A …, so that each ratio compares measurements that are adjacent
+in time.
 
-There is no prefill: caches are filled with random numbers, the positions those of a long text's first and last tokens, and the
-text grows by the tokens of the race up to `context`. The time of a step does not depend on what is in the slots.
+There is no prefill: caches are filled with random numbers at the positions of the first and last tokens of a long sequence,
+and the sequence grows up to `context` during the measurement. The time of a step does not depend on the contents of the
+slots.
 
-A JSON line per cache, the full ones with ratio 1. `bytes_share`: of a full cache of the same dtype with just the slots needed;
-`bytes_share_bfloat16`: of that in bfloat16. `speed_ratio`: over the best full cache, the ratio of the median times; `spread`:
-quartiles of the ratios within a round. A cache that would not fit into `--memory_gb` together with the best is skipped, and
-its line says so.
+Prints a JSON line per cache; full caches have ratio 1. `bytes_share` is relative to a full cache of the same dtype with
+exactly the slots needed, and `bytes_share_bfloat16` to that in bfloat16. `speed_ratio` is the ratio of the median times to
+the best full cache, and `spread` the quartiles of the ratios within a round. A cache that does not fit in `--memory_gb`
+together with the best one is skipped, and its line says so.
 
     python benchmarks/kv.py --context 1024 8192 --batch 1 8 --kv_heads 12
 """
@@ -85,7 +87,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     o = parse()
-    use_threads(o.threads)  # before jax makes its threads, which importing it does not
+    use_threads(o.threads)  # before jax starts its threads, which happens after the import
     model = build(o)
     for context in o.context:
         for batch in o.batch:
@@ -95,7 +97,7 @@ def main() -> None:
 
 
 def build(o: argparse.Namespace) -> Any:
-    """A Llama-shaped model, prepared for decoding."""
+    """Returns a Llama-shaped model, prepared for decoding."""
     config = ModelConfig(
         vocab_size=o.vocab, dim=o.dim, n_heads=o.heads, kv_heads=o.kv_heads, head_size=o.head_size, num_blocks=o.layers,
         hidden_dim=o.hidden, max_context=max(o.context), windows=(None,) * o.layers,
@@ -105,12 +107,12 @@ def build(o: argparse.Namespace) -> Any:
 
 
 def grown(o: argparse.Namespace) -> int:
-    """Tokens that a session decodes: a chunk to compile with, and the rounds."""
+    """Returns the tokens that a session decodes: a chunk for compilation, and the rounds."""
     return CHUNK * (o.rounds + 1)
 
 
 def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iterator[dict[str, Any]]:
-    """What is to be told of every cache: of the full ones when all of them have raced, then of each compressed one."""
+    """Yields a record per cache: the full caches when all of them are measured, then each compressed cache."""
     best: StaticBatch | None = None
     best_told: dict[str, Any] = {}
     told_of_full: list[dict[str, Any]] = []
@@ -120,11 +122,11 @@ def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iter
         told_of_full.append(told)
         if session is None:
             continue
-        # In terms of the first one's speed, by way of the best so far.
+        # Convert to the speed of the first cache, by way of the best so far.
         told["speed_ratio"] = told.get("speed_ratio", 1.0) * best_told.get("speed_ratio", 1.0)
         if best is None or told["speed_ratio"] > best_told["speed_ratio"]:
             best, best_told = session, told
-        del session  # else its cache would stay beside the next two
+        del session  # frees its cache before the next two are allocated
     for told in told_of_full:
         told.pop("spread", None)
         yield told | ({} if "skipped" in told else {"speed_ratio": round(told["speed_ratio"] / best_told["speed_ratio"], 3)})
@@ -148,7 +150,7 @@ def full_plans(o: argparse.Namespace, context: int) -> list[CachePlan]:
 
 
 def compressed_plan(o: argparse.Namespace, model: Any, context: int, ratio: float, dtype: Any) -> CachePlan:
-    """What the settings of the `kv` section make of it."""
+    """Returns the cache plan for a ratio and dtype, from the settings of the `kv` section."""
     c = model.config
     measured = KVCalibration(np.random.default_rng(0).uniform(0, 6, (c.num_blocks, c.n_heads)))
     kv = KVSection(budget=ratio, dtype=dtype, policy=o.policy, signal=o.signal)
@@ -158,17 +160,17 @@ def compressed_plan(o: argparse.Namespace, model: Any, context: int, ratio: floa
 def enter(
     o: argparse.Namespace, model: Any, context: int, batch: int, plan: CachePlan, best: StaticBatch | None
 ) -> tuple[dict[str, Any], StaticBatch | None, StaticBatch | None]:
-    """Races a cache against the best one, if there is one.
+    """Times a cache against the best one, if there is one.
 
     Returns:
-      What is to be told of it, its session or None where it is too large, and the session of the best.
+      The record of the cache, its session or None if the cache is too large, and the session of the best cache.
     """
     needed = size(model, batch, plan) + (0 if best is None else held(best))
     if needed > o.memory_gb * 1e9:
         return {"skipped": f"needs {needed / 1e9:.1f} GB with the best full cache"}, None, best
     start = context - grown(o)
     session = begin(model, batch, start, grown(o), filled(model, batch, plan, start - 2))
-    if best is not None:  # a full cache can be written again from an earlier position on
+    if best is not None:  # a full cache can be overwritten from an earlier position on
         best = begin(model, batch, start, grown(o), best.cache)
     times, *others = race(o, [session] if best is None else [session, best])
     total = held(session)
@@ -187,7 +189,7 @@ def enter(
 
 
 def race(o: argparse.Namespace, sessions: list[StaticBatch]) -> list[list[float]]:
-    """Seconds of each session's chunks, a list for each."""
+    """Returns the seconds of each session's chunks, one list per session."""
     for session in sessions:
         session.advance()  # compiles
     times: list[list[float]] = [[] for _ in sessions]
@@ -208,7 +210,7 @@ def rate(batch: int, times: list[float]) -> float:
 
 
 def begin(model: Any, batch: int, length: int, new: int, cache: KVCache | None) -> StaticBatch:
-    """A session that has read `length` tokens but for the last one, with `new` more to come; it takes the cache over."""
+    """Returns a session that has read all but the last of `length` tokens and decodes `new` more. It takes over the cache."""
     session = StaticBatch(
         model, np.ones((batch, length), np.int32), np.full(batch, length), SamplingParams.build({"greedy": True}, batch=batch),
         limits_B=np.full(batch, new), eos_ids=[[]] * batch,
@@ -218,7 +220,7 @@ def begin(model: Any, batch: int, length: int, new: int, cache: KVCache | None) 
 
 
 def held(session: StaticBatch) -> int:
-    """Bytes of a session's cache."""
+    """Returns the bytes of a session's cache."""
     assert session.cache is not None
     return session.cache.report()["bytes"]
 
@@ -228,12 +230,12 @@ def shapes(model: Any, batch: int, plan: CachePlan) -> KVCache:
 
 
 def size(model: Any, batch: int, plan: CachePlan) -> int:
-    """Bytes of a cache, before it is made."""
+    """Returns the bytes of a cache before it is allocated."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(model, batch, plan)))
 
 
 def filled(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
-    """A cache with random keys, values and importances, as if a text up to position `last` had been read."""
+    """Returns a cache with random keys, values and importances, as after reading a sequence up to position `last`."""
     leaves, tree = jax.tree.flatten(shapes(model, batch, plan))
     keys = jax.random.split(jax.random.key(0), len(leaves))
     cache = jax.tree.unflatten(tree, [noise(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
@@ -253,7 +255,7 @@ def filled(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
 
 
 def noise(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal numbers, the same for all rows; scales and importances, which have three axes, are small and positive."""
+    """Returns normal numbers, the same for all rows. Scales and importances (three axes) are small and positive."""
     row = jax.random.normal(key, shape[1:])
     if dtype == jnp.int8:
         row = jnp.clip(jnp.round(row * 40), -127, 127)

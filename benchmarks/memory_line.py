@@ -1,7 +1,8 @@
-"""The memory line of a run against the memory that its first steps take, on a CPU under Linux: five models, a process each.
+"""Compares the estimated memory of a run with the memory of its first steps, on a CPU under Linux. Each of five models has its
+own process.
 
-Measured is the peak of the resident memory from before the state is made until five steps are done, less what was resident
-before, when the program was compiled and what the compiler left had been given back. Prints a JSON line for each model.
+The measurement is the peak resident memory from the creation of the state to the end of five steps, minus the resident memory
+after compilation, when the compiler's free memory has been returned. Prints a JSON line for each model.
 
     python benchmarks/memory_line.py [NAME …]
 """
@@ -42,7 +43,7 @@ SHAPES = {
 
 
 def resident(field: str) -> int:
-    """Bytes of `VmRSS`, what is resident, or `VmHWM`, the most that was."""
+    """Returns the bytes of `VmRSS`, the resident memory, or `VmHWM`, its peak."""
     with open("/proc/self/status", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)
     return int(fields[field].split()[0]) * 1024
@@ -70,15 +71,15 @@ def measure(name: str) -> dict[str, object]:
     del train
     planned = memory_usage(step)
     random = np.random.default_rng(0)
-    time.sleep(1)  # threads of the compiler end
+    time.sleep(1)  # wait for the compiler's threads to end
     release_free_memory()
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")  # the peak begins anew
+        file.write("5")  # resets the peak
     state = training.initial_state()
     jax.block_until_ready(state)
     start = resident("VmHWM") - before
-    release_free_memory()  # as the loop does
+    release_free_memory()  # as in the training loop
     for _ in range(STEPS):
         ids = random.integers(0, vocabulary, (rows, length + 1)).astype(np.int32)
         batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones((rows, length), np.float32))

@@ -1,14 +1,14 @@
-"""What the entropy router adds to a decoding step of a 100M-parameter model, and that without it nothing is added.
+"""Measures the cost of the entropy router in a decoding step of a 100M-parameter model, and that it costs nothing if off.
 
-Cases: greedy; a plain chain with the router's own base values; the router without attention metrics; with them. All sessions
-stand side by side and take their chunks of 32 tokens in turn, in another order each round, so that every ratio compares
-neighbours in time at the same length of context. A JSON line per batch and case: milliseconds per step, the median over the
-rounds, and the medians of the ratios within a round to `greedy` and to `chain`; `first_s` is compilation with the first tokens.
-The weights are random and give a flat distribution: the output layer is scaled until logits spread like those of a language
-model, and `strategies` tells what the router then chose.
+Cases: greedy, a plain chain with the router's base values, the router without attention metrics, and with them. All sessions
+alternate in chunks of 32 tokens, in another order each round, so that each ratio compares measurements that are adjacent in
+time at the same context length. Prints a JSON line per batch and case: milliseconds per step, the median over the rounds, and
+the medians of the ratios within a round to `greedy` and to `chain`. `first_s` includes compilation and the first tokens. The
+weights are random and give a flat distribution, so the output layer is scaled until logits spread like those of a language
+model. `strategies` lists the strategies that the router then chose.
 
-Then a line on the program of the plain chain: whether anything of the router is in its compiled HLO (it is in the router's),
-and with `--before` whether its lowered text equals that of an older checkout, from before there was a router.
+Another line describes the program of the plain chain: whether its compiled HLO contains anything of the router (that of the
+router does), and with `--before` whether its lowered text equals that of an older checkout without the router.
 
     python benchmarks/router.py --batch 1 8 --before /path/to/older/checkout
 """
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     o = parse()
-    use_threads(o.threads)  # before jax makes its threads
+    use_threads(o.threads)  # before jax starts its threads
     model = build(o)
     if o.lowered:
         import dantinox
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def build(o: argparse.Namespace) -> Any:
-    """A Llama-shaped model, prepared for decoding, its logits spread by `o.spread`."""
+    """Returns a Llama-shaped model, prepared for decoding, with logits of standard deviation `o.spread`."""
     import jax
     from flax import nnx
 
@@ -87,13 +87,13 @@ def build(o: argparse.Namespace) -> Any:
     graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     plain = nnx.merge(graph, jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))())
     kernel_DV = plain.head.kernel[...]
-    # The last norm makes rows of mean square 1, so this is the deviation of the logits.
+    # The final norm gives rows of mean square 1, so this is the standard deviation of the logits.
     plain.head.kernel = nnx.Param(kernel_DV * (o.spread / (kernel_DV.std() * o.dim**0.5)))
     return prepare(plain, o.weights)
 
 
 def length(o: argparse.Namespace) -> int:
-    """Tokens in all: the prompt, the first one, a chunk to compile with, and the rounds."""
+    """Returns the total tokens: the prompt, the first token, a chunk for compilation, and the rounds."""
     return o.prompt + 1 + 32 * (o.rounds + 1)
 
 
@@ -138,7 +138,7 @@ def timed(call: Any) -> float:
 
 
 def strategies(o: argparse.Namespace, model: Any, batch: int, case: str) -> dict[str, float]:
-    """The share of each strategy in the first tokens."""
+    """Returns the share of each strategy in the first tokens."""
     from dantinox.sampling.entropy_router import STRATEGIES
 
     told = session(o, model, batch, case, report=0)
@@ -148,7 +148,7 @@ def strategies(o: argparse.Namespace, model: Any, batch: int, case: str) -> dict
 
 
 def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
-    """The lowered decoding program of a case."""
+    """Returns the lowered decoding program of a case."""
     import jax.numpy as jnp
 
     from dantinox.generation.decode import _generate_toks
@@ -162,11 +162,11 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
 
 
 def compare(o: argparse.Namespace, model: Any, batch: int) -> dict[str, Any]:
-    """Whether the router has left traces in the chain's program, and whether the program is what it was before."""
+    """Reports whether the chain's program contains the router, and whether it equals that of the older checkout."""
     from dantinox.programs import separate_traces
 
     file = "sampling/entropy_router.py"
-    with separate_traces():  # instructions name the source line they come from
+    with separate_traces():  # instructions contain their source line
         found: dict[str, Any] = {
             f"router_in_{case}": file in program(o, model, batch, case).compile().as_text() for case in ("chain", "router")
         }
@@ -178,7 +178,7 @@ def compare(o: argparse.Namespace, model: Any, batch: int) -> dict[str, Any]:
 
 
 def before(o: argparse.Namespace) -> dict[str, str]:
-    """What `--lowered` prints with the package of the older checkout."""
+    """Returns the output of `--lowered` with the package of the older checkout."""
     command = [sys.executable, __file__, "--lowered", *sys.argv[1:]]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": o.before})
     if done.returncode:

@@ -1,9 +1,10 @@
-"""Milliseconds from logits to tokens: each step alone and the full KoboldAI chain, beside the same with sorts and torch.
+"""Milliseconds from logits to tokens, for each single step and the full KoboldAI chain, compared with sorting and torch.
 
-Rows fall off with the logarithm of the rank, as a language model's do. `chain` leaves at most 100 tokens at its first cut;
-`wide chain` leaves more than the window holds, so that whole rows are searched. Peers: the chain as most JAX code has it, with
-`jnp.sort`, in the same process; and the logits processors of transformers, with softmax and multinomial draw, run by another
-interpreter right before each size (they know no top_a and no tail_free, so theirs is the shorter chain).
+Logits fall with the logarithm of the rank, as those of a language model do. The first filter of `chain` keeps at most 100
+tokens. `wide chain` keeps more tokens than the window holds, so that whole rows are searched. There are two peers. One is the
+chain with `jnp.sort`, as in most JAX code, in the same process. The other uses the logits processors of transformers with
+softmax and a multinomial draw, and runs in another interpreter right before each size. It has no top_a and no tail_free, so
+its chain is shorter.
 
     python benchmarks/sampling.py --peer /path/to/python-with-torch
 """
@@ -64,7 +65,7 @@ def text(batch: int, vocab: int) -> np.ndarray:
 
 
 def milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """The best of so many calls, or of as many as two seconds allow."""
+    """Returns the best time of `repeats` calls, or of the calls that fit in two seconds."""
     call()
     times: list[float] = []
     while len(times) < repeats and (len(times) < 3 or sum(times) < 2):
@@ -95,7 +96,7 @@ def ours(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float:
 
 
 def sorted_chain(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float:
-    """The chain with a sort per cut, the way it is usually written."""
+    """Times the chain with a sort per filter, as it is usually written."""
     import jax
     import jax.numpy as jnp
 
@@ -129,7 +130,7 @@ def sorted_chain(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> f
 
 
 def transformers(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float | None:
-    """The logits processors of transformers and torch's draw; None for what they do not know."""
+    """Times the logits processors of transformers with torch's multinomial; None for steps that they do not have."""
     import torch
     import transformers as t
 
@@ -169,7 +170,7 @@ def main() -> None:
     a.add_argument("--peer", help="a Python with torch and transformers")
     a.add_argument("--as_peer", action="store_true", help=argparse.SUPPRESS)
     o = a.parse_args()
-    use_threads(o.threads)  # before jax and torch make their threads
+    use_threads(o.threads)  # before jax and torch start their threads
     for vocab, batch in itertools.product(o.vocab, o.batch):
         if o.as_peer:
             print(json.dumps([transformers(CASES[case], batch, vocab, o.repeats) for case in o.cases]), flush=True)

@@ -1,17 +1,17 @@
-"""A server under load, and what it costs beside the same model without one.
+"""Measures a server under load, and compares it with generation from the same model without a server.
 
-Starts `dantinox serve` with a random model of 10 M parameters (or a run of yours) and asks it by `/v1/completions`, streamed:
+Starts `dantinox serve` with a random model of 10 M parameters (or your run) and sends streamed `/v1/completions` requests:
 
-* closed loop: 1, 8 and 32 clients, each asking again when it is answered; open loop: requests that come by chance, at .7 of the
-  rate that the closed loop reached, and at ten times that rate, where most are turned away
-* `of offline`: tokens per second over those of `LoadedModel.generate` before and after, with as many rows as slots
-* HTTP minus in-process: one token for an idle server, over HTTP and from an `AsyncEngine` in this process
-* seeded requests alone and then in the company of others: how many say the same
-* a story that is sent again with its continuation: how much sooner its first token comes
-* abandoned requests, and how long the next one takes
+* closed loop: 1, 8 and 32 clients, each of which sends its next request after a response; open loop: requests at random times,
+  at 0.7 of the rate of the closed loop, and at ten times that rate, where most are rejected
+* `of offline`: tokens per second divided by those of `LoadedModel.generate` before and after, with as many rows as slots
+* HTTP minus in-process: time of one token from an idle server, over HTTP and from an `AsyncEngine` in this process
+* seeded requests in a batch of one and then in a mixed batch: how many responses are equal
+* a story that is sent again with its continuation: how much sooner its first token arrives
+* abandoned requests, and the time of the next request
 
-A peer is a server of OpenAI's dialect that is running already, with the same weights: the run is kept by `--keep`, and
-`dantinox export` makes of it what `llama_cpp.server` (gguf) or `transformers serve` (hf) reads.
+A peer is a running server with OpenAI's API and the same weights. `--keep` keeps the run, and `dantinox export` converts it for
+`llama_cpp.server` (gguf) or `transformers serve` (hf).
 
     python benchmarks/serve.py [--quick]
     python benchmarks/serve.py --keep /tmp/r --peer llama.cpp=http://127.0.0.1:8081/v1=model.gguf
@@ -44,7 +44,7 @@ HEAD: Row = ("", "answered", "refused", "req/s", "tok/s", "of offline", "first t
 
 
 class Timing(NamedTuple):
-    """One request: its status, seconds to the first text, between texts, and in all, its tokens and its text."""
+    """One request: its status, seconds to the first text, seconds between texts, total seconds, tokens and text."""
 
     status: int
     first: float
@@ -55,7 +55,7 @@ class Timing(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A server: where it is, what it calls the model, and fields of a request that it alone understands."""
+    """A server: its address, its name of the model, and request fields that only this server has."""
 
     name: str
     url: str
@@ -89,7 +89,7 @@ def prompt(o: argparse.Namespace, number: int) -> str:
 
 
 def offline(o: argparse.Namespace, run_dir: Path) -> Callable[[], float]:
-    """What measures tokens per second of a batch of as many rows as the server has slots, the median of five."""
+    """Returns a function that measures the tokens per second of a batch with as many rows as slots, the median of five."""
     import dantinox
 
     run = dantinox.load(run_dir)
@@ -142,7 +142,7 @@ async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.
 
 @contextlib.contextmanager
 def served(o: argparse.Namespace, run_dir: Path) -> Iterator[Target]:
-    """`dantinox serve` in a process of its own, ready; its queue has room for the most clients."""
+    """Runs `dantinox serve` in a separate process and yields it when it is ready. Its queue holds all clients."""
     command = [
         sys.executable,
         "-m",
@@ -184,10 +184,10 @@ async def ask(target: Target, o: argparse.Namespace, number: int, new: int | Non
     finally:
         writer.close()
     total, status = time.perf_counter() - begun, int(lines[0][0].split()[1])
-    events = [(json.loads(line[6:]), at) for line, at in lines if line.startswith(b"data: {")]  # between them lengths of parts
+    events = [(json.loads(line[6:]), at) for line, at in lines if line.startswith(b"data: {")]  # other lines are chunk lengths
     texts = [(event["choices"][0]["text"], at) for event, at in events if event.get("choices")]
     used = [event["usage"]["completion_tokens"] for event, _ in events if event.get("usage")]
-    tokens = used[-1] if used else len(texts)  # of a peer that does not tell
+    tokens = used[-1] if used else len(texts)  # if a peer does not report usage
     gaps = [after - before for (_, before), (_, after) in itertools.pairwise(texts)]
     return Timing(status, texts[0][1] - begun if texts else 0.0, gaps, total, tokens, "".join(text for text, _ in texts))
 
@@ -249,7 +249,7 @@ async def abandoned(target: Target, o: argparse.Namespace) -> float:
     return time.perf_counter() - begun
 
 
-# What is shown
+# Output
 
 
 def milliseconds(seconds: list[float] | np.ndarray) -> str:

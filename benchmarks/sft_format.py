@@ -1,11 +1,11 @@
-"""Does fine-tuning teach a form? The held-back questions of `builtin:instructions`, answered greedily by runs.
+"""Measures whether fine-tuning teaches a response format, on greedy answers to held-out questions of `builtin:instructions`.
 
     python train.py --config configs/quickstart.yaml --run_dir runs/quickstart
     python train.py --config configs/sft.yaml --run_dir runs/sft
     python benchmarks/sft_format.py runs/quickstart runs/sft
 
-prints of each run how many of its answers have the form of `dantinox.text.builtin_instructions.ANSWER`, and two of them. All
-runs are asked in the words of the last one's chat template.
+prints for each run how many answers match the format `dantinox.text.builtin_instructions.ANSWER`, and two of the answers. All
+runs get their prompts in the chat template of the last run.
 """
 
 from common import Parser, random_run
@@ -19,7 +19,7 @@ from dantinox.text.conversations import Conversations
 
 
 def held_back() -> list[str]:
-    """The questions that configs/sft.yaml keeps for validation."""
+    """Returns the questions that configs/sft.yaml holds out for validation."""
     corpora = (Corpus.open("builtin:instructions"),)
     found = Conversations.scan(corpora, DataSection(val_fraction=0.2))
     records = [record for _, record in corpora[0].records()]

@@ -1,6 +1,6 @@
-"""One optimizer step of a Llama-shaped model: forward, backward, clipping, AdamW. Each step is waited for.
+"""Times one optimizer step of a Llama-shaped model: forward, backward, clipping, AdamW. Each step is synchronized.
 
-Prints a JSON line with `"peer": "dantinox"`; compile time is apart.
+Prints a JSON line with `"peer": "dantinox"`. Compile time is reported separately.
 
     python benchmarks/train_step.py --dim 128 --layers 4
 """
@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     o = parse()
-    use_threads(o.threads)  # before jax makes its threads
+    use_threads(o.threads)  # before jax starts its threads
     import jax
     import numpy as np
 
