@@ -75,7 +75,7 @@ def loops(ids: Sequence[int]) -> bool:
     return False
 
 
-def written(run: LoadedModel, prompts: Sequence[Sequence[int]], settings: Mapping[str, object], seeds: int, new: int):
+def generate_samples(run: LoadedModel, prompts: Sequence[Sequence[int]], settings: Mapping[str, object], seeds: int, new: int):
     """Returns continuations `[seeds][prompts][new]` as token ids."""
     fixed = {**settings, "ignore_eos": True, "max_new_tokens": new, "banned_tokens": sorted(run.tokenizer.special_ids)}
     for seed in range(seeds):
@@ -83,7 +83,7 @@ def written(run: LoadedModel, prompts: Sequence[Sequence[int]], settings: Mappin
         yield [result.tokens for result in run.complete(requests)]
 
 
-def peer_written(path: str, prompts: Sequence[Sequence[int]], banned: Sequence[int], seeds: int, new: int):
+def generate_with_llamacpp(path: str, prompts: Sequence[Sequence[int]], banned: Sequence[int], seeds: int, new: int):
     """Returns continuations by llama.cpp, `[seeds][prompts][new]`."""
     import llama_cpp
 
@@ -104,7 +104,7 @@ def peer_written(path: str, prompts: Sequence[Sequence[int]], banned: Sequence[i
         yield found
 
 
-def measured(run: LoadedModel, prompts, samples) -> dict[str, np.ndarray]:
+def measure_samples(run: LoadedModel, prompts, samples) -> dict[str, np.ndarray]:
     """Returns every measure per prompt, averaged over its samples."""
     logp, found = [], {}
     for texts in samples:
@@ -136,17 +136,20 @@ def main() -> None:
     chats = [template.encode([{"role": "user", "content": text}], generation_prompt=True) for text in QUESTIONS[:half]]
     prompts = chats + [run.prompt_ids(text) for text in OPENINGS[: options.prompts - half]]
     settings = {"defaults": {}, "llamacpp": {"preset": "llamacpp", **OUR_CHAIN}, **(ROUTER if options.router else {})}
-    ways = {name: written(run, prompts, one, options.seeds, options.new) for name, one in settings.items()}
+    generators = {name: generate_samples(run, prompts, one, options.seeds, options.new) for name, one in settings.items()}
     if options.peer:
         special = sorted(run.tokenizer.special_ids)
-        ways = {"llama.cpp": peer_written(options.peer, prompts, special, options.seeds, options.new), **ways}
+        generators = {
+            "llama.cpp": generate_with_llamacpp(options.peer, prompts, special, options.seeds, options.new),
+            **generators,
+        }
     print(f"| | {' | '.join(COLUMNS)} |")
     print("|---" * 6 + "|", flush=True)
-    for name, way in ways.items():
+    for name, generator in generators.items():
         start = time.perf_counter()
-        samples = list(way)  # consuming the generator runs the generation
+        samples = list(generator)  # consuming the generator runs the generation
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-        found = measured(run, prompts, samples)
+        found = measure_samples(run, prompts, samples)
         cells = [mean_interval(values) for values in found.values()]
         print(f"| {name} | {' | '.join(f'{v:.3f} ({low:.3f} to {high:.3f})' for v, low, high in cells)} |", flush=True)
         print(repr(run.tokenizer.decode(samples[0][17 if half > 17 else 0])[:400]), file=sys.stderr, flush=True)

@@ -80,8 +80,8 @@ def parse() -> argparse.Namespace:
     a.add_argument("--threads", type=int, default=2)
     a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
     o = a.parse_args()
-    if min(o.context) <= grown(o) + 1:
-        a.error(f"--context must be more than {grown(o) + 1}: {o.rounds} rounds and a first chunk take {grown(o)} tokens")
+    if min(o.context) <= decoded_tokens(o) + 1:
+        a.error(f"--context must be more than {decoded_tokens(o) + 1}: {o.rounds} rounds and a first chunk are decoded")
     return o
 
 
@@ -106,7 +106,7 @@ def build(o: argparse.Namespace) -> Any:
     return prepare(nnx.merge(graph, jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))()), o.weights)
 
 
-def grown(o: argparse.Namespace) -> int:
+def decoded_tokens(o: argparse.Namespace) -> int:
     """Returns the tokens that a session decodes: a chunk for compilation, and the rounds."""
     return CHUNK * (o.rounds + 1)
 
@@ -117,7 +117,7 @@ def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iter
     best_told: dict[str, Any] = {}
     told_of_full: list[dict[str, Any]] = []
     for plan in full_plans(o, context):
-        found, session, best = enter(o, model, context, batch, plan, best)
+        found, session, best = measure_cache(o, model, context, batch, plan, best)
         told = {"ratio": 1.0, "dtype": plan.dtype, "slots": plan.slots} | found
         told_of_full.append(told)
         if session is None:
@@ -140,7 +140,7 @@ def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iter
             except UserError as error:
                 yield case | {"skipped": str(error)}
                 continue
-            found, _, best = enter(o, model, context, batch, plan, best)
+            found, _, best = measure_cache(o, model, context, batch, plan, best)
             yield case | found | {"best": {key: best_told[key] for key in ("dtype", "slots")}}
 
 
@@ -157,7 +157,7 @@ def compressed_plan(o: argparse.Namespace, model: Any, context: int, ratio: floa
     return plan_cache(c, kv, padded_length(context), measured)
 
 
-def enter(
+def measure_cache(
     o: argparse.Namespace, model: Any, context: int, batch: int, plan: CachePlan, best: StaticBatch | None
 ) -> tuple[dict[str, Any], StaticBatch | None, StaticBatch | None]:
     """Times a cache against the best one, if there is one.
@@ -165,15 +165,15 @@ def enter(
     Returns:
       The record of the cache, its session or None if the cache is too large, and the session of the best cache.
     """
-    needed = size(model, batch, plan) + (0 if best is None else held(best))
+    needed = size(model, batch, plan) + (0 if best is None else cache_bytes(best))
     if needed > o.memory_gb * 1e9:
         return {"skipped": f"needs {needed / 1e9:.1f} GB with the best full cache"}, None, best
-    start = context - grown(o)
-    session = begin(model, batch, start, grown(o), filled(model, batch, plan, start - 2))
+    start = context - decoded_tokens(o)
+    session = start_session(model, batch, start, decoded_tokens(o), random_cache(model, batch, plan, start - 2))
     if best is not None:  # a full cache can be overwritten from an earlier position on
-        best = begin(model, batch, start, grown(o), best.cache)
-    times, *others = race(o, [session] if best is None else [session, best])
-    total = held(session)
+        best = start_session(model, batch, start, decoded_tokens(o), best.cache)
+    times, *others = time_alternating(o, [session] if best is None else [session, best])
+    total = cache_bytes(session)
     told = {
         "bytes": total,
         "bytes_share": round(total / size(model, batch, CachePlan(context, plan.dtype)), 4),
@@ -188,7 +188,7 @@ def enter(
     return told | {"rounds": len(times)}, session, best
 
 
-def race(o: argparse.Namespace, sessions: list[StaticBatch]) -> list[list[float]]:
+def time_alternating(o: argparse.Namespace, sessions: list[StaticBatch]) -> list[list[float]]:
     """Returns the seconds of each session's chunks, one list per session."""
     for session in sessions:
         session.advance()  # compiles
@@ -209,7 +209,7 @@ def rate(batch: int, times: list[float]) -> float:
     return round(batch * CHUNK / statistics.median(times), 1)
 
 
-def begin(model: Any, batch: int, length: int, new: int, cache: KVCache | None) -> StaticBatch:
+def start_session(model: Any, batch: int, length: int, new: int, cache: KVCache | None) -> StaticBatch:
     """Returns a session that has read all but the last of `length` tokens and decodes `new` more. It takes over the cache."""
     session = StaticBatch(
         model, np.ones((batch, length), np.int32), np.full(batch, length), SamplingParams.build({"greedy": True}, batch=batch),
@@ -219,7 +219,7 @@ def begin(model: Any, batch: int, length: int, new: int, cache: KVCache | None) 
     return session
 
 
-def held(session: StaticBatch) -> int:
+def cache_bytes(session: StaticBatch) -> int:
     """Returns the bytes of a session's cache."""
     assert session.cache is not None
     return session.cache.report()["bytes"]
@@ -234,7 +234,7 @@ def size(model: Any, batch: int, plan: CachePlan) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(model, batch, plan)))
 
 
-def filled(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
+def random_cache(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
     """Returns a cache with random keys, values and importances, as after reading a sequence up to position `last`."""
     leaves, tree = jax.tree.flatten(shapes(model, batch, plan))
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -244,8 +244,8 @@ def filled(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
         C, sinks = group.position_BKS.shape[2], group.compression.sinks
         slots = np.arange(C)
         newest = np.where(slots < sinks, slots, last + 1 - C + slots)
-        held = newest if last + 1 >= C else np.where(slots <= last, slots, -1)
-        return replace(group, position_BKS=jnp.array(np.broadcast_to(held, group.position_BKS.shape), jnp.int32))
+        kept = newest if last + 1 >= C else np.where(slots <= last, slots, -1)
+        return replace(group, position_BKS=jnp.array(np.broadcast_to(kept, group.position_BKS.shape), jnp.int32))
 
     layers = [
         replace(layer, groups=tuple(map(placed, layer.groups))) if isinstance(layer, CompressedLayer) else layer

@@ -217,7 +217,7 @@ def _notes(study: KVStudy) -> list[str]:
         "full: the cache keeps everything. streaming: it keeps the first and the last tokens. uniform: it keeps the tokens "
         "with the most attention, with equal shares for all heads. entropy, coverage, distance, loss: the same with shares by "
         "this measurement of each head. random: it keeps random tokens. oracle: an upper bound, not a cache: every query sees "
-        "its best keys, as many as uniform has slots.",
+        "its best keys, in the number of slots that uniform has.",
         "All caches of a ratio have the same number of slots. bytes: of one row, including positions and importances.",
         "ΔPPL: change of the perplexity of the text after the prompt, relative to the full cache. KL: divergence from the "
         "prediction with the full cache, in nats per token. top-1: share of tokens with the same most likely prediction. "

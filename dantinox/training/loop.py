@@ -136,10 +136,10 @@ class Trainer:
         self.stop_sync = StopSync()
         self.step, self.progress = 0, TrainingProgress()
         self.state: State
-        self.frozen: Parameters = {}  # the weights beside adapters
-        self.val_loss: float | None = None  # of this very step
+        self.frozen: Parameters = {}  # the frozen weights under adapters
+        self.val_loss: float | None = None  # of the current step
         self.saved_step: int | None = None
-        self.rewinds = 0  # since a checkpoint was written
+        self.rewinds = 0  # since the last checkpoint
 
     def train(self, resume: bool) -> TrainingProgress:
         restored = self._restore() if resume else False
@@ -169,7 +169,7 @@ class Trainer:
         return self.progress
 
     def run_until_done(self) -> None:
-        """Trains, after each rewind anew."""
+        """Trains to the end, restarting the loop after each rewind."""
         while True:
             self.log.restart(self.step)
             read = partial(self._batch, self.progress.skipped_batches)
