@@ -89,7 +89,7 @@ def main() -> None:
                 session = StaticBatch(
                     model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch
                 )
-                for _ in session.run(ahead=True):
+                for _ in session.run(dispatch_ahead=True):
                     pass
                 return time.perf_counter() - start
 

@@ -107,7 +107,7 @@ def ours(o: argparse.Namespace) -> None:
         ids = np.array(prompts(o, batch))
         params = SamplingParams.build({"greedy": True}, batch=batch)
         session = StaticBatch(model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch)
-        chunks = list(session.run(ahead=True))
+        chunks = list(session.run(dispatch_ahead=True))
         return np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:, :new].tolist()
 
     timed(o, "dantinox", decode)

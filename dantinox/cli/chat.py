@@ -52,7 +52,7 @@ def chat(options: argparse.Namespace) -> int:
     talk = Chat(run, template, settings)
     talk.set_system(options.system)
     talk.entropy = options.show_entropy
-    if talk.completes:
+    if talk.is_completion:
         _note("this model has no chat template: what you write is continued as it is, one text for the whole conversation")
     held = _at_terminal if sys.stdin.isatty() and sys.stdout.isatty() else _through_pipe
     return held(talk)
@@ -88,10 +88,10 @@ def _settings(talk: "Chat", rest: str) -> str:
 
     values = settings_of(talk.config)
     defaults = {name: FIELDS[key].default for name, key in REQUEST_KEYS.items()}
-    changed = {name: value for name, value in values.items() if value != defaults[name] or name in talk.given}
+    changed = {name: value for name, value in values.items() if value != defaults[name] or name in talk.overrides}
     if talk.system:
         changed = {"system": talk.system} | changed
-    lines = [f"{name} {_spelt(value)}" + (" (/set)" if name in talk.given else "") for name, value in changed.items()]
+    lines = [f"{name} {_spelt(value)}" + (" (/set)" if name in talk.overrides else "") for name, value in changed.items()]
     return "\n".join([*lines, "all others have their defaults: dantinox chat --help"])
 
 
@@ -222,8 +222,8 @@ def _at_terminal(talk: "Chat") -> int:
                 continue
             with _interruptible() as asked:
                 _show(found, talk.entropy, colours, lambda: bool(asked))
-            if talk.ended in ENDINGS:
-                _note(ENDINGS[talk.ended].format(talk.config.generation.max_new_tokens))
+            if talk.finish_reason in ENDINGS:
+                _note(ENDINGS[talk.finish_reason].format(talk.config.generation.max_new_tokens))
         except KeyboardInterrupt:
             _note("(stopped at once)")
         except UserError as error:

@@ -1,4 +1,4 @@
-"""Text generation: the engine, its batches, and the Python API over it."""
+"""Text generation: the engine, its batches, and the Python API on top of them."""
 
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.generate_ids import generate

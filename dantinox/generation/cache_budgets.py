@@ -1,6 +1,6 @@
 """Budgets of a compressed cache: how many slots each key head gets.
 
-All of it happens before anything is compiled: the numbers here are the shapes of the buffers.
+Budgets are computed before anything is compiled, because they are the shapes of the buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,24 +8,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-UNIT = 8
-PRIOR = 3e-4  # nats per token each time a head's slots are cut in half, in `allocate_by_loss`
-PARTS = 4  # of a doubling
-SHARES = 4096  # that `allocate_by_loss` counts all slots in
+UNIT = 8  # slots are allocated in multiples of this
+HALVING_PENALTY = 3e-4  # nats per token for each halving of the slots of a head, in `allocate_by_loss`
+SIZES_PER_DOUBLING = 4  # sizes per doubling of the slots
+KNAPSACK_STEPS = 4096  # resolution of the knapsack in `allocate_by_loss`
 
 GROUPINGS: dict[str, Callable[..., np.ndarray]] = {"max": np.max, "mean": np.mean, "min": np.min}
 
 Groups = tuple[tuple[int, int], ...]
-Layer = list[tuple[int, int]]  # the same while it is being worked on
+Layer = list[tuple[int, int]]  # one layer while it is being changed
 
 
 class Allocation(NamedTuple):
     """The slots of every key head.
 
     Attributes:
-      order: per layer its key heads, those with more slots first.
-      groups: per layer one or two groups `(heads, slots)`, the one with more slots first: the first group's heads stand
-        first in `order`.
+      order: the key heads of each layer, those with more slots first.
+      groups: one or two groups `(heads, slots)` per layer, the one with more slots first; its heads come first in `order`.
     """
 
     order: tuple[tuple[int, ...], ...]
@@ -33,119 +32,122 @@ class Allocation(NamedTuple):
 
 
 def reduce_query_heads(signal_LN: np.ndarray, kv_heads: int, grouping: str) -> np.ndarray:
-    """The signal of each key head `[L, K]` from those of its query heads, which stand next to each other.
+    """Reduces the signal of query heads to one value per key head, `[L, K]`; the query heads of a key head are adjacent.
 
     Args:
-      grouping: "max", "mean" or "min" of the query heads.
+      grouping: "max", "mean" or "min" over the query heads.
     """
     signal_LKG = np.asarray(signal_LN, np.float64).reshape(len(signal_LN), kv_heads, -1)
     return GROUPINGS[grouping](signal_LKG, axis=-1)
 
 
 def head_weights(signal_LK: np.ndarray, scale_min: float, scale_max: float) -> np.ndarray:
-    """What a head's share goes by `[L, K]`: its signal over the mean of all heads, within [scale_min, scale_max]."""
+    """Returns the relative share of each head `[L, K]`: its signal over the mean of all, within [scale_min, scale_max]."""
     signal_LK = np.asarray(signal_LK, np.float64)
     mean = signal_LK.mean()
     return np.clip(signal_LK / mean, scale_min, scale_max) if mean > 0 else np.ones_like(signal_LK)
 
 
 def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float, floor: int) -> np.ndarray:
-    """Slots of each key head `[L, K]` with which the loss rises least, for a share of all slots and two sizes in a layer.
+    """Returns the slots of each key head `[L, K]` that raise the loss least, for a share of all slots and two sizes per layer.
 
-    Rises are summed over heads. Between the measured sizes they are taken to be linear in log₂ of the slots, and each time the
-    slots are cut in half `PRIOR` is added: heads that lose their slots together cost more than each alone, and other texts look
-    further back. A dynamic programme over the layers (multiple-choice knapsack, Kellerer, Pferschy and Pisinger 2004, ch. 11)
-    then finds the best of all pairs of sizes, `PARTS` to a doubling, and of heads that get the larger one. It counts slots in
-    `SHARES` parts of the whole, each layer's rounded up, so that a few may be left.
+    Rises are summed over heads. Between the measured sizes they are interpolated linearly in log₂ of the slots, and
+    `HALVING_PENALTY` is added each time the slots are halved: heads that lose slots together cost more than each alone, and
+    other texts attend further back. A dynamic program over the layers (multiple-choice knapsack, Kellerer, Pferschy and
+    Pisinger 2004, ch. 11) then finds the best pair of sizes, `SIZES_PER_DOUBLING` per doubling, and the heads that get the
+    larger size. It counts slots in `KNAPSACK_STEPS` parts of the total and rounds each layer up, so that a few slots may be
+    unused.
 
     Args:
-      rises_LKC: by how many nats per token the loss is higher if a head has C sizes alone.
-      slots_C: the sizes, growing; the last one is everything.
-      share: of L · K · `slots_C[-1]` slots.
-      floor: no head has fewer, nor fewer than `slots_C[0]`, whatever the share.
+      rises_LKC: the rise of the loss, in nats per token, if this head alone has C slots.
+      slots_C: the sizes, ascending; the last one is an uncompressed head.
+      share: the fraction of L · K · `slots_C[-1]` slots to use.
+      floor: the minimum per head; no head gets less than this or less than `slots_C[0]`, whatever the share.
     """
     L, K, _ = rises_LKC.shape
-    size_S, curves_LKS = _curves(rises_LKC, slots_C, floor)
+    size_S, curves_LKS = _loss_curves(rises_LKC, slots_C, floor)
     S = len(size_S)
-    # All ways to divide a layer: h heads have the larger size, those that gain most by it.
+    # All splits of a layer: h heads have the larger size, those that gain most from it.
     large_X, small_X, heads_X = (x.ravel() for x in np.indices((S, S, K)))
     slots_X = heads_X * size_S[large_X] + (K - heads_X) * size_S[small_X]
-    steps_X = np.ceil(slots_X * SHARES / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
-    least_W, taken = np.zeros(SHARES + 1), []  # the least rise of the layers so far for up to W steps, and by which way
+    steps_X = np.ceil(slots_X * KNAPSACK_STEPS / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
+    # The smallest rise of the layers so far for up to W steps, and the choice that gives it.
+    min_rise_W, choices = np.zeros(KNAPSACK_STEPS + 1), []
     for curve_KS in curves_LKS:
         gain_SSK = -np.sort(curve_KS.T[:, None] - curve_KS.T, axis=-1)
         gain_SSK = np.cumsum(np.concatenate([np.zeros((S, S, 1)), gain_SSK[..., :-1]], axis=-1), axis=-1)
         rise_X = curve_KS.sum(axis=0)[small_X] - gain_SSK.ravel()
-        before_W, least_W, way_W = least_W, np.full(SHARES + 1, np.inf), np.full(SHARES + 1, -1)
-        for x in _undominated(steps_X, rise_X):
-            rise_W = before_W[: SHARES + 1 - steps_X[x]] + rise_X[x]
-            better_W = rise_W < least_W[steps_X[x] :]
-            least_W[steps_X[x] :][better_W] = rise_W[better_W]
-            way_W[steps_X[x] :][better_W] = x
-        taken.append(way_W)
-    slots_LK, left = np.zeros((L, K)), SHARES
+        before_W, min_rise_W, choice_W = min_rise_W, np.full(KNAPSACK_STEPS + 1, np.inf), np.full(KNAPSACK_STEPS + 1, -1)
+        for x in _pareto_optimal(steps_X, rise_X):
+            rise_W = before_W[: KNAPSACK_STEPS + 1 - steps_X[x]] + rise_X[x]
+            better_W = rise_W < min_rise_W[steps_X[x] :]
+            min_rise_W[steps_X[x] :][better_W] = rise_W[better_W]
+            choice_W[steps_X[x] :][better_W] = x
+        choices.append(choice_W)
+    slots_LK, remaining = np.zeros((L, K)), KNAPSACK_STEPS
     for layer in reversed(range(L)):
-        x = taken[layer][left]
+        x = choices[layer][remaining]
         gain_K = curves_LKS[layer, :, small_X[x]] - curves_LKS[layer, :, large_X[x]]
         slots_LK[layer] = size_S[small_X[x]]
         slots_LK[layer, np.argsort(-gain_K, kind="stable")[: heads_X[x]]] = size_S[large_X[x]]
-        left -= steps_X[x]
+        remaining -= steps_X[x]
     return slots_LK
 
 
-def _curves(rises_LKC: np.ndarray, slots_C: Sequence[int], floor: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes from the floor on, and what each costs every head `[L, K, S]`, never more than a smaller one."""
+def _loss_curves(rises_LKC: np.ndarray, slots_C: Sequence[int], floor: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the sizes from the floor on, and the cost of each for every head `[L, K, S]`, non-increasing in the size."""
     C = len(slots_C)
     log_C = np.log2(np.asarray(slots_C, np.float64))
-    log_S = np.interp(np.linspace(0, C - 1, PARTS * (C - 1) + 1), np.arange(C), log_C)
+    log_S = np.interp(np.linspace(0, C - 1, SIZES_PER_DOUBLING * (C - 1) + 1), np.arange(C), log_C)
     log_S = np.unique(np.clip(log_S, min(np.log2(floor), log_C[-1]), None))
     curves_LKS = np.apply_along_axis(lambda rises_C: np.interp(log_S, log_C, rises_C), 2, rises_LKC)
-    return 2**log_S, np.minimum.accumulate(curves_LKS + PRIOR * (log_C[-1] - log_S), axis=2)
+    return 2**log_S, np.minimum.accumulate(curves_LKS + HALVING_PENALTY * (log_C[-1] - log_S), axis=2)
 
 
-def _undominated(cost_X: np.ndarray, value_X: np.ndarray) -> np.ndarray:
-    """Those of which no other costs as little and has a lower value, within `SHARES`."""
+def _pareto_optimal(cost_X: np.ndarray, value_X: np.ndarray) -> np.ndarray:
+    """Returns the choices that no other choice beats in both cost and value, within `KNAPSACK_STEPS`."""
     order_X = np.lexsort((value_X, cost_X))
     lowest_X = np.minimum.accumulate(value_X[order_X])
     better_X = np.concatenate([[True], lowest_X[1:] < lowest_X[:-1]])
-    return order_X[better_X & (cost_X[order_X] <= SHARES)]
+    return order_X[better_X & (cost_X[order_X] <= KNAPSACK_STEPS)]
 
 
 def min_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:
-    """The fewest slots that give every head of every layer its floor."""
+    """Returns the smallest total that gives every head of every layer its floor."""
     return kv_heads * int(_floors(np.asarray(caps_L), floor).sum())
 
 
 def allocate_by_weight(weights_LK: np.ndarray, caps_L: Sequence[int], total: int, floor: int) -> Allocation:
-    """Slots by weight that sum to `total`, short of it by less than `UNIT`, or all the caps where these are fewer.
+    """Returns slots in proportion to the weights. Their sum is `total` minus less than `UNIT`, or the sum of the caps if that
+    is smaller.
 
-    Water-filling: a head wishes for level · weight slots, no less than its floor and no more than its layer's cap, in whole
-    units. The level is the highest at which the wishes fit, counting for every head of a group what its first one wishes.
+    Water-filling: a head requests level · weight slots, at least its floor and at most the cap of its layer, in whole units.
+    The level is the highest at which the requests fit. Every head of a group counts with the request of the first one.
 
     Args:
       weights_LK: positive numbers.
-      caps_L: the most slots a head of the layer can use. A cap may be reached exactly; other capacities are whole units.
-      floor: the fewest slots of a head, rounded up to whole units, or the cap where this is lower.
+      caps_L: the most slots that a head of the layer can use. A cap may be reached exactly; other sizes are whole units.
+      floor: the fewest slots of a head, rounded up to whole units, or the cap if that is lower.
 
     Returns:
-      In a layer a larger weight never has fewer slots than a smaller one. The order is that of the weights, the total does
-      not matter.
+      Within a layer a larger weight never has fewer slots than a smaller one. The order is that of the weights and does not
+      depend on the total.
 
     Raises:
       ValueError: `total` is below `min_total`.
     """
     weights_LK = np.asarray(weights_LK, np.float64)
     L, K = weights_LK.shape
-    if total < (least := min_total(caps_L, K, floor)):
-        raise ValueError(f"total must be at least {least}, got {total}")
+    if total < (minimum := min_total(caps_L, K, floor)):
+        raise ValueError(f"total must be at least {minimum}, got {total}")
     caps_L1 = np.asarray(caps_L)[:, None]
     floors_L1 = _floors(caps_L1, floor)
     order_LK = np.argsort(-weights_LK, axis=1, kind="stable")
     weights_LK = np.take_along_axis(weights_LK, order_LK, axis=1)
-    shares_LK = np.clip(_level(weights_LK, floors_L1, caps_L1, total) * weights_LK, floors_L1, caps_L1)
-    layers = [_cut(wishes_K) for wishes_K in _in_units(shares_LK, floors_L1, caps_L1)]
-    _give_rest(layers, shares_LK, floors_L1[:, 0].tolist(), caps_L1[:, 0].tolist(), total)
-    return Allocation(tuple(map(tuple, order_LK.tolist())), tuple(_merged(layer) for layer in layers))
+    shares_LK = np.clip(_water_level(weights_LK, floors_L1, caps_L1, total) * weights_LK, floors_L1, caps_L1)
+    layers = [_split_heads(requests_K) for requests_K in _round_to_units(shares_LK, floors_L1, caps_L1)]
+    _distribute_remainder(layers, shares_LK, floors_L1[:, 0].tolist(), caps_L1[:, 0].tolist(), total)
+    return Allocation(tuple(map(tuple, order_LK.tolist())), tuple(_merge_equal(layer) for layer in layers))
 
 
 def _floors(caps: np.ndarray, floor: int) -> np.ndarray:
@@ -153,92 +155,95 @@ def _floors(caps: np.ndarray, floor: int) -> np.ndarray:
     return floors
 
 
-def _in_units(shares_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.ndarray) -> np.ndarray:
-    """The nearest whole units, but a cap exactly where it is reached."""
+def _round_to_units(shares_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.ndarray) -> np.ndarray:
+    """Rounds to the nearest whole unit, but keeps a cap that is reached exactly."""
     units_LK = np.floor(shares_LK / UNIT + 0.5).astype(np.int64) * UNIT
     exact_LK: np.ndarray = np.where(shares_LK >= caps_L1, caps_L1, np.clip(units_LK, floors_L1, caps_L1))
     return exact_LK
 
 
-def _totals(wishes_LK: np.ndarray) -> np.ndarray:
-    """The padded total of a layer for every way to cut it, `[L, K]`: h heads in the first group, or all in one for h = 0."""
-    K = wishes_LK.shape[-1]
+def _padded_totals(requests_LK: np.ndarray) -> np.ndarray:
+    """Returns the padded total of a layer for every split `[L, K]`: h heads in the first group, or one group for h = 0."""
+    K = requests_LK.shape[-1]
     heads_K = np.arange(K)
-    totals_LK: np.ndarray = heads_K * wishes_LK[..., :1] + (K - heads_K) * wishes_LK
+    totals_LK: np.ndarray = heads_K * requests_LK[..., :1] + (K - heads_K) * requests_LK
     return totals_LK
 
 
-def _cut(wishes_K: np.ndarray) -> Layer:
-    """The cut with the least padded total."""
-    heads = int(_totals(wishes_K).argmin())
-    rest = (len(wishes_K) - heads, int(wishes_K[heads]))
-    return [(heads, int(wishes_K[0])), rest] if heads else [rest]
+def _split_heads(requests_K: np.ndarray) -> Layer:
+    """Returns the split with the smallest padded total."""
+    heads = int(_padded_totals(requests_K).argmin())
+    rest = (len(requests_K) - heads, int(requests_K[heads]))
+    return [(heads, int(requests_K[0])), rest] if heads else [rest]
 
 
-def _level(weights_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.ndarray, total: int) -> float:
-    """The highest level whose padded wishes fit, to the last bit."""
+def _water_level(weights_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.ndarray, total: int) -> float:
+    """Returns the highest level whose padded requests fit, exact to the last bit."""
     low, high = 0.0, 2 * float((caps_L1 / weights_LK).max())
     while low < (middle := (low + high) / 2) < high:
-        wishes_LK = _in_units(np.clip(middle * weights_LK, floors_L1, caps_L1), floors_L1, caps_L1)
-        if _totals(wishes_LK).min(axis=1).sum() <= total:
+        requests_LK = _round_to_units(np.clip(middle * weights_LK, floors_L1, caps_L1), floors_L1, caps_L1)
+        if _padded_totals(requests_LK).min(axis=1).sum() <= total:
             low = middle
         else:
             high = middle
     return low
 
 
-def _slots(layer: Layer) -> np.ndarray:
+def _slots_per_head(layer: Layer) -> np.ndarray:
     return np.repeat([slots for _, slots in layer], [heads for heads, _ in layer])
 
 
-def _lack(shares_K: np.ndarray, slots_XK: np.ndarray) -> np.ndarray:
-    """How much slots fall short of the shares; too many do no harm."""
-    lack_X: np.ndarray = (np.maximum(shares_K - slots_XK, 0) ** 2).sum(axis=-1)
-    return lack_X
+def _shortfall(shares_K: np.ndarray, slots_XK: np.ndarray) -> np.ndarray:
+    """Returns how much the slots fall short of the shares; a surplus does not count."""
+    shortfall_X: np.ndarray = (np.maximum(shares_K - slots_XK, 0) ** 2).sum(axis=-1)
+    return shortfall_X
 
 
-def _give_rest(layers: list[Layer], shares_LK: np.ndarray, floors_L: list[int], caps_L: list[int], total: int) -> None:
-    """Gives away what the level left, at first a unit to whole groups, those that lack most for their share first.
+def _distribute_remainder(
+    layers: list[Layer], shares_LK: np.ndarray, floors_L: list[int], caps_L: list[int], total: int
+) -> None:
+    """Distributes the slots that the level left over: first a unit to whole groups, those with the largest shortfall first.
 
-    At the next level no head wishes for more than one unit more and the total is exceeded, so one unit to every group is
-    more than there is. What is left then is less than a unit for a group passed over, and its layer can take it when it is cut
-    anew; of all layers that can, the one that is served best gets it.
+    At the next level no head would request more than one unit more, and the total would be exceeded. So one unit for every
+    group is more than there is. The rest is then less than a unit for a skipped group, and the layer of that group can use it
+    after a new split. The layer that gains most gets it.
     """
-    left = total - sum(int(_slots(layer).sum()) for layer in layers)
+    remaining = total - sum(int(_slots_per_head(layer).sum()) for layer in layers)
     places = [(number, i) for number, layer in enumerate(layers) for i in range(len(layer))]
-    # A group's first head has the largest share in it.
+    # The first head of a group has the largest share in it.
     surplus = {(number, i): layers[number][i][1] - shares_LK[number, layers[number][0][0] * i] for number, i in places}
     for number, i in sorted(places, key=lambda place: surplus[place]):
         heads, slots = layers[number][i]
         step = min(UNIT, caps_L[number] - slots)
-        if heads * step <= left:
+        if heads * step <= remaining:
             layers[number][i] = (heads, slots + step)
-            left -= heads * step
-    if left < UNIT:
+            remaining -= heads * step
+    if remaining < UNIT:
         return
     found = [
         (*cut, number)
         for number, layer in enumerate(layers)
-        if (cut := _recut(layer, shares_LK[number], floors_L[number], caps_L[number], left))
+        if (cut := _resplit(layer, shares_LK[number], floors_L[number], caps_L[number], remaining))
     ]
     if found:
         _, layer, number = min(found, key=lambda cut: cut[0])
         layers[number] = layer
 
 
-def _recut(layer: Layer, shares_K: np.ndarray, floor: int, cap: int, left: int) -> tuple[float, Layer] | None:
-    """The layer cut in two with `left` slots more, short of them by less than a unit, so that little is lacking.
+def _resplit(layer: Layer, shares_K: np.ndarray, floor: int, cap: int, remaining: int) -> tuple[float, Layer] | None:
+    """Splits a layer in two with `remaining` slots more, minus less than a unit, so that the shortfall is small.
 
     Returns:
-      By how much more or less is lacking than before, and the groups; None where the cap leaves no room. There is a way
-      wherever there is room: heads that go one by one from one size to the next make steps of a unit or less.
+      The change of the shortfall, and the groups; None if the cap leaves no space. There is a split whenever there is space:
+      moving heads one by one from one size to the next makes steps of a unit or less.
     """
-    K, slots_K = len(shares_K), _slots(layer)
-    total = int(slots_K.sum()) + left
+    K, slots_K = len(shares_K), _slots_per_head(layer)
+    total = int(slots_K.sum()) + remaining
     if total >= K * cap:
         return None
     heads_H1 = np.arange(1, K)[:, None]
-    # Both groups equally far from their mean shares. Sizes of the second that leave the first whole units recur within K.
+    # Start where both groups are equally far from their mean shares. The second sizes that leave whole units to the first group
+    # repeat within K units.
     first_H1 = np.cumsum(shares_K)[:-1, None]
     middle_H1 = (shares_K.sum() - first_H1) / (K - heads_H1) + (total - shares_K.sum()) / K
     middle_H1 = np.clip(middle_H1, np.maximum(floor, (total - heads_H1 * cap) / (K - heads_H1)), total / K)
@@ -252,14 +257,14 @@ def _recut(layer: Layer, shares_K: np.ndarray, floor: int, cap: int, left: int) 
         return None
     heads_X, small_X, large_X = np.nonzero(allowed_HS)[0] + 1, small_HS[allowed_HS], large_HS[allowed_HS]
     slots_XK = np.where(np.arange(K) < heads_X[:, None], large_X[:, None], small_X[:, None])
-    lack_X = _lack(shares_K, slots_XK)
-    x = np.lexsort((((slots_XK - shares_K) ** 2).sum(axis=1), lack_X))[0]
+    shortfall_X = _shortfall(shares_K, slots_XK)
+    x = np.lexsort((((slots_XK - shares_K) ** 2).sum(axis=1), shortfall_X))[0]
     heads = int(heads_X[x])
-    return float(lack_X[x] - _lack(shares_K, slots_K)), [(heads, int(large_X[x])), (K - heads, int(small_X[x]))]
+    return float(shortfall_X[x] - _shortfall(shares_K, slots_K)), [(heads, int(large_X[x])), (K - heads, int(small_X[x]))]
 
 
-def _merged(layer: Layer) -> Groups:
-    """Two groups of the same capacity are one."""
+def _merge_equal(layer: Layer) -> Groups:
+    """Merges two groups of the same size into one."""
     if len(layer) == 2 and layer[0][1] == layer[1][1]:
         return ((layer[0][0] + layer[1][0], layer[0][1]),)
     return tuple(layer)

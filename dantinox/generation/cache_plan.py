@@ -23,11 +23,11 @@ from dantinox.model import Compression, compute_dtype
 from dantinox.model.cache import uncompressed_slots
 from dantinox.run import KVCalibration
 
-TAU = 16.0  # tokens an importance lasts under `decay: entropy` where a head attends to one key
+ENTROPY_LIFETIME = 16.0  # lifetime in tokens of an importance under `decay: entropy` for a head that attends to one key
 
 
 class CachePlan(NamedTuple):
-    """What a cache is made by, and so a program: its slots for a whole text, its dtype, and what each head keeps of them."""
+    """What determines a cache, and so a compiled program: its slots for a full sequence, its dtype, and its compression."""
 
     slots: int
     dtype: str
@@ -37,20 +37,22 @@ class CachePlan(NamedTuple):
 def plan_cache(
     config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None = None, round_up: bool = False
 ) -> CachePlan:
-    """The plan for texts of up to `slots` tokens; the model must have its heads in the `head_order` of the same settings.
+    """Returns the plan for sequences of up to `slots` tokens; the heads of the model must be in the `head_order` of the same
+    settings.
 
     Args:
-      calibration: what was measured on the model, where a signal or the decay reads it.
-      round_up: use the least budget that is possible in the place of a `kv.budget` that is too small, with a warning.
+      calibration: the measurements of the model, if a signal or the decay reads them.
+      round_up: raise a `kv.budget` that is too small to the smallest possible one, with a warning.
 
     Raises:
-      UserError: the budget is less than every head must have, what it is divided by was not measured, or the dtype does not
-        fit the sizes of the heads.
+      UserError: the budget is below the minimum per head, its signal was not measured, or the dtype does not fit the size of
+        the heads.
     """
     if kv.compresses and config.latent is not None:
-        raise UserError("kv.budget has no latent caches: heads share one latent, which no head can drop alone", key="kv.budget")
+        what = "kv.budget does not support latent caches: all heads share one latent, which cannot be evicted per head"
+        raise UserError(what, key="kv.budget")
     if kv.compresses and (uneven := uneven_keys(config)) is not None:
-        what = f"kv.budget must be null with {uneven}: it is divided among layers with keys of one shape"
+        what = f"kv.budget must be null with {uneven}: it needs layers with keys of the same shape"
         raise UserError(what, key="kv.budget")
     dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
     latent = config.latent
@@ -58,77 +60,80 @@ def plan_cache(
         config.head_size, config.global_head_size or config.head_size
     )  # fmt: skip
     if dtype == "int4" and any(size % 2 for size in sizes):
-        raise UserError(f"kv.dtype int4 packs two numbers to a byte, and this model's keys have {max(sizes)}", key="kv.dtype")
+        what = f"kv.dtype int4 packs two numbers into a byte and needs even head sizes, got {max(sizes)}"
+        raise UserError(what, key="kv.dtype")
     return CachePlan(slots, dtype, _compression(config, kv, slots, calibration, round_up) if kv.compresses else None)
 
 
 def head_order(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None = None) -> HeadOrder | None:
-    """For each layer its key heads, those with the largest share first: as a compressed cache wants them in the model."""
+    """Returns the key heads of each layer, those with the largest share first, as a compressed cache needs them; None without
+    compression.
+    """
     if not kv.compresses:
         return None
-    return tuple(tuple(np.argsort(-weights_K, kind="stable").tolist()) for weights_K in _weights(config, kv, calibration))
+    return tuple(tuple(np.argsort(-weights_K, kind="stable").tolist()) for weights_K in _head_shares(config, kv, calibration))
 
 
 def fall_back_to_uniform(kv: KVSection, calibration: KVCalibration | None, remedy: str) -> KVSection:
-    """The settings with shares that are all alike, and a warning, where the signal they go by was not measured.
+    """Returns the settings with equal shares, and warns, if the signal of the shares was not measured.
 
     Args:
-      remedy: what to do where there is no calibration at all.
+      remedy: what to do if there is no calibration at all.
     """
     if not kv.compresses or kv.signal == "uniform":
         return kv
     lacking = remedy if calibration is None else calibration.missing_signal(kv.signal)
     if not lacking:
         return kv
-    warnings.warn(f"every head gets the same share: {lacking}", stacklevel=4)
+    warnings.warn(f"all heads get the same share of the cache: {lacking}", stacklevel=4)
     return kv.model_copy(update={"signal": "uniform"})
 
 
 @lru_cache(maxsize=4)
-def _weights(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> np.ndarray:
-    """Each key head's share `[L, K]` relative to the others; all alike without a calibration."""
+def _head_shares(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> np.ndarray:
+    """Returns the relative share of each key head `[L, K]`; equal without a calibration."""
     if calibration is None or kv.signal == "uniform":
         return np.ones((config.num_blocks, config.kv_heads))
     measured = calibration.signal(kv.signal)
     if kv.signal == "loss":
         slots = calibration.loss_slots
         share = kv.budget or min(1.0, (kv.budget_tokens or 0) / slots[-1])
-        return allocate_by_loss(measured, slots, share, _floor(kv))
+        return allocate_by_loss(measured, slots, share, _min_slots_per_head(kv))
     return head_weights(reduce_query_heads(measured, config.kv_heads, kv.grouping), kv.scale_min, kv.scale_max)
 
 
-def _floor(kv: KVSection) -> int:
-    """The fewest slots of a head."""
+def _min_slots_per_head(kv: KVSection) -> int:
+    """Returns the fewest slots of a head."""
     return -(-(kv.sinks + kv.recent) // UNIT) * UNIT
 
 
 def _compression(
     config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None, round_up: bool
 ) -> Compression:
-    K, caps_L, floor, tokens = config.kv_heads, uncompressed_slots(config, slots), _floor(kv), kv.budget_tokens
-    whole, least = K * sum(caps_L), min_total(caps_L, K, floor)
-    wanted = int((kv.budget or 1) * whole) if tokens is None else K * sum(min(tokens, cap) for cap in caps_L)
-    if least == whole:  # no text of this length has anything to give up
-        wanted = whole
-    if wanted < least and round_up and tokens is None:
+    K, caps_L, floor, tokens = config.kv_heads, uncompressed_slots(config, slots), _min_slots_per_head(kv), kv.budget_tokens
+    full, minimum = K * sum(caps_L), min_total(caps_L, K, floor)
+    total = int((kv.budget or 1) * full) if tokens is None else K * sum(min(tokens, cap) for cap in caps_L)
+    if minimum == full:  # nothing can be evicted at this length
+        total = full
+    if total < minimum and round_up and tokens is None:
         warnings.warn(
-            f"kv.budget {kv.budget:g} is too small for {slots} tokens, of which each head needs {floor} (kv.sinks + kv.recent, "
-            f"rounded up to {UNIT}): {least / whole:.3g} is used",
+            f"kv.budget {kv.budget:g} is too small for {slots} tokens: each head needs {floor} slots (kv.sinks + kv.recent, "
+            f"rounded up to {UNIT}); using {minimum / full:.3g}",
             stacklevel=4,
         )
-        wanted = least
-    if wanted < least:
+        total = minimum
+    if total < minimum:
         key = f"kv.budget {kv.budget:g}" if tokens is None else f"kv.budget_tokens {tokens}"
         raise UserError(
-            f"{key} leaves {wanted // (K * len(caps_L))} slots for a head of a text of {slots} tokens, and each needs "
-            f"{floor} (kv.sinks + kv.recent, rounded up to {UNIT}): give at least "
-            + (f"{np.ceil(1000 * least / whole) / 1000:g}" if tokens is None else f"{floor}"),
+            f"{key} leaves {total // (K * len(caps_L))} slots per head for a sequence of {slots} tokens, but each head needs "
+            f"{floor} (kv.sinks + kv.recent, rounded up to {UNIT}): set it to at least "
+            + (f"{np.ceil(1000 * minimum / full) / 1000:g}" if tokens is None else f"{floor}"),
             key="kv.budget" if tokens is None else "kv.budget_tokens",
         )
-    # While something is compressed no buffer is as long as the text, if the budget can be spent without it.
+    # While anything is compressed, no buffer is as long as the sequence, if the budget can be spent without it.
     below_L = [cap - UNIT if cap == slots and cap - UNIT >= floor else cap for cap in caps_L]
-    caps = below_L if K * sum(below_L) >= wanted else caps_L
-    weights_LK = _weights(config, kv, calibration)
+    caps = below_L if K * sum(below_L) >= total else caps_L
+    weights_LK = _head_shares(config, kv, calibration)
     window, pool, decay, fixed = {
         "snapkv+ema": (kv.window, kv.pool, kv.decay, None),
         "expected_attention": (None, 1, kv.decay, None),
@@ -140,7 +145,7 @@ def _compression(
     }[kv.policy]
     expects = kv.policy == "expected_attention"
     return Compression(
-        groups=allocate_by_weight(-np.sort(-weights_LK, axis=1), caps, wanted, floor).groups,
+        groups=allocate_by_weight(-np.sort(-weights_LK, axis=1), caps, total, floor).groups,
         decays=_decays(config, kv, calibration) if decay == "entropy" else ((decay,) * K,) * len(caps_L),
         window=window,
         pool=pool,
@@ -151,16 +156,17 @@ def _compression(
         recency=kv.policy in AVERAGES,
         sinks=kv.sinks,
         recent=kv.recent,
-        ratio=(kv.budget or wanted / whole),
+        ratio=(kv.budget or total / full),
     )
 
 
 def _decays(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> tuple[tuple[float, ...], ...]:
-    """The factor g of every head by its entropy, in the order of `head_order`."""
+    """Returns the factor g of every head from its entropy, in the order of `head_order`."""
     if calibration is None:
         raise UserError(
             "kv.decay entropy needs the heads' entropies: run `dantinox calibrate --run_dir … --what kv`", key="kv.decay"
         )
-    decays_LK = 1 - 1 / (TAU * 2 ** reduce_query_heads(calibration.signal("entropy"), config.kv_heads, kv.grouping))
+    entropy_LK = reduce_query_heads(calibration.signal("entropy"), config.kv_heads, kv.grouping)
+    decays_LK = 1 - 1 / (ENTROPY_LIFETIME * 2**entropy_LK)
     order = head_order(config, kv, calibration) or ()
     return tuple(tuple(decays_K[list(heads)].tolist()) for decays_K, heads in zip(decays_LK, order, strict=True))

@@ -1,7 +1,7 @@
 """Chat sessions: messages, settings, streamed responses, and the file that stores a conversation.
 
-The whole conversation is read anew for each answer. Prompts and caches are padded to powers of two, so that one that grows
-needs a new program each time its length doubles and not with each turn.
+Each answer prefills the whole conversation again. Prompts and caches are padded to powers of two, so a growing conversation
+needs a new program only when its length doubles.
 """
 
 import json
@@ -17,26 +17,26 @@ from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.sample_text import TextPart
 from dantinox.generation.static_batch import padded_length
 
-Message = dict[str, str]  # role and content
-LEAST_LENGTH = 256  # tokens that a prompt and a cache are padded to at least
+Message = dict[str, str]  # with the keys role and content
+MIN_PADDED_LENGTH = 256  # shortest padded length of a prompt and a cache
 MAX_FILE_BYTES = 64 << 20
 
 
 class Template(Protocol):
-    """What makes token ids of messages, as `dantinox.text.ChatTemplate` does."""
+    """Converts messages to token ids, as `dantinox.text.ChatTemplate` does."""
 
     @property
     def end_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
 
     def encode(self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False) -> list[int]:
-        """The conversation; with a generation prompt up to where the assistant is to begin."""
+        """Encodes the conversation; with a generation prompt, up to where the assistant starts."""
 
 
-class PlainText:
-    """The template of a model that has none: messages are one text, which the model continues.
+class PlainTextTemplate:
+    """The template of a model without a chat template: the messages form one text, which the model continues.
 
-    What a person says begins a new line, unless the text is empty or ends with one.
+    A user message begins a new line, unless the text is empty or ends with a line break.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -55,89 +55,91 @@ class Chat:
     """A conversation.
 
     Attributes:
-      messages: user and assistant in turn, all that was said.
-      system: what stands before them, or "".
-      config: the settings; `given` are those that are not the run's, by their name alone.
-      entropy: whether pieces come token by token, each with its entropy.
-      ended: why the last answer ended: `eos`, `stop`, `length` (max_new_tokens), `context` (its end), or `interrupted`.
-      completes: whether the model has no template, and continues a plain text.
+      messages: all messages, user and assistant in turn.
+      system: the system message, or "".
+      config: the settings; `overrides` are those that differ from the run, by name.
+      entropy: whether parts come token by token, each with its entropy.
+      finish_reason: why the last answer ended: `eos`, `stop`, `length` (max_new_tokens), `context` (the context is full), or
+        `interrupted`.
+      is_completion: whether the model has no template and continues a plain text.
     """
 
-    def __init__(self, run: LoadedModel, template: Template | None = None, given: Mapping[str, object] | None = None):
-        """Begins a conversation.
+    def __init__(self, run: LoadedModel, template: Template | None = None, overrides: Mapping[str, object] | None = None):
+        """Starts a conversation.
 
         Args:
           template: None: the messages are one plain text.
-          given: settings over those of the run, as of `LoadedModel.generate`.
+          overrides: settings that override those of the run, as in `LoadedModel.generate`.
         """
-        self.run, self.completes = run, template is None
-        self.template: Template = PlainText(run) if template is None else template
+        self.model, self.is_completion = run, template is None
+        self.template: Template = PlainTextTemplate(run) if template is None else template
         self._base = with_generation(run.config, n=1)
         self.messages: list[Message] = []
-        self.system, self.entropy, self.ended = "", False, ""
-        self._forgotten = 0  # messages, the oldest, that the context has no room for
+        self.system, self.entropy, self.finish_reason = "", False, ""
+        self._num_dropped = 0  # number of the oldest messages that do not fit the context
         self._answers = 0
         self._file: Path | None = None
-        self._adopt(overlay(self._base, given or {}))
+        self._apply(overlay(self._base, overrides or {}))
 
     # --- settings
 
     def set(self, name: str, value: object) -> None:
         """Changes a setting of `generation`, `router` or `kv`.
 
-        One that was changed before and is now without effect is left out, which a warning says.
+        Earlier overrides that no longer have an effect are dropped with a warning.
 
         Raises:
-          UserError: there is no such setting, or not with this value beside the others.
+          UserError: the setting does not exist, or its value is not allowed together with the others.
         """
-        self._adopt(overlay(self._base, {name: value}, under=self.given))
+        self._apply(overlay(self._base, {name: value}, under=self.overrides))
 
     def reset(self, name: str) -> None:
-        """Gives a setting the run's own value again."""
-        overlay(self._base, {name: settings_of(self._base).get(name)}, under=self.given)  # refuses unknown names
-        self._adopt(overlay(self._base, {}, under={key: value for key, value in self.given.items() if key != name}))
+        """Sets a setting back to the value of the run."""
+        overlay(self._base, {name: settings_of(self._base).get(name)}, under=self.overrides)  # raises for unknown names
+        self._apply(overlay(self._base, {}, under={key: value for key, value in self.overrides.items() if key != name}))
 
-    def _adopt(self, config: Config) -> None:
+    def _apply(self, config: Config) -> None:
         if config.generation.n != 1:
-            raise UserError(f"a conversation has one answer to a turn: leave n at 1, got {config.generation.n}")
+            raise UserError(f"generation.n must be 1 in a conversation, got {config.generation.n}")
         own, new = settings_of(self._base), settings_of(config)
         self.config = config
-        self.given: dict[str, Any] = {name: value for name, value in new.items() if value != own[name]}
+        self.overrides: dict[str, Any] = {name: value for name, value in new.items() if value != own[name]}
 
     # --- turns
 
     def answer(self, text: str) -> Generator[TextPart]:
-        """Says `text` and yields the answer as it comes. What has come when the iterator is closed is kept as the answer.
+        """Adds a user message and yields the answer as it is generated. If the iterator is closed early, the partial answer is
+        kept.
 
         Raises:
-          UserError: the template refuses the messages, or this one alone does not fit the context; nothing is added then.
+          UserError: the template rejects the messages, or this message alone does not fit the context; nothing is added then.
         """
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        ids, room = self._prompt(turn)
+        ids, room = self._build_prompt(turn)
         generation = self.config.generation
-        # With a given seed a conversation can be repeated, and each answer, also one to the same turn, has draws of its own.
+        # With a seed a conversation is repeatable, and each answer has its own draws, also a second answer to the same message.
         seed = None if generation.seed is None else (generation.seed + self._answers) % 2**32
         config = with_generation(self.config, max_new_tokens=min(generation.max_new_tokens, room), seed=seed)
-        config = self.run.with_stop_ids(config, self.template.end_ids)
-        request = self.run.request(ids, config, logprobs=0 if self.entropy else None)
-        (run,) = self.run.start([request], stream=True, pad=self._pad)
-        return self._answered(turn, run, "length" if generation.max_new_tokens <= room else "context")
+        config = self.model.with_stop_ids(config, self.template.end_ids)
+        request = self.model.request(ids, config, logprobs=0 if self.entropy else None)
+        (run,) = self.model.start([request], stream=True, pad=self._pad)
+        return self._stream_answer(turn, run, "length" if generation.max_new_tokens <= room else "context")
 
-    def _answered(self, turn: list[Message], run: BatchRun, full: str) -> Generator[TextPart]:
-        said: list[str] = []
-        self.ended = "interrupted"
+    def _stream_answer(self, turn: list[Message], run: BatchRun, full: str) -> Generator[TextPart]:
+        texts: list[str] = []
+        self.finish_reason = "interrupted"
         self._answers += 1
         try:
             for _, part in run.parts():
-                said.append(part.text)
+                texts.append(part.text)
                 yield part
             reason = run.results[0].finish_reason
-            self.ended = full if reason == "length" else reason
+            self.finish_reason = full if reason == "length" else reason
         finally:
-            self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
+            self.messages = [*turn, {"role": "assistant", "content": "".join(texts)}]
 
     def retry(self) -> Generator[TextPart]:
-        """Answers the last turn anew, in the place of the answer that there is."""
+        """Generates the answer to the last message again and replaces the existing answer."""
         before = self.messages
         text = self.undo()
         try:
@@ -147,78 +149,79 @@ class Chat:
             raise
 
     def undo(self) -> str:
-        """Takes back the last turn and its answer; what the person had said.
+        """Removes the last user message and its answer, and returns the message.
 
         Raises:
-          UserError: nothing has been said.
+          UserError: there is no message.
         """
         if not self.messages:
-            raise UserError("nothing has been said yet")
+            raise UserError("the conversation has no messages yet")
         *self.messages, user, _ = self.messages
-        self._forgotten = 0
+        self._num_dropped = 0
         return user["content"]
 
     def clear(self) -> None:
-        """Begins anew with the same settings and the same system message."""
-        self.messages, self._forgotten = [], 0
+        """Starts a new conversation with the same settings and the same system message."""
+        self.messages, self._num_dropped = [], 0
 
     def set_system(self, text: str) -> None:
-        """Puts a message before the conversation; an empty one is none.
+        """Sets the system message; an empty text removes it.
 
         Raises:
-          UserError: the model has no template for one.
+          UserError: the model has no chat template.
         """
-        if self.completes and text:
-            raise UserError("this model has no chat template, and so no system message: begin the text with it")
-        self.system, self._forgotten = text, 0
+        if self.is_completion and text:
+            raise UserError("this model has no chat template, so it has no system message: start the text with it")
+        self.system, self._num_dropped = text, 0
 
-    def _prompt(self, turn: Sequence[Message]) -> tuple[list[int], int]:
-        """The tokens before an answer, of as many of the newest turns as leave room for it, and that room.
+    def _build_prompt(self, turn: Sequence[Message]) -> tuple[list[int], int]:
+        """Returns the prompt tokens, with as many of the newest turns as leave room for the answer, and the tokens of that
+        room.
 
         Raises:
-          UserError: there is none behind the newest turn alone.
+          UserError: the newest message alone fills the context.
         """
-        context = self.run.model.config.max_context
+        context = self.model.model.config.max_context
         wanted = min(self.config.generation.max_new_tokens, context // 2)
         before: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        first = self._forgotten
+        first = self._num_dropped
         while True:
             ids = self.template.encode([*before, *turn[first:]], generation_prompt=True)
             if len(ids) + wanted <= context or first + 2 >= len(turn):
                 break
             first += 2
         if len(ids) >= context:
-            raise UserError(f"what you said makes {len(ids)} tokens and the model's context is {context}: say less")
-        if first > self._forgotten:
+            raise UserError(f"the message makes {len(ids)} tokens, but the model's context is {context}: shorten it")
+        if first > self._num_dropped:
             turns = "turn is" if first == 2 else f"{first // 2} turns are"
-            warnings.warn(f"the context of {context} tokens is full: the oldest {turns} left out from here on", stacklevel=4)
-        self._forgotten = first
+            warnings.warn(f"the context of {context} tokens is full: the oldest {turns} dropped from now on", stacklevel=4)
+        self._num_dropped = first
         return ids, context - len(ids)
 
     def _pad(self, length: int) -> int:
-        return min(max(LEAST_LENGTH, 1 << (length - 1).bit_length()), padded_length(self.run.model.config.max_context))
+        return min(max(MIN_PADDED_LENGTH, 1 << (length - 1).bit_length()), padded_length(self.model.model.config.max_context))
 
     # --- its file
 
     def save(self, path: str | Path) -> None:
-        """Writes the conversation as one line of JSON, `{"messages": […]}`, which is also a line to train on.
+        """Writes the conversation as one line of JSON, `{"messages": […]}`, which is also a training example.
 
         Raises:
-          UserError: it cannot be written, or there is a file already that this conversation was not saved to or loaded from.
+          UserError: the file cannot be written, or it exists and this conversation was not saved to it or loaded from it.
         """
         path = Path(path)
         check_writable(path)
         if path.exists() and path.absolute() != self._file:
-            raise UserError(f"{path} is there already: choose another name")
+            raise UserError(f"{path} exists already: choose another name")
         before = [{"role": "system", "content": self.system}] if self.system else []
         atomic_write(path, json.dumps({"messages": [*before, *self.messages]}, ensure_ascii=False) + "\n")
         self._file = path.absolute()
 
     def load(self, path: str | Path) -> None:
-        """Goes on with a conversation that was saved.
+        """Loads a saved conversation to continue it.
 
         Raises:
-          UserError: the file cannot be read, or holds no conversation of finished turns.
+          UserError: the file cannot be read, or does not hold a conversation of complete turns.
         """
         path = Path(path)
         messages = _read_messages(path)
@@ -227,7 +230,7 @@ class Chat:
         roles = [message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise UserError(
-                f"{path} must hold turns of user and assistant, perhaps behind a system message, got {quote(roles)}"
+                f"{path} must alternate user and assistant messages, after an optional system message, got {quote(roles)}"
             )
         self.set_system(before)
         self.messages, self._file = turns, path.absolute()
@@ -236,17 +239,17 @@ class Chat:
 def _read_messages(path: Path) -> list[Message]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: not a conversation")
+            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB, which is too large for a conversation")
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a conversation in JSON: {first_line(error)}") from None
+        raise UserError(f"{path} is not valid JSON: {first_line(error)}") from None
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list):
-        raise UserError(f"{path} is not a conversation: it has no list under messages")
+        raise UserError(f"{path} must hold a JSON object with a list under the key messages")
     for number, message in enumerate(messages):
         fields = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else []
         if len(fields) != 2 or not all(isinstance(field, str) for field in fields):
-            raise UserError(f"message {number} of {path} must have the texts role and content, got {quote(message)}")
+            raise UserError(f"message {number} of {path} must have the strings role and content, got {quote(message)}")
     return [{"role": message["role"], "content": message["content"]} for message in messages]

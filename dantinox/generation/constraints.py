@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_SOURCE_BYTES = 64 << 10  # bytes
-# What the library may spend on a grammar and on each token, in units of its own: with a vocabulary of 100,000 the worst of the
-# grammars tried takes .2 s to be built and .15 s a token.
+# Limits of llguidance for a grammar and for each token, in its own units. With a vocabulary of 100,000 the worst of the tested
+# grammars takes .2 s to compile and .15 s per token.
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 500_000,
@@ -27,10 +27,9 @@ LIMITS = {
     "step_max_items": 50_000,
     "verbose_errors": False,
 }
-# How it says that one of them was reached.
+# Phrases in its messages when a limit is reached.
 LIMIT_PHRASES = ("too many", "too complex", "too large", "too big", "max is", "fuel", "limit", "precomputation", "exceed")
-# Between the parts of JSON: nothing, a space, or a line break with what it is indented by. Without an end to it a text need
-# never come to one.
+# Whitespace in JSON: nothing, a space, or a line break with indentation. Without a bound a sequence might never end.
 WHITESPACE = r"( |\n[ \t]{0,16})?"
 DISPLAY_NAMES = {
     "json_schema": "the JSON schema",
@@ -51,71 +50,72 @@ class Constraint:
 
 
 def check_constraint(constraint: Constraint) -> None:
-    """Says what is wrong with a constraint, as far as that is known without a tokenizer.
+    """Checks a constraint as far as that is possible without a tokenizer.
 
     Raises:
-      UserError: llguidance is not installed, or the constraint is wrong or too large.
+      UserError: llguidance is not installed, or the constraint is invalid or too large.
     """
-    library = _library()
-    text = _grammar(library, constraint)
+    library = _import_llguidance()
+    text = _to_grammar(library, constraint)
     problem = library.LLMatcher.validate_grammar(text, limits=library.LLParserLimits(**LIMITS))
     if problem and not library.LLMatcher.validate_grammar_with_warnings(text)[0]:
-        return  # a warning
+        return  # only a warning
     if problem:
-        raise _mistake(constraint.kind, problem)
+        raise _to_user_error(constraint.kind, problem)
 
 
 class ConstraintCompiler:
-    """A tokenizer as the library wants it; makes what follows a text of that vocabulary token by token."""
+    """Compiles constraints for one vocabulary; its matchers compute token masks."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None):
-        """Spells every token.
+        """Builds the vocabulary in the form that llguidance reads.
 
         Args:
-          vocab_size: logits of a token, where a model has more than the tokenizer has tokens: those may never come.
+          vocab_size: the number of logits, if a model has more than the tokenizer has tokens; the extra tokens are never
+            allowed.
 
         Raises:
-          UserError: llguidance is not installed, or what a token spells depends on its neighbours.
+          UserError: llguidance is not installed, or the text of a token depends on its neighbours.
         """
-        self._library = _library()
+        self._import_llguidance = _import_llguidance()
         if tokenizer.token_pieces is None:
             raise UserError(
-                "constraints need a tokenizer whose tokens spell the same beside any others, which this one's do not"
+                "constraints need a tokenizer whose tokens have the same text next to any others; this tokenizer does not"
             )
         self._stop_ids, self._size = tokenizer.stop_ids, tokenizer.vocab_size
         self._vocab_size = vocab_size or tokenizer.vocab_size
-        spelling = _Spelling(tokenizer, tokenizer.token_pieces.inner)
-        self._tokenizer = self._library.LLTokenizer(spelling, n_vocab=self._size + 1)
+        adapter = _VocabularyAdapter(tokenizer, tokenizer.token_pieces.inner)
+        self._tokenizer = self._import_llguidance.LLTokenizer(adapter, n_vocab=self._size + 1)
 
     def matcher(self, kind: str, source: str, ends: Sequence[int] = ()) -> "Matcher":
-        """Follows one text from its beginning.
+        """Returns a matcher at the start of a sequence.
 
         Args:
-          kind, source: as of `Constraint`.
-          ends: ids that end the text besides the tokenizer's own.
+          kind, source: as in `Constraint`.
+          ends: ids that end the sequence besides those of the tokenizer.
 
         Raises:
-          UserError: the source is wrong or too large, or no text of this vocabulary meets it.
+          UserError: the source is invalid or too large, or no sequence of this vocabulary satisfies it.
         """
-        library = self._library
-        grammar = _grammar(library, Constraint(kind, source))
+        library = self._import_llguidance
+        grammar = _to_grammar(library, Constraint(kind, source))
         found = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS))
         if found.is_error():
-            raise _mistake(kind, found.get_error())
+            raise _to_user_error(kind, found.get_error())
         matcher = Matcher(found, kind, self._size, self._vocab_size, (*self._stop_ids, *ends))
-        matcher.mask()  # some mistakes show here only
+        matcher.mask()  # some errors only occur here
         return matcher
 
 
 class Matcher:
-    """Which tokens may come next in one text.
+    """Computes which tokens may come next in one sequence.
 
     Attributes:
-      ended: an end token has come, and nothing more may.
+      ended: whether an end token has been consumed, after which no token is allowed.
     """
 
     def __init__(self, matcher: "LLMatcher", kind: str, end: int, vocab_size: int, ends: Sequence[int]):
-        """Made by `ConstraintCompiler.matcher`; `end` is what the library takes for the end token."""
+        """Created by `ConstraintCompiler.matcher`; `end` is the end token of llguidance."""
         self._matcher, self._kind, self._end = matcher, kind, end
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         self._words = -(-vocab_size // 32)
@@ -123,46 +123,46 @@ class Matcher:
         self.ended = False
 
     def mask(self) -> np.ndarray:
-        """Bits [⌈V/32⌉] uint32: bit i mod 32 of word ⌊i/32⌋ says whether token i may come next.
+        """Returns bits [⌈V/32⌉] uint32: bit i mod 32 of word ⌊i/32⌋ is set if token i may come next.
 
-        End tokens may come where the text is complete. Where the constraint leaves but one way to go on, the one token may come
-        that the tokenizer spells it with.
+        End tokens are allowed where the sequence is complete. If the constraint allows only one continuation, only the token is
+        allowed that the tokenizer encodes it with.
 
         Raises:
-          UserError: no token can go on, or finding out takes too long.
+          UserError: no token can satisfy the constraint, or the computation takes too long.
         """
-        return self._look()[0]
+        return self._compute()[0]
 
     @property
     def done(self) -> bool:
-        """The text is complete and cannot go on."""
-        bits, complete = self._look()
+        """Whether the sequence is complete and cannot be continued."""
+        bits, complete = self._compute()
         return self.ended or (complete and not np.any(bits & ~self._bits(self._ends)))
 
-    def take(self, token: int) -> None:
-        """Goes on by a token; where the library cannot, the next `mask` or `done` says so.
+    def consume(self, token: int) -> None:
+        """Advances by one token; if llguidance fails, the next `mask` or `done` raises.
 
         Raises:
-          ValueError: the token is none that may come.
+          ValueError: the token is not allowed here.
         """
-        bits, complete = self._look()
+        bits, complete = self._compute()
         if self.ended or not bits[token // 32] >> np.uint32(token % 32) & 1:
-            raise ValueError(f"token {token} may not come here")
+            raise ValueError(f"token {token} is not allowed here")
         self._next = None
         if complete and token in self._ends:
             self.ended = True
         else:
             self._matcher.consume_token(token)
 
-    def _look(self) -> tuple[np.ndarray, bool]:
-        """The mask, and whether the text is complete."""
+    def _compute(self) -> tuple[np.ndarray, bool]:
+        """Returns the mask, and whether the sequence is complete."""
         if self._next is None:
             bits = np.zeros(self._words, np.uint32)
             complete = self.ended
             if not self.ended:
                 found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32).copy()
                 if self._matcher.is_error():
-                    raise _mistake(self._kind, self._matcher.get_error())
+                    raise _to_user_error(self._kind, self._matcher.get_error())
                 complete = bool(found[self._end // 32] >> np.uint32(self._end % 32) & 1)
                 found[self._end // 32] &= ~np.uint32(1 << self._end % 32)
                 bits[: len(found)] = found[: self._words]
@@ -170,7 +170,7 @@ class Matcher:
             if complete:
                 bits |= self._bits(self._ends)
             elif not bits.any():
-                raise UserError(f"{DISPLAY_NAMES[self._kind]} wants text that no token of this vocabulary goes on with")
+                raise UserError(f"no token of this vocabulary can satisfy {DISPLAY_NAMES[self._kind]} here")
             self._next = bits, complete
         return self._next
 
@@ -181,8 +181,8 @@ class Matcher:
         return bits
 
 
-class _Spelling:
-    """A vocabulary in the form that the library reads, with an end token of its own behind the others."""
+class _VocabularyAdapter:
+    """A vocabulary in the form that llguidance reads, with its own end token after the others."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -198,13 +198,13 @@ class _Spelling:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that has to come: as the tokenizer spells it, or else by the longest piece at each place."""
+        """Encodes a forced text: as the tokenizer does, or else with the longest token at each position."""
         data = text.encode()
         try:
             ids = self._tokenizer.encode(text)
-        except UserError:  # a character that it does not hold
+        except UserError:  # the vocabulary lacks a character
             ids = []
-        if b"".join(self._pieces[i] for i in ids) == data:  # not where it puts a space in front
+        if b"".join(self._pieces[i] for i in ids) == data:  # false if the tokenizer adds a space in front
             return ids
         ids, at = [], 0
         while at < len(data):
@@ -216,99 +216,101 @@ class _Spelling:
         return ids
 
 
-def _library() -> Any:
+def _import_llguidance() -> Any:
     with require_extra("serve", "constraints need a library that is not installed"):
         import llguidance
     return llguidance
 
 
-def _grammar(library: Any, constraint: Constraint) -> str:
-    """The grammar as the library reads it."""
+def _to_grammar(library: Any, constraint: Constraint) -> str:
+    """Converts a constraint to the grammar format of llguidance."""
     kind, source = constraint.kind, constraint.source
     if kind not in KINDS:
         raise UserError(f"a constraint must be one of {', '.join(KINDS)}, got {quote(kind)}")
     try:
         size = len(source.encode())
     except UnicodeEncodeError:
-        raise UserError(f"{DISPLAY_NAMES[kind]} holds half of a character (a lone surrogate), which is not text") from None
+        raise UserError(f"{DISPLAY_NAMES[kind]} contains a lone surrogate, which is not valid text") from None
     if size > MAX_SOURCE_BYTES:
         raise UserError(f"{DISPLAY_NAMES[kind]} must have at most {MAX_SOURCE_BYTES >> 10} KB, got {-(-size // 1024)}")
     if "\0" in source:
-        raise UserError(f"{DISPLAY_NAMES[kind]} holds U+0000 at character {source.index(chr(0)) + 1}, which is not text")
+        raise UserError(f"{DISPLAY_NAMES[kind]} contains U+0000 at character {source.index(chr(0)) + 1}, which is not allowed")
     make = library.LLMatcher
     if kind == "regex":
         return str(make.grammar_from_regex(source))
     if kind == "lark":
         return str(make.grammar_from_lark(source))
     if kind == "gbnf":
-        return str(make.grammar_from_lark(_lark(source)))
-    schema = {"type": "object"} if kind == "json_object" else _schema(source)
+        return str(make.grammar_from_lark(_gbnf_to_lark(source)))
+    schema = {"type": "object"} if kind == "json_object" else _parse_schema(source)
     try:
         return str(make.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": WHITESPACE}))
     except ValueError as error:
-        raise _mistake(kind, str(error)) from None
+        raise _to_user_error(kind, str(error)) from None
 
 
-def _schema(source: str) -> dict[str, Any]:
+def _parse_schema(source: str) -> dict[str, Any]:
     def refuse(constant: str) -> None:
-        raise UserError(f"the JSON schema is not JSON: it holds {constant}, which is no number there")
+        raise UserError(f"the JSON schema is not valid JSON: it contains {constant}")
 
     try:
         schema = json.loads(source, parse_constant=refuse)
     except json.JSONDecodeError as error:
-        raise UserError(f"the JSON schema is not JSON in line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except (RecursionError, ValueError):  # or a number of thousands of digits
-        raise UserError("the JSON schema is nested too deeply, or holds a number that is too long") from None
+        where = f"line {error.lineno}, column {error.colno}"
+        raise UserError(f"the JSON schema is not valid JSON in {where}: {error.msg}") from None
+    except (RecursionError, ValueError):  # ValueError: a number with thousands of digits
+        raise UserError("the JSON schema is nested too deeply or contains a number that is too long") from None
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise UserError(f"the JSON schema must be an object that describes what is allowed, got {quote(schema)}")
+        raise UserError(f"the JSON schema must be an object, got {quote(schema)}")
     return schema
 
 
-def _lark(source: str) -> str:
-    """A GBNF grammar in the form of Lark."""
+def _gbnf_to_lark(source: str) -> str:
+    """Converts a GBNF grammar to Lark."""
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-    spelt = re.sub(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", _character, source, flags=re.DOTALL)
+    escape = r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)"
+    converted = re.sub(escape, _convert_escape, source, flags=re.DOTALL)
     try:
-        return str(gbnf_to_lark(spelt))
+        return str(gbnf_to_lark(converted))
     except GbnfToLarkError as error:
-        line = spelt.count("\n", 0, error.pos.pos) + 1
-        raise UserError(f"the GBNF grammar is wrong in line {line}: {str(error).split(' at line ')[0]}") from None
+        line = converted.count("\n", 0, error.pos.pos) + 1
+        raise UserError(f"the GBNF grammar is invalid in line {line}: {str(error).split(' at line ')[0]}") from None
     except RecursionError:
         raise UserError("the GBNF grammar is nested too deeply") from None
-    except Exception as error:  # a bare one, for a rule that is missing or there twice
-        raise UserError(f"the GBNF grammar is wrong: {first_line(error)}") from None
+    except Exception as error:  # the library raises a bare Exception for a missing or duplicate rule
+        raise UserError(f"the GBNF grammar is invalid: {first_line(error)}") from None
 
 
-def _character(escape: re.Match[str]) -> str:
-    """An escape as the conversion keeps it: `\\x41` for ASCII, other characters as they are."""
+def _convert_escape(escape: re.Match[str]) -> str:
+    """Converts an escape to a form that the conversion keeps: `\\x41` for ASCII, other characters as they are."""
     digits = next((digits for digits in escape.groups() if digits), None)
     if digits is None:
         return escape[0]
     code = int(digits, 16)
     if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise UserError(f"the GBNF grammar holds {escape[0]}, which is no character")
+        raise UserError(f"the GBNF grammar contains {escape[0]}, which is not a character")
     return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
-def _mistake(kind: str, message: str) -> UserError:
-    """What the library says, as a sentence."""
-    said = re.search(r"^error: (.+)$", message, re.MULTILINE)
+def _to_user_error(kind: str, message: str) -> UserError:
+    """Converts an error message of llguidance to a sentence."""
+    error_line = re.search(r"^error: (.+)$", message, re.MULTILINE)
     caret = re.search(r"regex parse error:\n.*\n {4}( *)\^+\n", message)
     line = re.match(r"(?:at )?(\d+)\((\d+)\): ", message)
     where = ""
-    if said and caret and kind == "regex":
+    if error_line and caret and kind == "regex":
         where = f" at character {len(caret[1]) + 1}"
     elif line and kind == "lark":
         where = f" in line {line[1]}"
-    what = said[1] if said else first_line(ValueError(message[line.end() :] if line else message))
+    what = error_line[1] if error_line else first_line(ValueError(message[line.end() :] if line else message))
     what = what.removesuffix("<non-verbose/>").strip()
     if "NoExtension" in what:
-        what = "no text meets it"
+        what = "no text satisfies it"
     elif "recursion" in what or "nest" in what:
         what = "it is nested too deeply"
     elif any(words in what.lower() for words in LIMIT_PHRASES):
-        what = "it takes too long to follow: make it simpler"
+        what = "it takes too long to evaluate: simplify it"
     return UserError(f"{DISPLAY_NAMES[kind]} cannot be used{where}: {what}")

@@ -1,7 +1,7 @@
 """The compiled decode program, `_generate_toks`: prefill, then cached decoding in `fori_loop`; batches call it chunk by chunk.
 
-Everything a row needs is an array with a batch axis: token, position, limit, end tokens, random key, sampling numbers. So rows
-of different length and different settings share one compiled program.
+Everything that a row needs is an array with a batch axis: token, position, limit, end tokens, random key, sampling parameters.
+So rows of different lengths and different settings share one compiled program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,26 +23,26 @@ from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine_layers, layer_attention
 
 CHUNK = 32
-COMPRESSED_PREFILL_CHUNK = 2048  # tokens of a prompt that a compressed cache takes in at once
+COMPRESSED_PREFILL_CHUNK = 2048  # longest part of a prompt that a compressed cache reads in one pass
 # Prompt tokens in one forward pass, of one prompt or of several: the memory for activations grows with them.
 PREFILL_BATCH_TOKENS = 1 << 14
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "text_BS"],
+    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "sequence_BS"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
 class DecodeState:
-    """A batch between two tokens.
+    """The state of a batch between two tokens.
 
     Attributes:
-      token_B: the newest token, not yet seen by the model, and `position_B` its position.
-      remaining_B: tokens the row may still generate.
+      token_B: the newest token, which the model has not processed yet, and `position_B` its position.
+      remaining_B: the number of tokens that the row may still generate.
       done_B: finished rows; they emit padding and write nothing.
-      eos_BE: the ids that end a row; −1 fills unused places.
-      text_BS: the whole text so far, kept only where there is no cache.
+      eos_BE: the ids that end a row; −1 fills unused entries.
+      sequence_BS: the whole sequence so far, stored only without a cache.
     """
 
     token_B: jax.Array
@@ -51,20 +51,20 @@ class DecodeState:
     done_B: jax.Array
     eos_BE: jax.Array
     sampler: SamplerState
-    text_BS: jax.Array | None
+    sequence_BS: jax.Array | None
 
 
 class Emitted(NamedTuple):
-    """One step's outcome `[B]`, or a chunk of them `[B, steps]`; `active` marks the tokens that are real."""
+    """The result of one step `[B]`, or of a chunk of steps `[B, steps]`; `active` marks the tokens that are real."""
 
     tokens: jax.Array
     active: jax.Array
     info: StepInfo | None
 
 
-# `graph_updates=False`: else the model is an output of the program, that is, all weights are copied on every call.
-# `graph=False`: arguments are trees, which nnx then walks through once instead of several times.
-_compiled: Any = partial(
+# `graph_updates=False`: otherwise the model is an output of the program, and every call copies all weights.
+# `graph=False`: arguments are plain trees, which nnx traverses once instead of several times.
+_jit: Any = partial(
     nnx.jit,
     static_argnames=("use_cache", "report", "echo", "chunk", "plan", "samples"),
     donate_argnames=("cache",),
@@ -73,7 +73,7 @@ _compiled: Any = partial(
 )
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@_jit  # type: ignore[untyped-decorator]
 def _generate_toks(
     model: Transformer | SplitModel,
     cache: KVCache | None,
@@ -89,36 +89,36 @@ def _generate_toks(
     plan: CachePlan | None = None,
     samples: int = 1,
 ) -> tuple[KVCache | None, DecodeState, Emitted, jax.Array | None]:
-    """Generates up to `chunk` tokens per row: the first one from `prompt` where that is given, else `steps` more.
+    """Generates up to `chunk` tokens per row: the first one after a prefill of `prompt` if it is given, else `steps` more.
 
     Args:
-      model: taken apart, a call costs the host a fraction of the time.
-      cache: keys and values up to `state`; donated. None with a prompt, which makes it, and without `use_cache`.
-      steps: tokens to decode, at most `chunk`; traced, so that a short chunk is no other program.
-      prompt: (tokens `[P, T]` right-padded, lengths `[P]`) with `P · samples` rows in all.
-      report: None, or the number of alternatives to report beside the log-probabilities.
-      echo: report the log-probabilities of the prompt's own tokens.
-      plan: of the cache, when it is made.
+      model: a `SplitModel` makes a call much cheaper on the host.
+      cache: keys and values up to `state`; donated. None with a prompt, which creates it, and without `use_cache`.
+      steps: the number of tokens to decode, at most `chunk`; traced, so that a short chunk does not need another program.
+      prompt: (tokens `[P, T]` right-padded, lengths `[P]`), with `P · samples` rows in total.
+      report: None, or the number of alternatives to report next to the log-probabilities.
+      echo: report the log-probabilities of the prompt tokens.
+      plan: the plan of the cache to create.
 
     Returns:
       Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt), and with `echo` the log-probabilities `[P, T]` of the
-      prompt's own tokens, the first one's 0.
+      prompt tokens, 0 for the first one.
     """
     model = model.merge(model.leaves) if isinstance(model, SplitModel) else model
     rows = state.token_B.shape[0]
     if prompt is not None:
         model = dequantize(model)
-        seen, x_PTD, cache = _prefill(model, params, prompt, plan if use_cache else None)
+        step_logits, x_PTD, cache = _prefill(model, params, prompt, plan if use_cache else None)
         echo_PT = prompt_logprobs(model, x_PTD, prompt[0]) if echo else None
         if samples > 1:
-            cache, seen = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, seen))
-        state, emitted = sample_step(seen, state, params, report)
+            cache, step_logits = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, step_logits))
+        state, emitted = sample_step(step_logits, state, params, report)
         return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
     model = model if use_cache and rows <= MAX_MATVEC_ROWS else dequantize(model)
 
     def step(cache: KVCache | None, state: DecodeState) -> tuple[KVCache | None, DecodeState, Emitted]:
-        seen, cache = forward_step(model, cache, state, params, use_cache)
-        return cache, *sample_step(seen, state, params, report)
+        step_logits, cache = forward_step(model, cache, state, params, use_cache)
+        return cache, *sample_step(step_logits, state, params, report)
 
     def body(i: jax.Array, carry: Any) -> Any:
         cache, state, buffers = carry
@@ -126,23 +126,23 @@ def _generate_toks(
         return cache, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
 
     # Called as in `step`, so that both share a trace.
-    shapes = jax.eval_shape(lambda *seen: sample_step(*seen, params, report), abstract_logits(model, params), state)[1]
+    shapes = jax.eval_shape(lambda *inputs: sample_step(*inputs, params, report), abstract_logits(model, params), state)[1]
     buffers = jax.tree.map(lambda x: jnp.zeros((rows, chunk, *x.shape[1:]), x.dtype), shapes)
-    most = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))  # that any row may still have
+    most = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))  # the most tokens that any row has left
     steps = jnp.minimum(jnp.minimum(steps, chunk), most)
     cache, state, emitted = jax.lax.fori_loop(0, steps, body, (cache, state, buffers))
     return cache, state, emitted, None
 
 
 class StepLogits(NamedTuple):
-    """What the model computes for every row's newest token: logits `[B, V]`, attention metrics `[B]` where they are read."""
+    """The output of the model for the newest token of each row: logits `[B, V]`, and attention metrics `[B]` if read."""
 
     logits: jax.Array
     attention: AttentionMetrics | None
 
 
 def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
-    """The shapes of `forward_step`'s result, without tracing the model."""
+    """Returns the shapes of the result of `forward_step` without tracing the model."""
     row_B = jax.ShapeDtypeStruct((params.batch,), jnp.float32)
     logits_BV = jax.ShapeDtypeStruct((params.batch, model.config.vocab_size), jnp.float32)
     metrics_B: list[Any] = [row_B] * len(AttentionMetrics._fields)
@@ -150,26 +150,26 @@ def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
 
 
 def make_probe(params: SamplingParams) -> Probe | None:
-    """What is measured of attention in each layer: nothing, unless the router reads it."""
+    """Returns the probe that measures the attention of each layer; None unless the router reads it."""
     return jax.vmap(layer_attention) if params.uses_attention else None
 
 
 def attention_metrics(params: SamplingParams, aux: Mapping[str, Sequence[LayerAttention]]) -> AttentionMetrics | None:
-    """The metrics `[B]` from what that probe measured in every layer, or None."""
+    """Returns the metrics `[B]` from the results of that probe in all layers, or None."""
     return jax.vmap(combine_layers)(aux["probe"]) if params.uses_attention else None
 
 
 def _prefill(
     model: Transformer, params: SamplingParams, prompt: tuple[jax.Array, jax.Array], plan: CachePlan | None
 ) -> tuple[StepLogits, jax.Array, KVCache | None]:
-    """The logits after the prompts, their residual stream `[P, T, D]`, and the cache they leave.
+    """Returns the logits after the prompts, their residual stream `[P, T, D]`, and the new cache.
 
-    Many long prompts are read some after the others.
+    Many long prompts are processed in several passes.
     """
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
-    places_T = jnp.arange(T)
-    positions_PT = jnp.where(places_T < lengths_P[:, None], places_T, -1)
+    index_T = jnp.arange(T)
+    positions_PT = jnp.where(index_T < lengths_P[:, None], index_T, -1)
 
     def read(prompts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
         rows_RT, positions_RT = prompts
@@ -180,45 +180,47 @@ def _prefill(
     if rows == P:
         x_PTD, cache, attention = read((tokens_PT, positions_PT))
     else:
-        found = jax.lax.map(read, jax.tree.map(lambda x: x.reshape(-1, rows, T), (tokens_PT, positions_PT)))
-        x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), found)
+        results = jax.lax.map(read, jax.tree.map(lambda x: x.reshape(-1, rows, T), (tokens_PT, positions_PT)))
+        x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
     return StepLogits(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
 
 
 def prefill_hidden(
     model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache | None, probe: Probe | None = None
 ) -> tuple[jax.Array, KVCache | None, dict[str, Any]]:
-    """`Transformer.hidden` of a prompt, or part of one, for any cache: one that asks for it gets the tokens twice.
+    """Runs `Transformer.hidden` on a prompt or part of one, with any cache; a cache that needs two passes gets the tokens
+    twice.
 
-    The repetition stands at the positions behind the tokens, so that attention knows it for what it is (Kim et al. 2025). Its
-    own outputs are dropped.
+    The repetition has the positions after the tokens, so that attention treats it as a repetition (Kim et al. 2025). Its
+    outputs are dropped.
     """
     if cache is None or not cache.needs_two_passes or tokens_BT.shape[1] == 1:
         return model.hidden(tokens_BT, positions_BT, cache=cache, probe=probe)
     count_B1 = jnp.sum(positions_BT >= 0, axis=1, keepdims=True)
-    twice = jnp.concatenate([positions_BT, jnp.where(positions_BT >= 0, positions_BT + count_B1, -1)], axis=1)
-    x_BTD, cache, aux = model.hidden(jnp.tile(tokens_BT, (1, 2)), twice, cache=cache.for_two_passes(), probe=probe)
+    positions_BU = jnp.concatenate([positions_BT, jnp.where(positions_BT >= 0, positions_BT + count_B1, -1)], axis=1)
+    x_BTD, cache, aux = model.hidden(jnp.tile(tokens_BT, (1, 2)), positions_BU, cache=cache.for_two_passes(), probe=probe)
     return x_BTD[:, : tokens_BT.shape[1]], cache, aux
 
 
 def prompt_logprobs(model: Transformer, x_PTD: jax.Array, tokens_PT: jax.Array) -> jax.Array:
-    """ln p `[P, T]` of each prompt's tokens given those before them; 0 for the first."""
+    """Returns ln p `[P, T]` of the tokens of each prompt given the tokens before them; 0 for the first."""
     return jnp.pad(token_logprobs(model, x_PTD[:, :-1], tokens_PT[:, 1:]), ((0, 0), (1, 0)))
 
 
 def _prefill_rows(
     model: Transformer, params: SamplingParams, tokens_PT: jax.Array, positions_PT: jax.Array, cache: KVCache | None
 ) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
-    """The prompts' residual stream `[P, T, D]`, the cache after them, and the attention metrics of their last tokens.
+    """Returns the residual stream of the prompts `[P, T, D]`, the cache after them, and the attention metrics of their last
+    tokens.
 
-    A compressed cache reads long prompts part by part, so that it drops a key only after all keys before it.
+    A compressed cache reads long prompts in parts, so that it evicts a key only after all keys before it.
     """
     P, T = tokens_PT.shape
     parts = -(-T // COMPRESSED_PREFILL_CHUNK) if cache is not None and cache.compressed else 1
     if parts == 1:
-        twice = cache is not None and cache.needs_two_passes
-        begun = cache if cache is None or twice else cache.for_prefill(model.config, model.parallelism)
-        x_PTD, cache, aux = prefill_hidden(model, tokens_PT, positions_PT, begun, make_probe(params))
+        two_passes = cache is not None and cache.needs_two_passes
+        initial_cache = cache if cache is None or two_passes else cache.for_prefill(model.config, model.parallelism)
+        x_PTD, cache, aux = prefill_hidden(model, tokens_PT, positions_PT, initial_cache, make_probe(params))
         return x_PTD, cache, attention_metrics(params, aux)
     size = -(-T // parts)
     padding = ((0, 0), (0, parts * size - T))
@@ -238,35 +240,35 @@ def _prefill_rows(
 def forward_step(
     model: Transformer, cache: KVCache | None, state: DecodeState, params: SamplingParams, use_cache: bool
 ) -> tuple[StepLogits, KVCache | None]:
-    """The logits after the newest token of every row, and the cache with that token in it."""
+    """Returns the logits after the newest token of every row, and the cache with that token."""
     if use_cache:
         positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
         x_B1D, cache, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=make_probe(params))
         return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(params, aux)), cache
-    assert state.text_BS is not None  # without a cache the whole text is kept
-    B, S = state.text_BS.shape
-    places_S = jnp.arange(S)
-    positions_BS = jnp.where(places_S <= state.position_B[:, None], places_S, -1)
-    x_BSD, _, aux = model.hidden(state.text_BS, positions_BS, probe=make_probe(params))
+    assert state.sequence_BS is not None  # without a cache the whole sequence is stored
+    B, S = state.sequence_BS.shape
+    index_S = jnp.arange(S)
+    positions_BS = jnp.where(index_S <= state.position_B[:, None], index_S, -1)
+    x_BSD, _, aux = model.hidden(state.sequence_BS, positions_BS, probe=make_probe(params))
     return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_metrics(params, aux)), cache
 
 
 @shared_trace("report")  # one trace serves prefill and decoding
 def sample_step(
-    seen: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
+    step_logits: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
 ) -> tuple[DecodeState, Emitted]:
-    """Draws the next token of every row that is not done and moves the rows' state past it."""
+    """Draws the next token of every active row and updates the state of the rows."""
     active_B = ~state.done_B
     token_B, sampler, drawn = sample(
-        seen.logits, params, state.sampler, attention=seen.attention, active_B=active_B, report=report
+        step_logits.logits, params, state.sampler, attention=step_logits.attention, active_B=active_B, report=report
     )
     position_B = state.position_B + active_B
     remaining_B = state.remaining_B - active_B
     ended_B = (token_B[:, None] == state.eos_BE).any(1) | (remaining_B <= 0)
-    text_BS = state.text_BS
-    if text_BS is not None:
-        place_B = jnp.where(active_B, position_B, text_BS.shape[1])
-        text_BS = text_BS.at[jnp.arange(token_B.shape[0]), place_B].set(token_B, mode="drop")
+    sequence_BS = state.sequence_BS
+    if sequence_BS is not None:
+        index_B = jnp.where(active_B, position_B, sequence_BS.shape[1])
+        sequence_BS = sequence_BS.at[jnp.arange(token_B.shape[0]), index_B].set(token_B, mode="drop")
     state = replace(
         state,
         token_B=jnp.where(active_B, token_B, state.token_B),
@@ -274,6 +276,6 @@ def sample_step(
         remaining_B=remaining_B,
         done_B=state.done_B | ended_B,
         sampler=sampler,
-        text_BS=text_BS,
+        sequence_BS=sequence_BS,
     )
     return state, Emitted(token_B, active_B, drawn.token)

@@ -21,8 +21,8 @@ from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.params import ScoreFn
 
 DEFAULTS = Config().generation
-# They need a tokenizer, or change the weights, which come as they are.
-REFUSED = ("stop", "keep_stop", "weights", "matmul_dtype", "tensor_parallel")
+# These settings need a tokenizer or change the weights, which are used as they are.
+UNSUPPORTED_SETTINGS = ("stop", "keep_stop", "weights", "matmul_dtype", "tensor_parallel")
 
 
 Ids = jax.Array | np.ndarray | Sequence[Sequence[int]]
@@ -100,13 +100,13 @@ def generate(
     """
     use_compilation_cache()
     new_tokens = settings.pop("max_generations", max_new_tokens)
-    prompts, T = _prompts(input_ids, prompt_lengths)
-    for name in REFUSED:
+    prompts, T = _parse_prompts(input_ids, prompt_lengths)
+    for name in UNSUPPORTED_SETTINGS:
         if name in settings:
-            raise UserError(f"{name} has no effect on token ids and a model that is loaded: leave it out")
+            raise UserError(f"{name} has no effect on token ids and a loaded model: remove it")
     if show_candidates and not return_info:
-        raise UserError("show_candidates reports with each token: give logprobs and return_info too")
-    eos = [] if len(np.atleast_1d(eos_ids)) == 0 else _integers("eos_ids", eos_ids).tolist()
+        raise UserError("show_candidates needs a report per token: set logprobs and return_info too")
+    eos = [] if len(np.atleast_1d(eos_ids)) == 0 else _integer_array("eos_ids", eos_ids).tolist()
     config = overlay(Config(), {"max_new_tokens": new_tokens, **settings})
     ids_model = _IdsModel(config, model, eos, router_calibration, "kv_signal" in settings)
     report: dict[str, Any] = {
@@ -114,9 +114,9 @@ def generate(
         "score_fn": score_fn,
         "show_candidates": show_candidates,
     }
-    begun = time.perf_counter()
+    start = time.perf_counter()
     results = ids_model.complete([ids_model.request(ids, config, **report) for ids in prompts])
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     room = min(config.generation.max_new_tokens, model.config.max_context - min(map(len, prompts)))
     out = np.full((len(results), T + room), pad_id, np.int32)
     lengths = []
@@ -126,18 +126,18 @@ def generate(
         lengths.append(len(ids) + len(result.tokens))
         out[row, : lengths[-1]] = [*ids, *result.tokens]
     reasons = ["eos" if result.finish_reason == "stop" else result.finish_reason for result in results]
-    info = _stacked([result.steps for result in results])
+    info = _stack_steps([result.steps for result in results])
     found = {"lengths": np.array(lengths), "reasons": reasons, "seed": results[0].seed, "seconds": seconds, "info": info}
     return (out, found) if return_info else out
 
 
-class _NoText:
-    """Stands for a tokenizer where there is none: tokens spell nothing, and no text can be read."""
+class _NoTokenizer:
+    """Replaces the tokenizer where there is none: tokens have no text, and no text can be encoded."""
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int]):
         self.vocab_size, self.stop_ids = vocab_size, tuple(eos_ids)
 
-    def detokenizer(self) -> "_NoText":
+    def detokenizer(self) -> "_NoTokenizer":
         return self
 
     def push(self, ids: Sequence[int]) -> str:
@@ -149,14 +149,14 @@ class _NoText:
     def decode(self, ids: Sequence[int]) -> str:
         return ""
 
-    spelt = decode
+    token_text = decode
 
     def encode(self, text: str) -> list[int]:
-        raise UserError(f"tokens must be ids where there is no tokenizer, got {text!r}")
+        raise UserError(f"tokens must be values as ids without a tokenizer, got {text!r}")
 
 
 class _IdsModel(LoadedModel):
-    """A bare transformer whose weights are decoded as they are."""
+    """A bare transformer whose weights are used as they are."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _IdsModel(LoadedModel):
     ):
         if calibration is not None and config.router.router_preset != "calibrated":
             raise UserError("router_calibration has no effect unless router_preset is calibrated")
-        super().__init__(config, model, _NoText(model.config.vocab_size, eos_ids))  # type: ignore[arg-type]
+        super().__init__(config, model, _NoTokenizer(model.config.vocab_size, eos_ids))  # type: ignore[arg-type]
         self._router_calibration, self._needs_signal = calibration, needs_signal
 
     def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Any) -> SamplingParams:
@@ -187,17 +187,17 @@ class _IdsModel(LoadedModel):
             return kv, load_kv_calibration(kv.calibration, self.model.config, None)
         if self._needs_signal or kv.decays_by_entropy:
             raise UserError(
-                "kv.signal and kv.decay read what was measured on the model's heads: name its file by kv_calibration"
+                "kv.signal and kv.decay need measurements of the heads of the model: set kv_calibration to their file"
             )
-        remedy = "name the file of what was measured on them by kv_calibration, or give kv_signal uniform"
+        remedy = "set kv_calibration to the file of the measurements of the heads, or set kv_signal to uniform"
         return fall_back_to_uniform(kv, None, remedy), None
 
     def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
         return permute_heads(self.model, order)
 
 
-def _stacked(steps: Sequence[StepInfo | None]) -> StepInfo | None:
-    """The reports of all rows, `[B, new, …]`; zeros after the end of a row."""
+def _stack_steps(steps: Sequence[StepInfo | None]) -> StepInfo | None:
+    """Returns the reports of all rows, `[B, new, …]`; zeros after the end of a row."""
     if any(one is None for one in steps):
         return None
     width = max(len(one.logprob) for one in steps if one is not None)
@@ -207,29 +207,29 @@ def _stacked(steps: Sequence[StepInfo | None]) -> StepInfo | None:
     return stacked
 
 
-def _integers(name: str, given: Any) -> np.ndarray:
-    """`given` as a non-empty array of integers with one axis."""
+def _integer_array(name: str, values: Any) -> np.ndarray:
+    """Converts `values` to a non-empty array of integers with one axis."""
     try:
-        array = np.asarray(given)
+        array = np.asarray(values)
     except ValueError:
         array = np.empty(0)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
-        raise UserError(f"{name} must be a list of integers, at least one, got {quote(given)}")
+        raise UserError(f"{name} must be a list of integers, at least one, got {quote(values)}")
     return array
 
 
-def _prompts(input_ids: Any, prompt_lengths: Any) -> tuple[list[tuple[int, ...]], int]:
-    """The prompts without padding, and the length of the longest row.
+def _parse_prompts(input_ids: Any, prompt_lengths: Any) -> tuple[list[tuple[int, ...]], int]:
+    """Returns the prompts without padding, and the length of the longest row.
 
     Raises:
-      UserError: they are no integers, or a length does not fit its row.
+      UserError: they are not integers, or a length does not fit its row.
     """
-    given = input_ids if isinstance(input_ids, list | tuple) else np.atleast_1d(np.asarray(input_ids))
-    rows = [_integers("each row of input_ids", row) for row in given]
+    values = input_ids if isinstance(input_ids, list | tuple) else np.atleast_1d(np.asarray(input_ids))
+    rows = [_integer_array("each row of input_ids", row) for row in values]
     if not rows:
         raise UserError("input_ids must have at least one row of token ids, got none")
     sizes = [len(row) for row in rows]
-    lengths = sizes if prompt_lengths is None else _integers("prompt_lengths", prompt_lengths).tolist()
+    lengths = sizes if prompt_lengths is None else _integer_array("prompt_lengths", prompt_lengths).tolist()
     if len(lengths) != len(rows) or not all(1 <= length <= size for length, size in zip(lengths, sizes, strict=True)):
         raise UserError(f"prompt_lengths must be {len(rows)} integers in [1, {max(sizes)}], got {quote(lengths)}")
     return [tuple(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)], max(sizes)

@@ -40,9 +40,10 @@ from dantinox.sampling import params as sampling
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import ChatTemplate, Tokenizer
 
-# The same for all rows of a batch, with router.use_attention, all of kv, and what the request reports.
+# Settings that are equal for all rows of a batch, together with router.use_attention, all of kv, and the reports of the
+# request.
 PER_BATCH_SETTINGS = ("use_cache", "weights", "matmul_dtype", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
-ALIASED = 64  # bytes: on a CPU `jax.device_put` does not copy an array of NumPy with this alignment
+ALIAS_ALIGNMENT = 64  # bytes: on a CPU `jax.device_put` does not copy NumPy arrays with this alignment
 
 
 class GenerateOptions(RequestSettings, total=False):
@@ -126,7 +127,7 @@ class LoadedModel(ModelBundle):
         """The continuation of one prompt in pieces, which together are exactly the text of `generate`."""
         request = self.request(prompt, settings, constraint=constraint)
         if (n := request.config.generation.n) != 1:
-            raise UserError(f"a stream is one sample: give n=1, got {n}, or use generate")
+            raise UserError(f"n must be 1 in a stream, got {n}: use generate for several samples")
         (run,) = self.start([request], stream=True)
         return (part.text for _, part in run.parts())
 
@@ -165,7 +166,7 @@ class LoadedModel(ModelBundle):
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         config = self.with_stop_ids(self.settings(settings), template.end_ids)
         if config.generation.n != 1:
-            raise UserError(f"a chat gets one answer: give n=1, got {config.generation.n}, or use request and complete")
+            raise UserError(f"n must be 1 in a chat, got {config.generation.n}: use request and complete for several samples")
         ids = template.encode(conversation, generation_prompt=True)
         return self.complete([self.request(ids, config, logprobs=logprobs, constraint=constraint)])[0]
 
@@ -192,9 +193,9 @@ class LoadedModel(ModelBundle):
         if logprobs is not None and not 0 <= logprobs <= self.tokenizer.vocab_size:
             raise UserError(f"logprobs must be an integer in [0, {self.tokenizer.vocab_size}], got {logprobs}")
         if echo and logprobs is None:
-            raise UserError("echo reports log-probabilities of the prompt: give logprobs too")
+            raise UserError("echo reports log-probabilities of the prompt: set logprobs too")
         if show_candidates and logprobs is None:
-            raise UserError("show_candidates reports with each token's log-probabilities: give logprobs too")
+            raise UserError("show_candidates needs the log-probabilities of each token: set logprobs too")
         text, ids = (prompt, self.prompt_ids(prompt)) if isinstance(prompt, str) else (self.tokenizer.decode(prompt), prompt)
         config = self.settings(settings)
         return GenerationRequest(tuple(ids), config, logprobs, echo, constraint, text, score_fn, show_candidates)
@@ -218,10 +219,10 @@ class LoadedModel(ModelBundle):
           steps: tokens of every chunk, none dispatched ahead; None: as `stream` says.
         """
         if not requests:
-            raise UserError("there is no prompt to continue")
-        fresh = secrets.randbits(32)
+            raise UserError("at least one prompt is required")
+        random_seed = secrets.randbits(32)
         groups: dict[tuple[Any, ...], list[int]] = {}
-        seeded_requests = [replace(request, config=with_default_seed(request.config, fresh)) for request in requests]
+        seeded_requests = [replace(request, config=with_default_seed(request.config, random_seed)) for request in requests]
         for number, request in enumerate(seeded_requests):
             config, report = request.config, (request.logprobs, request.echo, request.score_fn, request.show_candidates)
             shared = [getattr(config.generation, name) for name in PER_BATCH_SETTINGS]
@@ -234,7 +235,7 @@ class LoadedModel(ModelBundle):
 
 
 def results_in_order(runs: Sequence[BatchRun]) -> list[Result]:
-    """The results of finished batches in the order of the requests, the samples of each together."""
+    """Returns the results of finished batches in the order of the requests, the samples of each request together."""
     numbered = [pair for run in runs for pair in zip(run.numbers, run.results, strict=True)]
     return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]
 
@@ -269,16 +270,16 @@ def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
 
 
 def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int = 1) -> Transformer:
-    """The transformer of a run's config with its weights, each placed on its devices as it is read."""
-    # The kernel is a matter of the machine that trained, and decoding wants the layers apart.
+    """Returns the transformer of a run with its weights; each weight is put on its devices as it is read."""
+    # The kernel belongs to the machine that trained, and decoding uses separate layers.
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
     build, shapes = abstract_model(model)
-    where = weight_shardings(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
+    shardings = weight_shardings(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
 
     def place(path: str, array: np.ndarray) -> jax.Array:
-        """Copies an array: one that aliases the mapped file would keep all of the file in memory."""
-        aliased = array.ctypes.data % ALIASED == 0
-        copied: jax.Array = jax.device_put(np.array(array) if aliased else array, where.get(path))
+        """Copies an array: an alias of the memory-mapped file would keep the whole file in memory."""
+        aliased = array.ctypes.data % ALIAS_ALIGNMENT == 0
+        copied: jax.Array = jax.device_put(np.array(array) if aliased else array, shardings.get(path))
         return copied
 
     return build(load_run_weights(run, config, shapes, vocab_size, place))

@@ -19,17 +19,17 @@ from dantinox.run import KVCalibration
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import ChatTemplate, Tokenizer
 
-PREPARED = 4  # models in memory besides the run's own, one for every order of heads: budgets by loss have orders of their own
+# Prepared models in memory besides the model of the run, one per order of heads: each budget by loss has its own order.
+MAX_PREPARED = 4
 
 
 class ModelBundle:
     """A model, its tokenizer and the defaults of its run.
 
     Attributes:
-      model: the transformer as its file holds it, float32 or bfloat16.
-      calibration: gives the router's thresholds measured on this model, or None where none were.
-      kv_calibration: gives what was measured of the attention heads, from a file or, with None, of this run.
-      chat_template: returns the chat template of the run, or None if it has none.
+      model: the transformer as stored in its file, float32 or bfloat16.
+      calibration: returns the router thresholds measured on this model, or None.
+      kv_calibration: returns the measurements of the attention heads, from a file or, with None, of this run.
     """
 
     def __init__(
@@ -51,84 +51,86 @@ class ModelBundle:
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.model, nnx.Param)))
 
     def settings(self, given: Mapping[str, object] | Config) -> Config:
-        """The run's settings with keys of `generation`, `router` and `kv` (`kv_budget` and so on) laid over them, validated."""
+        """Returns the settings of the run, overridden by keys of `generation`, `router` and `kv` (`kv_budget` and so on),
+        validated.
+        """
         return given if isinstance(given, Config) else overlay(self.config, given)
 
     def with_stop_ids(self, config: Config, ids: Iterable[int]) -> Config:
-        """The same settings with more tokens that end a text; those of the tokenizer end every text."""
-        more = sorted(set(ids).difference(self.tokenizer.stop_ids))
-        return with_generation(config, stop_token_ids=(*config.generation.stop_token_ids, *more)) if more else config
+        """Returns the settings with more tokens that end a sequence; those of the tokenizer always do."""
+        extra = sorted(set(ids).difference(self.tokenizer.stop_ids))
+        return with_generation(config, stop_token_ids=(*config.generation.stop_token_ids, *extra)) if extra else config
 
     def params(
         self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Unpack[ProgramOptions]
     ) -> SamplingParams:
-        """The sampling parameters of a batch with these settings; the calibration is read where one of them asks for it.
+        """Returns the sampling parameters of a batch with these settings; reads the calibration if one of them needs it.
 
         Args:
-          more: what `SamplingParams.build` takes of the compiled program.
+          more: the options of the compiled program in `SamplingParams.build`.
         """
-        asked = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
-        measured, size = self.calibration() if asked else None, self.model.config.vocab_size
+        reads_calibration = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
+        measured, size = self.calibration() if reads_calibration else None, self.model.config.vocab_size
         return sampling_params(self.tokenizer, configs, sample_index, vocab_size=size, measured=measured, **more)
 
     def kv(self, config: Config) -> tuple[KVSection, KVCalibration | None]:
-        """The settings of the cache, and what was measured on this run's heads where they read it."""
+        """Returns the settings of the cache, and the measurements of the heads if the settings read them."""
         kv = config.kv
         if not kv.compresses or not kv.reads_calibration:
             return kv, None
         calibration = self.kv_calibration(kv.calibration)
-        remedy = f"kv.signal {kv.signal} was not measured on this model (`dantinox calibrate --run_dir … --what kv` does)"
+        remedy = f"kv.signal {kv.signal} was not measured on this model (run `dantinox calibrate --run_dir … --what kv`)"
         return fall_back_to_uniform(kv, calibration, remedy), calibration
 
     def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
-        """The model as decoding wants it; the `PREPARED` used last, by precision, devices and order of heads, are kept."""
+        """Returns the model for decoding; caches the last `MAX_PREPARED` models by precision, devices and order of heads."""
         weights, matmul_dtype, tensor = generation.weights, generation.matmul_dtype, generation.tensor_parallel
         key = weights, matmul_dtype, tensor, order
-        made = self._prepared.pop(key, None)
-        if made is None:
+        prepared = self._prepared.pop(key, None)
+        if prepared is None:
             mesh = tensor_mesh(self.model.config, tensor) if tensor > 1 else None
-            made = prepare(permute_heads(self.model, order), weights, matmul_dtype)
-            made = made if mesh is None else shard_model(made, mesh)
-        self._prepared[key] = made
-        if len(self._prepared) > PREPARED:
+            prepared = prepare(permute_heads(self.model, order), weights, matmul_dtype)
+            prepared = prepared if mesh is None else shard_model(prepared, mesh)
+        self._prepared[key] = prepared
+        if len(self._prepared) > MAX_PREPARED:
             del self._prepared[next(iter(self._prepared))]
-        return made
+        return prepared
 
     @cached_property
     def grammars(self) -> ConstraintCompiler:
-        """What makes constraints for this vocabulary; it needs the libraries of a server."""
+        """The compiler of constraints for this vocabulary; needs the `serve` extra."""
         return ConstraintCompiler(self.tokenizer, self.model.config.vocab_size)
 
     def matcher(self, constraint: Constraint, section: GenerationSection) -> Matcher:
-        """Follows one text that must meet a constraint.
+        """Returns a matcher of a constraint at the start of a sequence.
 
         Raises:
-          UserError: the constraint is wrong or too large, or no text of this vocabulary meets it.
+          UserError: the constraint is invalid or too large, or no sequence of this vocabulary satisfies it.
         """
         return self.grammars.matcher(constraint.kind, constraint.source, stop_token_ids(self.tokenizer, section))
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of a prompt, after the begin token where the model expects it; an empty prompt is the begin token.
+        """Returns the token ids of a prompt, after the begin token if the model expects it; an empty prompt is the begin token.
 
         Args:
-          parse_special: names of special tokens in the prompt stand for the tokens; a begin token in front is not doubled.
+          parse_special: read the names of special tokens as tokens; a begin token at the start is not duplicated.
 
         Raises:
-          UserError: an empty prompt for a tokenizer without one, or text the tokenizer cannot spell.
+          UserError: the prompt is empty and the tokenizer has no begin token, or the tokenizer cannot encode the text.
         """
         ids, bos_id = self.tokenizer.encode(prompt, parse_special=parse_special), self.tokenizer.bos_id
         if ids:
-            begins = self.tokenizer.add_bos and bos_id is not None and ids[0] != bos_id
-            return [bos_id, *ids] if begins and bos_id is not None else ids
+            needs_bos = self.tokenizer.add_bos and bos_id is not None and ids[0] != bos_id
+            return [bos_id, *ids] if needs_bos and bos_id is not None else ids
         if bos_id is None:
-            raise UserError("the prompt is empty and the tokenizer has no begin token: give at least one character")
+            raise UserError("the prompt is empty and the tokenizer has no begin token: enter at least one character")
         return [bos_id]
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Checks the token ids of a prompt.
 
         Raises:
-          UserError: one is not in the vocabulary.
+          UserError: an id is not in the vocabulary.
         """
         V = self.model.config.vocab_size
         if ids and (min(ids) < 0 or max(ids) >= V):

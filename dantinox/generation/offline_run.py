@@ -21,12 +21,12 @@ from dantinox.sampling import StepInfo
 
 
 class BatchRun:
-    """Requests of one program on an engine of their own; `parts` runs them, `results` holds the outcome.
+    """Requests of one program on a separate engine; `parts` runs them, `results` holds their results.
 
     Attributes:
-      numbers: for each result, the number of its request among those asked for.
-      batch: the rows being decoded; other `params` assigned to it hold from the next chunk on.
-      times: of the run, once it has ended.
+      numbers: for each result, the index of its request.
+      batch: the rows that are decoded; other `params` assigned to it apply from the next chunk on.
+      times: the times of the run, once it has ended.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class BatchRun:
         pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
     ):
-        """Builds the batch; the arguments are those of `LoadedModel.start`.
+        """Creates the batch; the arguments are those of `LoadedModel.start`.
 
         Raises:
-          UserError: a prompt fills the context, or the settings or the constraint of a request cannot be met.
+          UserError: a prompt fills the context, or the settings or the constraint of a request are invalid.
         """
         self._requests, first = requests, requests[0]
         section = first.config.generation
@@ -58,8 +58,8 @@ class BatchRun:
             configs, [*range(n)] * len(requests), score_fn=first.score_fn, show_candidates=first.show_candidates
         )
         lengths_P = np.array([len(request.ids) for request in requests], np.int32)
-        wanted_P = np.array([request.config.generation.max_new_tokens for request in requests])
-        limits_P = clamp_to_context(lengths_P, wanted_P, model.model.config.max_context)
+        requested_P = np.array([request.config.generation.max_new_tokens for request in requests])
+        limits_P = clamp_to_context(lengths_P, requested_P, model.model.config.max_context)
         prompt_PT = np.zeros((len(requests), lengths_P.max()), np.int32)
         for row, request in zip(prompt_PT, requests, strict=True):
             row[: len(request.ids)] = request.ids
@@ -83,12 +83,12 @@ class BatchRun:
             constrained=first.constraint is not None,
         )
         seconds = STREAM_CHUNK_SECONDS if stream else None
-        self._engine = Engine(model, self.batch, chunk_seconds=seconds, most_steps=steps or CHUNK, ahead=steps is None)
-        self._jobs = self._engine.place(requests, limits_P.tolist())
+        self._engine = Engine(model, self.batch, chunk_seconds=seconds, max_steps=steps or CHUNK, dispatch_ahead=steps is None)
+        self._jobs = self._engine.add_static(requests, limits_P.tolist())
         self._samples = [(job, number) for job in self._jobs for number in range(n)]
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:
-        """Decodes to the end, yielding (row, text) as text becomes certain; afterwards `results` and `times` are there."""
+        """Decodes to the end, yielding (row, text) as text becomes final; then sets `results` and `times`."""
         rows = {key: row for row, key in enumerate(self._samples)}
         texts: list[list[str]] = [[] for _ in rows]
         reports: list[list[StepInfo]] = [[] for _ in rows]
@@ -109,10 +109,10 @@ class BatchRun:
                         if part.text:
                             yield row, part
         self.times = timer.times
-        self.results = self._finished(["".join(parts) for parts in texts], reports)
+        self.results = self._build_results(["".join(parts) for parts in texts], reports)
 
     def summary(self) -> str:
-        """One line about a finished run: tokens, time to the first one, speed, compile time apart, seeds."""
+        """Returns one line about a finished run: tokens, time to the first one, speed, compile time, seeds."""
         stats = self.results[0].stats
         prompt = sum(len(request.ids) for request in self._requests)
         new = sum(result.stats["new_tokens"] for result in self.results)
@@ -123,8 +123,9 @@ class BatchRun:
             f"seed {seeds[0] if len(seeds) == 1 else seeds}{_cache_summary(stats['cache'], self._requests[0].config.kv)}"
         )
 
-    def _finished(self, texts: Sequence[str], reports: Sequence[Sequence[StepInfo]]) -> list[Result]:
-        new = sum(len(job.texts[number].tokens) for job, number in self._samples) - len(texts)  # after the first ones
+    def _build_results(self, texts: Sequence[str], reports: Sequence[Sequence[StepInfo]]) -> list[Result]:
+        # Tokens after the first one of each sample.
+        new = sum(len(job.texts[number].tokens) for job, number in self._samples) - len(texts)
         decoding = self.times.decoding
         stats: GenerationStats = {
             "prompt_tokens": 0,
@@ -167,7 +168,7 @@ class BatchRun:
 
 
 def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
-    """`, cache 1.2 of 5.9 MB (80 % saved, 24 to 64 slots a head)` for a compressed cache, else its size."""
+    """Returns `, cache 1.2 of 5.9 MB (80 % saved, 24 to 64 slots per head)` for a compressed cache, else its size."""
     if cache is None:
         return ""
     size = f", cache {cache['bytes'] / 1e6:.2f} MB"
@@ -175,6 +176,6 @@ def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
     if not kv.compresses:
         return size
     if cache["bytes"] == cache["full_bytes"]:
-        return f"{size} (whole: a text of at most {slots[-1]} tokens has nothing to give up)"
-    held = f"{slots[0]} slots a head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots a head"
+        return f"{size} (uncompressed: nothing can be evicted from at most {slots[-1]} tokens)"
+    held = f"{slots[0]} slots per head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots per head"
     return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {held})"

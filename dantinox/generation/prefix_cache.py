@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 
 class PrefixMatch(NamedTuple):
-    """The beginning of a prompt that a slot holds: `length` tokens, a multiple of a part; None and 0 for nothing."""
+    """A slot that holds a prefix of a prompt, and the length of the prefix in tokens, a multiple of a chunk; None and 0 without
+    a match.
+    """
 
     slot: int | None
     length: int
@@ -14,17 +16,17 @@ class PrefixMatch(NamedTuple):
 NO_PREFIX = PrefixMatch(None, 0)
 
 
-def longest_prefix(ids: Sequence[int], held: Iterable[tuple[int, Sequence[int], int]], part: int) -> PrefixMatch:
-    """The longest beginning of `ids` that is held in whole parts; its last token is never part of it.
+def longest_prefix(ids: Sequence[int], cached: Iterable[tuple[int, Sequence[int], int]], chunk: int) -> PrefixMatch:
+    """Returns the longest cached prefix of `ids` in whole chunks, excluding the last token.
 
     Args:
-      held: (slot, its token ids, how many of them were read in whole parts).
-      part: tokens of a part. A part that was read for an earlier request is bit for bit what would be read again.
+      cached: (slot, its token ids, the number of them that were prefilled in whole chunks).
+      chunk: tokens per prefill chunk. A chunk that was prefilled for an earlier request is bitwise equal to a new prefill.
     """
     best = NO_PREFIX
-    for slot, tokens, exact in held:
-        most, length = min(exact, len(ids) - 1), 0
-        while (end := length + part) <= most and tokens[length:end] == tuple(ids[length:end]):
+    for slot, tokens, prefilled_in_chunks in cached:
+        limit, length = min(prefilled_in_chunks, len(ids) - 1), 0
+        while (end := length + chunk) <= limit and tokens[length:end] == tuple(ids[length:end]):
             length = end
         if length > best.length:
             best = PrefixMatch(slot, length)

@@ -22,30 +22,33 @@ from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform
 HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8")
 MATMUL_DTYPES = ("auto", "float32", "bfloat16")
-LONG_ROW = 4096  # inputs: of 16 KiB on XLA fuses no conversion into a product any more, and makes wide weights for each row
-MAX_MATVEC_ROWS = 4  # up to here the product row by row is faster on a CPU than one over weights widened to float32
+# From this many inputs (16 KiB) on, XLA no longer fuses a conversion into a matrix multiplication and writes float32 weights
+# for each row.
+LONG_INPUT = 4096
+# Up to this many rows, a matrix-vector loop per row is faster on a CPU than one matrix multiplication with float32 weights.
+MAX_MATVEC_ROWS = 4
 
 
 def _matvec(row_I: jax.Array, weights_OI: jax.Array) -> jax.Array:
-    """weights · row in float32, of weights that are widened as they are read."""
-    wide_OI = weights_OI.astype(jnp.float32)
-    return row_I @ wide_OI.T if len(row_I) < LONG_ROW else jnp.sum(row_I * wide_OI, axis=1)
+    """Returns weights · row in float32; the weights are converted as they are read."""
+    float_OI = weights_OI.astype(jnp.float32)
+    return row_I @ float_OI.T if len(row_I) < LONG_INPUT else jnp.sum(row_I * float_OI, axis=1)
 
 
 class LowPrecisionLinear(nnx.Module):
-    """A `Linear` whose weights are stored narrow, one output per row: `[O, I]` bfloat16, or int8 with a scale per row.
+    """A `Linear` with bfloat16 weights, or int8 weights with a scale per output, stored one output per row: `[O, I]`.
 
-    On a CPU the conversion fuses into the matrix–vector loop, so the bytes saved are time saved. It takes two precautions
-    against XLA: a barrier, or the conversion is moved out of the decoding loop and makes a wide copy of all weights; and a
-    division by `one`, whose value XLA does not know, or what computes the row is fused into the product as well and done
-    again for every weight (3 times slower).
+    On a CPU the conversion fuses into the matrix-vector loop, so fewer bytes mean less time. Two precautions against XLA are
+    needed. A barrier keeps XLA from moving the conversion out of the decoding loop, where it would write a float32 copy of all
+    weights. A division by `one`, whose value XLA does not know, keeps XLA from fusing the computation of the row into the loop,
+    where it would be repeated for every weight (3 times slower).
 
-    With `bfloat16_from` rows and more, weights and rows are multiplied in bfloat16, with sums in float32, in one product. That
-    is None where such products are slow: the model is then to be widened for many rows.
+    From `min_bfloat16_rows` rows on, weights and rows are multiplied in bfloat16, with float32 sums, in one matrix
+    multiplication. It is None where bfloat16 is slow: the model then has to be dequantized for many rows.
     """
 
-    def __init__(self, linear: Linear, dtype: str, bfloat16_from: int | None = None):
-        self.bfloat16_from = bfloat16_from
+    def __init__(self, linear: Linear, dtype: str, min_bfloat16_rows: int | None = None):
+        self.min_bfloat16_rows = min_bfloat16_rows
         self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
         self.dtype, self.out_dtype = linear.dtype, linear.out_dtype
         self.one = nnx.Param(jnp.ones((), jnp.float32))
@@ -58,8 +61,8 @@ class LowPrecisionLinear(nnx.Module):
     def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
         lead = x.shape[: x.ndim - len(self.shape_in)]
         rows_RI = x.reshape(math.prod(lead), -1)
-        one_product = self.bfloat16_from is not None and len(rows_RI) >= self.bfloat16_from
-        y_RO = (self._matmul if one_product else self._matvec_rows)(rows_RI)
+        use_matmul = self.min_bfloat16_rows is not None and len(rows_RI) >= self.min_bfloat16_rows
+        y_RO = (self._matmul if use_matmul else self._matvec_rows)(rows_RI)
         y_RO = y_RO if self.scale is None else y_RO * self.scale[...]
         return add_bias(reduce(y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)), self.bias)
 
@@ -73,20 +76,20 @@ class LowPrecisionLinear(nnx.Module):
         return jnp.einsum("RI,OI->RO", rows_RI.astype(jnp.bfloat16), weights_OI, preferred_element_type=jnp.float32)
 
     def dequantize(self) -> Linear:
-        """The plain projection with the same numbers in float32."""
+        """Returns a plain projection with the same numbers in float32."""
         weights_OI = self.kernel[...].astype(jnp.float32)
         if self.scale is not None:
             weights_OI = weights_OI * self.scale[...][:, None]
         kernel = jax.lax.optimization_barrier(weights_OI.T).reshape(*self.shape_in, *self.shape_out)
-        plain: Linear = _with_kernel(self, kernel)
-        return plain
+        linear: Linear = _with_kernel(self, kernel)
+        return linear
 
 
 class LowPrecisionExperts(nnx.Module):
-    """An `ExpertLinear` stored narrow, `[E, O, I]`, with the precautions and the products of a `LowPrecisionLinear`."""
+    """An `ExpertLinear` with bfloat16 or int8 weights `[E, O, I]`, computed in the same ways as a `LowPrecisionLinear`."""
 
-    def __init__(self, linear: ExpertLinear, dtype: str, bfloat16_from: int | None = None):
-        self.bfloat16_from, self.platform = bfloat16_from, linear.platform
+    def __init__(self, linear: ExpertLinear, dtype: str, min_bfloat16_rows: int | None = None):
+        self.min_bfloat16_rows, self.platform = min_bfloat16_rows, linear.platform
         self.shape_out, self.dtype = linear.shape_out, linear.dtype
         self.one = nnx.Param(jnp.ones((), jnp.float32))
         weights_EOI = linear.kernel[...].reshape(*linear.kernel.shape[:2], -1).swapaxes(1, 2)
@@ -96,8 +99,8 @@ class LowPrecisionExperts(nnx.Module):
         self.bias = linear.bias
 
     def __call__(self, x_MI: jax.Array, rows: ExpertRows) -> jax.Array:
-        one_product = self.bfloat16_from is not None and len(x_MI) >= self.bfloat16_from
-        y_MO = (self._matmul if one_product else self._matvec_rows)(x_MI, rows)
+        use_matmul = self.min_bfloat16_rows is not None and len(x_MI) >= self.min_bfloat16_rows
+        y_MO = (self._matmul if use_matmul else self._matvec_rows)(x_MI, rows)
         y_MO = y_MO if self.scale is None else y_MO * self.scale[...][rows.expert_M]
         return y_MO.astype(self.dtype).reshape(-1, *self.shape_out)
 
@@ -111,20 +114,20 @@ class LowPrecisionExperts(nnx.Module):
         return grouped_matmul(x_MI.astype(jnp.bfloat16), weights_EIO, rows, self.platform)
 
     def dequantize(self) -> ExpertLinear:
-        """The plain experts with the same numbers in float32."""
+        """Returns plain experts with the same numbers in float32."""
         weights_EOI = self.kernel[...].astype(jnp.float32)
         if self.scale is not None:
             weights_EOI = weights_EOI * self.scale[...][:, :, None]
         E, _, I = weights_EOI.shape  # noqa: E741
         kernel = jax.lax.optimization_barrier(weights_EOI.swapaxes(1, 2)).reshape(E, I, *self.shape_out)
-        plain: ExpertLinear = _with_kernel(self, kernel)
-        return plain
+        linear: ExpertLinear = _with_kernel(self, kernel)
+        return linear
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["merge"])
 @dataclass(frozen=True)
 class SplitModel:
-    """A model taken apart: a call passes its arrays on without walking through its modules.
+    """A model split into arrays and structure: a call passes its arrays on without traversing its modules.
 
     `merge(leaves)` is the model. Models of the same structure have the same `merge`, and so share their programs.
     """
@@ -134,7 +137,7 @@ class SplitModel:
 
 
 def split_model(model: Transformer) -> SplitModel:
-    """Takes a model apart; the arrays are shared with it."""
+    """Splits a model; the arrays are shared with it."""
     graph, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
     return SplitModel(tuple(leaves), _merge(graph, structure))
@@ -166,19 +169,20 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         model.head = nnx.eval_shape(lambda: make_output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
         model.head.kernel = nnx.Param(model.embed[...].T)
     if weights == "auto":
-        # Of `[I, O]` and a single row a GPU would make sums of products, and transpose the weights for them on every call.
-        narrow = "compute" if get_platform(model.config.platform).name == "cpu" else "bfloat16"
-        weights = "float32" if model.dtype == jnp.float32 else narrow
-    if weights != "float32" and model.config.position in ("rope", "none"):  # else positions are added before it is rounded
+        # With `[I, O]` and a single row a GPU would use elementwise sums, and transpose the weights for them on every call.
+        low_precision = "compute" if get_platform(model.config.platform).name == "cpu" else "bfloat16"
+        weights = "float32" if model.dtype == jnp.float32 else low_precision
+    # Learned positions are added to the embedding before it is rounded.
+    if weights != "float32" and model.config.position in ("rope", "none"):
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
     if weights != "float32" and model.per_layer is not None:
         model.per_layer.embed = nnx.Param(model.per_layer.embed[...].astype(model.dtype))
-    together = _bfloat16_from(model.config.platform, weights, matmul_dtype)
+    min_rows = _min_bfloat16_rows(model.config.platform, weights, matmul_dtype)
     change = {
-        "float32": lambda linear: _in_dtype(linear, jnp.float32),
-        "compute": lambda linear: _in_dtype(linear, linear.dtype),
-        "bfloat16": lambda linear: LOW_PRECISION[type(linear)](linear, "bfloat16", together),
-        "int8": lambda linear: LOW_PRECISION[type(linear)](_in_dtype(linear, jnp.float32), "int8", together),
+        "float32": lambda linear: _cast_kernel(linear, jnp.float32),
+        "compute": lambda linear: _cast_kernel(linear, linear.dtype),
+        "bfloat16": lambda linear: LOW_PRECISION[type(linear)](linear, "bfloat16", min_rows),
+        "int8": lambda linear: LOW_PRECISION[type(linear)](_cast_kernel(linear, jnp.float32), "int8", min_rows),
     }[weights]
     return _replace(model, (Linear, ExpertLinear), change)
 
@@ -186,8 +190,8 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
 LOW_PRECISION: dict[type, type] = {Linear: LowPrecisionLinear, ExpertLinear: LowPrecisionExperts}
 
 
-def _bfloat16_from(platform: str, weights: str, matmul_dtype: str) -> int | None:
-    """From how many rows on narrow weights are multiplied in bfloat16; None: never."""
+def _min_bfloat16_rows(platform: str, weights: str, matmul_dtype: str) -> int | None:
+    """Returns the number of rows from which low-precision weights are multiplied in bfloat16; None: never."""
     on = get_platform(platform)
     if matmul_dtype == "float32" or weights not in ("bfloat16", "int8"):
         return None
@@ -197,17 +201,17 @@ def _bfloat16_from(platform: str, weights: str, matmul_dtype: str) -> int | None
 
 
 def dequantize(model: Transformer) -> Transformer:
-    """The model for products over many rows: narrow projections that are multiplied in float32 are plain ones in it."""
-    narrow = LowPrecisionLinear, LowPrecisionExperts
-    if not any(isinstance(node, narrow) and node.bfloat16_from is None for _, node in nnx.iter_graph(model)):
+    """Returns the model for inputs with many rows: low-precision projections that multiply in float32 become plain ones."""
+    low_precision = LowPrecisionLinear, LowPrecisionExperts
+    if not any(isinstance(node, low_precision) and node.min_bfloat16_rows is None for _, node in nnx.iter_graph(model)):
         return model
-    return _replace(nnx.clone(model), narrow, lambda linear: linear.dequantize())
+    return _replace(nnx.clone(model), low_precision, lambda linear: linear.dequantize())
 
 
 def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
-    """The same function with the key heads of each layer, and their query heads, in another order.
+    """Returns the same function with the key heads of each layer, and their query heads, in another order.
 
-    `order[l]` lists the old numbers of layer l's heads; None leaves all where they are.
+    `order[l]` lists the old indices of the heads of layer l; None keeps the order.
     """
     if order is None or all(list(layer) == sorted(layer) for layer in order):
         return model
@@ -217,22 +221,22 @@ def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
         for name, by_output in (("qkv", True), ("gate", True), ("out", False)):
             linear = getattr(attention, name)
             if linear is not None:
-                setattr(attention, name, _with_heads(linear, index_K, by_output))
+                setattr(attention, name, _permute_linear(linear, index_K, by_output))
         if attention.sinks is not None:
             attention.sinks = nnx.Param(attention.sinks[...][index_K])
         for norm in (attention.q_norm, attention.k_norm) if isinstance(attention, Attention) else ():
-            if norm is not None and norm.scale is not None and norm.scale.ndim > 1:  # of all heads together
+            if norm is not None and norm.scale is not None and norm.scale.ndim > 1:  # of all heads min_rows
                 norm.scale = nnx.Param(norm.scale[...][index_K])
     return model
 
 
 def weight_bytes(model: Transformer) -> int:
-    """Bytes of all parameters as they are held."""
+    """Returns the bytes of all parameters as stored."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def _with_heads(linear: Linear | LowPrecisionLinear, index_K: jax.Array, by_output: bool) -> Linear | LowPrecisionLinear:
-    """A projection whose outputs or inputs, the key head their first axis, are taken in another order."""
+def _permute_linear(linear: Linear | LowPrecisionLinear, index_K: jax.Array, by_output: bool) -> Linear | LowPrecisionLinear:
+    """Permutes the outputs or inputs of a projection whose first such axis is the key head."""
     linear = nnx.clone(linear)
     if by_output and linear.bias is not None:
         linear.bias = nnx.Param(linear.bias[...][index_K])
@@ -248,13 +252,13 @@ def _with_heads(linear: Linear | LowPrecisionLinear, index_K: jax.Array, by_outp
     return linear
 
 
-def _in_dtype(linear: Any, dtype: Any) -> Any:
+def _cast_kernel(linear: Any, dtype: Any) -> Any:
     kernel = linear.kernel[...]
     return linear if kernel.dtype == dtype else _with_kernel(linear, kernel.astype(dtype))
 
 
 def _with_kernel(like: Any, kernel: jax.Array) -> Any:
-    """A plain projection of the same axes and dtypes with another kernel."""
+    """Returns a plain projection with the axes and dtypes of `like` and another kernel."""
 
     def shapes() -> Linear | ExpertLinear:
         dtype, rngs = like.dtype, nnx.Rngs(0)
@@ -274,7 +278,7 @@ def _with_kernel(like: Any, kernel: jax.Array) -> Any:
 
 
 def _replace(model: Transformer, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Transformer:
-    """Replaces every module of these kinds in place."""
+    """Replaces every module of these types in place."""
     owners = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module) and not isinstance(node, kinds)]
     for owner in owners:
         for name, part in list(vars(owner).items()):

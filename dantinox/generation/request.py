@@ -1,4 +1,4 @@
-"""`GenerationRequest`, `Delta` and `RequestStats`: what a caller asks of the engine and what comes back."""
+"""`GenerationRequest`, `Delta` and `RequestStats`: the input and output of the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from dantinox.config import Config
 from dantinox.generation.constraints import Constraint
 from dantinox.sampling.params import ScoreFn
 
-TokenRecord = dict[str, Any]  # of one token, ready for JSON: `id` and `text`, and what was reported (`generation.trace`)
+TokenRecord = dict[str, Any]  # JSON record of a token: `id`, `text` and what was reported (`generation.trace`)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue, with settings that have been validated.
+    """A prompt to continue, with validated settings.
 
     Attributes:
-      ids: the prompt's tokens, at least one.
-      config: all settings: `generation.n` samples, each of `max_new_tokens` at most.
-      logprobs: None, or how many alternatives are reported with each token; 0 reports the token alone.
-      echo: report the prompt's own tokens too; needs `logprobs`.
-      constraint: what the text must follow, None where it is free.
-      prompt: the text that the ids spell, where the caller has it; part of a `Result`.
-      score_fn, show_candidates: of the entropy router, as of `LoadedModel.generate`; not in a server.
+      ids: the tokens of the prompt, at least one.
+      config: all settings: `generation.n` samples of at most `max_new_tokens` each.
+      logprobs: None, or the number of alternatives to report with each token; 0 reports the token alone.
+      echo: report the prompt tokens too; needs `logprobs`.
+      constraint: the constraint on the output, None if it is free.
+      prompt: the text of the ids, if the caller has it; part of a `Result`.
+      score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
     """
 
     ids: tuple[int, ...]
@@ -36,13 +36,13 @@ class GenerationRequest:
 
 
 class Delta(NamedTuple):
-    """What one sample has just gained.
+    """New output of one sample.
 
     Attributes:
-      sample: its number, from 0.
-      text: certain to belong to the answer; "" where tokens came that spell nothing yet.
-      tokens: a record for each new token, with more than `id` and `text` only where log-probabilities were requested.
-      finish_reason: `eos`, `stop`, `length` or `cancelled` with the last delta of the sample, else None.
+      sample: the index of the sample, from 0.
+      text: new text of the response; "" if the new tokens do not complete any text yet.
+      tokens: one record per new token, with more than `id` and `text` only if log-probabilities were requested.
+      finish_reason: `eos`, `stop`, `length` or `cancelled` in the last delta of the sample, else None.
     """
 
     sample: int
@@ -53,12 +53,13 @@ class Delta(NamedTuple):
 
 @dataclass
 class RequestStats:
-    """What a request took; complete once it has ended.
+    """Statistics of a request; complete once it has ended.
 
     Attributes:
-      prompt_tokens, reused_tokens: of the prompt, and of it those that were not read again.
-      new_tokens: of all samples.
-      queued_seconds, first_token_seconds, seconds: from the request until a slot was free, the first token came, all ended.
+      prompt_tokens, reused_tokens: the prompt tokens, and how many of them came from the prefix cache.
+      new_tokens: tokens of all samples.
+      queued_seconds, first_token_seconds, seconds: from the request until it got a slot, until its first token, and until its
+        end.
     """
 
     prompt_tokens: int

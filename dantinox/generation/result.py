@@ -6,25 +6,25 @@ from typing import TypedDict
 from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
 
-REPORTED = (
+RESULT_FIELDS = (
     "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seed", "seconds", "compile_seconds",
     "decode_tok_per_s", "cache",
 )  # fmt: skip
 
 
 class TokenColumns(TypedDict, total=False):
-    """What is reported about the tokens of a sample, a list per quantity with an entry per token.
+    """Reports of the tokens of a sample: one list per quantity, one entry per token.
 
     Attributes:
-      tokens: the text of each.
-      logprobs, ranks, entropy, varentropy: by the model's distribution, in nats, from 0, in bits and bits².
-      sampled_logprobs: by the distribution drawn from; null where it gives the token no chance.
-      survivors: tokens that this distribution holds.
-      top: the likeliest alternatives: `ids`, `tokens` and `logprobs`.
-      candidates: with the router, where they were asked for: `ids`, `tokens`, `logprobs` and `scores`.
-      strategy, forced, temperature, top_p, top_k, min_p: what the router did.
-      attn_entropy, attn_entropy_norm, attn_varentropy, attn_disagreement, attn_agreement, interaction_strength: its attention
-        metrics, where it reads them.
+      tokens: the text of each token.
+      logprobs, ranks, entropy, varentropy: under the distribution of the model, in nats, from 0, in bits and bits².
+      sampled_logprobs: under the distribution that was drawn from; null if the token has probability 0 there.
+      survivors: the number of tokens in this distribution.
+      top: the most likely alternatives: `ids`, `tokens` and `logprobs`.
+      candidates: with the router, if requested: `ids`, `tokens`, `logprobs` and `scores`.
+      strategy, forced, temperature, top_p, top_k, min_p: the decisions of the router.
+      attn_entropy, attn_entropy_norm, attn_varentropy, attn_disagreement, attn_agreement, interaction_strength: the attention
+        metrics of the router, if it reads them.
       prompt_tokens, prompt_logprobs: with `echo`, those of the prompt; the first token has no log-probability.
     """
 
@@ -70,14 +70,14 @@ class Result:
     """One sample.
 
     Attributes:
-      prompt, text: what was given, and its continuation alone.
-      tokens: ids of the continuation, the end token included.
+      prompt, text: the prompt, and its continuation alone.
+      tokens: ids of the continuation, including the end token.
       finish_reason: `eos`, `stop` or `length`.
-      seed: of the draws; the same seed gives the same text.
+      seed: the seed of the draws; the same seed gives the same text.
       info: with `logprobs`, else empty.
-      steps: with `logprobs`: what was reported about each token, arrays `[steps, …]`.
-      settings: those that are not the default, by name.
-      router: the numbers the entropy router went by, None without it.
+      steps: with `logprobs`: the reports of the tokens, arrays `[steps, …]`.
+      settings: settings that differ from the defaults, by name.
+      router: the settings that the entropy router used, None without it.
     """
 
     prompt: str
@@ -92,6 +92,6 @@ class Result:
     router: dict[str, float | None] | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """One flat JSON-ready dict of the `REPORTED` names, and `logprobs` where they were asked for."""
+        """Returns one flat, JSON-ready dict of the `RESULT_FIELDS`, with `logprobs` if they were requested."""
         known = {**vars(self), **self.stats}
-        return {name: known[name] for name in REPORTED} | ({"logprobs": self.info} if self.info else {})
+        return {name: known[name] for name in RESULT_FIELDS} | ({"logprobs": self.info} if self.info else {})

@@ -1,4 +1,4 @@
-"""`RunningBatch`: rows decoded together chunk by chunk; the base class of `StaticBatch` and `SlotBatch`."""
+"""`RunningBatch`: rows that are decoded together, chunk by chunk; the base class of `StaticBatch` and `SlotBatch`."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from dantinox.model import KVCache
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 
-NO_ID = -1  # fills unused places of a row of end ids
+NO_ID = -1  # fills unused entries of a row of end ids
 
 
 class SlotOutput(NamedTuple):
-    """New tokens of one slot; `done` after the last one, `steps` the `StepInfo` of each where the row reports."""
+    """New tokens of one slot; `done` after the last one; `steps` holds the `StepInfo` of each token if the row reports."""
 
     slot: int
     tokens: np.ndarray
@@ -24,7 +24,7 @@ class SlotOutput(NamedTuple):
     steps: StepInfo | None
 
 
-class Fetched(NamedTuple):
+class HostChunk(NamedTuple):
     """A chunk on the host: tokens and whether they are real `[B, N]`, the rows that ended `[B]`, and the reports."""
 
     tokens_BN: np.ndarray
@@ -35,24 +35,24 @@ class Fetched(NamedTuple):
 
 @dataclass(eq=False)
 class Row:
-    """The host's side of a row.
+    """The host state of a row.
 
     Attributes:
-      program: the key of the program that decodes it; None before and after that.
-      left: new tokens that it may have in chunks that are not dispatched yet.
+      program: the key of the program that decodes it; None before decoding starts and after it ends.
+      remaining: the new tokens that it may still have in chunks that are not dispatched yet.
       reports: whether its tokens come with a `StepInfo`.
     """
 
     program: Hashable = None
-    left: int = 0
+    remaining: int = 0
     reports: bool = False
 
 
 class PendingChunk(NamedTuple):
-    """A chunk of `steps` tokens that the device computes: per program its output and the rows in it by slot.
+    """A chunk of `steps` tokens that the device is computing: per program its output, and its rows by slot.
 
     Attributes:
-      is_prefill: it holds the first tokens of prompts that are prefilled in the same call.
+      is_prefill: the chunk holds the first tokens of prompts that are prefilled in the same call.
     """
 
     parts: list[tuple[Emitted, jax.Array, dict[int, Row]]]
@@ -66,7 +66,7 @@ class RunningBatch:
     Attributes:
       count: the number of rows.
       cache: keys and values of all rows; donated to each program that writes it.
-      refills: whether a new request may take the slot of a finished one.
+      refills: whether a new request may use the slot of a finished one.
     """
 
     refills = False
@@ -76,20 +76,20 @@ class RunningBatch:
         self.cache: KVCache | None = None
         self._rows = [Row() for _ in range(count)]
         self._states: dict[Hashable, tuple[SamplingParams, DecodeState]] = {}
-        # What changes between two chunks is written to the device once, before the next one.
+        # Changes between two chunks are written to the device once, before the next chunk.
         self._stopped: dict[Hashable, set[int]] = {}
         self._masks: dict[Hashable, np.ndarray] = {}
 
     @property
     def has_work(self) -> bool:
         """Whether `dispatch` has something to compute."""
-        return bool(self.left())
+        return bool(self.remaining())
 
-    def left(self) -> dict[int, int]:
-        """For each slot that is decoded, the new tokens it may have in chunks that are not dispatched yet."""
-        return {slot: row.left for slot, row in enumerate(self._rows) if row.program is not None and row.left > 0}
+    def remaining(self) -> dict[int, int]:
+        """Returns, for each decoding slot, the new tokens that it may still have in chunks that are not dispatched yet."""
+        return {slot: row.remaining for slot, row in enumerate(self._rows) if row.program is not None and row.remaining > 0}
 
-    def allow(self, slot: int, bits_W: np.ndarray | None) -> None:
+    def set_token_mask(self, slot: int, bits_W: np.ndarray | None) -> None:
         """Restricts the next token of a slot: bit i mod 32 of word ⌊i/32⌋ stands for token i; None allows all tokens."""
         program = self._rows[slot].program
         if program is not None:
@@ -105,25 +105,25 @@ class RunningBatch:
             row.program = None
 
     def dispatch(self, steps: int) -> PendingChunk:
-        """Starts a chunk of at most `steps` ≤ 32 tokens of every row that is decoded; returns without waiting.
+        """Starts a chunk of at most `steps` ≤ 32 tokens for all decoding rows; returns without waiting.
 
-        A row whose last token is in the chunk counts as finished: its slot may be filled again.
+        A row whose last token is in the chunk counts as finished, so its slot may be refilled.
         """
         self._write_changes()
-        left = self.left()
-        steps = min(steps, CHUNK, max(left.values(), default=0))
-        decoding = {slot: self._rows[slot] for slot in left}
+        remaining = self.remaining()
+        steps = min(steps, CHUNK, max(remaining.values(), default=0))
+        decoding = {slot: self._rows[slot] for slot in remaining}
         parts = []
         for program in dict.fromkeys(row.program for row in decoding.values()):
             emitted, done_B = self._decode(program, steps)
             rows = {slot: row for slot, row in decoding.items() if row.program == program}
             for row in rows.values():
-                row.left = max(0, row.left - steps)
+                row.remaining = max(0, row.remaining - steps)
             parts.append((emitted, done_B, rows))
         return PendingChunk(parts, steps)
 
     def collect(self, pending: PendingChunk) -> list[SlotOutput]:
-        """Waits for a chunk and returns the tokens of its rows, without those of rows that were stopped meanwhile."""
+        """Waits for a chunk and returns the tokens of its rows, except rows that were stopped in the meantime."""
         outputs = []
         for part in pending.parts:
             chunk, rows = self._fetch(part), part[2]
@@ -137,10 +137,10 @@ class RunningBatch:
                     row.program = None
         return outputs
 
-    def _fetch(self, part: tuple[Emitted, jax.Array, dict[int, Row]]) -> Fetched:
+    def _fetch(self, part: tuple[Emitted, jax.Array, dict[int, Row]]) -> HostChunk:
         emitted, done_B, rows = part
         info = emitted.info if any(row.reports for row in rows.values()) else None
-        return Fetched(*jax.device_get((emitted.tokens, emitted.active, done_B, info)))
+        return HostChunk(*jax.device_get((emitted.tokens, emitted.active, done_B, info)))
 
     def _write_changes(self) -> None:
         for program, allowed_BW in self._masks.items():
@@ -153,5 +153,5 @@ class RunningBatch:
         self._masks, self._stopped = {}, {}
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
-        """Runs a program for all rows; its output and the rows that are done behind it."""
+        """Runs a program for all rows; returns its output and the rows that are done after it."""
         raise NotImplementedError

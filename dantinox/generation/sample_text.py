@@ -12,19 +12,19 @@ from dantinox.text import Tokenizer
 
 
 class TextPart(NamedTuple):
-    """Text that became certain, with the largest entropy, in bits, of the tokens that spell it; None without a report."""
+    """New text, with the largest entropy, in bits, of its tokens; None without a report."""
 
     text: str
     entropy: float | None = None
 
 
 class SampleText:
-    """Turns the tokens of one continuation into text and decides where it ends.
+    """Converts the tokens of one continuation to text and decides where it ends.
 
     Attributes:
-      tokens: those that belong to it, end token included.
+      tokens: the tokens of the continuation, including the end token.
       finish_reason: `eos`, `stop` or `length` once it has ended.
-      matcher: follows its constraint; None where the text is free.
+      matcher: the matcher of its constraint; None without a constraint.
     """
 
     def __init__(self, tokenizer: Tokenizer, section: GenerationSection, prompt: Sequence[int], matcher: Matcher | None = None):
@@ -35,27 +35,29 @@ class SampleText:
         self._stop_ids, self._keep_stop = stop_token_ids(tokenizer, section), section.keep_stop
         self._min_tokens = section.min_tokens
         self._detokenizer = tokenizer.detokenizer()
-        self._detokenizer.push(prompt)  # the first new token does not begin a text, where some vocabularies drop a space
+        # The first new token continues the prompt: at the start of a text some vocabularies drop a space.
+        self._detokenizer.push(prompt)
         self._stops = StopFinder(section.stop, section.keep_stop)
-        self._entropy = 0.0  # the largest since text became certain
+        self._entropy = 0.0  # the largest entropy since the last part
 
     @property
     def complete(self) -> bool:
-        """The constraint allows no further token."""
+        """Whether the constraint allows no further token."""
         return self.matcher is not None and self.matcher.done
 
-    def take(self, ids: Sequence[int], done: bool, steps: StepInfo | None = None) -> list[TextPart]:
-        """Takes new tokens up to the end of the text; returns the text that became certain, per token where there are `steps`.
+    def add_tokens(self, ids: Sequence[int], done: bool, steps: StepInfo | None = None) -> list[TextPart]:
+        """Adds new tokens up to the end of the text; returns the text that is now final, one part per token if there are
+        `steps`.
 
         Args:
           done: no more tokens will come.
 
         Raises:
-          UserError: the constraint takes too long to follow, or no token can satisfy it.
+          UserError: the constraint takes too long to evaluate, or no token can satisfy it.
         """
         if self.matcher is not None:
             for token in ids:
-                self.matcher.take(token)
+                self.matcher.consume(token)
         if steps is None:
             return [TextPart("".join([*map(self._push, ids), self._finish(done)]))]
         parts = []
@@ -73,13 +75,13 @@ class SampleText:
             return ""
         self.tokens.append(token)
         hidden = token in self._stop_ids and not self._keep_stop
-        text = self._stops.push("" if hidden else self._detokenizer.push([token]), armed=len(self.tokens) >= self._min_tokens)
+        text = self._stops.push("" if hidden else self._detokenizer.push([token]), active=len(self.tokens) >= self._min_tokens)
         if self._stops.found is not None:
             self.finish_reason = "stop"
         return text
 
     def _finish(self, done: bool) -> str:
-        """What is left of the text if it ends here."""
+        """Returns the remaining text if the continuation ends here."""
         if self.finish_reason is not None or not (done or self.complete):
             return ""
         text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()

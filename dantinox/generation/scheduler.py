@@ -6,11 +6,11 @@ from typing import Generic, Protocol, TypeVar
 
 
 class QueueFull(Exception):
-    """All slots are taken, and all places of the queue."""
+    """All slots and all places of the queue are taken."""
 
 
 class Job(Protocol):
-    """What wants slots: `samples` of them, all at once."""
+    """A job that needs `samples` slots at the same time."""
 
     samples: int
 
@@ -19,94 +19,96 @@ J = TypeVar("J", bound=Job)
 
 
 class Scheduler(Generic[J]):
-    """Jobs wait in a queue, then hold slots: while their prompts are read, one after the other, and while they are decoded.
+    """Jobs wait in a queue and then hold slots: first while their prompts are prefilled, one after the other, then while they
+    decode.
 
-    A job at the head of the queue that wants more slots than are free holds up those behind it, so that it gets them. One that
-    is not ready, because its program is being compiled, is passed by those that are.
+    A job at the head of the queue that needs more slots than are free blocks the jobs after it, so that it gets its turn. A job
+    that is not ready, because its program is being compiled, is passed by jobs that are.
 
     Attributes:
       waiting: jobs without slots, the oldest first.
-      reading: jobs whose prompts have to be read, the oldest first.
-      holders: for each slot the job that has it, or None.
+      prefilling: jobs whose prompts have to be prefilled, the oldest first.
+      holders: for each slot the job that holds it, or None.
     """
 
     def __init__(self, slots: int, queue: int):
-        """Takes the number of slots, and of jobs that may wait when none is free."""
+        """Creates a scheduler; `slots` is the number of slots, `queue` the most jobs that may wait when no slot is free."""
         self.queue = queue
         self.waiting: list[J] = []
-        self.reading: deque[J] = deque()
+        self.prefilling: deque[J] = deque()
         self.holders: list[J | None] = [None] * slots
-        self._free = list(range(slots))  # the one free for the longest time first
+        self._free = list(range(slots))  # slots in the order in which they became free
 
     @property
     def free(self) -> int:
-        """Slots that nobody holds."""
+        """The number of free slots."""
         return len(self._free)
 
     @property
     def jobs(self) -> list[J]:
-        """All of them, those without slots last."""
+        """All jobs, those without slots last."""
         return [*dict.fromkeys(job for job in self.holders if job is not None), *self.waiting]
 
     def slots_of(self, job: J) -> list[int]:
-        """The slots that a job holds, ascending."""
+        """Returns the slots of a job, ascending."""
         return [slot for slot, holder in enumerate(self.holders) if holder is job]
 
     def check(self, samples: int) -> None:
-        """Whether a job of so many samples could be added.
+        """Checks whether a job with this many samples can be added.
 
         Raises:
-          ValueError: it wants more slots than there are.
-          Full: it would have to wait, and as many do as may.
+          ValueError: it needs more slots than there are.
+          QueueFull: it would have to wait, and the queue is full.
         """
         if samples > len(self.holders):
             raise ValueError(f"a job of {samples} samples does not fit {len(self.holders)} slots")
-        left, stuck = self.free, 0  # those for whom slots are free will have them in a moment
+        free, waiting = self.free, 0  # jobs that fit into the free slots start immediately and do not count as waiting
         for wanted in [*(other.samples for other in self.waiting), samples]:
-            left -= wanted
-            stuck += left < 0
-        if stuck > self.queue:
+            free -= wanted
+            waiting += free < 0
+        if waiting > self.queue:
             raise QueueFull
 
     def add(self, job: J) -> None:
-        """Puts a job behind all others; raises as `check` does."""
+        """Adds a job at the end of the queue; raises as `check` does."""
         self.check(job.samples)
         self.waiting.append(job)
 
     def admit(self, ready: Callable[[J], bool], prefer: Callable[[J], int | None] = lambda job: None) -> J | None:
-        """Gives the next job its slots; None where nobody can have any.
+        """Assigns slots to the next job and returns it; None if no job can start.
 
         Args:
-          ready: whether a job's program is there.
-          prefer: the slot that suits a job best, if it is free; else it gets those free for the longest time.
+          ready: whether the program of a job is compiled.
+          prefer: the preferred slot of a job, used if it is free; the other slots are those that have been free for the longest
+            time.
         """
         job = next(filter(ready, self.waiting), None)
         if job is None or job.samples > self.free:
             return None
-        wish = prefer(job)
-        order = sorted(self._free, key=lambda slot: slot != wish)  # stable
+        preferred = prefer(job)
+        order = sorted(self._free, key=lambda slot: slot != preferred)  # the sort is stable
         for slot in order[: job.samples]:
             self._free.remove(slot)
             self.holders[slot] = job
         self.waiting.remove(job)
-        self.reading.append(job)
+        self.prefilling.append(job)
         return job
 
-    def finish_reading(self, job: J) -> None:
-        """The prompt of a job has been read."""
-        self.reading.remove(job)
+    def finish_prefill(self, job: J) -> None:
+        """Marks the prompt of a job as prefilled."""
+        self.prefilling.remove(job)
 
     def release(self, slot: int) -> None:
-        """A slot's text has ended."""
+        """Frees a slot."""
         assert self.holders[slot] is not None
         self.holders[slot] = None
         self._free.append(slot)
 
     def remove(self, job: J) -> None:
-        """Takes a job out, wherever it is; what it holds becomes free."""
+        """Removes a job in any state and frees its slots."""
         if job in self.waiting:
             self.waiting.remove(job)
-        if job in self.reading:
-            self.reading.remove(job)
+        if job in self.prefilling:
+            self.prefilling.remove(job)
         for slot in self.slots_of(job):
             self.release(slot)

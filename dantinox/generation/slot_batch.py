@@ -1,9 +1,9 @@
 """`SlotBatch`: continuous batching, the batch of a server; free slots are refilled with new requests.
 
-The number of slots is fixed, and a request gives the same tokens in any slot, with any neighbours: each program is compiled for
-all slots and for every sampling step, whatever the slots hold (a step that no row has on is skipped when the program runs).
-Prompts are read in parts of a fixed length, each part by the same program, so that a part that was read for an earlier request
-is bit for bit what would be read again.
+The number of slots is fixed, and a request gets the same tokens in any slot and in any mixed batch. Each program is compiled
+for all slots and every sampling step, whatever the slots hold; a step that no row uses is skipped at run time. Prompts are
+prefilled in chunks of a fixed length, each by the same program, so a chunk that was prefilled for an earlier request is bitwise
+equal to a new prefill.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -37,22 +37,25 @@ from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.params import CHOICE_SETTINGS
 from dantinox.sampling.report import step_info
 
-READ_AT_ONCE = 64  # tokens of a prompt: more were not faster on a CPU, and more of a prompt that comes again would be read anew
-SHORTEST = 16
-COMPILERS = 2  # programs compiled at once
-ALTERNATIVES = 20  # reported at most
-CACHED_SETTINGS = 64  # settings whose arrays are kept
-USUAL_SLOTS = 8
-MEMORY_SHARE = 4  # the caches of all slots take at most one part in so many of the free memory
-# Entries that a list of a request may have, and tokens of a sequence: with more it would need a program of its own.
-ENTRIES, SEQUENCES, LONGEST, END_IDS = 1024, 256, 16, 32
-ENTRIES_OF = {"stop_ids": END_IDS, "protected_ids": END_IDS, "dry_breakers": 8192}
+# Tokens of a prefill chunk. Longer chunks were not faster on a CPU, and with them less of a repeated prompt comes from the
+# prefix cache.
+SLOT_PREFILL_CHUNK = 64
+MIN_PADDED_CHUNK = 16
+COMPILE_THREADS = 2  # programs compiled in parallel
+MAX_ALTERNATIVES = 20  # the most alternatives that are reported
+CACHED_SETTINGS = 64  # settings whose arrays are cached
+DEFAULT_SLOTS = 8
+MEMORY_SHARE = 4  # the caches of all slots take at most this fraction (1/4) of the free memory
+# The most entries in a list of a request, sequences, tokens per sequence, and end ids. A request with more would need a
+# separate program.
+MAX_ENTRIES, MAX_SEQUENCES, MAX_SEQUENCE_LENGTH, MAX_END_IDS = 1024, 256, 16, 32
+MAX_ENTRIES_BY_SETTING = {"stop_ids": MAX_END_IDS, "protected_ids": MAX_END_IDS, "dry_breakers": 8192}
 
 
 class ProgramKey(NamedTuple):
-    """What a decode program is compiled for: requests with one key are decoded together. There are few.
+    """The key of a decode program: requests with the same key are decoded together. There are few keys.
 
-    One program reads the order of the steps, and the rules of ties and top_p, from arrays; the router has programs of its own.
+    One program reads the order of the steps, and the tie and top_p rules, from arrays; the router has separate programs.
     """
 
     strategy: str
@@ -65,23 +68,23 @@ class RowParams(NamedTuple):
 
     program: ProgramKey
     params: SamplingParams
-    ends_1E: np.ndarray
+    end_ids_1E: np.ndarray
 
 
 @dataclass(eq=False)
 class _SlotRow(Row):
-    """The host's side of a request in a slot.
+    """The host state of a request in a slot.
 
     Attributes:
-      read: tokens in the cache, `exact` of them read in whole parts.
-      longest: the number of positions that may have been written.
-      prompt_reports: what was reported of the prompt's tokens, part by part; None where it is not requested.
+      prefilled: tokens in the cache, `prefilled_in_chunks` of them in whole chunks.
+      max_written: the number of positions that may have been written.
+      prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
     """
 
     ids: Sequence[int] = ()
-    read: int = 0
-    exact: int = 0
-    longest: int = 0
+    prefilled: int = 0
+    prefilled_in_chunks: int = 0
+    max_written: int = 0
     prompt_reports: list[StepInfo] | None = None
 
 
@@ -102,12 +105,13 @@ class CacheKey(Generic[T]):
 
 
 class SlotBatch(RunningBatch):
-    """A running batch with refilled slots. Its methods are for one thread, except `program_key`, `row_params`, `ready`,
-    `compile`.
+    """A running batch with refilled slots.
+
+    Its methods are for one thread, except `program_key`, `row_params`, `ready` and `compile`.
 
     Attributes:
-      context: tokens that a request may have with its continuation.
-      part: tokens of a prompt that are read at once.
+      context: the most tokens of a request with its continuation.
+      prefill_chunk: tokens of a prompt that are prefilled at a time.
     """
 
     refills = True
@@ -116,15 +120,16 @@ class SlotBatch(RunningBatch):
         """Chooses the number of slots; `compile` allocates their memory.
 
         Args:
-          count: the slots; None: 8, or fewer where their caches would take over a quarter of the free memory.
-          config: the server's settings, which decide on weights and caches; None: those of the run.
+          count: the number of slots; None: 8, or fewer if their caches would take over a quarter of the free memory.
+          config: the settings of the server, which determine weights and caches; None: those of the run.
 
         Raises:
-          UserError: the model's context is shorter, these settings cannot be served, or not even one slot fits the memory.
+          UserError: the context of the model is shorter, these settings cannot be served, or not even one slot fits into the
+            memory.
         """
         config = config or model.config
         if not 2 <= context <= model.model.config.max_context:
-            raise UserError(f"context must be in [2, {model.model.config.max_context}], which the model has, got {context}")
+            raise UserError(f"context must be in [2, {model.model.config.max_context}], got {context}")
         if config.generation.tensor_parallel > 1:
             raise UserError(f"generation.tensor_parallel must be 1 in a server, got {config.generation.tensor_parallel}")
         if not config.generation.use_cache:
@@ -133,62 +138,63 @@ class SlotBatch(RunningBatch):
         kv, calibration = model.kv(config)
         plan = plan_cache(self._architecture, kv, context, calibration)
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
-        self.context, self._loaded, self._config = context, model, config
+        self.context, self._bundle, self._config = context, model, config
         self._model = split_model(model.prepared(config.generation, head_order(self._architecture, kv, calibration)))
         segmented = get_platform(self._architecture.platform).segmented_cache
         compiled = jax.jit(make_cache, static_argnums=range(6))
         self._make_cache: Callable[[int], KVCache] = lambda rows: compiled(self._architecture, rows, *plan, segmented)
         self._cache_shapes: KVCache = jax.eval_shape(lambda: self._make_cache(self.count))
-        # Only a compressed cache keeps what a new request must not see.
-        self._fresh: KVCache | None = self._make_cache(1) if self._cache_shapes.compressed else None
-        self._ring = min(self._cache_shapes.uncompressed_slots)
-        self.part = min(COMPRESSED_PREFILL_CHUNK if self._cache_shapes.compressed else READ_AT_ONCE, _wide(context, SHORTEST))
+        # Only a compressed cache holds state that a new request must not read.
+        self._empty_row: KVCache | None = self._make_cache(1) if self._cache_shapes.compressed else None
+        self._min_ring_slots = min(self._cache_shapes.uncompressed_slots)
+        chunk = COMPRESSED_PREFILL_CHUNK if self._cache_shapes.compressed else SLOT_PREFILL_CHUNK
+        self.prefill_chunk = min(chunk, _next_power_of_two(context, MIN_PADDED_CHUNK))
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
-        # Making the arrays takes some ten milliseconds beside a running program, and clients repeat their settings.
-        self._remembered = lru_cache(CACHED_SETTINGS)(self._row_params)
+        # Creating the arrays takes about ten milliseconds next to a running program, and clients repeat their settings.
+        self._cached_row_params = lru_cache(CACHED_SETTINGS)(self._row_params)
 
     # --- programs
 
     def program_key(self, config: Config) -> ProgramKey:
-        """The key of the program that decodes with these settings.
+        """Returns the key of the program that decodes with these settings.
 
         Raises:
-          UserError: they differ from the server's in what its weights and caches were made by.
+          UserError: they differ from those of the server in settings of weights or caches.
         """
         for section, names in (
             ("generation", ("weights", "matmul_dtype", "tensor_parallel", "use_cache")),
             ("kv", type(config.kv).model_fields),
         ):
             for name in names:
-                asked, own = (getattr(getattr(c, section), name) for c in (config, self._config))
-                if asked != own:
+                requested, own = (getattr(getattr(c, section), name) for c in (config, self._config))
+                if requested != own:
                     key = f"{section}.{name}"
-                    raise UserError(f"{key} is {quote(own)} in this server, got {quote(asked)}", key=key, value=asked)
+                    raise UserError(f"{key} is {quote(own)} in this server, got {quote(requested)}", key=key, value=requested)
         g = config.generation
         if g.strategy == "chain":
             return ProgramKey("chain")
         return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS), config.router.use_attention)
 
     def ready(self, program: ProgramKey, echo: bool = False) -> bool:
-        """Whether a request with this key needs no compilation."""
+        """Returns whether a request with this key needs no compilation."""
         return all(key in self._programs for key in self._keys(program, echo))
 
     def compile(self, config: Config, echo: bool = False) -> None:
-        """Compiles what requests with these settings need, which takes seconds; from any thread, one at a time.
+        """Compiles the programs for requests with these settings, which takes seconds; callable from any thread, one at a time.
 
-        The first call allocates the cache at its end.
+        The first call allocates the cache after compiling.
         """
         program = self.program_key(config)
         with self._compiling:
             if program not in self._states:
-                self._states[program] = self._empty(config)
+                self._states[program] = self._idle_rows(config)
             missing = [key for key in self._keys(program, echo) if key not in self._programs]
-            with ThreadPoolExecutor(COMPILERS) as pool:  # XLA compiles much of a program on one core
+            with ThreadPoolExecutor(COMPILE_THREADS) as pool:  # XLA compiles large parts of a program on one core
                 self._programs |= zip(missing, pool.map(lambda key: self._compile(config, *key), missing), strict=True)
             if self.cache is None:
-                release_free_memory()  # what compilation took: the two peaks do not add up
+                release_free_memory()  # free the memory of the compilation, so that the two peaks do not add up
                 self.cache = self._make_cache(self.count)
 
     def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
@@ -196,169 +202,177 @@ class SlotBatch(RunningBatch):
         return [("decode", program), ("insert", program), ("init", program), ("copy",), *reads]
 
     def _lengths(self) -> list[int]:
-        """The lengths that a part may be padded to."""
-        lengths = [SHORTEST]
-        while lengths[-1] < self.part:
-            lengths.append(min(4 * lengths[-1], self.part))
+        """Returns the lengths that a chunk may be padded to."""
+        lengths = [MIN_PADDED_CHUNK]
+        while lengths[-1] < self.prefill_chunk:
+            lengths.append(min(4 * lengths[-1], self.prefill_chunk))
         return lengths
 
-    def _compile(self, config: Config, kind: str, *of: Any) -> Any:
+    def _compile(self, config: Config, kind: str, *key: Any) -> Any:
         zero, V = jnp.int32(0), self._architecture.vocab_size
-        cache, report = self._cache_shapes, min(ALTERNATIVES, V)
-        if kind == "copy":  # by array, so that one copy exists at a time
+        cache, report = self._cache_shapes, min(MAX_ALTERNATIVES, V)
+        if kind == "copy":  # one program per array, so that only one copy exists at a time
             kinds = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(cache)}
             return {kind: _copy_slot.lower(leaf, zero, zero).compile() for kind, leaf in kinds.items()}
         if kind == "read":
-            length, reports = of
+            length, reports = key
             tokens_1T = jnp.zeros((1, length), jnp.int32)
             args = self._model, cache, zero, tokens_1T, zero, zero, tokens_1T
             return _prefill_part.lower(*args, report=report if reports else None).compile()
-        params, state = self._states[of[0]]
+        params, state = self._states[key[0]]
         if kind == "decode":
             return _decode.lower(self._model, cache, state, params, zero, report=report).compile()
-        _, row, ends_1E = self.row_params(config)
+        _, row, end_ids_1E = self.row_params(config)
         tokens_1S = np.zeros((1, self.context), np.int32)
         if kind == "init":
-            return _init_row.lower(row, tokens_1S, zero, zero, ends_1E, vocab_size=V).compile()
-        initial = jax.eval_shape(partial(_init_row, vocab_size=V), row, tokens_1S, zero, zero, ends_1E)
+            return _init_row.lower(row, tokens_1S, zero, zero, end_ids_1E, vocab_size=V).compile()
+        initial = jax.eval_shape(partial(_init_row, vocab_size=V), row, tokens_1S, zero, zero, end_ids_1E)
         return _insert_row.lower((params, state), (row, initial), zero).compile()
 
-    def _empty(self, config: Config) -> tuple[SamplingParams, DecodeState]:
-        """The parameters and the state of all rows with no request in them."""
-        (_, row, ends_1E), V = self.row_params(config), self._architecture.vocab_size
+    def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
+        """Returns the parameters and the state of all rows without requests."""
+        (_, row, end_ids_1E), V = self.row_params(config), self._architecture.vocab_size
         tokens_1S = np.zeros((1, self.context), np.int32)
-        state = _init_row(row, tokens_1S, jnp.int32(1), jnp.int32(0), ends_1E, vocab_size=V)
+        state = _init_row(row, tokens_1S, jnp.int32(1), jnp.int32(0), end_ids_1E, vocab_size=V)
         idle = replace(row, enabled=jax.tree.map(jnp.zeros_like, row.enabled)), replace(state, done_B=jnp.ones(1, bool))
         rows: tuple[SamplingParams, DecodeState] = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
         return rows
 
     def row_params(self, config: Config) -> RowParams:
-        """How a request with these settings is decoded; from any thread.
+        """Returns how a request with these settings is decoded; callable from any thread.
 
         Raises:
-          UserError: as of `program_key`; or a list of the settings is too long for a server, or names what is no token.
+          UserError: as in `program_key`, or a list in the settings is too long for a server or has an invalid token.
         """
-        same = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # which no array but the seed depends on
+        same = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # no array but the seed depends on these
         generation = config.generation.model_copy(update=same)
         key = CacheKey(config.model_copy(update={"generation": generation}), generation, config.router, config.kv)
-        made = self._remembered(key)
+        made = self._cached_row_params(key)
         own: dict[str, Any] = {"seed": np.asarray([config.generation.seed or 0], np.uint32)}
         return made._replace(params=replace(made.params, **own))
 
     def _row_params(self, key: "CacheKey[Config]") -> RowParams:
-        config, tokenizer = key.value, self._loaded.tokenizer
+        config, tokenizer = key.value, self._bundle.tokenizer
         program, section = self.program_key(config), config.generation
         ends = [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
-        if len(ends) > END_IDS:
+        if len(ends) > MAX_END_IDS:
             raise UserError(
-                f"generation.stop_token_ids and the end tokens must be at most {END_IDS} in a server, got {len(ends)}",
+                f"generation.stop_token_ids and the end tokens must be at most {MAX_END_IDS} in a server, got {len(ends)}",
                 key="generation.stop_token_ids",
             )
         chain = section.strategy == "chain"
         options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDIT_STEPS, *section_order(section))}
-        params, V = self._loaded.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
+        params, V = self._bundle.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
         own: dict[str, Any] = {
             "report_rows": np.zeros(1, bool),
             "allowed_bits": np.full((1, -(-V // 32)), ALL_ALLOWED, np.uint32),
         }
-        ends_1E = np.asarray([[*ends, *[NO_ID] * (END_IDS - len(ends))]], np.int32)
-        return RowParams(program, replace(params, tables=tables, **own), ends_1E)
+        end_ids_1E = np.asarray([[*ends, *[NO_ID] * (MAX_END_IDS - len(ends))]], np.int32)
+        return RowParams(program, replace(params, tables=tables, **own), end_ids_1E)
 
     # --- requests
 
     def match_prefix(self, ids: Sequence[int]) -> PrefixMatch:
-        """The longest beginning of a prompt that need not be read again."""
-        if self._fresh is not None:
+        """Returns the longest prefix of a prompt that is already in a slot."""
+        if self._empty_row is not None:
             return NO_PREFIX
-        # Where a row is longer than the ring of a windowed layer, its beginning has been overwritten.
-        held = ((slot, row.ids, row.exact) for slot, row in enumerate(self._rows) if row.longest <= self._ring)
-        return longest_prefix(ids, held, self.part)
+        # If a row is longer than the ring of a windowed layer, its beginning has been overwritten.
+        valid = ((slot, row) for slot, row in enumerate(self._rows) if row.max_written <= self._min_ring_slots)
+        cached = ((slot, row.ids, row.prefilled_in_chunks) for slot, row in valid)
+        return longest_prefix(ids, cached, self.prefill_chunk)
 
-    def begin(self, slot: int, ids: Sequence[int], match: PrefixMatch = NO_PREFIX, echo: bool = False) -> None:
-        """Puts a prompt into a slot, whose earlier request is forgotten; `read` then reads it.
+    def assign_prompt(self, slot: int, ids: Sequence[int], match: PrefixMatch = NO_PREFIX, echo: bool = False) -> None:
+        """Assigns a prompt to a slot and discards its earlier request; `prefill` then prefills it.
 
         Args:
-          match: from `match_prefix`, valid until the next `begin`; with `echo` no match.
-          echo: report the prompt's tokens.
+          match: from `match_prefix`, valid until the next `assign_prompt`; with `echo` no match.
+          echo: report the prompt tokens.
         """
         self._rows[slot], source = _SlotRow(ids=tuple(ids)), self._rows[match.slot or 0]
         row = self._rows[slot]
         if match.slot is not None:
-            row.read, row.exact, row.longest = match.length, match.length, source.longest
+            row.prefilled, row.prefilled_in_chunks, row.max_written = match.length, match.length, source.max_written
             if match.slot != slot:
                 self._copy(match.slot, slot)
-        if self._fresh is not None:
-            self.cache = _put(self.cache, self._fresh, _number(slot))
+        if self._empty_row is not None:
+            self.cache = _write_cache_row(self.cache, self._empty_row, _int32(slot))
         row.prompt_reports = [] if echo else None
 
-    def read(self, slot: int) -> int:
-        """Reads the next part of a prompt, all but its last token; returns how many tokens are left to read."""
+    def prefill(self, slot: int) -> int:
+        """Prefills the next chunk of a prompt, all but its last token; returns the number of tokens left to prefill."""
         row = self._rows[slot]
-        left = len(row.ids) - 1 - row.read
-        if left == 0:
+        remaining = len(row.ids) - 1 - row.prefilled
+        if remaining == 0:
             return 0
-        count = min(left, self.part)
+        count = min(remaining, self.prefill_chunk)
         length = next(length for length in self._lengths() if length >= count)
         tokens_2T = np.zeros((2, length), np.int32)
-        tokens_2T[0, :count] = row.ids[row.read : row.read + count]
-        tokens_2T[1, :count] = row.ids[row.read + 1 : row.read + 1 + count]
+        tokens_2T[0, :count] = row.ids[row.prefilled : row.prefilled + count]
+        tokens_2T[1, :count] = row.ids[row.prefilled + 1 : row.prefilled + 1 + count]
         program = self._programs["read", length, row.prompt_reports is not None]
-        numbers = _number(slot), tokens_2T[:1], _number(row.read), _number(count), tokens_2T[1:]
+        numbers = _int32(slot), tokens_2T[:1], _int32(row.prefilled), _int32(count), tokens_2T[1:]
         self.cache, info = program(self._model, self.cache, *numbers)
         if row.prompt_reports is not None:
             row.prompt_reports.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
-        elif row.exact == row.read and count == self.part:
-            row.exact += count
-        row.read += count
-        row.longest = max(row.longest, row.read)
-        return left - count
+        elif row.prefilled_in_chunks == row.prefilled and count == self.prefill_chunk:
+            row.prefilled_in_chunks += count
+        row.prefilled += count
+        row.max_written = max(row.max_written, row.prefilled)
+        return remaining - count
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
-        """What was reported of a prompt's tokens after the first one, `[len(ids) − 1, …]`; None for a prompt of one token."""
+        """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None for a prompt of one token."""
         reports = self._rows[slot].prompt_reports
         return jax.tree.map(lambda *parts: np.concatenate(parts), *reports) if reports else None
 
-    def copy(self, slot: int, to: int) -> None:
-        """Puts a prompt that has been read into another slot too."""
+    def copy_prompt(self, slot: int, to: int) -> None:
+        """Copies a prefilled prompt to another slot."""
         row = self._rows[slot]
         self._copy(slot, to)
-        self._rows[to] = _SlotRow(ids=row.ids, read=row.read, exact=row.exact, longest=row.longest)
+        self._rows[to] = _SlotRow(
+            ids=row.ids,
+            prefilled=row.prefilled,
+            prefilled_in_chunks=row.prefilled_in_chunks,
+            max_written=row.max_written,
+        )
 
     def _copy(self, slot: int, to: int) -> None:
-        programs, numbers = self._programs["copy",], (_number(slot), _number(to))
+        programs, numbers = self._programs["copy",], (_int32(slot), _int32(to))
         self.cache = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *numbers), self.cache)
 
-    def start(self, slot: int, how: RowParams, *, limit: int, sample_index: int = 0, report: bool = False) -> None:
-        """Starts to decode a prompt that has been read.
+    def start_decoding(
+        self, slot: int, row_params: RowParams, *, limit: int, sample_index: int = 0, report: bool = False
+    ) -> None:
+        """Starts to decode a prefilled prompt.
 
         Args:
-          how: from `row_params`; its program is ready.
-          limit: new tokens, at most what the context has room for.
+          row_params: from `row_params`; its program is ready.
+          limit: the number of new tokens, at most the remaining context.
           report: return a `StepInfo` with the tokens.
         """
-        row, program = self._rows[slot], how.program
+        row, program = self._rows[slot], row_params.program
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(row.ids)] = row.ids
         own: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
-        params = replace(how.params, **own)
-        state = self._programs["init", program](params, tokens_1S, _number(len(row.ids)), _number(limit), how.ends_1E)
-        self._states[program] = self._programs["insert", program](self._states[program], (params, state), _number(slot))
-        # Changes of the slot's earlier request, which are not written yet, must not reach this one.
+        params = replace(row_params.params, **own)
+        state = self._programs["init", program](params, tokens_1S, _int32(len(row.ids)), _int32(limit), row_params.end_ids_1E)
+        self._states[program] = self._programs["insert", program](self._states[program], (params, state), _int32(slot))
+        # Pending changes of the earlier request of this slot must not reach this request.
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
             self._masks[program][slot] = ALL_ALLOWED
-        row.longest = max(row.longest, len(row.ids) + limit)
-        row.left, row.program, row.reports = limit, program, report
+        row.max_written = max(row.max_written, len(row.ids) + limit)
+        row.remaining, row.program, row.reports = limit, program, report
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
         params, state = self._states[program]
-        self.cache, state, emitted = self._programs["decode", program](self._model, self.cache, state, params, _number(steps))
+        self.cache, state, emitted = self._programs["decode", program](self._model, self.cache, state, params, _int32(steps))
         self._states[program] = params, state
         return emitted, state.done_B
 
     def reset(self) -> None:
-        """Empties all slots after a failed program, which may have consumed the cache."""
+        """Empties all slots after a program failed, which may have consumed the cache."""
         self.cache = self._make_cache(self.count)
         self._rows = [_SlotRow() for _ in range(self.count)]
         self._masks, self._stopped = {}, {}
@@ -366,13 +380,13 @@ class SlotBatch(RunningBatch):
             self._states[program] = params, replace(state, done_B=jnp.ones(self.count, bool))
 
     @property
-    def intact(self) -> bool:
-        """Whether the cache is there: a program that fails after it has consumed the cache leaves none."""
+    def cache_is_valid(self) -> bool:
+        """Whether the cache exists: a program that fails after it consumed the donated cache leaves none."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache))
 
 
 def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
-    """The slots whose caches fit.
+    """Returns the number of slots whose caches fit into the memory.
 
     Raises:
       UserError: not even one does.
@@ -380,35 +394,38 @@ def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
     needed = tree_bytes(jax.eval_shape(partial(make_cache, architecture, 1, *plan)))
     free = available_bytes(jax.devices()[0])
     if free is None:
-        return USUAL_SLOTS
+        return DEFAULT_SLOTS
     if (fitting := free // MEMORY_SHARE // needed) < 1:
         raise UserError(
             f"the cache of one request of {context} tokens takes {needed / 1e9:.1f} GB, over a quarter of the "
-            f"{free / 1e9:.1f} GB that are free: give a shorter context"
+            f"{free / 1e9:.1f} GB of free memory: set a shorter context"
         )
-    return int(min(USUAL_SLOTS, fitting))
+    return int(min(DEFAULT_SLOTS, fitting))
 
 
-def _number(value: int) -> np.ndarray:
-    return np.asarray(value, np.int32)  # jnp.int32 would be an operation of its own, of a third of a millisecond
+def _int32(value: int) -> np.ndarray:
+    return np.asarray(value, np.int32)  # jnp.int32 would run a separate operation of a third of a millisecond
 
 
-def _wide(length: int, least: int = 1) -> int:
-    return max(least, 1 << max(length - 1, 0).bit_length())
+def _next_power_of_two(length: int, minimum: int = 1) -> int:
+    return max(minimum, 1 << max(length - 1, 0).bit_length())
 
 
 def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], vocab_size: int) -> Any:
-    """A list of the steps with room for as many entries as any request may have."""
+    """Pads a list of the sampling steps to the most entries that any request may have."""
     if table.dtype == bool:
         return table
     key = name.removesuffix("_before").removesuffix("_by")
-    most = SEQUENCES if f"{key}_before" in tables else min(ENTRIES_OF.get(key, ENTRIES), _wide(vocab_size))
-    spare = [most - table.shape[1], *(LONGEST - size for size in table.shape[2:])]
-    if min(spare) < 0:
-        limit = f"{most} entries" + (f" of {LONGEST} tokens" if f"{key}_before" in tables else "")
-        raise UserError(f"generation.{key} must have at most {limit} in a server", key=f"generation.{key}")
-    padding = [(0, 0), (0, spare[0]), *((before, 0) for before in spare[1:])]  # what is before a word ends at the word
-    # By NumPy: an operation of jax would be compiled for every length of a list.
+    if f"{key}_before" in tables:
+        limit, unit = MAX_SEQUENCES, f"entries of {MAX_SEQUENCE_LENGTH} tokens"
+    else:
+        limit, unit = min(MAX_ENTRIES_BY_SETTING.get(key, MAX_ENTRIES), _next_power_of_two(vocab_size)), "entries"
+    padding_sizes = [limit - table.shape[1], *(MAX_SEQUENCE_LENGTH - size for size in table.shape[2:])]
+    if min(padding_sizes) < 0:
+        raise UserError(f"generation.{key} must have at most {limit} {unit} in a server", key=f"generation.{key}")
+    # The prefix of a sequence is right-aligned.
+    padding = [(0, 0), (0, padding_sizes[0]), *((before, 0) for before in padding_sizes[1:])]
+    # NumPy, because jax would compile an operation for every length of a list.
     return np.pad(np.asarray(table), padding, constant_values=0 if name.endswith("_by") else NO_ID)
 
 
@@ -432,7 +449,9 @@ def _prefill_part(
     *,
     report: int | None,
 ) -> tuple[KVCache, StepInfo | None]:
-    """The cache with `count` tokens of a text in it, behind `first` others, and a report on the tokens after them."""
+    """Writes `count` tokens of a sequence to the cache, after `first` others; returns the cache and a report on the tokens
+    after them.
+    """
     transformer = dequantize(model.merge(model.leaves))
     places_T = jnp.arange(tokens_1T.shape[1])
     positions_1T = jnp.where(places_T < count, first + places_T, -1)[None]
@@ -452,23 +471,23 @@ def _prefill_part(
 
 @partial(jax.jit, donate_argnames=("leaf",))
 def _copy_slot(leaf: jax.Array, source: jax.Array, to: jax.Array) -> jax.Array:
-    """An array of the cache with what one slot holds in another too."""
+    """Copies one slot of an array of the cache to another slot."""
     return jax.lax.dynamic_update_slice_in_dim(leaf, jax.lax.dynamic_slice_in_dim(leaf, source, 1), to, 0)
 
 
-def _put_row(rows: Any, row: Any, slot: jax.Array) -> Any:
+def _write_row(rows: Any, row: Any, slot: jax.Array) -> Any:
     return jax.tree.map(lambda x, one: jax.lax.dynamic_update_slice_in_dim(x, one, slot, 0), rows, row)
 
 
-_put = jax.jit(_put_row, donate_argnums=0)  # of caches
-_insert_row = jax.jit(_put_row)
+_write_cache_row = jax.jit(_write_row, donate_argnums=0)  # for caches, which are donated
+_insert_row = jax.jit(_write_row)
 
 
 @partial(jax.jit, static_argnames=("vocab_size",))
 def _init_row(
-    params: SamplingParams, tokens_1S: jax.Array, length: jax.Array, limit: jax.Array, ends_1E: jax.Array, *, vocab_size: int
+    params: SamplingParams, tokens_1S: jax.Array, length: jax.Array, limit: jax.Array, end_ids_1E: jax.Array, *, vocab_size: int
 ) -> DecodeState:
-    """One row behind a prompt, of which all but the last token has been read."""
+    """Returns the state of one row after a prompt whose tokens are all prefilled but the last."""
     S = tokens_1S.shape[1]
     valid_1S = (jnp.arange(S) < length)[None]
     return DecodeState(
@@ -476,7 +495,7 @@ def _init_row(
         position_B=jnp.asarray(length - 1)[None],
         remaining_B=jnp.asarray(limit)[None],
         done_B=jnp.zeros(1, bool),
-        eos_BE=ends_1E,
+        eos_BE=end_ids_1E,
         sampler=init_state(params, tokens_1S, valid_1S, vocab_size, S),
-        text_BS=None,
+        sequence_BS=None,
     )

@@ -20,30 +20,30 @@ from dantinox.model import KVCache, Transformer
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL_ALLOWED
 
-PROGRAM = "static"  # the key of the one program
+PROGRAM = "static"  # the key of the only program
 
 
 T = TypeVar("T")
 
 
-class Place(Protocol):
+class ToShapes(Protocol):
     """Maps every array or shape of a tree to its shape on a device."""
 
     def __call__(self, tree: T, /) -> T: ...
 
 
 def padded_length(length: int) -> int:
-    """The padded length: the next power of two from 16, above 256 the next multiple of 256."""
+    """Returns the padded length: the next power of two from 16, above 256 the next multiple of 256."""
     return max(16, 1 << (length - 1).bit_length()) if length <= 256 else -(-length // 256) * 256
 
 
 def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = padded_length) -> int:
-    """The slots of a cache for rows with prompts and new tokens of these numbers."""
+    """Returns the slots of a cache for rows with these numbers of prompt tokens and new tokens."""
     return pad(int(np.max(lengths + limits)))
 
 
 def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: int) -> np.ndarray:
-    """New tokens per row that still fit into the context; one warning says how many were cut, and where.
+    """Returns the new tokens per row that still fit into the context; warns once if some do not.
 
     Raises:
       UserError: a prompt leaves no room at all.
@@ -54,12 +54,12 @@ def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: i
             f"the prompt has {int(lengths_B.max())} tokens and fills the model's context of {max_context}: shorten it"
         )
     room_B = np.maximum(room_B, 0)
-    cut = int(np.max(wanted_B - room_B, initial=0))
-    if cut > 0:
+    excess = int(np.max(wanted_B - room_B, initial=0))
+    if excess > 0:
         row = int(np.argmax(wanted_B - room_B))
         warnings.warn(
-            f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens behind a prompt of "
-            f"{lengths_B[row]}: {cut} fewer than asked for",
+            f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens after a prompt of "
+            f"{lengths_B[row]}: {excess} fewer than requested",
             stacklevel=3,
         )
     limits_B: np.ndarray = np.minimum(wanted_B, room_B)
@@ -67,7 +67,7 @@ def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: i
 
 
 class Chunk(NamedTuple):
-    """A chunk of all rows: `tokens[b, :counts[b]]` are row b's new tokens, `done` marks the rows that have ended."""
+    """A chunk of all rows: `tokens[b, :counts[b]]` are the new tokens of row b, `done` marks the rows that have ended."""
 
     tokens: np.ndarray
     counts: np.ndarray
@@ -76,7 +76,7 @@ class Chunk(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a whole run, until its first tokens, and what compilation took of each."""
+    """Seconds of a whole run and until its first tokens, and the compile time in each."""
 
     total: float = 0.0
     first: float = 0.0
@@ -90,16 +90,16 @@ class Times(NamedTuple):
 
 
 class StaticBatch(RunningBatch):
-    """Prompts that start together, in a program of exactly the steps that their settings use.
+    """Prompts that start together, in a program with exactly the steps that their settings use.
 
     `generation.engine.Engine` drives it. Code that works on token ids calls `start` for the first token of every row and
     `advance` for the next ones, or `run` for all of them.
 
     Attributes:
-      echo: log-probabilities `[P, T]` of the prompts' own tokens, where they were requested; there after the first chunk.
-      no_steps: the report of no tokens, after the first chunk; None without a report.
+      echo: log-probabilities `[P, T]` of the prompt tokens, if requested; available after the first chunk.
+      no_steps: an empty report, available after the first chunk; None without a report.
       before_dispatch: called before each chunk; it may assign other `params`.
-      times: of `run`, once it has ended.
+      times: the times of `run`, once it has ended.
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class StaticBatch(RunningBatch):
         pad: Callable[[int], int] = padded_length,
         constrained: bool = False,
     ):
-        """Takes `P · samples` rows, the samples of a prompt together.
+        """Creates `P · samples` rows, with the samples of a prompt next to each other.
 
         Args:
-          prompt_PT: right-padded to any length; `lengths_P` says what counts.
-          limits_B: new tokens of each row.
+          prompt_PT: right-padded to any length; `lengths_P` are the true lengths.
+          limits_B: the new tokens of each row.
           eos_ids: for each row the ids that end it.
           report: None, or the number of alternatives to report with each token.
-          plan: of the cache; None: every key and value in the model's dtype.
-          pad: maps the length of the prompts to the length that they are padded to.
-          constrained: `allow` may restrict the tokens of a row.
+          plan: the plan of the cache; None: every key and value in the dtype of the model.
+          pad: maps the length of the prompts to their padded length.
+          constrained: whether `set_token_mask` may restrict the tokens of a row.
         """
         P, T = prompt_PT.shape
         super().__init__(P * samples)
@@ -141,8 +141,8 @@ class StaticBatch(RunningBatch):
         eos_BE = np.full((self.count, max(1, *(len(ids) for ids in eos_ids))), NO_ID, np.int32)
         for row, ids in zip(eos_BE, eos_ids, strict=True):
             row[: len(ids)] = ids
-        text_BS = np.zeros((self.count, max(plan.slots, padded_PT.shape[1])), np.int32)
-        text_BS[:, : padded_PT.shape[1]] = tokens_BT
+        sequence_BS = np.zeros((self.count, max(plan.slots, padded_PT.shape[1])), np.int32)
+        sequence_BS[:, : padded_PT.shape[1]] = tokens_BT
         self.times = Times()
         self.echo: np.ndarray | None = None
         self.no_steps: StepInfo | None = None
@@ -155,7 +155,7 @@ class StaticBatch(RunningBatch):
             done_B=jnp.asarray(limits_B <= 0),
             eos_BE=jnp.asarray(eos_BE),
             sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size, plan.slots),
-            text_BS=None if use_cache else jnp.asarray(text_BS),
+            sequence_BS=None if use_cache else jnp.asarray(sequence_BS),
         )
         if constrained:
             words = -(-model.config.vocab_size // 32)
@@ -163,12 +163,12 @@ class StaticBatch(RunningBatch):
         self._states[PROGRAM] = params, state
         self._model, self._prompt = split_model(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
-        self._first: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
+        self._prefill_options: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
         self._prefilled = False
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling parameters; other numbers assigned here hold from the next chunk on."""
+        """The sampling parameters; other values assigned here apply from the next chunk on."""
         return self._states[PROGRAM][0]
 
     @params.setter
@@ -187,19 +187,19 @@ class StaticBatch(RunningBatch):
     @property
     def has_work(self) -> bool:
         """Whether `dispatch` has something to compute: new tokens, or the log-probabilities of the prompts."""
-        return bool(self.left()) or (self._first["echo"] and not self._prefilled)
+        return bool(self.remaining()) or (self._prefill_options["echo"] and not self._prefilled)
 
     def dispatch(self, steps: int) -> PendingChunk:
-        """As of `RunningBatch`; the first chunk prefills the prompts and has one token of every row."""
+        """Starts a chunk, as in `RunningBatch`; the first chunk prefills the prompts and has one token of every row."""
         is_prefill = not self._prefilled
         self.before_dispatch()
-        if is_prefill and not self.left():  # for the echo alone
+        if is_prefill and not self.remaining():  # only the log-probabilities of the prompts are needed
             self._decode(PROGRAM, 0)
         return super().dispatch(1 if is_prefill else steps)._replace(is_prefill=is_prefill)
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
         params, state = self._states[program]
-        prompt, options = (None, {}) if self._prefilled else (self._prompt, self._first)
+        prompt, options = (None, {}) if self._prefilled else (self._prompt, self._prefill_options)
         self.cache, state, emitted, echo = _generate_toks(
             self._model, self.cache, state, params, jnp.int32(steps), prompt, **self._options, **options
         )
@@ -212,12 +212,13 @@ class StaticBatch(RunningBatch):
 
     # --- token ids alone
 
-    def run(self, steps: int = CHUNK, *, ahead: bool = False) -> Iterator[Chunk]:
-        """Decodes to the end, chunk by chunk; the first has one token of each row. No row to decode gives no chunk.
+    def run(self, steps: int = CHUNK, *, dispatch_ahead: bool = False) -> Iterator[Chunk]:
+        """Decodes to the end, chunk by chunk. The first chunk has one token of each row; without rows to decode there is no
+        chunk.
 
         Args:
           steps: tokens of a chunk, at most 32.
-          ahead: dispatch a chunk before the previous one is returned, so that the device does not wait for the host.
+          dispatch_ahead: dispatch a chunk before the previous one is returned, so that the device does not wait for the host.
         """
         if not self.has_work:
             return
@@ -227,21 +228,21 @@ class StaticBatch(RunningBatch):
             yield chunk
             pending: deque[PendingChunk] = deque()
             while not self.done.all():
-                while self.left() and len(pending) <= ahead:
+                while self.remaining() and len(pending) <= dispatch_ahead:
                     pending.append(self.dispatch(steps))
-                yield self._chunk(pending.popleft())
+                yield self._to_chunk(pending.popleft())
         self.times = timer.times
 
     def start(self) -> Chunk:
-        """Prefills the prompts; the first token of every row."""
-        return self._chunk(self.dispatch(1))
+        """Prefills the prompts and returns the first token of every row."""
+        return self._to_chunk(self.dispatch(1))
 
     def advance(self, steps: int = CHUNK) -> Chunk:
-        """Up to `steps` ≤ 32 more tokens of every row."""
-        return self._chunk(self.dispatch(steps))
+        """Returns up to `steps` ≤ 32 more tokens of every row."""
+        return self._to_chunk(self.dispatch(steps))
 
     def resume(self, cache: KVCache) -> None:
-        """Takes a cache that holds the prompts already, in the place of a prefill."""
+        """Sets a cache that already holds the prompts, instead of a prefill."""
         self.cache, self._prefilled = cache, True
 
     def finish(self, rows_B: np.ndarray) -> None:
@@ -249,7 +250,7 @@ class StaticBatch(RunningBatch):
         for slot in np.flatnonzero(rows_B):
             self.stop(int(slot))
 
-    def _chunk(self, pending: PendingChunk) -> Chunk:
+    def _to_chunk(self, pending: PendingChunk) -> Chunk:
         steps = pending.steps
         if not pending.parts:
             return Chunk(np.zeros((self.count, 0), np.int32), np.zeros(self.count, int), self.done, None)
@@ -262,22 +263,22 @@ class StaticBatch(RunningBatch):
         info = jax.tree.map(lambda x: x[:, :steps], fetched.info)
         return Chunk(fetched.tokens_BN[:, :steps], counts_B, self.done, info)
 
-    def trace(self, place: Place) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-        """The programs of `start` and `advance` before they are lowered; the model may be one of shapes.
+    def trace(self, to_shapes: ToShapes) -> tuple[jax.stages.Traced, jax.stages.Traced]:
+        """Traces the programs of `start` and `advance` without lowering them; the model may consist of shapes.
 
         Args:
-          place: maps arrays and shapes to shapes on the device that is compiled for.
+          to_shapes: maps arrays and shapes to shapes on the target device.
         """
         trace = _generate_toks.jitted_fn.trace
-        model, state, params, prompt = place((self._model, self.state, self.params, self._prompt))
-        steps = place(jnp.int32(0))
-        first = trace(model, None, state, params, steps, prompt, **self._options, **self._first)
+        model, state, params, prompt = to_shapes((self._model, self.state, self.params, self._prompt))
+        steps = to_shapes(jnp.int32(0))
+        first = trace(model, None, state, params, steps, prompt, **self._options, **self._prefill_options)
         (cache, *_), _ = first.out_info
-        return first, trace(model, place(cache), state, params, steps, **self._options)
+        return first, trace(model, to_shapes(cache), state, params, steps, **self._options)
 
 
 class RunTimer:
-    """Measures a run from entry to exit: its seconds, those until the first tokens, and the compilation in each."""
+    """Measures a run from entry to exit: its seconds, those until the first tokens, and the compile time in each."""
 
     def __init__(self) -> None:
         self.times = Times()
@@ -286,17 +287,17 @@ class RunTimer:
 
     def __enter__(self) -> "RunTimer":
         jax.monitoring.register_event_duration_secs_listener(self._listen)
-        self._begun = time.perf_counter()
+        self._start_time = time.perf_counter()
         return self
 
     def mark_first(self) -> None:
-        """Call when the first tokens are there; later calls change nothing."""
-        self._first = self._first or (time.perf_counter() - self._begun, self._compiling)
+        """Marks the time of the first tokens; later calls have no effect."""
+        self._first = self._first or (time.perf_counter() - self._start_time, self._compiling)
 
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
         first, compiling_first = self._first or (0.0, 0.0)
-        self.times = Times(time.perf_counter() - self._begun, first, self._compiling, compiling_first)
+        self.times = Times(time.perf_counter() - self._start_time, first, self._compiling, compiling_first)
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event.startswith("/jax/core/compile/"):

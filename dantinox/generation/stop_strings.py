@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Passes text through until a stop string appears; holds back what may be the beginning of one.
+    """Passes text through until a stop string appears; holds back text that may be the start of one.
 
     Attributes:
       found: the stop string that ended the text, or None.
@@ -12,46 +12,46 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str], keep: bool = False):
         self._stops, self._keep = tuple(stops), keep
-        self._held = ""
+        self._buffer = ""
         self.found: str | None = None
 
-    def push(self, text: str, armed: bool = True) -> str:
-        """The text that is certain to belong to the result once `text` has come.
+    def push(self, text: str, active: bool = True) -> str:
+        """Adds `text` and returns the text that is now final.
 
         Args:
-          armed: whether a stop string that is complete now ends the text; else it is passed through like any other text.
+          active: whether a complete stop string ends the text; otherwise it is passed through like any other text.
         """
         if self.found is not None:
             return ""
-        self._held += text
+        self._buffer += text
         passed = ""
-        while (hit := self._first()) is not None:
+        while (hit := self._find_first()) is not None:
             at, stop = hit
-            if armed:
+            if active:
                 self.found = stop
-                passed += self._held[: at + len(stop) if self._keep else at]
-                self._held = ""
+                passed += self._buffer[: at + len(stop) if self._keep else at]
+                self._buffer = ""
                 return passed
-            passed += self._held[: at + len(stop)]
-            self._held = self._held[at + len(stop) :]
-        split = len(self._held) - self._pending()
-        passed, self._held = passed + self._held[:split], self._held[split:]
+            passed += self._buffer[: at + len(stop)]
+            self._buffer = self._buffer[at + len(stop) :]
+        split = len(self._buffer) - self._held_back_length()
+        passed, self._buffer = passed + self._buffer[:split], self._buffer[split:]
         return passed
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
-        held, self._held = self._held, ""
-        return held
+        """Returns the text that was held back, at the end of the text."""
+        buffered, self._buffer = self._buffer, ""
+        return buffered
 
-    def _first(self) -> tuple[int, str] | None:
-        """The stop string that is complete first, the longest where several end together, and its place."""
-        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+    def _find_first(self) -> tuple[int, str] | None:
+        """Returns the position and the stop string that is complete first; the longest if several end at the same position."""
+        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         return min(hits)[1:] if hits else None
 
-    def _pending(self) -> int:
-        """The length of the longest end of the held text that some stop string begins with."""
+    def _held_back_length(self) -> int:
+        """Returns the length of the longest suffix of the buffer that is a prefix of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
+        for size in range(min(longest, len(self._buffer)), 0, -1):
+            if any(stop.startswith(self._buffer[-size:]) for stop in self._stops):
                 return size
         return 0

@@ -19,22 +19,22 @@ def sampling_params(
     measured: Mapping[str, float] | None = None,
     **more: Unpack[ProgramOptions],
 ) -> SamplingParams:
-    """The sampling parameters of rows with these settings, tokens given by their text looked up.
+    """Returns the sampling parameters of rows with these settings; tokens that are named by text are resolved to ids.
 
     Args:
-      vocab_size: logits of a token, where a model has more than the tokenizer has tokens.
+      vocab_size: the number of logits, if a model has more than the tokenizer has tokens.
       measured: the thresholds of a calibration, for the router.
-      more: what `SamplingParams.build` takes of the compiled program.
+      more: the options of the compiled program in `SamplingParams.build`.
 
     Raises:
-      UserError: a text is not one token, or an id is none of the vocabulary.
+      UserError: a text is not one token, or an id is not in the vocabulary.
     """
-    rows = [_with_ids(config, tokenizer) for config in configs]
+    rows = [_resolve_config(config, tokenizer) for config in configs]
     eos = list(tokenizer.stop_ids)
     return SamplingParams.build(
         rows,
         stop_ids=eos,
-        protected_ids=[*eos, *(_line_break(tokenizer) if any("xtc" in active_steps(row.generation) for row in rows) else [])],
+        protected_ids=[*eos, *(_newline_ids(tokenizer) if any("xtc" in active_steps(row.generation) for row in rows) else [])],
         sample_index=sample_index,
         vocab_size=vocab_size or tokenizer.vocab_size,
         measured=measured,
@@ -43,60 +43,60 @@ def sampling_params(
 
 
 def stop_token_ids(tokenizer: Tokenizer, section: GenerationSection) -> tuple[int, ...]:
-    """The ids that end a text besides the end token."""
-    return _tokens(tokenizer, section, "stop_token_ids")
+    """Returns the ids that end a sequence besides the end token."""
+    return _token_ids(tokenizer, section, "stop_token_ids")
 
 
 def with_default_seed(config: Config, seed: int) -> Config:
-    """The same settings, with this seed where they have none."""
+    """Returns the settings, with this seed if they have none."""
     if config.generation.seed is not None:
         return config
     return with_generation(config, seed=seed)
 
 
-def _with_ids(config: Config, tokenizer: Tokenizer) -> Config:
+def _resolve_config(config: Config, tokenizer: Tokenizer) -> Config:
     found: dict[str, Any] = {"generation": resolve_token_ids(config.generation, tokenizer)}
     if config.router.clarify_token is not None:
-        token = _token(tokenizer, config.router.clarify_token, "router.clarify_token")
+        token = _token_id(tokenizer, config.router.clarify_token, "router.clarify_token")
         found["router"] = config.router.model_copy(update={"clarify_token": token})
     return config.model_copy(update=found)
 
 
 def resolve_token_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSection:
-    """The same settings with token ids in the place of texts."""
+    """Returns the settings with token ids in place of texts."""
     found: dict[str, Any] = {"stop_token_ids": stop_token_ids(tokenizer, section)}
     for key, setting in SETTINGS.items():
         if setting.kind == Tokens:
-            found[key] = _tokens(tokenizer, section, key)
+            found[key] = _token_ids(tokenizer, section, key)
         elif setting.kind == Biases:
             biases: dict[str, float] = {}
             for token, bias in getattr(section, key).items():
-                token_id = str(_token(tokenizer, token, f"generation.{key}"))
+                token_id = str(_token_id(tokenizer, token, f"generation.{key}"))
                 biases[token_id] = biases.get(token_id, 0.0) + bias
             found[key] = biases
         elif setting.kind == Sequences:
-            found[key] = tuple(words for item in getattr(section, key) for words in _spellings(tokenizer, item, key))
+            found[key] = tuple(words for item in getattr(section, key) for words in _token_sequences(tokenizer, item, key))
         elif setting.kind == SequenceBiases:
             pairs = getattr(section, key)
-            found[key] = tuple((words, bias) for item, bias in pairs for words in _spellings(tokenizer, item, key))
+            found[key] = tuple((words, bias) for item, bias in pairs for words in _token_sequences(tokenizer, item, key))
         elif setting.kind == Breakers:
             on = any(key in STEPS[name].indirect for name in active_steps(section))
             found[key] = tokens_containing(tokenizer, tuple(getattr(section, key))) if on else ()
     return section.model_copy(update=found)
 
 
-def _tokens(tokenizer: Tokenizer, section: GenerationSection, key: str) -> tuple[int, ...]:
-    return tuple(_token(tokenizer, token, f"generation.{key}") for token in getattr(section, key))
+def _token_ids(tokenizer: Tokenizer, section: GenerationSection, key: str) -> tuple[int, ...]:
+    return tuple(_token_id(tokenizer, token, f"generation.{key}") for token in getattr(section, key))
 
 
-def _token(tokenizer: Tokenizer, token: int | str, key: str) -> int:
-    """The id of a token that is named by its id, digits being an id too, or by its text."""
+def _token_id(tokenizer: Tokenizer, token: int | str, key: str) -> int:
+    """Returns the id of a token that is named by its id (also as digits) or by its text."""
     if isinstance(token, int) or is_digits(token):
         return int(token)
-    ids = _spelt(tokenizer, token, key)
+    ids = _encode(tokenizer, token, key)
     if len(ids) == 1:
         return ids[0]
-    # Where a space is put in front of every text, a sign alone is two tokens and yet in the vocabulary.
+    # If the tokenizer adds a space in front of every text, a symbol alone is two tokens, although it is in the vocabulary.
     same = [i for i, text in enumerate(_vocabulary(tokenizer)) if text == token]
     if len(same) != 1:
         raise UserError(
@@ -105,18 +105,18 @@ def _token(tokenizer: Tokenizer, token: int | str, key: str) -> int:
     return same[0]
 
 
-def _spelt(tokenizer: Tokenizer, text: str, key: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, key: str) -> list[int]:
     try:
         return tokenizer.encode(text)
-    except UserError as error:  # a character the vocabulary lacks
+    except UserError as error:  # the vocabulary lacks a character
         raise UserError(f"{key}: {error}", key=key, value=text) from None
 
 
-def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> list[tuple[int, ...]]:
-    """A text as tokens, and as it is spelt behind a space where that is not the same with one more token before it."""
+def _token_sequences(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> list[tuple[int, ...]]:
+    """Returns a text as tokens, and also as encoded after a space, if that is not the same sequence after one more token."""
     if not isinstance(word, str):
         return [word]
-    plain = tuple(_spelt(tokenizer, word, f"generation.{key}"))
+    plain = tuple(_encode(tokenizer, word, f"generation.{key}"))
     if not plain:
         raise UserError(f"generation.{key} must hold texts of at least one token, got {word!r}", key=f"generation.{key}")
     try:
@@ -128,9 +128,9 @@ def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> l
 
 @lru_cache(maxsize=16)
 def tokens_containing(tokenizer: Tokenizer, breakers: tuple[str | int, ...]) -> tuple[int, ...]:
-    """The ids given, and those of every token that contains one of the texts, ascending.
+    """Returns the given ids and those of every token that contains one of the texts, ascending.
 
-    The time is that of looking up every part of every token of the vocabulary, however many texts there are.
+    Looks up every substring of every token of the vocabulary, so the time does not depend on the number of texts.
     """
     ids = {token for token in breakers if isinstance(token, int)}
     texts = {text for text in breakers if isinstance(text, str)}
@@ -146,8 +146,8 @@ def _vocabulary(tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
 
 
-def _line_break(tokenizer: Tokenizer) -> list[int]:
+def _newline_ids(tokenizer: Tokenizer) -> list[int]:
     try:
-        return [_token(tokenizer, "\n", "")]
-    except UserError:  # the vocabulary has none of one token
+        return [_token_id(tokenizer, "\n", "")]
+    except UserError:  # no single token is a line break
         return []

@@ -1,4 +1,4 @@
-"""Result records: a column per quantity (`--json`), or a record per token (`--trace`, log-probabilities)."""
+"""Result records: one column per quantity (`--json`), or one record per token (`--trace`, log-probabilities)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,52 +14,53 @@ from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.entropy_router import ADAPTIVE
 from dantinox.text import Tokenizer
 
-OTHERS = ("seed", "max_new_tokens", "n")  # a document has them elsewhere
+EXCLUDED_SETTINGS = ("seed", "max_new_tokens", "n")  # a document has these in other fields
 
 
 def changed_settings(config: Config) -> dict[str, object]:
-    """The settings of `generation` and `router` that are not the default, by their name, ready for JSON."""
+    """Returns the settings of `generation` and `router` that differ from the defaults, by name, ready for JSON."""
     return {
         name: value
         for section in (config.generation, config.router)
         for name, value in section.model_dump(mode="json").items()
-        if getattr(section, name) != type(section).model_fields[name].default and name not in OTHERS
+        if getattr(section, name) != type(section).model_fields[name].default and name not in EXCLUDED_SETTINGS
     }
 
 
 def token_columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> TokenColumns:
-    """One row's report with a list per quantity: the `logprobs` of `generate.py --json`."""
+    """Returns the reports of one row, one list per quantity: the `logprobs` of `generate.py --json`."""
 
-    def spelled(some: Sequence[int]) -> list[str]:
+    def texts_of(some: Sequence[int]) -> list[str]:
         return [tokenizer.token_text(token) for token in some]
 
     top = zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), strict=True)
     found: TokenColumns = {
-        "tokens": spelled(ids),
+        "tokens": texts_of(ids),
         "logprobs": steps.logprob.tolist(),
-        "sampled_logprobs": _finite(steps.logprob_sampled),
+        "sampled_logprobs": _finite_or_none(steps.logprob_sampled),
         "ranks": steps.rank.tolist(),
         "survivors": steps.survivors.tolist(),
         "entropy": steps.entropy.tolist(),
         "varentropy": steps.varentropy.tolist(),
-        "top": [{"ids": some, "tokens": spelled(some), "logprobs": values} for some, values in top],
+        "top": [{"ids": some, "tokens": texts_of(some), "logprobs": values} for some, values in top],
     }
     drawn = _candidates(steps)
     if drawn is not None:
         found["candidates"] = [
-            {"ids": some, "tokens": spelled(some), "logprobs": logprobs, "scores": scores} for some, logprobs, scores in drawn
+            {"ids": some, "tokens": texts_of(some), "logprobs": logprobs, "scores": scores} for some, logprobs, scores in drawn
         ]
-    routed: Any = _routed(steps)
+    routed: Any = _router_columns(steps)
     return {**found, **routed}
 
 
 def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, object]:
-    """A sample with a record per token: what `--trace`, `--show_entropy` and `--report` are made of.
+    """Returns a sample with one record per token, the input of `--trace`, `--show_entropy` and `--report`.
 
-    A record has `id`, `text` (what the token added), `entropy` and `varentropy` of the model's distribution (bits, bits²),
-    `survivors`, `rank` (0: the most likely), `logprob`, `logprob_sampled` (null: no chance under the distribution drawn from),
-    `alternatives`; with the router also `strategy`, the numbers it set, `forced`, attention metrics where it reads them, and
-    `candidates` where they were asked for: in the order they were drawn, the first of those with the highest score being taken.
+    A record has `id`, `text` (the text that the token added), `entropy` and `varentropy` of the distribution of the model
+    (bits, bits²), `survivors`, `rank` (0: the most likely), `logprob`, `logprob_sampled` (null: probability 0 under the
+    distribution that was drawn from) and `alternatives`. With the router it also has `strategy`, the settings of the router,
+    `forced`, attention metrics if they are read, and `candidates` if requested. Candidates are in the order of their draws; the
+    first one with the highest score is chosen.
 
     Args:
       result: a sample that was generated with `logprobs`.
@@ -79,12 +80,12 @@ def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
-    """A record per token of a sample."""
+    """Returns one record per token of a sample."""
     steps = result.steps
     if steps is None:
         raise ValueError("only a sample with log-probabilities can be traced")
     detokenizer = tokenizer.detokenizer()
-    detokenizer.push(tokenizer.encode(result.prompt))  # the first new token is no beginning
+    detokenizer.push(tokenizer.encode(result.prompt))  # the first new token continues the prompt
     texts = [detokenizer.push([token]) for token in result.tokens]
     texts[-1] += detokenizer.flush()
     return token_records(result.tokens, texts, steps, tokenizer)
@@ -93,53 +94,53 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
 def token_records(
     ids: Sequence[int], texts: Sequence[str], steps: StepInfo, tokenizer: Tokenizer, count: int | None = None
 ) -> list[dict[str, object]]:
-    """A record per token, of its id, of what it added to the text, and of what was reported of it, `[tokens, …]` per field.
+    """Returns one record per token, from its id, the text that it added, and its reports, `[tokens, …]` per field.
 
     Args:
-      count: the alternatives to list; None: all there are.
+      count: the number of alternatives to list; None: all.
     """
-    own = {
+    scalars = {
         "entropy": steps.entropy.tolist(),
         "varentropy": steps.varentropy.tolist(),
-        **_routed(steps),
+        **_router_columns(steps),
         "survivors": steps.survivors.tolist(),
         "rank": steps.rank.tolist(),
         "logprob": steps.logprob.tolist(),
-        "logprob_sampled": _finite(steps.logprob_sampled),
+        "logprob_sampled": _finite_or_none(steps.logprob_sampled),
     }
-    after = map(_finite, steps.top_logprobs_sampled[:, :count])
+    after = map(_finite_or_none, steps.top_logprobs_sampled[:, :count])
     top = steps.top_ids[:, :count].tolist(), steps.top_logprobs[:, :count].tolist()
     lists = {"alternatives": [*zip(*top, after, strict=True)]}
     drawn = _candidates(steps)
     if drawn is not None:
         lists["candidates"] = drawn
-    spelt = lru_cache(None)(tokenizer.token_text)
+    token_text = lru_cache(None)(tokenizer.token_text)
 
     def listed(kind: str, n: int) -> list[dict[str, object]]:
-        return [dict(zip(LISTS[kind], (i, spelt(i), p, q), strict=True)) for i, p, q in zip(*lists[kind][n], strict=True)]
+        return [dict(zip(LISTS[kind], (i, token_text(i), p, q), strict=True)) for i, p, q in zip(*lists[kind][n], strict=True)]
 
     return [
         {"id": token, "text": texts[n]}
-        | {name: values[n] for name, values in own.items()}
+        | {name: values[n] for name, values in scalars.items()}
         | {kind: listed(kind, n) for kind in lists}
         for n, token in enumerate(ids)
     ]
 
 
 def _candidates(steps: StepInfo) -> list[tuple[list[int], list[float], list[float | None]]] | None:
-    """Ids, ln p and scores of every token's candidates, none where none were drawn; or None where nobody asked for them."""
+    """Returns ids, ln p and scores of the candidates of every token (empty without a draw); None if not requested."""
     if steps.routed is None or steps.routed.candidates is None:
         return None
     strategy, forced, drawn = steps.routed.route.strategy, steps.routed.forced, steps.routed.candidates
     real = (drawn.ids >= 0) & (np.asarray(strategy) == ADAPTIVE)[:, None] & ~np.asarray(forced)[:, None]
     return [
-        (ids[own].tolist(), logprobs[own].tolist(), _finite(scores[own]))
-        for ids, logprobs, scores, own in zip(drawn.ids, drawn.logprobs, drawn.scores, real, strict=True)
+        (ids[scalars].tolist(), logprobs[scalars].tolist(), _finite_or_none(scores[scalars]))
+        for ids, logprobs, scores, scalars in zip(drawn.ids, drawn.logprobs, drawn.scores, real, strict=True)
     ]
 
 
 def router_values(params: SamplingParams, row: int) -> dict[str, float | None] | None:
-    """The numbers that the router of one row goes by, null where one is no bound; or None without a router."""
+    """Returns the settings of the router of one row, null for an infinite bound; None without a router."""
     if params.router is None:
         return None
     names = [name for name in RouterSection.model_fields if hasattr(params.router, name)]
@@ -147,8 +148,8 @@ def router_values(params: SamplingParams, row: int) -> dict[str, float | None] |
     return {name: None if number == np.inf else number for name, number in numbers.items()}
 
 
-def _routed(steps: StepInfo) -> dict[str, list[object]]:
-    """The router's part of a report, a list per quantity; nothing without a router."""
+def _router_columns(steps: StepInfo) -> dict[str, list[object]]:
+    """Returns the reports of the router, one list per quantity; empty without a router."""
     if steps.routed is None:
         return {}
     attention, route, forced, _ = steps.routed
@@ -157,6 +158,6 @@ def _routed(steps: StepInfo) -> dict[str, list[object]]:
     return {**read, **numbers, "strategy": [STRATEGIES[i] for i in numbers["strategy"]], "forced": forced.tolist()}
 
 
-def _finite(values: Any) -> list[float | None]:
-    """Log-probabilities as JSON has them: null where there is no chance."""
+def _finite_or_none(values: Any) -> list[float | None]:
+    """Converts log-probabilities for JSON: null for probability 0."""
     return [value if value > -np.inf else None for value in values.tolist()]

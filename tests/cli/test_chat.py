@@ -61,7 +61,7 @@ def test_mistakes_are_a_sentence_each_and_the_conversation_goes_on(talk):
         "/entropy maybe": "/entropy is on or off, got 'maybe'",
         "/save": "/save needs the name of a file",
         "/foo": "no command /foo: /help lists them",
-        "/retry": "nothing has been said",
+        "/retry": "the conversation has no messages yet",
     }
     code, out, err = talk([*lines, "a"])
     assert (code, out) == (2, AROUND + "\n")

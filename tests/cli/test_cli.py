@@ -120,7 +120,7 @@ def test_a_text_that_has_to_be_something(generate, tmp_path, flag, name, source,
 @pytest.mark.parametrize(
     ("flag", "name", "content", "parts"),
     [
-        ("--json_schema", "a.json", b'{\n"a"}', ["the JSON schema is not JSON in line 2"]),
+        ("--json_schema", "a.json", b'{\n"a"}', ["the JSON schema is not valid JSON in line 2"]),
         ("--grammar", "a.lark", b"start: b", ["the Lark grammar cannot be used in line 1", 'unknown name: "b"']),
         ("--grammar", "a.gbnf", b"\xff\xfe", ["cannot read --grammar", "it is not text"]),
         ("--grammar", "a.gbnf", b"#" * 70_000, ["the GBNF grammar must have at most 64 KB"]),
@@ -155,7 +155,7 @@ def test_without_a_cache(generate, flags):
 def test_a_budget_for_a_text_that_fits_anyway_is_exact_and_said_so(generate, budget):
     _, out, err = generate("--prompt", "a", "--greedy", "--max_new_tokens", 12, *budget)
     assert out == "a" + AROUND[:6] + "\n"
-    assert re.search(r"cache [\d.]+ MB \(whole: a text of at most 16 tokens has nothing to give up\)\n", err)
+    assert re.search(r"cache [\d.]+ MB \(uncompressed: nothing can be evicted from at most 16 tokens\)\n", err)
 
 
 @pytest.mark.parametrize("stream", ["--stream", "--no_stream"])
@@ -336,8 +336,8 @@ def test_a_line_lies_over_the_flags(generate, tmp_path, flags, line):
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ('{"prompt": 3}', ["a text under the key prompt", "line 2"]),
-        ('{"text": "a"}', ["a text under the key prompt", "line 2"]),
+        ('{"prompt": 3}', ["a string under the key prompt", "line 2"]),
+        ('{"text": "a"}', ["a string under the key prompt", "line 2"]),
         ('{"prompt": "a"', ["must be a JSON object", "line 2"]),
         ('{"prompt": "a", "topp": 1}', ["generation.topp", "did you mean generation.top_p", "line 2"]),
         ('{"prompt": "a", "top_p": 3}', ["generation.top_p", "line 2"]),
@@ -367,7 +367,7 @@ def test_a_context_too_short_is_one_warning(generate):
     assert code == 0 and out.startswith("a" * 120)
     warning, summary = err.splitlines()
     assert warning == (
-        "warning: the context of 128 tokens leaves room for 8 new tokens behind a prompt of 120: 12 fewer than asked for"
+        "warning: the context of 128 tokens leaves room for 8 new tokens after a prompt of 120: 12 fewer than requested"
     )
     assert re.fullmatch(SUMMARY, summary + "\n")
 

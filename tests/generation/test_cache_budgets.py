@@ -11,9 +11,9 @@ from scipy import optimize
 
 from dantinox.generation import cache_budgets as budgets
 from dantinox.generation.cache_budgets import (
-    PARTS,
-    PRIOR,
-    SHARES,
+    HALVING_PENALTY,
+    KNAPSACK_STEPS,
+    SIZES_PER_DOUBLING,
     UNIT,
     allocate_by_loss,
     allocate_by_weight,
@@ -171,9 +171,9 @@ def test_a_layer_cut_anew_holds_what_was_left(request, data):
     K, cap = weights_LK.shape[1], caps[0]
     floor = int(budgets._floors(np.array(cap), floor))
     shares_K = np.sort(np.clip(data.draw(st.floats(0, 100)) * weights_LK[0], floor, cap))[::-1]
-    layer = budgets._cut(budgets._in_units(shares_K, np.array(floor), np.array(cap)))
+    layer = budgets._cut(budgets._round_to_units(shares_K, np.array(floor), np.array(cap)))
     before, left = budgets._slots(layer), data.draw(st.integers(UNIT, K * UNIT))
-    found = budgets._recut(layer, shares_K, floor, cap, left)
+    found = budgets._resplit(layer, shares_K, floor, cap, left)
     if K == 1 or before.sum() + left >= K * cap:
         assert found is None
     else:
@@ -256,10 +256,10 @@ def curves(rises, slots, floor):
     """The sizes that may be chosen between the measured ones, and each head's cost at them."""
     log = [np.log2(slots[0])]
     for a, b in itertools.pairwise(np.log2(slots)):
-        log += [a + (b - a) * part / PARTS for part in range(1, PARTS + 1)]
+        log += [a + (b - a) * part / SIZES_PER_DOUBLING for part in range(1, SIZES_PER_DOUBLING + 1)]
     log = [*(x for x in log if 2**x > floor + 1e-9)] if floor > slots[0] else log
     log = [np.log2(floor), *log] if floor > slots[0] else log
-    cost = [np.interp(log, np.log2(slots), row) + PRIOR * (log[-1] - np.array(log)) for row in rises]
+    cost = [np.interp(log, np.log2(slots), row) + HALVING_PENALTY * (log[-1] - np.array(log)) for row in rises]
     return 2 ** np.array(log), np.minimum.accumulate(cost, axis=1)
 
 
@@ -307,7 +307,7 @@ def test_no_division_costs_less(layers, heads, sizes, floor, share, seed):
     assert x[sizes_of_heads] == pytest.approx(found.ravel())
     cost = y[np.arange(layers * heads), sizes_of_heads].sum()
     assert cost >= least_cost(x, y, layers, heads, total) - 1e-9
-    assert cost <= least_cost(x, y, layers, heads, max(total * (1 - layers / SHARES), layers * heads * x[0])) + 1e-9
+    assert cost <= least_cost(x, y, layers, heads, max(total * (1 - layers / KNAPSACK_STEPS), layers * heads * x[0])) + 1e-9
 
 
 def test_slots_go_where_they_help_most():

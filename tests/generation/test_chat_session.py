@@ -59,12 +59,12 @@ def test_turns_are_read_through_the_template(run, chat):
     assert spell(run, chat.read[0]) == PLAIN.format("a")
     assert spell(run, chat.read[-1]) == f"<bos>User:\na\n\nAssistant:\n{first.strip()}<eos>\n\nUser:\nc\n\nAssistant:\n"
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
-    assert (chat.messages[1]["content"], chat.ended) == (first, "length")
+    assert (chat.messages[1]["content"], chat.finish_reason) == (first, "length")
 
 
 def test_without_a_template_a_text_goes_on(run):
     chat = Chat(run, None, GREEDY)
-    assert chat.completes
+    assert chat.is_completion
     assert said(chat.answer("a")) == AROUND[:7]
     assert said(chat.answer("b")) == "\nca" + AROUND[:4], "what is said begins a new line, whose byte is of the circle"
     assert chat.template.encode(chat.messages) == list(f"a{AROUND[:7]}\nb\nca{AROUND[:4]}".encode())
@@ -75,7 +75,7 @@ def test_without_a_template_a_text_goes_on(run):
 def test_the_end_token_ends_an_answer(ending):
     chat = Chat(ending, None, {"greedy": True, "max_new_tokens": 40})
     assert said(chat.answer("a")) == "è€😀b\nc"
-    assert chat.ended == "eos"
+    assert chat.finish_reason == "eos"
 
 
 def test_the_special_token_that_ends_a_turn_ends_an_answer(run):
@@ -83,7 +83,7 @@ def test_the_special_token_that_ends_a_turn_ends_an_answer(run):
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 40})
     chat.template.end_ids = frozenset("😀".encode()[:1])
     assert said(chat.answer("a")) == "è€"
-    assert chat.ended == "stop"
+    assert chat.finish_reason == "stop"
 
 
 def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(run):
@@ -91,7 +91,7 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(run):
     pieces = chat.answer("a")
     heard = next(pieces).text + next(pieces).text
     pieces.close()
-    assert heard == AROUND[: len(heard)] and chat.ended == "interrupted"
+    assert heard == AROUND[: len(heard)] and chat.finish_reason == "interrupted"
     assert chat.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": heard}]
     assert said(chat.answer("b")).startswith("\nca"), "and the conversation goes on"
 
@@ -116,7 +116,7 @@ def test_retry_and_undo(run):
     assert again != first, "a seed of one's own does not give the same answer again"
     assert [message["content"] for message in chat.messages] == ["a", again]
     assert chat.undo() == "a" and chat.messages == []
-    with pytest.raises(UserError, match="nothing has been said yet"):
+    with pytest.raises(UserError, match="the conversation has no messages yet"):
         chat.retry()
     other = Chat(run, None, {"temperature": 30.0, "seed": 5, "max_new_tokens": 12})
     assert [said(other.answer("a")), said(other.retry())] == [first, again], "but the same conversation"
@@ -126,12 +126,12 @@ def test_a_full_context_lets_the_oldest_turns_go(run, chat):
     chat.set_system("S")
     for text in ("a" * 30, "b" * 10):
         said(chat.answer(text))
-    with pytest.warns(UserWarning, match="the context of 128 tokens is full: the oldest turn is left out from here on"):
+    with pytest.warns(UserWarning, match="the context of 128 tokens is full: the oldest turn is dropped from now on"):
         said(chat.answer("c" * 10))
     read = spell(run, chat.read[-1])
     assert read.startswith("<bos>System:\nS\n\nUser:\nbbbb") and len(chat.read[-1]) + 13 <= 128
     assert len(chat.messages) == 6, "what was said stays in the conversation"
-    with pytest.raises(UserError, match=r"what you said makes [0-9]+ tokens and the model's context is 128: say less"):
+    with pytest.raises(UserError, match=r"the message makes [0-9]+ tokens, but the model's context is 128: shorten it"):
         chat.answer("d" * 120)
     assert len(chat.messages) == 6
 
@@ -139,7 +139,7 @@ def test_a_full_context_lets_the_oldest_turns_go(run, chat):
 def test_a_long_answer_gets_what_room_there_is(run, recwarn):
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 400})
     assert len(said(chat.answer("a" * 100)).encode()) == 28
-    assert chat.ended == "context"
+    assert chat.finish_reason == "context"
     assert [str(warning.message) for warning in recwarn if "context" in str(warning.message)] == []
 
 
@@ -162,17 +162,17 @@ def test_a_budget_of_the_cache(run):
 def test_settings(run):
     chat = Chat(run, None, {"temperature": 0.5})
     chat.set("top_k", 40)
-    assert (chat.config.generation.top_k, chat.given) == (40, {"temperature": 0.5, "top_k": 40})
+    assert (chat.config.generation.top_k, chat.overrides) == (40, {"temperature": 0.5, "top_k": 40})
     chat.reset("temperature")
-    assert chat.given == {"top_k": 40} and chat.config.generation.temperature == run.config.generation.temperature
+    assert chat.overrides == {"top_k": 40} and chat.config.generation.temperature == run.config.generation.temperature
     for name, value, sentence in (
         ("top_p", 1.7, "generation.top_p must be a number in .*, got 1.7"),
         ("temprature", 1.0, "unknown key generation.temprature, did you mean generation.temperature"),
-        ("n", 2, "one answer to a turn: leave n at 1, got 2"),
+        ("n", 2, "generation.n must be 1 in a conversation, got 2"),
     ):
         with pytest.raises(UserError, match=sentence):
             chat.set(name, value)
-        assert chat.given == {"top_k": 40}
+        assert chat.overrides == {"top_k": 40}
     with pytest.raises(UserError, match=r"unknown key generation\.temprature"):
         chat.reset("temprature")
 
@@ -181,7 +181,7 @@ def test_a_setting_that_loses_its_effect_is_left_out(run):
     chat = Chat(run, None, {"strategy": "entropy", "low_entropy": 0.4})
     with pytest.warns(UserWarning, match="router.low_entropy has no effect while generation.strategy is chain"):
         chat.set("strategy", "chain")
-    assert chat.given == {}
+    assert chat.overrides == {}
 
 
 def test_a_conversation_is_saved_and_goes_on(run, chat, tmp_path):
@@ -193,7 +193,7 @@ def test_a_conversation_is_saved_and_goes_on(run, chat, tmp_path):
     assert json.loads(file.read_text()) == {"messages": [{"role": role, "content": text} for role, text in messages]}
     chat.save(file)  # its own file
     other = Chat(run, chat.template, GREEDY)
-    with pytest.raises(UserError, match="is there already: choose another name"):
+    with pytest.raises(UserError, match="exists already: choose another name"):
         other.save(file)
     other.load(file)
     assert (other.system, other.messages) == ("S", chat.messages)
@@ -203,11 +203,11 @@ def test_a_conversation_is_saved_and_goes_on(run, chat, tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("[1", "is not a conversation in JSON"),
-        ("[]", "is not a conversation: it has no list under messages"),
-        ('{"messages": [{"role": "user"}]}', "message 0 of .* must have the texts role and content, got"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "must hold turns of user and assistant, .* got .*user"),
-        ("\udcff", "is not a conversation in JSON"),
+        ("[1", "is not valid JSON"),
+        ("[]", "must hold a JSON object with a list under the key messages"),
+        ('{"messages": [{"role": "user"}]}', "message 0 of .* must have the strings role and content, got"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "must alternate user and assistant messages, .* got .*user"),
+        ("\udcff", "is not valid JSON"),
     ],
 )
 def test_files_that_hold_no_conversation(run, tmp_path, content, sentence):

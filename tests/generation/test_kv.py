@@ -112,9 +112,9 @@ def test_budget_tokens_are_slots_per_head():
 @pytest.mark.parametrize(
     ("kv", "said"),
     [
-        ({"budget": 0.1}, "kv.budget 0.1 leaves 12 slots for a head of a text of 128 tokens, and each needs 24"),
-        ({"budget_tokens": 20}, "kv.budget_tokens 20 leaves 20 slots .* and each needs 24 .* give at least 24$"),
-        ({"budget": 0.3, "sinks": 40}, "each needs 56 .* give at least 0.438$"),
+        ({"budget": 0.1}, "kv.budget 0.1 leaves 12 slots per head for a sequence of 128 tokens, but each head needs 24"),
+        ({"budget_tokens": 20}, "kv.budget_tokens 20 leaves 20 slots .* but each head needs 24 .* set it to at least 24$"),
+        ({"budget": 0.3, "sinks": 40}, "each head needs 56 .* set it to at least 0.438$"),
     ],
 )
 def test_less_than_every_head_must_have_is_refused(kv, said):
@@ -379,6 +379,6 @@ def test_settings_of_generate(tmp_path):
 
 def test_a_share_that_is_too_small_for_a_short_text_is_rounded_up():
     model = builder.model(CONFIG)
-    with pytest.warns(UserWarning, match=r"kv.budget 0.1 is too small for 128 tokens, .* 0.188 is used"):
+    with pytest.warns(UserWarning, match=r"kv.budget 0.1 is too small for 128 tokens, .* using 0.188"):
         out = generate(model, [prompt()], NEW, greedy=True, kv_budget=0.1, kv_signal="uniform")
     assert out.tolist() == generate(model, [prompt()], NEW, greedy=True, kv_budget_tokens=24, kv_signal="uniform").tolist()

@@ -39,13 +39,13 @@ def test_slots_go_by_loss_unless_told_otherwise():
 @pytest.mark.parametrize(
     ("calibration", "why"),
     [
-        (None, "kv.signal loss was not measured on this model (`dantinox"),
+        (None, "kv.signal loss was not measured on this model (run `dantinox"),
         (KVCalibration(ENTROPY), "the calibration kv_entropy.json holds no loss: run"),
     ],
 )
 def test_what_was_not_measured_is_told_and_heads_are_alike(calibration, why):
     found, (told,) = groups(calibration)
-    assert found == (((2, 128),), ((2, 128),)) and told.startswith(f"every head gets the same share: {why}")
+    assert found == (((2, 128),), ((2, 128),)) and told.startswith(f"all heads get the same share of the cache: {why}")
     assert groups(calibration, signal="uniform") == (found, [])
 
 
@@ -57,7 +57,7 @@ def test_a_decay_by_entropies_that_are_not_there_is_one_error():
 
 def test_tokens_without_a_run_name_the_file():
     model = builder.model(CONFIG)
-    with pytest.warns(UserWarning, match="same share: name the file .* by kv_calibration, or give kv_signal uniform"):
+    with pytest.warns(UserWarning, match="same share .*: set kv_calibration to the file .*, or set kv_signal to uniform"):
         generate(model, [[1, 2, 3]], 0, kv_budget=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -139,7 +139,7 @@ def test_streamed_text_is_the_text(run, temperature):
 
 
 def test_a_stream_is_one_sample(run):
-    with pytest.raises(UserError, match=r"^a stream is one sample: give n=1, got 4, or use generate$"):
+    with pytest.raises(UserError, match=r"^n must be 1 in a stream, got 4: use generate for several samples$"):
         run.stream("a", n=4)
 
 
@@ -234,7 +234,7 @@ def test_a_full_context_is_announced_and_cut(run):
     with pytest.warns(UserWarning) as caught:
         result = greedy(run, "a" * 100, max_new_tokens=40)
     assert [str(w.message) for w in caught] == [
-        "the context of 128 tokens leaves room for 28 new tokens behind a prompt of 100: 12 fewer than asked for"
+        "the context of 128 tokens leaves room for 28 new tokens after a prompt of 100: 12 fewer than requested"
     ]
     assert len(result.tokens) == 28 and result.finish_reason == "length"
     assert result.text == greedy(run, "a" * 99, max_new_tokens=28).text, "the last place of the context is as good as any"
@@ -311,7 +311,7 @@ def test_requests_that_need_another_program_are_a_batch_of_their_own(run):
 
 
 def test_no_prompt_is_an_error(run):
-    with pytest.raises(UserError, match="there is no prompt to continue"):
+    with pytest.raises(UserError, match="at least one prompt is required"):
         run.generate([])
 
 
@@ -355,5 +355,5 @@ def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_pa
     answer = model.chat(messages, logprobs=0, **settings)
     assert answer.text == model.generate("uaabuc", **settings).text
     assert len(answer.info["logprobs"]) == 13
-    with pytest.raises(UserError, match="a chat gets one answer: give n=1, got 2"):
+    with pytest.raises(UserError, match="n must be 1 in a chat, got 2"):
         model.chat("a", n=2)

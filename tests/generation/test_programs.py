@@ -64,8 +64,8 @@ def test_short_chunks_are_no_other_program(programs):
     assert programs() == 0
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_chunk_ahead_changes_nothing(ahead):
+@pytest.mark.parametrize("dispatch_ahead", [False, True])
+def test_a_chunk_ahead_changes_nothing(dispatch_ahead):
     """Rows that end by an id, by their limit, and by hand between two chunks: each has the tokens it would have alone."""
     model, prompts, limits = builder.model(), np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32), np.array([58, 33, 50])
     free = generate(model, prompts, 58, greedy=True)[:, 3:]
@@ -75,7 +75,7 @@ def test_a_chunk_ahead_changes_nothing(ahead):
         model, prompts, np.full(3, 3), SamplingParams.build({"greedy": True}, batch=3), limits_B=limits, eos_ids=[[], [], [end]]
     )
     texts = [[], [], []]
-    for chunk in session.run(8, ahead=ahead):
+    for chunk in session.run(8, dispatch_ahead=dispatch_ahead):
         for text, tokens, count in zip(texts, chunk.tokens, chunk.counts, strict=True):
             text += tokens[:count].tolist()
         if len(texts[0]) > 20:
@@ -140,7 +140,14 @@ def prompt_session(model, length, **report):
 def prefill_program(model, length, **report):
     session = prompt_session(model, length, **report)
     return _generate_toks.lower(
-        model, None, session.state, session.params, jnp.int32(0), session._prompt, **session._options, **session._first
+        model,
+        None,
+        session.state,
+        session.params,
+        jnp.int32(0),
+        session._prompt,
+        **session._options,
+        **session._prefill_options,
     )
 
 

@@ -24,7 +24,7 @@ def batches(monkeypatch):
     return of
 
 
-@pytest.mark.filterwarnings("ignore:every head gets the same share")
+@pytest.mark.filterwarnings("ignore:all heads get the same share of the cache")
 def test_requests_of_another_cache_are_a_batch_of_their_own(batches):
     small = {"kv_budget": 0.2}
     assert batches([small, {}, {**small, "top_k": 3}, {"kv_budget": 0.5}, {"kv_dtype": "int8"}, small]) == [

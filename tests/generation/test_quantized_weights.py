@@ -85,7 +85,7 @@ def test_products_in_bfloat16_are_those_of_rounded_operands(weights):
         expected = operand[:rows].reshape(rows, 24).astype(np.float64) @ kernel
         np.testing.assert_allclose(np.asarray(few(jnp.asarray(x[:rows]))).reshape(rows, 10), expected, atol=3e-6)
     head = dequantize(prepare(model, weights, "bfloat16")).head
-    assert few.bfloat16_from == 4 and head.kernel[...].dtype == jnp.dtype(weights)
+    assert few.min_bfloat16_rows == 4 and head.kernel[...].dtype == jnp.dtype(weights)
 
 
 def test_narrow_weights_are_not_widened_where_products_are_in_bfloat16():
@@ -100,10 +100,10 @@ def test_narrow_weights_are_not_widened_where_products_are_in_bfloat16():
 @pytest.mark.parametrize(("gain", "first"), [(0.1, None), (2.5, 9)])
 def test_what_was_measured_decides_on_a_cpu(monkeypatch, gain, first):
     monkeypatch.setattr(weights_module, "bfloat16_gain", lambda: gain)
-    heads = {on: prepare(builder.model(TIED), "int8", on).head.bfloat16_from for on in ("auto", "float32", "bfloat16")}
+    heads = {on: prepare(builder.model(TIED), "int8", on).head.min_bfloat16_rows for on in ("auto", "float32", "bfloat16")}
     assert heads == {"auto": first, "float32": None, "bfloat16": 9}
     accelerated = builder.model(builder.config(platform="gpu"))
-    assert prepare(accelerated, "int8").head.bfloat16_from == 1
+    assert prepare(accelerated, "int8").head.min_bfloat16_rows == 1
 
 
 def test_the_measurement_is_remembered(monkeypatch, tmp_path):

@@ -44,11 +44,11 @@ def test_any_course_of_events(events, slots, queue):
             assert all(other.lane not in compiled for other in scheduler.waiting if other.number < job.number)
             started.append(job)
             unread[job] = job.parts
-        if scheduler.reading:
-            job = scheduler.reading[0]
+        if scheduler.prefilling:
+            job = scheduler.prefilling[0]
             unread[job] -= 1
             if unread[job] <= 0:
-                scheduler.finish_reading(job)
+                scheduler.finish_prefill(job)
                 left.update(dict.fromkeys(scheduler.slots_of(job), job.chunks))
         for slot in [*left]:
             left[slot] -= 1

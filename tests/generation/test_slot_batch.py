@@ -44,10 +44,10 @@ def put(run, slots, slot, prompt, limit=24, report=False, echo=False, reuse=Fals
     """Begins a text; what was kept of it."""
     config, ids = run.settings({"seed": 3, "max_new_tokens": limit} | settings), run.prompt_ids(prompt)
     kept = slots.match_prefix(ids) if reuse else NO_PREFIX
-    slots.begin(slot, ids, kept, echo)
-    while slots.read(slot):
+    slots.assign_prompt(slot, ids, kept, echo)
+    while slots.prefill(slot):
         pass
-    slots.start(slot, slots.row_params(config), limit=limit, report=report)
+    slots.start_decoding(slot, slots.row_params(config), limit=limit, report=report)
     return kept
 
 
@@ -98,11 +98,11 @@ def test_a_part_that_was_read_is_not_read_again(served):
     assert put(run, slots, 0, LONG, reuse=True) == NO_PREFIX
     alone = decode(slots)[0][0]
     ids = run.prompt_ids(LONG)
-    whole = (len(ids) - 1) // slots.part * slots.part
+    whole = (len(ids) - 1) // slots.prefill_chunk * slots.prefill_chunk
     assert 0 < whole < len(ids) - 1
     assert put(run, slots, 0, LONG, reuse=True) == put(run, slots, 2, LONG, reuse=True) == PrefixMatch(0, whole)
     assert list(decode(slots)[0].values()) == [alone, alone]
-    assert slots.match_prefix(ids[: slots.part]) == NO_PREFIX, "the last token is read with the first one that is drawn"
+    assert slots.match_prefix(ids[: slots.prefill_chunk]) == NO_PREFIX, "decoding reads the last prompt token"
     assert slots.match_prefix([*ids[:5], 1, *ids[6:]]) == NO_PREFIX
 
 
@@ -110,13 +110,13 @@ def test_samples_of_a_prompt_that_is_read_once(served):
     run, slots = served
     expected = [result.tokens for result in run.generate(LONG, seed=3, max_new_tokens=12, n=3, **DRAWN)]
     config, ids = run.settings({"seed": 3, "max_new_tokens": 12} | DRAWN), run.prompt_ids(LONG)
-    slots.begin(0, ids)
-    while slots.read(0):
+    slots.assign_prompt(0, ids)
+    while slots.prefill(0):
         pass
     for sample, slot in enumerate((0, 3, 1)):
         if slot:
-            slots.copy(0, slot)
-        slots.start(slot, slots.row_params(config), limit=12, sample_index=sample)
+            slots.copy_prompt(0, slot)
+        slots.start_decoding(slot, slots.row_params(config), limit=12, sample_index=sample)
     tokens = decode(slots)[0]
     assert [tokens[slot] for slot in (0, 3, 1)] == expected
 
@@ -151,15 +151,15 @@ def test_a_slot_is_taken_again_while_its_last_token_is_computed(served):
     run, slots = served
     first, second = (run.generate(prompt, seed=3, max_new_tokens=6, **DRAWN).tokens for prompt in ("a slot", LONG))
     put(run, slots, 1, "a slot", limit=6, **DRAWN)
-    assert slots.left() == {1: 6}
+    assert slots.remaining() == {1: 6}
     ending = slots.dispatch(6)
-    assert slots.left() == {}
+    assert slots.remaining() == {}
     put(run, slots, 1, LONG, limit=6, **DRAWN)
     following = slots.dispatch(2)
     (end,) = slots.collect(ending)
     assert end.tokens.tolist() == first and end.done
     (begin,) = slots.collect(following)
-    assert not begin.done and slots.left() == {1: 4}
+    assert not begin.done and slots.remaining() == {1: 4}
     assert [*begin.tokens, *decode(slots)[0][1]] == second
 
 
@@ -225,7 +225,7 @@ def test_a_text_of_some_tokens_alone(served):
     bits_W = np.zeros(-(-BYTES.vocab_size // 32), np.uint32)
     for token in b"xyz":
         bits_W[token // 32] |= np.uint32(1 << token % 32)
-    slots.allow(3, bits_W)
+    slots.set_token_mask(3, bits_W)
     tokens = decode(slots)[0]
     assert set(tokens[3]) <= set(b"xyz")
     assert tokens[2] == run.generate("hello", seed=3, max_new_tokens=24, **DRAWN).tokens

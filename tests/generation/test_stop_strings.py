@@ -49,7 +49,7 @@ def test_any_division_of_a_text_gives_the_same_answer(pieces, stops, keep):
 def test_a_finder_that_is_not_armed_passes_everything(early, late, stops):
     """A stop string complete before `min_tokens` is text like any other; one that is complete later ends it."""
     finder = StopFinder(stops)
-    out = "".join(finder.push(piece, armed=False) for piece in early)
+    out = "".join(finder.push(piece, active=False) for piece in early)
     assert finder.found is None
     out += "".join(finder.push(piece) for piece in late)
     out += finder.flush()

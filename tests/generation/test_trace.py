@@ -131,5 +131,5 @@ def test_candidates_in_document_json_trace_and_page(run):
         [[one["id"], one["text"], one["logprob"], one["score"]] for one in token["candidates"]] for token in document["tokens"]
     ]
     assert '"score":[' in report_page([document])
-    with pytest.raises(UserError, match="give logprobs too"):
+    with pytest.raises(UserError, match="set logprobs too"):
         run.generate("abc", show_candidates=True, **ROUTED)

@@ -27,7 +27,7 @@ from .test_openai import BAD, CHAT, TEXT
 
 SLOTS, QUEUE, CONTEXT, CLIENTS, BURST_SECONDS = 4, 8, 512, 6, 20
 KOBOLD, KOBOLD_STREAM, OWN = "/api/v1/generate", "/api/extra/generate/stream", "/api/dantinox/generate"
-SHARES = {"leave": 0.10, "malformed": 0.05, "abort": 0.05, "slow": 0.01}  # the rest are good
+KNAPSACK_STEPS = {"leave": 0.10, "malformed": 0.05, "abort": 0.05, "slow": 0.01}  # the rest are good
 PROMPTS = ("a", "once upon a time", "the end. " * 20, "a long story that goes on and on; " * 12)
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0}, {"temperature": 1.5}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.05, "temperature": 1.3},
@@ -179,7 +179,7 @@ class Soak:
     async def one(self) -> None:
         """Sends a request of a random kind."""
         draw, kind = self.chance.random(), "good"
-        for name, share in SHARES.items():
+        for name, share in KNAPSACK_STEPS.items():
             draw -= share
             if draw < 0:
                 kind = name

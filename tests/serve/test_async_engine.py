@@ -104,7 +104,7 @@ def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine,
 
 def test_repeated_settings_are_cached(engine, run):
     """Seed, length, samples and stop strings do not add cache entries, and the text equals that of `generate`."""
-    made = engine._batch._remembered.cache_info().misses
+    made = engine._batch._cached_row_params.cache_info().misses
 
     async def read():
         for seed, size in ((1, 9), (2, 20), (1, 9)):
@@ -114,7 +114,7 @@ def test_repeated_settings_are_cached(engine, run):
         return engine.submit(make_request(engine, "hello", temperature=1.1, top_k=7, stop=["a"], seed=None))
 
     asyncio.run(read())
-    assert engine._batch._remembered.cache_info().misses == made + 2
+    assert engine._batch._cached_row_params.cache_info().misses == made + 2
     assert [engine.settings({"top_k": 7, "seed": seed}).generation.seed for seed in (5, 6)] == [5, 6]
     assert engine.settings({"stop": ["a" * 5000], "seed": 5}).generation.stop == ("a" * 5000,)
     with pytest.raises(UserError, match="seed"):
@@ -201,7 +201,7 @@ def test_invalid_requests_are_refused(engine):
             (GenerationRequest((999,), config), r"tokens of the prompt must be in \[0, 259\), got 999"),
             (GenerationRequest((1,), engine.settings({"n": 4})), r"generation.n must be in \[1, 3\] in this server, got 4"),
             (GenerationRequest((1,), config, logprobs=21), r"logprobs must be in \[0, 20\] in this server, got 21"),
-            (GenerationRequest((1,), config, echo=True), "ask for logprobs too"),
+            (GenerationRequest((1,), config, echo=True), "set logprobs too"),
         ):
             with pytest.raises(UserError, match=message):
                 engine.submit(wrong)
@@ -304,17 +304,15 @@ def test_draining_and_failing(run, monkeypatch):
 VICTIM = "the victim of a fault"
 # Calls on the engine's threads that a fault is injected into: (object, method, whether the call belongs to one request).
 CALLS = [
-    *(
-        ("batch", name, True)
-        for name in ("row_params", "match_prefix", "begin", "read", "prompt_steps", "copy", "start", "allow")
-    ),
-    *(("batch", name, False) for name in ("ready", "left", "stop", "dispatch", "collect")),
-    *(("scheduler", name, False) for name in ("admit", "finish_reading", "release", "slots_of", "remove")),
-    *(("engine", name, True) for name in ("_texts", "_start_rows", "_give")),
-    *(("engine", name, False) for name in ("_admit", "_read_prompts", "_end", "_dispatch", "_collect")),
+    *(("batch", name, True) for name in ("row_params", "match_prefix", "assign_prompt", "prefill")),
+    *(("batch", name, True) for name in ("prompt_steps", "copy_prompt", "start_decoding", "set_token_mask")),
+    *(("batch", name, False) for name in ("ready", "remaining", "stop", "dispatch", "collect")),
+    *(("scheduler", name, False) for name in ("admit", "finish_prefill", "release", "slots_of", "remove")),
+    *(("engine", name, True) for name in ("_texts", "_start_rows", "_add_tokens")),
+    *(("engine", name, False) for name in ("_admit", "_prefill_prompts", "_end", "_dispatch", "_collect")),
     ("matcher", "mask", True),
-    ("matcher", "take", True),
-    ("text", "take", True),
+    ("matcher", "consume", True),
+    ("text", "add_tokens", True),
     ("responder", "push_output", True),
     ("stream", "push", True),
     ("compile", "compile", True),
@@ -336,7 +334,8 @@ def test_a_fault_in_one_request_ends_only_that_request(engine, run, monkeypatch,
         for value in args:
             value = getattr(value, "job", value)
             ids = getattr(getattr(value, "request", None), "ids", getattr(value, "ids", value))
-            if isinstance(value, int) and name in ("read", "prompt_steps", "copy", "start", "allow"):
+            takes_slot = name in ("prefill", "prompt_steps", "copy_prompt", "start_decoding", "set_token_mask")
+            if isinstance(value, int) and takes_slot:
                 ids = engine._batch._rows[value].ids
             if isinstance(ids, tuple) and ids == victim_ids:
                 return True

@@ -137,9 +137,9 @@ def test_prompts_with_too_many_ids(path, words):
 
 
 def test_limits_equal_those_of_the_engine():
-    assert limits.MAX_ENTRIES == slots.ENTRIES and limits.MAX_ENTRIES_OF["bad_words"] == slots.SEQUENCES
-    assert limits.MAX_ENTRIES_OF["stop_token_ids"] == slots.END_IDS
-    assert limits.MAX_ENTRIES_OF["dry_breakers"] == slots.ENTRIES_OF["dry_breakers"]
+    assert limits.MAX_ENTRIES == slots.MAX_ENTRIES and limits.MAX_ENTRIES_OF["bad_words"] == slots.MAX_SEQUENCES
+    assert limits.MAX_ENTRIES_OF["stop_token_ids"] == slots.MAX_END_IDS
+    assert limits.MAX_ENTRIES_OF["dry_breakers"] == slots.MAX_ENTRIES_BY_SETTING["dry_breakers"]
 
 
 def test_tokens_that_contain_a_string():
