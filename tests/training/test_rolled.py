@@ -107,7 +107,7 @@ def test_run_with_stacked_layers_trains_resumes_and_samples(workshop):
 def test_model_with_stacked_layers_does_not_decode(what):
     model = small_config(**SETTINGS, model__scan_layers=True).architecture(VOCABULARY)
     built, _ = abstract_model(model)
-    with pytest.raises(ValueError, match="decode with its layers apart"):
+    with pytest.raises(ValueError, match="supports neither a cache nor a probe"):
         built(init_parameters(model, 0)).hidden(np.zeros((1, 2), np.int32), np.arange(2)[None], **{what: object()})
 
 
