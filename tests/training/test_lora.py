@@ -298,7 +298,7 @@ SENTENCES = [
     ({"lora.rank": 2}, "lora.rank needs training.init_from, the run with the base weights"),
     ({"attention.kv_lora_rank": 8, "model.kv_heads": None}, "lora.rank must be null with attention.kv_lora_rank"),
     ({"lora.targets": ["gate_proj"], "model.activation": "gelu"}, r"cannot contain gate_proj: model.activation gelu"),
-    ({"lora.targets": ["up_proj"], "moe.use_moe": True}, r"cannot contain up_proj: experts cannot have adapters \(allowed: q_proj,"),
+    ({"lora.targets": ["up_proj"], "moe.use_moe": True}, r"cannot contain up_proj: experts cannot have adapters"),
     ({"lora.base_weights": "int8", "moe.use_moe": True}, "lora.base_weights must be float32 or bfloat16 with moe.use_moe"),
     ({"lora.targets": []}, r"lora.targets must name at least one projection, got \[\]"),
 ]
