@@ -27,7 +27,7 @@ from dantinox.interop.gguf_config import (
 from dantinox.interop.gguf_families import FAMILIES, Family, MergedTensor
 from dantinox.interop.gguf_file import PLAIN_TYPES, GGUFFile, Shape, StoredTensor, read_tensor, write_gguf
 from dantinox.interop.gguf_keys import LLAMA3, LONG, SHORT, Metadata
-from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
+from dantinox.interop.gguf_vocabulary import read_vocabulary, vocabulary_metadata
 from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.source import LazyArrays, Source, Tensor
 from dantinox.text import Tokenizer
@@ -61,7 +61,7 @@ def source_from_gguf(file: GGUFFile) -> Source:
     family, config = gguf_to_hf_config(file)
     locations = _locate_tensors(file, family)
     config["tie_word_embeddings"] = "lm_head.weight" not in locations
-    vocabulary = from_metadata(file.metadata, str(path))
+    vocabulary = read_vocabulary(file.metadata, str(path))
     rows = file.tensors["token_embd.weight"].shape[0]
     if len(file.metadata["tokenizer.ggml.tokens"]) != rows:
         raise UserError(f"{path} has {rows} rows of embeddings for {len(file.metadata['tokenizer.ggml.tokens'])} tokens")
@@ -282,7 +282,7 @@ def export_gguf(
     metadata |= {"general.file_type": TYPES[kind][1], "general.quantization_version": 2}
     metadata |= {f"{family.arch}.{key}": value for key, value in gguf_metadata(model, family, context).items()}
     _check_roundtrip(model, family, metadata, shapes, extra)
-    metadata |= to_metadata(tokenizer, rows, chat_template)
+    metadata |= vocabulary_metadata(tokenizer, rows, chat_template)
 
     def arrays() -> Iterator[np.ndarray]:
         for stored, names in sources.items():

@@ -16,10 +16,10 @@ from dantinox.interop.gguf_vocabulary import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    from_metadata,
-    to_metadata,
+    read_vocabulary,
+    vocabulary_metadata,
 )
-from dantinox.interop.pre_tokenizers import ALIASES, BEGIN_BY_NAME, RULES
+from dantinox.interop.pre_tokenizers import ADDS_BOS, ALIASES, RULES
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import byte_letters
 from dantinox.text.vocabulary import train_tokenizer
@@ -70,9 +70,9 @@ def sentencepiece(metadata, text):
 @pytest.mark.parametrize("settings", OURS, ids=lambda s: f"{s.tokenizer_type}{s.byte_fallback}")
 def test_a_tokenizer_trained_here_comes_back_to_the_letter(settings):
     tokenizer = train_tokenizer(settings, lambda: iter([TEXT]))
-    metadata = to_metadata(tokenizer, tokenizer.vocab_size + 2, "{{ x }}")
+    metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size + 2, "{{ x }}")
     assert metadata[KEY + "token_type"][-5:] == [CONTROL] * 3 + [UNUSED] * 2
-    back = from_metadata(metadata, "it")
+    back = read_vocabulary(metadata, "it")
     assert back.tokenizer == tokenizer.to_json()
     assert back.tokenizer_config == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "add_bos_token": False}
     assert (back.generation_config, back.chat_template) == ({"eos_token_id": [tokenizer.eos_id]}, "{{ x }}")
@@ -81,7 +81,7 @@ def test_a_tokenizer_trained_here_comes_back_to_the_letter(settings):
 @pytest.mark.parametrize("settings", OURS[:3], ids=lambda s: f"{s.tokenizer_type}{s.byte_fallback}")
 def test_a_reader_of_gguf_makes_the_same_tokens_of_characters_and_bytes(settings):
     tokenizer = train_tokenizer(settings, lambda: iter([TEXT]))
-    metadata = to_metadata(tokenizer, tokenizer.vocab_size)
+    metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
     text = TEXT if settings.tokenizer_type == "char" and not settings.byte_fallback else TEXT + "日本 \0\x7f🙂"
     reader = {"gpt2": byte_level, "llama": sentencepiece}[metadata[KEY + "model"]]
     assert reader(metadata, text) == tokenizer.encode(text)
@@ -89,7 +89,7 @@ def test_a_reader_of_gguf_makes_the_same_tokens_of_characters_and_bytes(settings
 
 def test_a_reader_of_gguf_makes_the_same_words_of_bpe():
     tokenizer = train_tokenizer(OURS[3], lambda: iter([TEXT]))
-    metadata = to_metadata(tokenizer, 300)
+    metadata = vocabulary_metadata(tokenizer, 300)
     for word in ("mezzo", " cammin", " ché", "12", " —"):
         assert byte_level(metadata, word) == tokenizer.encode(word)
     assert metadata[KEY + "pre"] == "gpt-2"
@@ -106,19 +106,19 @@ def trained(rule, size=330):
     tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(rule.steps)}
     core = Core.from_str(json.dumps(tree))
     core.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(core.to_str(), roles={"add_bos_token": rule in [RULES[name] for name in BEGIN_BY_NAME & RULES.keys()]})
+    return Tokenizer(core.to_str(), roles={"add_bos_token": rule in [RULES[name] for name in ADDS_BOS & RULES.keys()]})
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_to_split_text_has_its_name_and_comes_back(name):
     tokenizer = trained(RULES[name])
-    metadata = to_metadata(tokenizer, tokenizer.vocab_size)
+    metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
     assert metadata[KEY + "pre"] == name
-    assert metadata[KEY + "add_bos_token"] == (name in BEGIN_BY_NAME)
-    back = Tokenizer(from_metadata(metadata, "it").tokenizer)
+    assert metadata[KEY + "add_bos_token"] == (name in ADDS_BOS)
+    back = Tokenizer(read_vocabulary(metadata, "it").tokenizer)
     assert back.encode(TEXT) == tokenizer.encode(TEXT)
     del metadata[KEY + "add_bos_token"]
-    assert from_metadata(metadata, "it").tokenizer_config["add_bos_token"] == (name in BEGIN_BY_NAME)
+    assert read_vocabulary(metadata, "it").tokenizer_config["add_bos_token"] == (name in ADDS_BOS)
 
 
 def test_other_spellings_of_a_rule_mean_the_same():
@@ -129,7 +129,7 @@ def test_other_spellings_of_a_rule_mean_the_same():
     tree["model"]["unk_token"] = "</s>"
     again = Tokenizer(json.dumps(tree))
     assert again.encode(TEXT) == trained(RULES["dbrx"]).encode(TEXT)
-    assert to_metadata(again, again.vocab_size)[KEY + "pre"] == "dbrx"
+    assert vocabulary_metadata(again, again.vocab_size)[KEY + "pre"] == "dbrx"
 
 
 def spm(prefix=True):
@@ -150,9 +150,9 @@ def spm(prefix=True):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_reads_as_readers_of_gguf_do_in_both_directions(prefix):
     metadata = spm(prefix)
-    back = from_metadata(metadata, "it")
+    back = read_vocabulary(metadata, "it")
     tokenizer = Tokenizer(back.tokenizer)
-    again = to_metadata(tokenizer, tokenizer.vocab_size)
+    again = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
     assert again[KEY + "add_space_prefix"] == prefix
     assert again[KEY + "token_type"] == metadata[KEY + "token_type"]
     # Hugging Face sorts merges that make tokens of one score by their halves.
@@ -160,7 +160,7 @@ def test_sentencepiece_reads_as_readers_of_gguf_do_in_both_directions(prefix):
     tree["model"]["merges"].sort(key=lambda pair: [-len(part) for part in pair] if set("".join(pair)) == {"▁"} else [-99, 0])
     theirs = Tokenizer(json.dumps(tree), roles={"add_bos_token": True})
     assert theirs.to_json() != tokenizer.to_json()
-    assert to_metadata(theirs, theirs.vocab_size)[KEY + "scores"] == again[KEY + "scores"]
+    assert vocabulary_metadata(theirs, theirs.vocab_size)[KEY + "scores"] == again[KEY + "scores"]
     for text in (TEXT, "via  nostra", "日本", "x", "▁mezzo", *(" " * n + "via" + " " * n for n in range(3, 13))):
         expected = sentencepiece(metadata, text)
         assert theirs.encode(text) == expected
@@ -175,25 +175,25 @@ def test_tokens_of_a_user_are_found_before_anything_is_merged():
     index = metadata[KEY + "tokens"].index("▁▁▁▁")
     metadata[KEY + "token_type"][index] = USER_DEFINED
     metadata[KEY + "tokens"][index] = "<think>"
-    tokenizer = Tokenizer(from_metadata(metadata, "it").tokenizer)
+    tokenizer = Tokenizer(read_vocabulary(metadata, "it").tokenizer)
     assert index in tokenizer.encode("via <think> nostra")
     assert index not in tokenizer.special_ids
-    again = to_metadata(tokenizer, tokenizer.vocab_size)
+    again = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
     assert again[KEY + "token_type"] == metadata[KEY + "token_type"]
     assert again[KEY + "tokens"] == metadata[KEY + "tokens"]
 
 
 @pytest.mark.parametrize("name", ALIASES)
 def test_other_names_of_a_rule_mean_the_same(name):
-    back = from_metadata(broken(pre=name), "it")
-    assert back.tokenizer == from_metadata(broken(pre=ALIASES[name]), "it").tokenizer
+    back = read_vocabulary(broken(pre=name), "it")
+    assert back.tokenizer == read_vocabulary(broken(pre=ALIASES[name]), "it").tokenizer
 
 
 def test_all_tokens_that_end_a_text_are_said():
     names = ["<bos>", "<pad>"]
     tokenizer = train_tokenizer(OURS[2], lambda: iter([]))
     tokenizer = Tokenizer(tokenizer.to_json(), roles={"stop_tokens": ["<eos>", *names], "add_bos_token": True})
-    back = from_metadata(to_metadata(tokenizer, 259), "it")
+    back = read_vocabulary(vocabulary_metadata(tokenizer, 259), "it")
     assert back.generation_config == {"eos_token_id": [258, 257, 256]}
     assert back.tokenizer_config["add_bos_token"] is True
 
@@ -204,15 +204,15 @@ def test_without_a_begin_token_readers_take_the_end_token_and_no_other():
     for token in tree["added_tokens"]:
         token["id"] -= token["content"] == "<eos>"
     tokenizer = Tokenizer(json.dumps(tree))
-    metadata = to_metadata(tokenizer, tokenizer.vocab_size)
+    metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
     assert metadata[KEY + "bos_token_id"] == metadata[KEY + "eos_token_id"] == tokenizer.eos_id
-    back = Tokenizer(from_metadata(metadata, "it").tokenizer)
+    back = Tokenizer(read_vocabulary(metadata, "it").tokenizer)
     assert back.special_ids == tokenizer.special_ids
     assert back.encode(TEXT) == tokenizer.encode(TEXT)
 
 
 def broken(**changes):
-    metadata = to_metadata(train_tokenizer(OURS[3], lambda: iter([TEXT])), 300)
+    metadata = vocabulary_metadata(train_tokenizer(OURS[3], lambda: iter([TEXT])), 300)
     changed = metadata | {KEY + key: value for key, value in changes.items()}
     return {key: value for key, value in changed.items() if value is not None}
 
@@ -222,52 +222,52 @@ def broken(**changes):
     [
         (
             {"pre": "jina-v7"},
-            "tokenizer.ggml.pre: 'jina-v7', expected one of the 82 ways .* known here; the nearest is jina-es$",
+            "tokenizer.ggml.pre: 'jina-v7', expected one of 82 supported names; the most similar is jina-es$",
         ),
         ({"pre": None}, "tokenizer.ggml.pre: null"),
-        ({"model": "rwkv"}, "of the kind 'rwkv'; gpt2, llama and gemma4 are supported"),
-        ({"tokens": None}, "holds no vocabulary"),
+        ({"model": "rwkv"}, "of the kind 'rwkv', expected gpt2, llama or gemma4"),
+        ({"tokens": None}, "has no vocabulary"),
         ({"tokens": ["a", "a"]}, "300 tokens|2 tokens"),
-        ({"token_type": [1]}, "which its token types do not fit"),
-        ({"add_eos_token": True}, "tokenizer.ggml.add_eos_token of its tokenizer, which is not known here: true"),
+        ({"token_type": [1]}, "that do not match its token types"),
+        ({"add_eos_token": True}, "tokenizer.ggml.add_eos_token: true, which is not supported"),
         ({"precompiled_charsmap": [1]}, "precompiled_charsmap"),
-        ({"merges": ["no such"]}, "contradicts itself"),
+        ({"merges": ["no such"]}, "inconsistent tokenizer"),
     ],
 )
 def test_a_vocabulary_that_is_not_understood_is_one_sentence(changes, sentence):
     with pytest.raises(UserError, match=sentence):
-        from_metadata(broken(**changes), "it")
+        read_vocabulary(broken(**changes), "it")
 
 
 def test_what_gguf_cannot_say_is_refused():
     byte = train_tokenizer(OURS[2], lambda: iter([]))
-    with pytest.raises(UserError, match="259 tokens do not fit the 100 rows"):
-        to_metadata(byte, 100)
-    with pytest.raises(UserError, match="that holds ▁: it is a space there"):
-        to_metadata(train_tokenizer(OURS[1], lambda: iter(["a▁ b"])), 400)
+    with pytest.raises(UserError, match="259 tokens do not correspond to the 100 rows"):
+        vocabulary_metadata(byte, 100)
+    with pytest.raises(UserError, match="with ▁, which means a space there"):
+        vocabulary_metadata(train_tokenizer(OURS[1], lambda: iter(["a▁ b"])), 400)
     tree = json.loads(byte.to_json())
     tree["added_tokens"] = []
     with pytest.raises(UserError, match="has no end token"):
-        to_metadata(Tokenizer(json.dumps(tree)), 259)
+        vocabulary_metadata(Tokenizer(json.dumps(tree)), 259)
     core = Core(models.WordLevel({"a": 0}, unk_token="a"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.add_special_tokens(["</s>"])
     with pytest.raises(UserError, match="a tokenizer of the kind WordLevel"):
-        to_metadata(Tokenizer(core.to_str()), 2)
+        vocabulary_metadata(Tokenizer(core.to_str()), 2)
     odd = trained(RULES["gpt-2"])
     tree = json.loads(odd.to_json())
     tree["pre_tokenizer"] = {"type": "Punctuation", "behavior": "Isolated"}
-    with pytest.raises(UserError, match="no name for the way this tokenizer splits text"):
-        to_metadata(Tokenizer(json.dumps(tree)), odd.vocab_size)
-    tree = json.loads(from_metadata(spm(), "it").tokenizer)
+    with pytest.raises(UserError, match="no name for the pre-tokenizer"):
+        vocabulary_metadata(Tokenizer(json.dumps(tree)), odd.vocab_size)
+    tree = json.loads(read_vocabulary(spm(), "it").tokenizer)
     tree["model"]["merges"] = tree["model"]["merges"][:-1]
-    with pytest.raises(UserError, match="do not follow from one score"):
-        to_metadata(Tokenizer(json.dumps(tree)), 2000)
+    with pytest.raises(UserError, match="no scores of tokens give the order"):
+        vocabulary_metadata(Tokenizer(json.dumps(tree)), 2000)
     core = Core(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     core.decoder = decoders.Fuse()
     core.add_special_tokens(["</s>"])
-    with pytest.raises(UserError, match=r"llama\.cpp's BPE is of bytes, or falls back to bytes"):
-        to_metadata(Tokenizer(core.to_str()), 4)
+    with pytest.raises(UserError, match=r"llama\.cpp supports only BPE of bytes or with byte fallback"):
+        vocabulary_metadata(Tokenizer(core.to_str()), 4)
 
 
 @pytest.mark.parametrize("metadata", [broken(), spm()], ids=["gpt2", "llama"])
@@ -275,6 +275,6 @@ def test_whatever_an_entry_holds_is_read_or_one_sentence(metadata):
     for key in [*metadata, "tokenizer.chat_template", KEY + "merges", KEY + "eos_token_id", KEY + "unknown_token_id"]:
         for value in ("x", "", 0, 3, -1, 1 << 40, 1.5, True, [], ["x"], [7], [[1]], [1.5] * 300, [9] * 300, ["▁"] * 300):
             try:
-                from_metadata(metadata | {key: value}, "it")
+                read_vocabulary(metadata | {key: value}, "it")
             except UserError as error:
                 assert "\n" not in str(error)

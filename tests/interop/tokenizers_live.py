@@ -36,7 +36,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.files import UserError
 from dantinox.interop.gguf_file import open_gguf, write_gguf
-from dantinox.interop.gguf_vocabulary import BYTE, CONTROL, KEY, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, from_metadata
+from dantinox.interop.gguf_vocabulary import BYTE, CONTROL, KEY, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, read_vocabulary
 from dantinox.interop.pre_tokenizers import ALIASES, RULES
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import byte_letters
@@ -316,7 +316,7 @@ def packaged(package: str, pattern: str) -> list[Path]:
 
 
 def of_metadata(metadata: dict[str, Any], name: str) -> Tokenizer:
-    found = from_metadata(metadata, name)
+    found = read_vocabulary(metadata, name)
     return Tokenizer(found.tokenizer, name, found.tokenizer_config)
 
 
