@@ -20,7 +20,7 @@ from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, download_repositor
 from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.interop.packaged_checkpoints import PACKAGED, find_packaged_checkpoint
 from dantinox.interop.source import ExportBundle, LazyArrays, Source
-from dantinox.interop.v0 import parameters, read_v0
+from dantinox.interop.v0 import convert_parameters, read_v0
 from dantinox.model.parameters import abstract_model
 from dantinox.run import (
     RunDirectory,
@@ -164,7 +164,7 @@ def import_v0(folder: Path, run_dir: str | Path, dtype: str, max_context: int | 
     if max_context is not None:
         settings["model"]["max_context"] = max_context
     config = build_config(settings, source="config.yaml")
-    arrays = parameters(old, config.architecture(tokenizer.vocab_size), dtype)
+    arrays = convert_parameters(old, config.architecture(tokenizer.vocab_size), dtype)
     with _staged_directory(Path(run_dir)) as staging:
         run = RunDirectory(staging)
         save_weights(run.weights, arrays)

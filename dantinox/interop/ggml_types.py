@@ -1,7 +1,7 @@
 """Tensor types of ggml (the types of a GGUF file): block layouts, and their conversion to float32.
 
-The layouts and formulas are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-quants.c`). Every
-product and sum is rounded to float32 in the order of that file, so the results are equal to llama.cpp's to the bit.
+The layouts and formulas are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-quants.c`). Products
+and sums are rounded to float32 in the order of that file, so the results are bitwise equal to llama.cpp's.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from dantinox.interop.ggml_grids import grid
+from dantinox.interop.ggml_codebooks import codebook
 
-CHUNK = 1 << 16  # values converted at once, so that intermediate arrays stay in the caches of a CPU
+CHUNK = 1 << 16  # values converted at a time, so that intermediate arrays fit the caches of a CPU
 F16, F32, U8, I8, U16, U32 = "<f2", "<f4", "u1", "i1", "<u2", "<u4"
-# The values of 4-bit floats (E2M1), doubled, and of the non-linear 4-bit types.
+# The values of 4-bit floats (E2M1), doubled, and of the nonlinear 4-bit types.
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 IQ1_DELTA = np.float32(0.125)
@@ -24,10 +24,10 @@ class GGMLType(NamedTuple):
     """A tensor type.
 
     Attributes:
-      number: its number in GGUF.
-      values: how many values a block holds; rows are whole blocks.
-      block: the fields of a block, in the order of the file.
-      decode: `[N]` blocks to float32 values of any shape whose first axis is N; None: the block is one plain number.
+      number: the number of the type in GGUF.
+      values: the number of values in a block. A row consists of whole blocks.
+      block: the dtype of a block, with its fields in the order of the file.
+      decode: converts `[N]` blocks to float32 values of any shape whose first axis is N; None: a block is one plain number.
     """
 
     number: int
@@ -37,7 +37,12 @@ class GGMLType(NamedTuple):
 
 
 def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
-    """The float32 values of whole blocks of a quantized type; `raw` holds their bytes. Scales that are not finite give NaN."""
+    """Returns the float32 values of whole blocks of a quantized type. Scales that are not finite give NaN.
+
+    Args:
+      name: the name of the type.
+      raw: the bytes of the blocks.
+    """
     _, values, block, decode = TYPES[name]
     assert decode is not None
     blocks = raw.view(block)
@@ -51,7 +56,7 @@ def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
 
 
 def quantize_q8_0(array: np.ndarray) -> np.ndarray:
-    """The bytes of Q8_0 blocks of an array whose size is a multiple of 32, rounded as ggml's reference does."""
+    """Returns the bytes of an array's Q8_0 blocks, rounded as in ggml's reference. The size must be a multiple of 32."""
     kind = TYPES["Q8_0"]
     values = np.ascontiguousarray(array, np.float32).reshape(-1, kind.values)
     blocks = np.empty(len(values), kind.block)
@@ -63,34 +68,34 @@ def quantize_q8_0(array: np.ndarray) -> np.ndarray:
             scaled = part * np.where(scale == 0, np.float32(0), 1 / scale)
             size = np.abs(scaled)
             floor = np.floor(size)
-            target["qs"] = np.copysign(floor + (size - floor >= 0.5), scaled)  # halves away from zero
+            target["qs"] = np.copysign(floor + (size - floor >= 0.5), scaled)  # halves are rounded away from zero
             target["d"] = scale[:, 0]
     return blocks.view(np.uint8)
 
 
 def _unpack(packed: np.ndarray, width: int) -> np.ndarray:
-    """Fields of `width` bits in bytes: `[..., n]` → `[..., 8 / width, n]`, first the lowest bits of all bytes."""
+    """Unpacks fields of `width` bits from bytes: `[..., n]` → `[..., 8 / width, n]`, the lowest bits of all bytes first."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return (packed[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
 
 
 def _bits(packed: np.ndarray) -> np.ndarray:
-    """`[..., n]` bytes → `[..., 8 n]` bits, the lowest first."""
+    """Unpacks bits: `[..., n]` bytes → `[..., 8 n]`, the lowest bit first."""
     return np.unpackbits(np.ascontiguousarray(packed), axis=-1, bitorder="little")
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """`[..., n]` bytes → `[..., 2 n]`: first the low halves of all, then the high ones."""
+    """Unpacks 4-bit fields: `[..., n]` bytes → `[..., 2 n]`, all low halves first, then all high halves."""
     return _unpack(packed, 4).reshape(*packed.shape[:-1], -1)
 
 
 def _scale(field: np.ndarray, axes: int = 1) -> np.ndarray:
-    """One number a block as float32, with `axes` more axes of length 1."""
+    """Converts one number per block to float32, with `axes` more axes of length 1."""
     return field.astype(np.float32).reshape(-1, *(1,) * axes)
 
 
 def _signs(bits: np.ndarray) -> np.ndarray:
-    """1 for a bit that is 0, -1 for one that is 1."""
+    """Returns 1 for a 0 bit and -1 for a 1 bit."""
     return np.int8(1) - np.int8(2) * bits.astype(np.int8)
 
 
@@ -123,7 +128,7 @@ def _q1_0(b: np.ndarray) -> np.ndarray:
 
 
 def _q2_0(b: np.ndarray) -> np.ndarray:
-    fields = _unpack(b["qs"], 2).swapaxes(1, 2).reshape(len(b), -1)  # the four of a byte are neighbours
+    fields = _unpack(b["qs"], 2).swapaxes(1, 2).reshape(len(b), -1)  # the four fields of a byte are adjacent
     return _scale(b["d"]) * (fields.astype(np.int8) - np.int8(1))
 
 
@@ -143,7 +148,7 @@ def _q3_k(b: np.ndarray) -> np.ndarray:
 
 
 def _six_bit_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scales and minima of 8 groups, `[N, 8, 1]`: 6 bits each, of which the last four groups' are in two places."""
+    """Returns the 6-bit scales and minima of 8 groups, `[N, 8, 1]`. Those of the last four groups are split in two fields."""
     low, high, rest = b["scales"].reshape(-1, 3, 4).swapaxes(0, 1)
     six, top = np.uint8(63), np.uint8(48)
     scales = np.concatenate([low & six, rest & np.uint8(15) | low >> np.uint8(2) & top], 1)
@@ -170,7 +175,7 @@ def _q6_k(b: np.ndarray) -> np.ndarray:
 
 
 def _tq1_0(b: np.ndarray) -> np.ndarray:
-    """Five digits of base 3 a byte (four in `qh`), as a fraction of 256; multiplying by 3 shifts the next digit out."""
+    """A byte is five base-3 digits (four in `qh`) as a fraction of 256; multiplying by 3 shifts out the next digit."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     parts = ((b["qs"][:, :32], 5), (b["qs"][:, 32:], 5), (b["qh"], 4))
     shifted = [(part[:, None, :] * powers[:digits]).reshape(len(b), -1) for part, digits in parts]
@@ -183,12 +188,12 @@ def _tq2_0(b: np.ndarray) -> np.ndarray:
 
 
 def _mxfp4(b: np.ndarray) -> np.ndarray:
-    scales = np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128)  # half of 2^(e - 127): the table is doubled
+    scales = np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128)  # half of 2^(e - 127), because the table is doubled
     return scales[:, None] * E2M1[_nibbles(b["qs"])]
 
 
 def _nvfp4(b: np.ndarray) -> np.ndarray:
-    """Scales are unsigned E4M3, of which 0x7f is zero and not NaN, halved as the table is doubled."""
+    """Scales are unsigned E4M3, where 0x7f means zero instead of NaN. They are halved, because the table is doubled."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, (code & 7).astype(np.float32)
     table = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)).astype(np.float32) / 2
@@ -208,20 +213,20 @@ def _iq4_xs(b: np.ndarray) -> np.ndarray:
 
 
 def _seven_signs(codes: np.ndarray) -> np.ndarray:
-    """Eight signs of a 7-bit code, `[..., 8]`: the eighth makes the number of minus signs even."""
+    """Returns the eight signs of a 7-bit code, `[..., 8]`. The eighth makes the number of minus signs even."""
     codes = codes.astype(np.uint8)
     parity = _bits(codes[..., None]).sum(-1, dtype=np.uint8) & np.uint8(1)
     return _signs(_bits((codes | parity << np.uint8(7))[..., None]))
 
 
 def _sign_words(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of uint32 words `[N, 8]`: the scales in their highest 4 bits, and four times 8 signs in the others, `[N, 8, 4, 8]`."""
+    """Returns the scales in the highest 4 bits of uint32 words `[N, 8]`, and the signs in the others, `[N, 8, 4, 8]`."""
     codes = words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & np.uint32(127)
     return np.float32(0.5) + (words >> np.uint32(28)).astype(np.float32), _seven_signs(codes)
 
 
 def _half_scales(b: np.ndarray) -> np.ndarray:
-    """d · (1/2 + scale) / 4 for 16 groups, `[N, 16, 1, 1]`, the two of a byte neighbours."""
+    """Returns d · (1/2 + scale) / 4 for 16 groups, `[N, 16, 1, 1]`. The two scales of a byte are adjacent."""
     fields = _unpack(b["scales"], 4).swapaxes(1, 2).reshape(-1, 16)
     return (_scale(b["d"]) * (np.float32(0.5) + fields) * np.float32(0.25))[..., None, None]
 
@@ -229,31 +234,33 @@ def _half_scales(b: np.ndarray) -> np.ndarray:
 def _iq2_xxs(b: np.ndarray) -> np.ndarray:
     scales, signs = _sign_words(b["qs"]["signs"])
     scales = _scale(b["d"]) * scales * np.float32(0.25)
-    return scales[..., None, None] * grid("IQ2_XXS")[b["qs"]["grid"]] * signs
+    return scales[..., None, None] * codebook("IQ2_XXS")[b["qs"]["grid"]] * signs
 
 
 def _iq2_xs(b: np.ndarray) -> np.ndarray:
     codes = b["qs"].reshape(-1, 16, 2)
-    return _half_scales(b) * grid("IQ2_XS")[codes & np.uint16(511)] * _seven_signs(codes >> np.uint16(9))
+    return _half_scales(b) * codebook("IQ2_XS")[codes & np.uint16(511)] * _seven_signs(codes >> np.uint16(9))
 
 
 def _iq2_s(b: np.ndarray) -> np.ndarray:
     high = _unpack(b["qh"], 2).swapaxes(1, 2).reshape(-1, 16, 2).astype(np.uint16)
     codes = b["qs"].reshape(-1, 16, 2) | high << np.uint16(8)
-    return _half_scales(b) * grid("IQ2_S")[codes] * _signs(_bits(b["signs"]).reshape(-1, 16, 2, 8))
+    return _half_scales(b) * codebook("IQ2_S")[codes] * _signs(_bits(b["signs"]).reshape(-1, 16, 2, 8))
 
 
 def _iq3_xxs(b: np.ndarray) -> np.ndarray:
     scales, signs = _sign_words(b["signs"])
     scales = _scale(b["d"]) * scales * np.float32(0.5)
-    return scales[..., None, None] * grid("IQ3_XXS")[b["qs"]].reshape(-1, 8, 4, 8) * signs
+    return scales[..., None, None] * codebook("IQ3_XXS")[b["qs"]].reshape(-1, 8, 4, 8) * signs
 
 
 def _iq3_s(b: np.ndarray) -> np.ndarray:
     codes = b["qs"] | _bits(b["qh"]).astype(np.uint16) << np.uint16(8)
     fields = _unpack(b["scales"], 4).swapaxes(1, 2).reshape(-1, 8)
     scales = _scale(b["d"]) * (np.uint8(1) + np.uint8(2) * fields)
-    return scales[..., None, None] * grid("IQ3_S")[codes].reshape(-1, 8, 4, 8) * _signs(_bits(b["signs"]).reshape(-1, 8, 4, 8))
+    return (
+        scales[..., None, None] * codebook("IQ3_S")[codes].reshape(-1, 8, 4, 8) * _signs(_bits(b["signs"]).reshape(-1, 8, 4, 8))
+    )
 
 
 def _iq1_s(b: np.ndarray) -> np.ndarray:
@@ -261,11 +268,11 @@ def _iq1_s(b: np.ndarray) -> np.ndarray:
     codes = b["qs"].reshape(-1, 8, 4) | high << np.uint16(8)
     scales = _scale(b["d"]) * ((b["qh"] >> np.uint16(12) & np.uint16(7)) * np.uint16(2) + np.uint16(1))
     delta = np.where(b["qh"] & np.uint16(1 << 15), -IQ1_DELTA, IQ1_DELTA)
-    return scales[..., None, None] * (grid("IQ1_S")[codes] + delta[..., None, None])
+    return scales[..., None, None] * (codebook("IQ1_S")[codes] + delta[..., None, None])
 
 
 def _iq1_m(b: np.ndarray) -> np.ndarray:
-    """The bits of the block's float16 scale are the highest four of each word of scales."""
+    """The highest four bits of each word of scales are the block's float16 scale."""
     quarters = b["scales"] >> np.uint16(12) << np.arange(0, 16, 4, dtype=np.uint16)
     d = np.bitwise_or.reduce(quarters, -1).view(np.float16)
     fields = (b["scales"][..., None] >> np.array([0, 3, 6, 9], np.uint16) & np.uint16(7)).reshape(-1, 16)
@@ -273,11 +280,11 @@ def _iq1_m(b: np.ndarray) -> np.ndarray:
     high = _unpack(b["qh"], 4).swapaxes(1, 2).reshape(-1, 16, 2)
     codes = b["qs"].reshape(-1, 16, 2) | (high & np.uint8(7)).astype(np.uint16) << np.uint16(8)
     delta = np.where(high & np.uint8(8), -IQ1_DELTA, IQ1_DELTA)
-    return scales[..., None, None] * (grid("IQ1_S")[codes] + delta[..., None])
+    return scales[..., None, None] * (codebook("IQ1_S")[codes] + delta[..., None])
 
 
 def _type(number: int, values: int, decode: Callable[[np.ndarray], np.ndarray] | None, **fields: Any) -> GGMLType:
-    """A type by the fields of its block: `name="<f2"`, or `name=("u1", 16)` for several."""
+    """Returns a type with these fields of a block: `name="<f2"`, or `name=("u1", 16)` for several values."""
     layout = [(name, *(form if isinstance(form, tuple) else (form,))) for name, form in fields.items()]
     return GGMLType(number, values, np.dtype(layout), decode)
 
@@ -313,8 +320,8 @@ TYPES = {
     "IQ1_S": _type(19, 256, _iq1_s, d=F16, qs=(U8, 32), qh=(U16, 8)),
     "IQ1_M": _type(29, 256, _iq1_m, qs=(U8, 32), qh=(U8, 16), scales=(U16, 4)),
 }
-# Types that a file can name and whose tensors are not read: without values of their own, of integers, or removed from ggml.
-UNREADABLE = {
+# Types in the format whose tensors are not supported: types for computation only, integers, and types removed from ggml.
+UNSUPPORTED_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError, check_writable, escape_name, staged_write, wrap_os_errors
-from dantinox.interop.ggml_types import TYPES, UNREADABLE, dequantize, quantize_q8_0
+from dantinox.interop.ggml_types import TYPES, UNSUPPORTED_TYPES, dequantize, quantize_q8_0
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 # The numbers of value types in the format: NumPy types of numbers, then strings and arrays.
@@ -260,6 +260,6 @@ def _read_tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
     shape = tuple(reader.number(10, name) for _ in range(axes))[::-1]
     code, offset = reader.number(4, name), reader.number(10, name)
     if code not in TYPE_NAMES:
-        known = f"type {UNREADABLE[code]}" if code in UNREADABLE else f"unknown type {code}"
+        known = f"type {UNSUPPORTED_TYPES[code]}" if code in UNSUPPORTED_TYPES else f"unknown type {code}"
         raise UserError(f"{reader.path}: the tensor {escape_name(name)} has the {known}, expected one of {', '.join(TYPES)}")
     return name, shape, TYPE_NAMES[code], offset

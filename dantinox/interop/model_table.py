@@ -1,6 +1,6 @@
-"""The table of `docs/models.md`: what each family of models can do here, from the tables of the families.
+"""Writes the table of model families in `docs/models.md`, from the tables of `hf_families` and `gguf_families`.
 
-python -m dantinox.interop.model_table docs/models.md      (`make models` does it)
+python -m dantinox.interop.model_table docs/models.md      (or `make models`)
 """
 
 import sys
@@ -15,14 +15,14 @@ YES, NO = "yes", "no"
 
 
 def model_table() -> str:
-    """The table in Markdown, a row per family in the order of their names."""
+    """Returns the table in Markdown, with one row per family, sorted by name."""
     lines = [HEADER, ("---",) * len(HEADER)]
     lines += [(f"`{name}`", *_cells(name, hf_families.FAMILIES[name])) for name in sorted(hf_families.FAMILIES)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def lora_support(family: Family) -> str:
-    """The projections of a family that can have adapters."""
+    """Returns the projections of a family that can have adapters."""
     if "kv_lora_rank" in family.keys:
         return NO
     if "moe.use_moe" in family.settings:
@@ -31,17 +31,17 @@ def lora_support(family: Family) -> str:
 
 
 def cache_compression(family: Family) -> str:
-    """Whether the cache of a family can be compressed."""
+    """Returns whether the KV cache of a family can be compressed."""
     return NO if "kv_lora_rank" in family.keys or family.per_layer_heads else YES
 
 
 def _cells(name: str, family: Family) -> tuple[str, ...]:
-    # Tables of tensors are read in both directions, and every parameter has a rule that says how it is split.
+    # The tables of tensors are used in both directions, and every parameter has a sharding rule.
     return (YES, YES, *_gguf(name), lora_support(family), cache_compression(family), YES)
 
 
 def _gguf(name: str) -> tuple[str, str]:
-    """The architecture of a family in GGUF, read and written."""
+    """Returns the GGUF architectures from which a family is imported, and to which it is exported."""
     rows = [family for family in gguf_families.FAMILIES if family.model_type == name]
     if not rows:
         return NO, NO
@@ -49,14 +49,14 @@ def _gguf(name: str) -> tuple[str, str]:
 
 
 def _read_as(stored: gguf_families.Family) -> str:
-    """The architecture of a row, or the first family whose files look like those of this one."""
-    alike = (family for family in gguf_families.FAMILIES if (family.arch, family.names) == (stored.arch, stored.names))
-    read = next(family for family in alike if family.keys == stored.keys)
-    return f"`{stored.arch}`" if read is stored else f"as `{read.model_type}`"
+    """Returns the architecture of a family, or the first family whose files are identical in form."""
+    same_names = (family for family in gguf_families.FAMILIES if (family.arch, family.names) == (stored.arch, stored.names))
+    imported = next(family for family in same_names if family.keys == stored.keys)
+    return f"`{stored.arch}`" if imported is stored else f"as `{imported.model_type}`"
 
 
 def insert_table(page: str) -> str:
-    """A page with the table of today between its marks. Raises a ValueError if it has no marks."""
+    """Replaces the table between the marks of a page; raises a ValueError if the page has no marks."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{model_table()}\n{END}{rest.split(END)[1]}"
 

@@ -75,7 +75,8 @@ RULES = {
     "gpt-4o": Rule(_splits(_cased(CONTRACTIONS + "?") + r"|\p{N}{1,3}" + PATHS)),
     "stablelm2": Rule(_splits(_QWEN2)),
     "qwen35": Rule(
-        _splits(CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + BREAKS), normalizer=NFC
+        _splits(CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + BREAKS),
+        normalizer=NFC,
     ),
     "mpt": Rule((BYTE_LEVEL_WORDS,), normalizer=NFC),
     "command-r": Rule((DIGITS, BYTE_LEVEL_WORDS), normalizer=NFC),

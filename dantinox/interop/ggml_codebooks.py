@@ -1,7 +1,7 @@
-"""The codebooks of ggml's IQ types, which say what values a code stands for.
+"""The codebooks of ggml's IQ types: the values of each code.
 
-They are constants of the format, from ggml's `src/ggml-common.h` (MIT licence), in a packed form of our own: the index of
-each value among those of its codebook, in 2 or 4 bits, the first in the lowest; compressed with zlib; in base 85.
+They are constants of the format, from ggml's `src/ggml-common.h` (MIT licence). Here they are packed: the index of each value
+among the values of its codebook has 2 or 4 bits, the first index in the lowest bits, compressed with zlib, in base 85.
 """
 
 import base64
@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-# By the type: how many values a code has, which they may be, and the packed codebook.
+# For each type: the number of values of a code, the possible values, and the packed codebook.
 PACKED: dict[str, tuple[int, tuple[int, ...], str]] = {
     "IQ2_XXS": (8, (8, 25, 43), (
         "c-jTQ!D`|_7y#gZhJR$tX-1;NJ&h6<w@>jWBoccXi<N9oi72>lF$tq|dy2(Ed$Ywu_bvDP05}Mc5P*gd3`}7TcaT5^7D}jL2M$_zfiGYTnPNjm%(Hg}o"
@@ -110,10 +110,10 @@ PACKED: dict[str, tuple[int, tuple[int, ...], str]] = {
 
 
 @cache
-def grid(name: str) -> np.ndarray:
-    """The codebook of a type, float32 `[codes, values of a code]`."""
-    width, values, text = PACKED[name]
-    packed = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8)
+def codebook(name: str) -> np.ndarray:
+    """Returns the codebook of a type, float32 `[codes, values of a code]`."""
+    width, values, encoded = PACKED[name]
+    packed = np.frombuffer(zlib.decompress(base64.b85decode(encoded)), np.uint8)
     bits = 2 if len(values) <= 4 else 4
     indices = packed[:, None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8((1 << bits) - 1)
     return np.array(values, np.float32)[indices].reshape(-1, width)
