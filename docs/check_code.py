@@ -363,14 +363,14 @@ def check_request(argv: list[str]) -> None:
     """Checks a request to the server: its path exists, and its body is valid."""
     from reference import endpoints
 
-    from dantinox.serve.protocols.bodies import validated
+    from dantinox.serve.protocols.bodies import validate_body
 
     path = next(re.sub(r"^\w+://[^/]+", "", word) for word in argv if word.startswith("http"))
     bodies = {path: body for _, _, path, _, body in endpoints()}
     if path not in bodies:
         raise UserError(f"the server has no path {path}")
     if "-d" in argv:
-        validated(bodies[path], json.loads(argv[argv.index("-d") + 1]))
+        validate_body(bodies[path], json.loads(argv[argv.index("-d") + 1]))
 
 
 def read_yaml(text: str) -> None:
