@@ -70,7 +70,7 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, 
     if model.experts is not None and any("{e}" in row.tensor for row in family.tensors):
         expected = (model.num_blocks - len(model.experts.dense_layers)) * model.experts.count
     if expected > len(tensors):  # checked first: building so large a model would exhaust the memory
-        raise UserError(f"the checkpoint has {len(tensors)} tensors, its config says {expected} layers or experts")
+        raise UserError(f"the checkpoint has {len(tensors)} tensors, but its config has {expected} layers or experts")
     shapes = parameter_shapes(model)
     if large := next((name for name, shape in shapes.items() if math.prod(shape) > MAX_ELEMENTS), None):
         raise UserError(f"config.json describes a parameter {large} of shape {list(shapes[large])}, which is too large")

@@ -1,6 +1,6 @@
-"""Damaged and lying checkpoints: changes of a GGUF file, and of a folder with safetensors, that an import must refuse.
+"""Damaged and inconsistent checkpoints: changes to a GGUF file and to a folder with safetensors that an import must reject.
 
-`test_damaged.py` makes them of small checkpoints, `damaged_live.py` of a published one.
+`test_damaged.py` applies them to small checkpoints, `damaged_live.py` to a published one.
 """
 
 import json
@@ -13,12 +13,12 @@ import numpy as np
 
 from dantinox.interop.ggml_types import TYPES
 
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value of GGUF, by its type
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value in GGUF, by type
 FAR = 1 << 63
 
 
-class Parts:
-    """A GGUF file in parts that can be changed: `values` and `tensors` are (name, bytes behind it), of which counts follow."""
+class EditableGGUF:
+    """A GGUF file that can be edited: `values` and `tensors` are lists of (name, bytes after the name)."""
 
     def __init__(self, content: memoryview) -> None:
         self.content, self.at = content, 4
@@ -98,7 +98,7 @@ class Parts:
         offset = self.info(name)[2] + at
         self.data = memoryview(bytes(self.data[:offset]) + content + bytes(self.data[offset + len(content) :]))
 
-    def pieces(self) -> Iterator[bytes | memoryview]:
+    def chunks(self) -> Iterator[bytes | memoryview]:
         head = self.magic + struct.pack("<IQQ", self.version, self.tensor_count, self.value_count)
         for name, content in (*self.values, *self.tensors):
             head += struct.pack("<Q", len(name)) + name + content
@@ -122,7 +122,7 @@ def number(value: float) -> bytes:
     return struct.pack("<If", 6, value)
 
 
-def words(parts: Parts, name: str) -> list[str]:
+def words(parts: EditableGGUF, name: str) -> list[str]:
     content = parts.get(name)
     found, at = [], 16
     while at < len(content):
@@ -134,7 +134,7 @@ def words(parts: Parts, name: str) -> list[str]:
 
 TOKENS, MERGES, EMBED = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "token_embd.weight"
 NORM, DOWN = "blk.1.attn_norm.weight", "blk.1.ffn_down.weight"
-Change = Callable[[Parts], object]
+Change = Callable[[EditableGGUF], object]
 
 
 def _value(name: str, content: bytes) -> Change:
@@ -146,7 +146,7 @@ def _attribute(**changes: object) -> Change:
 
 
 def _info(name: str, **changes) -> Change:
-    def change(parts: Parts) -> None:
+    def change(parts: EditableGGUF) -> None:
         shape, kind, offset = parts.info(name)
         given = {"shape": shape, "kind": kind, "offset": offset}
         changed = {key: value(given[key]) if callable(value) else value for key, value in changes.items()}
@@ -156,7 +156,7 @@ def _info(name: str, **changes) -> Change:
 
 
 def _rename(name: str, other: str) -> Change:
-    def change(parts: Parts) -> None:
+    def change(parts: EditableGGUF) -> None:
         entries, place = parts.index(name)
         entries[place] = (other.encode(), entries[place][1])
 
@@ -164,7 +164,7 @@ def _rename(name: str, other: str) -> Change:
 
 
 def _without(name: str) -> Change:
-    def change(parts: Parts) -> None:
+    def change(parts: EditableGGUF) -> None:
         entries, place = parts.index(name)
         del entries[place]
         parts.tensor_count, parts.value_count = len(parts.tensors), len(parts.values)
@@ -173,9 +173,9 @@ def _without(name: str) -> Change:
 
 
 def _more(name: str, like: str) -> Change:
-    """One more tensor, which lies behind all others."""
+    """Adds a tensor after all others."""
 
-    def change(parts: Parts) -> None:
+    def change(parts: EditableGGUF) -> None:
         shape, kind, _ = parts.info(like)
         parts.tensors.append((name.encode(), b""))
         parts.describe(name, shape, kind, -(-len(parts.data) // 32) * 32)
@@ -190,9 +190,9 @@ def _tokens(change: Callable[[list[str]], list[str]], name: str = TOKENS) -> Cha
 
 
 def _scale(word: int) -> Change:
-    """The first scale of a quantized matrix, or its first number, as a float16 word in all of its leading bytes."""
+    """Sets the first scale of a quantized matrix, or its first number, to a float16 word."""
 
-    def change(parts: Parts) -> None:
+    def change(parts: EditableGGUF) -> None:
         kind = next(kind for kind in TYPES.values() if kind.number == parts.info(DOWN)[1])
         size = 4 if kind.decode is None and kind.block.itemsize == 4 else 2
         parts.patch(DOWN, 0, (np.float32(np.nan).tobytes() if word == 0x7E00 else np.float32(np.inf).tobytes()) if size == 4
@@ -292,25 +292,25 @@ GGUF: dict[str, Change] = {
     "scale NaN": _scale(0x7E00),
     "scale infinite": _scale(0x7C00),
 }  # fmt: skip
-# Where a GGUF file ends too early: a part of its header, of its data, or bytes before its end.
+# Where a GGUF file is truncated: a fraction of its header, of its data, or bytes before its end.
 CUTS = {"nothing": 0.0, "magic": 1e-9, "start": 0.001, "values": 0.3, "tokens": 0.6, "infos": 0.999}
 
 
-def _integer(parts: Parts, name: str) -> int:
+def _integer(parts: EditableGGUF, name: str) -> int:
     return int.from_bytes(parts.get(name)[4:], "little")
 
 
 def damaged_gguf(source: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """Names of changes, and functions that write the changed file."""
+    """Yields the name of each change, and a function that writes the changed file."""
     content = memoryview(np.memmap(source, np.uint8, mode="r"))  # type: ignore[arg-type]
-    whole = Parts(content)
+    whole = EditableGGUF(content)
 
     def write(change: Change) -> Callable[[Path], None]:
         def to(path: Path) -> None:
-            parts = Parts(content)
+            parts = EditableGGUF(content)
             change(parts)
             with open(path, "wb") as file:
-                file.writelines(parts.pieces())
+                file.writelines(parts.chunks())
 
         return to
 
@@ -342,7 +342,7 @@ ONE = "model.safetensors"
 
 
 def _header(change: Callable[[dict], object], length: Callable[[int], int] = lambda length: length) -> Folder:
-    """Changes the header of the weights, or replaces it where a text is returned, or lies about its length."""
+    """Changes the header of the weights, replaces it if `change` returns a string, or changes its length."""
 
     def to(folder: Path) -> None:
         content = (folder / ONE).read_bytes()
@@ -392,7 +392,7 @@ def _cut(end: Callable[[int], int]) -> Folder:
 
 
 def _index(places: Callable[[list[str]], object]) -> Folder:
-    """An index, and the weights in the file that it may name."""
+    """Writes an index, and renames the weights to the file that it may list."""
 
     def change(folder: Path) -> None:
         content = (folder / ONE).read_bytes()

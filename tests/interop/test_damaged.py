@@ -1,4 +1,4 @@
-"""Each damaged or lying checkpoint of `damaged.py`, made of a small one, is one sentence, and nothing is written."""
+"""Every damaged or inconsistent checkpoint of `damaged.py` gives an error in one sentence, and nothing is written."""
 
 import shutil
 
@@ -23,7 +23,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A GGUF file of Q8_0, and the folder of transformers that comes of it."""
+    """A GGUF file with Q8_0 tensors, and the Hugging Face folder exported from it."""
     place = tmp_path_factory.mktemp("whole")
     sample = "the cat and the dog and the hat of the man " * 9
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter([sample]))
@@ -47,13 +47,13 @@ def refused(source, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*GGUF, *(f"cut in {name}" for name in CUTS), "half of the data", "a byte less"])
-def test_a_damaged_gguf_is_one_sentence(name, whole, tmp_path):
+def test_damaged_gguf_is_an_error_in_one_sentence(name, whole, tmp_path):
     dict(damaged_gguf(whole / "x.gguf"))[name](tmp_path / "x.gguf")
     refused(tmp_path / "x.gguf", tmp_path)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_damaged_folder_is_one_sentence(name, whole, tmp_path):
+def test_damaged_folder_is_an_error_in_one_sentence(name, whole, tmp_path):
     shutil.copytree(whole / "hf", tmp_path / "hf")
     FOLDERS[name](tmp_path / "hf")
     refused(tmp_path / "hf", tmp_path)

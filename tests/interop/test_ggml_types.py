@@ -1,4 +1,4 @@
-"""Quantized tensor types against ggml: digests of its results, and the library `gguf` on other blocks."""
+"""Quantized tensor types: results equal digests of ggml's results, and those of the library `gguf` on other blocks."""
 
 import hashlib
 import random
@@ -15,7 +15,7 @@ NOT_IN_THE_LIBRARY = ("Q1_0", "Q2_0", "Q8_K")
 EXTREMES = np.array([0, 0x8000, 1, 0x8001, 0x3FF, 0x83FF, 0x400, 0x7BFF, 0xFBFF], np.uint16).view(np.float16)
 BLOCKS = 64
 # The first 16 digits of the SHA-256 of the float32 values of `random_blocks(name, 7)`, and the last value, as llama.cpp's
-# functions `dequantize_row_*` give them (libggml-base 0.25.3).
+# functions `dequantize_row_*` compute them (libggml-base 0.25.3).
 RECORDED = {
     "Q4_0": ("fb5c2117caf9b733", -0.125396728515625),
     "Q4_1": ("26f71f2e1382a66c", -0.0034475326538085938),
@@ -47,7 +47,7 @@ RECORDED = {
 
 
 def random_blocks(name, seed):
-    """Blocks of random bytes whose float16 scales are finite and in part extreme. Python's generator never changes."""
+    """Returns blocks of random bytes with finite and partly extreme float16 scales, equal in all versions of Python."""
     source, block = random.Random(seed), TYPES[name].block
     blocks = np.frombuffer(bytearray(source.randbytes(BLOCKS * block.itemsize)), block)
     words = np.frombuffer(source.randbytes(2 * BLOCKS), np.uint16) & np.uint16(0xBFFF)  # no Inf or NaN
@@ -69,14 +69,14 @@ def same_bits(one, other):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_values_are_those_of_ggml_to_the_bit(name):
+def test_values_equal_those_of_ggml_bitwise(name):
     values = dequantize(name, random_blocks(name, 7))
     assert np.isfinite(values).all()
     assert (hashlib.sha256(values.tobytes()).hexdigest()[:16], values[-1]) == RECORDED[name]
 
 
 @pytest.mark.parametrize("name", [name for name in QUANTIZED if name not in NOT_IN_THE_LIBRARY])
-def test_values_are_those_of_the_library_to_the_bit(name):
+def test_values_equal_those_of_the_library_bitwise(name):
     number = gguf.GGMLQuantizationType[name]
     assert number == TYPES[name].number
     assert gguf.GGML_QUANT_SIZES[number] == (TYPES[name].values, TYPES[name].block.itemsize)
@@ -86,14 +86,14 @@ def test_values_are_those_of_the_library_to_the_bit(name):
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "TQ1_0", "MXFP4"])
-def test_what_the_library_quantizes_comes_back_over_several_chunks(name):
+def test_library_quantized_values_are_dequantized_across_chunks(name):
     array = np.random.default_rng(0).normal(size=(3, CHUNK // 2)).astype(np.float32)
     number = gguf.GGMLQuantizationType[name]
     raw = gguf.quantize(array, number)
     assert same_bits(dequantize(name, raw.reshape(-1)), gguf.dequantize(raw, number).reshape(-1))
 
 
-def test_q8_0_is_written_as_the_library_writes_it():
+def test_q8_0_equals_that_of_the_library():
     rng = np.random.default_rng(1)
     rows = [rng.normal(size=(999, 32)) * 10.0 ** rng.integers(-9, 4, (999, 1)), rng.integers(-127, 128, (99, 32)) / 2]
     array = np.concatenate([*rows, np.zeros((2, 32)), np.full((1, 32), -1e-45)]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Models as GGUF and back: every family, against llama.cpp's names and what its files mean."""
+"""Export to GGUF and import: every family, compared with llama.cpp's tensor names and metadata."""
 
 import json
 import re
@@ -24,7 +24,7 @@ gguf = pytest.importorskip("gguf")
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SYMBOLS = 67
 TOKENIZER = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["".join(map(chr, range(161, 225)))]))
-# What of the small checkpoints llama.cpp has no words for, and the nearest that it has.
+# Settings of the small checkpoints that llama.cpp does not support, replaced by similar ones.
 SAID = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
@@ -74,7 +74,7 @@ def config_of(name, **changes):
 
 
 def model_of(config):
-    """Settings and random weights of a `config.json`."""
+    """Returns the settings and random weights of a model with this `config.json`."""
     settings = build_config(hf_config_to_settings(config, max_context=64))
     rng = np.random.default_rng(3)
     shapes = parameter_shapes(settings.architecture(SYMBOLS))
@@ -89,14 +89,14 @@ def export(path, name, kind="f32", **changes):
 
 
 def imported(path):
-    """The parameters that a file makes, by the settings that it makes."""
+    """Returns the architecture and the parameters that are imported from a file."""
     source = source_from_gguf(open_gguf(path))
     model = build_config(hf_config_to_settings(source.config, max_context=64)).architecture(SYMBOLS)
     return model, from_hf(source.config, model, source.tensors, "float32")
 
 
 @each
-def test_names_are_those_of_the_library_and_all_of_a_family(family):
+def test_tensor_names_match_the_library_and_cover_the_family(family):
     ours = NAMED[family]
     archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     known = gguf.get_tensor_name_map(archs[ours.arch], 3)
@@ -110,17 +110,19 @@ def test_names_are_those_of_the_library_and_all_of_a_family(family):
         rows = [row for row in rows if ".block_sparse_moe." not in row.tensor]
     theirs = {row.tensor.replace("{i}", "{}") for row in rows} - ours.merged.keys()
     theirs = {tensor.rpartition(".")[0] for tensor in theirs}
-    unsaid = {f"model.layers.{{}}.mlp.{part}_proj" for part in ("gate", "up", "down")}  # llama.cpp has no dense layers there
+    absent = {
+        f"model.layers.{{}}.mlp.{part}_proj" for part in ("gate", "up", "down")
+    }  # llama.cpp has no dense layers in these families
     heads = {name: {"lm_head"} for name in ("gemma", "gemma2", "cohere", "cohere2")}
-    unused = {"olmo": {"model.norm"}, "phi": {"model.layers.{}.post_attention_layernorm"}}  # of norms that these do not have
-    theirs -= {**heads, **unused, "qwen3_moe": unsaid, "qwen2_moe": unsaid}.get(family, set())
+    unused = {"olmo": {"model.norm"}, "phi": {"model.layers.{}.post_attention_layernorm"}}  # these models do not have the norms
+    theirs -= {**heads, **unused, "qwen3_moe": absent, "qwen2_moe": absent}.get(family, set())
     modules = {gguf.TENSOR_NAMES[kind].replace("{bid}", "{}") for kind in gguf.MODEL_TENSORS[archs[ours.arch]]}
     assert {stored.rpartition(".")[0] for how in ours.merged.values() for stored in how.stored} <= modules
     assert set(ours.names.values()) == theirs
 
 
 @each
-def test_a_model_comes_back_and_is_the_same_architecture(family, tmp_path):
+def test_exported_model_is_imported_with_the_same_architecture_and_weights(family, tmp_path):
     path = tmp_path / "x.gguf"
     weights = export(path, family)
     model, arrays = imported(path)
@@ -128,7 +130,7 @@ def test_a_model_comes_back_and_is_the_same_architecture(family, tmp_path):
     assert replace(model, rope_theta=1.0) == replace(settings.architecture(SYMBOLS), rope_theta=1.0)
     assert arrays.keys() == weights.keys()
     for name, array in weights.items():
-        if "gemma" in family and name.endswith("scale"):  # 1 + w has no place for the last bits of w
+        if "gemma" in family and name.endswith("scale"):  # 1 + w loses the last bits of w
             np.testing.assert_allclose(arrays[name], array, atol=1.2e-7)
         else:
             np.testing.assert_array_equal(arrays[name], array, name)
@@ -138,14 +140,14 @@ def test_a_model_comes_back_and_is_the_same_architecture(family, tmp_path):
     export_gguf(again, settings, *to_hf(settings, SYMBOLS, arrays, source.config), TOKENIZER)
     first, second = open_gguf(path), open_gguf(again)
     assert second.tensors.keys() == first.tensors.keys()
-    for name in first.tensors:  # what came from GGUF goes back to the bit, Gemma's norms too
+    for name in first.tensors:  # tensors from GGUF are exported bitwise equal, including Gemma's norms
         if not name.endswith("norm.weight") or "gemma" not in family:
             np.testing.assert_array_equal(read_tensor(second, name), read_tensor(first, name), name)
     assert all(np.array_equal(imported(again)[1][name], arrays[name]) for name in arrays)
 
 
-def test_heads_of_llama_are_stored_for_rotations_of_neighbours(tmp_path):
-    """Scores of rotated queries and keys, once half-split by transformers' weights and once in pairs by GGUF's."""
+def test_llama_heads_are_stored_for_interleaved_rotary_pairs(tmp_path):
+    """Attention scores are equal with half-split rotation of transformers' weights and interleaved rotation of GGUF's."""
     config = config_of("llama")
     settings, weights = model_of(config)
     _, tensors = to_hf(settings, SYMBOLS, weights, config)
@@ -170,7 +172,7 @@ def test_heads_of_llama_are_stored_for_rotations_of_neighbours(tmp_path):
     np.testing.assert_allclose(paired[0] @ paired[1].T, split[0] @ split[1].T, rtol=1e-6)
 
 
-def test_gemma_stores_norms_as_one_more_and_gpt2_its_matrices_transposed(tmp_path):
+def test_gemma_norms_are_stored_plus_one_and_gpt2_matrices_transposed(tmp_path):
     weights = export(tmp_path / "x.gguf", "gemma2")
     file = open_gguf(tmp_path / "x.gguf")
     np.testing.assert_array_equal(read_tensor(file, "blk.1.post_ffw_norm.weight"), weights["blocks/1/post_norm2/scale"] + 1)
@@ -182,20 +184,20 @@ def test_gemma_stores_norms_as_one_more_and_gpt2_its_matrices_transposed(tmp_pat
     np.testing.assert_array_equal(read_tensor(file, "token_embd.weight"), weights["embed"])
 
 
-def test_experts_are_stacked_in_their_order(tmp_path):
+def test_experts_are_stacked_in_order(tmp_path):
     weights = export(tmp_path / "x.gguf", "mixtral")
     stacked = read_tensor(open_gguf(tmp_path / "x.gguf"), "blk.1.ffn_up_exps.weight")
     np.testing.assert_array_equal(stacked, weights["blocks/1/ffn/experts/gate_up/kernel"][:, :, 1].transpose(0, 2, 1))
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_matrices_get_the_type_that_is_asked_for_and_vectors_stay(kind, tmp_path):
+def test_matrices_have_the_requested_type_and_vectors_stay_float32(kind, tmp_path):
     export(tmp_path / "x.gguf", "qwen3_moe", kind)
     file = open_gguf(tmp_path / "x.gguf")
     kinds = {name: stored.kind for name, stored in file.tensors.items()}
     assert {kinds[name] for name in kinds if "norm" in name or "ffn_gate_inp" in name} == {"F32"}
     assert kinds["token_embd.weight"] == kinds["blk.0.ffn_up_exps.weight"] == TYPES[kind][0]
-    # Rows of 24 numbers are no whole blocks of 32.
+    # Rows of 24 elements are not a multiple of the block of 32.
     assert kinds["blk.0.ffn_down_exps.weight"] == ("F16" if kind == "q8_0" else TYPES[kind][0])
     assert file.metadata["general.file_type"] == TYPES[kind][1]
     weights, arrays = model_of(config_of("qwen3_moe"))[1], imported(tmp_path / "x.gguf")[1]
@@ -204,9 +206,9 @@ def test_matrices_get_the_type_that_is_asked_for_and_vectors_stay(kind, tmp_path
         assert np.abs(arrays[name] - array).max() <= allowed * np.abs(array).max(), name
 
 
-def test_llama3_factors_are_read_back_and_others_refused(tmp_path):
+def test_llama3_factors_are_recovered_and_other_factors_rejected(tmp_path):
     factors = llama3_factors(64, 500000.0, 8.0, 8192)
-    # Of Llama 3.1's file: high frequencies stay, low ones are divided by 8.
+    # As in the file of Llama 3.1: high frequencies are unchanged, low ones are divided by 8.
     assert factors[0] == 1 and factors[-1] == 8 and 1 < factors[32] < 8
     export(tmp_path / "x.gguf", "llama")
     source = source_from_gguf(open_gguf(tmp_path / "x.gguf"))
@@ -219,14 +221,14 @@ def test_llama3_factors_are_read_back_and_others_refused(tmp_path):
 
 
 def rewrite(file, path, metadata=None, arrays=None, drop=()):
-    """A file with other metadata (None: without it) and tensors."""
-    said = {key: value for key, value in (file.metadata | (metadata or {})).items() if value is not None}
-    held = {name: np.array(read_tensor(file, name)) for name in file.tensors if name not in drop} | (arrays or {})
-    write_gguf(path, said, {name: (array.shape, "F32") for name, array in held.items()}, held.values())
+    """Writes a copy of a file with changed metadata (None removes an entry) and tensors."""
+    entries = {key: value for key, value in (file.metadata | (metadata or {})).items() if value is not None}
+    tensors = {name: np.array(read_tensor(file, name)) for name in file.tensors if name not in drop} | (arrays or {})
+    write_gguf(path, entries, {name: (array.shape, "F32") for name, array in tensors.items()}, tensors.values())
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "sentence"),
+    ("family", "changes", "message"),
     [
         (
             "mistral",
@@ -343,13 +345,13 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
         ),
     ],
 )
-def test_what_llama_cpp_takes_for_another_model_is_refused(family, changes, sentence, tmp_path):
-    with pytest.raises(UserError, match=re.escape(sentence)):
+def test_export_of_a_model_that_llama_cpp_would_change_is_an_error(family, changes, message, tmp_path):
+    with pytest.raises(UserError, match=re.escape(message)):
         export(tmp_path / "x.gguf", family, **changes)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_that_are_of_no_token_have_names_that_are_not_used(tmp_path):
+def test_padding_rows_have_unused_token_names(tmp_path):
     config = config_of("qwen3", vocab_size=70)
     settings = build_config(
         hf_config_to_settings(config, max_context=64) | {"model": hf_config_to_settings(config)["model"] | PADDED}
@@ -365,7 +367,7 @@ def test_rows_that_are_of_no_token_have_names_that_are_not_used(tmp_path):
     assert source.tokenizer == TOKENIZER.to_json()
 
 
-def test_a_window_as_long_as_the_context_is_none(tmp_path):
+def test_window_as_long_as_the_context_is_dropped(tmp_path):
     export(tmp_path / "x.gguf", "mistral", sliding_window=64, max_position_embeddings=4096)
     file = open_gguf(tmp_path / "x.gguf")
     assert file.metadata["llama.context_length"] == 64
@@ -383,7 +385,7 @@ ODD = np.zeros((3, 3), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"metadata": {"general.architecture": "mamba"}}, "a model of the architecture 'mamba', expected one of llama"),
         ({"metadata": {"general.architecture": None}}, "of the architecture null"),
@@ -406,42 +408,42 @@ ODD = np.zeros((3, 3), np.float32)
         ({"arrays": {"blk.2.attn_norm.weight": ODD[0]}}, "has model.layers.2.input_layernorm.weight"),
     ],
 )
-def test_a_file_that_says_more_or_less_is_refused(llama, change, sentence, tmp_path):
+def test_file_with_unknown_or_missing_entries_is_rejected(llama, change, message, tmp_path):
     rewrite(llama, tmp_path / "x.gguf", **change)
-    with pytest.raises(UserError, match=re.escape(sentence)):
+    with pytest.raises(UserError, match=re.escape(message)):
         imported(tmp_path / "x.gguf")
 
 
-def differently(value):
-    """Another value of the same type, for any entry of a file."""
+def changed_value(value):
+    """Returns another value of the same type."""
     if isinstance(value, list):
-        return [*value[:-1], differently(value[-1])]
+        return [*value[:-1], changed_value(value[-1])]
     if isinstance(value, (bool, str)):
         return not value if isinstance(value, bool) else value + "?"
     return value * 2 + 1
 
 
 @each
-def test_every_entry_of_the_architecture_is_refused_or_felt(family, tmp_path):
+def test_every_changed_entry_is_rejected_or_changes_the_settings(family, tmp_path):
     export(tmp_path / "x.gguf", family)
     file = open_gguf(tmp_path / "x.gguf")
     arch = file.metadata["general.architecture"]
     before = hf_config_to_settings(source_from_gguf(file).config)
-    idle = {"vocab_size"} | ({"feed_forward_length"} if family in ("qwen3_moe", "qwen2_moe") else set())
-    idle |= {"rope.freq_base"} if family == "granitemoehybrid" else set()  # which rotates nothing
+    ignored = {"vocab_size"} | ({"feed_forward_length"} if family in ("qwen3_moe", "qwen2_moe") else set())
+    ignored |= {"rope.freq_base"} if family == "granitemoehybrid" else set()  # it has no rotary positions
     for key, value in file.metadata.items():
-        if not key.startswith(f"{arch}.") or key.removeprefix(f"{arch}.") in idle:
+        if not key.startswith(f"{arch}.") or key.removeprefix(f"{arch}.") in ignored:
             continue
-        for changed in (differently(value), {"x": 1} if isinstance(value, str) else "x", None):
+        for changed in (changed_value(value), {"x": 1} if isinstance(value, str) else "x", None):
             metadata = {k: v for k, v in (file.metadata | {key: changed}).items() if v is not None}
             try:
                 config = source_from_gguf(file._replace(metadata=metadata)).config
-                felt = hf_config_to_settings(config) != before
+                has_effect = hf_config_to_settings(config) != before
             except UserError as error:
                 assert "\n" not in str(error)
                 continue
-            # What is left out may have been what llama.cpp takes for granted.
-            assert felt or changed is None, (key, changed)
+            # A removed entry may have had llama.cpp's default value.
+            assert has_effect or changed is None, (key, changed)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "gpt2"])
@@ -458,7 +460,7 @@ def test_whatever_an_entry_holds_is_read_or_one_sentence(family, tmp_path):
 
 
 @each
-def test_every_tensor_is_counted(family, tmp_path):
+def test_every_missing_or_extra_tensor_is_rejected(family, tmp_path):
     export(tmp_path / "x.gguf", family)
     file = open_gguf(tmp_path / "x.gguf")
     source = source_from_gguf(file)
@@ -478,13 +480,15 @@ def test_every_tensor_is_counted(family, tmp_path):
             except (UserError, ValueError):
                 continue
             another = build_config(settings).architecture(SYMBOLS) != model
-            if another and (name in extra or name == "output.weight"):  # without them it is another, whole model
+            if another and (
+                name in extra or name == "output.weight"
+            ):  # without this tensor the file is a different valid model
                 continue
             with pytest.raises(UserError):
                 from_hf(source.config, model, source.tensors)
 
 
-def test_a_mistral3_without_scaled_queries_is_a_mistral(tmp_path):
+def test_mistral3_without_query_scaling_is_a_mistral(tmp_path):
     export(tmp_path / "x.gguf", "ministral3")
     file = open_gguf(tmp_path / "x.gguf")
     scaled = ("mistral3.attention.temperature_scale", "mistral3.rope.scaling.yarn_log_multiplier")
@@ -499,7 +503,7 @@ def test_a_mistral3_without_scaled_queries_is_a_mistral(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["phi", "glm", "llama", "stablelm"])
-def test_queries_keys_and_values_in_one_tensor_are_read_as_three(family, tmp_path):
+def test_fused_qkv_is_split_into_three_tensors(family, tmp_path):
     weights = export(tmp_path / "x.gguf", family)
     file = open_gguf(tmp_path / "x.gguf")
     fused, separate = {}, []
@@ -521,7 +525,7 @@ def test_queries_keys_and_values_in_one_tensor_are_read_as_three(family, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_the_text_model_of_a_qwen_vl_is_a_qwen(family, tmp_path):
+def test_text_model_of_qwen_vl_is_a_qwen(family, tmp_path):
     export(tmp_path / "x.gguf", family)
     file, arch = open_gguf(tmp_path / "x.gguf"), f"{family}vl"
     entries = {key.replace(f"{family}.", f"{arch}."): value for key, value in file.metadata.items()}
@@ -532,14 +536,14 @@ def test_the_text_model_of_a_qwen_vl_is_a_qwen(family, tmp_path):
         source_from_gguf(vision._replace(metadata=vision.metadata | {f"{arch}.rope.dimension_sections": [1, 1, 1, 1]}))
 
 
-def test_an_olmo_with_another_epsilon_is_refused(tmp_path):
+def test_olmo_with_another_epsilon_is_rejected(tmp_path):
     export(tmp_path / "x.gguf", "olmo")
     rewrite(open_gguf(tmp_path / "x.gguf"), tmp_path / "y.gguf", {"olmo.attention.layer_norm_epsilon": 1e-6})
     with pytest.raises(UserError, match=r"has olmo\.attention\.layer_norm_epsilon: 1e-06; only 1e-05 is supported"):
         imported(tmp_path / "y.gguf")
 
 
-def test_granite_4_is_read_as_granite_where_it_rotates(tmp_path):
+def test_granite_4_with_rotary_positions_is_a_granite(tmp_path):
     export(tmp_path / "x.gguf", "granitemoehybrid")
     file = open_gguf(tmp_path / "x.gguf")
     assert file.metadata["granite.rope.scaling.finetuned"] is False
@@ -549,13 +553,13 @@ def test_granite_4_is_read_as_granite_where_it_rotates(tmp_path):
     export(tmp_path / "z.gguf", "granitemoehybrid:granitemoe")
     file = open_gguf(tmp_path / "z.gguf")
     assert source_from_gguf(file).config["model_type"] == "granitemoeshared"
-    # llama.cpp's converter writes the sizes of Mamba layers where there are none.
+    # llama.cpp's converter writes the sizes of Mamba layers even if there are none.
     source_from_gguf(file._replace(metadata=file.metadata | {"granitemoe.ssm.conv_kernel": 4}))
     with pytest.raises(UserError, match=r"granitemoe\.rope\.scaling\.finetuned: false, which is not supported"):
         source_from_gguf(file._replace(metadata=file.metadata | {"granitemoe.rope.scaling.finetuned": False}))
 
 
-def test_the_scores_of_glm_flash_are_sigmoids_where_a_file_does_not_say_so(tmp_path):
+def test_glm_flash_without_a_score_function_has_sigmoid_scores(tmp_path):
     export(tmp_path / "x.gguf", "deepseek_v3", num_hidden_layers=47)
     file = open_gguf(tmp_path / "x.gguf")
     metadata = {key: value for key, value in file.metadata.items() if key != "deepseek2.expert_gating_func"}
@@ -565,7 +569,7 @@ def test_the_scores_of_glm_flash_are_sigmoids_where_a_file_does_not_say_so(tmp_p
     assert flash.config["model_type"] == "deepseek_v3"
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+def test_multi_token_prediction_layers_are_not_imported(tmp_path):
     weights = export(tmp_path / "x.gguf", "glm4_moe")
     more = {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
     of_it = {"blk.2.attn_norm.weight": np.ones(32, np.float32), "blk.2.nextn.enorm.weight": np.ones(32, np.float32)}
@@ -577,7 +581,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
         imported(tmp_path / "z.gguf")
 
 
-def test_a_table_that_is_written_twice_is_a_tied_one(llama, tmp_path):
+def test_equal_output_and_embeddings_are_tied(llama, tmp_path):
     table = np.array(read_tensor(llama, "token_embd.weight"))
     rewrite(llama, tmp_path / "x.gguf", arrays={"output.weight": table})
     assert source_from_gguf(open_gguf(tmp_path / "x.gguf")).config["tie_word_embeddings"] is True
@@ -587,7 +591,7 @@ def test_a_table_that_is_written_twice_is_a_tied_one(llama, tmp_path):
     assert source_from_gguf(open_gguf(tmp_path / "y.gguf")).config["tie_word_embeddings"] is True
 
 
-def test_a_run_goes_out_and_comes_back(tmp_path, capsys):
+def test_run_is_exported_and_imported_unchanged(tmp_path, capsys):
     settings, weights = model_of(config_of("qwen3"))
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
@@ -610,7 +614,7 @@ def test_a_run_goes_out_and_comes_back(tmp_path, capsys):
     assert open_gguf(again).tensors == open_gguf(file).tensors
 
 
-def test_a_broken_file_makes_no_run(llama, tmp_path, capsys):
+def test_damaged_file_leaves_no_run(llama, tmp_path, capsys):
     path = tmp_path / "x.gguf"
     path.write_bytes(llama.path.read_bytes()[:-100])
     assert main(["import", str(path), "--run_dir", str(tmp_path / "run")]) == 2

@@ -1,4 +1,4 @@
-"""GGUF files against the library `gguf`, which reads what we write and writes what we read; and files that lie."""
+"""GGUF files: exchange with the library `gguf` in both directions, and errors for damaged files."""
 
 import re
 import struct
@@ -37,7 +37,7 @@ def write(path, arrays=ARRAYS, metadata=METADATA):
     return path
 
 
-def test_the_library_reads_what_we_write(tmp_path):
+def test_library_reads_our_file(tmp_path):
     reader = gguf.GGUFReader(write(tmp_path / "x.gguf"))
     found = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     assert found.pop("none") in ([], None)
@@ -51,7 +51,7 @@ def test_the_library_reads_what_we_write(tmp_path):
         np.testing.assert_array_equal(np.asarray(tensor.data).view(np.uint8).ravel(), again.view(np.uint8).ravel())
 
 
-def test_we_read_what_the_library_writes(tmp_path):
+def test_we_read_the_file_of_the_library(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_uint64("big", 1 << 40)
     writer.add_int8("small", -3)
@@ -77,9 +77,9 @@ def test_we_read_what_the_library_writes(tmp_path):
     assert not read_tensor(file, "matrix").flags.writeable
 
 
-def test_a_type_that_holds_no_weights_is_named(tmp_path):
+def test_unsupported_tensor_type_is_an_error(tmp_path):
     path = write(tmp_path / "x.gguf", {"numbers": (np.zeros((2, 4), np.float32), "F32")})
-    patched(path, where(path, "numbers", 20), struct.pack("<I", gguf.GGMLQuantizationType.I32))
+    patch(path, position_after(path, "numbers", 20), struct.pack("<I", gguf.GGMLQuantizationType.I32))
     with pytest.raises(UserError, match=r"the tensor numbers has the type I32, expected one of F32, F16, .*, IQ1_M$"):
         open_gguf(path)
 
@@ -89,7 +89,7 @@ def _packed(array, kind):
     return gguf.quantize(array, kind), None, kind
 
 
-def test_what_float16_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
+def test_too_large_numbers_are_rejected_and_leave_no_file(tmp_path):
     with pytest.raises(UserError, match="the largest of float16: export bf16 or f32"):
         write(tmp_path / "x.gguf", {"big": (np.full((2, 2), 1e6, np.float32), "F16")})
     for number in (1e9, np.nan):
@@ -98,66 +98,75 @@ def test_what_float16_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def patched(path, at, data):
+def patch(path, at, data):
     content = bytearray(path.read_bytes())
     content[at : at + len(data)] = data
     path.write_bytes(content)
 
 
-def where(path, name, behind):
-    """The place `behind` bytes after the end of a name in a file."""
-    return path.read_bytes().index(name.encode()) + len(name) + behind
+def position_after(path, name, offset):
+    """Returns the position `offset` bytes after the end of a name in a file."""
+    return path.read_bytes().index(name.encode()) + len(name) + offset
 
 
-LIES = {
-    "no magic": (lambda path: patched(path, 0, b"GGML"), "is not a GGUF file"),
-    "old version": (lambda path: patched(path, 4, struct.pack("<I", 1)), "GGUF version 1, expected version 2 or 3"),
-    "other byte order": (lambda path: patched(path, 4, struct.pack(">I", 3)), "(big-endian), expected version 2 or 3"),
-    "many tensors": (lambda path: patched(path, 8, struct.pack("<Q", 1 << 60)), "claims 1152921504606846976 tensors"),
-    "a few too many": (lambda path: patched(path, 8, struct.pack("<Q", 9)), "is damaged"),
-    "much metadata": (lambda path: patched(path, 16, struct.pack("<Q", 10**10)), "claims 10000000000 entries of metadata"),
-    "long name": (lambda path: patched(path, 24, struct.pack("<Q", 10**10)), "claims 10000000000 bytes of the name"),
-    "many words": (lambda path: patched(path, where(path, "words", 8), struct.pack("<Q", 1 << 61)), "entries of words"),
-    "many scores": (lambda path: patched(path, where(path, "scores", 8), struct.pack("<Q", 1 << 33)), "entries of scores"),
+DAMAGES = {
+    "no magic": (lambda path: patch(path, 0, b"GGML"), "is not a GGUF file"),
+    "old version": (lambda path: patch(path, 4, struct.pack("<I", 1)), "GGUF version 1, expected version 2 or 3"),
+    "other byte order": (lambda path: patch(path, 4, struct.pack(">I", 3)), "(big-endian), expected version 2 or 3"),
+    "many tensors": (lambda path: patch(path, 8, struct.pack("<Q", 1 << 60)), "claims 1152921504606846976 tensors"),
+    "a few too many": (lambda path: patch(path, 8, struct.pack("<Q", 9)), "is damaged"),
+    "much metadata": (lambda path: patch(path, 16, struct.pack("<Q", 10**10)), "claims 10000000000 entries of metadata"),
+    "long name": (lambda path: patch(path, 24, struct.pack("<Q", 10**10)), "claims 10000000000 bytes of the name"),
+    "many words": (lambda path: patch(path, position_after(path, "words", 8), struct.pack("<Q", 1 << 61)), "entries of words"),
+    "many scores": (
+        lambda path: patch(path, position_after(path, "scores", 8), struct.pack("<Q", 1 << 33)),
+        "entries of scores",
+    ),
     "unknown value": (
-        lambda path: patched(path, where(path, "flag", 0), struct.pack("<I", 77)),
+        lambda path: patch(path, position_after(path, "flag", 0), struct.pack("<I", 77)),
         "flag has the unknown type 77",
     ),
-    "axes": (lambda path: patched(path, where(path, "matrix", 0), struct.pack("<I", 5)), "the tensor matrix has 5 axes"),
+    "axes": (lambda path: patch(path, position_after(path, "matrix", 0), struct.pack("<I", 5)), "the tensor matrix has 5 axes"),
     "ten gigabytes": (
-        lambda path: patched(path, where(path, "matrix", 4), struct.pack("<Q", 64 * 10**8)),
+        lambda path: patch(path, position_after(path, "matrix", 4), struct.pack("<Q", 64 * 10**8)),
         "the tensor matrix extends past the end of the file",
     ),
-    "nothing": (lambda path: patched(path, where(path, "matrix", 4), struct.pack("<Q", 0)), "has the shape (3, 0)"),
+    "nothing": (lambda path: patch(path, position_after(path, "matrix", 4), struct.pack("<Q", 0)), "has the shape (3, 0)"),
     "no whole block": (
-        lambda path: patched(path, where(path, "blocks", 4), struct.pack("<Q", 95)),
+        lambda path: patch(path, position_after(path, "blocks", 4), struct.pack("<Q", 95)),
         "which Q8_0 does not allow",
     ),
-    "unknown type": (lambda path: patched(path, where(path, "matrix", 20), struct.pack("<I", 99)), "the unknown type 99"),
+    "unknown type": (
+        lambda path: patch(path, position_after(path, "matrix", 20), struct.pack("<I", 99)),
+        "the unknown type 99",
+    ),
     "far offset": (
-        lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 1 << 62)),
+        lambda path: patch(path, position_after(path, "matrix", 24), struct.pack("<Q", 1 << 62)),
         "the tensor matrix extends past the end of the file",
     ),
-    "crooked offset": (lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 33)), "extends past the end"),
-    "overlap": (lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 0)), "flat and matrix overlap"),
-    "no text": (lambda path: patched(path, where(path, "flag", -4), b"\xff"), "is not UTF-8 text"),
-    "the same twice": (lambda path: patched(path, where(path, "words", -5), b"kinds"), "it has the entry kinds twice"),
+    "crooked offset": (
+        lambda path: patch(path, position_after(path, "matrix", 24), struct.pack("<Q", 33)),
+        "extends past the end",
+    ),
+    "overlap": (lambda path: patch(path, position_after(path, "matrix", 24), struct.pack("<Q", 0)), "flat and matrix overlap"),
+    "no text": (lambda path: patch(path, position_after(path, "flag", -4), b"\xff"), "is not UTF-8 text"),
+    "the same twice": (lambda path: patch(path, position_after(path, "words", -5), b"kinds"), "it has the entry kinds twice"),
     "short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "the tensor blocks extends past the end of the file"),
     "half a header": (lambda path: path.write_bytes(path.read_bytes()[:150]), "is damaged"),
     "empty": (lambda path: path.write_bytes(b""), "is not a GGUF file"),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_is_one_sentence(lie, tmp_path):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_wrong_header_is_an_error_in_one_sentence(damage, tmp_path):
     path = write(tmp_path / "x.gguf")
-    LIES[lie][0](path)
-    with pytest.raises(UserError, match=re.escape(LIES[lie][1])) as error:
+    DAMAGES[damage][0](path)
+    with pytest.raises(UserError, match=re.escape(DAMAGES[damage][1])) as error:
         open_gguf(path)
     assert "\n" not in str(error.value)
 
 
-def test_every_shortened_and_many_a_damaged_file_is_read_or_refused(tmp_path):
+def test_truncated_and_corrupted_files_are_read_or_rejected(tmp_path):
     whole = write(tmp_path / "x.gguf").read_bytes()
     path = tmp_path / "y.gguf"
     for number in range(400):
@@ -172,7 +181,7 @@ def test_every_shortened_and_many_a_damaged_file_is_read_or_refused(tmp_path):
         assert all(stored.offset + stored.size <= len(content) for stored in file.tensors.values())
 
 
-def test_one_part_of_several_and_no_file(tmp_path):
+def test_split_and_missing_files_are_errors(tmp_path):
     with pytest.raises(UserError, match="join the parts with `llama-gguf-split --merge`"):
         open_gguf(write(tmp_path / "x.gguf", {}, {"general.architecture": "llama", "split.count": 3}))
     with pytest.raises(UserError, match=r"cannot read .*none.gguf: No such file"):

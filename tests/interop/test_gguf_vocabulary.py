@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF's words and back, against a reader of them written from the format's description."""
+"""Tokenizers are converted to GGUF metadata and back, and compared with a reader written from the format's description."""
 
 import json
 from itertools import pairwise
@@ -39,7 +39,7 @@ LETTERS = byte_letters()
 
 
 def byte_level(metadata, text):
-    """What a reader of `gpt2` makes of one word: letters of bytes, the first merge first, leftmost."""
+    """Reference encoder of `gpt2` for one word: byte letters, merged in the order of the merges, leftmost first."""
     ranks = {merge: rank for rank, merge in reversed(list(enumerate(metadata[KEY + "merges"])))}
     parts = [LETTERS[byte] for byte in text.encode()]
     while True:
@@ -52,7 +52,7 @@ def byte_level(metadata, text):
 
 
 def sentencepiece(metadata, text):
-    """What a reader of `llama` makes of a text: the neighbours whose token scores best first, then bytes."""
+    """Reference encoder of `llama`: adjacent pieces are merged in the order of their scores, the rest becomes bytes."""
     tokens, scores, kinds = (metadata[KEY + name] for name in ("tokens", "scores", "token_type"))
     ids = {token: index for index, token in enumerate(tokens)}
     parts = list((" " * metadata[KEY + "add_space_prefix"] + text).replace(" ", "▁"))
@@ -68,7 +68,7 @@ def sentencepiece(metadata, text):
 
 
 @pytest.mark.parametrize("settings", OURS, ids=lambda s: f"{s.tokenizer_type}{s.byte_fallback}")
-def test_a_tokenizer_trained_here_comes_back_to_the_letter(settings):
+def test_trained_tokenizer_roundtrips_exactly(settings):
     tokenizer = train_tokenizer(settings, lambda: iter([TEXT]))
     metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size + 2, "{{ x }}")
     assert metadata[KEY + "token_type"][-5:] == [CONTROL] * 3 + [UNUSED] * 2
@@ -79,7 +79,7 @@ def test_a_tokenizer_trained_here_comes_back_to_the_letter(settings):
 
 
 @pytest.mark.parametrize("settings", OURS[:3], ids=lambda s: f"{s.tokenizer_type}{s.byte_fallback}")
-def test_a_reader_of_gguf_makes_the_same_tokens_of_characters_and_bytes(settings):
+def test_reference_reader_gives_equal_tokens_for_characters_and_bytes(settings):
     tokenizer = train_tokenizer(settings, lambda: iter([TEXT]))
     metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
     text = TEXT if settings.tokenizer_type == "char" and not settings.byte_fallback else TEXT + "日本 \0\x7f🙂"
@@ -87,7 +87,7 @@ def test_a_reader_of_gguf_makes_the_same_tokens_of_characters_and_bytes(settings
     assert reader(metadata, text) == tokenizer.encode(text)
 
 
-def test_a_reader_of_gguf_makes_the_same_words_of_bpe():
+def test_reference_reader_gives_equal_tokens_for_bpe():
     tokenizer = train_tokenizer(OURS[3], lambda: iter([TEXT]))
     metadata = vocabulary_metadata(tokenizer, 300)
     for word in ("mezzo", " cammin", " ché", "12", " —"):
@@ -96,7 +96,7 @@ def test_a_reader_of_gguf_makes_the_same_words_of_bpe():
 
 
 def trained(rule, size=330):
-    """A byte-level BPE that splits text by a rule of the table."""
+    """Trains a byte-level BPE that splits text by a rule of the table."""
     core = Core(models.BPE(ignore_merges=rule.whole_words))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=LETTERS))
@@ -110,7 +110,7 @@ def trained(rule, size=330):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_to_split_text_has_its_name_and_comes_back(name):
+def test_every_pre_tokenizer_rule_roundtrips_by_name(name):
     tokenizer = trained(RULES[name])
     metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
     assert metadata[KEY + "pre"] == name
@@ -121,7 +121,7 @@ def test_every_rule_to_split_text_has_its_name_and_comes_back(name):
     assert read_vocabulary(metadata, "it").tokenizer_config["add_bos_token"] == (name in ADDS_BOS)
 
 
-def test_other_spellings_of_a_rule_mean_the_same():
+def test_equivalent_spellings_of_a_rule_are_recognized():
     tree = json.loads(trained(RULES["dbrx"]).to_json())
     split = tree["pre_tokenizer"]["pretokenizers"][0]
     split |= {"behavior": "Removed", "invert": True}
@@ -133,7 +133,7 @@ def test_other_spellings_of_a_rule_mean_the_same():
 
 
 def spm(prefix=True):
-    """The metadata of a SentencePiece vocabulary: pieces of words, with scores as its trainer gives them."""
+    """Returns the metadata of a SentencePiece vocabulary: pieces of words, with scores like those of its trainer."""
     rng = np.random.default_rng(2)
     words = [f"▁{word}" for word in TEXT.replace("\n", " ").replace("\r", " ").split()]
     pieces = {word[a:b] for word in words for a in range(len(word)) for b in range(a + 2, min(a + 5, len(word)) + 1)}
@@ -148,29 +148,29 @@ def spm(prefix=True):
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_reads_as_readers_of_gguf_do_in_both_directions(prefix):
+def test_sentencepiece_equals_the_reference_reader_in_both_directions(prefix):
     metadata = spm(prefix)
     back = read_vocabulary(metadata, "it")
     tokenizer = Tokenizer(back.tokenizer)
     again = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
     assert again[KEY + "add_space_prefix"] == prefix
     assert again[KEY + "token_type"] == metadata[KEY + "token_type"]
-    # Hugging Face sorts merges that make tokens of one score by their halves.
+    # Hugging Face sorts the merges of tokens with equal scores by their halves.
     tree = json.loads(back.tokenizer)
     tree["model"]["merges"].sort(key=lambda pair: [-len(part) for part in pair] if set("".join(pair)) == {"▁"} else [-99, 0])
-    theirs = Tokenizer(json.dumps(tree), roles={"add_bos_token": True})
-    assert theirs.to_json() != tokenizer.to_json()
-    assert vocabulary_metadata(theirs, theirs.vocab_size)[KEY + "scores"] == again[KEY + "scores"]
+    sorted_merges = Tokenizer(json.dumps(tree), roles={"add_bos_token": True})
+    assert sorted_merges.to_json() != tokenizer.to_json()
+    assert vocabulary_metadata(sorted_merges, sorted_merges.vocab_size)[KEY + "scores"] == again[KEY + "scores"]
     for text in (TEXT, "via  nostra", "日本", "x", "▁mezzo", *(" " * n + "via" + " " * n for n in range(3, 13))):
         expected = sentencepiece(metadata, text)
-        assert theirs.encode(text) == expected
+        assert sorted_merges.encode(text) == expected
         assert tokenizer.encode(text) == expected
         assert sentencepiece(again, text) == expected
         assert text == "▁mezzo" or tokenizer.decode(expected) == text
     assert back.tokenizer_config == {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
 
 
-def test_tokens_of_a_user_are_found_before_anything_is_merged():
+def test_user_defined_tokens_are_matched_before_merges():
     metadata = spm()
     index = metadata[KEY + "tokens"].index("▁▁▁▁")
     metadata[KEY + "token_type"][index] = USER_DEFINED
@@ -184,12 +184,12 @@ def test_tokens_of_a_user_are_found_before_anything_is_merged():
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_other_names_of_a_rule_mean_the_same(name):
+def test_alias_of_a_rule_gives_the_same_tokenizer(name):
     back = read_vocabulary(broken(pre=name), "it")
     assert back.tokenizer == read_vocabulary(broken(pre=ALIASES[name]), "it").tokenizer
 
 
-def test_all_tokens_that_end_a_text_are_said():
+def test_all_stop_tokens_roundtrip():
     names = ["<bos>", "<pad>"]
     tokenizer = train_tokenizer(OURS[2], lambda: iter([]))
     tokenizer = Tokenizer(tokenizer.to_json(), roles={"stop_tokens": ["<eos>", *names], "add_bos_token": True})
@@ -198,7 +198,7 @@ def test_all_tokens_that_end_a_text_are_said():
     assert back.tokenizer_config["add_bos_token"] is True
 
 
-def test_without_a_begin_token_readers_take_the_end_token_and_no_other():
+def test_without_a_begin_token_the_end_token_is_written():
     tree = json.loads(train_tokenizer(OURS[1], lambda: iter([TEXT])).to_json())
     tree["added_tokens"] = [token for token in tree["added_tokens"] if token["content"] != "<bos>"]
     for token in tree["added_tokens"]:
@@ -218,7 +218,7 @@ def broken(**changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         (
             {"pre": "jina-v7"},
@@ -234,12 +234,12 @@ def broken(**changes):
         ({"merges": ["no such"]}, "inconsistent tokenizer"),
     ],
 )
-def test_a_vocabulary_that_is_not_understood_is_one_sentence(changes, sentence):
-    with pytest.raises(UserError, match=sentence):
+def test_unsupported_vocabulary_is_an_error(changes, message):
+    with pytest.raises(UserError, match=message):
         read_vocabulary(broken(**changes), "it")
 
 
-def test_what_gguf_cannot_say_is_refused():
+def test_tokenizer_that_gguf_cannot_represent_is_rejected():
     byte = train_tokenizer(OURS[2], lambda: iter([]))
     with pytest.raises(UserError, match="259 tokens do not correspond to the 100 rows"):
         vocabulary_metadata(byte, 100)

@@ -1,4 +1,4 @@
-"""Checkpoints that transformers made, and what it makes of them: `make_checkpoints.py` wrote both."""
+"""Small checkpoints written by transformers, compared with its logits and tokens (both from `make_checkpoints.py`)."""
 
 import json
 from dataclasses import replace
@@ -21,9 +21,9 @@ from .families import FAMILIES
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SYMBOLS = 67
 PROMPT = 8
-# The rest differ from these in what the tests of the model compare with NumPy.
+# The other families differ from these only in features that the tests of the model compare with NumPy.
 QUICK = ("llama", "qwen2", "phi3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4", "cohere2", "nanochat")
-# Families whose example another one says first.
+# Families whose example is exported as another family that comes first.
 SAME = {"helium": "llama", "ernie4_5": "llama", "seed_oss": "qwen2"}
 each = pytest.mark.parametrize("family", FAMILIES)
 most = pytest.mark.parametrize(
@@ -32,7 +32,7 @@ most = pytest.mark.parametrize(
 
 
 def read(family):
-    """config.json, the settings of it and the tensors of a small checkpoint."""
+    """Returns the `config.json`, the settings and the tensors of a small checkpoint."""
     config = json.loads((CHECKPOINTS / family / "config.json").read_text())
     settings = hf_config_to_settings(config, max_context=64)
     settings["model"]["dtype"] = "float32"
@@ -45,7 +45,7 @@ def imported(family):
 
 
 @most
-def test_logits_and_greedy_tokens_are_those_of_transformers(family):
+def test_logits_and_greedy_tokens_equal_those_of_transformers(family):
     settings, arrays = imported(family)
     model = abstract_model(settings.architecture(SYMBOLS, "cpu"))[0]({name: jnp.asarray(arrays[name]) for name in arrays})
     expected = np.load(CHECKPOINTS / family / "expected.npz")
@@ -57,7 +57,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(family):
 
 
 @each
-def test_every_tensor_and_every_key_comes_back(family):
+def test_every_tensor_and_every_key_roundtrips(family):
     config, _, files = read(family)
     settings, arrays = imported(family)
     written, tensors = to_hf(settings, SYMBOLS, arrays, config)
@@ -69,7 +69,7 @@ def test_every_tensor_and_every_key_comes_back(family):
 
 
 @each
-def test_a_model_made_here_finds_its_family(family):
+def test_exported_model_without_origin_has_its_family(family):
     _, settings, _ = read(family)
     written = settings_to_hf_config(settings, SYMBOLS)
     assert written["model_type"] == SAME.get(family, family)
@@ -77,8 +77,8 @@ def test_a_model_made_here_finds_its_family(family):
     assert again == replace(settings.architecture(SYMBOLS), dtype=again.dtype)
 
 
-def test_more_layers_or_experts_than_a_file_has_tensors_are_named_at_once():
-    for family, key, says in (("gpt2", "n_layer", "28 tensors, .* says 9000"), ("mixtral", "num_local_experts", "200000000")):
+def test_too_many_layers_or_experts_are_rejected_early():
+    for family, key, says in (("gpt2", "n_layer", "28 tensors, .* has 9000"), ("mixtral", "num_local_experts", "200000000")):
         config, _, files = read(family)
         settings = build_config(
             hf_config_to_settings(config | {key: 9000 if key == "n_layer" else 100_000_000}, max_context=64)
@@ -87,7 +87,7 @@ def test_more_layers_or_experts_than_a_file_has_tensors_are_named_at_once():
             from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
 
 
-def test_sizes_that_no_file_can_hold_are_named():
+def test_huge_parameter_is_an_error():
     config, _, files = read("llama")
     huge = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**30)
     settings = build_config(hf_config_to_settings(config | huge, max_context=64))
@@ -95,7 +95,7 @@ def test_sizes_that_no_file_can_hold_are_named():
         from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
 
 
-def test_layers_that_predict_further_tokens_are_left_out():
+def test_multi_token_prediction_layers_are_not_imported():
     config, settings, files = read("deepseek_v3")
     more = LazyArrays(
         files.tensors | {"model.layers.2.eh_proj.weight": files.tensors["lm_head.weight"]}, lambda name: files[name]
@@ -109,7 +109,7 @@ def test_layers_that_predict_further_tokens_are_left_out():
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.inf])
-def test_numbers_that_are_not_finite_are_refused(number):
+def test_nan_and_inf_are_rejected(number):
     config, settings, files = read("llama")
     name = "model.layers.1.mlp.down_proj.weight"
     broken = np.array(files[name])

@@ -1,4 +1,4 @@
-"""config.json as checkpoints in the wild spell it, against the architecture that it means."""
+"""The `config.json` of published checkpoints, compared with the expected architecture."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from dantinox.interop.hf_config import hf_config_to_settings, settings_to_hf_con
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 60}
 GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 60}
 GEMMA4 = {"model_type": "gemma4_text", "vocab_size_per_layer_input": 60, "num_key_value_heads": 4}
-# What transformers before version 5 wrote, shortened to what is not said elsewhere → what it means.
-WILD = {
+# Keys written by transformers before version 5, without the common ones, and the architecture that they describe.
+PUBLISHED = {
     "llama 2": (
         {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_scaling": None, "torch_dtype": "float16",
          "max_position_embeddings": 4096, "pretraining_tp": 1, "hidden_act": "silu", "tie_word_embeddings": False},
@@ -170,32 +170,34 @@ WILD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WILD)
-def test_older_spellings_mean_the_same(name):
-    config, means = WILD[name]
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_older_keys_give_the_same_model(name):
+    config, expected = PUBLISHED[name]
     config = (GPT2_SIZES if config["model_type"] == "gpt2" else SIZES) | config
     settings = build_config(hf_config_to_settings(config))
     model = settings.architecture(60)
-    assert {key: getattr(model, key) for key in means} == means
+    assert {key: getattr(model, key) for key in expected} == expected
     again = settings_to_hf_config(settings, 60, config["model_type"])
     assert build_config(hf_config_to_settings(again, model.max_context)).architecture(60) == model
 
 
-def test_learned_positions_are_as_many_as_there_are():
+def test_max_context_with_learned_positions_is_an_error():
     with pytest.raises(UserError, match="has learned positions for 1024 tokens: leave max_context out"):
-        hf_config_to_settings(GPT2_SIZES | WILD["gpt2"][0], 512)
+        hf_config_to_settings(GPT2_SIZES | PUBLISHED["gpt2"][0], 512)
 
 
-def test_scaling_is_read_with_its_numbers():
-    llama = build_config(hf_config_to_settings(SIZES | WILD["llama 3.2"][0])).attention
+def test_rope_scaling_parameters_are_read():
+    llama = build_config(hf_config_to_settings(SIZES | PUBLISHED["llama 3.2"][0])).attention
     assert (llama.rope_scaling, llama.rope_factor, llama.rope_original_context) == ("llama3", 32.0, 8192)
-    phi = build_config(hf_config_to_settings(SIZES | WILD["phi 3"][0], 131072))
+    phi = build_config(hf_config_to_settings(SIZES | PUBLISHED["phi 3"][0], 131072))
     assert phi.attention.rope_factor == 32 and phi.architecture(60).rope_scaling.factors == (2.0,) * 8
-    assert build_config(hf_config_to_settings(SIZES | WILD["phi 3"][0])).architecture(60).rope_scaling.factors == (1.0,) * 8
+    assert (
+        build_config(hf_config_to_settings(SIZES | PUBLISHED["phi 3"][0])).architecture(60).rope_scaling.factors == (1.0,) * 8
+    )
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic', expected one of default, linear"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "more": 1}}, "more: 1, an unknown key for rope_type linear"),
@@ -262,10 +264,10 @@ def test_scaling_is_read_with_its_numbers():
         ({"new\nkey": 1}, "config.json has new"),
     ],
 )
-def test_what_cannot_be_had_is_named(changes, says):
+def test_unsupported_config_is_an_error(changes, message):
     with pytest.raises(UserError) as caught:
         build_config(hf_config_to_settings({"model_type": "llama"} | SIZES | changes))
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ def test_what_cannot_be_had_is_named(changes, says):
         ({"model": {"embedding_multiplier": 2.0, "qk_norm": True}}, "model.embedding_multiplier: 2.0"),
     ],
 )
-def test_what_no_family_has_is_named(settings, names):
+def test_model_of_no_family_is_an_error(settings, names):
     with pytest.raises(UserError, match="no Transformers class represents this architecture") as caught:
         settings_to_hf_config(build_config(settings), 60)
     assert names in str(caught.value)
@@ -303,5 +305,5 @@ def test_what_no_family_has_is_named(settings, names):
           "attention": {"use_rotary_pos": False, "trainable_pos": True, "qkv_bias": True, "out_bias": True}}, "gpt2"),
     ],
 )  # fmt: skip
-def test_a_model_leaves_as_the_first_family_that_says_it(settings, family):
+def test_model_is_exported_as_the_first_family_that_supports_it(settings, family):
     assert settings_to_hf_config(build_config(settings), 60)["model_type"] == family

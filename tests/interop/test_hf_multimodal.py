@@ -1,4 +1,4 @@
-"""Text models of vision–language checkpoints that transformers made, and its logits: `make_multimodal.py` wrote both."""
+"""Text models of vision–language checkpoints, compared with logits of transformers (both from `make_multimodal.py`)."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def read(name):
 
 
 def renamed(tensors, names):
-    """The same tensors with other beginnings of their names."""
+    """Returns the same tensors with other prefixes of their names."""
     changed = {name: next((old for old in names if name.startswith(old)), None) for name in tensors}
     stored = {name if old is None else names[old] + name.removeprefix(old): name for name, old in changed.items()}
     kinds = {name: tensors.tensors[old] for name, old in stored.items()}
@@ -52,7 +52,7 @@ def parameters(config, tensors):
 
 
 @each
-def test_logits_of_text_are_those_of_transformers(name):
+def test_text_logits_equal_those_of_transformers(name):
     config, tensors, skipped = extract_text_model(*read(name))
     assert config["model_type"] == TEXT[name]
     assert skipped == f"{name}: its text model, {TEXT[name]}, is imported; tensors left out: {SKIPPED[name]}"
@@ -78,7 +78,7 @@ def test_logits_of_text_are_those_of_transformers(name):
         ("qwen2_5_vl", {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}),
     ],
 )
-def test_names_of_older_and_newer_files_are_the_same_tensors(name, names):
+def test_older_and_newer_tensor_names_are_equivalent(name, names):
     config, tensors = read(name)
     first, second = (extract_text_model(config, files) for files in (tensors, renamed(tensors, names)))
     assert first[0] == second[0] and first[2] == second[2]
@@ -86,7 +86,7 @@ def test_names_of_older_and_newer_files_are_the_same_tensors(name, names):
     assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
-def test_keys_of_text_at_the_top_are_read():
+def test_top_level_text_keys_are_read():
     config, tensors = read("qwen2_5_vl")
     expected = extract_text_model(config, tensors)[0]
     rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
@@ -98,8 +98,8 @@ def test_keys_of_text_at_the_top_are_read():
     assert one == other
 
 
-def test_sizes_that_a_file_does_not_give_are_those_of_transformers():
-    """config.json of gemma-3-4b-it gives these keys alone."""
+def test_absent_sizes_have_transformers_defaults():
+    """The config.json of gemma-3-4b-it has only these keys."""
     given = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
              "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
     whole = {"model_type": "gemma3", "text_config": given, "eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
@@ -112,7 +112,7 @@ def test_sizes_that_a_file_does_not_give_are_those_of_transformers():
 
 @pytest.mark.parametrize("whole", [True, False, None])
 @pytest.mark.parametrize("own", [True, False, None])
-def test_where_the_configs_disagree_the_tensors_say_whether_the_head_is_tied(whole, own):
+def test_conflicting_tie_word_embeddings_are_decided_by_the_tensors(whole, own):
     config, tensors = read("qwen2_5_vl")
     config["text_config"]["tie_word_embeddings"], config["tie_word_embeddings"] = own, whole
     untied, _, _ = extract_text_model(config, tensors)
@@ -123,14 +123,14 @@ def test_where_the_configs_disagree_the_tensors_say_whether_the_head_is_tied(who
     assert (untied["tie_word_embeddings"], tied["tie_word_embeddings"]) == expected
 
 
-def test_a_text_model_alone_stays_as_it_is():
+def test_text_model_is_returned_unchanged():
     _, tensors = read("gemma3")
     config = {"model_type": "gemma3_text", "text_config": 3}
     assert extract_text_model(config, tensors) == (config, tensors, None)
 
 
 @pytest.mark.parametrize(
-    ("changes", "names", "sentence"),
+    ("changes", "names", "message"),
     [
         (
             {},
@@ -153,14 +153,14 @@ def test_a_text_model_alone_stays_as_it_is():
         ({"text_config": {"qk_layer_norms": True}}, {}, "has qk_layer_norms: true in text_config; only false is supported"),
     ],
 )
-def test_anything_else_is_refused(changes, names, sentence):
+def test_unsupported_multimodal_config_is_an_error(changes, names, message):
     config, tensors = read("gemma3")
-    with pytest.raises(UserError, match=re.escape(sentence)):
+    with pytest.raises(UserError, match=re.escape(message)):
         extract_text_model(config | changes, renamed(tensors, names))
 
 
 @each
-def test_whatever_a_key_holds_is_read_or_one_sentence(name):
+def test_whatever_a_key_holds_is_read_or_one_message(name):
     config, tensors = read(name)
     for key in (*config, *config["text_config"]):
         for value in (None, "x", 0, -1, 1.5, 1e300, True, [], ["x"], {}, {"x": {}}, {"rope_type": []}):
@@ -172,7 +172,7 @@ def test_whatever_a_key_holds_is_read_or_one_sentence(name):
                     assert "\n" not in str(error)
 
 
-def test_a_tensor_under_two_names_is_refused():
+def test_tensor_with_two_names_is_rejected():
     config, tensors = read("qwen2_5_vl")
     twice = tensors.tensors | {"model.language_model.norm.weight": tensors.tensors["model.norm.weight"]}
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_a_tensor_under_two_names_is_refused():
 
 
 @each
-def test_a_run_of_the_text_model_is_exported_as_its_family(name, tmp_path, capsys):
+def test_text_model_is_exported_as_its_family(name, tmp_path, capsys):
     folder, run, out = tmp_path / name, RunDirectory(tmp_path / "run"), tmp_path / "out"
     shutil.copytree(MODELS / name, folder)
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([LETTERS])).to_json()
@@ -199,14 +199,14 @@ def test_a_run_of_the_text_model_is_exported_as_its_family(name, tmp_path, capsy
     assert all(np.array_equal(written[key], expected[1][key]) for key in written)
 
 
-def test_a_projector_in_gguf_is_named(tmp_path):
+def test_gguf_projector_is_an_error(tmp_path):
     metadata = {"general.architecture": "clip", "general.type": "mmproj"}
     write_gguf(tmp_path / "mmproj.gguf", metadata, {"x": ((1,), "F32")}, [np.zeros(1, np.float32)])
     with pytest.raises(UserError, match=r"its projector \(mmproj\), and no text model: import the file of the language model"):
         source_from_gguf(open_gguf(tmp_path / "mmproj.gguf"))
 
 
-def test_every_model_names_its_class_and_a_known_text_model():
+def test_every_model_has_its_class_and_a_known_text_model():
     for name, whole in MULTIMODAL.items():
         config = {"model_type": name, "text_config": {"hidden_size": 64}, "architectures": [whole.architecture]}
         found, _, _ = extract_text_model(config, LazyArrays({}, lambda name: np.zeros(0)))

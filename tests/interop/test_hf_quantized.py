@@ -1,4 +1,4 @@
-"""Dequantized tensors against formulas in float64, from matrices that are packed here bit by bit.
+"""Dequantized tensors equal formulas in float64, for matrices that are packed bit by bit in this file.
 
 `quantized_live.py` compares the same formats with compressed-tensors and transformers.
 """
@@ -39,7 +39,7 @@ def arrays_of(found):
 
 
 def read(options, **tensors):
-    """The only tensor of a checkpoint with these options, whose name is `x.weight`."""
+    """Returns the tensor `x.weight`, the only one of a checkpoint with these options."""
     tensors = {f"x.{name}": np.asarray(array) for name, array in tensors.items()}
     config, found = dequantize_checkpoint({"quantization_config": options, "torch_dtype": "float16"}, arrays_of(tensors))
     assert config == {"torch_dtype": "float32"}
@@ -48,8 +48,8 @@ def read(options, **tensors):
     return found["x.weight"]
 
 
-def words_of(fields, bits):
-    """Fields of a row, one behind the other in the bits of a large integer, as int32 words."""
+def pack_words(fields, bits):
+    """Packs the fields of each row consecutively into the bits of a large integer, and returns it as int32 words."""
     rows = []
     for row in fields:
         number = sum(int(field) << (bits * place) for place, field in enumerate(row))
@@ -78,18 +78,18 @@ def test_gptq(bits, form, desc_act):
     stored = z if form == "gptq_v2" else (z - 1) % (1 << bits)
     found = read(
         {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": form, "desc_act": desc_act},
-        qweight=words_of(q.T, bits).T,
-        qzeros=words_of(stored, bits),
+        qweight=pack_words(q.T, bits).T,
+        qzeros=pack_words(stored, bits),
         scales=s,
         g_idx=index.astype(np.int32),
     )
     same(found, ((q - z[index]) * s[index].astype(float)).T)
 
 
-def test_gptq_of_one_group_and_without_indices():
+def test_gptq_with_one_group_and_without_group_indices():
     q, z, s = RNG.integers(0, 16, (40, 8)), RNG.integers(0, 16, (1, 8)), scales(1, 8)
     options = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False}
-    found = read(options, qweight=words_of(q.T, 4).T, qzeros=words_of((z - 1) % 16, 4), scales=s)
+    found = read(options, qweight=pack_words(q.T, 4).T, qzeros=pack_words((z - 1) % 16, 4), scales=s)
     same(found, ((q - z) * s.astype(float)).T)
 
 
@@ -99,7 +99,7 @@ def test_awq():
     q, z, s = RNG.integers(0, 16, (inputs, outputs)), RNG.integers(0, 16, (2, outputs)), scales(2, outputs)
 
     def pack(fields):
-        return words_of(fields.reshape(len(fields), -1, 8)[..., order].reshape(fields.shape), 4)
+        return pack_words(fields.reshape(len(fields), -1, 8)[..., order].reshape(fields.shape), 4)
 
     options = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     found = read(options, qweight=pack(q), qzeros=pack(z), scales=s)
@@ -110,14 +110,14 @@ def test_awq():
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_packed_integers_of_compressed_tensors(bits, groups, symmetric):
+def test_compressed_tensors_packed_integers(bits, groups, symmetric):
     rows, columns, half = 20, 96, 1 << (bits - 1)
     q, z = RNG.integers(-half, half, (rows, columns)), RNG.integers(-half, half, (rows, groups)) * (not symmetric)
     s = scales(rows, groups)
-    zeros = {} if symmetric else {"weight_zero_point": words_of((z + half).T, bits).T}
+    zeros = {} if symmetric else {"weight_zero_point": pack_words((z + half).T, bits).T}
     found = read(
         scheme(num_bits=bits, type="int", symmetric=symmetric, strategy="group", group_size=columns // groups),
-        weight_packed=words_of(q + half, bits),
+        weight_packed=pack_words(q + half, bits),
         weight_scale=s,
         weight_shape=np.array([rows, columns]),
         **zeros,
@@ -125,11 +125,11 @@ def test_packed_integers_of_compressed_tensors(bits, groups, symmetric):
     same(found, (q - z.repeat(columns // groups, 1)) * s.astype(float).repeat(columns // groups, 1))
 
 
-def test_packed_integers_in_the_order_of_activations():
+def test_compressed_tensors_packed_integers_with_group_indices():
     q, s, index = RNG.integers(0, 16, (4, 64)), scales(4, 2), RNG.permutation(np.arange(64) // 32)
     found = read(
         scheme(num_bits=4),
-        weight_packed=words_of(q, 4),
+        weight_packed=pack_words(q, 4),
         weight_scale=s,
         weight_shape=np.array([4, 64]),
         weight_g_idx=index.astype(np.int32),
@@ -137,7 +137,7 @@ def test_packed_integers_in_the_order_of_activations():
     same(found, (q - 8) * s.astype(float)[:, index])
 
 
-def test_integers_of_8_bits():
+def test_compressed_tensors_int8():
     q, s = RNG.integers(-128, 128, (6, 10)).astype(np.int8), scales(6, 1)
     z = RNG.integers(-128, 128, (6, 1)).astype(np.int8)
     same(read(scheme(num_bits=8), weight=q, weight_scale=s), q * s.astype(float))
@@ -164,12 +164,12 @@ def test_fp8(grid, index, name, kind):
     same(found, q.astype(float) * (wide[:, None] if grid == (rows,) else wide))
 
 
-def test_fp8_of_stacked_experts():
+def test_fp8_stacked_experts():
     q, s = RNG.normal(size=(3, 4, 8)).astype(FP8), RNG.uniform(1, 2, (3, 4, 1)).astype(np.float32)
     same(read({"quant_method": "fp8"}, weight=q, weight_scale_inv=s), q.astype(float) * s)
 
 
-def test_fp4_with_scales_of_groups():
+def test_compressed_tensors_fp4_with_group_scales():
     codes = RNG.integers(0, 16, (6, 64))
     packed = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
     s, whole = RNG.uniform(1, 9, (6, 4)).astype(FP8), np.array([7.0], np.float32)
@@ -196,8 +196,8 @@ def test_mxfp4_of_gpt_oss_is_exact_in_bfloat16():
     assert found["norm.weight"] is tensors["norm.weight"]
 
 
-def test_gpt_oss_takes_its_mxfp4_experts():
-    """gate and up by turns among the rows of `gate_up_proj`, of each expert."""
+def test_gpt_oss_imports_its_mxfp4_experts():
+    """The rows of `gate_up_proj` of each expert interleave gate and up."""
     plain = json.loads((CHECKPOINTS / "gpt_oss" / "config.json").read_text()) | {"intermediate_size": 64}
     config = plain | {"quantization_config": {"quant_method": "mxfp4"}}
     settings = build_config(hf_config_to_settings(plain, 64))
@@ -219,7 +219,7 @@ def test_gpt_oss_takes_its_mxfp4_experts():
     np.testing.assert_array_equal(kernel.astype(np.float64), expected)
 
 
-def test_nothing_is_read_before_a_tensor_is_asked_for():
+def test_tensors_are_not_read_before_access():
     def fail(name):
         raise AssertionError(name)
 
@@ -270,22 +270,22 @@ PACKED = {"weight_packed": np.zeros((4, 8), np.int32), "weight_scale": scales(4,
         ({"quant_method": "mxfp4"}, {"w_blocks": np.zeros((1, 2, 3, 16), np.uint8)}, "x.w_blocks without x.w_scales"),
     ],
 )
-def test_what_does_not_fit_together_is_one_message(options, tensors, message):
+def test_inconsistent_quantized_tensors_are_an_error(options, tensors, message):
     tensors = {f"x.{name}": array for name, array in tensors.items()}
     with pytest.raises(UserError, match=re.escape(message)) as error:
         dequantize_checkpoint({"quantization_config": options}, arrays_of(tensors))
     assert "\n" not in str(error.value)
 
 
-def test_a_group_that_is_not_there_is_one_message():
+def test_unknown_group_index_is_an_error():
     tensors = {f"x.{name}": array for name, array in INT4.items()} | {"x.g_idx": np.full(32, 9, np.int32)}
     _, found = dequantize_checkpoint({"quantization_config": GPTQ}, arrays_of(tensors))
     with pytest.raises(UserError, match=r"x.g_idx with numbers outside of its 1 groups"):
         found["x.weight"]
 
 
-def test_an_imported_folder_is_exported_without_quantization(tmp_path):
-    """The matrices of one layer in FP8; what comes out is the folder that transformers would make of the dequantized model."""
+def test_quantized_folder_is_exported_without_quantization(tmp_path):
+    """One layer has FP8 matrices. The exported folder equals that of the dequantized model."""
     source, folder = CHECKPOINTS / "llama", tmp_path / "fp8"
     shutil.copytree(source, folder)
     config = json.loads((source / "config.json").read_text())

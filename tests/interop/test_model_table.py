@@ -1,4 +1,4 @@
-"""The table of models in docs/models.md: up to date, and true of the settings of a checkpoint of each family."""
+"""The table of models in docs/models.md is current and agrees with the settings of a checkpoint of each family."""
 
 import json
 from pathlib import Path
@@ -20,24 +20,24 @@ ROWS = {cells[0].strip("`"): dict(zip(HEADER, cells, strict=True)) for cells in 
 )}  # fmt: skip
 
 
-def test_the_page_has_the_table_of_today():
+def test_page_has_the_current_table():
     page = PAGE.read_text(encoding="utf-8")
     assert insert_table(page) == page, "run `make models`"
     with pytest.raises(ValueError, match="unpack"):
         insert_table(page.replace(BEGIN, ""))
 
 
-def test_it_has_a_row_for_each_family():
+def test_table_has_a_row_for_each_family():
     assert ROWS.keys() == FAMILIES.keys()
     assert ROWS["mistral"]["GGUF in"] == "as `llama`" and ROWS["mistral"]["GGUF out"] == "`llama`"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_and_compressed_caches_are_as_the_settings_say(family):
+def test_adapters_and_compressed_caches_match_the_settings(family):
     config = json.loads((CHECKPOINTS / family / "config.json").read_text())
     settings = hf_config_to_settings(config, 64)
 
-    def refused(**sections) -> bool:
+    def is_rejected(**sections) -> bool:
         try:
             build_config(settings | sections)
         except UserError:
@@ -46,11 +46,11 @@ def test_adapters_and_compressed_caches_are_as_the_settings_say(family):
 
     attention, all_of_it = {"targets": ["q_proj"]}, {"targets": ["q_proj", "down_proj"]}
     start = {"training": {"init_from": "x"}}
-    has = ["attention"] * (not refused(lora={"rank": 2} | attention, **start))
-    has += ["all"] * (not refused(lora={"rank": 2} | all_of_it, **start))
+    has = ["attention"] * (not is_rejected(lora={"rank": 2} | attention, **start))
+    has += ["all"] * (not is_rejected(lora={"rank": 2} | all_of_it, **start))
     assert ROWS[family]["LoRA"].split(",")[0] == (has or ["no"])[-1]
-    assert ROWS[family]["compressed cache"] == ("no" if refused(kv={"budget": 0.5}) else "yes")
+    assert ROWS[family]["compressed cache"] == ("no" if is_rejected(kv={"budget": 0.5}) else "yes")
     lora = {"lora": {"rank": 2}} if has else {}
     model = build_config(settings | lora | (start if has else {})).trained_architecture(SYMBOLS, "cpu")
-    for name, leaf in abstract_model(model)[1].items():  # a parameter without a rule cannot be split
+    for name, leaf in abstract_model(model)[1].items():  # a parameter without a rule cannot be sharded
         assert find_rule(name_in_layer(name)[0], len(leaf.shape)), name

@@ -1,4 +1,4 @@
-"""Checkpoints become runs and runs checkpoints, or a sentence says why not and nothing is written."""
+"""Import of checkpoints as runs and export of runs, or an error in one sentence that leaves no file."""
 
 import json
 import random
@@ -36,7 +36,7 @@ QUICK = ("llama", "phi3", "mixtral", "gpt2")
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """A copy of a small checkpoint with a tokenizer, which a test may change."""
+    """A function that copies a small checkpoint with a tokenizer to a folder that the test may change."""
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([LETTERS])).to_json()
 
     def copy(family="llama", **config):
@@ -55,7 +55,7 @@ def edit(path, **changes):
 
 
 def rewrite(folder, change):
-    """The tensors of a folder, changed as a dict of arrays."""
+    """Rewrites the tensors of a folder after `change` has modified them as a dict of arrays."""
     arrays = {name: np.array(array) for name, array in all_of(open_tensors(folder)).items()}
     change(arrays)
     kinds = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
@@ -72,8 +72,8 @@ def all_of(files):
     return {name: files[name] for name in files.tensors}
 
 
-def refused(folder, tmp_path, **kwargs) -> str:
-    """The one sentence with which an import ends that leaves nothing behind."""
+def import_error(folder, tmp_path, **kwargs) -> str:
+    """Returns the error message of an import that leaves no file."""
     with pytest.raises(UserError) as caught:
         import_run(open_folder(folder), tmp_path / "run", **kwargs)
     assert list(tmp_path.iterdir()) == [] and "\n" not in str(caught.value)
@@ -81,7 +81,7 @@ def refused(folder, tmp_path, **kwargs) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_import_and_export_give_every_file_back(folder_of, tmp_path, family):
+def test_import_and_export_reproduce_every_file(folder_of, tmp_path, family):
     folder = folder_of(family)
     run = import_run(open_folder(folder), tmp_path / "run")
     assert verify_run(run).damage == []
@@ -92,28 +92,28 @@ def test_import_and_export_give_every_file_back(folder_of, tmp_path, family):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
 
 
-def test_types_and_a_head_given_twice_come_back(folder_of, tmp_path):
+def test_dtypes_and_a_stored_tied_head_roundtrip(folder_of, tmp_path):
     folder = folder_of()
 
-    def narrow(arrays):
+    def change_dtypes(arrays):
         for name, array in arrays.items():
             arrays[name] = array.astype(
                 np.float16 if "k_proj" in name else np.float32 if "norm" in name else ml_dtypes.bfloat16
             )
         arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
 
-    rewrite(folder, narrow)
+    rewrite(folder, change_dtypes)
     run = import_run(open_folder(folder), tmp_path / "run")
     export_hf(run.path, tmp_path / "out")
     assert (tmp_path / "out" / ONE_FILE).read_bytes() == (folder / ONE_FILE).read_bytes()
     export_hf(run.path, tmp_path / "f32", "f32")
     assert {tensor.dtype for tensor in open_tensors(tmp_path / "f32").tensors.values()} == {"float32"}
     rewrite(folder, lambda arrays: arrays.update({"lm_head.weight": arrays["lm_head.weight"][::-1]}))
-    assert "different numbers in lm_head.weight and model.embed_tokens.weight" in refused(folder, made(tmp_path / "no"))
+    assert "different numbers in lm_head.weight and model.embed_tokens.weight" in import_error(folder, made(tmp_path / "no"))
 
 
 def greedy(path, family, **settings):
-    """The tokens behind both prompts of a checkpoint, from the run that it became."""
+    """Returns the continuations of both prompts of a checkpoint: those of its run, and the expected ones."""
     run, expected = dantinox.load(path), np.load(CHECKPOINTS / family / "expected.npz")["tokens"]
     run.prompt_ids = {str(row): ids for row, ids in enumerate(expected[:, :-NEW].tolist())}.__getitem__
     results = run.generate(["0", "1"], max_new_tokens=NEW, greedy=True, ignore_eos=True, weights="float32", **settings)
@@ -124,7 +124,7 @@ def greedy(path, family, **settings):
 @pytest.mark.parametrize(
     "family", [f if f == "gemma3_text" else pytest.param(f, marks=pytest.mark.exhaustive) for f in FAMILIES]
 )
-def test_greedy_text_is_that_of_transformers(folder_of, tmp_path, family):
+def test_greedy_tokens_equal_those_of_transformers(folder_of, tmp_path, family):
     run = import_run(open_folder(folder_of(family)), tmp_path / "run", max_context=64)
     for settings in ({}, {"use_cache": False}):
         found, expected = greedy(run.path, family, **settings)
@@ -132,8 +132,8 @@ def test_greedy_text_is_that_of_transformers(folder_of, tmp_path, family):
     long = Tokenizer.load(run.tokenizer).decode([20, *range(20, 33)])
     loaded = dantinox.load(run.path)
     alone = loaded.generate(long, max_new_tokens=NEW, greedy=True, ignore_eos=True)
-    _, beside = loaded.generate(["!#", long], max_new_tokens=NEW, greedy=True, ignore_eos=True)
-    assert beside.tokens == alone.tokens
+    _, in_batch = loaded.generate(["!#", long], max_new_tokens=NEW, greedy=True, ignore_eos=True)
+    assert in_batch.tokens == alone.tokens
 
 
 CHANGES = {
@@ -150,19 +150,19 @@ CHANGES = {
     ("family", "some"),
     [*((f, 3) for f in QUICK), *(pytest.param(f, None, marks=pytest.mark.exhaustive) for f in FAMILIES)],
 )
-def test_every_tensor_is_accounted_for(folder_of, tmp_path, family, some):
-    """Any tensor dropped, renamed, given another shape or added is refused by its name."""
+def test_every_missing_renamed_reshaped_or_extra_tensor_is_rejected(folder_of, tmp_path, family, some):
+    """The error names the tensor that is missing, renamed, reshaped or extra."""
     folder = folder_of(family)
     content, names = (folder / ONE_FILE).read_bytes(), list(open_tensors(folder).tensors)
     for name in random.Random(0).sample(names, some or len(names)):
         for change in CHANGES.values():
             rewrite(folder, lambda arrays, name=name, change=change: change(arrays, name))
-            assert name in refused(folder, tmp_path)
+            assert name in import_error(folder, tmp_path)
             (folder / ONE_FILE).write_bytes(content)
 
 
-def test_gpt2_as_its_first_files_have_it(folder_of, tmp_path):
-    """Without the first part of the names, and with masks among the weights."""
+def test_gpt2_with_the_names_of_its_first_files(folder_of, tmp_path):
+    """The names lack their first part, and the weights include masks."""
     folder = folder_of("gpt2")
     before = all_of(open_tensors(folder))
 
@@ -178,7 +178,7 @@ def test_gpt2_as_its_first_files_have_it(folder_of, tmp_path):
     assert {name: array.tobytes() for name, array in after.items()} == {n: array.tobytes() for n, array in before.items()}
 
 
-def test_weights_in_bfloat16_are_narrowed_from_their_own_numbers(folder_of, tmp_path):
+def test_bfloat16_import_rounds_the_float32_weights(folder_of, tmp_path):
     run = import_run(open_folder(folder_of("llama")), tmp_path / "run", "bfloat16")
     kernel = dantinox.load(run.path).model.blocks[0].attention.out.kernel[...]
     assert kernel.dtype == ml_dtypes.bfloat16
@@ -187,7 +187,7 @@ def test_weights_in_bfloat16_are_narrowed_from_their_own_numbers(folder_of, tmp_
     np.testing.assert_allclose(np.asarray(narrow.scale[...]), np.abs(rows_OI).max(axis=1) / 127, rtol=1e-6)
 
 
-# Another value of any key that means something, for each family that has it.
+# Another value for every key that affects the model, for each family that has the key.
 OTHERS = {
     "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 1,
     "head_dim": 20, "max_position_embeddings": 32, "rms_norm_eps": 1e-3, "tie_word_embeddings": None, "hidden_act": "relu",
@@ -203,10 +203,10 @@ OTHERS = {
     "partial_rotary_factor": 0.25, "something_new": 1, "norm_topk_prob": False, "position_embedding_type": "learned",
     "architectures": ["LlamaForSequenceClassification"],
 }  # fmt: skip
-WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")  # without effect where layer_types says full
-# Keys that have no effect beside other keys of the same config.json.
+WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")  # without effect if layer_types has full attention
+# Keys that have no effect with the other keys of the same config.json.
 OVERRIDDEN: dict[str, Sequence[str]] = {
-    # Without enable_moe_block there are no experts, and with per_layer_config layers have its heads.
+    # Without enable_moe_block there are no experts, and per_layer_config overrides the heads of layers.
     "gemma4_text": ("num_experts", "top_k_experts", "moe_intermediate_size", "global_head_dim"),
     **dict.fromkeys(("glm", "glm4", "stablelm", "phi", "phi3"), ("partial_rotary_factor",)),  # rope_parameters has it too
     "qwen2": ["max_window_layers"], "qwen3": WINDOWS, "qwen3_moe": [*WINDOWS, "intermediate_size"], "qwen2_moe": WINDOWS,
@@ -220,7 +220,7 @@ OVERRIDDEN: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_value_of_a_config_is_refused_or_has_an_effect(folder_of, tmp_path, family):
+def test_every_value_of_a_config_is_rejected_or_has_an_effect(folder_of, tmp_path, family):
     given = json.loads((CHECKPOINTS / family / "config.json").read_text())
     before = build_config(hf_config_to_settings(given)).architecture(60)
     unused = IGNORED_KEYS.union(TABLES[family].ignored) - {"vocab_size", "model_type", "architectures"}
@@ -237,7 +237,7 @@ def test_every_value_of_a_config_is_refused_or_has_an_effect(folder_of, tmp_path
             assert after != before, (key, value)
 
 
-# Keys that these families need beside those that all do.
+# Keys that these families require, besides those that all families require.
 NO_DEFAULT = {
     "deepseek_v2": ("num_experts_per_tok", "n_group", "topk_group"), "granitemoehybrid": ("layer_types",),
     "dots1": ("num_experts_per_tok", "n_routed_experts", "n_shared_experts"),
@@ -245,7 +245,7 @@ NO_DEFAULT = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_key_that_is_absent_has_the_value_of_transformers_or_is_asked_for(family):
+def test_absent_key_has_transformers_default_or_is_required(family):
     given = json.loads((CHECKPOINTS / family / "config.json").read_text())
     needed = set()
     together = ("layer_types", "vocab_size", "vocab_size_per_layer_input") if family == "gemma4_text" else ()
@@ -254,7 +254,7 @@ def test_a_key_that_is_absent_has_the_value_of_transformers_or_is_asked_for(fami
             hf_config_to_settings({name: value for name, value in given.items() if name != key})
         except UserError as error:
             if key == "use_sliding_window" or key in together:
-                assert "lacks" not in str(error)  # other keys go with it
+                assert "lacks" not in str(error)  # the value depends on other keys
                 continue
             assert f"lacks {key}" in str(error) or "model_type" in str(error)
             needed.add(key)
@@ -262,14 +262,14 @@ def test_a_key_that_is_absent_has_the_value_of_transformers_or_is_asked_for(fami
     assert needed - {"model_type"} == given.keys() & without_default
 
 
-def test_a_vocabulary_larger_than_the_tokenizers_keeps_its_rows_and_a_smaller_one_is_refused(folder_of, tmp_path):
+def test_padded_vocabulary_keeps_its_rows_and_a_too_small_one_is_rejected(folder_of, tmp_path):
     run = import_run(open_folder(folder_of()), tmp_path / "run")
     assert dantinox.load(run.path).model.embed.shape == (67, 32)
-    assert "vocab_size: 60" in refused(folder_of(vocab_size=60), made(tmp_path / "b"))
+    assert "vocab_size: 60" in import_error(folder_of(vocab_size=60), made(tmp_path / "b"))
 
 
 def header_of(path, **changes):
-    """Rewrites the header of a safetensors file, its length included."""
+    """Rewrites the header of a safetensors file, including its length."""
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length]) | changes
@@ -277,40 +277,40 @@ def header_of(path, **changes):
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 
-def test_damaged_files_are_told_in_a_sentence(folder_of, tmp_path):
+def test_damaged_files_are_an_error(folder_of, tmp_path):
     folder = folder_of()
     path = folder / ONE_FILE
     content = path.read_bytes()
     entry = {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}
 
-    def lies(**changes):
+    def change_header(**changes):
         path.write_bytes(content)
         header_of(path, **changes)
 
-    for spoil, says in (
+    for damage, message in (
         (lambda: path.write_bytes(b""), "is damaged: "),
         (lambda: path.write_bytes(content[:-5]), "is damaged: "),
         (lambda: path.write_bytes(content[:100]), "is damaged: "),
         (lambda: path.write_bytes(struct.pack("<Q", 10 << 30) + content[8:]), "is damaged: "),
         (lambda: path.write_bytes(content[:8] + b"\xff" * (len(content) - 8)), "is damaged"),
-        (lambda: lies(**{"model.norm.weight": entry | {"data_offsets": [0, 1 << 40]}}), "is damaged: "),
-        (lambda: lies(**{"model.norm.weight": entry | {"shape": [1 << 40]}}), "is damaged: "),
-        (lambda: lies(**{"model.norm.weight": entry | {"shape": [-32]}}), "is damaged: "),
-        (lambda: lies(**{"model.norm.weight": entry | {"dtype": "F8"}}), "is damaged: "),
+        (lambda: change_header(**{"model.norm.weight": entry | {"data_offsets": [0, 1 << 40]}}), "is damaged: "),
+        (lambda: change_header(**{"model.norm.weight": entry | {"shape": [1 << 40]}}), "is damaged: "),
+        (lambda: change_header(**{"model.norm.weight": entry | {"shape": [-32]}}), "is damaged: "),
+        (lambda: change_header(**{"model.norm.weight": entry | {"dtype": "F8"}}), "is damaged: "),
         (lambda: save_file({"a": np.zeros(2, np.complex64)}, path), "has a as C64, expected one of"),
-        (lambda: lies(more=7), "is damaged: "),
+        (lambda: change_header(more=7), "is damaged: "),
         (lambda: path.write_bytes(content + b"more"), "is damaged: "),
     ):
-        spoil()
-        assert says in refused(folder, tmp_path), says
+        damage()
+        assert message in import_error(folder, tmp_path), message
 
 
-def test_an_index_names_files_beside_it_and_nothing_else(folder_of, tmp_path):
+def test_index_may_list_only_files_next_to_it(folder_of, tmp_path):
     folder = folder_of()
     names = list(open_tensors(folder).tensors)
     (folder / ONE_FILE).rename(folder / "a.safetensors")
     index = folder / "model.safetensors.index.json"
-    for places, says in (
+    for places, message in (
         (dict.fromkeys(names, "../a.safetensors"), "which is not a safetensors file next to it"),
         (dict.fromkeys(names, "/etc/passwd"), "which is not a safetensors file next to it"),
         (dict.fromkeys(names, "b.safetensors"), "cannot read"),
@@ -318,26 +318,26 @@ def test_an_index_names_files_beside_it_and_nothing_else(folder_of, tmp_path):
         ([], "must have an object under weight_map, got []"),
     ):
         index.write_text(json.dumps({"weight_map": places}))
-        assert says in refused(folder, tmp_path)
+        assert message in import_error(folder, tmp_path)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
     import_run(open_folder(folder), tmp_path / "run")
 
 
-def test_what_is_missing_is_named_with_a_remedy(folder_of, tmp_path):
+def test_missing_file_is_an_error_with_a_remedy(folder_of, tmp_path):
     folder = folder_of()
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-    assert "has no tokenizer.json, only tokenizer.model: create one with AutoTokenizer" in refused(folder, tmp_path)
+    assert "has no tokenizer.json, only tokenizer.model: create one with AutoTokenizer" in import_error(folder, tmp_path)
     (folder / "tokenizer.model").rename(folder / "tokenizer.json")
     (folder / ONE_FILE).rename(folder / "pytorch_model.bin")
-    assert "pytorch_model.bin, a pickle, which is not read because it can run any code" in refused(folder, tmp_path)
-    assert "it has no config.json" in refused(tmp_path, tmp_path)
+    assert "pytorch_model.bin, a pickle, which is not read because it can run any code" in import_error(folder, tmp_path)
+    assert "it has no config.json" in import_error(tmp_path, tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").touch()
     with pytest.raises(UserError, match="already exists and is not empty"):
         import_run(open_folder(folder_of()), tmp_path / "run")
 
 
-def test_special_tokens_come_from_the_checkpoints_files(folder_of, tmp_path):
+def test_special_tokens_are_read_from_the_checkpoint(folder_of, tmp_path):
     folder = folder_of()
     roles = {"bos_token": "A", "eos_token": {"content": "B"}, "add_bos_token": True, "chat_template": "{{ bos_token }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))
@@ -353,8 +353,8 @@ def test_special_tokens_come_from_the_checkpoints_files(folder_of, tmp_path):
     assert run.chat_template.read_text() == "{{ bos_token }}"
 
 
-def test_a_chat_template_stands_in_one_of_three_files(folder_of):
-    """The first of them counts; the last is written by processors of vision-language models."""
+def test_chat_template_is_read_from_one_of_three_files(folder_of):
+    """The first one has priority. The last one is written by processors of vision–language models."""
     folder = folder_of()
     for name, content in (
         ("chat_template.json", json.dumps({"chat_template": "of a processor"})),
@@ -366,8 +366,8 @@ def test_a_chat_template_stands_in_one_of_three_files(folder_of):
         assert open_folder(folder).chat_template == expected
 
 
-def test_sampling_defaults_are_those_of_the_checkpoint_or_of_its_kind(folder_of, tmp_path, capsys):
-    """A base model keeps the defaults; one with a chat template gets `INSTRUCT_DEFAULTS`, unless its files give others."""
+def test_sampling_defaults_come_from_the_checkpoint_or_the_kind_of_model(folder_of, tmp_path, capsys):
+    """A base model keeps the defaults; one with a chat template gets `INSTRUCT_DEFAULTS`, unless its files have others."""
     folder = folder_of()
     edit(folder / "generation_config.json", do_sample=False, temperature=0.3)
     assert main(["import", str(folder), "--run_dir", str(tmp_path / "base")]) == 0
@@ -384,7 +384,7 @@ def test_sampling_defaults_are_those_of_the_checkpoint_or_of_its_kind(folder_of,
     assert "temperature 0.7, top_p 0.9, min_p 0.05" in summary and f"  dantinox chat {tmp_path / 'instruct'}\n" in summary
 
 
-def test_the_commands(folder_of, tmp_path, capsys):
+def test_import_and_export_commands(folder_of, tmp_path, capsys):
     folder = folder_of("qwen3")
     assert main(["import", str(folder), "--run_dir", str(tmp_path / "run"), "--dtype", "bfloat16", "--max_context", "48"]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf", "--type", "bf16"]) == 0
@@ -396,12 +396,12 @@ def test_the_commands(folder_of, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
-def test_what_the_library_offers_refuses_in_a_sentence(tmp_path):
-    for arguments, says in [
+def test_wrong_arguments_of_the_python_api_are_errors(tmp_path):
+    for arguments, message in [
         (("x", tmp_path / "r", "float16"), "dtype must be one of auto, float32, bfloat16, got float16"),
         (("x", tmp_path / "r", "auto", 0), "max_context must be at least 1, got 0"),
     ]:
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             dantinox.import_checkpoint(*arguments)
     with pytest.raises(UserError, match="format must be one of hf, gguf, got onnx"):
         dantinox.export_checkpoint(tmp_path, tmp_path / "d", "onnx")
@@ -409,7 +409,7 @@ def test_what_the_library_offers_refuses_in_a_sentence(tmp_path):
         dantinox.export_checkpoint(tmp_path, tmp_path / "d", "hf", "q8_0")
 
 
-def test_a_hub_that_cannot_be_reached_is_not_a_missing_name(monkeypatch):
+def test_unreachable_hub_and_missing_repository_have_different_errors(monkeypatch):
     hub, errors = (pytest.importorskip(name) for name in ("huggingface_hub", "huggingface_hub.errors"))
 
     def raises(error):
@@ -423,7 +423,7 @@ def test_a_hub_that_cannot_be_reached_is_not_a_missing_name(monkeypatch):
     assert "the Hub has no such repository" in raises(errors.HFValidationError("Repo id must"))
 
 
-def test_an_export_never_replaces_a_file(tmp_path, run_dir):
+def test_export_does_not_replace_a_file(tmp_path, run_dir):
     (tmp_path / "mine.gguf").write_text("mine")
     with pytest.raises(UserError, match=r"mine.gguf already exists"):
         export_checkpoint(run_dir, tmp_path / "mine.gguf", "gguf")

@@ -1,4 +1,4 @@
-"""Runs of DantinoX 0: read as what they computed, or refused with the reason."""
+"""Runs of DantinoX 0: logits equal those of DantinoX 0, or the error gives the reason."""
 
 import json
 import math
@@ -29,7 +29,7 @@ NAMES = {"later": LATER, "older": LATER | {"embed": "wte", "norm_f": "ln_f", "he
 
 
 def weights(names=LATER, *, gated=True, bias=True, tied=False, learned=False):
-    """A tree as DantinoX 0 saved it, all numbers random."""
+    """Returns a tree of random arrays as DantinoX 0 saved it."""
     random = np.random.default_rng(0)
 
     def matrix(i, o, with_bias=True):
@@ -52,7 +52,7 @@ def weights(names=LATER, *, gated=True, bias=True, tied=False, learned=False):
 
 
 def forward(tree, config, tokens, names=LATER):
-    """What DantinoX 0 computed of a text, in float64, written after its formulas."""
+    """Computes the logits of DantinoX 0 in float64, with its formulas."""
 
     def linear(x, w):
         return x @ np.float64(w["kernel"]) + np.float64(w.get("bias", 0))
@@ -65,7 +65,7 @@ def forward(tree, config, tokens, names=LATER):
     def sigmoid(x):
         return 1 / (1 + np.exp(-x))
 
-    def turned(x):  # pairs (even, odd) of each head
+    def rotate(x):  # pairs (even, odd) of each head
         angles = np.arange(len(x))[:, None] / 10000 ** (np.arange(0, H, 2) / H)
         even, odd, out = x[..., 0::2], x[..., 1::2], np.empty_like(x)
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
@@ -84,7 +84,7 @@ def forward(tree, config, tokens, names=LATER):
         q, k, v = np.split(linear(h, block["attention"]["qkv"]), [D, D + K * H], axis=1)
         q, k, v = q.reshape(length, N, H), k.reshape(length, K, H), v.reshape(length, K, H)
         if config["use_rotary_pos"]:
-            q, k = turned(q), turned(k)
+            q, k = rotate(q), rotate(k)
         y = np.empty((length, N, H))
         for n in range(N):
             scores = np.where(seen, q[:, n] @ k[:, n // (N // K)].T / math.sqrt(H), -1e9)
@@ -118,7 +118,7 @@ read = jax.jit(lambda model, tokens_1T, positions_1T: model(tokens_1T, positions
 
 
 def logits(path, tokens):
-    """Ours, of the run as it was read."""
+    """Returns the logits of the converted run."""
     run = read_v0(path)
     settings = {f"{section}.{key}": value for section, keys in run.settings.items() for key, value in keys.items()}
     model = build_config({}, settings | {"model.dtype": "float32"}).architecture(V)
@@ -138,21 +138,21 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("changes", "form"), KINDS.values(), ids=KINDS.keys())
-def test_logits_are_those_it_computed(tmp_path, changes, form):
+def test_logits_equal_those_of_dantinox_0(tmp_path, changes, form):
     names = NAMES["older" if form.get("tied") else "later"]
     tree, config = weights(names, **form), FLAT | changes
-    ours = logits(write(tmp_path, tree, config, sections=bool(changes)), TOKENS)
-    theirs = forward(tree, config, TOKENS, names)
-    assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
+    found = logits(write(tmp_path, tree, config, sections=bool(changes)), TOKENS)
+    expected = forward(tree, config, TOKENS, names)
+    assert np.abs(found - expected).max() < 2e-5 * np.abs(expected).max()
 
 
-def test_where_there_are_no_biases_none_are_needed(tmp_path):
+def test_model_without_biases_is_read(tmp_path):
     tree, config = damage(weights(), dict(FLAT), "no biases")
-    ours, theirs = logits(write(tmp_path, tree, config), TOKENS), forward(tree, config, TOKENS)
-    assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
+    found, expected = logits(write(tmp_path, tree, config), TOKENS), forward(tree, config, TOKENS)
+    assert np.abs(found - expected).max() < 2e-5 * np.abs(expected).max()
 
 
-def test_the_best_weights_are_taken_and_those_of_an_optimizer_left(tmp_path):
+def test_best_weights_are_preferred_and_optimizer_state_is_ignored(tmp_path):
     tree = weights()
     write(tmp_path, weights(gated=False), FLAT)
     write(tmp_path, {"model": tree, "opt": {"step": np.zeros((), np.int32)}}, FLAT, "best_model_weights.msgpack")
@@ -201,7 +201,7 @@ def damage(tree, config, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("what", "message"),
     [
         ("extra", r"has blocks/1/attention/extra/kernel, which a model with these settings does not have"),
         ("missing", r"lacks blocks/1/attention/o_proj/bias, which a model with these settings has"),
@@ -221,25 +221,25 @@ def damage(tree, config, what):
     ],
     ids=str,
 )
-def test_what_cannot_be_read_faithfully_is_refused(tmp_path, what, says):
+def test_unsupported_run_is_an_error(tmp_path, what, message):
     tree, config = damage(weights(), dict(FLAT), what)
     path = write(tmp_path, tree, config)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         logits(path, TOKENS)
 
 
-def test_import_makes_a_run_like_any_other(tmp_path, capsys):
+def test_imported_run_is_an_ordinary_run(tmp_path, capsys):
     old = write(tmp_path / "old", weights(), FLAT)
     assert main(["import", str(old), "--run_dir", str(tmp_path / "new")]) == 0
     model = load(tmp_path / "new").model
-    ours = np.asarray(read(model, TOKENS[None], np.arange(T)[None]))
-    assert np.abs(ours - logits(old, TOKENS)).max() < 1e-5
+    found = np.asarray(read(model, TOKENS[None], np.arange(T)[None]))
+    assert np.abs(found - logits(old, TOKENS)).max() < 1e-5
     assert main(["import", str(tmp_path / "new"), "--run_dir", str(tmp_path / "newer")]) == 2
     assert "is already a run directory of this version" in capsys.readouterr().err and not (tmp_path / "newer").exists()
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, -1])
-def test_a_torn_file_is_named(tmp_path, cut):
+def test_truncated_weights_file_is_an_error(tmp_path, cut):
     path = write(tmp_path, weights(), FLAT) / "model_weights.msgpack"
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(UserError, match=r"model_weights\.msgpack"):
