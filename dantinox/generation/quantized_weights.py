@@ -225,7 +225,7 @@ def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
         if attention.sinks is not None:
             attention.sinks = nnx.Param(attention.sinks[...][index_K])
         for norm in (attention.q_norm, attention.k_norm) if isinstance(attention, Attention) else ():
-            if norm is not None and norm.scale is not None and norm.scale.ndim > 1:  # of all heads min_rows
+            if norm is not None and norm.scale is not None and norm.scale.ndim > 1:  # a norm over all heads
                 norm.scale = nnx.Param(norm.scale[...][index_K])
     return model
 

@@ -19,7 +19,7 @@ from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 
 BLOCK = 128  # queries
 NUM_GROUPS = 8  # groups of blocks; the blocks of a group share one slice of the keys
-MAX_SCORES = 1 << 23  # the most scores held at a time (32 MiB), which limits how many heads run batch_size
+MAX_SCORES = 1 << 23  # the most scores held at a time (32 MiB), which limits how many heads run together
 
 
 def chunked_attention(
