@@ -1,1 +1,1 @@
-"""Tests of the model, against a NumPy transformer in float64 that shares no code with it."""
+"""Tests of the model against a NumPy float64 transformer that shares no code with it."""

@@ -1,4 +1,4 @@
-"""Small models with random weights, and their compiled programs, made once per configuration."""
+"""Small models with random weights, and their compiled programs, cached per configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,13 +30,13 @@ BASE = ModelConfig(
 
 
 def config(**changes: Any) -> ModelConfig:
-    """`BASE` with changes; `windows` sets the depth."""
+    """Returns `BASE` with changes; `windows` sets the depth."""
     windows = changes.get("windows", BASE.windows)
     return replace(BASE, num_blocks=len(windows), **changes)
 
 
 def shaken(state: Any, seed: int) -> Any:
-    """Every weight random, so that no term hides behind a one, a zero or a tiny embedding."""
+    """Randomizes every weight, so that no term is hidden by a one, a zero or a tiny embedding."""
     random = np.random.default_rng(seed)
 
     def draw(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -52,13 +52,13 @@ def shaken(state: Any, seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(draw, state)
 
 
-# Half the compile time, for programs that are compared to a tolerance and run once.
+# Half the compile time, for programs that run once and are compared with a tolerance.
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
 
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """A model taken apart, and jitted functions of its state."""
+    """A split model, and jitted functions of its state."""
 
     config: ModelConfig
     graph: Any
@@ -67,7 +67,7 @@ class Built:
 
     @property
     def weights(self) -> Any:
-        """The weights as nested dicts of float64 arrays, for the reference."""
+        """Returns the weights as nested dicts of float64 arrays, for the reference."""
         return reference.float64(nnx.to_pure_dict(self.state))
 
     def model(self, state: Any = None) -> Transformer:
@@ -76,8 +76,8 @@ class Built:
 
 @cache
 def build(config: ModelConfig, seed: int = 0, compiler: Callable = quick) -> Built:
-    """The model of `config` with weights from `seed`."""
-    # Shapes only: compiling an initialiser per shape would take longer than all the rest.
+    """Returns the model of `config` with weights from `seed`."""
+    # Shapes only: compiling an initializer per shape would take longer than everything else.
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
     @compiler
@@ -89,12 +89,12 @@ def build(config: ModelConfig, seed: int = 0, compiler: Callable = quick) -> Bui
 
 
 def texts(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
-    """Random tokens of the small vocabulary."""
+    """Returns random tokens of the small vocabulary."""
     return np.random.default_rng(seed).integers(0, BASE.vocab_size, shape).astype(np.int32)
 
 
 def places(batch: int, length: int, first: int = 0) -> np.ndarray:
-    """Positions first, first + 1, … in every row."""
+    """Returns positions first, first + 1, … in every row."""
     return np.broadcast_to(np.arange(first, first + length, dtype=np.int32), (batch, length))
 
 
@@ -103,7 +103,7 @@ PLACES = places(2, 9)
 
 
 def loss_of(built: Built, dropout_seed: int | None = None):
-    """The cross-entropy of TOKENS against themselves shifted, as a function of the state."""
+    """Returns the cross-entropy of TOKENS against themselves shifted, as a function of the state."""
     tokens_BT = jnp.asarray(TOKENS)
 
     def loss(state):

@@ -1,4 +1,4 @@
-"""Products in full float32 on every device: the numbers below are compared to 1e-5 and less."""
+"""Matrix multiplications in full float32 on every device: results are compared to 1e-5 and less."""
 
 import jax
 import pytest

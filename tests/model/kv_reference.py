@@ -1,6 +1,6 @@
-"""What a compressed cache keeps, in NumPy float64 and Python lists: one row, one key head, one query at a time.
+"""The tokens that a compressed cache keeps, in NumPy float64 and Python lists: one row, one key head, one query at a time.
 
-Written from the rules, slowly on purpose. A list is as long as there are tokens held; nothing is padded.
+Written from the rules and deliberately slow. A list has one entry per cached token, without padding.
 """
 
 import math
@@ -27,14 +27,14 @@ class HeadReference:
 
     Attributes:
       capacity: slots, C.
-      span: the width W of a sliding-window layer: a query at t sees the positions after t − W.
-      decay: g, what is left of an importance after one token ("snapkv+ema" only).
-      window: how many of a chunk's last queries count ("snapkv+ema" only).
-      recency: rank as if each of the 1 / (1 − g) queries that an importance is made of had paid 1 / age besides.
+      span: the width W of a sliding-window layer: a query at t attends to the positions after t − W.
+      decay: g, the fraction of an importance that remains after one token ("snapkv+ema" only).
+      window: how many of the last queries of a chunk count ("snapkv+ema" only).
+      recency: rank as if each of the 1 / (1 − g) queries that make up an importance had also paid 1 / age.
       importance: the importance of a position in a head (the policy "random" only).
-      slots: in the order of the slots; the empty ones come after them and are not in the list.
-      closest: the least difference, relative to the larger, between unequal ranks of which one stayed and one went. A
-        calculation in fewer bits keeps the same tokens if it is more exact than this.
+      slots: the filled slots in order; the empty ones follow them and are not in the list.
+      closest: the smallest relative difference between unequal ranks of a kept and an evicted token. A less precise calculation
+        keeps the same tokens if its error is smaller than this.
     """
 
     capacity: int
@@ -53,14 +53,14 @@ class HeadReference:
 
     @property
     def positions(self) -> list[int]:
-        """The positions held, in ascending order."""
+        """Returns the cached positions in ascending order."""
         return sorted(slot.position for slot in self.slots)
 
     def prefill(self, q_TGH: Array, k_TH: Array, v_TH: Array, positions: Sequence[int]) -> tuple[Array, list[int]]:
         """Reads a chunk, whose padding has position −1.
 
         Returns:
-          The attention outputs `[T, G, H]`, zero for padding, and the positions held now.
+          The attention outputs `[T, G, H]`, zero for padding, and the positions in the cache.
         """
         out_TGH = np.zeros(np.shape(q_TGH))
         valid = [t for t, position in enumerate(positions) if position >= 0]
@@ -82,7 +82,7 @@ class HeadReference:
         return out_TGH, self.positions
 
     def decode(self, q_GH: Array, k_H: Array, v_H: Array, position: int) -> tuple[Array, list[int]]:
-        """Reads one token; a position of −1 is that of a finished row. Returns as `prefill` does, with T = 1."""
+        """Reads one token, position −1 in a finished row. Returns as `prefill` does, with T = 1."""
         if position < 0:
             return np.zeros((1, *np.shape(q_GH))), self.positions
         self._write(Slot(position, 0.0, np.float64(k_H), np.float64(v_H)))
@@ -93,7 +93,7 @@ class HeadReference:
         return out_GH[None], self.positions
 
     def _attend(self, q_GH: Array, slots: list[Slot], t: int) -> tuple[Array, Array]:
-        """Softmax attention of the query at t: the weights `[G, S]`, 0 where it sees nothing, and the outputs `[G, H]`."""
+        """Returns the softmax weights `[G, S]` of the query at t, 0 where masked, and the outputs `[G, H]`."""
         weights_GS, out_GH = np.zeros((len(q_GH), len(slots))), np.zeros(q_GH.shape)
         seen = [s for s, slot in enumerate(slots) if slot.position <= t and not self._outside(slot, t)]
         for g, q_H in enumerate(q_GH):
@@ -105,7 +105,7 @@ class HeadReference:
         return weights_GS, out_GH
 
     def _outside(self, slot: Slot, t: int) -> bool:
-        """Whether the sliding window of a query at t, and of all later ones, has passed the slot."""
+        """Returns whether the slot is before the sliding window of a query at t and of all later ones."""
         return self.span is not None and slot.position <= t - self.span
 
     def _protected(self, slot: Slot, t: int) -> bool:
@@ -115,11 +115,11 @@ class HeadReference:
         return {"snapkv+ema": self.decay, "h2o": 1.0}.get(self.policy, 0.0)
 
     def _counted(self, queries: int) -> int:
-        """How many of a chunk's last queries count."""
+        """Returns how many of the last queries of a chunk count."""
         return {"snapkv+ema": self.window, "tova": 1}.get(self.policy, queries)
 
     def _rank(self, slots: list[Slot], t: int, reach: int = 0) -> None:
-        """What the slots are compared by at t: the largest importance within `reach` places, and what newness adds."""
+        """Returns the ranks of the slots at t: the largest importance within `reach` slots, plus the recency term."""
         importances, queries = [slot.importance for slot in slots], 1 / (1 - min(self._kept_share(), 0.999))
         for place, slot in enumerate(slots):
             slot.rank = max(importances[max(place - reach, 0) : place + reach + 1])
@@ -127,7 +127,7 @@ class HeadReference:
                 slot.rank += queries / (1 + t - slot.position)
 
     def _fix(self, slots: list[Slot]) -> None:
-        """The importances of the policies that do not look at attention."""
+        """Sets the importances of the policies that do not use attention."""
         for slot in slots:
             if self.policy == "streaming":
                 slot.importance = float(slot.position)
@@ -135,7 +135,7 @@ class HeadReference:
                 slot.importance = float(self.importance(slot.position, self.head))
 
     def _chosen(self, candidates: list[Slot], last: int) -> list[Slot]:
-        """What stays after a chunk: what is protected, then the most important, in ascending order of position."""
+        """Returns the slots kept after a chunk: protected ones, then the most important, in ascending order of position."""
         # The next query is at last + 1.
         inside = [slot for slot in candidates if not self._outside(slot, last + 1)]
         protected = [slot for slot in inside if self._protected(slot, last)]
@@ -146,7 +146,7 @@ class HeadReference:
         return sorted(protected[: self.capacity] + ranked[:room], key=lambda slot: slot.position)
 
     def _write(self, new: Slot) -> None:
-        """Into the first slot that is empty or passed by the window, else in the place of the least important token."""
+        """Writes to the first slot that is empty or before the window, else replaces the least important token."""
         t = new.position
         passed = [s for s, slot in enumerate(self.slots) if self._outside(slot, t)]
         if passed:

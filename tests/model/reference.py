@@ -1,6 +1,6 @@
-"""A decoder-only transformer in NumPy float64, one sequence at a time, one head at a time, one query at a time.
+"""A decoder-only transformer in NumPy float64: one sequence, one head, one query at a time.
 
-Written from the papers' formulas, slowly on purpose. `weights` is the model's state as nested dicts of arrays.
+Written from the formulas of the papers and deliberately slow. `weights` is the state of the model as nested dicts of arrays.
 """
 
 import math
@@ -16,7 +16,7 @@ Weights = dict[Any, Any]
 
 
 def float64(weights: Any) -> Any:
-    """The nested dicts with every array in float64."""
+    """Converts every array of the nested dicts to float64."""
     if isinstance(weights, dict):
         return {name: float64(part) for name, part in weights.items()}
     return np.asarray(weights, np.float64)
@@ -33,7 +33,7 @@ def normalise(kind: str, x_D: Array, weights: Weights, epsilon: float) -> Array:
 
 
 def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> float:
-    """That of the i-th pair of a head, lowered by the formulas of transformers' `modeling_rope_utils`."""
+    """Returns the frequency of the i-th pair of a head, scaled by the formulas of `modeling_rope_utils` of transformers."""
     plain = theta ** (-2 * i / size)
     if scaling is None or scaling.kind == "linear":
         return plain / (1 if scaling is None else scaling.factor)
@@ -65,8 +65,8 @@ def mscale(scaling: RopeScaling, weight: float) -> float:
     return 0.1 * weight * math.log(scaling.factor) + 1
 
 
-def rotated(x_H: Array, position: int, theta: float, scaling: RopeScaling | None = None) -> Array:
-    """RoPE (Su et al. 2021, eq. 13): the numbers x_i + j·x_{i+H/2}, each turned by position · frequency."""
+def rotary(x_H: Array, position: int, theta: float, scaling: RopeScaling | None = None) -> Array:
+    """RoPE (Su et al. 2021, eq. 13): rotates each x_i + j·x_{i+H/2} by position · frequency."""
     half = len(x_H) // 2
     z = np.array([complex(x_H[i], x_H[i + half]) for i in range(half)])
     z = z * np.array([np.exp(1j * position * frequency(i, len(x_H), theta, scaling)) for i in range(half)])
@@ -100,7 +100,7 @@ def gelu(x: Array) -> Array:
 
 
 def feed_forward(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
-    """Gated (Shazeer 2020; with a clamp, gpt-oss) or plain, with biases where there are some."""
+    """Gated (Shazeer 2020; with a clamp, gpt-oss) or plain feed-forward, with biases if there are any."""
     kind = config.activation
     down_FD, bias_D = weights["down"]["kernel"], weights["down"].get("bias", 0)
     if kind in ("swiglu", "geglu", "clamped_swiglu"):
@@ -116,9 +116,9 @@ def feed_forward(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
 
 
 def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
-    """The experts of one token, one after the other (Shazeer et al. 2017, eq. 1), and the shared ones.
+    """Computes the experts of one token one by one (Shazeer et al. 2017, eq. 1), and the shared ones.
 
-    With `branch_norms` x is what the norms of both and the router's read (transformers' Gemma 4).
+    With `branch_norms` x is the common input of the norms and of the router (Gemma 4 in transformers).
     """
     rule, experts = config.experts, weights["experts"]
 
@@ -149,8 +149,8 @@ def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
     return shared_D + (norm(out_D, "experts_post_norm") if rule.branch_norms else out_D)
 
 
-def sees(query: int, key: int, positions: Array, segments: Array, window: int | None) -> bool:
-    """Whether token number `query` may look at token number `key`."""
+def attends_to(query: int, key: int, positions: Array, segments: Array, window: int | None) -> bool:
+    """Returns whether token `query` attends to token `key`."""
     if segments[query] != segments[key] or positions[key] > positions[query]:
         return False
     return window is None or positions[query] - positions[key] <= window - 1
@@ -159,19 +159,19 @@ def sees(query: int, key: int, positions: Array, segments: Array, window: int | 
 def projected(
     config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, keys: dict
 ) -> tuple[Array, Array, Array]:
-    """Queries `[T, K, G, H]`, keys and values `[T, K, H]` of a layer as attention reads them: scores are q · k.
+    """Returns queries `[T, K, G, H]`, and keys and values `[T, K, H]` of a layer, such that scores are q · k.
 
-    `keys`: the newest keys and values of layers with a window (True) and without, which layers without their own read.
+    `keys`: the newest keys and values of layers with a window (True) and without, for layers that have none.
     """
     _, groups, H, _ = weights["out"]["kernel"].shape
     made_TKPH = np.einsum("TD,DKPH->TKPH", x_TD, weights["qkv"]["kernel"]) + weights["qkv"].get("bias", 0)
-    q_TKGH = placed(config, layer, made_TKPH[:, :, :groups], weights.get("q_norm", {}), positions)
+    q_TKGH = norm_and_rotate(config, layer, made_TKPH[:, :, :groups], weights.get("q_norm", {}), positions)
     sliding = config.windows[layer] is not None
     if layer < config.num_blocks - config.kv_shared_layers:
         v_TKH = made_TKPH[:, :, groups + (not config.k_eq_v or sliding)]
         if config.v_norm:
             v_TKH = v_TKH / np.sqrt((v_TKH**2).mean(-1, keepdims=True) + config.norm_epsilon)
-        keys[sliding] = placed(config, layer, made_TKPH[:, :, groups], weights.get("k_norm", {}), positions), v_TKH
+        keys[sliding] = norm_and_rotate(config, layer, made_TKPH[:, :, groups], weights.get("k_norm", {}), positions), v_TKH
     q_TKGH = q_TKGH / math.sqrt(config.query_pre_attn_scalar or H)
     if config.query_scaling_beta is not None:
         longer = [math.floor(position / config.rope_scaling.original_context) for position in positions]
@@ -183,10 +183,10 @@ def projected(
 def attention(
     config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array, keys: dict
 ) -> tuple[Array, Array, Array]:
-    """The attention of one layer, and the scores `[N, S]` of the last query before the softmax with what it sees `[S]`."""
+    """Returns the attention of one layer, the scores `[N, S]` of the last query before the softmax, and its mask `[S]`."""
     T, groups = len(x_TD), weights["out"]["kernel"].shape[1]
     out_TD, last_NS = np.zeros_like(x_TD), np.zeros((config.n_heads, T))
-    sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
+    sees_TS = np.array([[attends_to(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
     q_TKGH, k_TKH, v_TKH = projected(config, layer, x_TD, weights, positions, keys)
     for head in range(config.n_heads):
         pair, group = head // groups, head % groups
@@ -206,55 +206,56 @@ def attention(
     return out_TD + weights["out"].get("bias", 0), last_NS, sees_TS[-1]
 
 
-def placed(config: ModelConfig, layer: int, x: Array, norm: Weights, positions: Array) -> Array:
-    """Queries or keys `[T, …, H]`, normalised and rotated."""
+def norm_and_rotate(config: ModelConfig, layer: int, x: Array, norm: Weights, positions: Array) -> Array:
+    """Normalizes and rotates queries or keys `[T, …, H]`."""
     if config.qk_norm and not config.qk_norm_after_rope:
-        x = of_heads(config, x, norm)
+        x = normalise_heads(config, x, norm)
     if config.position == "rope" and layer not in config.unrotated:
-        rows = zip(x, positions, strict=True)
-        x = np.array([[turned(config, layer, h, p) for h in row.reshape(-1, x.shape[-1])] for row, p in rows]).reshape(x.shape)
-    return of_heads(config, x, norm) if config.qk_norm and config.qk_norm_after_rope else x
+        heads = x.reshape(len(x), -1, x.shape[-1])
+        rows = zip(heads, positions, strict=True)
+        x = np.array([[rotate_head(config, layer, h, p) for h in row] for row, p in rows]).reshape(x.shape)
+    return normalise_heads(config, x, norm) if config.qk_norm and config.qk_norm_after_rope else x
 
 
 def rms_kind(config: ModelConfig) -> str:
     return "zero-centred rmsnorm" if config.norm_zero_centered else "rmsnorm"
 
 
-def of_heads(config: ModelConfig, x: Array, weights: Weights) -> Array:
-    """Queries or keys `[T, …, H]` normalised, every head alone or all heads of a token together."""
+def normalise_heads(config: ModelConfig, x: Array, weights: Weights) -> Array:
+    """Normalizes queries or keys `[T, …, H]`, per head or over all heads of a token."""
     rows = x.reshape(len(x), -1) if config.qk_norm_scope == "layer" else x.reshape(-1, x.shape[-1])
     return np.array([normalise(rms_kind(config), row, weights, config.norm_epsilon) for row in rows]).reshape(x.shape)
 
 
-def turned(config: ModelConfig, layer: int, x_H: Array, position: int) -> Array:
-    """A head with its first part rotated as its layer does."""
+def rotate_head(config: ModelConfig, layer: int, x_H: Array, position: int) -> Array:
+    """Rotates the first part of a head as its layer does."""
     R = int(len(x_H) * config.partial_rotary_factor)
     local = config.rope_local_theta is not None and config.windows[layer] is not None
     how = (config.rope_local_theta, None) if local else (config.rope_theta, config.rope_scaling)
-    return np.concatenate([rotated(x_H[:R], position, *how), x_H[R:]])
+    return np.concatenate([rotary(x_H[:R], position, *how), x_H[R:]])
 
 
 def latent_attention(
     config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array, keys: dict
 ) -> tuple[Array, Array, Array]:
-    """The same of one layer over latents, with keys and values of every head (DeepSeek-AI 2024, eq. 9 to 19)."""
+    """Computes the same for a layer over latents, with expanded keys and values (DeepSeek-AI 2024, eq. 9 to 19)."""
     T, R, H, N = len(x_TD), config.latent.rank, config.head_size, config.n_heads
     out_TD, last_NS = np.zeros_like(x_TD), np.zeros((N, T))
-    sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
+    sees_TS = np.array([[attends_to(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
 
-    def turned_all(x_TP: Array) -> Array:
+    def rotate_all(x_TP: Array) -> Array:
         rows = zip(x_TP, positions, strict=True)
-        return np.array([rotated(x, p, config.rope_theta, config.rope_scaling) for x, p in rows])
+        return np.array([rotary(x, p, config.rope_theta, config.rope_scaling) for x, p in rows])
 
     def norm(x_TD: Array, name: str) -> Array:
         return np.array([normalise(rms_kind(config), x, weights[name], config.latent.norm_epsilon) for x in x_TD])
 
     kv_TC = x_TD @ weights["kv_a"]["kernel"]
-    latent_TR, shared_TP = norm(kv_TC[:, :R], "kv_norm"), turned_all(kv_TC[:, R:])
+    latent_TR, shared_TP = norm(kv_TC[:, :R], "kv_norm"), rotate_all(kv_TC[:, R:])
     from_TD = x_TD if config.latent.query_rank is None else norm(x_TD @ weights["q_a"]["kernel"], "q_norm")
     for head in range(N):
         q_TQ, kv_TC = from_TD @ weights["q"]["kernel"][:, head], latent_TR @ weights["kv_b"]["kernel"][:, head]
-        q_TQ = np.concatenate([q_TQ[:, :H], turned_all(q_TQ[:, H:])], axis=1)
+        q_TQ = np.concatenate([q_TQ[:, :H], rotate_all(q_TQ[:, H:])], axis=1)
         k_TQ, v_TV = np.concatenate([kv_TC[:, :H], shared_TP], axis=1), kv_TC[:, H:]
         for t in range(T):
             scaling = config.rope_scaling
@@ -272,7 +273,7 @@ def latent_attention(
 
 
 def per_layer_inputs(config: ModelConfig, weights: Weights, tokens: Array, x_TD: Array) -> Array:
-    """The inputs `[T, L, P]` of all layers (`project_per_layer_inputs` of transformers' Gemma 4)."""
+    """Returns the inputs `[T, L, P]` of all layers (`project_per_layer_inputs` of Gemma 4 in transformers)."""
     P = config.per_layer_dim
     made_TLP = np.einsum("TD,DLP->TLP", x_TD, weights["projection"]["kernel"]) / math.sqrt(config.dim)
     rows = [normalise(rms_kind(config), row, weights["norm"], config.norm_epsilon) for row in made_TLP.reshape(-1, P)]
@@ -287,10 +288,10 @@ def forward(
     segments: Array | None = None,
     attend: Callable[..., tuple[Array, Any, Any]] | None = None,
 ) -> tuple[Array, list[tuple[Array, Array]]]:
-    """Logits `[T, V]` of one sequence, and per layer the last query's scores `[N, T]` and which keys it sees `[T]`.
+    """Returns logits `[T, V]` of one sequence, and per layer the scores `[N, T]` and the mask `[T]` of the last query.
 
-    `positions` default to 0, 1, 2 …; with `segments`, attention stays inside runs of equal numbers. `attend` is called in place
-    of `attention`, with the same arguments.
+    `positions` default to 0, 1, 2 …; with `segments`, attention stays inside runs of equal numbers. `attend` replaces
+    `attention` and has the same arguments.
     """
     T = len(tokens)
     positions = np.arange(T) if positions is None else positions

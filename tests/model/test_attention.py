@@ -1,4 +1,4 @@
-"""Who sees whom, the probe of the scores, and gradients."""
+"""The attention mask, the probe of the scores, and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ from dantinox.model.cache_store import Store
 from . import reference
 from .builder import PLACES, TOKENS, Built, build, config, loss_of, quick
 
-# Who sees whom
+# The mask
 
 
 def changed(built: Built, row: int, place: int, **kwargs) -> np.ndarray:
-    """`[B, T]`: which logits differ in any bit once one token is another."""
+    """Returns which logits `[B, T]` change in any bit if one token changes."""
     other = TOKENS.copy()
     other[row, place] = (other[row, place] + 1) % built.config.vocab_size
     before, after = (built.run(built.state, tokens, PLACES, **kwargs)[0] for tokens in (TOKENS, other))
@@ -25,7 +25,7 @@ def changed(built: Built, row: int, place: int, **kwargs) -> np.ndarray:
 
 
 @pytest.mark.parametrize("windows", [(None, None), (1, 1), (3, 2)])
-def test_a_token_reaches_its_row_from_itself_on_as_far_as_the_windows(windows):
+def test_a_token_affects_its_own_row_within_the_windows(windows):
     built = build(config(windows=windows))
     reach = 9 if windows == (None, None) else sum(window - 1 for window in windows)
     for place in range(9):
@@ -34,7 +34,7 @@ def test_a_token_reaches_its_row_from_itself_on_as_far_as_the_windows(windows):
         np.testing.assert_array_equal(changed(built, 1, place), expected)
 
 
-def test_documents_never_leak():
+def test_attention_never_crosses_documents():
     built = build(config(no_sink=True))
     segments_BT = np.array([[0] * 9, [0, 0, 0, 1, 1, 1, 1, 2, 2]], np.int32)
     ends = [3, 3, 3, 7, 7, 7, 7, 9, 9]
@@ -47,7 +47,7 @@ def test_documents_never_leak():
 # The probe
 
 PROBED = config(windows=(None, 1, 4, 20), qk_norm=True, kv_heads=2, n_heads=6)
-LENGTHS = (9, 5)  # tokens of the two rows, the second one padded
+LENGTHS = (9, 5)  # lengths of the two rows; the second one is padded
 
 
 def probe(scores_BNS, valid_BS):
@@ -55,7 +55,7 @@ def probe(scores_BNS, valid_BS):
 
 
 def compare_probe(built: Built, probed, slots, lengths=LENGTHS) -> None:
-    """Holds every layer's scores against NumPy; `slots[layer][row]` names the position each key slot holds, or None."""
+    """Compares the scores of every layer with NumPy; `slots[layer][row]` holds the position in each key slot, or None."""
     for row, length in enumerate(lengths):
         _, expected = reference.forward(built.config, built.weights, TOKENS[row, :length])
         for layer, (scores_NS, sees_S) in enumerate(expected):
@@ -71,7 +71,7 @@ def compare_probe(built: Built, probed, slots, lengths=LENGTHS) -> None:
 
 @pytest.fixture(scope="module")
 def read():
-    """A jitted call with the probe: (state, tokens, positions, cache) -> (probed, cache)."""
+    """Returns a jitted call with the probe: (state, tokens, positions, cache) -> (probed, cache)."""
     built = build(PROBED)
 
     @quick
@@ -83,33 +83,33 @@ def read():
 
 
 def padded(first: int, last: int, lengths=LENGTHS) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and positions first … last − 1, −1 from each row's length on."""
+    """Returns tokens and positions first … last − 1, with position −1 after the length of each row."""
     positions = np.arange(first, last, dtype=np.int32)
     return TOKENS[:, first:last], np.where(positions < np.array(lengths)[:, None], positions, -1).astype(np.int32)
 
 
 def ring(size: int, length: int) -> list[int | None]:
-    """The position in each slot after writing 0 … length − 1 in turn."""
+    """Returns the position in each slot after writing 0 … length − 1 in turn."""
     held: list[int | None] = [None] * size
     for position in range(length):
         held[position % size] = position
     return held
 
 
-def test_probe_fresh(read):
+def test_probe_without_a_cache(read):
     built = build(PROBED)
     probed, _ = read(built.state, *padded(0, 9))
     compare_probe(built, probed, [[range(9)] * 2] * 4)
 
 
-def test_probe_of_prefill_through_full_and_ring(read):
+def test_probe_of_prefill_with_full_and_ring_layers(read):
     built = build(PROBED)
     probed, cache = read(built.state, *padded(0, 9), make_cache(PROBED, 2, 12, jnp.float32))
     rings = [[[None] * size + list(range(9))] * 2 for size in (1, 4)]
     compare_probe(built, probed, [[range(12)] * 2, *rings, [range(12)] * 2])
 
 
-def test_probe_of_one_more_token(read):
+def test_probe_of_a_decode_step(read):
     built = build(PROBED)
     _, cache = read(built.state, *padded(0, 8, (8, 4)), make_cache(PROBED, 2, 12, jnp.float32))
     tokens, positions = np.array([[TOKENS[0, 8]], [TOKENS[1, 4]]]), np.array([[8], [4]], np.int32)
@@ -126,7 +126,7 @@ def test_probe_of_a_second_chunk(read):
     compare_probe(built, probed, [[range(12)] * 2, *rings, [range(12)] * 2])
 
 
-def test_without_a_probe_nothing_comes_back():
+def test_without_a_probe_aux_is_empty():
     _, cache, aux = jax.eval_shape(lambda: build(PROBED).model().hidden(jnp.asarray(TOKENS), jnp.asarray(PLACES)))
     assert cache is None and aux == {}
 
@@ -135,7 +135,7 @@ def test_without_a_probe_nothing_comes_back():
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_attention_and_its_gradients_are_those_of_jax(window):
+def test_attention_and_gradients_equal_those_of_jax(window):
     random = np.random.default_rng(0)
     q, k, v, weight = (
         jnp.asarray(random.standard_normal(shape), jnp.float32)
@@ -159,14 +159,14 @@ def test_attention_and_its_gradients_are_those_of_jax(window):
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_many_queries_are_read_in_blocks(window):
-    """Output, weights that keys got, and the newest query's scores are those of all scores at once."""
+def test_blocks_of_queries_equal_one_call(window):
+    """Output, received weights and the scores of the newest query equal those without blocks."""
     random = np.random.default_rng(0)
     B, T, S, K, G, H = 2, 150, 260, 2, 3, 8
     q, k, v = (
         jnp.asarray(random.standard_normal((B, n, *heads, H)), jnp.float32) for n, heads in ((T, (K, G)), (S, (K,)), (S, (K,)))
     )
-    lengths = np.array([[140], [0]])  # of the second row nothing is new
+    lengths = np.array([[140], [0]])  # the second row has no new tokens
     positions = jnp.asarray(np.where(np.arange(T) < lengths, 100 + np.arange(T), -1))
     held, counted = jnp.arange(S)[None, None], positions >= 120
     store = Store.from_kv(k, v, jnp.float32)
@@ -180,8 +180,8 @@ def test_many_queries_are_read_in_blocks(window):
     np.testing.assert_allclose(scores_BNS[0].reshape(K, G, S), seen.scores_BKGTS[0, :, :, 139], atol=1e-5)
 
 
-def test_a_query_that_sees_nothing_stays_finite():
-    """A row of padding only: values and gradients are finite, so it cannot poison a batch."""
+def test_a_fully_masked_query_stays_finite():
+    """A row of padding has finite values and gradients, so it cannot spread NaN."""
     built = build(config())
     positions = np.stack([np.arange(9), np.full(9, -1)]).astype(np.int32)
 
@@ -202,8 +202,8 @@ def test_a_query_that_sees_nothing_stays_finite():
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_gradients_of_every_weight_are_the_slopes_of_the_reference(changes):
-    """Along a random direction in each weight array alone: the gradient against a central difference in float64."""
+def test_gradients_of_every_weight_equal_finite_differences(changes):
+    """Compares the gradient along a random direction in each weight array with a central difference in float64."""
     built = build(config(**changes))
     grads = nnx.to_pure_dict(quick(jax.grad(loss_of(built)))(built.state))
     weights, random = built.weights, np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""Reading through a cache gives the logits of the whole text at once, whatever the order of the calls."""
+"""Reading through a cache gives the logits of the whole sequence at once, whatever the order of the calls."""
 
 import functools
 from dataclasses import replace
@@ -20,8 +20,9 @@ from .builder import Built, build, config, places, texts
 
 ROWS, LENGTH, CHUNK = 3, 24, 6
 
-# Every pair of (position, windows), (position, heads) and (windows, heads) is here. Windows cover none, one key, a ring shorter
-# than a chunk, a ring longer than one, longer than the text, and layers that differ; MIXED has one slot less than the text.
+# Covers every pair of (position, windows), (position, heads) and (windows, heads). Windows cover none, one key, a ring shorter
+# than a chunk, a ring longer than one, one longer than the sequence, and layers that differ. MIXED has one slot less than the
+# sequence.
 POSITIONS = ["rope", "learned", "sinusoidal", "none"]
 WINDOWS = [(None,), (1,), (4, 64), (9, None, 1)]
 HEADS = [(4, 4), (4, 2), (4, 1)]
@@ -42,7 +43,7 @@ SHARED = config(
 CONFIGS.append(SHARED)
 MIXED = config(windows=(1, 23, 4, None), head_size=6)
 
-# A schedule is a list of calls; a call says how many tokens each row reads next.
+# A schedule is a list of calls; a call gives the number of tokens that each row reads next.
 ONE = (1, 1, 1)
 SCHEDULES = {
     "prefill, then token by token": [(6, 6, 6)] + [ONE] * 18,
@@ -56,13 +57,13 @@ SCHEDULES = {
 
 @functools.cache
 def whole(built: Built) -> np.ndarray:
-    """The logits `[B, T, V]` of the whole text, by NumPy."""
+    """Returns the NumPy logits `[B, T, V]` of the whole sequence."""
     weights = built.weights
     return np.array([reference.forward(built.config, weights, row)[0] for row in texts((ROWS, LENGTH))])
 
 
 def call(tokens_BT: np.ndarray, read: np.ndarray, counts) -> tuple[np.ndarray, np.ndarray]:
-    """The next `counts` tokens of each row with their positions, padded on the right to one token or a chunk."""
+    """Returns the next `counts` tokens of each row with their positions, padded on the right to one token or a chunk."""
     length = 1 if max(counts) <= 1 else CHUNK
     tokens, positions = np.full((ROWS, length), 7, np.int32), np.full((ROWS, length), -1, np.int32)
     for row, count in enumerate(counts):
@@ -72,10 +73,10 @@ def call(tokens_BT: np.ndarray, read: np.ndarray, counts) -> tuple[np.ndarray, n
 
 
 def follow(built: Built, schedule, cache: KVCache, tolerance: float | None = None) -> KVCache:
-    """Reads the text in the schedule's calls and compares the logits of every token with `whole`.
+    """Reads the sequence in the calls of a schedule and compares the logits of every token with `whole`.
 
-    With shared keys, five layers whose outputs are normalised amplify the rounding of single tokens: over six schedules and
-    four epsilons the median difference is 3e-7 of the largest logit, the largest one 1.6e-5.
+    With shared keys, five layers with normalized outputs amplify the rounding of single tokens: over six schedules and four
+    epsilons the median difference is 3e-7 of the largest logit, the maximum 1.6e-5.
     """
     tolerance = tolerance or (5e-5 if built.config.kv_shared_layers else 1e-5)
     tokens_BT, expected = texts((ROWS, LENGTH)), whole(built)
@@ -95,14 +96,14 @@ def empty(built: Built, dtype=jnp.float32) -> KVCache:
     return make_cache(built.config, ROWS, LENGTH, dtype)
 
 
-# Of the positions and windows every second pair is exhaustive: their like is in tests/generation/test_cache.py.
+# Every second pair of positions and windows is exhaustive: tests/generation/test_cache.py has similar ones.
 PAIRS = [
     pytest.param(c, marks=pytest.mark.exhaustive) if i < 16 and (i // 4 + i % 4) % 2 == 0 else c for i, c in enumerate(CONFIGS)
 ]
 
 
 @pytest.mark.parametrize("model_config", PAIRS, ids=lambda c: f"{c.position}-{c.windows}-{c.n_heads}:{c.kv_heads}")
-def test_cached_is_uncached(model_config):
+def test_cached_logits_equal_uncached_ones(model_config):
     built = build(model_config)
     for schedule in SCHEDULES.values():
         follow(built, schedule, empty(built))
@@ -117,8 +118,8 @@ def test_cached_is_uncached(model_config):
     ],
     ids=["heads", "latents", "shared"],
 )
-def test_parts_of_a_cache_are_the_whole_of_it(model_config, monkeypatch):
-    """Six slots are the shortest part here: rows reach into one, two or three of the parts, and some are idle."""
+def test_segments_of_a_cache_act_as_one_store(model_config, monkeypatch):
+    """The shortest segment has six slots here: rows use one, two or three segments, and some are idle."""
     monkeypatch.setattr(stores, "MIN_SEGMENT", 6)
     built = build(model_config)
     cache = make_cache(built.config, ROWS, LENGTH, jnp.float32, segmented=True)
@@ -129,7 +130,7 @@ def test_parts_of_a_cache_are_the_whole_of_it(model_config, monkeypatch):
 
 @st.composite
 def schedules(draw):
-    """Random calls until every row has read between one token and all."""
+    """Draws random calls until every row has read between one token and all."""
     left, calls = np.array([LENGTH] * ROWS), []
     for _ in range(draw(st.integers(1, 10))):
         most = draw(st.sampled_from([1, CHUNK]))
@@ -146,8 +147,8 @@ def test_any_schedule(schedule):
     follow(built, schedule, empty(built))
 
 
-def test_what_a_row_held_before_is_never_seen():
-    """A row may be given to another text without cleaning: the cache of a finished text, or any numbers, change no bit."""
+def test_earlier_contents_of_a_row_have_no_effect():
+    """A row may be reused without clearing: the cache of a finished sequence, or random numbers, change no bit."""
     built = build(MIXED, compiler=jax.jit)
     dirty = jax.tree.map(lambda leaf: 1e4 * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), empty(built))
     for name in ("ragged prompts", "idle rows"):
@@ -169,7 +170,7 @@ def rows_of(cache: KVCache, rows: list[int]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("count", [1, CHUNK])
-def test_an_idle_row_writes_nothing_and_disturbs_nobody(count):
+def test_an_idle_row_writes_nothing_and_affects_no_other_row(count):
     built = build(MIXED, compiler=jax.jit)
     tokens_BT, read = texts((ROWS, LENGTH)), np.array([11, 6, 7])
     before = follow(built, [(6, 6, 6), (5, 0, 1)], empty(built))
@@ -184,7 +185,7 @@ def test_an_idle_row_writes_nothing_and_disturbs_nobody(count):
     assert np.isfinite(idle_logits).all()
 
 
-def test_a_row_beside_others_has_the_bits_of_the_row_alone():
+def test_a_row_is_bitwise_equal_alone_and_in_a_batch():
     built = build(MIXED, compiler=jax.jit)
     together = [(6, 3, 1), (1, 1, 1), (6, 2, 0), (1, 1, 1), (0, 6, 5), (1, 1, 1)]
     for row in range(ROWS):
@@ -192,7 +193,7 @@ def test_a_row_beside_others_has_the_bits_of_the_row_alone():
         for counts in together:
             alone = tuple(count if r == row else 0 for r, count in enumerate(counts))
             tokens, positions = call(texts((ROWS, LENGTH)), read, counts)
-            # The row alone takes the same program: the shape of the call is that of the shared one.
+            # A single row runs the same program: the call has the same shape as for several rows.
             solo = np.where(np.array(alone)[:, None] > 0, positions, -1)
             outs = []
             for i, place in enumerate((positions, solo)):
@@ -202,7 +203,7 @@ def test_a_row_beside_others_has_the_bits_of_the_row_alone():
             read += counts
 
 
-def test_padding_tokens_do_not_matter():
+def test_padding_tokens_have_no_effect():
     built = build(MIXED, compiler=jax.jit)
     tokens, positions = call(texts((ROWS, LENGTH)), np.zeros(ROWS, int), (6, 3, 1))
     others = np.where(positions < 0, 3, tokens)
@@ -214,7 +215,7 @@ def test_padding_tokens_do_not_matter():
 
 
 def test_padding_without_a_cache():
-    """Right-padded rows read fresh give the logits of the rows without padding."""
+    """Right-padded rows without a cache give the logits of the rows without padding."""
     built = build(MIXED, compiler=jax.jit)
     positions = np.where(np.arange(LENGTH) < np.array([24, 9, 1])[:, None], np.arange(LENGTH), -1).astype(np.int32)
     logits, _ = built.run(built.state, texts((ROWS, LENGTH)), positions)
@@ -224,8 +225,8 @@ def test_padding_without_a_cache():
     assert np.isfinite(logits).all()
 
 
-def test_slots_hold_the_positions_they_should():
-    """Slot p of a full layer and slot p mod W of a ring hold the keys of position p, and only the last W remain."""
+def test_positions_in_slots():
+    """Slot p of a full layer and slot p mod W of a ring hold the keys of position p; only the last W remain."""
     built = build(MIXED, compiler=jax.jit)
     schedule = [(6, 3, 1), (1, 1, 1), (6, 2, 0), (1, 1, 1), (0, 6, 5), (1, 1, 1)]
     cache, fresh = (
@@ -246,13 +247,13 @@ def test_slots_hold_the_positions_they_should():
 
 
 def all_full(built: Built):
-    """The configuration for a cache that forgets nothing; the model's own windows still apply."""
+    """Returns the configuration of a cache that drops nothing; the windows of the model still apply."""
     return config(windows=(None,) * built.config.num_blocks, kv_heads=built.config.kv_heads, head_size=built.config.head_size)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_report(dtype):
-    """The bytes are those of the arrays, and a ring has exactly the window's slots."""
+    """The bytes equal those of the arrays, and a ring has exactly the slots of the window."""
     architecture = config(windows=(None, 1, 4, 23, 24, 100), kv_heads=2, head_size=10, n_heads=4)
     cache = make_cache(architecture, batch=5, slots=24, dtype=dtype)
     report = cache.report()
@@ -264,8 +265,8 @@ def test_report(dtype):
     assert report["dtype"] == jnp.dtype(dtype).name
 
 
-def test_a_narrow_cache_is_close():
-    """bfloat16 keys and values under float32 arithmetic: 8 bits of mantissa, so about 1 % in the logits."""
+def test_a_bfloat16_cache_is_close_to_float32():
+    """bfloat16 keys and values with float32 arithmetic: 8 bits of mantissa, so about 1 % in the logits."""
     built = build(MIXED)
     for name in ("chunks", "idle rows"):
         cache = follow(built, SCHEDULES[name], empty(built, jnp.bfloat16), tolerance=0.03)
@@ -278,7 +279,7 @@ def test_a_narrow_cache_is_close():
     ids=["own keys", "shared keys"],
 )
 def test_a_donated_cache_is_written_in_place(optimised, architecture):
-    """One decode step must not copy the cache: the output aliases all of it and the scratch space is small beside it."""
+    """A decode step must not copy the cache: the output aliases all of it, and temporaries are small in comparison."""
     built = build(architecture)
     cache = make_cache(built.config, ROWS, 4096, jnp.float32)
     step = jax.jit(built.run.__wrapped__, donate_argnums=(3,))
@@ -288,7 +289,7 @@ def test_a_donated_cache_is_written_in_place(optimised, architecture):
     assert memory.temp_size_in_bytes < cache.report()["bytes"] / 10
 
 
-def test_bytes_of_layers_with_other_heads_or_none():
+def test_bytes_of_layers_with_other_or_shared_heads():
     """Layers 0 and 2 have rings of 4 slots with 2 heads of 4 numbers, layer 1 has 24 slots with 1 head of 6."""
     cache = make_cache(SHARED, batch=5, slots=24, dtype=jnp.bfloat16)
     report, wanted = cache.report(), 5 * 2 * 2 * (4 * 2 * 4 + 24 * 6 + 4 * 2 * 4)
@@ -297,8 +298,8 @@ def test_bytes_of_layers_with_other_heads_or_none():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4])
-def test_shared_keys_are_read_as_the_cache_keeps_them(dtype):
-    """Token by token as all at once, where a prompt's queries see the rounded keys too."""
+def test_shared_keys_are_read_as_stored(dtype):
+    """Decoding token by token equals one call, because the queries of a prompt also read the rounded keys."""
     built, tokens_BT = build(SHARED), texts((ROWS, LENGTH))
     whole_BTV, _ = built.run(built.state, tokens_BT, places(ROWS, LENGTH), empty(built, dtype).for_prefill(SHARED))
     _, cache = built.run(built.state, tokens_BT[:, :6], places(ROWS, 6), empty(built, dtype).for_prefill(SHARED))
@@ -309,7 +310,7 @@ def test_shared_keys_are_read_as_the_cache_keeps_them(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4])
 def test_bytes_of_latents(dtype):
-    """R + P numbers for each slot of a layer, in int8 two scales, in int4 two numbers for each pair, as 2 divides 10 and 6."""
+    """R + P elements per slot and layer; two scales in int8; in int4 two per pair, because 2 divides 10 and 6."""
     architecture = config(windows=(None, 4), kv_heads=4, latent=LatentConfig(10, 6, 8))
     report = make_cache(architecture, batch=5, slots=24, dtype=dtype).report()
     slot = 8 + 2 * 2 * 8 if dtype == jnp.int4 else (10 + 6) * jnp.dtype(dtype).itemsize + 8 * (dtype == jnp.int8)
@@ -319,14 +320,14 @@ def test_bytes_of_latents(dtype):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.03), (jnp.int8, 0.05), (jnp.int4, 0.3)])
-def test_a_prompt_is_read_with_keys_of_all_heads_and_the_rest_by_its_latents(dtype, tolerance):
+def test_prefill_expands_latents_and_decoding_does_not(dtype, tolerance):
     built = build(LATENT)
     follow(built, [(6, 6, 6)] + [ONE] * 12, empty(built, dtype).for_prefill(LATENT), tolerance)
 
 
 @pytest.mark.parametrize("size", [64, 24, 6])
 def test_int4_is_within_half_a_scale(size):
-    """Every number, of keys and of values, written at once or one by one; the products are those of the numbers held."""
+    """Every element of keys and values, written at once or one by one; matrix multiplications use the stored values."""
     random = np.random.default_rng(0)
     x_BTKH = random.standard_normal((2, 5, 3, size)) * 10.0 ** random.integers(-4, 4, (2, 5, 3, 1))
     x_BTKH[0, 0, 0] = 0
@@ -341,7 +342,7 @@ def test_int4_is_within_half_a_scale(size):
     held = [np.asarray(side_BSKH, np.float64) for side_BSKH in store.dequantize(jnp.float32)]
     for side_BSKH, wanted in zip(held, (x_BTKH, -x_BTKH[..., ::-1]), strict=True):
         groups = wanted.reshape(2, 5, 3, -1, group)
-        rounding = 2**-8 * np.abs(groups).max(axis=-1)  # of the minimum and of 15 scales to bfloat16
+        rounding = 2**-8 * np.abs(groups).max(axis=-1)  # rounding of the minimum and of 15 scales to bfloat16
         bound = np.repeat(np.ptp(groups, axis=-1) / 30 + 3 * rounding, group, axis=-1)
         assert (np.abs(side_BSKH - wanted) <= bound + 1e-12).all()
     q_BKMH, weights_BKMS = random.standard_normal((2, 3, 4, size)), random.random((2, 3, 4, 5))
@@ -353,8 +354,8 @@ def test_int4_is_within_half_a_scale(size):
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_layer_read_twice_keeps_the_first_half(window):
-    """A full cache with no slots for the second half, and a ring: all tokens see what they would see in one text."""
+def test_a_two_pass_layer_keeps_the_first_half(window):
+    """A full layer without slots for the second half, and a ring: all tokens attend as in one sequence."""
     random = np.random.default_rng(0)
     B, T, K, H = 2, 7, 2, 4
     q, k, v = (jnp.asarray(random.standard_normal((B, 2 * T, K, *size)), jnp.float32) for size in ((3, H), (H,), (H,)))

@@ -1,4 +1,4 @@
-"""Compressed caches keep what the reference in Python lists keeps, row by row and head by head, and say what it says."""
+"""Compressed caches keep the tokens and give the outputs of the reference in Python lists, row by row and head by head."""
 
 from dataclasses import dataclass, replace
 
@@ -19,10 +19,10 @@ from .kv_reference import HeadReference
 
 pytestmark = pytest.mark.slow
 
-ROWS, CHUNK, SIZE = 3, 16, 6  # SIZE is a head's
-STEPS = 30  # of decoding
+ROWS, CHUNK, SIZE = 3, 16, 6  # SIZE is the head size
+STEPS = 30  # decode steps
 EXAMPLES = 3
-NEAR = 1e-4  # float32 may settle a decision that was closer than this the other way
+NEAR = 1e-4  # a decision closer than this may differ in float32
 POLICIES = ["snapkv+ema", "streaming", "tova", "h2o", "random"]
 
 
@@ -46,7 +46,7 @@ class Layout:
     def decays(self) -> tuple[float, ...]:
         return (0.98, 0.85, 0.6)[: self.key_heads]
 
-    def rule(self, policy: str) -> Compression:
+    def compression(self, policy: str) -> Compression:
         decay = {"tova": 0.0, "h2o": 1.0}.get(policy)
         return Compression(
             groups=(self.groups,),
@@ -61,10 +61,10 @@ class Layout:
 
     def empty(self, policy: str, dtype="float32") -> CompressedLayer:
         kept = INT4_PACKED if dtype == "int4" else jnp.dtype(dtype)
-        return CompressedLayer.empty(ROWS, SIZE, self.rule(policy), 0, kept)
+        return CompressedLayer.empty(ROWS, SIZE, self.compression(policy), 0, kept)
 
     def references(self, policy: str) -> list[list[HeadReference]]:
-        """One for every row and key head."""
+        """Returns a reference for every row and key head."""
         slots = [slots for heads, slots in self.groups for _ in range(heads)]
         return [
             [
@@ -78,8 +78,8 @@ class Layout:
         ]  # fmt: skip
 
 
-# Groups of 1, 2 and 4 query heads. The first has the settings' defaults; the second's window covers as many tokens as one group
-# has slots and more than the other has; the third's covers more than either.
+# Layouts with 1, 2 and 4 query heads per key head. The first has the default settings. The window of the second covers as many
+# tokens as one group has slots and more than the other has. The window of the third covers more than either.
 LAYOUTS = {
     "full": Layout(1, ((1, 16), (2, 8)), None, sinks=4, recent=16, window=32, pool=7),
     "short window": Layout(2, ((1, 12), (2, 8)), 12, sinks=2, recent=3, window=5, pool=3),
@@ -91,7 +91,7 @@ attend = jax.jit(CompressedLayer.attend, static_argnames=("window", "probe"))
 
 @dataclass
 class Text:
-    """Queries, keys and values of every position, and how much of it each row has read."""
+    """Queries, keys and values of every position, and the number of tokens that each row has read."""
 
     q: np.ndarray  # [B, S, K, G, H]
     k: np.ndarray  # [B, S, K, H]
@@ -107,21 +107,21 @@ class Text:
         return cls(q, k, v, np.zeros(ROWS, int))
 
     def next(self, counts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The next `counts` tokens of every row and their positions, padded on the right to one token or a chunk."""
+        """Returns the next `counts` tokens of every row and their positions, padded on the right to one token or a chunk."""
         length = 1 if max(counts) <= 1 else CHUNK
         places_BT = self.read[:, None] + np.arange(length)
         positions_BT = np.where(np.arange(length) < np.array(counts)[:, None], places_BT, -1).astype(np.int32)
-        rows = np.arange(ROWS)[:, None]  # padding gets numbers too, those of position −1
+        rows = np.arange(ROWS)[:, None]  # padding gets numbers too: those of position −1
         parts = [x[rows, positions_BT] for x in (self.q, self.k, self.v)]
         self.read += counts
         return *parts, positions_BT
 
 
 def compare(policy: str, layout: Layout, seed: int, calls) -> float:
-    """Reads a text call by call through the cache and the references, which are to agree after each.
+    """Reads a sequence call by call through the cache and the references, and compares them after each call.
 
     Returns:
-      The share of the heads that were compared to the end: the others met a decision too close for float32.
+      The fraction of heads compared to the end; the others had a decision too close for float32.
     """
     text, cache, references = Text.of(layout, seed), layout.empty(policy), layout.references(policy)
     for counts in calls:
@@ -146,7 +146,7 @@ def compare(policy: str, layout: Layout, seed: int, calls) -> float:
 
 
 def heads_of(cache: CompressedLayer):
-    """Positions `[B, S]`, importances, keys and values of each head, in NumPy."""
+    """Returns positions `[B, S]`, importances, keys and values of each head, in NumPy."""
     for group in cache.groups:
         leaves = group.position_BKS, group.importance_BKS, group.store.k_BKHS.swapaxes(2, 3), group.store.v_BKSH
         arrays = [None if leaf is None else np.asarray(leaf) for leaf in leaves]
@@ -155,7 +155,7 @@ def heads_of(cache: CompressedLayer):
 
 
 def check_slots(held, reference: HeadReference, text: Text, row: int, head: int, where: str) -> None:
-    """The positions are the reference's, and with them lie their own keys and values, to the bit."""
+    """Checks that positions equal those of the reference, with their own keys and values, bitwise."""
     position_S, importance_S, key_SH, value_SH = held
     order = np.argsort(position_S, kind="stable")[np.sum(position_S < 0) :]
     kept = position_S[order]
@@ -169,7 +169,7 @@ def check_slots(held, reference: HeadReference, text: Text, row: int, head: int,
 
 @st.composite
 def readings(draw, parts=3):
-    """Prompts of 0 to 48 tokens in parts as the engine cuts them, then steps in which a row or another is idle."""
+    """Draws prompts of 0 to 48 tokens in parts as the engine splits them, then steps in which some rows are idle."""
     lengths = np.array([draw(st.integers(0, parts * CHUNK)) for _ in range(ROWS)])
     calls = [np.clip(lengths - CHUNK * part, 0, CHUNK) for part in range(parts)]
     idle = draw(st.sets(st.tuples(st.integers(0, STEPS - 1), st.integers(0, ROWS - 1)), max_size=12))
@@ -184,7 +184,7 @@ def test_outputs_and_kept_tokens(layout, policy):
 
 
 @pytest.mark.parametrize("policy", ["snapkv+ema", "tova", "h2o"])
-def test_outputs_and_kept_tokens_of_groups_of_four(policy):
+def test_outputs_and_kept_tokens_of_four_query_heads(policy):
     agrees("long window", policy)
 
 
@@ -202,17 +202,20 @@ def agrees(layout: str, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_chunks_of_any_length_and_between_steps(policy):
-    """Chunks that leave slots empty and go on later, and chunks after steps, when the slots are not in order."""
+    """Chunks that leave slots empty and continue later, and chunks after steps, when the slots are not in order."""
     step = (1, 1, 1)
     calls = [(3, 0, 16), (9, 16, 2), *[step] * 9, (16, 2, 7), *[step] * 5, (5, 11, 0), (1, 0, 1), *[step] * 9]
     assert np.mean([compare(policy, LAYOUTS["short window"], seed, calls) for seed in range(2)]) > 0.7
 
 
 def test_pooling_across_chunks():
-    """The last token held and the first new one are neighbours, whatever slots are empty. Here the tokens weigh 1, 2, 1 and
-    then 30, 1: of the first chunk's last query 0, 1 and 2 have 2/4 after pooling; of the second's 3 has 30/35, and so has 2."""
-    rule = Compression(groups=(((1, 4),),), decays=((1.0,),), window=1, pool=3, sinks=0, recent=1)
-    cache = CompressedLayer.empty(1, 1, rule, 0, jnp.float32)
+    """The last cached token and the first new one are neighbours, whatever slots are empty.
+
+    Here the tokens have weights 1, 2, 1 and then 30, 1. For the last query of the first chunk 0, 1 and 2 have 2/4 after
+    pooling. For that of the second chunk 3 has 30/35, and so has 2.
+    """
+    compression = Compression(groups=(((1, 4),),), decays=((1.0,),), window=1, pool=3, sinks=0, recent=1)
+    cache = CompressedLayer.empty(1, 1, compression, 0, jnp.float32)
     for weights, positions in (([1, 2, 1], [0, 1, 2]), ([30, 1, 1], [3, 4, -1])):
         k_BTKH = np.log(np.array(weights, np.float32))[None, :, None, None]
         _, cache, _ = attend(cache, np.ones((*k_BTKH.shape, 1), np.float32), k_BTKH, k_BTKH, np.array([positions]), None)
@@ -228,7 +231,7 @@ def after_reading(policy: str, layout: Layout, calls) -> tuple[CompressedLayer, 
 
 @pytest.mark.parametrize("count", [1, CHUNK])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_idle_row_writes_nothing_and_disturbs_nobody(policy, count):
+def test_an_idle_row_writes_nothing_and_affects_no_other_row(policy, count):
     layout = LAYOUTS["full"]
     before, text = after_reading(policy, layout, [(16, 16, 5), (1, 1, 1)])
     *qkv, positions_BT = text.next((count, count, count))
@@ -244,9 +247,12 @@ def test_an_idle_row_writes_nothing_and_disturbs_nobody(policy, count):
 
 @pytest.mark.parametrize("count", [1, CHUNK])
 @pytest.mark.parametrize("layout, policy", [(name, "snapkv+ema") for name in LAYOUTS] + [("full", p) for p in POLICIES[1:]])
-def test_only_what_is_held_counts(layout, policy, count):
-    """Another key or value in a slot changes what a head says next if and only if the slot is visible to the new tokens: not
-    if it is empty, passed by the window, or if its token goes in this very step. Slot by slot, key by key, value by value."""
+def test_only_visible_slots_affect_the_output(layout, policy, count):
+    """Another key or value in a slot changes the next output of a head if and only if new tokens attend to the slot.
+
+    They do not if it is empty, before the window, or if its token is evicted in this step. Checked slot by slot, for keys and
+    values.
+    """
     layout = LAYOUTS[layout]
     before, text = after_reading(policy, layout, [(16, 16, 5), *[(1, 1, 0)] * 5])
     q, k, v, positions_BT = text.next((count, count, count))
@@ -270,7 +276,7 @@ def test_only_what_is_held_counts(layout, policy, count):
 
 
 def with_other(group, side: str, slot: int):
-    """The group with another key or value in a slot, its last if it has no such."""
+    """Returns the group with another key or value in a slot, or in its last slot if it has fewer."""
     axis = 3 if side == "k_BKHS" else 2
     slot = min(slot, group.store.slots - 1)
     leaf = getattr(group.store, side)
@@ -281,8 +287,8 @@ def with_other(group, side: str, slot: int):
 @pytest.mark.parametrize(
     "policy, dtype", [("snapkv+ema", "int8"), ("streaming", "int8"), ("streaming", "int4"), ("streaming", "bfloat16")]
 )
-def test_narrow_stores_are_close(policy, dtype):
-    """Within 2 % of float32 (int4: 20 %), as long as they hold the same tokens: always, if the importance is no attention."""
+def test_low_precision_stores_are_close_to_float32(policy, dtype):
+    """Within 2 % of float32 (int4: 20 %), while they hold the same tokens: always, if importance does not use attention."""
     layout = LAYOUTS["full"]
     text, caches = Text.of(layout, 3), [layout.empty(policy), layout.empty(policy, dtype)]
     bound = 0.2 if dtype == "int4" else 0.02
@@ -304,7 +310,7 @@ def test_narrow_stores_are_close(policy, dtype):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ten_times_as_many_tokens_as_slots(policy):
-    """The shapes stay, and in every head the sinks, the most recent tokens, and no position twice."""
+    """The shapes stay, and every head has the sinks, the most recent tokens, and no position twice."""
     layout, random = LAYOUTS["full"], np.random.default_rng(0)
     cache = layout.empty(policy)
     shapes = jax.tree.map(jnp.shape, cache)
@@ -323,7 +329,7 @@ def test_ten_times_as_many_tokens_as_slots(policy):
 
 
 def test_probe():
-    """The softmax of the scores a probe is told, where they count, gives the output; they fill the largest group."""
+    """The softmax of the probed scores, where valid, gives the output; the scores fill the largest group."""
     layout = LAYOUTS["short window"]
     before, text = after_reading("h2o", layout, [(16, 3, 0), (1, 1, 0)])
     *qkv, positions_B1 = text.next((1, 1, 1))
@@ -343,7 +349,7 @@ def both(scores_BNS, valid_BNS):
 
 
 def test_hash():
-    """MurmurHash3's finaliser of position · 0x9E3779B1 + head · 0x85EBCA77, in Python's integers."""
+    """The finalizer of MurmurHash3 of position · 0x9E3779B1 + head · 0x85EBCA77, with Python integers."""
     for head in range(3):
         for position in (0, 1, 77, HASHES.shape[1] - 1):
             x = (position * 0x9E3779B1 + head * 0x85EBCA77) % 2**32
@@ -353,8 +359,8 @@ def test_hash():
     assert len(np.unique(HASHES)) == HASHES.size
 
 
-def test_sinks_and_a_cap_of_scores_are_those_of_each_head():
-    """Nothing is dropped here: every head must give what a cache of everything gives."""
+def test_sinks_and_capped_scores_per_head():
+    """Nothing is evicted here: every head must equal a full cache."""
     layout = Layout(2, ((1, 80), (2, 70)), None, sinks=2, recent=3, window=5, pool=3)
     softmax = Softmax(2.0, jnp.asarray(np.random.default_rng(0).standard_normal((3, 2)), jnp.float32))
     text, held, whole = (
@@ -370,8 +376,8 @@ def test_sinks_and_a_cap_of_scores_are_those_of_each_head():
             np.testing.assert_allclose(out[row, :count], wanted[row, :count], atol=2e-6)
 
 
-def test_expected_attention_is_its_closed_form():
-    """By float64 matrices: a rotation for each position, the mean of those behind the prompt, a Gaussian of what they turn."""
+def test_expected_attention_equals_its_closed_form():
+    """float64 matrices: a rotation per position, the mean of those after the prompt, and a Gaussian of the unrotated queries."""
     B, T, K, G, H, R, theta, sinks = 2, 11, 2, 3, 6, 4, 50.0, 2
     random = np.random.default_rng(5)
     q, k, v = (random.standard_normal((B, T, K, *size)) for size in ((G, H), (H,), (H,)))
@@ -408,12 +414,12 @@ def test_expected_attention_is_its_closed_form():
 
 @pytest.mark.parametrize("policy", ["expected_attention", "kvzip"])
 def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
-    """In two parts, of rows of different length; the outputs are those of plain attention over what was held before."""
+    """In two parts, with rows of different length; the outputs equal plain attention over the earlier cache."""
     B, T, K, G, H, C, sinks, recent = 2, 12, 2, 2, 8, 9, 2, 3
     prompt = {"expected_attention": "expected", "kvzip": "reconstruction"}[policy]
-    rule = Compression((((K, C),),), ((0.9,) * K,), None, 1, None, prompt, ((100.0, None),), H, True, sinks, recent)
+    compression = Compression((((K, C),),), ((0.9,) * K,), None, 1, None, prompt, ((100.0, None),), H, True, sinks, recent)
     random = np.random.default_rng(7)
-    cache = CompressedLayer.empty(B, H, rule, 0, jnp.float32)
+    cache = CompressedLayer.empty(B, H, compression, 0, jnp.float32)
     counts, read = [np.array([12, 9]), np.array([5, 12])], np.zeros(B, int)
     held = [[[] for _ in range(K)] for _ in range(B)]  # (position, score, key, value) of each head
     for count in counts:
@@ -470,8 +476,8 @@ def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
                 np.testing.assert_allclose(importance_BS[b, kept], [row[1] for row in held[b][head]], rtol=1e-3, atol=1e-6)
 
 
-def test_a_cache_that_reads_twice_refuses_to_read_once():
-    rule = Compression((((1, 8),),), ((0.9,),), prompt="reconstruction")
+def test_a_two_pass_cache_refuses_a_single_pass():
+    compression = Compression((((1, 8),),), ((0.9,),), prompt="reconstruction")
     x = jnp.zeros((1, 4, 1, 2))
     with pytest.raises(ValueError, match="needs two passes over a prompt"):
-        CompressedLayer.empty(1, 2, rule, 0, jnp.float32).attend(x[:, :, :, None], x, x, jnp.arange(4)[None], None)
+        CompressedLayer.empty(1, 2, compression, 0, jnp.float32).attend(x[:, :, :, None], x, x, jnp.arange(4)[None], None)

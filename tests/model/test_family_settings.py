@@ -1,4 +1,4 @@
-"""Adapters and compressed caches with the settings that few families have: against merged weights, full attention and NumPy."""
+"""Adapters and compressed caches with rare model settings, against merged weights, full attention and NumPy."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +21,7 @@ from .kv_reference import HeadReference
 
 PROMPT, STEPS, SLOTS = 12, 7, 24
 DECAYS, WINDOW, POOL, SINKS, RECENT = (0.98, 0.6), 4, 3, 1, 2
-NEAR = 1e-4  # float32 may settle a decision that was closer than this the other way
+NEAR = 1e-4  # a decision closer than this may differ in float32
 VARIANTS = {
     "parallel blocks, multipliers": {
         "parallel_blocks": True,
@@ -62,14 +62,14 @@ each = pytest.mark.parametrize("name", VARIANTS)
 
 
 def run_of(model):
-    """The compiled logits of a model, (tokens, positions, cache) -> (logits, cache)."""
+    """Returns the compiled logits of a model, (tokens, positions, cache) -> (logits, cache)."""
     build, shapes = abstract_model(model)
     run = quick(lambda weights, tokens, positions, cache=None: build(weights)(tokens, positions, cache=cache)[:2])
     return run, {path: np.asarray(leaf) for path, leaf in drawn(shapes).items()}
 
 
 def drawn(shapes):
-    """Random weights of these shapes, as `builder.shaken` draws them."""
+    """Returns random weights of these shapes, as `builder.shaken` draws them."""
     nested: dict = {}
     for path, leaf in shapes.items():
         *parents, name = path.split("/")
@@ -89,7 +89,7 @@ def drawn(shapes):
 
 
 def nested(weights):
-    """The weights as nested dicts in float64, layers by their numbers, as the reference reads them."""
+    """Returns the weights as nested dicts in float64, layers by index, as the reference reads them."""
     result: dict = {}
     for path, array in weights.items():
         *parents, name = path.split("/")
@@ -101,8 +101,8 @@ def nested(weights):
 
 
 @each
-def test_adapters_beside_the_weights_are_merged_weights(name):
-    """Of every projection of a layer: logits to 1e-5 of the largest."""
+def test_adapters_equal_merged_weights(name):
+    """For every projection of a layer: logits to 1e-5 of the largest."""
     plain = config(**VARIANTS[name])
     targets = projections(plain.activation)
     tuned = replace(plain, lora=LoraConfig(2, 1.5, tuple(targets)))
@@ -128,7 +128,9 @@ def test_adapters_beside_the_weights_are_merged_weights(name):
 
 
 def decoded(model, run, weights, tokens_T, slots):
-    """Logits of a prompt and of tokens after it, one by one, through a compressed cache whose heads have so many slots."""
+    """Returns logits of a prompt and of the tokens after it, one by one, through a compressed cache with this many slots per
+    head.
+    """
     rule = Compression(
         groups=(tuple((1, held) for held in slots),) * model.num_blocks,
         decays=(DECAYS,) * model.num_blocks,
@@ -147,8 +149,8 @@ def decoded(model, run, weights, tokens_T, slots):
 
 
 @each
-def test_compressed_caches_hold_what_the_reference_holds(name):
-    """A cache with room for all tokens gives the logits of a text read at once, a smaller one those of NumPy."""
+def test_compressed_caches_equal_the_reference(name):
+    """A cache with slots for all tokens gives the logits of one pass; a smaller one those of NumPy."""
     model = config(**VARIANTS[name])
     run, weights = run_of(model)
     tokens_T = texts((1, PROMPT + STEPS), seed=1)[0]
@@ -167,7 +169,7 @@ def test_compressed_caches_hold_what_the_reference_holds(name):
 
     def attend(model, layer, x_TD, weights, positions, segments, keys):
         q_TKGH, k_TKH, v_TKH = reference.projected(model, layer, x_TD, weights, positions, keys)
-        q_TKGH = q_TKGH * np.sqrt(model.head_size)  # the caches divide by it
+        q_TKGH = q_TKGH * np.sqrt(model.head_size)  # the caches divide by the square root of the head size
         out_TKGH = np.zeros_like(q_TKGH)
         for head, held in enumerate(heads[layer]):
             q, k, v = q_TKGH[:, head], k_TKH[:, head], v_TKH[:, head]
@@ -186,4 +188,4 @@ def test_compressed_caches_hold_what_the_reference_holds(name):
     assert min(head.closest for layer in heads for head in layer) > NEAR, "choose another text: a decision is too close"
     found_TV = decoded(model, run, weights, tokens_T, slots)
     np.testing.assert_allclose(found_TV, expected_TV, atol=2e-5 * largest)
-    assert np.abs(found_TV[PROMPT:] - whole_TV[PROMPT:]).max() > 1e-2 * largest, "nothing was given up"
+    assert np.abs(found_TV[PROMPT:] - whole_TV[PROMPT:]).max() > 1e-2 * largest, "nothing was evicted"

@@ -162,7 +162,7 @@ GRID = {
 
 
 def difference(model_config: ModelConfig, seed: int = 0, segments_BT=None, positions_BT=None) -> float:
-    """The largest difference between ours and the reference's logits, over the largest logit."""
+    """Returns the largest difference between our logits and those of the reference, over the largest logit."""
     built = build(model_config, seed)
     tokens_BT = texts((2, 9), seed)
     positions_BT = places(2, 9) if positions_BT is None else positions_BT
@@ -205,7 +205,7 @@ def test_rotary_positions_are_relative():
 
 
 def test_logits_from_a_settings_tree():
-    """`context_window: c` means that a sliding layer sees c keys before its own, and layer_types repeats over the depth."""
+    """`context_window: c` means that a sliding layer attends to c earlier keys; layer_types repeats over the depth."""
     settings_tree = Config.model_validate(
         {
             "model": {"dim": 12, "n_heads": 2, "num_blocks": 3, "hidden_dim": 16, "max_context": 16, "dtype": "float32"},

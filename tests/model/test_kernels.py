@@ -1,4 +1,4 @@
-"""Attention by other kernels than all scores at once: the same function and the same derivatives, and which one is taken."""
+"""Attention kernels: the same output and gradients as plain attention, and the choice between them."""
 
 from functools import partial
 
@@ -16,8 +16,8 @@ from dantinox.model.layers import PLAIN_SOFTMAX, Softmax, cast_tensordot
 B, K, G, H = 2, 2, 3, 8
 
 
-def in_float64(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, cap=None, sinks_KG=None):
-    """Attention written out, query by query."""
+def attention_float64(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, cap=None, sinks_KG=None):
+    """Computes attention query by query."""
     out = np.zeros(q_BTKGH.shape)
     for b, t, k in np.ndindex(B, q_BTKGH.shape[1], K):
         first = 0 if window is None else max(0, t - window + 1)
@@ -29,8 +29,8 @@ def in_float64(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, cap=None, sinks_KG=
     return out
 
 
-def derivatives_in_float64(q, k, v, segments, window, d_out, cap=None, sinks_KG=None):
-    """Those of the same, by hand: softmax's derivative is weight · (d weight − Σ weight · d weight)."""
+def gradients_float64(q, k, v, segments, window, d_out, cap=None, sinks_KG=None):
+    """Computes its gradients by hand: the derivative of softmax is weight · (d weight − Σ weight · d weight)."""
     d_q, d_k, d_v, d_sinks = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), np.zeros((K, G))
     for b, t, j in np.ndindex(B, q.shape[1], K):
         first = 0 if window is None else max(0, t - window + 1)
@@ -60,12 +60,13 @@ def drawn(T, seed=0):
     return q, k, v, segments
 
 
-# (length, window, queries of a block, groups, scores at once): whole blocks and not, several blocks in a group, heads in turn.
+# (length, window, queries per block, groups, scores held at a time): whole and partial blocks, several blocks per group, heads
+# in batches.
 SHAPES = [(50, None, 128, 8, 1 << 23), (40, 7, 8, 8, 1 << 23), (45, None, 8, 2, 1 << 23), (37, 5, 4, 3, 700)]
 
 
 @pytest.mark.parametrize("T, window, block, groups, scores", SHAPES)
-def test_chunked_attention_is_attention(monkeypatch, T, window, block, groups, scores):
+def test_chunked_attention_equals_attention(monkeypatch, T, window, block, groups, scores):
     for name, value in (("BLOCK", block), ("NUM_GROUPS", groups), ("MAX_SCORES", scores)):
         monkeypatch.setattr(chunked, name, value)
     q, k, v, segments = drawn(T)
@@ -77,19 +78,19 @@ def test_chunked_attention_is_attention(monkeypatch, T, window, block, groups, s
         return out, back(jnp.asarray(d_out))
 
     out, found = run(q, k, v)
-    np.testing.assert_allclose(out, in_float64(q, k, v, segments, window), atol=2e-6)
-    for mine, theirs in zip(found, derivatives_in_float64(q, k, v, segments, window, d_out)[:3], strict=True):
+    np.testing.assert_allclose(out, attention_float64(q, k, v, segments, window), atol=2e-6)
+    for mine, theirs in zip(found, gradients_float64(q, k, v, segments, window, d_out)[:3], strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-def test_chunked_attention_of_one_document_a_row():
+def test_chunked_attention_of_one_document_per_row():
     q, k, v, _ = drawn(20)
     out = jax.jit(lambda *x: chunked_attention(*x, None, None))(q, k, v)
-    np.testing.assert_allclose(out, in_float64(q, k, v, np.zeros((B, 20)), None), atol=2e-6)
+    np.testing.assert_allclose(out, attention_float64(q, k, v, np.zeros((B, 20)), None), atol=2e-6)
 
 
 @pytest.mark.parametrize("cap, with_sinks", [(0.7, False), (None, True), (0.7, True)])
-def test_chunked_attention_caps_its_scores_and_has_sinks(monkeypatch, cap, with_sinks):
+def test_chunked_attention_with_capped_scores_and_sinks(monkeypatch, cap, with_sinks):
     for name, value in (("BLOCK", 8), ("NUM_GROUPS", 2)):
         monkeypatch.setattr(chunked, name, value)
     q, k, v, segments = drawn(29)
@@ -100,15 +101,15 @@ def test_chunked_attention_caps_its_scores_and_has_sinks(monkeypatch, cap, with_
 
     d_out = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
     out, mine = jax.jit(lambda d_out, *x: (lambda out, back: (out, back(d_out)))(*jax.vjp(out_of, *x)))(d_out, q, k, v, sinks)
-    np.testing.assert_allclose(out, in_float64(q, k, v, segments, 9, cap, sinks), atol=2e-6)
-    theirs = derivatives_in_float64(q, k, v, segments, 9, d_out, cap, sinks)
+    np.testing.assert_allclose(out, attention_float64(q, k, v, segments, 9, cap, sinks), atol=2e-6)
+    theirs = gradients_float64(q, k, v, segments, 9, d_out, cap, sinks)
     for a, b in zip(mine, theirs, strict=True):
         if a is not None:
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_values_may_have_another_size_than_keys():
-    """Those of two halves side by side are the two halves of all."""
+def test_values_of_another_size_than_keys():
+    """Values of two concatenated halves give the concatenated outputs."""
     q, k, v, segments = drawn(40)
 
     @jax.jit
@@ -125,7 +126,7 @@ def test_values_may_have_another_size_than_keys():
         np.testing.assert_allclose(mine, first + second, atol=2e-5)
 
 
-def test_chunked_attention_holds_no_square_of_the_length():
+def test_memory_of_chunked_attention_is_not_quadratic():
     T = 1024
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, T, 4, 1, 16), (1, T, 4, 16), (1, T, 4, 16))]
 
@@ -136,34 +137,39 @@ def test_chunked_attention_holds_no_square_of_the_length():
     assert f"{T},{T}]" not in text
 
 
-def test_the_kernel_that_is_taken():
-    def taken(name, platform, T=256, size=64, dtype=jnp.bfloat16, softmax=PLAIN_SOFTMAX):
+def test_choice_of_the_kernel():
+    def kernel_of(name, platform, T=256, size=64, dtype=jnp.bfloat16, softmax=PLAIN_SOFTMAX):
         kernel = kernel_for(name, platform, (1, T, 2, 2, size), dtype, softmax)
         kernel = getattr(kernel, "func", kernel)
         return next((name for name, known in KERNELS.items() if known is kernel), "xla")
 
-    assert [taken("auto", on) for on in ("cpu", "gpu", "tpu")] == ["chunked", "cudnn", "splash"]
-    assert [taken("auto", on, T=64) for on in ("cpu", "gpu", "tpu")] == ["xla"] * 3
-    assert taken("auto", "gpu", dtype=jnp.float32) == taken("auto", "gpu", size=256) == taken("auto", "tpu", T=200) == "chunked"
-    assert taken("xla", "tpu") == "xla" and taken("chunked", "gpu", T=8) == "chunked"
+    assert [kernel_of("auto", on) for on in ("cpu", "gpu", "tpu")] == ["chunked", "cudnn", "splash"]
+    assert [kernel_of("auto", on, T=64) for on in ("cpu", "gpu", "tpu")] == ["xla"] * 3
+    unsupported = (
+        kernel_of("auto", "gpu", dtype=jnp.float32),
+        kernel_of("auto", "gpu", size=256),
+        kernel_of("auto", "tpu", T=200),
+    )
+    assert unsupported == ("chunked",) * 3
+    assert kernel_of("xla", "tpu") == "xla" and kernel_of("chunked", "gpu", T=8) == "chunked"
     cap, sinks = Softmax(30.0), Softmax(None, jnp.zeros((2, 2)))
-    assert [taken("auto", on, softmax=cap) for on in ("gpu", "tpu")] == ["chunked", "splash"]
-    assert [taken("auto", on, softmax=sinks) for on in ("gpu", "tpu")] == ["chunked"] * 2
+    assert [kernel_of("auto", on, softmax=cap) for on in ("gpu", "tpu")] == ["chunked", "splash"]
+    assert [kernel_of("auto", on, softmax=sinks) for on in ("gpu", "tpu")] == ["chunked"] * 2
     with pytest.raises(UserError, match=r"attention\.kernel splash needs keys and values of the same size"):
         kernel_for("splash", "tpu", (1, 256, 2, 2, 64), jnp.bfloat16, value_size=32)
     for name, on, softmax in (("cudnn", "gpu", cap), ("cudnn", "gpu", sinks), ("splash", "tpu", sinks)):
         with pytest.raises(UserError, match=rf"attention\.kernel {name} does not support "):
-            taken(name, on, softmax=softmax)
+            kernel_of(name, on, softmax=softmax)
     with pytest.raises(UserError, match=r"attention\.kernel splash needs lengths that are multiples of 128, got 200"):
-        taken("splash", "tpu", T=200)
+        kernel_of("splash", "tpu", T=200)
     with pytest.raises(UserError, match=r"attention\.kernel cudnn needs bfloat16 .* got float32 and 64"):
-        taken("cudnn", "gpu", dtype=jnp.float32)
+        kernel_of("cudnn", "gpu", dtype=jnp.float32)
     with pytest.raises(UserError, match=r"attention\.kernel cudnn needs a GPU, but the platform is a CPU"):
-        taken("cudnn", "cpu")
+        kernel_of("cudnn", "cpu")
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 8e-3)])
-def test_products_and_their_derivatives(dtype, tolerance):
+def test_cast_tensordot_and_its_gradients(dtype, tolerance):
     r = np.random.default_rng(0)
     x, w, d_y = (r.standard_normal(shape).astype(np.float32) for shape in ((5, 3, 4), (3, 4, 6, 2), (5, 6, 2)))
     y, back = jax.vjp(partial(cast_tensordot, axes=2, dtype=jnp.dtype(dtype), out_dtype=jnp.float32), x, w)

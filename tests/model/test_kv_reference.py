@@ -1,6 +1,6 @@
-"""The reference for compressed caches against cases worked out by hand.
+"""The reference of compressed caches against cases computed by hand.
 
-Heads of size 1 with key log(w) and query 1: attention is w over the sum of all w seen, whatever a value is.
+Heads have size 1, with key log(w) and query 1: the attention to a token is w over the sum of all visible w, whatever the value.
 """
 
 import numpy as np
@@ -10,14 +10,14 @@ from .kv_reference import HeadReference
 
 
 def read(head, weights, start=0, value=None):
-    """A chunk of tokens at `start`, … with these weights, by a group of one query head."""
+    """Reads a chunk of tokens at `start`, … with these weights, with one query head."""
     positions = range(start, start + len(weights))
     values = np.array(positions if value is None else value, float)
     keys = np.log(np.array(weights, float))
     return head.prefill(np.ones((len(weights), 1, 1)), keys[:, None], values[:, None], positions)
 
 
-def say(head, weight, position):
+def decode_token(head, weight, position):
     return head.decode(np.ones((1, 1)), np.log([weight]), np.array([float(position)]), position)
 
 
@@ -26,7 +26,7 @@ def importances(head):
 
 
 def test_attention():
-    """w = 1, 3 and 4 give 1, then (0·1 + 1·3)/4, then (0·1 + 1·3 + 2·4)/8; a second query head looks the other way."""
+    """w = 1, 3 and 4 give 1, then (0·1 + 1·3)/4, then (0·1 + 1·3 + 2·4)/8; a second query head has the reverse preference."""
     head = HeadReference(8, "h2o")
     keys, values = np.log([[1.0], [3.0], [4.0]]), np.array([[0.0], [1.0], [2.0]])
     q_TGH = np.ones((3, 2, 1)) * [[1.0], [-1.0]]
@@ -34,13 +34,13 @@ def test_attention():
     inverse = [0, (1 / 3) / (4 / 3), (1 / 3 + 2 / 4) / (1 + 1 / 3 + 1 / 4)]
     np.testing.assert_allclose(out_TGH[:, :, 0].T, [[0, 3 / 4, 11 / 8], inverse])
     assert kept == [0, 1, 2]
-    # The first token's attention: all of it, 1/4 and 3/4, 1/8 and 12/19, halved for the mean of the group.
+    # The attention to the first token: 1, 1/4 and 3/4, 1/8 and 12/19, halved for the mean of the group.
     assert importances(head)[0] == pytest.approx(1 + (1 / 4 + 3 / 4) / 2 + (1 / 8 + 12 / 19) / 2)
 
 
 def test_scores_are_divided_by_the_root_of_the_head_size():
     head = HeadReference(8, "h2o")
-    q_TGH, keys = np.full((2, 1, 4), 1.0), np.log([[1.0] * 4, [3.0] * 4])  # the products are 4·log w, over 2: w²
+    q_TGH, keys = np.full((2, 1, 4), 1.0), np.log([[1.0] * 4, [3.0] * 4])  # the dot products are 4·log w, divided by 2: w²
     out_TGH, _ = head.prefill(q_TGH, keys, np.array([[0.0] * 4, [1.0] * 4]), [0, 1])
     np.testing.assert_allclose(out_TGH[1, 0], [9 / 10] * 4)
 
@@ -48,42 +48,42 @@ def test_scores_are_divided_by_the_root_of_the_head_size():
 def test_streaming_keeps_sinks_and_the_latest():
     head = HeadReference(8, "streaming", sinks=2, recent=3)
     assert read(head, [1] * 12)[1] == [0, 1, 6, 7, 8, 9, 10, 11]
-    assert say(head, 1, 12)[1] == [0, 1, 7, 8, 9, 10, 11, 12]
-    assert [slot.position for slot in head.slots] == [0, 1, 12, 7, 8, 9, 10, 11], "in the place of the one that went"
+    assert decode_token(head, 1, 12)[1] == [0, 1, 7, 8, 9, 10, 11, 12]
+    assert [slot.position for slot in head.slots] == [0, 1, 12, 7, 8, 9, 10, 11], "it replaces the evicted token"
 
 
-def test_tova_goes_by_the_last_query():
+def test_tova_uses_the_last_query():
     head = HeadReference(4, "tova", sinks=1, recent=1)
     weights = [1, 2, 9, 5, 1, 4, 3]
     out_TGH, kept = read(head, weights)
     assert kept == [0, 2, 3, 6], "the first and the last are protected"
     np.testing.assert_allclose(importances(head), np.array([1, 9, 5, 3]) / 25)
     assert out_TGH[6, 0, 0] == pytest.approx(np.dot(weights, range(7)) / 25)
-    # 7 comes in the place of 3, the least important but for 0, protected, and 6, which no longer is.
+    # 7 replaces 3, the least important except 0, which is protected; 6 is no longer protected.
     head.slots[2].importance = 0.01
-    out_TGH, kept = say(head, 12, 7)
+    out_TGH, kept = decode_token(head, 12, 7)
     assert kept == [0, 2, 6, 7]
     np.testing.assert_allclose(importances(head), np.array([1, 9, 12, 3]) / 25), "all from this query"
     assert out_TGH.shape == (1, 1, 1) and out_TGH[0, 0, 0] == pytest.approx((2 * 9 + 6 * 3 + 7 * 12) / 25)
 
 
-def test_h2o_adds_up_all_queries():
+def test_h2o_sums_over_all_queries():
     head = HeadReference(3, "h2o", sinks=0, recent=1)
     _, kept = read(head, [1, 1, 2, 4])
     sums = [1 + 1 / 2 + 1 / 4 + 1 / 8, 1 / 2 + 1 / 4 + 1 / 8, 2 / 4 + 2 / 8, 4 / 8]
     assert kept == [0, 1, 3]
     np.testing.assert_allclose(importances(head), [sums[0], sums[1], sums[3]])
-    say(head, 2, 4)  # where 3 stood, of .5 only and no longer protected
+    decode_token(head, 2, 4)  # replaces 3, which has only .5 and is no longer protected
     assert [slot.position for slot in head.slots] == [0, 1, 4]
     np.testing.assert_allclose(importances(head), [sums[0] + 1 / 4, sums[1] + 1 / 4, 2 / 4])
 
 
-def test_snapkv_looks_through_the_last_queries_and_pools():
+def test_snapkv_uses_the_last_queries_and_pools():
     weights = [1, 1, 1, 6, 1, 1, 2, 1, 1, 1]
     last, before = np.array(weights) / 16, np.array([*weights[:9], 0]) / 15
     sums = last + before
     head = HeadReference(6, "snapkv+ema", sinks=0, recent=1, window=2, pool=1)
-    assert read(head, weights)[1] == [0, 1, 2, 3, 6, 9], "ties go to the earlier"
+    assert read(head, weights)[1] == [0, 1, 2, 3, 6, 9], "ties keep the earlier token"
     np.testing.assert_allclose(importances(head), sums[[0, 1, 2, 3, 6, 9]])
     head = HeadReference(6, "snapkv+ema", sinks=0, recent=1, window=2, pool=3)
     assert read(head, weights)[1] == [2, 3, 4, 5, 6, 9]
@@ -94,23 +94,23 @@ def test_snapkv_decays():
     head = HeadReference(8, "snapkv+ema", window=1, pool=1, decay=0.5)
     read(head, [1, 3])
     np.testing.assert_allclose(importances(head), [1 / 4, 3 / 4])
-    say(head, 4, 2)
+    decode_token(head, 4, 2)
     np.testing.assert_allclose(importances(head), [1 / 8 + 1 / 8, 3 / 8 + 3 / 8, 4 / 8])
-    read(head, [4, 4], start=3)  # two tokens: a quarter of it stays
+    read(head, [4, 4], start=3)  # after two tokens a quarter remains
     np.testing.assert_allclose(importances(head), [1 / 16 + 1 / 16, 3 / 16 + 3 / 16, 1 / 8 + 4 / 16, 4 / 16, 4 / 16])
 
 
-def test_pooling_goes_by_places_in_the_list_of_what_is_held():
+def test_pooling_goes_by_order_of_cached_tokens():
     head = HeadReference(4, "snapkv+ema", sinks=1, recent=1, window=1, pool=3, decay=0.0)
     read(head, [1, 1, 1, 1, 7, 1, 1, 1])
     assert head.positions == [0, 3, 4, 7]
-    # 0, 3, 4, 7, 8, 9 see 1, 1, 7, 1, 1, 20: both 3 and 7 stand next to 4, and 8 next to 9.
+    # 0, 3, 4, 7, 8, 9 receive 1, 1, 7, 1, 1, 20: both 3 and 7 are next to 4, and 8 is next to 9.
     assert read(head, [1, 20], start=8)[1] == [0, 3, 8, 9]
     np.testing.assert_allclose(importances(head), np.array([1, 1, 1, 20]) / 31)
 
 
 def test_newer_tokens_rank_higher():
-    """g = 0.5: an importance is made of two queries, so 2 / age is added to 16, 8, 4, 2, 1 parts of 31."""
+    """g = 0.5: an importance consists of two queries, so 2 / age is added to 16, 8, 4, 2, 1 parts of 31."""
     for recency, kept in ((False, [0, 1, 4]), (True, [0, 3, 4])):
         head = HeadReference(3, "snapkv+ema", sinks=0, recent=1, window=1, pool=1, decay=0.5, recency=recency)
         assert read(head, [16, 8, 4, 2, 1])[1] == kept
@@ -121,7 +121,7 @@ def test_a_prompt_that_fits_is_kept_whole():
         assert read(HeadReference(5, policy, recent=1), [5, 1, 4, 2, 3])[1] == [0, 1, 2, 3, 4]
 
 
-def test_random_goes_by_position_and_head():
+def test_random_depends_on_position_and_head():
     def hashed(position, head):
         return (7 * position + 3 * head) % 10
 
@@ -130,10 +130,10 @@ def test_random_goes_by_position_and_head():
         reference = HeadReference(5, "random", head, sinks=1, recent=1, importance=hashed)
         assert read(reference, [1] * 10)[1] == kept
         assert importances(reference) == [hashed(position, head) for position in kept]
-        assert say(reference, 1, 10)[1] == later
+        assert decode_token(reference, 1, 10)[1] == later
 
 
-def test_half_the_slots_at_most_are_for_the_recent():
+def test_at_most_half_of_the_slots_are_recent():
     head = HeadReference(6, "tova", sinks=1, recent=16)
     assert read(head, [1, 9, 8, 1, 1, 1, 1, 1])[1] == [0, 1, 2, 5, 6, 7]
 
@@ -142,19 +142,19 @@ def test_a_sliding_window():
     head = HeadReference(4, "tova", sinks=4, recent=2, span=4)
     out_TGH, kept = read(head, [1, 1, 1, 1, 1, 1])
     assert out_TGH[:, 0, 0].tolist() == pytest.approx([0, 0.5, 1, 1.5, 2.5, 3.5])
-    assert kept == [3, 4, 5], "what the next token cannot see has gone, sink or not"
-    assert say(head, 1, 6)[1] == [3, 4, 5, 6]
-    out_TGH, kept = say(head, 1, 7)
+    assert kept == [3, 4, 5], "tokens before the window are evicted, also sinks"
+    assert decode_token(head, 1, 6)[1] == [3, 4, 5, 6]
+    out_TGH, kept = decode_token(head, 1, 7)
     assert kept == [4, 5, 6, 7] and [slot.position for slot in head.slots] == [7, 4, 5, 6]
     assert out_TGH[0, 0, 0] == pytest.approx(5.5)
 
 
 def test_a_compressed_sliding_window():
-    """Three slots under a window of five: what is passed goes first, then the least important."""
+    """Three slots under a window of five: tokens before the window go first, then the least important."""
     head = HeadReference(3, "h2o", sinks=0, recent=1, span=5)
     assert read(head, [9, 8, 1, 1])[1] == [0, 1, 3]
-    assert say(head, 1, 4)[1] == [0, 1, 4]
-    assert say(head, 1, 5)[1] == [1, 4, 5]
+    assert decode_token(head, 1, 4)[1] == [0, 1, 4]
+    assert decode_token(head, 1, 5)[1] == [1, 4, 5]
     assert head.slots[0].position == 5
 
 
@@ -162,7 +162,7 @@ def test_ties_go_to_the_first_slot():
     head = HeadReference(4, "random", sinks=0, recent=1, importance=lambda position, head: 1.0)
     read(head, [1] * 4)
     for position, order in ((4, [4, 1, 2, 3]), (5, [5, 1, 2, 3]), (6, [6, 1, 2, 3])):
-        say(head, 1, position)
+        decode_token(head, 1, position)
         assert [slot.position for slot in head.slots] == order
 
 
@@ -179,7 +179,7 @@ def test_padding_and_finished_rows():
     assert importances(head) == importances(other)
 
 
-def test_it_tells_how_close_a_decision_was():
+def test_closest_decision_is_reported():
     head = HeadReference(3, "tova", sinks=0, recent=1)
     read(head, [4, 5, 6, 1])
     assert head.positions == [1, 2, 3] and head.closest == pytest.approx(1 / 5)

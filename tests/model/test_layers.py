@@ -1,4 +1,4 @@
-"""Dropout, weights and their number, recomputation, dtypes, the residual stream."""
+"""Dropout, weights and their number, rematerialization, dtypes, the residual stream."""
 
 from functools import cache
 from unittest import mock
@@ -29,7 +29,7 @@ def test_dropout_rate_and_scale():
     kept = y != 0
     assert abs(kept.mean() - 0.7) < 4 * (0.3 * 0.7 / x.size) ** 0.5
     np.testing.assert_allclose(y[kept], np.asarray(x)[kept] / 0.7, rtol=1e-6)
-    # Keeping is independent of the value, so the mean is kept: its deviation is that of 200,000 draws.
+    # Dropout is independent of the value, so the mean stays: its deviation is that of 200,000 draws.
     assert abs(y.mean() - np.asarray(x).mean()) < 4 * 5.1 * (0.3 / 0.7 / x.size) ** 0.5
 
 
@@ -42,7 +42,7 @@ def test_dropout_is_off_without_a_key_or_a_rate():
 
 @cache
 def streams(built: Built, with_dropout: bool):
-    """A jitted function of (state, tokens, key): the residual stream after the embedding and after each block."""
+    """Returns a jitted function of (state, tokens, key): the residual stream after the embedding and after each block."""
 
     @quick
     def run(state, tokens_BT, key):
@@ -63,7 +63,7 @@ def streams(built: Built, with_dropout: bool):
 
 
 def residuals(built: Built, tokens, seed: int | None, state=None) -> list[np.ndarray]:
-    """The residual stream, with dropout from `seed` or without."""
+    """Returns the residual stream, with dropout from `seed` or without."""
     run = streams(built, seed is not None)
     seen, _ = run(built.state if state is None else state, tokens, jax.random.key(seed or 0))
     return [np.asarray(x) for x in seen]
@@ -80,8 +80,8 @@ def test_dropout_in_the_model_is_off_without_rngs_and_set_by_its_key():
     assert all(not np.array_equal(a, b) for a, b in zip(on, off, strict=True))
 
 
-def silenced(state, *names: str):
-    """The state with every weight below one of the names set to zero."""
+def with_zeros(state, *names: str):
+    """Returns the state with every weight under one of the names set to zero."""
 
     def zero(path, leaf):
         return jnp.zeros_like(leaf) if set(names) & {getattr(key, "key", None) for key in path} else leaf
@@ -89,12 +89,12 @@ def silenced(state, *names: str):
     return jax.tree_util.tree_map_with_path(zero, state)
 
 
-def test_dropout_masks_of_every_site():
-    """The embedding and the two branches of each block are dropped at the rate, each by a mask of its own."""
+def test_dropout_masks_at_every_site():
+    """The embedding and both branches of each block are dropped at the rate, each with its own mask."""
     rate, built, tokens = 0.25, build(config(dropout_rate=0.25, dim=64)), texts((8, 32))
     sites = []
     for silent in ("attention", "ffn"):
-        state = silenced(built.state, silent)
+        state = with_zeros(built.state, silent)
         stream, block = residuals(built, tokens, 5, state), built.model(state).blocks[0]
         embedding, first, second = stream[0], *np.diff(stream, axis=0)
         table_VD = np.asarray(built.state["embed"][...])
@@ -125,7 +125,7 @@ def count(state) -> int:
 
 
 def closed_form(c) -> int:
-    """The number of parameters, from the architecture's definition."""
+    """Returns the number of parameters by the definition of the architecture."""
     norm = c.dim * (2 if c.norm == "layernorm" else 1)
     attention_weights = c.dim * c.head_size * (c.n_heads + 2 * c.kv_heads) + c.n_heads * c.head_size * c.dim
     gate = c.dim * c.n_heads * c.head_size if c.no_sink else 0
@@ -151,7 +151,7 @@ def test_number_of_parameters(changes):
 
 
 def test_initial_weights():
-    """Kernels start normal with deviation 1/sqrt(fan in), over sqrt(2 L) on the way back into the residual stream."""
+    """Kernels are normal with deviation 1/sqrt(fan in), over sqrt(2 L) where they write to the residual stream."""
     c = config(dim=64, head_size=16, hidden_dim=96, no_sink=True, weight_tying=False, position="learned", vocab_size=200)
     make = quick(lambda seed: nnx.state(Transformer(c, rngs=nnx.Rngs(jax.random.key(seed)))))
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(c, rngs=nnx.Rngs(0))))
@@ -189,7 +189,7 @@ def test_a_tied_table_is_one_parameter_with_both_gradients():
     np.testing.assert_allclose(one["embed"], two["embed"] + two["head"]["kernel"].T, rtol=1e-4, atol=1e-6)
 
 
-# Recomputation
+# Rematerialization
 
 
 SHARED = {"windows": (4, 4), "kv_shared_layers": 1, "per_layer_dim": 3}
@@ -206,7 +206,8 @@ def test_remat_changes_neither_loss_nor_gradients(changes):
     for remat in ("full", "dots"):
         assert abs(results[remat][0] - results["none"][0]) < 1e-6
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), results[remat][1], results["none"][1])
-    # Full recomputation repeats the blocks' matrix products in the backward pass; `dots` repeats those of attention only.
+    # Full rematerialization repeats the matrix multiplications of the blocks in the backward pass; `dots` repeats only those of
+    # attention.
     assert products["none"] < products["dots"] < products["full"]
 
 
@@ -214,8 +215,8 @@ def test_remat_changes_neither_loss_nor_gradients(changes):
 
 
 @cache
-def narrow(weight_tying: bool):
-    """In bfloat16: the model, its last hidden state, its logits and the gradient of their sum."""
+def bfloat16_results(weight_tying: bool):
+    """Returns, in bfloat16, the model, its last hidden state, its logits and the gradient of their sum."""
     built = build(config(dtype="bfloat16", weight_tying=weight_tying))
 
     def total(state):
@@ -229,8 +230,8 @@ def narrow(weight_tying: bool):
 
 @pytest.mark.parametrize("weight_tying", [True, False])
 def test_bfloat16_compute(weight_tying):
-    """Master weights, their gradients and the logits are float32; only activations are narrow."""
-    built, x_BTD, logits, grads = narrow(weight_tying)
+    """Master weights, their gradients and the logits are float32; only activations are bfloat16."""
+    built, x_BTD, logits, grads = bfloat16_results(weight_tying)
     assert {leaf.dtype.name for leaf in jax.tree.leaves((built.state, grads))} == {"float32"}
     assert x_BTD.dtype == jnp.bfloat16
     assert logits.dtype == jnp.float32
@@ -241,7 +242,7 @@ def test_bfloat16_compute(weight_tying):
 @pytest.mark.parametrize("weight_tying", [True, False])
 def test_bfloat16_logits_are_sums_in_float32(weight_tying):
     """Logits rounded to bfloat16 would tie or swap tokens that differ by less than 1 in 256."""
-    _, _, logits, _ = narrow(weight_tying)
+    _, _, logits, _ = bfloat16_results(weight_tying)
     assert not np.array_equal(logits, logits.astype(jnp.bfloat16).astype(jnp.float32))
 
 
@@ -261,7 +262,7 @@ def test_compute_dtype():
 
 
 def test_the_final_norm_reads_the_residual_stream():
-    """There is one after the embedding and one per block."""
+    """The stream has one entry after the embedding and one per block."""
     built = build(config(windows=(None, 2, 3)))
     seen, x_BTD = streams(built, False)(built.state, TOKENS, jax.random.key(0))
     assert [x.shape for x in seen] == [(2, 9, 12)] * 4

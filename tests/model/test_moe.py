@@ -1,4 +1,4 @@
-"""Experts: grouped products and their derivatives, who takes which, and what the router is told to like."""
+"""Experts: grouped matrix multiplications and their gradients, routing, and the balancing losses."""
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,14 @@ from .builder import config
 SIZES = {"some and none": (3, 0, 30, 9, 0), "one takes all": (0, 42, 0, 0, 0), "tiles to the brim": (8, 16, 0, 10, 8)}
 
 
-def in_float64(x_MI, w_EIO, sizes_E):
+def grouped_matmul_float64(x_MI, w_EIO, sizes_E):
     expert_M = np.repeat(np.arange(len(sizes_E)), sizes_E)
     return np.array([x.astype(np.float64) @ w_EIO[e] for x, e in zip(x_MI, expert_M, strict=True)]), expert_M
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_products_in_tiles_and_their_derivatives(monkeypatch, sizes):
-    """d x is d y · wᵀ of the row's expert, d w the sum of x d yᵀ over an expert's rows."""
+def test_tiled_matmul_and_its_gradients(monkeypatch, sizes):
+    """d x is d y · wᵀ of the expert of the row, d w the sum of x d yᵀ over the rows of an expert."""
     monkeypatch.setattr(moe, "TILE", 8)
     random = np.random.default_rng(0)
     x, w, d_y = (random.standard_normal(shape).astype(np.float32) for shape in ((42, 6), (5, 6, 7), (42, 7)))
@@ -35,7 +35,7 @@ def test_products_in_tiles_and_their_derivatives(monkeypatch, sizes):
         return y, *back(d_y)
 
     y, d_x, d_w = run(x, w, d_y)
-    wanted, expert_M = in_float64(x, w, sizes)
+    wanted, expert_M = grouped_matmul_float64(x, w, sizes)
     np.testing.assert_allclose(y, wanted, atol=1e-5)
     np.testing.assert_allclose(d_x, [w[e] @ d for d, e in zip(d_y, expert_M, strict=True)], atol=1e-5)
     for e in range(5):
@@ -43,11 +43,11 @@ def test_products_in_tiles_and_their_derivatives(monkeypatch, sizes):
 
 
 @pytest.mark.parametrize("platform, rows", [("cpu", 4), ("cpu", 9), ("cpu", 90), ("gpu", 42)])
-def test_every_kind_of_product_is_the_same(platform, rows):
+def test_all_forms_of_grouped_matmul_agree(platform, rows):
     random = np.random.default_rng(1)
     sizes = np.bincount(random.integers(0, 5, rows), minlength=5)
     x, w = random.standard_normal((rows, 6)).astype(np.float32), random.standard_normal((5, 6, 7)).astype(np.float32)
-    wanted, expert_M = in_float64(x, w, sizes)
+    wanted, expert_M = grouped_matmul_float64(x, w, sizes)
     run = jax.jit(lambda x, w, *rows: grouped_matmul(x, w, ExpertRows(*rows), platform))
     np.testing.assert_allclose(run(x, w, expert_M, sizes), wanted, atol=1e-5)
 
@@ -55,7 +55,7 @@ def test_every_kind_of_product_is_the_same(platform, rows):
 @pytest.mark.parametrize(
     "dtype, rows, from_rows", [("int8", 7, None), ("bfloat16", 7, None), ("int8", 20, 8), ("bfloat16", 20, 8)]
 )
-def test_narrow_experts_are_the_wide_ones_they_say(dtype, rows, from_rows):
+def test_low_precision_experts_equal_their_dequantized_form(dtype, rows, from_rows):
     linear = ExpertLinear(3, 6, (2, 4), dtype=jnp.float32, platform="cpu", rngs=nnx.Rngs(0))
     narrow, random = LowPrecisionExperts(linear, dtype, from_rows), np.random.default_rng(0)
     expert_M = np.sort(random.integers(0, 3, rows))
@@ -70,7 +70,7 @@ def test_narrow_experts_are_the_wide_ones_they_say(dtype, rows, from_rows):
     assert np.abs(same - linear.kernel[...]).max() < 0.01 * np.abs(linear.kernel[...]).max()
 
 
-def test_the_router_and_what_is_said_of_it():
+def test_router_and_its_losses():
     """Scores, choice with a bias, balance (Fedus et al. 2022, eq. 4) and z (Zoph et al. 2022, eq. 5) in NumPy."""
     model_config = config(experts=ExpertsConfig(5, 2, bias=True))
     layer = MixtureOfExperts(model_config, dtype=jnp.float32, rngs=nnx.Rngs(0), out_gain=1.0)
@@ -89,11 +89,11 @@ def test_the_router_and_what_is_said_of_it():
     np.testing.assert_allclose(routing.z, np.mean(np.log(np.exp(logits_NE).sum(axis=1)) ** 2), rtol=1e-5)
 
 
-def test_derivatives_are_those_of_all_experts_at_once():
-    """A sum over every expert with weights of zero for those not taken. The bias and experts without tokens get none."""
+def test_gradients_equal_those_of_a_dense_sum():
+    """A sum over every expert with zero weights for unused ones. The bias and experts without tokens get no gradient."""
     layer = MixtureOfExperts(config(experts=ExpertsConfig(6, 2, bias=True)), dtype=jnp.float32, rngs=nnx.Rngs(1), out_gain=1.0)
     x_BTD = np.random.default_rng(0).standard_normal((1, 12, 12)).astype(np.float32)
-    layer.router.bias[...] = jnp.asarray([0.0, 0.0, 0.0, 0.0, 0.0, -9.0])  # the last is never taken
+    layer.router.bias[...] = jnp.asarray([0.0, 0.0, 0.0, 0.0, 0.0, -9.0])  # the last expert is never chosen
     graph, state = nnx.split(layer)
 
     def loss(state):
