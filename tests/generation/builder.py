@@ -1,4 +1,4 @@
-"""Small models with random weights, and generation done the slow way: the whole text again for every token."""
+"""Small models with random weights, and a slow reference generation that reads the whole sequence again for every token."""
 
 from dataclasses import replace
 from functools import cache
@@ -30,14 +30,14 @@ BASE = ModelConfig(
 
 
 def config(**changes: Any) -> ModelConfig:
-    """`BASE` with changes; `windows` sets the depth."""
+    """Returns `BASE` with changes; `windows` sets the depth."""
     windows = changes.get("windows", BASE.windows)
     return replace(BASE, num_blocks=len(windows), **changes)
 
 
 @cache
 def model(config: ModelConfig = BASE, seed: int = 0) -> Transformer:
-    """A model whose weights are large enough for its greedy text to wander."""
+    """Returns a model with weights large enough for varied greedy text."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(seed)
 
@@ -65,7 +65,7 @@ def _forward(config: ModelConfig) -> Any:
 
 
 def all_logits(model: Transformer, text: list[int]) -> np.ndarray:
-    """Logits `[T, V]` after every token of a text, in one pass without a cache."""
+    """Returns logits `[T, V]` after every token of a sequence, in one pass without a cache."""
     S = model.config.max_context
     places = np.arange(S)
     tokens = np.zeros((1, S), np.int32)
@@ -83,7 +83,7 @@ ORDER = (
     *PENALTIES, "dynamic_temperature", "temperature", "smoothing", "top_k", "top_p", "min_p", "top_a", "tail_free", "typical",
     "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "xtc", "mirostat",
 )  # fmt: skip
-# step → its parameters in `process_logits`, by the names of the settings; the first of these switches it on
+# step → its parameters in `process_logits`, by the names of the settings; the first of them enables the step
 PARAMETERS: dict[str, dict[str, str]] = {
     "no_repeat_ngram": {"no_repeat_ngram": "n"},
     "allowed_tokens": {"allowed_tokens": "ids"},
@@ -112,7 +112,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
 
 
 def steps_of(settings: dict[str, Any], order: tuple[str, ...], eos: list[int], u: float) -> list[dict[str, Any]]:
-    """The pipeline that the settings stand for, without mirostat."""
+    """Returns the pipeline of the settings, without mirostat."""
     found: list[dict[str, Any]] = []
     for name in (*EDITS, *order):
         if name == "min_tokens" and settings.get("min_tokens") and eos:
@@ -136,7 +136,9 @@ def slowly(
     order: tuple[str, ...] = ORDER,
     **settings: Any,
 ) -> list[int]:
-    """The continuation of one prompt. Settings as of `generate`; a temperature of 0 or `greedy` takes the largest logit."""
+    """Returns the continuation of one prompt. Settings as in `generate`; a temperature of 0 or `greedy` takes the largest
+    logit.
+    """
     text, eos = list(prompt), list(settings.get("eos_ids", ()))
     greedy = settings.get("greedy", False) or settings.get("temperature", 1.0) == 0
     order = tuple(name for name in order if name in PENALTIES) if greedy else order
@@ -162,13 +164,13 @@ def slowly(
 
 
 def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
-    """Random prompts of these lengths."""
+    """Returns random prompts of these lengths."""
     random = np.random.default_rng(seed)
     return [random.integers(0, V, length).tolist() for length in lengths]
 
 
 def padded(rows: list[list[int]], fill: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """The rows as one array, right-padded with a token like any other, and their lengths."""
+    """Returns the rows as one array, right-padded with an ordinary token, and their lengths."""
     lengths = np.array([len(row) for row in rows])
     out = np.full((len(rows), lengths.max()), fill, np.int32)
     for row, text in zip(out, rows, strict=True):

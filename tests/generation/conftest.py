@@ -4,14 +4,14 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """Products in full float32 on every device: numbers are compared to 1e-5."""
+    """Matrix multiplications in full float32 on every device: results are compared to 1e-5."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture
 def programs():
-    """A function that gives the number of programs compiled since it was last called."""
+    """Returns a function that counts the programs compiled since its last call."""
     count = [0]
 
     def listen(event, duration, **_):

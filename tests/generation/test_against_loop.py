@@ -1,4 +1,4 @@
-"""The compiled loop, token for token against a loop on the host that reads the whole text again for every token."""
+"""The compiled loop, token for token against a loop on the host that reads the whole sequence again for every token."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from . import builder
 pytestmark = pytest.mark.slow
 
 PROMPTS = builder.prompts(5, 9, 2)
-STEPS = 36  # the first token, a whole chunk, and a part of one
+STEPS = 36  # the first token, a full chunk, and a partial one
 END = 22
 SETTINGS = {
     "plain": {},
@@ -38,8 +38,8 @@ SETTINGS = {
     ("name", "use_cache"),
     [("temperature", True), pytest.param("all", True, marks=pytest.mark.exhaustive), ("all", False)],
 )
-def test_plans_of_their_own(name, use_cache):
-    """Batches that have one setting in common, for which less is compiled than for mixed ones."""
+def test_batches_with_one_setting(name, use_cache):
+    """Batches with one setting in common, for which less is compiled than for mixed ones."""
     model, settings = builder.model(), SETTINGS[name]
     tokens, lengths = builder.padded(PROMPTS)
     out = generate(model, tokens, STEPS, prompt_lengths=lengths, seed=11, use_cache=use_cache, **settings)
@@ -48,7 +48,7 @@ def test_plans_of_their_own(name, use_cache):
 
 
 def test_every_setting_in_one_batch():
-    """Rows of different length, setting, seed and limit, each as it would be alone."""
+    """Rows with different lengths, settings, seeds and limits; each gives the same tokens as alone."""
     model = builder.model()
     rows = [settings | {"seed": 7 + b} for b, settings in enumerate(SETTINGS.values())]
     prompts = builder.prompts(*(1 + b % 9 for b in range(len(rows))), seed=3)
@@ -67,7 +67,7 @@ def test_every_setting_in_one_batch():
         chunk = session.advance(7)
     for (name, settings), text, prompt, row, limit in zip(SETTINGS.items(), said, prompts, rows, limits, strict=True):
         assert text == builder.slowly(model, prompt, limit, **settings | row), name
-        if name == "top_k and a tiny top_p":  # the older program ignored top_p beside top_k
+        if name == "top_k and a tiny top_p":  # version 0 ignored top_p together with top_k
             assert text == builder.slowly(model, prompt, limit, greedy=True)
 
 
@@ -107,7 +107,7 @@ CHAINS = {
 
 
 def decoded(model, rows, prompts, steps):
-    """The continuations of one batch in which each row has its own settings."""
+    """Returns the continuations of one batch in which each row has its own settings."""
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build(rows, vocab_size=model.config.vocab_size)
     session = StaticBatch(model, tokens, lengths, params, limits_B=np.full(len(rows), steps), eos_ids=[[]] * len(rows))
@@ -119,7 +119,7 @@ def decoded(model, rows, prompts, steps):
 
 @pytest.mark.exhaustive
 def test_every_chain_in_one_batch():
-    """Token for token as steps on the host by name and the same draw; most rows in their window, some forced out of it."""
+    """Token for token equal to steps on the host with the same draw; most rows use their window, some leave it."""
     model = builder.model(builder.config(vocab_size=WIDE))
     prompts = builder.prompts(*(2 + b % 7 for b in range(len(CHAINS))), seed=5)
     rows = [settings | {"seed": 50 + b} for b, settings in enumerate(CHAINS.values())]
@@ -150,7 +150,7 @@ def test_other_orders(settings, order):
         assert text == builder.slowly(model, prompt, 10, order=order or settings["sampler_order"], **row)
 
 
-def test_a_given_seed_gives_the_same_text_alone_and_in_a_batch():
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch():
     model = builder.model()
     tokens, lengths = builder.padded(PROMPTS)
     settings = {"temperature": 2.0, "seed": 2**32 - 1}
@@ -159,10 +159,10 @@ def test_a_given_seed_gives_the_same_text_alone_and_in_a_batch():
         alone = generate(model, [prompt], STEPS, **settings)
         assert row[: len(prompt) + STEPS].tolist() == alone[0].tolist()
     copies = generate(model, [PROMPTS[0]] * 3, STEPS, **settings)
-    assert copies[0].tolist() == copies[1].tolist() == copies[2].tolist(), "one seed, one prompt, one text"
+    assert copies[0].tolist() == copies[1].tolist() == copies[2].tolist(), "the same seed and prompt give the same tokens"
 
 
-def test_without_a_seed_each_call_has_its_own_and_tells_it():
+def test_each_call_without_a_seed_draws_and_reports_one():
     model = builder.model()
     runs = [generate(model, [PROMPTS[0]], STEPS, temperature=3.0, return_info=True) for _ in range(3)]
     assert len({told["seed"] for _, told in runs}) == 3
@@ -172,7 +172,7 @@ def test_without_a_seed_each_call_has_its_own_and_tells_it():
         assert again.tolist() == out.tolist()
 
 
-def test_samples_of_a_prompt_are_its_draws_by_number():
+def test_samples_depend_on_their_index():
     model, prompt = builder.model(), PROMPTS[0]
     out = generate(model, [prompt], STEPS, temperature=2.0, seed=6, n=3)
     assert out.shape == (3, 5 + STEPS)
@@ -181,11 +181,11 @@ def test_samples_of_a_prompt_are_its_draws_by_number():
         assert text == builder.slowly(model, prompt, STEPS, temperature=2.0, seed=6, sample=sample)
     assert len(set(map(tuple, texts))) == 3
     one = generate(model, [prompt], STEPS, temperature=2.0, seed=6)
-    assert out[0].tolist() == one[0].tolist(), "the first sample is the text of a single one"
+    assert out[0].tolist() == one[0].tolist(), "the first sample equals a single one"
 
 
-def test_samples_of_several_prompts_stand_together():
-    """Rows of one prompt follow each other, prompts of different length share the batch."""
+def test_samples_of_a_prompt_are_adjacent():
+    """The samples of one prompt are adjacent, and prompts of different lengths share the batch."""
     tokens, lengths = builder.padded(PROMPTS[:2])
     out = generate(builder.model(), tokens, 6, prompt_lengths=lengths, greedy=True, n=2)
     for row, prompt in zip(out, (PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]), strict=True):
@@ -193,7 +193,7 @@ def test_samples_of_several_prompts_stand_together():
 
 
 def test_log_probabilities_of_drawn_tokens():
-    """Before the chain and after it, against float64."""
+    """Before and after the chain, against float64."""
     out, told = generate(builder.model(), [PROMPTS[1]], 12, temperature=2.0, top_k=3, seed=2, logprobs=4, return_info=True)
     logits = builder.all_logits(builder.model(), out[0].tolist()).astype(np.float64)[8:-1]
     plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

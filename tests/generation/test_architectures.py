@@ -1,4 +1,4 @@
-"""Other architectures generate as the plain one does: cached as uncached, in a batch as alone, and from narrow weights."""
+"""Other architectures generate like the basic one: with and without a cache, in any batch, and with low-precision weights."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
-def test_a_batch_says_what_each_text_says_alone(config):
+def test_a_batch_equals_each_prompt_alone(config):
     model = builder.model(config)
     tokens, lengths = builder.padded(PROMPTS)
     out = generate(model, tokens, STEPS, prompt_lengths=lengths, greedy=True)
@@ -65,9 +65,11 @@ def test_a_batch_says_what_each_text_says_alone(config):
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
-def test_narrow_weights_say_what_the_same_numbers_say_wide(config):
-    narrow = prepare(builder.model(config), "int8")
-    assert weight_bytes(narrow) < 0.6 * weight_bytes(builder.model(config))
+def test_low_precision_weights_equal_their_dequantized_form(config):
+    low_precision = prepare(builder.model(config), "int8")
+    assert weight_bytes(low_precision) < 0.6 * weight_bytes(builder.model(config))
     tokens, lengths = builder.padded(PROMPTS)
-    said = [generate(m, tokens, STEPS, prompt_lengths=lengths, greedy=True) for m in (narrow, dequantize(narrow))]
-    np.testing.assert_array_equal(*said)
+    results = [
+        generate(m, tokens, STEPS, prompt_lengths=lengths, greedy=True) for m in (low_precision, dequantize(low_precision))
+    ]
+    np.testing.assert_array_equal(*results)

@@ -1,4 +1,4 @@
-"""With and without a cache, alone and in company: the same text."""
+"""The same tokens with and without a cache, in a mixed batch and in a batch of one."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ PROMPTS = builder.prompts(5, 9, 2)
 STEPS = 20
 WINDOWS = {"full": (None, None), "sliding": (4, 4), "mixed": (3, None)}
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
-# Every position with every window, and every number of key heads with each of both; every second pair is exhaustive.
+# Covers every position with every window, and every number of key heads with each of both; every second pair is exhaustive.
 PAIRS = [(i, j) for i in range(4) for j in range(3)]
 KINDS = [
     pytest.param(POSITIONS[i], list(WINDOWS)[j], (1, 2, 4)[(i + j) % 3], marks=[pytest.mark.exhaustive] * ((i + j) % 2))
@@ -21,14 +21,14 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("position", "windows", "kv_heads"), KINDS)
-def test_a_ragged_batch_equals_each_prompt_done_the_slow_way(position, windows, kv_heads):
+def test_a_ragged_batch_equals_the_slow_reference(position, windows, kv_heads):
     """The same tokens, and log-probabilities of a float64 softmax."""
     extra = {"qk_norm": True, "no_sink": True, "dropout_rate": 0.5} if kv_heads == 4 else {}
     model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
     tokens, lengths = builder.padded(PROMPTS)
     out, told = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
     info = told["info"]
-    assert len(np.unique(out)) > 15, "a text this dull shows nothing"
+    assert len(np.unique(out)) > 15, "the text must vary for this test"
     for b, prompt in enumerate(PROMPTS):
         text = out[b, : len(prompt) + STEPS].tolist()
         assert text[: len(prompt)] == prompt
@@ -43,7 +43,7 @@ def test_a_ragged_batch_equals_each_prompt_done_the_slow_way(position, windows, 
 
 
 @pytest.mark.parametrize(("position", "windows", "kv_heads"), [("learned", "mixed", 4)])
-def test_the_same_without_a_cache(position, windows, kv_heads):
+def test_without_a_cache(position, windows, kv_heads):
     extra = {"qk_norm": True, "no_sink": True, "dropout_rate": 0.5} if kv_heads == 4 else {}
     model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
     tokens, lengths = builder.padded(PROMPTS)
@@ -55,8 +55,8 @@ def test_the_same_without_a_cache(position, windows, kv_heads):
     np.testing.assert_allclose(told["info"].top_logprobs, told_slow["info"].top_logprobs, rtol=0, atol=2e-4)
 
 
-def test_a_long_text_crosses_buckets_chunks_and_the_ring():
-    """17 tokens are padded to 32; 100 more take four chunks and turn the ring many times."""
+def test_a_long_sequence_crosses_buckets_chunks_and_the_ring():
+    """17 tokens are padded to 32; 100 more take four chunks and wrap around the ring many times."""
     model = builder.model(builder.config(windows=(4, None), max_context=128))
     (prompt,) = builder.prompts(17, seed=4)
     out = generate(model, [prompt], 100, greedy=True)
@@ -71,13 +71,13 @@ def test_no_new_tokens_returns_the_input():
         assert row.tolist() == prompt + [66] * (tokens.shape[1] - len(prompt))
     assert out.shape == tokens.shape and out.dtype == np.int32
     whole = np.tile(np.arange(64), (1, 1))
-    assert generate(model, whole, 0).tolist() == whole.tolist(), "a full context needs no room for nothing"
+    assert generate(model, whole, 0).tolist() == whole.tolist(), "a full context is allowed without new tokens"
     out, told = generate(model, tokens, 0, prompt_lengths=lengths, return_info=True, logprobs=1)
     assert told["lengths"].tolist() == lengths.tolist() and told["reasons"] == ["length"] * 3
 
 
 def test_prompt_then_continuation_then_padding():
-    """An end token stays, what stands behind it is padding, and its neighbours go on."""
+    """An end token is kept, padding follows it, and the other rows continue."""
     model = builder.model()
     tokens, lengths = builder.padded(PROMPTS)
     free = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths)
@@ -97,7 +97,7 @@ def test_prompt_then_continuation_then_padding():
     assert told["lengths"][1] == 9 + first + 1
 
 
-def test_what_stands_behind_a_prompt_in_the_input_does_not_matter():
+def test_padding_of_the_input_has_no_effect():
     outs = []
     for fill in (0, 3, 66):
         tokens, lengths = builder.padded(PROMPTS, fill)
@@ -105,7 +105,7 @@ def test_what_stands_behind_a_prompt_in_the_input_does_not_matter():
     assert outs[0] == outs[1] == outs[2]
 
 
-def test_the_cache_is_as_long_as_the_request_not_as_the_context():
+def test_the_cache_has_the_length_of_the_request():
     from dantinox.generation.static_batch import StaticBatch
     from dantinox.sampling import SamplingParams
 
@@ -143,12 +143,12 @@ def test_the_cache_is_as_long_as_the_request_not_as_the_context():
         ([[1] * 64], {"max_generations": 1}, "fills the model's context of 64"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(input_ids, options, sentence):
+def test_wrong_arguments(input_ids, options, sentence):
     with pytest.raises(UserError, match=sentence):
         generate(builder.model(), input_ids, **options)
 
 
-def test_prompts_of_any_lengths_are_lists():
+def test_prompts_as_lists_of_any_lengths():
     tokens, lengths = builder.padded(PROMPTS)
     ragged = generate(builder.model(), [list(prompt) for prompt in PROMPTS], max_new_tokens=STEPS, greedy=True)
     assert ragged.tolist() == generate(builder.model(), tokens, STEPS, greedy=True, prompt_lengths=lengths).tolist()

@@ -1,4 +1,4 @@
-"""Slots per head: the sum is met, no head is out of bounds, larger weights come first, and a layer has at most two sizes."""
+"""Slots per head: the total is met, every head is within bounds, larger weights get more, and a layer has at most two sizes."""
 
 import itertools
 import time
@@ -25,7 +25,7 @@ from dantinox.generation.cache_budgets import (
 pytestmark = pytest.mark.slow
 
 laws = settings(max_examples=100, deadline=None, derandomize=True)
-# A weight is drawn as a byte, which is quick; clipped weights are often equal.
+# Weights are drawn as bytes, which is fast; clipped weights are often equal.
 TABLE = np.clip(np.random.default_rng(0).gamma(1, 1, 256), 0.3, 2.5)
 
 
@@ -42,7 +42,7 @@ def requests(draw, uniform=False):
 
 
 def slots_of(allocation):
-    """The slots of every head `[L, K]`, heads in their own order."""
+    """Returns the slots of every head `[L, K]`, in the original order of heads."""
     out = []
     for order, groups in zip(allocation.order, allocation.groups, strict=True):
         slots = [slots for heads, slots in groups for _ in range(heads)]
@@ -75,7 +75,7 @@ def test_every_head_is_within_bounds_and_in_whole_units(request):
 @laws
 @given(requests())
 def test_groups(request):
-    """At most two in a layer, the one with more slots first; plain integers, for shapes and for hashing."""
+    """At most two per layer, the one with more slots first; plain integers, for shapes and hashing."""
     weights_LK, caps, total, floor = request
     allocation = allocate_by_weight(weights_LK, caps, total, floor)
     for groups in allocation.groups:
@@ -112,7 +112,7 @@ def test_the_order_is_that_of_the_weights_whatever_the_total(request, data):
 @laws
 @given(requests(uniform=True))
 def test_equal_weights_differ_by_at_most_a_unit(request):
-    """Every head that is at most a unit above the least one; only a head at its cap may have fewer."""
+    """Every head is at most a unit above the smallest one; only a head at its cap may have fewer."""
     weights_LK, caps, total, floor = request
     slots_LK = slots_of(allocate_by_weight(weights_LK, caps, total, floor))
     below = slots_LK[slots_LK < np.array(caps)[:, None]]
@@ -121,8 +121,8 @@ def test_equal_weights_differ_by_at_most_a_unit(request):
 
 @laws
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6))
-def test_no_cut_in_two_is_smaller(wishes):
-    """Brute force over all ways to put heads in two groups, sorted or not."""
+def test_no_split_in_two_is_smaller(wishes):
+    """Brute force over all ways to put heads into two groups, sorted or not."""
     wishes = sorted(wishes, reverse=True)
     least = min(
         sum(len(part) * max(part) for part in (first, second) if part)
@@ -134,8 +134,8 @@ def test_no_cut_in_two_is_smaller(wishes):
     assert all(slots >= wish for slots, wish in zip(budgets._slots(layer), wishes, strict=True))
 
 
-def wishes_at(level, weights_LK, caps, floor):
-    """One head after the other: level · weight in the nearest whole units, half a unit upwards, within the bounds."""
+def requests_at(level, weights_LK, caps, floor):
+    """Computes head by head: level · weight in the nearest whole units, half a unit rounded up, within the bounds."""
     out = []
     for weights_K, cap in zip(weights_LK, caps, strict=True):
         least = min((floor + UNIT - 1) // UNIT * UNIT, cap)
@@ -145,9 +145,9 @@ def wishes_at(level, weights_LK, caps, floor):
     return out
 
 
-def padded(wishes_LK):
+def padded(requests_LK):
     total = 0
-    for wishes in map(sorted, wishes_LK):
+    for wishes in map(sorted, requests_LK):
         total += min(heads * wishes[heads - 1] + (len(wishes) - heads) * wishes[-1] for heads in range(1, len(wishes) + 1))
     return total
 
@@ -155,18 +155,18 @@ def padded(wishes_LK):
 @laws
 @given(requests())
 def test_the_level_is_the_highest_that_fits(request):
-    """The wishes only grow with the level: at the next larger number they are too many, unless all are caps."""
+    """Requests only grow with the level: at the next larger number they exceed the total, unless all are caps."""
     weights_LK, caps, total, floor = request
     caps_L1 = np.array(caps)[:, None]
     level = budgets._level(np.sort(weights_LK)[:, ::-1], budgets._floors(caps_L1, floor), caps_L1, total)
-    assert padded(wishes_at(level, weights_LK, caps, floor)) <= total
-    more = wishes_at(np.nextafter(level, np.inf), weights_LK, caps, floor)
+    assert padded(requests_at(level, weights_LK, caps, floor)) <= total
+    more = requests_at(np.nextafter(level, np.inf), weights_LK, caps, floor)
     assert padded(more) > total or more == [[cap] * weights_LK.shape[1] for cap in caps]
 
 
 @laws
 @given(requests(), st.data())
-def test_a_layer_cut_anew_holds_what_was_left(request, data):
+def test_a_new_split_uses_the_remaining_slots(request, data):
     weights_LK, caps, _, floor = request
     K, cap = weights_LK.shape[1], caps[0]
     floor = int(budgets._floors(np.array(cap), floor))
@@ -197,7 +197,7 @@ def test_meeting_the_total_costs_no_head_more_than_a_unit(L, K):
         assert (np.clip(level * weights_LK, *bounds) - slots_LK).max() <= UNIT
 
 
-def test_least_total():
+def test_min_total():
     assert min_total([256, 17, 24], kv_heads=2, floor=20) == 2 * (24 + 17 + 24)
     with pytest.raises(ValueError, match="total must be at least 130, got 129"):
         allocate_by_weight(np.ones((3, 2)), [256, 17, 24], total=129, floor=20)
@@ -220,7 +220,7 @@ def test_by_hand(weights, caps, total, order, groups):
     assert allocation.order[0] == order and list(allocation.groups) == groups
 
 
-def test_a_window_is_a_cap_and_the_others_have_the_rest():
+def test_a_window_is_a_cap_and_other_layers_get_the_rest():
     slots_LK = slots_of(allocate_by_weight(np.ones((3, 2)), [1024, 128, 1024], total=6 * 512, floor=20))
     assert slots_LK.tolist() == [[704, 704], [128, 128], [704, 704]]
 
@@ -231,7 +231,7 @@ def test_weights():
     np.testing.assert_array_equal(head_weights(np.zeros((2, 3)), 0.3, 2.5), np.ones((2, 3)))
 
 
-def test_query_heads_of_a_key_head_stand_next_to_each_other():
+def test_query_heads_of_a_key_head_are_adjacent():
     signal_LN = np.array([[1.0, 2.0, 3.0, 7.0], [0.0, 8.0, 4.0, 1.0]])
     assert reduce_query_heads(signal_LN, 2, "max").tolist() == [[2, 7], [8, 4]]
     assert reduce_query_heads(signal_LN, 2, "mean").tolist() == [[1.5, 5], [4, 2.5]]
@@ -239,7 +239,7 @@ def test_query_heads_of_a_key_head_stand_next_to_each_other():
     assert reduce_query_heads(signal_LN, 4, "min").tolist() == signal_LN.tolist()
 
 
-def test_a_large_model_takes_no_time():
+def test_allocation_of_a_large_model_is_fast():
     L, K, N = 80, 64, 131_072
     weights_LK = head_weights(np.random.default_rng(0).gamma(1, 1, (L, K)), 0.3, 2.5)
     for weights in (weights_LK, np.ones((L, K))):
@@ -249,11 +249,11 @@ def test_a_large_model_takes_no_time():
         assert 0 <= total - spent < UNIT
 
 
-# --- by what eviction costs
+# by the cost of eviction
 
 
 def curves(rises, slots, floor):
-    """The sizes that may be chosen between the measured ones, and each head's cost at them."""
+    """Returns the allowed sizes between the measured ones, and the cost of each head at them."""
     log = [np.log2(slots[0])]
     for a, b in itertools.pairwise(np.log2(slots)):
         log += [a + (b - a) * part / SIZES_PER_DOUBLING for part in range(1, SIZES_PER_DOUBLING + 1)]
@@ -263,12 +263,12 @@ def curves(rises, slots, floor):
     return 2 ** np.array(log), np.minimum.accumulate(cost, axis=1)
 
 
-def least_cost(size, cost, layers, heads, total):
-    """The least sum of costs by integer programming: a pair of sizes for each layer, one of the two for each head."""
+def min_cost(size, cost, layers, heads, total):
+    """Returns the minimum cost by integer programming: a pair of sizes per layer, one of the two per head."""
     S = len(size)
     pairs = list(itertools.combinations_with_replacement(range(S), 2))
     P = len(pairs)
-    use = layers * P  # the first variables: which pair a layer has; then, of each head and pair, which of the two
+    use = layers * P  # the first variables choose the pair of a layer; then, per head and pair, which of the two
     count = use + layers * heads * P * 2
     objective, slots = np.zeros(count), np.zeros(count)
     rows, right = [], []
@@ -295,8 +295,8 @@ def least_cost(size, cost, layers, heads, total):
     st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 16, 24]), st.floats(0.02, 1),
     st.integers(0, 2**32 - 1),
 )  # fmt: skip
-def test_no_division_costs_less(layers, heads, sizes, floor, share, seed):
-    """Integer programming finds nothing better, but for the slots that rounding leaves."""
+def test_no_allocation_costs_less(layers, heads, sizes, floor, share, seed):
+    """Integer programming finds nothing better, except for the slots that rounding leaves unused."""
     slots = [16 << i for i in range(sizes)]
     rises = np.random.default_rng(seed).normal(0, 0.01, (layers * heads, sizes)) + np.linspace(0.02, 0, sizes)
     found = allocate_by_loss(rises.reshape(layers, heads, sizes), slots, share, floor)
@@ -306,11 +306,11 @@ def test_no_division_costs_less(layers, heads, sizes, floor, share, seed):
     sizes_of_heads = np.abs(found.ravel()[:, None] - x).argmin(axis=1)
     assert x[sizes_of_heads] == pytest.approx(found.ravel())
     cost = y[np.arange(layers * heads), sizes_of_heads].sum()
-    assert cost >= least_cost(x, y, layers, heads, total) - 1e-9
-    assert cost <= least_cost(x, y, layers, heads, max(total * (1 - layers / KNAPSACK_STEPS), layers * heads * x[0])) + 1e-9
+    assert cost >= min_cost(x, y, layers, heads, total) - 1e-9
+    assert cost <= min_cost(x, y, layers, heads, max(total * (1 - layers / KNAPSACK_STEPS), layers * heads * x[0])) + 1e-9
 
 
-def test_slots_go_where_they_help_most():
+def test_slots_go_where_they_lower_the_loss_most():
     needs = np.array([[[0.9, 0.9, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0]], [[0.0] * 4, [0.0, 0.0, 0.01, 0.0]]])
     found = allocate_by_loss(needs, [32, 64, 128, 256], 0.25, 24)
     assert found == pytest.approx(np.array([[128, 64], [32, 32]]))
@@ -321,7 +321,7 @@ def test_slots_go_where_they_help_most():
     assert allocate_by_loss(needs, [32, 64, 128, 256], 1, 300) == pytest.approx(np.full((2, 2), 256))
 
 
-def test_dividing_a_large_model_takes_seconds():
+def test_allocation_by_loss_of_a_large_model_takes_seconds():
     rises = np.random.default_rng(0).gamma(0.1, 0.001, (80, 16, 13)).cumsum(axis=2)[:, :, ::-1]
     found = allocate_by_loss(rises - rises[:, :, -1:], [24 << i for i in range(13)], 0.2, 24)
     assert 0.19 < found.mean() / (24 << 12) <= 0.2

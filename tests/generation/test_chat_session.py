@@ -1,4 +1,4 @@
-"""A conversation: what is read and kept, what may be said about settings, a full context, its file. No terminal."""
+"""Chat sessions without a terminal: prompts, stored messages, settings, a full context, and the file."""
 
 import json
 
@@ -11,7 +11,7 @@ from dantinox.text import ChatTemplate
 
 pytestmark = pytest.mark.slow
 
-AROUND = "è€😀b\nca" * 9  # what the model of `run_dir` says greedily after "a"
+AROUND = "è€😀b\nca" * 9  # the greedy text of the model of `run_dir` after "a"
 GREEDY = {"greedy": True, "max_new_tokens": 13}
 PLAIN = "<bos>User:\n{}\n\nAssistant:\n"
 
@@ -28,7 +28,7 @@ def ending(ending_run_dir):
 
 @pytest.fixture
 def chat(run):
-    """The tokens that an answer is given to are kept in `read`."""
+    """Returns a chat; the prompts of its answers are recorded in `read`."""
     template = ChatTemplate.from_name("plain", run.tokenizer)
     made = Chat(run, template, GREEDY)
     made.read = []
@@ -42,31 +42,34 @@ def chat(run):
     return made
 
 
-def said(pieces):
+def joined(pieces):
     return "".join(piece.text for piece in pieces)
 
 
-def spell(run, ids):
-    """Text with the begin and end tokens shown."""
+def decode_with_specials(run, ids):
+    """Returns text with the begin and end tokens shown."""
     names = {run.tokenizer.bos_id: "<bos>", run.tokenizer.eos_id: "<eos>"}
     return b"".join(names[i].encode() if i in names else bytes([i]) for i in ids).decode()
 
 
-def test_turns_are_read_through_the_template(run, chat):
-    first = said(chat.answer("a"))
+def test_turns_are_formatted_by_the_template(run, chat):
+    first = joined(chat.answer("a"))
     assert len(first.encode()) == 13
-    said(chat.answer("c"))
-    assert spell(run, chat.read[0]) == PLAIN.format("a")
-    assert spell(run, chat.read[-1]) == f"<bos>User:\na\n\nAssistant:\n{first.strip()}<eos>\n\nUser:\nc\n\nAssistant:\n"
+    joined(chat.answer("c"))
+    assert decode_with_specials(run, chat.read[0]) == PLAIN.format("a")
+    assert (
+        decode_with_specials(run, chat.read[-1])
+        == f"<bos>User:\na\n\nAssistant:\n{first.strip()}<eos>\n\nUser:\nc\n\nAssistant:\n"
+    )
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
     assert (chat.messages[1]["content"], chat.finish_reason) == (first, "length")
 
 
-def test_without_a_template_a_text_goes_on(run):
+def test_without_a_template_the_text_is_continued(run):
     chat = Chat(run, None, GREEDY)
     assert chat.is_completion
-    assert said(chat.answer("a")) == AROUND[:7]
-    assert said(chat.answer("b")) == "\nca" + AROUND[:4], "what is said begins a new line, whose byte is of the circle"
+    assert joined(chat.answer("a")) == AROUND[:7]
+    assert joined(chat.answer("b")) == "\nca" + AROUND[:4], "a message begins a new line, whose byte is part of the cycle"
     assert chat.template.encode(chat.messages) == list(f"a{AROUND[:7]}\nb\nca{AROUND[:4]}".encode())
     with pytest.raises(UserError, match="no chat template, and so no system message"):
         chat.set_system("be brief")
@@ -74,26 +77,26 @@ def test_without_a_template_a_text_goes_on(run):
 
 def test_the_end_token_ends_an_answer(ending):
     chat = Chat(ending, None, {"greedy": True, "max_new_tokens": 40})
-    assert said(chat.answer("a")) == "è€😀b\nc"
+    assert joined(chat.answer("a")) == "è€😀b\nc"
     assert chat.finish_reason == "eos"
 
 
 def test_the_special_token_that_ends_a_turn_ends_an_answer(run):
-    """Here "😀" begins with a byte that the template is told to end turns with."""
+    """Here the template declares the first byte of "😀" as the token that ends turns."""
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 40})
     chat.template.end_ids = frozenset("😀".encode()[:1])
-    assert said(chat.answer("a")) == "è€"
+    assert joined(chat.answer("a")) == "è€"
     assert chat.finish_reason == "stop"
 
 
-def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(run):
+def test_an_interrupted_answer_is_kept(run):
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 60})
     pieces = chat.answer("a")
-    heard = next(pieces).text + next(pieces).text
+    received = next(pieces).text + next(pieces).text
     pieces.close()
-    assert heard == AROUND[: len(heard)] and chat.finish_reason == "interrupted"
-    assert chat.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": heard}]
-    assert said(chat.answer("b")).startswith("\nca"), "and the conversation goes on"
+    assert received == AROUND[: len(received)] and chat.finish_reason == "interrupted"
+    assert chat.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": received}]
+    assert joined(chat.answer("b")).startswith("\nca"), "the conversation continues"
 
 
 def test_entropies_come_token_by_token(run):
@@ -111,52 +114,52 @@ def test_entropies_come_token_by_token(run):
 
 def test_retry_and_undo(run):
     chat = Chat(run, None, {"temperature": 30.0, "seed": 5, "max_new_tokens": 12})
-    first = said(chat.answer("a"))
-    again = said(chat.retry())
-    assert again != first, "a seed of one's own does not give the same answer again"
+    first = joined(chat.answer("a"))
+    again = joined(chat.retry())
+    assert again != first, "a second answer to the same message has other draws"
     assert [message["content"] for message in chat.messages] == ["a", again]
     assert chat.undo() == "a" and chat.messages == []
     with pytest.raises(UserError, match="the conversation has no messages yet"):
         chat.retry()
     other = Chat(run, None, {"temperature": 30.0, "seed": 5, "max_new_tokens": 12})
-    assert [said(other.answer("a")), said(other.retry())] == [first, again], "but the same conversation"
+    assert [joined(other.answer("a")), joined(other.retry())] == [first, again], "the whole conversation is repeatable"
 
 
-def test_a_full_context_lets_the_oldest_turns_go(run, chat):
+def test_a_full_context_drops_the_oldest_turns(run, chat):
     chat.set_system("S")
     for text in ("a" * 30, "b" * 10):
-        said(chat.answer(text))
+        joined(chat.answer(text))
     with pytest.warns(UserWarning, match="the context of 128 tokens is full: the oldest turn is dropped from now on"):
-        said(chat.answer("c" * 10))
-    read = spell(run, chat.read[-1])
+        joined(chat.answer("c" * 10))
+    read = decode_with_specials(run, chat.read[-1])
     assert read.startswith("<bos>System:\nS\n\nUser:\nbbbb") and len(chat.read[-1]) + 13 <= 128
-    assert len(chat.messages) == 6, "what was said stays in the conversation"
+    assert len(chat.messages) == 6, "dropped turns stay in the messages"
     with pytest.raises(UserError, match=r"the message makes [0-9]+ tokens, but the model's context is 128: shorten it"):
         chat.answer("d" * 120)
     assert len(chat.messages) == 6
 
 
-def test_a_long_answer_gets_what_room_there_is(run, recwarn):
+def test_a_long_answer_is_limited_by_the_context(run, recwarn):
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 400})
-    assert len(said(chat.answer("a" * 100)).encode()) == 28
+    assert len(joined(chat.answer("a" * 100)).encode()) == 28
     assert chat.finish_reason == "context"
     assert [str(warning.message) for warning in recwarn if "context" in str(warning.message)] == []
 
 
 def test_a_growing_conversation_needs_few_programs(run, programs):
     chat = Chat(run, None, {"temperature": 0.8, "max_new_tokens": 6})
-    said(chat.answer("a"))
+    joined(chat.answer("a"))
     programs()
     for number in range(3):
-        said(chat.answer("b" * (4 + number)))
+        joined(chat.answer("b" * (4 + number)))
     chat.set("temperature", 0.3)
-    said(chat.answer("c"))
+    joined(chat.answer("c"))
     assert programs() == 0
 
 
 def test_a_budget_of_the_cache(run):
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 52, "kv_budget": 0.5, "kv_signal": "uniform"})
-    assert said(chat.answer("a")) == AROUND[:28], "the last byte decides the next one, whatever is forgotten"
+    assert joined(chat.answer("a")) == AROUND[:28], "the next byte depends only on the last one, whatever is evicted"
 
 
 def test_settings(run):
@@ -177,27 +180,27 @@ def test_settings(run):
         chat.reset("temprature")
 
 
-def test_a_setting_that_loses_its_effect_is_left_out(run):
+def test_a_setting_without_effect_is_dropped(run):
     chat = Chat(run, None, {"strategy": "entropy", "low_entropy": 0.4})
     with pytest.warns(UserWarning, match="router.low_entropy has no effect while generation.strategy is chain"):
         chat.set("strategy", "chain")
     assert chat.overrides == {}
 
 
-def test_a_conversation_is_saved_and_goes_on(run, chat, tmp_path):
+def test_a_saved_conversation_continues(run, chat, tmp_path):
     file = tmp_path / "talk.jsonl"
     chat.set_system("S")
-    answer = said(chat.answer("è"))
+    answer = joined(chat.answer("è"))
     chat.save(file)
     messages = [("system", "S"), ("user", "è"), ("assistant", answer)]
     assert json.loads(file.read_text()) == {"messages": [{"role": role, "content": text} for role, text in messages]}
-    chat.save(file)  # its own file
+    chat.save(file)  # overwriting its own file is allowed
     other = Chat(run, chat.template, GREEDY)
     with pytest.raises(UserError, match="exists already: choose another name"):
         other.save(file)
     other.load(file)
     assert (other.system, other.messages) == ("S", chat.messages)
-    assert said(other.answer("b")) == said(chat.answer("b"))
+    assert joined(other.answer("b")) == joined(chat.answer("b"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Constraints: what may come next against every text of small languages, and what a model without any sense then writes."""
+"""Constraints: masks against every text of small languages, and the output of random models."""
 
 import itertools
 import json
@@ -42,8 +42,8 @@ SCHEMA = {
 }
 
 
-def meets_schema(text):
-    """What `SCHEMA` says, by hand."""
+def matches_schema(text):
+    """Checks `SCHEMA` by hand."""
     found = json.loads(text)
     return (
         list(found) == ["name", "age", "tags"]
@@ -60,7 +60,7 @@ DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])( é|€?😀){1,3}"
 LIST = 'root ::= "[" (item ("," item){0,4})? "]"\nitem ::= [a-c\\u00e9]+ | "\\"" [^"a-z]{0,3} "\\"" # either\n'
 CALC = 'start: sum\nsum: term ("+" term)~0..3\nterm: /[0-9]/ | "(" /[1-3]/ "*" /[0-9]{1,2}/ ")"'
 MEETS = {
-    ("json_schema", json.dumps(SCHEMA)): meets_schema,
+    ("json_schema", json.dumps(SCHEMA)): matches_schema,
     ("regex", DATE): lambda text: re.fullmatch(DATE, text),
     ("gbnf", LIST): lambda text: re.fullmatch(r'\[((,|^|(?<=\[))([a-cé]+|"[^"a-z]{0,3}"))*\]', text, re.DOTALL),
     ("lark", CALC): lambda text: re.fullmatch(r"(\+?([0-9]|\([1-3]\*[0-9]{1,2}\))){1,4}", text) and text[0] != "+",
@@ -69,12 +69,12 @@ SOURCES = {kind: source for kind, source in MEETS}
 
 
 def allowed(matcher, size):
-    """The tokens of a mask, read by NumPy."""
+    """Returns the tokens of a mask, read by NumPy."""
     return np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:size]).tolist()
 
 
-def written(tokenizer, matcher, seed, most=400):
-    """A text by somebody who takes any token that may come, and whether it came to an end."""
+def random_text(tokenizer, matcher, seed, most=400):
+    """Returns a text of random allowed tokens, and whether it ended."""
     chance, ids = random.Random(seed), []
     while not matcher.done and len(ids) < most:
         token = chance.choice(allowed(matcher, tokenizer.vocab_size))
@@ -85,12 +85,12 @@ def written(tokenizer, matcher, seed, most=400):
     return tokenizer.decode(ids), matcher.done
 
 
-# What may come
+# Masks
 
 
 @cache
 def language(pattern, alphabet, longest):
-    """The UTF-8 of all texts over an alphabet that a regex means, by Python's own."""
+    """Returns the UTF-8 of all texts over an alphabet that match a regex of Python."""
     texts = ("".join(letters) for size in range(longest + 1) for letters in itertools.product(alphabet, repeat=size))
     return {text.encode() for text in texts if re.fullmatch(pattern, text)}
 
@@ -106,7 +106,7 @@ def language(pattern, alphabet, longest):
     ],
 )
 @every_vocabulary
-def test_masks_are_what_every_text_of_a_small_language_says(vocabulary, pattern, alphabet, longest):
+def test_masks_equal_those_of_a_small_language(vocabulary, pattern, alphabet, longest):
     tokenizer = TOKENIZERS[vocabulary]
     texts = language(pattern, alphabet, longest)
     beginnings = {text[:size] for text in texts for size in range(len(text) + 1)}
@@ -119,7 +119,7 @@ def test_masks_are_what_every_text_of_a_small_language_says(vocabulary, pattern,
             ways = {text[len(said)] for text in beginnings if len(text) > len(said) and text.startswith(said)}
             ends = {tokenizer.eos_id} if said in texts else set()
             found = set(allowed(matcher, tokenizer.vocab_size))
-            if ways and len(ways) == 1 and not ends:  # the tokenizer's own spelling of what has to come
+            if ways and len(ways) == 1 and not ends:  # the encoding of forced text by the tokenizer
                 assert found and found <= expected
             else:
                 assert found == expected | ends, said
@@ -138,11 +138,11 @@ def test_masks_are_what_every_text_of_a_small_language_says(vocabulary, pattern,
 
 @every_vocabulary
 @pytest.mark.parametrize("kind", SOURCES)
-def test_every_text_that_may_be_written_meets_it(vocabulary, kind):
+def test_random_texts_satisfy_the_constraint(vocabulary, kind):
     tokenizer, source = TOKENIZERS[vocabulary], SOURCES[kind]
     grammars, texts = ConstraintCompiler(tokenizer), set()
     for seed in range(40):
-        text, done = written(tokenizer, grammars.matcher(kind, source), seed)
+        text, done = random_text(tokenizer, grammars.matcher(kind, source), seed)
         assert done and MEETS[kind, source](text), text
         texts.add(text)
     assert len(texts) > 15
@@ -153,13 +153,13 @@ def test_any_json_object(vocabulary):
     tokenizer = TOKENIZERS[vocabulary]
     grammars, ended = ConstraintCompiler(tokenizer), 0
     for seed in range(30):
-        text, done = written(tokenizer, grammars.matcher("json_object", ""), seed)
+        text, done = random_text(tokenizer, grammars.matcher("json_object", ""), seed)
         ended += done
         assert not done or isinstance(json.loads(text), dict)
     assert ended > 10
 
 
-def test_special_tokens_and_rows_beyond_the_vocabulary_never_come():
+def test_special_tokens_and_extra_logits_are_never_allowed():
     tokenizer = TOKENIZERS["bpe"]
     matcher = ConstraintCompiler(tokenizer, 400).matcher("regex", r"(.|\n)*")
     assert matcher.mask().shape == (13,) and matcher.mask().dtype == np.uint32
@@ -167,10 +167,10 @@ def test_special_tokens_and_rows_beyond_the_vocabulary_never_come():
     assert found & {*tokenizer.special_ids} == {tokenizer.eos_id}
     assert max(found) < tokenizer.vocab_size
     first_bytes = {piece[0] for piece in (tokenizer.token_pieces.inner[i] for i in found) if piece}
-    assert not first_bytes & {*range(0x80, 0xC2), *range(0xF5, 0x100)}, "no character begins with these"
+    assert not first_bytes & {*range(0x80, 0xC2), *range(0xF5, 0x100)}, "no UTF-8 character starts with these bytes"
 
 
-def test_a_lark_grammar_may_name_special_tokens_but_for_the_end():
+def test_a_lark_grammar_may_name_special_tokens_except_the_end_token():
     tokenizer = TOKENIZERS["bpe"]
     named = ConstraintCompiler(tokenizer).matcher("lark", "start: <bos> /[a-c]/")
     assert allowed(named, 400) == [tokenizer.bos_id]
@@ -180,13 +180,13 @@ def test_a_lark_grammar_may_name_special_tokens_but_for_the_end():
         ConstraintCompiler(tokenizer).matcher("lark", 'start: <eos> "a"')
 
 
-def test_a_tokenizer_whose_tokens_look_at_their_neighbours_has_none():
+def test_context_dependent_tokens_are_rejected():
     tree = json.loads(TOKENIZERS["bpe"].to_json()) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
     with pytest.raises(UserError, match="constraints need a tokenizer whose tokens have the same text"):
         ConstraintCompiler(Tokenizer(json.dumps(tree)))
 
 
-def test_tokens_that_end_a_text_besides_the_end_token():
+def test_extra_end_tokens():
     tokenizer = TOKENIZERS["byte"]
     matcher = ConstraintCompiler(tokenizer).matcher("regex", "ab?", ends=[tokenizer.pad_id])
     assert allowed(matcher, 259) == [ord("a")]
@@ -199,7 +199,7 @@ def test_tokens_that_end_a_text_besides_the_end_token():
         matcher.consume(ord("b"))
 
 
-def test_a_token_that_may_not_come_is_refused_and_changes_nothing():
+def test_a_disallowed_token_raises_and_changes_nothing():
     matcher = ConstraintCompiler(TOKENIZERS["byte"]).matcher("regex", "ab")
     with pytest.raises(ValueError, match="token 98 is not allowed here"):
         matcher.consume(ord("b"))
@@ -207,7 +207,7 @@ def test_a_token_that_may_not_come_is_refused_and_changes_nothing():
     assert allowed(matcher, 259) == [ord("b")]
 
 
-# What is wrong
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_token_that_may_not_come_is_refused_and_changes_nothing():
         ("json_schema", '{"items":' * 200 + "{}" + "}" * 200, "nested too deeply"),
     ],
 )
-def test_a_source_that_is_wrong_is_one_sentence(kind, source, says):
+def test_invalid_sources(kind, source, says):
     grammars = ConstraintCompiler(TOKENIZERS["byte"])
     for tried in (lambda: check_constraint(Constraint(kind, source)), lambda: grammars.matcher(kind, source)):
         with pytest.raises(UserError) as caught:
@@ -259,19 +259,19 @@ def test_a_source_that_is_wrong_is_one_sentence(kind, source, says):
         ("regex", r"(\p{L}{1,40}\s?){1,100}"),
     ],
 )
-def test_what_takes_too_long_is_given_up_soon(kind, source):
+def test_expensive_constraints_are_rejected(kind, source):
     tokenizer, begun = TOKENIZERS["bpe"], time.process_time()
     with pytest.raises(UserError, match="takes too long to evaluate: simplify it"):
-        written(tokenizer, ConstraintCompiler(tokenizer).matcher(kind, source), 0)
+        random_text(tokenizer, ConstraintCompiler(tokenizer).matcher(kind, source), 0)
     assert time.process_time() - begun < 5
 
 
-def test_a_grammar_without_any_text_is_one_sentence():
+def test_an_unsatisfiable_grammar():
     with pytest.raises(UserError, match="the Lark grammar cannot be used: no text satisfies it"):
         ConstraintCompiler(TOKENIZERS["byte"]).matcher("lark", 'start: a\na: a "b"')
 
 
-def test_text_that_a_vocabulary_cannot_spell_is_said():
+def test_text_outside_the_vocabulary():
     grammars = ConstraintCompiler(TOKENIZERS["char"])
     with pytest.raises(UserError, match="the regex "):
         grammars.matcher("regex", "Ж+")
@@ -280,14 +280,14 @@ def test_text_that_a_vocabulary_cannot_spell_is_said():
     assert allowed(matcher, 400) == TOKENIZERS["char"].encode("b")
 
 
-def test_good_sources_pass_the_check():
+def test_valid_sources_pass_the_check():
     for kind, source in SOURCES.items():
         check_constraint(Constraint(kind, source))
     check_constraint(Constraint("json_object", ""))
     assert {*SOURCES, "json_object"} == {*KINDS}
 
 
-def test_a_missing_library_is_one_sentence(monkeypatch):
+def test_a_missing_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for tried in (lambda: ConstraintCompiler(TOKENIZERS["byte"]), lambda: check_constraint(Constraint("regex", "a"))):
         with pytest.raises(UserError, match=r"pip install 'dantinox\[serve\]'"):
@@ -298,7 +298,7 @@ def test_a_missing_library_is_one_sentence(monkeypatch):
 
 
 def make_run(vocabulary):
-    """A run whose model has random weights, and rows for tokens that the vocabulary does not have."""
+    """Returns a run whose model has random weights, and logits for tokens outside the vocabulary."""
     import jax
     from flax import nnx
 
@@ -322,7 +322,7 @@ HOT = {"temperature": 5.0, "max_new_tokens": 200}
 
 @pytest.mark.slow
 @every_vocabulary
-def test_a_model_without_sense_writes_what_is_asked_for(runs, vocabulary):
+def test_a_random_model_satisfies_the_constraint(runs, vocabulary):
     run = runs(vocabulary)
     for kind, source in SOURCES.items():
         constraint = Constraint(kind, source)
@@ -334,11 +334,11 @@ def test_a_model_without_sense_writes_what_is_asked_for(runs, vocabulary):
 
 
 @pytest.mark.slow
-def test_every_prompt_of_a_batch_and_a_stream_have_a_constraint_of_their_own(runs):
+def test_every_row_and_stream_has_its_own_matcher(runs):
     run, constraint = runs("byte"), Constraint("regex", "[ab]{3}|c{9}")
     results = run.generate(["a", "bbb", "The fox"], constraint=constraint, n=4, seed=3, **HOT)
     assert len(results) == 12 and all(re.fullmatch("[ab]{3}|c{9}", result.text) for result in results)
-    assert {len(result.text) for result in results} == {3, 9}, "rows end on their own"
+    assert {len(result.text) for result in results} == {3, 9}, "rows end independently"
     alone = run.generate("bbb", constraint=constraint, n=4, seed=3, **HOT)
     assert [result.text for result in alone] == [result.text for result in results[4:8]]
     (streamed,) = {"".join(run.stream("bbb", constraint=constraint, seed=3, **HOT)), alone[0].text}
@@ -346,19 +346,19 @@ def test_every_prompt_of_a_batch_and_a_stream_have_a_constraint_of_their_own(run
 
 
 @pytest.mark.slow
-def test_why_a_text_ends(runs):
+def test_finish_reasons(runs):
     run = runs("byte")
     of = lambda source, **more: run.generate("a", constraint=Constraint("regex", source), **{"seed": 1} | HOT | more)  # noqa: E731
     complete = of("a{5}")
-    assert (complete.text, complete.finish_reason, len(complete.tokens)) == ("aaaaa", "eos", 5), "no end token is waited for"
+    assert (complete.text, complete.finish_reason, len(complete.tokens)) == ("aaaaa", "eos", 5), "no end token is needed"
     assert of("a{5}", max_new_tokens=5).finish_reason == "eos"
     cut = of("a{5}", max_new_tokens=4)
     assert (cut.text, cut.finish_reason) == ("aaaa", "length")
     assert (of("a{5}b", stop=["aaa"]).text, of("a{5}b", stop=["aaa"]).finish_reason) == ("", "stop")
     assert (of("").text, of("").finish_reason, of("").tokens) == ("", "eos", [])
     assert of("a{3}", ignore_eos=True).text == "aaa"
-    assert of("a{3}", min_tokens=50).text == "aaa", "the constraint wins"
-    assert of("a{3}", banned_tokens=["a"]).text == "aaa", "the constraint wins"
+    assert of("a{3}", min_tokens=50).text == "aaa", "the constraint has precedence"
+    assert of("a{3}", banned_tokens=["a"]).text == "aaa", "the constraint has precedence"
     either = {of("ab?", seed=seed).text for seed in range(10)}
     assert either == {"a", "ab"}
 
@@ -374,7 +374,7 @@ def test_why_a_text_ends(runs):
         {"xtc_probability": 1.0, "dry_multiplier": 2.0, "dry_breakers": ["z"], "top_n_sigma": 1.0, "min_p": 0.2, "top_k": 3},
     ],
 )
-def test_with_every_way_to_choose(runs, settings):
+def test_constraints_with_every_sampler(runs, settings):
     run = runs("bpe")
     for seed in range(3):
         result = run.generate("fox", constraint=Constraint("regex", DATE), **HOT | {"seed": seed} | settings)
@@ -382,12 +382,12 @@ def test_with_every_way_to_choose(runs, settings):
 
 
 @pytest.mark.slow
-def test_reports_are_those_of_the_model(runs):
+def test_reports_use_the_unmasked_distribution(runs):
     run = runs("byte")
     request = run.request("a", {"seed": 1, **HOT}, logprobs=3, constraint=Constraint("regex", "zx"))
     (batch,) = run.start([request])
     assert [part.text for _, part in batch.parts()] == ["z", "x"]
     (result,) = batch.results
-    assert (result.steps.logprob < -1).all() and (result.steps.entropy > 4).all(), "to the model it was any token"
+    assert (result.steps.logprob < -1).all() and (result.steps.entropy > 4).all(), "the report has the probability of the model"
     np.testing.assert_allclose(result.steps.logprob_sampled, 0, atol=1e-6)
     np.testing.assert_array_equal(result.steps.survivors, 1)

@@ -1,4 +1,4 @@
-"""Compressed caches in the engine: memory that is really saved, tokens that really stay, and nothing else changed."""
+"""Compressed caches in the engine: memory is saved, the right tokens are kept, and nothing else changes."""
 
 import re
 from functools import cache, partial
@@ -35,7 +35,7 @@ def plan_of(slots=SLOTS, config=CONFIG, calibration=None, **kv: Any) -> CachePla
     return plan_cache(config, KVSection.model_validate(kv), slots, calibration)
 
 
-def calibrated(entropy_LN, **more: Any) -> KVCalibration:
+def make_calibration(entropy_LN, **more: Any) -> KVCalibration:
     return KVCalibration(np.asarray(entropy_LN, float), more.get("coverage"), path="here")
 
 
@@ -48,8 +48,8 @@ def session(model, prompts, new, plan=None, report=None, **settings: Any) -> Sta
     )
 
 
-def made(*arguments):
-    """A cache as one program makes it: leaf by leaf, each shape would be a program of its own."""
+def create_cache(*arguments):
+    """Returns a cache created by one program, because leaf by leaf each shape would be a program."""
     return jax.jit(partial(make_cache, *arguments))()
 
 
@@ -65,27 +65,30 @@ def groups_of(cache) -> list:
 def test_the_slots_sum_to_the_request_and_the_bytes_fall_with_it(ratio, signal):
     config = builder.config(windows=(None,) * 6, kv_heads=4, head_size=64)
     random = np.random.default_rng(0)
-    calibration = calibrated(random.uniform(0.1, 4, (6, 4)))
+    calibration = make_calibration(random.uniform(0.1, 4, (6, 4)))
     for slots in (4096, 512):
         cached = plan_of(slots, config, calibration, budget=ratio, signal=signal)
         report = jax.eval_shape(partial(make_cache, config, 2, slots, jnp.float32, cached.compression))
         total = sum(heads * kept for groups in cached.compression.groups for heads, kept in groups)
         assert 0 <= int(ratio * 6 * 4 * slots) - total < 8
         assert all(slots not in leaf.shape for leaf in jax.tree.leaves(report))
-    # Two scales of 4 bytes for 128 numbers in int8; one of 2 bytes for 32 in int4. Positions and importances are no larger.
+    # Two scales of 4 bytes per 128 elements in int8; one of 2 bytes per 32 in int4. Positions and importances are no larger.
     dtypes = (jnp.float32, 1, None), (jnp.bfloat16, 1, None), (jnp.int8, 1, 0.58), (jnp.int4, 1.1, 0.32)
     for dtype, of_full, of_bfloat16 in dtypes:
-        report, full = made(config, 2, 512, dtype, cached.compression).report(), made(config, 2, 512, dtype).report()
+        report, full = (
+            create_cache(config, 2, 512, dtype, cached.compression).report(),
+            create_cache(config, 2, 512, dtype).report(),
+        )
         assert report["full_bytes"] == full["bytes"]
-        assert report["full_bytes_bfloat16"] == made(config, 2, 512, jnp.bfloat16).report()["bytes"]
+        assert report["full_bytes_bfloat16"] == create_cache(config, 2, 512, jnp.bfloat16).report()["bytes"]
         assert report["bytes"] <= of_full * (ratio + 0.05) * full["bytes"]
         assert of_bfloat16 is None or report["bytes"] <= of_bfloat16 * (ratio + 0.05) * report["full_bytes_bfloat16"]
         assert report["requested_ratio"] == ratio and report["ratio"] == report["bytes"] / full["bytes"]
 
 
-def test_another_entropy_of_one_head_is_another_capacity():
+def test_entropy_of_a_head_changes_its_slots():
     def slots(entropy_LN):
-        kv, calibration = KVSection(budget=0.5, signal="entropy"), calibrated(entropy_LN)
+        kv, calibration = KVSection(budget=0.5, signal="entropy"), make_calibration(entropy_LN)
         groups, order_LK = plan_cache(CONFIG, kv, SLOTS, calibration).compression.groups, head_order(CONFIG, kv, calibration)
         sizes = [[kept for heads, kept in layer for _ in range(heads)] for layer in groups]
         return [dict(zip(order, row, strict=True)) for order, row in zip(order_LK, sizes, strict=True)]
@@ -117,7 +120,7 @@ def test_budget_tokens_are_slots_per_head():
         ({"budget": 0.3, "sinks": 40}, "each head needs 56 .* set it to at least 0.438$"),
     ],
 )
-def test_less_than_every_head_must_have_is_refused(kv, said):
+def test_budgets_below_the_minimum_are_rejected(kv, said):
     with pytest.raises(UserError, match=said) as error:
         plan_of(**kv)
     if "budget" in kv:
@@ -132,7 +135,7 @@ def prompt() -> list[int]:
     return builder.prompts(PROMPT, seed=3)[0]
 
 
-def test_ratio_one_is_the_full_cache_bit_by_bit():
+def test_ratio_one_is_bitwise_the_full_cache():
     model = builder.model(CONFIG)
     full, one = (
         generate(model, [prompt()], NEW, greedy=True, logprobs=0, return_info=True, **kv) for kv in ({}, {"kv_budget": 1.0})
@@ -141,7 +144,7 @@ def test_ratio_one_is_the_full_cache_bit_by_bit():
     np.testing.assert_array_equal(full[1]["info"].logprob, one[1]["info"].logprob)
 
 
-def test_a_text_that_fits_is_exact_and_said_to_be():
+def test_a_sequence_that_fits_is_exact_and_reported_so():
     model = builder.model(CONFIG)
     expected = generate(model, [[1, 2, 3]], 12, greedy=True)
     for kv in ({"budget": 0.2}, {"budget_tokens": 64}):
@@ -153,7 +156,7 @@ def test_a_text_that_fits_is_exact_and_said_to_be():
         assert report["bytes"] == report["full_bytes"] and report["ratio"] == 1 and not groups_of(running.cache)
 
 
-# Of each policy tests/model/test_compressed.py shows it without the engine.
+# tests/model/test_compressed.py tests each policy without the engine.
 @pytest.mark.parametrize("policy", [POLICIES[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in POLICIES[1:])])
 def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
     config = builder.config(max_context=512, windows=(None, 60))
@@ -168,7 +171,7 @@ def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
     assert len(groups_of(running.cache)) == 2
     for index, layer in enumerate(running.cache.layers):
         (group,) = layer.groups
-        for row, last in enumerate((488, 449)):  # the last token drawn was never read
+        for row, last in enumerate((488, 449)):  # the last drawn token was never processed
             for kept in np.asarray(group.position_BKS[row]):
                 assert len(set(kept.tolist())) == 40 and kept.max() == last and kept.min() >= 0
                 assert set(range(last - 15, last + 1)) <= set(kept.tolist())
@@ -176,13 +179,13 @@ def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
 
 
 @pytest.mark.parametrize("ratio", [0.5, pytest.param(0.3, marks=pytest.mark.exhaustive)])
-def test_decoding_holds_nothing_as_long_as_the_text(ratio, optimised):
-    """No leaf and no tensor of the compiled program has an axis of N; little is allocated beside the cache, nothing copied."""
+def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimised):
+    """No leaf and no tensor of the compiled program has an axis of N; temporaries are small and the cache is not copied."""
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
     running = session(model, [[1] * 5] * 2, 9)
-    plan = plan_of(2048, config, calibrated(np.linspace(0.5, 3, 16).reshape(4, 4)), budget=ratio, signal="entropy")
-    cache = made(config, 2, 2048, jnp.float32, plan.compression)
+    plan = plan_of(2048, config, make_calibration(np.linspace(0.5, 3, 16).reshape(4, 4)), budget=ratio, signal="entropy")
+    cache = create_cache(config, 2, 2048, jnp.float32, plan.compression)
     program = optimised(
         _generate_toks.lower(model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None)
     )
@@ -196,22 +199,22 @@ def test_decoding_holds_nothing_as_long_as_the_text(ratio, optimised):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "int8", "int4"])
-def test_narrow_keys_and_values_are_never_widened_at_once(dtype, optimised):
+def test_quantized_keys_are_never_dequantized_all_together(dtype, optimised):
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
     running = session(model, [[1] * 5] * 2, 9)
-    cache = made(config, 2, 2048, jnp.dtype(dtype))
+    cache = create_cache(config, 2, 2048, jnp.dtype(dtype))
     program = optimised(
         _generate_toks.lower(model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None)
     )
     held = cache.report()["bytes"]
-    assert held < 0.6 * made(config, 2, 2048, jnp.float32).report()["bytes"]
-    # Two heads at a time at most, of the eight of each of four layers.
+    assert held < 0.6 * create_cache(config, 2, 2048, jnp.float32).report()["bytes"]
+    # At most two of the eight heads of each of four layers at a time.
     assert program.memory_analysis().temp_size_in_bytes < 0.1 * held * {"bfloat16": 1, "int8": 2, "int4": 3}[dtype]
     assert program.memory_analysis().alias_size_in_bytes >= held
 
 
-def test_an_empty_slot_is_never_read_and_a_kept_one_is():
+def test_only_filled_slots_are_read():
     model = builder.model(CONFIG)
     running = session(model, [prompt()[:20]], 60, plan_of(budget_tokens=40))
     running.start()
@@ -243,8 +246,8 @@ def test_an_empty_slot_is_never_read_and_a_kept_one_is():
         pytest.param({"budget": 0.4, "dtype": "int8"}, id="int8"),
     ],
 )
-def test_a_row_is_what_it_is_alone(kv):
-    """Rows of different length beside each other: tokens of the row alone, and the same positions kept."""
+def test_a_row_is_equal_alone_and_in_a_batch(kv):
+    """Rows of different lengths in a batch: the tokens of the row alone, and the same positions in the cache."""
     config = builder.config(max_context=512, windows=(None, 48))
     model, plan = builder.model(config), plan_of(128, config, **kv)
     prompts = builder.prompts(40, 9, 33, seed=5)
@@ -260,7 +263,7 @@ def test_a_row_is_what_it_is_alone(kv):
 
 
 def read_with(monkeypatch, plan, model=None, dense=False, **limits):
-    """Two long prompts after their first token, with other limits of what is computed at a time."""
+    """Returns two long prompts after their first token, with other limits on the work per pass."""
     for name, value in limits.items():
         monkeypatch.setattr(decode, name, value)
     for module in (attention, kernels):
@@ -276,13 +279,13 @@ TEXTS = builder.prompts(300, 130, seed=6)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
-    """The cache, the token and what the router reads of attention are those of all scores at once."""
+    """The cache, the token and the attention metrics equal those without blocks."""
     model = builder.model(builder.config(max_context=512, windows=(None, 48, 200)))
     plan = CachePlan(512, dtype)
     wanted, chunk = read_with(monkeypatch, plan, model, dense=True)
     for limits in ({}, {"PREFILL_BATCH_TOKENS": 512}):
         got, same = read_with(monkeypatch, plan, model, **limits)
-        # A key that differs by a rounding may be another integer in int8.
+        # A key that differs by rounding may become another integer in int8.
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1 if a.dtype == np.int8 else 1e-4), wanted.cache, got.cache
         )
@@ -309,11 +312,11 @@ def test_long_prompts_are_read_in_parts(monkeypatch):
                 assert {*range(4), *range(length - 16, length)} <= set(kept.tolist())
 
 
-def test_what_is_important_is_not_what_is_recent():
+def test_important_tokens_are_not_just_the_recent_ones():
     model = builder.model(CONFIG)
     kept = {}
     for policy in POLICIES:
-        more = {"decay": 0.5} if policy in AVERAGES else {}  # else what newness adds is more than this model's attention
+        more = {"decay": 0.5} if policy in AVERAGES else {}  # otherwise the recency term exceeds the attention of this model
         running = session(model, [prompt()], NEW, plan_of(budget_tokens=40, policy=policy, **more))
         running.start()
         kept[policy] = [set(row.tolist()) for group in groups_of(running.cache) for row in np.asarray(group.position_BKS[0])]
@@ -325,10 +328,10 @@ def test_what_is_important_is_not_what_is_recent():
     assert len({str(kept[policy]) for policy in POLICIES}) == len(POLICIES)
 
 
-def test_the_router_reads_what_the_cache_holds():
-    """Its attention metrics are those of the scores over the kept keys alone, in groups of different size too."""
+def test_the_router_reads_the_compressed_cache():
+    """Its attention metrics equal those over the cached keys alone, also in groups of different size."""
     model = builder.model(CONFIG)
-    calibration = calibrated([[1, 1, 4, 4], [1, 1, 2, 2]])
+    calibration = make_calibration([[1, 1, 4, 4], [1, 1, 2, 2]])
     kv = KVSection(budget=0.35, signal="entropy")
     model = permute_heads(model, head_order(CONFIG, kv, calibration))
     running = session(model, [prompt()], NEW, plan_cache(CONFIG, kv, SLOTS, calibration))
@@ -348,7 +351,7 @@ def test_the_router_reads_what_the_cache_holds():
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-def test_another_order_of_the_heads_is_the_same_function(weights):
+def test_permuted_heads_compute_the_same_function(weights):
     config = builder.config(kv_heads=4, n_heads=8, no_sink=True, qk_norm=True, qk_norm_scope="layer", qkv_bias=True)
     model = builder.model(config)
     order = ((2, 0, 3, 1), (0, 1, 2, 3))
@@ -377,7 +380,7 @@ def test_settings_of_generate(tmp_path):
             generate(model, [prompt()], NEW, greedy=True, **kv)
 
 
-def test_a_share_that_is_too_small_for_a_short_text_is_rounded_up():
+def test_a_budget_too_small_for_a_short_sequence_is_rounded_up():
     model = builder.model(CONFIG)
     with pytest.warns(UserWarning, match=r"kv.budget 0.1 is too small for 128 tokens, .* using 0.188"):
         out = generate(model, [prompt()], NEW, greedy=True, kv_budget=0.1, kv_signal="uniform")

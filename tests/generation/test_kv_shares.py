@@ -1,4 +1,4 @@
-"""Which shares the heads get by what was measured of them, and what is said where it was not."""
+"""The shares of the heads by their measured signal, and the warnings without one."""
 
 import warnings
 from types import SimpleNamespace
@@ -20,20 +20,20 @@ LOSS = {"loss_LKC": RISES, "loss_slots": (16, 256)}
 
 
 def groups(calibration, **kv):
-    """The groups of slots that a run with this calibration makes for 256 tokens, and the warnings on the way."""
+    """Returns the groups of slots of a run with this calibration for 256 tokens, and the warnings."""
     run = LoadedModel(Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warning:
         warnings.simplefilter("always")
         settings, found = run.kv(Config(kv={"budget": 0.5, **kv}))
         plan = plan_cache(CONFIG, settings, 256, found)
-    return plan.compression.groups, [str(warning.message) for warning in told]
+    return plan.compression.groups, [str(warning.message) for warning in warning]
 
 
-def test_slots_go_by_loss_unless_told_otherwise():
-    (first, second), told = groups(KVCalibration(ENTROPY, **LOSS))
-    assert first[0] == (1, 248) and max(slots for _, slots in (*first[1:], *second)) < 160 and not told
-    (first, second), told = groups(KVCalibration(ENTROPY, **LOSS), signal="entropy")
-    assert first[1][1] < second[0][1] <= first[0][1] and not told
+def test_slots_follow_the_loss_by_default():
+    (first, second), warning = groups(KVCalibration(ENTROPY, **LOSS))
+    assert first[0] == (1, 248) and max(slots for _, slots in (*first[1:], *second)) < 160 and not warning
+    (first, second), warning = groups(KVCalibration(ENTROPY, **LOSS), signal="entropy")
+    assert first[1][1] < second[0][1] <= first[0][1] and not warning
 
 
 @pytest.mark.parametrize(
@@ -43,19 +43,19 @@ def test_slots_go_by_loss_unless_told_otherwise():
         (KVCalibration(ENTROPY), "the calibration kv_entropy.json holds no loss: run"),
     ],
 )
-def test_what_was_not_measured_is_told_and_heads_are_alike(calibration, why):
-    found, (told,) = groups(calibration)
-    assert found == (((2, 128),), ((2, 128),)) and told.startswith(f"all heads get the same share of the cache: {why}")
+def test_without_a_measurement_heads_are_equal_with_a_warning(calibration, why):
+    found, (warning,) = groups(calibration)
+    assert found == (((2, 128),), ((2, 128),)) and warning.startswith(f"all heads get the same share of the cache: {why}")
     assert groups(calibration, signal="uniform") == (found, [])
 
 
-def test_a_decay_by_entropies_that_are_not_there_is_one_error():
+def test_entropy_decay_without_entropies():
     with pytest.raises(UserError, match=r"^kv.decay entropy needs the heads' entropies"):
         groups(None, signal="uniform", decay="entropy")
     assert groups(KVCalibration(ENTROPY), signal="uniform", decay="entropy")[1] == []
 
 
-def test_tokens_without_a_run_name_the_file():
+def test_token_ids_without_a_run_need_a_calibration_file():
     model = builder.model(CONFIG)
     with pytest.warns(UserWarning, match="same share .*: set kv_calibration to the file .*, or set kv_signal to uniform"):
         generate(model, [[1, 2, 3]], 0, kv_budget=0.5)
@@ -65,11 +65,11 @@ def test_tokens_without_a_run_name_the_file():
         generate(model, [[1, 2, 3]], 0, kv_budget=1.0)
 
 
-def test_few_orders_of_the_heads_stay_prepared(monkeypatch):
+def test_prepared_models_are_cached_by_head_order(monkeypatch):
     made = []
     monkeypatch.setattr(model_bundle, "permute_heads", lambda model, order: order)
     monkeypatch.setattr(model_bundle, "prepare", lambda model, weights, matmul_dtype: made.append(model) or model)
     run = LoadedModel(Config(), SimpleNamespace(config=CONFIG), None)
     for order in (1, 2, 1, 3, 4, 5, 1, 2):
         assert run.prepared(GenerationSection(), order) == order
-    assert made == [1, 2, 3, 4, 5, 2]  # 2 was not used for longest
+    assert made == [1, 2, 3, 4, 5, 2]  # 2 is the least recently used

@@ -17,7 +17,7 @@ from . import builder
 
 pytestmark = pytest.mark.slow
 
-CIRCLE = "aè€😀b\nc"  # what the model of `run_dir` says, byte by byte
+CIRCLE = "aè€😀b\nc"  # the cycle of bytes of the model of `run_dir`
 AROUND = "è€😀b\nca" * 9  # its greedy text after "a"
 
 
@@ -35,7 +35,7 @@ def greedy(run, prompt="a", **settings):
     return run.generate(prompt, greedy=True, **{"max_new_tokens": 40} | settings)
 
 
-def test_text_goes_on_behind_the_prompt(run):
+def test_text_continues_the_prompt(run):
     result = greedy(run)
     assert result.prompt == "a"
     assert result.text == AROUND[:21] + "\ufffd", "forty bytes end inside a character"
@@ -44,26 +44,26 @@ def test_text_goes_on_behind_the_prompt(run):
     assert result.stats["prompt_tokens"] == 1 and result.stats["new_tokens"] == 40
 
 
-def test_the_end_token_ends_a_row_and_is_no_text(ending):
+def test_the_end_token_ends_a_row_and_is_not_text(ending):
     result = greedy(ending)
     assert (result.text, result.finish_reason) == ("è€😀b\nc", "eos")
     assert result.tokens == [*"è€😀b\nc".encode(), ending.tokenizer.eos_id]
 
 
-def test_an_end_token_as_the_last_one_allowed_is_still_the_end(ending):
+def test_an_end_token_at_the_limit_is_eos(ending):
     count = len("è€😀b\nc".encode()) + 1
     assert greedy(ending, max_new_tokens=count).finish_reason == "eos"
     assert greedy(ending, max_new_tokens=count - 1).finish_reason == "length"
 
 
-def test_ignore_eos_goes_on(ending):
+def test_ignore_eos_continues(ending):
     result = greedy(ending, ignore_eos=True)
     assert len(result.tokens) == 40 and result.finish_reason == "length"
     assert ending.tokenizer.eos_id in result.tokens, "it is generated like any other token"
     assert result.text.startswith("è€😀b\nc")
 
 
-def test_min_tokens_keeps_the_end_away(ending):
+def test_min_tokens_delays_the_end(ending):
     for least in (0, 12, 13, 30):
         result = greedy(ending, min_tokens=least)
         assert ending.tokenizer.eos_id not in result.tokens[:least]
@@ -90,18 +90,20 @@ def test_stop_strings(run, stop, text):
     kept = greedy(run, stop=stop, keep_stop=True)
     found = next((s for s in stop if kept.text.endswith(s)), "")
     assert kept.text == text + found and bool(found) == (reason == "stop")
-    assert len(result.tokens) == len((text + found).encode()) or reason == "length", "no token behind the stop"
+    assert len(result.tokens) == len((text + found).encode()) or reason == "length", "no token after the stop"
 
 
 @pytest.mark.parametrize("tokens", [["c"], [ord("c")], [str(ord("c")), "z"]], ids=str)
-def test_more_tokens_end_a_text(run, tokens):
+def test_stop_token_ids(run, tokens):
     result = greedy(run, stop_token_ids=tokens)
     assert (result.text, result.finish_reason, result.tokens[-1]) == ("è€😀b\n", "stop", ord("c"))
     assert greedy(run, stop_token_ids=tokens, keep_stop=True).text == "è€😀b\nc"
-    assert greedy(run, stop_token_ids=tokens, min_tokens=13).tokens[:12] != list(AROUND.encode()[:12]), "kept from being said"
+    assert greedy(run, stop_token_ids=tokens, min_tokens=13).tokens[:12] != list(AROUND.encode()[:12]), (
+        "the stop token is not part of the text"
+    )
 
 
-def test_stop_tokens_are_no_end_tokens(ending):
+def test_stop_tokens_are_not_end_tokens(ending):
     result = greedy(ending, stop_token_ids=["\n"], ignore_eos=True)
     assert (result.text, result.finish_reason) == ("è€😀b", "stop")
 
@@ -111,11 +113,11 @@ def test_a_stop_string_before_min_tokens_is_text(run):
     assert greedy(run, stop=["b"], min_tokens=10).text == "è€😀", "b is the tenth token"
 
 
-def test_a_stop_string_does_not_see_the_prompt(run):
+def test_a_stop_string_does_not_match_the_prompt(run):
     assert greedy(run, "a", stop=["aè"]).text == "è€😀b\nc"
 
 
-def test_what_is_held_back_comes_at_the_end(run):
+def test_held_back_text_comes_at_the_end(run):
     """The text ends inside what might have become a stop string."""
     assert greedy(run, max_new_tokens=12, stop=["\ncX"]).text == "è€😀b\nc"
     assert "".join(run.stream("a", greedy=True, max_new_tokens=12, stop=["\ncX"])) == "è€😀b\nc"
@@ -127,15 +129,15 @@ def test_the_end_token_inside_a_possible_stop_string(ending):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
-def test_streamed_text_is_the_text(run, temperature):
-    """Hot text is hardly ever valid UTF-8: torn characters are replaced in the same places."""
+def test_streamed_text_equals_the_text(run, temperature):
+    """Text at a high temperature is hardly ever valid UTF-8: incomplete characters are replaced at the same positions."""
     settings = {"temperature": temperature, "seed": 5, "max_new_tokens": 40}
     pieces = list(run.stream("a", **settings))
     assert "".join(pieces) == run.generate("a", **settings).text
-    assert all(pieces), "an empty piece is no piece"
+    assert all(pieces), "there are no empty pieces"
     if temperature == 0:
         assert "\ufffd" not in "".join(pieces[:-1]) and len(pieces) > 2
-        assert set("".join(pieces[:-1])) <= set(CIRCLE), "no half of a character is ever shown"
+        assert set("".join(pieces[:-1])) <= set(CIRCLE), "pieces have no incomplete characters"
 
 
 def test_a_stream_is_one_sample(run):
@@ -143,15 +145,15 @@ def test_a_stream_is_one_sample(run):
         run.stream("a", n=4)
 
 
-def test_a_stream_that_is_left_early_does_no_harm(run):
+def test_a_stream_closed_early_has_no_effect(run):
     stream = run.stream("a", greedy=True, max_new_tokens=40)
     assert next(stream)
     stream.close()
     assert greedy(run).text.startswith("è€")
 
 
-def test_finished_rows_leave_the_others_alone(ending):
-    """Rows end by the end token, by a stop string, by their limit; each has the text it has alone."""
+def test_finished_rows_do_not_affect_others(ending):
+    """Rows end by the end token, by a stop string, by their limit; each has the same text as alone."""
     requests = [
         ("a", {"greedy": True, "max_new_tokens": 40}),
         ("€", {"greedy": True, "stop": ["b"], "max_new_tokens": 40}),
@@ -171,7 +173,7 @@ def test_finished_rows_leave_the_others_alone(ending):
     assert [len(result.tokens) for result in batch.results] == [13, 5, 40, 2, 0]
 
 
-def test_samples_are_distinct_and_can_be_had_again(run):
+def test_samples_are_distinct_and_repeatable(run):
     settings = {"temperature": 3.0, "seed": 4, "max_new_tokens": 40}
     samples = run.generate("a", n=4, **settings)
     assert len({sample.text for sample in samples}) == 4
@@ -182,7 +184,7 @@ def test_samples_are_distinct_and_can_be_had_again(run):
     assert [sample.tokens for sample in two[:2]] == [sample.tokens for sample in samples[:2]]
 
 
-def test_a_seed_is_drawn_told_and_works_again(run):
+def test_a_seed_is_drawn_reported_and_repeatable(run):
     first, second = (run.generate("a", temperature=3.0, max_new_tokens=40) for _ in range(2))
     assert first.seed != second.seed and first.text != second.text
     assert run.generate("a", temperature=3.0, max_new_tokens=40, seed=first.seed).text == first.text
@@ -214,7 +216,7 @@ def test_log_probabilities_of_text_and_prompt(run):
 
 
 def test_a_prompt_alone_can_be_scored(run):
-    """No new tokens, log-probabilities of the prompt all the same."""
+    """Log-probabilities of a prompt without new tokens."""
     scored = run.generate("Nel mezzo", logprobs=0, echo=True, max_new_tokens=0)
     longer = run.generate("Nel mezzo", logprobs=0, echo=True, max_new_tokens=2)
     assert scored.text == "" and scored.tokens == [] and scored.info["logprobs"] == []
@@ -230,18 +232,18 @@ def test_log_probabilities_end_where_the_text_ends(ending):
     assert [len(one.info["logprobs"]) for one in batch] == [len(one.tokens) for one in batch] == [13, 8]
 
 
-def test_a_full_context_is_announced_and_cut(run):
+def test_a_full_context_limits_the_text_with_a_warning(run):
     with pytest.warns(UserWarning) as caught:
         result = greedy(run, "a" * 100, max_new_tokens=40)
     assert [str(w.message) for w in caught] == [
         "the context of 128 tokens leaves room for 28 new tokens after a prompt of 100: 12 fewer than requested"
     ]
     assert len(result.tokens) == 28 and result.finish_reason == "length"
-    assert result.text == greedy(run, "a" * 99, max_new_tokens=28).text, "the last place of the context is as good as any"
+    assert result.text == greedy(run, "a" * 99, max_new_tokens=28).text, "the last position of the context is used"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(greedy(run, "a" * 100, max_new_tokens=28).tokens) == 28
-        assert greedy(run, "a" * 200, max_new_tokens=0).tokens == [], "who asks for nothing has lost nothing"
+        assert greedy(run, "a" * 200, max_new_tokens=0).tokens == [], "zero new tokens give no warning"
     with pytest.raises(UserError, match="the prompt has 128 tokens and fills the model's context of 128"):
         greedy(run, "a" * 128)
 
@@ -256,7 +258,7 @@ def test_an_empty_prompt_begins_with_the_begin_token(run):
         without.generate("")
 
 
-def test_settings_of_the_run_are_defaults_and_arguments_win(run):
+def test_arguments_override_the_settings_of_the_run(run):
     config = run.config.model_copy(
         update={"generation": run.config.generation.model_copy(update={"greedy": True, "max_new_tokens": 3, "stop": ("€",)})}
     )
@@ -267,7 +269,7 @@ def test_settings_of_the_run_are_defaults_and_arguments_win(run):
     assert own.generate("a", max_generations=12, stop=[]).text == "è€😀b\nc", "the older name"
 
 
-def test_no_new_tokens_is_no_text(run):
+def test_zero_new_tokens(run):
     result = greedy(run, max_new_tokens=0)
     assert (result.text, result.tokens, result.finish_reason) == ("", [], "length")
     assert list(run.stream("a", max_new_tokens=0)) == []
@@ -288,13 +290,13 @@ def test_no_new_tokens_is_no_text(run):
         ({"echo": True}, "echo reports log-probabilities"),
     ],
 )
-def test_wrong_settings_are_one_sentence(run, settings, sentence):
+def test_wrong_settings(run, settings, sentence):
     with pytest.raises(UserError, match=sentence):
         run.generate("a", **settings)
 
 
 @pytest.mark.exhaustive
-def test_requests_that_need_another_program_are_a_batch_of_their_own(run):
+def test_requests_with_another_program_form_another_batch(run):
     requests = [
         ("a", {"n": 1}), ("b", {"n": 2}), ("c", {"preset": "kobold", "top_a": 0.1}), ("d", {"seed": 4, "top_k": 3}),
         ("e", {"sampler_order": ["top_p", "top_k"], "top_k": 4}),
@@ -310,18 +312,18 @@ def test_requests_that_need_another_program_are_a_batch_of_their_own(run):
         assert results[number].tokens == run.generate(results[number].prompt, **settings | given).tokens
 
 
-def test_no_prompt_is_an_error(run):
+def test_an_empty_list_of_prompts_is_an_error(run):
     with pytest.raises(UserError, match="at least one prompt is required"):
         run.generate([])
 
 
-def test_one_row_of_a_batch_too_long_is_named_before_any_work(run):
+def test_a_prompt_that_is_too_long_is_rejected_first(run):
     with pytest.raises(UserError, match="the prompt has 200 tokens"):
         run.generate(["a", "x" * 200])
 
 
 def test_a_space_before_the_first_new_word_stays(run):
-    """Vocabularies in which a word brings its space along drop it at the start of a text, not of a continuation."""
+    """Vocabularies whose words include their leading space drop it at the start of a text, but not of a continuation."""
     words = {f"▁w{n}": n for n in range(256)}
     tree = {
         "version": "1.0",
@@ -339,7 +341,7 @@ def test_a_space_before_the_first_new_word_stays(run):
     result = own.generate("w97", greedy=True, max_new_tokens=3)
     assert result.text == " w195 w168 w226"
     assert "".join(own.stream("w97", greedy=True, max_new_tokens=3)) == result.text
-    assert own.generate("", greedy=True, max_new_tokens=1).text.startswith("w"), "here the text begins"
+    assert own.generate("", greedy=True, max_new_tokens=1).text.startswith("w"), "this is the start of the text"
 
 
 def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_path):

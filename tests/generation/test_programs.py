@@ -1,4 +1,4 @@
-"""What is compiled, how often, and what it costs in memory. Counted and read off the compiled programs."""
+"""Which programs are compiled, how often, and their memory, counted and read from the compiled programs."""
 
 import re
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dantinox.generation import decode, generate
+from dantinox.generation import generate
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.slot_batch import _prefill_part
 from dantinox.generation.static_batch import StaticBatch, padded_length
-from dantinox.model import make_cache
+from dantinox.model import make_cache, scoring
 from dantinox.programs import tree_bytes
 from dantinox.sampling import SamplingParams
 
@@ -21,17 +21,17 @@ from . import builder
 
 @pytest.fixture(scope="module")
 def wide():
-    """A model with a long context, its cache much larger than one step's numbers."""
+    """Returns a model with a long context, whose cache is much larger than the arrays of one step."""
     return builder.model(builder.config(vocab_size=1031, head_size=32, kv_heads=4, windows=(None,) * 4, max_context=4096))
 
 
-def test_buckets():
+def test_padded_lengths():
     """Powers of two from 16, then multiples of 256."""
     lengths = [1, 15, 16, 17, 32, 33, 129, 255, 256, 257, 512, 513, 1000, 4096]
     assert [padded_length(length) for length in lengths] == [16, 16, 16, 32, 32, 64, 256, 256, 256, 512, 512, 768, 1024, 4096]
 
 
-def test_numbers_and_words_change_nothing_that_is_compiled(programs):
+def test_values_of_settings_compile_nothing(programs):
     model = builder.model()
     settings = {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 1}
     prompt = list(range(5))
@@ -50,7 +50,7 @@ def test_numbers_and_words_change_nothing_that_is_compiled(programs):
         assert programs() == 0, f"{count} new tokens"
 
 
-def test_short_chunks_are_no_other_program(programs):
+def test_short_chunks_use_the_same_program(programs):
     params = SamplingParams.build({"greedy": True})
     session = StaticBatch(
         builder.model(), np.ones((1, 5), np.int32), np.array([5]), params, limits_B=np.array([50]), eos_ids=[[]]
@@ -65,8 +65,8 @@ def test_short_chunks_are_no_other_program(programs):
 
 
 @pytest.mark.parametrize("dispatch_ahead", [False, True])
-def test_a_chunk_ahead_changes_nothing(dispatch_ahead):
-    """Rows that end by an id, by their limit, and by hand between two chunks: each has the tokens it would have alone."""
+def test_dispatch_ahead_changes_no_token(dispatch_ahead):
+    """Rows that end by an id, by their limit, and by hand between two chunks: each has the same tokens as alone."""
     model, prompts, limits = builder.model(), np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32), np.array([58, 33, 50])
     free = generate(model, prompts, 58, greedy=True)[:, 3:]
     end = int(free[2, 40])
@@ -85,8 +85,8 @@ def test_a_chunk_ahead_changes_nothing(dispatch_ahead):
         assert text == wanted[: len(text)].tolist()
 
 
-def test_another_step_is_one_more_program_each():
-    """Prefill and decoding are two programs; a step added to the plan compiles both once more and nothing else does."""
+def test_another_step_compiles_both_programs():
+    """Prefill and decoding are two programs; a step added to the plan recompiles both and nothing else."""
     model, prompt, cache_size = builder.model(), [[1, 2, 3]], _generate_toks.jitted_fn._cache_size
     generate(model, prompt, 40, greedy=True)
     before = cache_size()
@@ -96,8 +96,8 @@ def test_another_step_is_one_more_program_each():
     assert cache_size() == before + 2
 
 
-def test_a_temperature_is_a_number_not_a_program(programs):
-    """The older program compiled anew for every temperature, and divided by a temperature of zero."""
+def test_temperatures_share_a_program(programs):
+    """Version 0 compiled again for every temperature, and divided by a temperature of zero."""
     model, prompt = builder.model(), [[1, 2, 3]]
     generate(model, prompt, 40, temperature=0.7, seed=0)
     programs()
@@ -109,7 +109,7 @@ def test_a_temperature_is_a_number_not_a_program(programs):
 
 
 def decode_program(model, settings, rows=2, slots=2048):
-    """The decoding of a batch whose cache has this many places, and that cache."""
+    """Returns the decode program of a batch with this many slots, and its cache."""
     params = SamplingParams.build(settings, batch=rows)
     limits, lengths = np.full(rows, 9), np.full(rows, 5)
     session = StaticBatch(model, np.ones((rows, 5), np.int32), lengths, params, limits_B=limits, eos_ids=[[]] * rows)
@@ -152,34 +152,34 @@ def prefill_program(model, length, **report):
 
 
 def positions_with_logits(program):
-    """The most rows of an array that has the vocabulary for an axis, the weights of the output layer apart."""
+    """Returns the most rows of an array with a vocabulary axis, without the weights of the output layer."""
     V, D = 1031, 32
     shapes = [[int(x) for x in shape.split(",")] for shape in re.findall(r"f32\[([\d,]+)\]", program.as_text())]
     return max(int(np.prod(shape)) // V for shape in shapes if V in shape and sorted(shape)[-2:] != [D, V])
 
 
-def test_prefill_computes_the_last_position_alone(wide, optimised):
-    """Whatever is reported of the new tokens: no array of logits has a second position."""
+def test_prefill_computes_logits_of_the_last_position_only(wide, optimised):
+    """No array of logits has a second position, whatever is reported of the new tokens."""
     assert positions_with_logits(optimised(prefill_program(wide, 500, report=3))) == 1
 
 
 @pytest.mark.exhaustive
-def test_the_prompts_own_tokens_are_looked_up_a_few_at_a_time(wide, monkeypatch, optimised):
-    """511 positions by 1,031 tokens are never held at once, and what is found is what all of them at once give."""
+def test_logits_of_prompt_tokens_are_computed_in_parts(wide, monkeypatch, optimised):
+    """511 positions by 1,031 tokens are never held together, and the results equal those of a single pass."""
     V, found = wide.config.vocab_size, {}
-    for held in (V * 512, V * 100):
-        monkeypatch.setattr(decode, "ECHOED", held)
+    for limit in (V * 512, V * 100):
+        monkeypatch.setitem(scoring.map_positions.__kwdefaults__, "max_logits", limit)
         _generate_toks.jitted_fn.clear_cache()
-        assert positions_with_logits(optimised(prefill_program(wide, 500, report=0, echo=True))) == min(held // V, 511)
+        assert positions_with_logits(optimised(prefill_program(wide, 500, report=0, echo=True))) == min(limit // V, 511)
         session = prompt_session(wide, 500, report=0, echo=True)
         session.start()
-        found[held] = session.echo
+        found[limit] = session.echo
     np.testing.assert_allclose(*found.values(), rtol=0, atol=1e-5)
     _generate_toks.jitted_fn.clear_cache()
 
 
-def test_prefill_reads_the_prompts_bucket_and_not_the_context(wide, optimised):
-    """The older program read all of `max_context` for a prompt of ten tokens."""
+def test_prefill_processes_the_padded_prompt_only(wide, optimised):
+    """Version 0 processed all of `max_context` for a prompt of ten tokens."""
     text = optimised(prefill_program(wide, 10)).as_text()
     sizes = {int(size) for shape in re.findall(r"\[([\d,]+)\]", text) for size in shape.split(",")}
     assert 16 in sizes and 4096 not in sizes
@@ -187,7 +187,7 @@ def test_prefill_reads_the_prompts_bucket_and_not_the_context(wide, optimised):
     assert short * 15 < long
 
 
-def test_a_decoding_step_costs_what_the_request_needs(wide, optimised):
+def test_cost_of_a_decode_step(wide, optimised):
     """It grows with the cache of the request, not with `max_context`."""
     small = optimised(decode_program(wide, {"greedy": True}, slots=32)[0])
     same = builder.model(builder.config(vocab_size=1031, head_size=32, kv_heads=4, windows=(None,) * 4, max_context=64))
@@ -196,8 +196,8 @@ def test_a_decoding_step_costs_what_the_request_needs(wide, optimised):
     assert small.memory_analysis().temp_size_in_bytes == expected.memory_analysis().temp_size_in_bytes
 
 
-def test_reading_a_prompt_into_a_slot_copies_no_whole_row(wide):
-    """The parts of a row that are in use are copied layer by layer, and the cache is updated in place."""
+def test_prefill_into_a_slot_copies_no_whole_row(wide):
+    """The used segments of a row are copied layer by layer, and the cache is updated in place."""
     cache = jax.eval_shape(lambda: make_cache(wide.config, 4, 4096, "float32", segmented=True))
     tokens_1T, zero = jnp.zeros((1, 16), jnp.int32), jnp.int32(0)
     compiled = _prefill_part.lower(split_model(wide), cache, zero, tokens_1T, zero, zero, tokens_1T, report=None).compile()

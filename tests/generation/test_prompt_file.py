@@ -1,4 +1,4 @@
-"""Requests with settings of their own: how they are read from a file, and which of them share a batch."""
+"""Requests with different settings: how they are read from a file, and which of them share a batch."""
 
 import json
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from dantinox.generation.request import GenerationRequest
 
 @pytest.fixture
 def batches(monkeypatch):
-    """The numbers of the requests in each batch that settings end up in; nothing is decoded."""
+    """Returns a function that gives the request numbers of each batch; nothing is decoded."""
     monkeypatch.setattr(run, "BatchRun", lambda model, requests, numbers, **_: numbers)
 
     def of(settings, base=None):
@@ -25,7 +25,7 @@ def batches(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:all heads get the same share of the cache")
-def test_requests_of_another_cache_are_a_batch_of_their_own(batches):
+def test_requests_with_another_cache_form_another_batch(batches):
     small = {"kv_budget": 0.2}
     assert batches([small, {}, {**small, "top_k": 3}, {"kv_budget": 0.5}, {"kv_dtype": "int8"}, small]) == [
         [0, 2, 5], [1], [3], [4],
@@ -35,7 +35,7 @@ def test_requests_of_another_cache_are_a_batch_of_their_own(batches):
     assert batches([{}, {"kv_budget": None}, {"kv_budget": 0.2}, {"kv_pool": 7}], base) == [[0, 2], [1], [3]]
 
 
-def test_lines_of_a_file_set_keys_of_kv_over_the_flags_and_the_run(tmp_path):
+def test_keys_of_kv_in_a_file_override_flags_and_run(tmp_path):
     base = Config(kv={"budget": 0.5, "policy": "tova"})
     lines = [
         "a",

@@ -1,4 +1,4 @@
-"""Narrow weights against a model whose float weights NumPy has rounded."""
+"""int8 and bfloat16 weights against a model whose float weights NumPy has rounded."""
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ from . import builder
 pytestmark = pytest.mark.slow
 
 PROMPTS = builder.prompts(5, 9, 2, 7, 3, 8)
-ROWS = [1, 4, 6]  # alone, the most that are multiplied row by row in float32, and over widened weights
+ROWS = [1, 4, 6]  # one row, the most rows for matrix-vector loops in float32, and more rows with dequantized weights
 TIED = builder.config(no_sink=True)
 UNTIED = builder.config(weight_tying=False, activation="gelu", kv_heads=1, qkv_bias=True, out_bias=True, mlp_bias=True)
 
 
 def rounded(kernel, shape_in, weights):
-    """float64 NumPy: symmetric int8 with one scale per output, or bfloat16 by rounding half to even."""
+    """Rounds in float64 NumPy: symmetric int8 with one scale per output, or bfloat16 by rounding half to even."""
     flat_IO = np.asarray(kernel, np.float64).reshape(int(np.prod(shape_in)), -1)
     if weights == "int8":
         scale_O = np.abs(flat_IO).max(axis=0) / 127
@@ -40,7 +40,7 @@ def rounded(kernel, shape_in, weights):
 
 
 def rounded_model(model, weights):
-    """The same model with rounded projections; a tied table becomes an output layer of its own."""
+    """Returns the same model with rounded projections; a tied table becomes a separate output layer."""
     copy = prepare(model, "float32")
     for _, node in list(nnx.iter_graph(copy)):
         if isinstance(node, Linear):
@@ -57,25 +57,25 @@ def rounded_model(model, weights):
         pytest.param(UNTIED, "int8", id="untied, int8", marks=pytest.mark.exhaustive),
     ],
 )
-def test_narrow_weights_are_the_rounded_ones(config, weights):
-    """In one row, in four, and in more than are multiplied one by one."""
+def test_low_precision_weights_equal_rounded_ones(config, weights):
+    """With one row, with four, and with more rows than matrix-vector loops handle."""
     model = builder.model(config)
-    narrow, expected = prepare(model, weights, "float32"), rounded_model(model, weights)
+    low_precision, expected = prepare(model, weights, "float32"), rounded_model(model, weights)
     tokens, lengths = builder.padded(PROMPTS)
     reference, told = generate(expected, tokens, 12, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
     plain = np.asarray(jax.nn.log_softmax(builder.all_logits(model, PROMPTS[0])[-1]))
     assert np.abs(np.sort(plain)[::-1][:3] - told["info"].top_logprobs[0, 0]).max() > 5e-3, "rounding is expected to show"
     for rows in ROWS if config is TIED and weights == "int8" else ROWS[:1]:
         out, info = generate(
-            narrow, tokens[:rows], 12, greedy=True, prompt_lengths=lengths[:rows], logprobs=3, return_info=True
+            low_precision, tokens[:rows], 12, greedy=True, prompt_lengths=lengths[:rows], logprobs=3, return_info=True
         )
         assert out.tolist() == reference[:rows].tolist()
         np.testing.assert_allclose(info["info"].top_logprobs, told["info"].top_logprobs[:rows], rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_products_in_bfloat16_are_those_of_rounded_operands(weights):
-    """float64 NumPy, of one row and of more than are multiplied row by row, which alone keep the rows in float32."""
+def test_bfloat16_matmul_equals_rounded_operands(weights):
+    """float64 NumPy, for one row and for more rows than matrix-vector loops, which keep the rows in float32."""
     linear = Linear((3, 8), (5, 2), dtype=jnp.float32, rngs=nnx.Rngs(3))
     model = builder.model(TIED)
     few = LowPrecisionLinear(linear, weights, 4)
@@ -88,8 +88,8 @@ def test_products_in_bfloat16_are_those_of_rounded_operands(weights):
     assert few.min_bfloat16_rows == 4 and head.kernel[...].dtype == jnp.dtype(weights)
 
 
-def test_narrow_weights_are_not_widened_where_products_are_in_bfloat16():
-    """Neither while prompts are read nor while many rows are decoded is there a float array as large as an int8 kernel."""
+def test_int8_weights_are_not_dequantized_for_bfloat16_matmul():
+    """Neither in prefill nor in decoding of many rows is there a float array as large as an int8 kernel."""
     model = prepare(builder.model(TIED), "int8", "bfloat16")
     assert dequantize(model) is model
     dequantized = dequantize(prepare(builder.model(TIED), "int8", "float32"))
@@ -98,7 +98,7 @@ def test_narrow_weights_are_not_widened_where_products_are_in_bfloat16():
 
 
 @pytest.mark.parametrize(("gain", "first"), [(0.1, None), (2.5, 9)])
-def test_what_was_measured_decides_on_a_cpu(monkeypatch, gain, first):
+def test_the_measured_gain_decides_on_a_cpu(monkeypatch, gain, first):
     monkeypatch.setattr(weights_module, "bfloat16_gain", lambda: gain)
     heads = {on: prepare(builder.model(TIED), "int8", on).head.min_bfloat16_rows for on in ("auto", "float32", "bfloat16")}
     assert heads == {"auto": first, "float32": None, "bfloat16": 9}
@@ -106,7 +106,7 @@ def test_what_was_measured_decides_on_a_cpu(monkeypatch, gain, first):
     assert prepare(accelerated, "int8").head.min_bfloat16_rows == 1
 
 
-def test_the_measurement_is_remembered(monkeypatch, tmp_path):
+def test_the_measurement_is_cached(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(platform, "_measure_gain", lambda: 1.75)
     platform.bfloat16_gain.cache_clear()
@@ -120,7 +120,7 @@ def test_the_measurement_is_remembered(monkeypatch, tmp_path):
     platform.bfloat16_gain.cache_clear()
 
 
-def test_measuring_works_while_shapes_alone_are_asked_for(monkeypatch, tmp_path):
+def test_measuring_works_inside_eval_shape(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     platform.bfloat16_gain.cache_clear()
     nnx.eval_shape(lambda: prepare(builder.model(TIED), "int8"))
@@ -129,7 +129,7 @@ def test_measuring_works_while_shapes_alone_are_asked_for(monkeypatch, tmp_path)
 
 
 def decoding(model, params, use_cache=True):
-    """The decoding program of one row, lowered."""
+    """Returns the decode program of one row, lowered."""
     session = StaticBatch(
         model, np.ones((1, 5), np.int32), np.array([5]), params,
         limits_B=np.array([20]), eos_ids=[[]], use_cache=use_cache,
@@ -138,8 +138,8 @@ def decoding(model, params, use_cache=True):
     return _generate_toks.lower(model, cache, session.state, params, jnp.int32(32), use_cache=use_cache, report=None)
 
 
-def test_without_a_cache_a_text_is_not_multiplied_word_by_word():
-    """Row by row is for few rows: over a whole text the program would be as long as the text."""
+def test_without_a_cache_one_matmul_covers_the_sequence():
+    """Matrix-vector loops are for few rows: over a whole sequence the program would be as long as the sequence."""
     params = SamplingParams.build({"greedy": True})
     products = [
         decoding(prepare(builder.model(TIED), weights, "float32"), params, use_cache=False).as_text().count("dot_general")
@@ -149,7 +149,7 @@ def test_without_a_cache_a_text_is_not_multiplied_word_by_word():
 
 
 @pytest.mark.parametrize("weights", ["auto", "float32", "bfloat16", "int8"])
-def test_the_model_itself_stays_as_it_is(weights):
+def test_the_original_model_is_unchanged(weights):
     model = builder.model(TIED)
     before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model)))
     graph = nnx.split(model)[0]
@@ -160,8 +160,8 @@ def test_the_model_itself_stays_as_it_is(weights):
     assert np.asarray(prepared.embed[...]).dtype == np.float32, "norms and embeddings keep their precision"
 
 
-def test_bytes_are_those_of_the_arrays():
-    """One byte or two per projected weight, four per scale, four for everything kept and for the one of each projection."""
+def test_weight_bytes():
+    """One byte or two per projected weight, four per scale, four for everything else and for the `one` of each projection."""
     model = builder.model(TIED)
     kernels = [node.kernel for _, node in nnx.iter_graph(model) if isinstance(node, Linear)]
     outputs = sum(int(np.prod(k.shape)) for k in kernels)
@@ -176,24 +176,27 @@ def test_bytes_are_those_of_the_arrays():
     assert weight_bytes(prepare(model, "int8")) == 4 * (all_numbers - outputs + ones) + (outputs + V * D) + 4 * rows
 
 
-def test_arrays_that_stay_are_shared():
+def test_unchanged_arrays_are_shared():
     model = builder.model(UNTIED)
     for weights in ("auto", "float32"):
         prepared = prepare(model, weights)
         assert all(a is b for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(prepared)), strict=True))
 
 
-def test_another_precision_is_named():
+def test_unknown_precision():
     with pytest.raises(UserError, match=r"generation\.weights must be one of auto, float32, bfloat16, int8, got 'int4'"):
         prepare(builder.model(), "int4")
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_long_rows_make_no_wide_weights(weights):
-    """Of 4096 inputs and more XLA does not fuse the conversion into a product, which then costs ten times as much."""
+def test_long_inputs_write_no_float32_weights(weights):
+    """From 4096 inputs on XLA does not fuse the conversion into a matrix multiplication, which then costs ten times as much."""
     linear = Linear((4096,), (64,), dtype=jnp.float32, rngs=nnx.Rngs(0))
-    narrow, x = LowPrecisionLinear(linear, weights), np.random.default_rng(0).standard_normal((1, 4096)).astype(np.float32)
-    graph, state = nnx.split(narrow)
+    low_precision, x = (
+        LowPrecisionLinear(linear, weights),
+        np.random.default_rng(0).standard_normal((1, 4096)).astype(np.float32),
+    )
+    graph, state = nnx.split(low_precision)
     run = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile()
     expected = x.astype(np.float64) @ rounded(np.asarray(linear.kernel[...]), (4096,), weights)
     np.testing.assert_allclose(run(state, x), expected, rtol=1e-4, atol=1e-4)
@@ -203,22 +206,22 @@ def test_long_rows_make_no_wide_weights(weights):
 def test_a_row_of_zeros_stays_zero():
     model = builder.model(UNTIED, seed=1)
     model.head.kernel = nnx.Param(model.head.kernel[...].at[:, 3].set(0.0))
-    narrow = prepare(model, "int8").head
-    assert np.isfinite(np.asarray(narrow.scale[...])).all() and not np.asarray(narrow.kernel[3]).any()
+    low_precision = prepare(model, "int8").head
+    assert np.isfinite(np.asarray(low_precision.scale[...])).all() and not np.asarray(low_precision.kernel[3]).any()
 
 
-def test_decoding_makes_no_wide_copy_of_narrow_weights(optimised):
-    """Temporaries of a decoding program stay far below the float32 size of the weights that are kept narrow."""
+def test_decoding_writes_no_float32_copy_of_low_precision_weights(optimised):
+    """Temporaries of a decode program stay far below the float32 size of the low-precision weights."""
     config = builder.config(dim=256, hidden_dim=768, head_size=32, n_heads=8, vocab_size=1031)
     model = builder.model(config)
-    narrow = prepare(model, "int8")
-    program = optimised(decoding(narrow, SamplingParams.build({"greedy": True})))
+    low_precision = prepare(model, "int8")
+    program = optimised(decoding(low_precision, SamplingParams.build({"greedy": True})))
     largest = max(node.kernel[...].nbytes for _, node in nnx.iter_graph(model) if isinstance(node, Linear))
     assert program.memory_analysis().temp_size_in_bytes < largest / 4
 
 
 def test_the_table_of_a_bfloat16_model_is_looked_up_in_bfloat16():
-    """What is looked up is rounded anyhow; with learned positions only after they were added."""
+    """The lookup is rounded anyway; with learned positions only after the addition."""
     tokens_BT, positions_BT = jnp.asarray([PROMPTS[1]]), jnp.arange(len(PROMPTS[1]))[None]
     for position, kept in (("rope", "bfloat16"), ("learned", "float32")):
         model = builder.model(builder.config(dtype="bfloat16", position=position))

@@ -33,7 +33,7 @@ from . import builder
 
 pytestmark = pytest.mark.slow
 
-# Thresholds at which this model's text takes all five strategies.
+# Thresholds with which this model uses all five strategies.
 ENTROPY = {"strategy": "entropy", "low_entropy": 1.2, "low_varentropy": 2.0, "clarify_entropy": 1.3, "high_entropy": 2.0}
 ENTROPY |= {"high_varentropy": 2.6, "adaptive_temperature_uncertainty": 0.1}
 ROWS: dict[str, dict[str, Any]] = {
@@ -58,14 +58,14 @@ def _watched(config):
     @jax.jit
     def run(state, tokens_BT, positions_BT):
         model = nnx.merge(graph, state)
-        x_BTD, _, aux = model.hidden(tokens_BT, positions_BT, probe=lambda *seen: seen)
+        x_BTD, _, aux = model.hidden(tokens_BT, positions_BT, probe=lambda *observe: observe)
         return model.logits(x_BTD), aux["probe"]
 
     return run
 
 
-def seen(model, text):
-    """The logits [V] behind a text, and its newest query's attention metrics by their definitions in float64."""
+def observe(model, text):
+    """Returns the logits [V] after a sequence, and the attention metrics of its newest query by definition in float64."""
     places = np.arange(model.config.max_context)
     tokens = np.zeros((1, len(places)), np.int32)
     tokens[0, : len(text)] = text
@@ -86,7 +86,7 @@ def seen(model, text):
 
 
 def surprise(logits_V):
-    """Entropy (bits), varentropy (bits²) and ln p in float64."""
+    """Returns entropy (bits), varentropy (bits²) and ln p in float64."""
     x = np.asarray(logits_V, np.float64)
     lnp = x - x.max() - np.log(np.exp(x - x.max()).sum())
     bits = -lnp / np.log(2)
@@ -100,7 +100,9 @@ _route = jax.jit(route)
 
 
 def slowly(model, prompt, steps, settings, seed, attends):
-    """The continuation on the host, and per token (strategy, forced, entropy, varentropy, attention, ln p, rank, survivors)."""
+    """Returns the continuation on the host, and per token (strategy, forced, entropy, varentropy, attention, ln p, rank,
+    survivors).
+    """
     text, told = list(prompt), []
     settings = {key: value for key, value in settings.items() if key != "strategy"}
     step_keys = (*ROUTED_STEPS, "repetition_penalty", "presence_penalty", "logit_bias", "banned_tokens")
@@ -109,7 +111,7 @@ def slowly(model, prompt, steps, settings, seed, attends):
     config = RouterConfig(**{**{k: v for k, v in settings.items() if k not in step_keys}, **base})
     clarify, cooldown = int(config.clarify_token), int(config.clarify_cooldown)
     for n in range(steps):
-        logits_V, attention = seen(model, text)
+        logits_V, attention = observe(model, text)
         H, varentropy, lnp = surprise(logits_V)
         taken = _route(Metrics(H, varentropy, attention if attends else None), config)
         edits = builder.steps_of(own, ("repetition_penalty", "presence_frequency_penalty"), [], 0.0)
@@ -135,7 +137,7 @@ def slowly(model, prompt, steps, settings, seed, attends):
 
 
 def decoded(model, rows, prompts, steps):
-    """The continuations [B, steps] and the report of some rows, decoded in a batch as large as `ROWS` by the same programs."""
+    """Returns the continuations [B, steps] and the reports of some rows, in a batch as large as `ROWS`."""
     B = len(rows)
     rows = [*rows, *[rows[0] | ROWS["penalties"] | ROWS["clarify banned"]] * (len(ROWS) - B)]  # one plan for all batches
     prompts = [*prompts, *prompts[:1] * (len(ROWS) - B)]
@@ -150,7 +152,7 @@ def decoded(model, rows, prompts, steps):
 
 @pytest.mark.parametrize("attends", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_every_strategy_in_one_batch(attends):
-    """Tokens, strategies and metrics as the host has them from the whole text; no strategy is missing."""
+    """Tokens, strategies and metrics equal those of the host on the whole sequence; every strategy occurs."""
     model = builder.model()
     rows = [ENTROPY | {"use_attention": attends, "seed": 40 + b} | row for b, row in enumerate(ROWS.values())]
     prompts = builder.prompts(*(1 + 2 * b % 9 for b in range(len(rows))), seed=8)
@@ -176,7 +178,7 @@ def test_every_strategy_in_one_batch(attends):
     assert (info.routed.attention is None) == (not attends)
 
 
-def test_a_wide_vocabulary_goes_through_the_windows():
+def test_a_large_vocabulary_uses_windows():
     model = builder.model(builder.config(vocab_size=5003))
     numbers = {"low_entropy": 1.5, "clarify_entropy": 5.0, "high_entropy": 3.5, "low_varentropy": 3.0, "high_varentropy": 6.0}
     wide = {"base_top_k": 3000, "base_top_p": 1.0, "adaptive_top_p_max": 1.0}
@@ -196,7 +198,7 @@ def _attended(model, tokens_BT, positions_BT, cache):
 
 
 def attended(model, texts, prompt_lengths, slots):
-    """The attention metrics [B, steps, 6] of texts read as a prompt and then token by token; without slots, all at once."""
+    """Returns the attention metrics [B, steps, 6] of a prompt and then token by token; without slots, in one pass."""
     B, steps = len(texts), min(len(t) - n for t, n in zip(texts, prompt_lengths, strict=True))
     found, cache = [], None
     if slots:
@@ -224,8 +226,8 @@ def attended(model, texts, prompt_lengths, slots):
         pytest.param((None, 5), id="mixed"),
     ],
 )
-def test_metrics_know_nothing_of_slots_padding_and_cache(windows):
-    """64 slots or 4,096, a short prompt beside a long one or alone, a ring or the whole text: the same to 1e-5."""
+def test_metrics_do_not_depend_on_slots_padding_and_cache(windows):
+    """64 slots or 4,096, a short prompt in a batch or alone, a ring or the whole sequence: equal to 1e-5."""
     model = builder.model(builder.config(windows=windows, max_context=4096))
     texts, lengths = builder.prompts(15, 42, seed=4), [3, 30]
     expected = attended(model, texts, lengths, None)
@@ -235,8 +237,8 @@ def test_metrics_know_nothing_of_slots_padding_and_cache(windows):
     np.testing.assert_allclose(alone, expected[:1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
-    """Bit by bit, in one program, with other prompts, other numbers and other seeds around it."""
+def test_a_row_does_not_depend_on_other_rows():
+    """Bitwise, in one program, with other prompts, other values and other seeds around it."""
     model, random = builder.model(), np.random.default_rng(0)
     mine, prompt = ENTROPY | {"seed": 5, "clarify_token": 7}, builder.prompts(6, seed=20)[0]
     found = set()
@@ -246,7 +248,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
             ENTROPY | {"seed": int(random.integers(99)), "temperature": float(random.uniform(0.3, 2)), "clarify_token": 9}
             for _ in range(4)
         ]
-        prompts = builder.prompts(*random.integers(1, 9, 3), 9, seed=trial)  # the last one decides on the slots
+        prompts = builder.prompts(*random.integers(1, 9, 3), 9, seed=trial)  # the last one determines the slots
         rows.insert(place, mine)
         prompts.insert(place, prompt)
         tokens, info = decoded(model, rows, prompts, 10)
@@ -255,7 +257,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
     assert len(found) == 1
 
 
-def test_no_number_of_the_router_compiles_anything():
+def test_values_of_the_router_compile_nothing():
     model, prompts = builder.model(), builder.prompts(4, 5)
     first, *names = SamplingParams.build(ENTROPY | {"seed": 0}).router.__dataclass_fields__
     special = {"clarify_token": 4, "clarify_cooldown": 9, "candidates": 3, "base_top_k": 8, "explore_top_k_min": 2}
@@ -276,7 +278,7 @@ def test_a_forced_token_ends_the_text_when_it_is_the_end():
     session = StaticBatch(model, tokens, lengths, params, limits_B=np.array([20]), eos_ids=[[7]])
     said = [session.start(), session.advance()]
     text = np.concatenate([chunk.tokens[0, : chunk.counts[0]] for chunk in said])
-    assert len(text) == 4 and text[-1] == 7 and 7 not in text[:-1], "not before min_tokens, then at once"
+    assert len(text) == 4 and text[-1] == 7 and 7 not in text[:-1], "not before min_tokens, then immediately"
 
 
 def test_rows_of_one_batch_have_one_kind_of_router():
@@ -291,9 +293,9 @@ def test_rows_of_one_batch_have_one_kind_of_router():
 
 
 @pytest.mark.exhaustive
-def test_a_users_score_chooses_among_drawn_candidates():
+def test_a_score_function_chooses_among_candidates():
     model, prompt = builder.model(), builder.prompts(6)[0]
-    rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # so that every token is adaptive
+    rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # makes every token adaptive
     settings = ENTROPY | rules | {"seed": 4, "candidates": 5, "top_p": 1.0, "top_k": 60, "logprobs": 3, "return_info": True}
     out, told = generate(model, [prompt], 12, score_fn=lambda ids, logprobs, metrics: -logprobs, **settings)
     found, token = told["info"].routed.candidates, out[0, 6:]
@@ -309,8 +311,8 @@ def test_a_users_score_chooses_among_drawn_candidates():
 
 
 @pytest.mark.exhaustive
-def test_candidates_can_be_seen_and_the_text_stays_the_same():
-    """Of every adaptive token n draws, it being the first of the likeliest; the others have none, and nothing else changes."""
+def test_show_candidates_keeps_the_text():
+    """Every adaptive token has n draws and is the first of the most likely; others have none. Nothing else changes."""
     model, prompt = builder.model(), builder.prompts(6)[0]
     settings = ENTROPY | {"seed": 4, "candidates": 5, "top_k": 60, "logprobs": 3, "return_info": True}
     plain, _ = generate(model, [prompt], STEPS, **settings)
@@ -326,7 +328,7 @@ def test_candidates_can_be_seen_and_the_text_stays_the_same():
         best = int(np.argmax(lnp[step, drawn]))
         assert drawn[best] == tokens[step] and np.argmax(found.scores[0, step]) == best
         np.testing.assert_allclose(found.logprobs[0, step], lnp[step, drawn], rtol=0, atol=1e-4)
-        # What the guide adds to ln p is one number for all candidates of a step.
+        # The guide adds the same number to ln p of all candidates of a step.
         np.testing.assert_allclose(np.ptp(found.scores[0, step] - found.logprobs[0, step]), 0, atol=1e-4)
     assert len({tuple(np.asarray(ids)) for ids in found.ids[0]}) > 3
     for more in ({"strategy": "chain"}, {"logprobs": None}):
@@ -334,8 +336,8 @@ def test_candidates_can_be_seen_and_the_text_stays_the_same():
             generate(model, [prompt], 2, show_candidates=True, **{"seed": 1, "logprobs": 1, "return_info": True} | more)
 
 
-def test_token_sequences_take_what_was_measured_on_the_model(tmp_path):
-    """Thresholds from a file or by name give the text of the same numbers set by hand."""
+def test_router_calibration_for_token_ids(tmp_path):
+    """Thresholds from a file or by name give the same text as the same values set by hand."""
     model, prompt = builder.model(), builder.prompts(6)[0]
     measured = {"low_entropy": 1.2, "low_varentropy": 2.0, "clarify_entropy": 3.0, "high_entropy": 2.0, "high_varentropy": 2.6}
     measured |= {"entropy_scale": 2.0, "varentropy_scale": 4.0}

@@ -1,4 +1,4 @@
-"""Who gets which slots: a simulation of arrivals, cancellations and ends, without time and without a model."""
+"""The scheduler: a simulation of arrivals, cancellations and ends, without time and without a model."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from dantinox.generation.scheduler import QueueFull, Scheduler
 class Work:
     number: int
     samples: int
-    parts: int  # of its prompt
-    chunks: int  # that each sample takes
+    parts: int  # prefill chunks of its prompt
+    chunks: int  # decode steps of each sample
     lane: int = 0
 
 
@@ -40,7 +40,7 @@ def test_any_course_of_events(events, slots, queue):
         while (job := scheduler.admit(lambda job: job.lane in compiled)) is not None:
             held = scheduler.slots_of(job)
             assert len(held) == job.samples and not set(held) & set(left)
-            # Whoever was there before is being served, but those whose program is missing.
+            # All earlier jobs hold slots, except those whose program is missing.
             assert all(other.lane not in compiled for other in scheduler.waiting if other.number < job.number)
             started.append(job)
             unread[job] = job.parts
@@ -80,13 +80,13 @@ def test_any_course_of_events(events, slots, queue):
     compiled.add(1)
     for _ in range(20 * (len(jobs) + 1)):
         step()
-    assert not scheduler.jobs and scheduler.free == slots, "all are served in the end"
+    assert not scheduler.jobs and scheduler.free == slots, "all jobs finish"
     for lane in (0, 1):
         numbers = [job.number for job in started if job.lane == lane]
         assert numbers == sorted(numbers)
 
 
-def test_the_best_slot_or_the_one_that_is_free_for_the_longest_time():
+def test_the_preferred_slot_or_the_longest_free_one():
     scheduler = Scheduler(3, 0)
     jobs = [Work(number, 1, 0, 1) for number in range(3)]
     for job in jobs:
@@ -101,7 +101,7 @@ def test_the_best_slot_or_the_one_that_is_free_for_the_longest_time():
         scheduler.add(job)
         scheduler.admit(always, lambda job, wish=wish: wish)
         found += scheduler.slots_of(job)
-    assert found == [2, 1, 0], "the second had no wish; what the third wished for was taken"
+    assert found == [2, 1, 0], "the second has no preference; the preferred slot of the third is taken"
 
 
 def test_a_large_job_is_not_overtaken():

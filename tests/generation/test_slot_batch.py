@@ -1,4 +1,4 @@
-"""Texts that move into and out of a running batch: each says what it says alone, whatever is beside it."""
+"""Requests that enter and leave a running batch: each has the same tokens as alone, in any mixed batch."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 
-CONTEXT = 320  # in two parts on a CPU
+CONTEXT = 320  # two chunks on a CPU
 LONG = "x" + "once upon a time there was a fox that said " * 3
 NEIGHBOURS = (
     {"greedy": True},
@@ -41,7 +41,7 @@ def served():
 
 
 def put(run, slots, slot, prompt, limit=24, report=False, echo=False, reuse=False, **settings):
-    """Begins a text; what was kept of it."""
+    """Assigns a prompt to a slot and starts to decode it; returns the prefix match."""
     config, ids = run.settings({"seed": 3, "max_new_tokens": limit} | settings), run.prompt_ids(prompt)
     kept = slots.match_prefix(ids) if reuse else NO_PREFIX
     slots.assign_prompt(slot, ids, kept, echo)
@@ -52,7 +52,7 @@ def put(run, slots, slot, prompt, limit=24, report=False, echo=False, reuse=Fals
 
 
 def decode(slots, steps=8):
-    """Decodes all to the end: tokens and reports by slot."""
+    """Decodes all slots to the end: tokens and reports by slot."""
     tokens, infos, busy = {}, {}, True
     while busy:
         gained = slots.collect(slots.dispatch(steps))
@@ -66,14 +66,14 @@ def decode(slots, steps=8):
 DRAWN = {"temperature": 1.2, "top_p": 0.95}
 
 
-def test_a_text_is_that_of_a_run_alone(served):
+def test_a_request_equals_a_static_batch(served):
     run, slots = served
     for settings in (DRAWN, NEIGHBOURS[1], NEIGHBOURS[3]):
         put(run, slots, 1, "hello world", **settings)
         assert decode(slots)[0][1] == run.generate("hello world", seed=3, max_new_tokens=24, **settings).tokens, settings
 
 
-def test_a_text_is_the_same_in_every_slot_with_any_neighbours(served, programs):
+def test_a_request_is_equal_in_every_slot_and_batch(served, programs):
     run, slots = served
     put(run, slots, 0, LONG, **DRAWN)
     alone = decode(slots)[0][0]
@@ -82,7 +82,7 @@ def test_a_text_is_the_same_in_every_slot_with_any_neighbours(served, programs):
         for steps in (1, 32):
             others = [other for other in range(4) if other != slot]
             for other, settings in zip(others, NEIGHBOURS[slot:] + NEIGHBOURS[:slot], strict=False):
-                prompt = "something else " * (1 + 11 * (other == 3))  # which reaches into the second part
+                prompt = "something else " * (1 + 11 * (other == 3))  # reaches into the second chunk
                 put(run, slots, other, prompt, limit=5 + 3 * other, report=other == 2, **settings)
             slots.dispatch(3)
             put(run, slots, slot, LONG, **DRAWN)
@@ -90,7 +90,7 @@ def test_a_text_is_the_same_in_every_slot_with_any_neighbours(served, programs):
     assert programs() == 0
 
 
-def test_a_part_that_was_read_is_not_read_again(served):
+def test_a_prefilled_chunk_is_reused(served):
     run, slots = served
     for slot in range(4):
         put(run, slots, slot, "nothing", limit=1)
@@ -106,7 +106,7 @@ def test_a_part_that_was_read_is_not_read_again(served):
     assert slots.match_prefix([*ids[:5], 1, *ids[6:]]) == NO_PREFIX
 
 
-def test_samples_of_a_prompt_that_is_read_once(served):
+def test_samples_share_one_prefill(served):
     run, slots = served
     expected = [result.tokens for result in run.generate(LONG, seed=3, max_new_tokens=12, n=3, **DRAWN)]
     config, ids = run.settings({"seed": 3, "max_new_tokens": 12} | DRAWN), run.prompt_ids(LONG)
@@ -136,7 +136,7 @@ def test_reports_of_tokens_and_of_the_prompt(served):
     np.testing.assert_array_equal(np.concatenate([info.top_ids for info in infos[2]]), alone.steps.top_ids)
 
 
-def test_a_text_that_was_stopped_is_gone(served):
+def test_a_stopped_request_has_no_output(served):
     run, slots = served
     put(run, slots, 0, "a", **DRAWN)
     put(run, slots, 1, "b", **DRAWN)
@@ -147,7 +147,7 @@ def test_a_text_that_was_stopped_is_gone(served):
     assert len(decode(slots)[0][0]) == 3
 
 
-def test_a_slot_is_taken_again_while_its_last_token_is_computed(served):
+def test_a_slot_is_refilled_while_its_last_token_is_computed(served):
     run, slots = served
     first, second = (run.generate(prompt, seed=3, max_new_tokens=6, **DRAWN).tokens for prompt in ("a slot", LONG))
     put(run, slots, 1, "a slot", limit=6, **DRAWN)
@@ -163,7 +163,7 @@ def test_a_slot_is_taken_again_while_its_last_token_is_computed(served):
     assert [*begin.tokens, *decode(slots)[0][1]] == second
 
 
-def test_what_a_server_does_not_take(served):
+def test_settings_that_a_server_rejects(served):
     run, slots = served
     for settings, message in (
         ({"weights": "int8"}, "generation.weights is 'auto' in this server, got 'int8'"),
@@ -218,7 +218,7 @@ def test_other_caches(changes, settings):
         assert alone == run.generate(prompt, seed=3, max_new_tokens=24, **DRAWN).tokens
 
 
-def test_a_text_of_some_tokens_alone(served):
+def test_token_mask_of_one_slot(served):
     run, slots = served
     put(run, slots, 2, "hello", **DRAWN)
     put(run, slots, 3, "hello", **DRAWN)

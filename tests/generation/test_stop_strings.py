@@ -1,4 +1,4 @@
-"""Stop strings, whatever way the text comes in."""
+"""Stop strings, for any split of the text."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,14 +12,14 @@ stops = st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3)
 
 @st.composite
 def parts(draw):
-    """A text cut into parts, empty ones among them."""
+    """Draws a text split into parts, some of them empty."""
     text = draw(texts)
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def answer(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
-    """The text up to the stop string that is complete first (the longest of several), and that string."""
+def expected(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
+    """Returns the text up to the stop string that is complete first (the longest of several), and that string."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -30,24 +30,24 @@ def answer(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
 
 @settings(max_examples=500, deadline=None)
 @given(parts(), stops, st.booleans())
-def test_any_division_of_a_text_gives_the_same_answer(pieces, stops, keep):
+def test_any_split_of_a_text_gives_the_same_result(pieces, stops, keep):
     finder, out = StopFinder(stops, keep), ""
     for n, piece in enumerate(pieces, 1):
         out += finder.push(piece)
         if finder.found is None:
             held = "".join(pieces[:n])[len(out) :]
             assert "".join(pieces[:n]) == out + held, "nothing is lost or changed"
-            assert not held or any(stop.startswith(held) for stop in stops), "held back without need"
+            assert not held or any(stop.startswith(held) for stop in stops), "text is held back only if necessary"
     out += finder.flush()
-    assert (out, finder.found) == answer("".join(pieces), stops, keep)
+    assert (out, finder.found) == expected("".join(pieces), stops, keep)
     assert finder.push("more") == "" or finder.found is None
     assert finder.flush() == "" or finder.found is None
 
 
 @settings(max_examples=300, deadline=None)
 @given(parts(), parts(), stops)
-def test_a_finder_that_is_not_armed_passes_everything(early, late, stops):
-    """A stop string complete before `min_tokens` is text like any other; one that is complete later ends it."""
+def test_an_inactive_finder_passes_everything(early, late, stops):
+    """A stop string that is complete before `min_tokens` is ordinary text; one that is complete later ends it."""
     finder = StopFinder(stops)
     out = "".join(finder.push(piece, active=False) for piece in early)
     assert finder.found is None
@@ -59,7 +59,7 @@ def test_a_finder_that_is_not_armed_passes_everything(early, late, stops):
         assert out == whole
     else:
         assert whole[len(out) :].startswith(finder.found)
-        assert len(out) + len(finder.found) > len("".join(early)), "it was complete before the finder was armed"
+        assert len(out) + len(finder.found) > len("".join(early)), "it was complete before the finder was active"
 
 
 def test_the_edges_by_hand():

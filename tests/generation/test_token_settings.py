@@ -1,4 +1,4 @@
-"""Tokens named by their text: banned ones never appear, allowed ones are all there is, what cannot be read is refused."""
+"""Tokens named by their text: banned ones never appear, only allowed ones appear, and invalid ones are rejected."""
 
 import json
 
@@ -23,27 +23,27 @@ def run(run_dir) -> LoadedModel:
     return dantinox.load(run_dir)
 
 
-def said(run, **settings):
+def text_of(run, **settings):
     return run.generate("a", greedy=True, max_new_tokens=12, **settings).tokens
 
 
 def test_lists_of_tokens_by_text_and_by_id(run):
-    plain = said(run)
+    plain = text_of(run)
     assert plain[:9] == list("è€😀".encode())
-    assert 0x80 not in said(run, banned_tokens=[0x80, "b"]) and ord("b") not in said(run, banned_tokens=["128", "b"])
-    assert set(said(run, allowed_tokens=["x", 121])) <= {ord("x"), ord("y")}
-    assert said(run, logit_bias={"z": 1e9}) == [ord("z")] * 12
-    assert said(run, logit_bias={"z": 1e9, "122": None})[0] != ord("z"), "a token named twice has both biases"
+    assert 0x80 not in text_of(run, banned_tokens=[0x80, "b"]) and ord("b") not in text_of(run, banned_tokens=["128", "b"])
+    assert set(text_of(run, allowed_tokens=["x", 121])) <= {ord("x"), ord("y")}
+    assert text_of(run, logit_bias={"z": 1e9}) == [ord("z")] * 12
+    assert text_of(run, logit_bias={"z": 1e9, "122": None})[0] != ord("z"), "a token named twice has both biases"
 
 
-def test_bad_words_are_banned_where_they_would_be_completed(run):
+def test_the_last_token_of_a_bad_word_is_banned(run):
     text = run.generate("a", greedy=True, max_new_tokens=60, bad_words=["b\nc", "€"]).text
     assert "b\nc" not in text and "€" not in text and "b\n" in text
     assert "b\nc" in run.generate("a", greedy=True, max_new_tokens=60).text
 
 
-def test_a_word_is_banned_behind_a_space_too():
-    """In vocabularies whose words bring their space along, the two spellings have no token in common."""
+def test_a_word_is_also_banned_after_a_space():
+    """In vocabularies whose words include their leading space, the two encodings have no token in common."""
     words = resolve_token_ids(GenerationSection(bad_words=("dog", (5, 6))), PAIRS).bad_words
     assert words == (tuple(PAIRS.encode("dog")), tuple(PAIRS.encode(" dog")), (5, 6))
     assert tuple(PAIRS.encode(" dog"))[-len(words[0]) :] != words[0]
@@ -51,7 +51,7 @@ def test_a_word_is_banned_behind_a_space_too():
     assert section.bad_words == (tuple(b"dog"),), "one spelling covers both"
 
 
-def test_breakers_are_all_tokens_with_the_text_in_them():
+def test_breakers_are_all_tokens_that_contain_the_text():
     ids = resolve_token_ids(GenerationSection(dry_multiplier=1.0, dry_breakers=(" d", "\n", 7)), PAIRS).dry_breakers
     texts = {PAIRS.decode([i]) for i in ids} - {PAIRS.decode([7])}
     assert 7 in ids and all(" d" in text or "\n" in text for text in texts) and {"\n"} < texts
@@ -59,13 +59,13 @@ def test_breakers_are_all_tokens_with_the_text_in_them():
     assert missed == []
 
 
-def test_xtc_spares_the_end_and_the_line_break():
+def test_xtc_keeps_the_end_and_the_line_break():
     params = sampling_params(PAIRS, [Config(generation=GenerationSection(xtc_probability=1.0, seed=1))])
     assert set(params.tables["protected_ids"][0].tolist()) - {-1} == {PAIRS.eos_id, *PAIRS.encode("\n")}
 
 
-def test_a_tokenizer_that_puts_a_space_in_front_of_every_text():
-    """There no text is spelt by the token of a sign or a line break alone, but the vocabulary has them."""
+def test_a_tokenizer_that_adds_a_leading_space():
+    """No text is encoded as the token of a symbol or a line break alone, but the vocabulary has them."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
     core.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
@@ -78,7 +78,7 @@ def test_a_tokenizer_that_puts_a_space_in_front_of_every_text():
 
 
 @pytest.mark.parametrize("key", ["bad_words", "banned_tokens", "logit_bias"])
-def test_a_character_the_vocabulary_lacks_is_told_with_its_setting(key):
+def test_a_missing_character_is_reported_with_its_setting(key):
     value = {"é": 1.0} if key == "logit_bias" else ("é",)
     with pytest.raises(UserError, match=rf"generation\.{key}: the character 'é'"):
         resolve_token_ids(GenerationSection(**{key: value}), LETTERS)
@@ -98,21 +98,21 @@ def test_a_character_the_vocabulary_lacks_is_told_with_its_setting(key):
         ({"banned_tokens": list(range(259))}, "together they allow no token"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(run, settings, words):
+def test_invalid_tokens(run, settings, words):
     with pytest.raises(UserError) as error:
         run.generate("a", greedy=True, **settings)
     assert words in str(error.value)
 
 
-def test_without_a_tokenizer_text_is_refused():
+def test_text_needs_a_tokenizer():
     for key, value in (("banned_tokens", ["a"]), ("bad_words", ["a"]), ("logit_bias", {"a": 1}), ("dry_breakers", ["a"])):
         more = {"dry_multiplier": 1.0} if key == "dry_breakers" else {}
         with pytest.raises(UserError, match=f"generation.{key} must hold .*token ids"):
             SamplingParams.build({key: value, "greedy": True} | more)
 
 
-def test_a_setting_of_the_run_holds_until_it_is_switched_off(run):
-    """A run's own refinements go with the step they refine; another preset leaves the run's order behind."""
+def test_settings_of_the_run_hold_until_disabled(run):
+    """Settings of the run are dropped with the step that they belong to; another preset drops the order of the run."""
     section = GenerationSection(xtc_probability=0.5, xtc_threshold=0.2, preset="koboldcpp", sampler_order=(0, 1, 2, 3, 4, 5))
     own = LoadedModel(run.config.model_copy(update={"generation": section}), run.model, run.tokenizer)
     off = own.settings({"xtc_probability": 0}).generation

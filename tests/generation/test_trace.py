@@ -1,4 +1,4 @@
-"""What a sample tells of itself: records per token that agree with the arrays, the text, and the numbers of the request."""
+"""The records of a sample: per-token records that agree with the arrays, the text, and the settings of the request."""
 
 import json
 
@@ -30,7 +30,7 @@ def run():
 
 
 @pytest.mark.parametrize("settings", [{}, ROUTED, ROUTED | {"use_attention": False}], ids=["chain", "router", "no attention"])
-def test_a_document_says_what_the_arrays_say(run, settings):
+def test_a_document_equals_the_arrays(run, settings):
     result = run.generate("abc", logprobs=4, seed=3, max_new_tokens=12, top_k=9, ignore_eos=True, **settings)
     document, steps = trace_document(result, run.tokenizer), result.steps
     json.dumps(document, allow_nan=False)
@@ -62,14 +62,14 @@ def test_a_document_says_what_the_arrays_say(run, settings):
 
 @pytest.mark.exhaustive
 def test_parts_of_characters_add_up(run):
-    """Bytes that are no text of their own: the pieces are still the text."""
+    """Bytes that are not valid text alone: the pieces still add up to the text."""
     result = run.generate("é", logprobs=2, seed=5, max_new_tokens=40, temperature=3.0, ignore_eos=True)
     texts = [token["text"] for token in trace_document(result, run.tokenizer)["tokens"]]
     assert "".join(texts) == result.text and "" in texts
 
 
-def test_the_first_token_is_no_beginning(run):
-    """Where a vocabulary drops the space at the beginning of a text, the one behind the prompt is kept."""
+def test_the_first_token_continues_the_prompt(run):
+    """A vocabulary that drops the space at the start of a text keeps it after the prompt."""
     result = run.generate("abc", logprobs=4, seed=3, max_new_tokens=12, top_k=9, ignore_eos=True)
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"▁{n}": n for n in range(259)}, unk_token="▁0"))
     core.decoder = tokenizers.decoders.Metaspace()
@@ -79,7 +79,7 @@ def test_the_first_token_is_no_beginning(run):
         assert all(other["text"] == f" {other['id']}" for other in token["alternatives"])
 
 
-def test_nothing_generated_has_nothing_to_tell(run):
+def test_an_empty_sample_has_no_records(run):
     for settings in ({}, ROUTED):
         result = run.generate("abc", logprobs=4, max_new_tokens=0, **settings)
         document = trace_document(result, run.tokenizer)
@@ -90,7 +90,7 @@ def test_nothing_generated_has_nothing_to_tell(run):
         trace_document(run.generate("abc", max_new_tokens=2, greedy=True), run.tokenizer)
 
 
-def test_the_calibration_is_read_where_it_is_asked_for(run):
+def test_the_calibration_is_read_if_requested(run):
     measured = {name: 1.5 for name in ("low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy")}
     measured |= {"entropy_scale": 2.0, "varentropy_scale": 4.0}
     asked = []
@@ -104,7 +104,7 @@ def test_the_calibration_is_read_where_it_is_asked_for(run):
     assert (result.router["temperature_min"], result.router["temperature_max"]) == (pytest.approx(0.1), 2.0)
 
 
-def test_chain_and_router_in_one_call_are_batches_of_their_own(run):
+def test_chain_and_router_form_separate_batches(run):
     requests = [("a", {"greedy": True}), ("b", ROUTED | {"seed": 1}), ("c", ROUTED | {"seed": 1, "use_attention": False})]
     batches = run.start([run.request(text, given | {"max_new_tokens": 3}) for text, given in requests])
     assert [batch.numbers for batch in batches] == [[0], [1], [2]]

@@ -377,7 +377,7 @@ def test_sinks_and_capped_scores_per_head():
 
 
 def test_expected_attention_equals_its_closed_form():
-    """float64 matrices: a rotation per position, the mean of those after the prompt, and a Gaussian of the unrotated queries."""
+    """float64 matrices: a rotation per position, the mean of those after the prompt, a Gaussian of unrotated queries."""
     B, T, K, G, H, R, theta, sinks = 2, 11, 2, 3, 6, 4, 50.0, 2
     random = np.random.default_rng(5)
     q, k, v = (random.standard_normal((B, T, K, *size)) for size in ((G, H), (H,), (H,)))
