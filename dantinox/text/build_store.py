@@ -1,4 +1,4 @@
-"""Builds the tokenizer and the token store of a config, or finds those on disk that are up to date."""
+"""Builds the tokenizer and the token store of a config, or opens those on disk if they are up to date."""
 
 import fcntl
 import hashlib
@@ -25,16 +25,21 @@ from dantinox.text.vocabulary import train_tokenizer
 
 FORMAT = 2
 HEADER = "tokens.json"
-CHUNK_CHARACTERS = 1 << 16  # what one core encodes at a time
-BATCH_CHARACTERS = 4 << 20  # what is encoded between two calls of `progress`
+CHUNK_CHARACTERS = 1 << 16  # encoded by one core at a time
+BATCH_CHARACTERS = 4 << 20  # encoded between two calls of `progress`
 MAX_HEADER_BYTES = 1 << 16
 
 Header = dict[str, Any]
-Progress = Callable[..., None]  # (what is being done, characters done, characters in all), of other things also what they are
+Progress = Callable[..., None]  # (activity, units done, total units[, name of the unit if not characters])
 
 
 class Chunk(NamedTuple):
-    """A stretch of text of part 0 (training) or 1 (validation), inside one document: (corpus, document in it)."""
+    """A chunk of text from one document.
+
+    Attributes:
+      part: 0 for training, 1 for validation.
+      document: (index of the corpus, index of the document in it).
+    """
 
     part: int
     document: tuple[int, int]
@@ -42,7 +47,7 @@ class Chunk(NamedTuple):
 
 
 class _CorpusPlan(NamedTuple):
-    """What to encode: the corpora, their contents, and the character of each at which validation begins."""
+    """The corpora to encode, their extents, and the character in each at which validation begins."""
 
     corpora: tuple[Corpus, ...]
     extents: tuple[Extent, ...]
@@ -53,13 +58,13 @@ class _CorpusPlan(NamedTuple):
         return sum(extent.characters for extent in self.extents)
 
     def chunks(self) -> Iterator[Chunk]:
-        """All the text: that of part 0 comes before that of part 1, for which several corpora are read once for each."""
-        divided = sum(0 < cut < extent.characters for cut, extent in zip(self.val_starts, self.extents, strict=True))
-        for parts in [(0,), (1,)] if divided > 1 else [(0, 1)]:
-            for number, (corpus, extent, cut) in enumerate(zip(self.corpora, self.extents, self.val_starts, strict=True)):
+        """Yields all text, training before validation. If several corpora are split, they are read once per part."""
+        split_corpora = sum(0 < start < extent.characters for start, extent in zip(self.val_starts, self.extents, strict=True))
+        for parts in [(0,), (1,)] if split_corpora > 1 else [(0, 1)]:
+            for number, (corpus, extent, val_start) in enumerate(zip(self.corpora, self.extents, self.val_starts, strict=True)):
                 position = 0
                 for document, text in corpus.read_text(extent.digest):
-                    split = min(max(cut - position, 0), len(text))
+                    split = min(max(val_start - position, 0), len(text))
                     position += len(text)
                     if split and 0 in parts:
                         yield Chunk(0, (number, document), text[:split])
@@ -74,19 +79,20 @@ def prepare_data(
     progress: Progress | None = None,
     chat_template: str = "plain",
 ) -> tuple[Tokenizer, TokenStore]:
-    """The tokenizer and the tokens of the corpus that the settings name.
+    """Returns the tokenizer and the token store of the corpus that the settings name.
 
-    The tokens in `directory` are used again if corpus, tokenizer and options are what they were built from, else built anew.
-    A corpus of several documents is divided for validation where one ends, nearest to `data.val_fraction`; a single document is
-    cut at that character. BPE is trained on the training part; characters are those of both.
+    Existing tokens in `directory` are reused if corpus, tokenizer and options are unchanged; otherwise they are rebuilt. For
+    validation, a corpus of several documents is split at the document end closest to `data.val_fraction`; a single document is
+    split at that character. BPE is trained on the training part; a character vocabulary covers both parts.
 
     Args:
-      tokenizer: use this one; None trains or loads the one that the settings describe.
-      progress: called with (what is being done, characters or conversations done, those in all).
-      chat_template: of conversations, where `data.chat_template` is null: a built-in one, or a file.
+      directory: where the token files are.
+      tokenizer: the tokenizer to use. None: train or load the one that the settings describe.
+      progress: called with (activity, units done, total units), where units are characters or conversations.
+      chat_template: the template of conversations if `data.chat_template` is null: the name of a built-in one, or a file.
 
     Raises:
-      UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written.
+      UserError: there is no corpus, it is invalid or too small, or the directory cannot be written.
     """
     directory, objective = Path(directory), config.training.objective
     with fetch_datasets(config.data, directory, whole=objective != "next_token") as data:
@@ -101,8 +107,8 @@ def prepare_data(
             if tokenizer is None:
                 if config.tokenizer.tokenizer_type not in ("byte", "file"):
                     raise UserError(
-                        f"training.objective: {objective} makes no tokenizer: set training.init_from, the run to go on from, "
-                        "or tokenizer.tokenizer_type: file"
+                        f"training.objective: {objective} does not train a tokenizer: set training.init_from to a trained run, "
+                        "or tokenizer.tokenizer_type to file"
                     )
                 tokenizer = train_tokenizer(config.tokenizer, lambda: iter(()))
             chat = ChatTemplate.from_name(data.chat_template or chat_template, tokenizer)
@@ -117,12 +123,12 @@ def prepare_data(
 
 
 def vocabulary_size(config: Config) -> int:
-    """The size of the vocabulary that the settings describe, the corpus read only where its characters decide on it.
+    """Returns the vocabulary size that the settings describe. Only a character vocabulary requires reading the corpus.
 
-    Of BPE it is `tokenizer.vocab_size`, which a small corpus does not fill.
+    For BPE it is `tokenizer.vocab_size`, although a small corpus can result in fewer tokens.
 
     Raises:
-      UserError: no tokenizer or no corpus at the path that is needed.
+      UserError: the tokenizer or the corpus cannot be read.
     """
     if config.tokenizer.tokenizer_type == "bpe":
         return config.tokenizer.vocab_size
@@ -130,31 +136,31 @@ def vocabulary_size(config: Config) -> int:
         return train_tokenizer(config.tokenizer, lambda: iter(())).vocab_size
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory, fetch_datasets(config.data, Path(directory)) as data:
         plan = _make_plan(config.model_copy(update={"data": data}))
-        return train_tokenizer(config.tokenizer, lambda: (stretch.text for stretch in plan.chunks())).vocab_size
+        return train_tokenizer(config.tokenizer, lambda: (chunk.text for chunk in plan.chunks())).vocab_size
 
 
 def open_store(config: Config, directory: str | Path, tokenizer: Tokenizer) -> TokenStore | None:
-    """The tokens that `prepare_data` left in `directory`, whatever has become of the corpus; None where there are none."""
+    """Opens the tokens that `prepare_data` wrote to `directory`, without reading the corpus; None if there are none."""
     header = _read_header(Path(directory), {"format": FORMAT, "tokenizer": tokenizer.fingerprint})
     return None if header is None else _open_store(Path(directory), header, config, tokenizer)
 
 
 def corpus_changed(config: Config, directory: str | Path) -> bool:
-    """Whether the corpus is on this machine and is not what the tokens in `directory` were made of."""
+    """Returns whether the corpus exists on this machine and differs from the one that the tokens in `directory` come from."""
     if config.data.dataset_source != "local":
         return False
     try:
         sources = [corpus.digest() for corpus in _corpora(config)]
-    except UserError:  # it is gone
+    except UserError:  # the corpus does not exist any more
         return False
     return _read_header(Path(directory), {"sources": sources}) is None
 
 
 def _corpora(config: Config) -> tuple[Corpus, ...]:
-    """The corpus, or those of a mixture, and the validation text where it is a separate one."""
+    """Opens the corpus, or those of a mixture, and the separate validation corpus if there is one."""
     data = config.data
     if data.path is None:
-        raise UserError("no text to train on: set data.path in the config, or give --data_path")
+        raise UserError("no training text: set data.path in the config, or pass --data_path")
     paths = data.path if data.mixture and isinstance(data.path, tuple) else (data.path,)
     return tuple(Corpus.open(path, data.text_field) for path in (*paths, data.val_path) if path is not None)
 
@@ -168,7 +174,7 @@ def _make_plan(config: Config) -> _CorpusPlan:
 
 
 def _find_val_start(extent: Extent, val_fraction: float) -> int:
-    """The character at which validation begins: the end of a document nearest to it, where there are several."""
+    """Returns the character at which validation begins: the closest end of a document, if there are several documents."""
     ends, total = extent.ends, extent.characters
     if len(ends) == 1:
         return int(total * (1 - val_fraction))
@@ -180,7 +186,7 @@ def _make_tokenizer(config: Config, plan: _CorpusPlan, progress: Progress | None
 
     def documents() -> Iterator[str]:
         done = 0
-        for text in (stretch.text for stretch in plan.chunks() if stretch.part in parts):
+        for text in (chunk.text for chunk in plan.chunks() if chunk.part in parts):
             done += len(text)
             if progress:
                 progress("training the tokenizer", done, plan.characters)
@@ -190,9 +196,9 @@ def _make_tokenizer(config: Config, plan: _CorpusPlan, progress: Progress | None
 
 
 def _split_chunks(plan: _CorpusPlan, tokenizer: Tokenizer) -> Iterator[Chunk]:
-    """The text in chunks to encode. Only our own BPE may be cut between lines without a change in its tokens."""
+    """Splits the text into chunks to encode. Only for our own BPE, splitting between lines does not change the tokens."""
     size = CHUNK_CHARACTERS if tokenizer.kind == "bpe" else BATCH_CHARACTERS
-    return (Chunk(part, document, text) for part, document, whole in plan.chunks() for text in split_text(whole, size))
+    return (Chunk(part, document, text) for part, document, long in plan.chunks() for text in split_text(long, size))
 
 
 def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
@@ -209,44 +215,44 @@ def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def _build_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
-    """Encodes everything into a file named by its content, then writes the header that names it."""
+    """Encodes everything into a file named by its content, then writes the header that refers to it."""
     with wrap_os_errors(f"cannot write the tokens in {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # dies with its process
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when the process ends
             return _read_header(directory, wanted) or _write_store(encode, tokenizer, directory, wanted)
 
 
 def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    for leftover in directory.glob(".tokens*"):  # of a build that was killed: we hold the lock
+    for leftover in directory.glob(".tokens*"):  # of a killed build; this process holds the lock
         leftover.unlink()
-    made, marked = directory / ".tokens.tmp", directory / ".tokens.marks.tmp"
+    tokens_file, marks_file = directory / ".tokens.tmp", directory / ".tokens.marks.tmp"
     digest, counts = hashlib.sha256(), np.zeros((2, len(Counts._fields)), np.int64)
-    sources = [0] * len(wanted["sources"])  # training tokens of each
+    sources = [0] * len(wanted["sources"])  # training tokens per source
     try:
-        with open(made, "wb") as file, open(marked, "wb") as beside:
+        with open(tokens_file, "wb") as file, open(marks_file, "wb") as marks_out:
             for part, source, ids, added, marks in encode():
                 data = ids.astype(dtype).tobytes()
                 file.write(data)
                 digest.update(data)
                 if marks is not None:
-                    beside.write(marks.tobytes())
+                    marks_out.write(marks.tobytes())
                     digest.update(marks.tobytes())
                 counts[part] += added
                 sources[source] += len(ids) if part == 0 else 0
-            for written in (file, beside):
-                written.flush()
-                os.fsync(written.fileno())
+            for output in (file, marks_out):
+                output.flush()
+                os.fsync(output.fileno())
         train, val = (Counts(*numbers)._asdict() for numbers in counts.tolist())
         stem = f"tokens-{digest.hexdigest()[:16]}"
         header = wanted | {"file": f"{stem}.bin", "dtype": dtype, "train": train, "val": val}
         if "objective" in wanted["options"]:
             header["marks"] = f"{stem}.marks"
-            os.replace(marked, directory / header["marks"])
-        os.replace(made, directory / header["file"])
+            os.replace(marks_file, directory / header["marks"])
+        os.replace(tokens_file, directory / header["file"])
     finally:
-        for path in (made, marked):
+        for path in (tokens_file, marks_file):
             path.unlink(missing_ok=True)
     if "sources" in wanted["options"]:
         header["mixture"] = sources[: wanted["options"]["sources"]]
@@ -258,14 +264,14 @@ def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, 
 
 
 def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Encoded]:
-    """The tokens of texts; begin and end tokens come by themselves."""
+    """Yields the tokens of texts; begin and end tokens are separate items."""
     begin, end = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
     part, document, done = 0, (-1, 0), 0
     for batch in _batch_chunks(_split_chunks(plan, tokenizer)):
         texts = [chunk.text for chunk in batch]
         try:
             encoded = tokenizer.encode_batch(texts)
-        except UnknownCharacter as error:  # its place in the corpus, not in the chunk
+        except UnknownCharacter as error:  # report the position in the corpus instead of the batch
             raise UnknownCharacter(error.character, done + "".join(texts).index(error.character)) from None
         for chunk, ids in zip(batch, encoded, strict=True):
             begins = chunk.document != document
@@ -283,18 +289,18 @@ def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress |
 
 
 def _read_header(directory: Path, wanted: Header) -> Header | None:
-    """The header in a directory, if it says what is wanted and its token file has the size it says."""
+    """Returns the header in a directory if it has the wanted values and its files have the right size, else None."""
     try:
         with open(directory / HEADER, "rb") as file:
             header = json.loads(file.read(MAX_HEADER_BYTES))
         tokens = Counts(**header["train"]).tokens + Counts(**header["val"]).tokens
         path = directory / Path(header["file"]).name
-        sound = header["dtype"] in ("<u2", "<u4") and path.stat().st_size == tokens * np.dtype(header["dtype"]).itemsize
-        sound = sound and sum(header.get("mixture", [])) in (0, header["train"]["tokens"])
+        valid = header["dtype"] in ("<u2", "<u4") and path.stat().st_size == tokens * np.dtype(header["dtype"]).itemsize
+        valid = valid and sum(header.get("mixture", [])) in (0, header["train"]["tokens"])
         if "marks" in header:
             marks = directory / Path(header["marks"]).name
-            sound = sound and marks.name == header["marks"] and marks.stat().st_size == tokens
-        return header if sound and header | wanted | {"file": path.name} == header else None
+            valid = valid and marks.name == header["marks"] and marks.stat().st_size == tokens
+        return header if valid and header | wanted | {"file": path.name} == header else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -302,7 +308,7 @@ def _read_header(directory: Path, wanted: Header) -> Header | None:
 def _open_store(directory: Path, header: Header, config: Config, tokenizer: Tokenizer) -> TokenStore:
     train, val = Counts(**header["train"]), Counts(**header["val"])
     path = directory / header["file"]
-    # A file without a byte cannot be mapped.
+    # An empty file cannot be memory-mapped.
     tokens = np.memmap(path, header["dtype"], mode="r") if train.tokens + val.tokens else np.empty(0, header["dtype"])
     shared: dict[str, Any] = {
         "batch_size": config.training.batch_size,

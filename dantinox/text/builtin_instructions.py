@@ -1,6 +1,6 @@
 """`builtin:instructions`: questions and answers about functions of the Python standard library.
 
-The answers have one strict form, so that a model can be seen to learn it:
+All answers have the same strict form, so that it is visible whether a model learns it:
 
     user       Summarise: textwrap.dedent(text)
     assistant  Takes: one argument
@@ -17,30 +17,30 @@ from typing import NamedTuple
 NUM_EXAMPLES = 250
 ANSWER = re.compile(r"Takes: (one argument|(two|three) arguments)\nDoes: [A-Z].*\.")
 NUMBERS = ("no arguments", "one argument", "two arguments", "three arguments")
-MAX_SUMMARY = 60  # characters of what a function does
+MAX_SUMMARY = 60  # characters of the summary of a function
 
 
 class Function(NamedTuple):
-    """A function, its parameters, and what it does in a sentence."""
+    """A function: its qualified name, its parameters, and one sentence that says what it does."""
 
     name: str
     takes: tuple[str, ...]
     does: str
 
     def messages(self) -> list[dict[str, str]]:
-        """The question and the answer."""
+        """Returns the question and the answer as chat messages."""
         takes = ", ".join(self.takes)
         answer = f"Takes: {NUMBERS[len(self.takes)]}\nDoes: {self.does}"
         return [{"role": "user", "content": f"Summarise: {self.name}({takes})"}, {"role": "assistant", "content": answer}]
 
 
 def matches_answer_form(text: str) -> bool:
-    """Whether an answer has the form of all of them."""
+    """Returns whether an answer has the form of the answers in this corpus."""
     return ANSWER.fullmatch(text.strip()) is not None
 
 
 def functions(module: str, source: str) -> Iterator[Function]:
-    """The public functions of a module that take one to three parameters and say in a short line what they do."""
+    """Yields the public functions of a module that have one to three parameters and a short first docstring line."""
     for node in ast.parse(source).body:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
@@ -57,7 +57,12 @@ def functions(module: str, source: str) -> Iterator[Function]:
 
 
 def instruction_corpus(modules: Iterable[tuple[str, str]], seed: int = 0) -> Iterator[bytes]:
-    """Records of JSON Lines, `NUM_EXAMPLES` of them in a drawn order, of modules: their names and sources."""
+    """Yields `NUM_EXAMPLES` records of JSON Lines in a random order.
+
+    Args:
+      modules: (name, source code) of Python modules.
+      seed: of the order and the selection.
+    """
     found = [function for name, source in modules for function in functions(name, source)]
     rng = random.Random(seed)
     drawn = sorted((rng.random(), function) for function in found)

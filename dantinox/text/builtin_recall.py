@@ -1,10 +1,10 @@
-"""`builtin:recall`: synthetic recall tasks, for models that have to attend far back.
+"""`builtin:recall`: synthetic recall tasks that require attention to distant tokens.
 
-A task states facts, pairs of a topic and one of its words, and asks for them: among lines of ordinary text or alone, in any
-order, or as a whole record repeated. A topic has words of its own, so one layer can find what was said of it: a model learns
-that in a few hundred steps, where matching any word with any other takes many thousands. The words are common and few, so a
-tokenizer trained on the corpus has a token for each. Of the random numbers only such methods are used as give the same in every
-Python from 3.11 on.
+A task states facts, which are pairs of a topic and one of its words, and then asks for them. The facts stand alone or between
+lines of ordinary text, in any order, or a whole record is repeated. Each topic has its own words, so one attention layer can
+find the fact: a model learns this in a few hundred steps, while matching arbitrary pairs of words takes many thousands. The
+words are common and few, so a tokenizer trained on the corpus has a token for each. Only those methods of `random.Random` are
+used that return the same numbers in every Python from 3.11 on.
 """
 
 import json
@@ -23,14 +23,14 @@ cloth: canvas cotton denim felt flannel lace leather linen satin silk velvet woo
 spice: basil cinnamon clove cumin dill ginger mint mustard nutmeg pepper saffron sage
 """
 TOPICS = {topic: tuple(words.split()) for topic, _, words in (line.partition(":") for line in _TOPICS.strip().splitlines())}
-MARK = ">>"  # before whatever is stated and asked
-SHARE = 0.3  # of tasks in the corpus, by characters
-FIELD = "text"  # of a record
-LEAST_FACTS = 3  # of a document
+MARK = ">>"  # starts every statement and question
+SHARE = 0.3  # share of tasks in the corpus, by characters
+FIELD = "text"  # the field of a record
+MIN_FACTS = 3  # per document
 
 
 class Task(NamedTuple):
-    """A text to be read, the question behind it, and the answer: `context + question` continues with `answer`."""
+    """A context, a question and its answer: `answer` continues `context + question`."""
 
     context: str
     question: str
@@ -38,30 +38,30 @@ class Task(NamedTuple):
 
 
 def fact_task(rng: random.Random, lines: Sequence[str], count: int) -> Task:
-    """Facts on `count` topics at random places among `lines` of text; one of them is asked for."""
-    stated = _stated(rng, count)
+    """Makes a task with facts on `count` topics at random positions between `lines` of text, and asks for one of them."""
+    stated = _draw_facts(rng, count)
     asked = rng.randrange(count)
     topic, word = stated[asked]
-    return Task("".join(_among(rng, lines, stated)), f"{MARK} {topic}", f" {word}")
+    return Task("".join(_insert_facts(rng, lines, stated)), f"{MARK} {topic}", f" {word}")
 
 
 def copy_task(rng: random.Random, count: int) -> Task:
-    """A record of facts on `count` topics, repeated up to its last word, which is the answer."""
-    record = _record_of(_stated(rng, count))
+    """Makes a task with a record of facts on `count` topics, repeated up to its last word, which is the answer."""
+    record = _format_record(_draw_facts(rng, count))
     again, _, word = record.rpartition(" ")
     return Task(f"{record}\n", again, f" {word}")
 
 
-def _record_of(stated: Sequence[tuple[str, str]]) -> str:
+def _format_record(stated: Sequence[tuple[str, str]]) -> str:
     return " ".join([MARK, *(f"{topic} {word}" for topic, word in stated)])
 
 
-def _stated(rng: random.Random, count: int) -> list[tuple[str, str]]:
+def _draw_facts(rng: random.Random, count: int) -> list[tuple[str, str]]:
     return [(topic, rng.choice(TOPICS[topic])) for topic in rng.sample(list(TOPICS), count)]
 
 
-def _among(rng: random.Random, lines: Sequence[str], stated: Sequence[tuple[str, str]]) -> list[str]:
-    """The lines with a line for every fact between them."""
+def _insert_facts(rng: random.Random, lines: Sequence[str], stated: Sequence[tuple[str, str]]) -> list[str]:
+    """Inserts one line per fact at random positions between the lines."""
     mixed = list(lines)
     for topic, word in stated:
         mixed.insert(rng.randrange(len(mixed) + 1), f"{MARK} {topic} {word}\n")
@@ -69,20 +69,20 @@ def _among(rng: random.Random, lines: Sequence[str], stated: Sequence[tuple[str,
 
 
 def _document(rng: random.Random, lines: Sequence[str]) -> str:
-    """A record repeated several times, facts stated over and over, or facts among lines of text, each asked for twice."""
-    stated = _stated(rng, rng.randrange(LEAST_FACTS, len(TOPICS) + 1))
+    """Makes a document: a repeated record, facts stated repeatedly, or facts between lines of text, each asked for twice."""
+    stated = _draw_facts(rng, rng.randrange(MIN_FACTS, len(TOPICS) + 1))
     kind = rng.randrange(5)
     if kind == 0:
-        return f"{_record_of(stated)}\n" * rng.randrange(3, 9)
+        return f"{_format_record(stated)}\n" * rng.randrange(3, 9)
     if kind < 3:
-        return "".join(_among(rng, (), [rng.choice(stated) for _ in range(rng.randrange(30, 90))]))
+        return "".join(_insert_facts(rng, (), [rng.choice(stated) for _ in range(rng.randrange(30, 90))]))
     asked = stated * 2
     rng.shuffle(asked)
-    return "".join(_among(rng, lines, stated) + [f"{MARK} {topic} {word}\n" for topic, word in asked])
+    return "".join(_insert_facts(rng, lines, stated) + [f"{MARK} {topic} {word}\n" for topic, word in asked])
 
 
 def recall_corpus(texts: Iterable[str], seed: int = 0) -> Iterator[bytes]:
-    """Records of JSON Lines: the texts, and behind each so many tasks that they are `SHARE` of all characters so far."""
+    """Yields records of JSON Lines: each text, followed by enough tasks that they are `SHARE` of all characters so far."""
     rng = random.Random(seed)
     plain = made = 0
     for text in texts:

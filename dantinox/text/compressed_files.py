@@ -1,4 +1,4 @@
-"""Files that may be compressed by gzip or zstd, read alike."""
+"""Reads files that may be compressed by gzip or zstd."""
 
 import contextlib
 import gzip
@@ -14,39 +14,39 @@ SUFFIXES = (".gz", ".zst")
 
 
 def decompressed_name(name: str) -> str:
-    """`a.jsonl` for `a.jsonl.zst`."""
+    """Returns the name without the suffix of a compression, `a.jsonl` for `a.jsonl.zst`."""
     return name.removesuffix(".gz").removesuffix(".zst") if name.endswith(SUFFIXES) else name
 
 
 @contextlib.contextmanager
 def open_decompressed(path: Path) -> Iterator[BinaryIO]:
-    """The content of a file, unpacked as it is read.
+    """Opens a file for reading and decompresses it on the fly.
 
     Raises:
-      UserError: also while it is read: the system does not give it, it is damaged, or zstd is not installed.
+      UserError: when it is opened or read: the file cannot be read, is damaged, or zstd is not installed.
     """
     kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
     zstd: Any = _zstd(path) if kind == "zstd" else None
-    unsound = (zstd.ZstdError,) if zstd else (gzip.BadGzipFile, zlib.error)
+    decoder_errors = (zstd.ZstdError,) if zstd else (gzip.BadGzipFile, zlib.error)
     open_file: Any = zstd.open if zstd else gzip.open if kind else open
     try:
         with open_file(path, "rb") as stream:
             yield stream
     except EOFError:
         raise UserError(f"{path} ends too early: the {kind} file is truncated") from None
-    except unsound as error:
-        raise UserError(f"{path} is not a sound {kind} file: {error}") from None
+    except decoder_errors as error:
+        raise UserError(f"{path} is not a valid {kind} file: {error}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _zstd(path: Path) -> Any:
-    """The module of the standard library, from Python 3.14 on, or the same module packed for older ones."""
+    """Imports zstd from the standard library (Python 3.14 and later) or from its backport."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
         else:
             from backports import zstd
     except ImportError:
-        raise UserError(f"{path} is packed by zstd, which is not installed: pip install 'dantinox[zstd]'") from None
+        raise UserError(f"{path} is compressed by zstd, which is not installed: pip install 'dantinox[zstd]'") from None
     return zstd

@@ -12,9 +12,10 @@ from dantinox.text.token_store import Batch, Counts, TokenStore
 
 
 class Preferences(NamedTuple):
-    """P pairs of conversations, the preferred one first, each from a row's beginning on; else as `Batch`.
+    """P pairs of conversations, the preferred one first. Each starts at the beginning of a row; otherwise like `Batch`.
 
-    `reference_P2`: float32, the summed log-probabilities of their counted targets by the model that training starts from.
+    Attributes:
+      reference_P2: float32, summed log-probabilities of the targets in the loss, under the model that training starts from.
     """
 
     tokens_P2T: np.ndarray
@@ -24,21 +25,21 @@ class Preferences(NamedTuple):
     reference_P2: np.ndarray
 
     def rows(self) -> Batch:
-        """The conversations as 2 P rows."""
+        """Returns the conversations as a batch of 2 P rows."""
         return Batch(*(array.reshape(-1, array.shape[-1]) for array in self[:4]))
 
 
 class ConversationStore(TokenStore):
-    """Training and validation conversations; a batch is a function of (seed, step), as that of a `TokenStore`.
+    """Training and validation conversations. A batch is a pure function of (seed, step), as in `TokenStore`.
 
-    A row holds whole conversations, packed by best fit, each a segment of its own; or, of pairs, one conversation. The answers
-    alone are counted targets. Conversations that are longer than a row's T + 1 tokens are left out, and pairs of which one is.
+    A row holds whole conversations, packed by best fit, each in a separate segment; a row of a pair holds one conversation.
+    Only the answers are targets in the loss. Conversations longer than T + 1 tokens, and pairs that contain one, are skipped.
 
     Attributes:
-      pairs: batches are `Preferences`; `batch_size` and `windows_per_epoch` count pairs.
-      conversations, left_out: how many conversations, or pairs, there are, and how many of them are too long.
-      name: of their file, which differs for other tokens.
-      reference: float32, of all pairs, training first, what is in `Preferences.reference_P2`; zeros until it is set.
+      pairs: whether batches are `Preferences`. Then `batch_size` and `windows_per_epoch` count pairs.
+      conversations, left_out: number of conversations (or pairs), and how many of them are too long.
+      name: the name of the token file, which depends on its content.
+      reference: float32 [pairs, 2], the source of `Preferences.reference_P2`, training pairs first; zeros until it is set.
     """
 
     def __init__(
@@ -55,13 +56,19 @@ class ConversationStore(TokenStore):
         pairs: bool = False,
         mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Wraps arrays of token ids and of their marks, first those for training.
+        """Wraps arrays of token ids and of their marks, training part first.
 
         Args:
-          mixture: of each source, whose training tokens follow one another, how many they are and its weight.
+          ids: token ids of any integer type.
+          marks: uint8, combinations of `IN_LOSS` and `FIRST_TOKEN`.
+          counts: the sizes of the training and the validation part.
+          batch_size, sequence_length: B and T.
+          seed: of the order of rows.
+          pad_id: the padding token; None: 0.
+          mixture: (number of training tokens, weight) of each source, in the order of their tokens.
 
         Raises:
-          UserError: no conversation is short enough.
+          UserError: all conversations are too long.
         """
         self._ids, self._marks, self._pad = ids.view(np.ndarray), marks.view(np.ndarray), 0 if pad_id is None else pad_id
         self.name, (self.train, self.val) = name, counts
@@ -69,40 +76,44 @@ class ConversationStore(TokenStore):
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self.pairs, self.left_out = pairs, 0
         self.conversations = sum(part.documents for part in counts) // (2 if pairs else 1)
-        self._chosen = np.flatnonzero(self._marks & FIRST_TOKEN)[::2]  # of all pairs, the place of the first token
+        self._chosen = np.flatnonzero(self._marks & FIRST_TOKEN)[::2]  # index of the first token of each pair
         self.reference = np.zeros((len(self._chosen) if pairs else 0, 2), np.float32)
         training = self._order_rows(seed, mixture)
-        self._held_back = self._make_rows(self.train.tokens, len(ids))
-        self._all = [*training, self._held_back]
+        self._validation_rows = self._make_rows(self.train.tokens, len(ids))
+        self._all = [*training, self._validation_rows]
 
     @property
     def val_bytes_per_token(self) -> float:
-        """Bytes of the answers of the validation part per counted target; see `TokenStore`."""
+        """Bytes of validation answers per target in the loss; see `TokenStore`."""
         return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & IN_LOSS))
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
-        """Every validation conversation once, in batches of `batch_size` rows, or pairs.
+        """Yields every validation conversation once, in batches of `batch_size` rows or pairs.
 
         Args:
-          tokens: stop behind the batch with which so many targets are counted.
+          batch_size: rows or pairs per batch; the last batch is padded.
+          tokens: stop after the batch that reaches this number of targets in the loss. None: all.
         """
-        counted = 0
-        for places in _in_order(self._held_back, batch_size):
+        targets = 0
+        for places in _in_order(self._validation_rows, batch_size):
             batch = self._gather_batch(places)
             yield batch
-            counted += int(batch[3].sum())
-            if tokens is not None and counted >= tokens:
+            targets += int(batch[3].sum())
+            if tokens is not None and targets >= tokens:
                 return
 
     def all_pairs(self, batch_size: int) -> Iterator[tuple[np.ndarray, Preferences]]:
-        """Every pair once, in batches, and which rows of `reference` are theirs; where a batch ends in none, fewer of these."""
+        """Yields every pair once, in batches, each with the indices of its pairs in `reference`.
+
+        The last batch of each part is padded; its indices cover only the real pairs.
+        """
         for rows in self._all:
             for places in _in_order(rows, batch_size):
-                there = places[:, 0, 0] != NO_TOKEN
-                yield np.searchsorted(self._chosen, places[there, 0, 0]), self._gather_batch(places)
+                is_pair = places[:, 0, 0] != NO_TOKEN
+                yield np.searchsorted(self._chosen, places[is_pair, 0, 0]), self._gather_batch(places)
 
     def _make_rows(self, start: int, end: int) -> Rows:
-        """The rows of some tokens."""
+        """Builds the rows of the conversations in a range of tokens, without those that are too long."""
         starts = start + np.flatnonzero(self._marks[start:end] & FIRST_TOKEN)
         sizes = np.diff(np.append(starts, end))
         short = sizes <= self.sequence_length + 1
@@ -110,7 +121,9 @@ class ConversationStore(TokenStore):
             short = np.repeat(short.reshape(-1, 2).all(1), 2)
         what = "pairs of conversations" if self.pairs else "conversations"
         if not short.any():
-            raise UserError(f"all {what} are longer than model.max_context {self.sequence_length}: raise it, or give others")
+            raise UserError(
+                f"all {what} are longer than model.max_context {self.sequence_length}: raise it, or use shorter ones"
+            )
         self.left_out += int(np.count_nonzero(~short)) // (2 if self.pairs else 1)
         starts, sizes = starts[short], sizes[short]
         return (
@@ -120,7 +133,7 @@ class ConversationStore(TokenStore):
         )
 
     def _gather_batch(self, places: np.ndarray) -> Any:
-        """The `Batch`, or the `Preferences`, of rows of places."""
+        """Returns the `Batch` or the `Preferences` for rows of token indices."""
         filled = places != NO_TOKEN
         at = np.where(filled, places, 0)
         ids = np.where(filled, self._ids[at], self._pad).astype(np.int32)
@@ -134,7 +147,7 @@ class ConversationStore(TokenStore):
 
 
 def _in_order(rows: Rows, batch_size: int) -> Iterator[np.ndarray]:
-    """The places of all rows, `batch_size` at a time, the last ones filled up with rows of `NO_TOKEN`."""
+    """Yields the token indices of all rows, `batch_size` rows at a time, the last batch padded with `NO_TOKEN`."""
     for start in range(0, rows.count, batch_size):
         places = rows.read(np.arange(start, min(start + batch_size, rows.count)), 0)
         empty = np.full((batch_size - len(places), *places.shape[1:]), NO_TOKEN)

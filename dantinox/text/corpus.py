@@ -1,4 +1,4 @@
-"""A corpus: documents read in pieces, with errors that name file and line."""
+"""A corpus: documents that are read in parts. Error messages name the file and the line or byte."""
 
 import codecs
 import hashlib
@@ -19,22 +19,22 @@ from dantinox.text.compressed_files import open_decompressed
 from dantinox.text.sources import Source, find_sources
 
 BLOCK_BYTES = 4 << 20
-RECORD_BYTES = 1 << 28  # a record is held in memory as a whole
-# Byte-level BPE (the GPT-2 pattern) begins a new word at a character after a lone line end, and at a lone space: cutting there
-# changes no token. A line end that follows or precedes white space would be merged with it.
+RECORD_BYTES = 1 << 28  # a record is read into memory as a whole
+# Byte-level BPE with the GPT-2 pattern starts a new word after a single line break and at a single space, so splitting there
+# changes no token. A line break next to other white space would be merged with it.
 _SAFE = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 _NEAR = 2048
 
 
 class TextPiece(NamedTuple):
-    """A part of document number `document` (counted from 0, documents in order)."""
+    """A part of a document; `document` is the index of the document, from 0."""
 
     document: int
     text: str
 
 
 class Extent(NamedTuple):
-    """What a corpus holds: its SHA-256, and where each document ends, in characters from the start."""
+    """The SHA-256 of a corpus, and the end of each document in characters from the start of the corpus."""
 
     digest: str
     ends: np.ndarray
@@ -46,7 +46,13 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files of documents: a text file is one document, a line of JSON Lines is one."""
+    """Files of documents: a text file is one document, and so is each record of JSON Lines.
+
+    Attributes:
+      name: its name in error messages.
+      sources: the files.
+      text_field: the field of a record that holds the text.
+    """
 
     name: str
     sources: tuple[Source, ...]
@@ -54,11 +60,11 @@ class Corpus:
 
     @classmethod
     def open(cls, paths: str | tuple[str, ...], text_field: str = "text") -> "Corpus":
-        """Finds the files; see `find_sources`."""
+        """Finds the files of a corpus; see `find_sources`."""
         return cls(paths if isinstance(paths, str) else ", ".join(paths), find_sources(paths), text_field)
 
     def digest(self) -> str:
-        """SHA-256 over the SHA-256 of each file's (unpacked) content, without looking at the text."""
+        """Returns the SHA-256 (hex) of the SHA-256 of each file's decompressed content, without decoding the text."""
         total = hashlib.sha256()
         for source, content in self._contents(total):
             for _ in _blocks(source, content):
@@ -66,22 +72,29 @@ class Corpus:
         return total.hexdigest()
 
     def _contents(self, total: Any, expected: str | None = None) -> Iterator[tuple[Source, Any]]:
-        """Every file with the SHA-256 that is to be fed its content; `total` gets that of all, which must be as `expected`.
+        """Yields every file with a hash object, which the caller updates with the content of the file.
 
-        Whether a file is text or records counts: the same bytes make other documents.
+        The file type is hashed too, because the same bytes are other documents as text and as records.
+
+        Args:
+          total: a hash object that is updated with the digest of each file.
+          expected: the hex digest that `total` must have at the end.
         """
         for source in self.sources:
             content = hashlib.sha256(b"records" if source.records else b"text")
             yield source, content
             total.update(content.digest())
         if expected is not None and total.hexdigest() != expected:
-            raise UserError(f"the corpus {self.name} changed while it was read: start again when it is complete")
+            raise UserError(f"the corpus {self.name} changed while it was read: start again once it is complete")
 
     def read_text(self, expected: str | None = None) -> Iterator[TextPiece]:
-        """All the text, in order; documents without text are left out.
+        """Yields all text in order; documents without text are omitted.
+
+        Args:
+          expected: the digest that the corpus must have.
 
         Raises:
-          UserError: something that is not text, or content that no longer has the digest `expected`.
+          UserError: a file is not text, a record is invalid, or the content no longer has the digest `expected`.
         """
         document = -1
         for source, content in self._contents(hashlib.sha256(), expected):
@@ -94,18 +107,22 @@ class Corpus:
                 raise UserError(f"{source.path} holds no text" if source.records else f"{source.path} is empty")
 
     def records(self, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every record with the place that it stands at, for messages.
+        """Yields (file and line, record) of every record of JSON Lines.
 
         Raises:
-          UserError: a file of text, a line that is no JSON object, or content that no longer has the digest `expected`.
+          UserError: a file is plain text, a line is not a JSON object, or the content no longer has the digest `expected`.
         """
         for source, content in self._contents(hashlib.sha256(), expected):
             if not source.records:
-                raise UserError(f"{source.path} is text: conversations are records of JSON Lines (.jsonl)")
+                raise UserError(f"{source.path} is plain text: conversations must be records of JSON Lines (.jsonl)")
             yield from _objects(source, content)
 
     def scan(self) -> Extent:
-        """Reads everything once. Raises a UserError for something that is not text, or no text but white space."""
+        """Reads the whole corpus and returns its digest and document ends.
+
+        Raises:
+          UserError: a file is not text, a record is invalid, or there is no text but white space.
+        """
         digest, sizes, blank = self.digest(), array("q"), True
         for document, text in self.read_text(digest):
             blank = blank and text.isspace()
@@ -113,12 +130,12 @@ class Corpus:
                 sizes.append(0)
             sizes[document] += len(text)
         if blank:
-            raise UserError(f"the corpus {self.name} holds " + ("nothing but white space" if sizes else "no text"))
+            raise UserError(f"the corpus {self.name} holds " + ("only white space" if sizes else "no text"))
         return Extent(digest, np.cumsum(np.asarray(sizes)))
 
 
 def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes]:
-    """A file by blocks or by lines, which `content` hashes."""
+    """Yields a file in blocks or lines, and updates the hash `content` with them."""
     with open_decompressed(source.path) if source.content is None else io.BytesIO(source.content) as stream:
         while data := stream.readline(RECORD_BYTES + 1) if lines else stream.read(BLOCK_BYTES):
             content.update(data)
@@ -126,34 +143,34 @@ def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes
 
 
 def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
-    """(does a document start here, text) of a text file, in pieces of three blocks at most."""
+    """Yields (whether a document starts here, text) of a text file, in parts of at most three blocks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     starts, text, position = True, "", 0
     for block in chain(_blocks(source, content), [b""]):
         if position == 0 and block.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError(f"{source.path} is UTF-16 from byte 0 on, a corpus must be UTF-8: convert it")
+            raise UserError(f"{source.path} is UTF-16 (byte order mark at byte 0), but a corpus must be UTF-8: convert it")
         if b"\0" in block:
             raise UserError(f"{source.path} is not text: byte {position + block.index(0)} is NUL")
-        begun = len(decoder.getstate()[0])  # bytes of a character that the block before did not complete
+        begun = len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous block
         try:
             text += decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise UserError(f"{source.path} is not UTF-8 text: byte {position - begun + error.start} is wrong") from None
+            raise UserError(f"{source.path} is not UTF-8 text: byte {position - begun + error.start} is invalid") from None
         position += len(block)
-        if block and len(text) < max(2, BLOCK_BYTES):  # so short a text may hold no good place to cut
+        if block and len(text) < max(2, BLOCK_BYTES):  # a short text may have no good split point
             continue
-        cut = find_split(text, 0, len(text) - 1) if block else len(text)
-        if cut:
-            yield starts, text[:cut]
-        starts, text = False, text[cut:]
+        end = find_split(text, 0, len(text) - 1) if block else len(text)
+        if end:
+            yield starts, text[:end]
+        starts, text = False, text[end:]
 
 
 def _objects(source: Source, content: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSON Lines file and where they stand; blank lines hold none."""
+    """Yields (file and line, object) of a JSON Lines file; blank lines are skipped."""
     for number, line in enumerate(_blocks(source, content, lines=True), 1):
         where = f"{source.path}, line {number}"
         if len(line) > RECORD_BYTES:
-            raise UserError(f"a record longer than {RECORD_BYTES} bytes ({where})")
+            raise UserError(f"a record is longer than {RECORD_BYTES} bytes ({where})")
         if line.isspace():
             continue
         record = _parse(line, where)
@@ -163,18 +180,18 @@ def _objects(source: Source, content: Any) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, str]]:
-    """The texts of a JSON Lines file."""
+    """Yields (True, text) for every record of a JSON Lines file that is not empty."""
     for where, record in _objects(source, content):
         if field not in record:
             names = quote(", ".join(record)) if record else "no field"
-            raise UserError(f"a record without the field {field!r} (data.text_field); it has {names} ({where})")
+            raise UserError(f"a record lacks the field {field!r} (data.text_field); it has {names} ({where})")
         text = record[field]
         if not isinstance(text, str):
-            raise UserError(f"the field {field!r} must hold text, got {quote(text)} ({where})")
+            raise UserError(f"the field {field!r} must be text, got {quote(text)} ({where})")
         try:
             text.encode()
             bad = text.find("\0")
-        except UnicodeEncodeError as error:  # half of a character
+        except UnicodeEncodeError as error:  # a lone surrogate
             bad = error.start
         if bad >= 0:
             raise UserError(f"the field {field!r} holds U+{ord(text[bad]):04X} at character {bad}, not text ({where})")
@@ -186,15 +203,15 @@ def _parse(line: bytes, where: str) -> Any:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 text: byte {error.start} of the line is wrong ({where})") from None
+        raise UserError(f"not UTF-8 text: byte {error.start} of the line is invalid ({where})") from None
     except json.JSONDecodeError as error:
         raise UserError(f"not JSON: {error.msg} at character {error.colno} ({where})") from None
     except (RecursionError, ValueError) as error:
-        raise UserError(f"not JSON that can be read: {error} ({where})") from None
+        raise UserError(f"not JSON: {error} ({where})") from None
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
-    """Parts of at most `size` characters that join to `text`."""
+    """Splits a text into parts of at most `size` characters, preferably at line or word boundaries."""
     start = 0
     while len(text) - start > size:
         end = find_split(text, start, start + size)
@@ -205,7 +222,7 @@ def split_text(text: str, size: int) -> Iterator[str]:
 
 
 def find_split(text: str, start: int, end: int) -> int:
-    """The best place in (start, end] to cut: before a line or a word near the end, else after a line end, else `end`."""
+    """Returns the best split point in (start, end]: before a line or word near the end, else after a line break, else `end`."""
     near = max(start + 1, end - _NEAR)
     lines = words = 0
     for match in _SAFE.finditer(text, near - 1, min(end + 2, len(text))):

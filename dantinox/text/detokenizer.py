@@ -1,4 +1,4 @@
-"""Streaming detokenization: tokens in, text out as soon as it is certain."""
+"""Streaming detokenization: returns text as soon as later tokens cannot change it."""
 
 import codecs
 from collections.abc import Iterable
@@ -13,22 +13,24 @@ LONGEST_CHARACTER = 4  # bytes of UTF-8
 
 
 class Detokenizer(Protocol):
-    """Turns token ids into text as they come.
+    """Decodes a stream of token ids incrementally; created by `Tokenizer.detokenizer`.
 
-    Made by `Tokenizer.detokenizer`. Everything pushed and flushed is exactly `Tokenizer.decode` of all the ids. A character is
-    emitted when its last byte has come, never in halves; the cost of a token does not depend on how many came before. Special
-    tokens spell nothing.
+    The concatenation of all pushed and flushed text equals `Tokenizer.decode` of all ids. A character is returned once all of
+    its bytes are known. The cost of a token does not depend on the number of earlier tokens. Special tokens have no text.
     """
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that is certain once `ids` (a list or a 1-D array) have come; ids outside the vocabulary spell nothing."""
+        """Appends `ids` (a list or a 1-D array) and returns the new text that is final.
+
+        Ids outside the vocabulary have no text.
+        """
 
     def flush(self) -> str:
-        """The rest, at the end of the text; a torn character becomes U+FFFD. The next push starts a new text."""
+        """Returns the remaining text; an incomplete UTF-8 sequence becomes U+FFFD. The next push starts a new text."""
 
 
 class TableDetokenizer:
-    """For vocabularies whose every token spells fixed bytes."""
+    """For vocabularies in which every token stands for fixed bytes."""
 
     def __init__(self, pieces: TokenPieces) -> None:
         self._first, self._inner = pieces
@@ -41,7 +43,7 @@ class TableDetokenizer:
         while known and not self._started:
             head = known.pop(0)
             start.append(self._first[head])
-            self._started = self._inner[head] != b""  # special tokens leave the text unbegun
+            self._started = self._inner[head] != b""  # a special token does not start the text
         return self._utf8.decode(b"".join(start) + b"".join([self._inner[i] for i in known]))
 
     def flush(self) -> str:
@@ -50,7 +52,7 @@ class TableDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders that look at neighbours: decodes a short window twice, with and without the newest token.
+    """For decoders that depend on adjacent tokens: decodes a short window with and without the newest token.
 
     Source: the two-offset scheme of text-generation-inference and vLLM (`detokenize_incrementally`).
     """
@@ -58,8 +60,8 @@ class WindowDetokenizer:
     def __init__(self, core: Core, special_ids: frozenset[int]) -> None:
         self._core, self._specials = core, special_ids
         self._window: list[int] = []
-        self._kept = 0  # leading ids of the window whose text is out
-        self._shown = ""
+        self._emitted = 0  # leading ids of the window whose text was returned
+        self._emitted_text = ""
 
     def push(self, ids: Iterable[int]) -> str:
         return "".join([self._next(i) for i in ids if i not in self._specials and self._core.id_to_token(i) is not None])
@@ -67,14 +69,14 @@ class WindowDetokenizer:
     def _next(self, token: int) -> str:
         self._window.append(token)
         text = self._core.decode(self._window)
-        if text.endswith(REPLACEMENT) and len(self._window) - self._kept < LONGEST_CHARACTER:
+        if text.endswith(REPLACEMENT) and len(self._window) - self._emitted < LONGEST_CHARACTER:
             return ""
-        piece = text[len(self._shown) :]
-        self._window = self._window[self._kept :]
-        self._kept, self._shown = len(self._window), self._core.decode(self._window)
+        piece = text[len(self._emitted_text) :]
+        self._window = self._window[self._emitted :]
+        self._emitted, self._emitted_text = len(self._window), self._core.decode(self._window)
         return piece
 
     def flush(self) -> str:
-        piece = self._core.decode(self._window)[len(self._shown) :]
-        self._window, self._kept, self._shown = [], 0, ""
+        piece = self._core.decode(self._window)[len(self._emitted_text) :]
+        self._window, self._emitted, self._emitted_text = [], 0, ""
         return piece

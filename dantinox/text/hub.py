@@ -1,4 +1,4 @@
-"""Hugging Face data sets, from the hub or a folder, converted to JSON Lines."""
+"""Converts Hugging Face datasets, from the Hub or a folder, to JSON Lines."""
 
 import contextlib
 import json
@@ -12,16 +12,21 @@ from dantinox.files import UserError, escape_name, first_line, require_extra, wr
 
 @contextlib.contextmanager
 def fetch_datasets(data: DataSection, directory: Path, whole: bool = False) -> Iterator[DataSection]:
-    """Inside, the settings name files with the texts of the data sets that they name outside, if they do.
+    """A context in which the datasets that the settings name exist as JSON Lines files.
 
-    The files, as large as the text, lie in `directory` and are gone afterwards: what stays are the tokens. With
-    `data.streaming` the data sets are read as they come, and no copy of them is kept in Hugging Face's cache.
+    The temporary files are as large as the text and are deleted on exit. With `data.streaming`, Hugging Face's cache keeps no
+    copy of the datasets.
 
     Args:
-      whole: records with all their fields, in place of the texts.
+      data: the settings. Local data are passed through.
+      directory: where the temporary files are written.
+      whole: write all fields of the records instead of only the text.
+
+    Yields:
+      The settings, with the paths of the local files.
 
     Raises:
-      UserError: the library is not installed, or a data set, its split or its field is not there or cannot be read.
+      UserError: the library is not installed, or a dataset, its split or its field does not exist or cannot be read.
     """
     if data.dataset_source == "local" or data.path is None:
         yield data
@@ -48,7 +53,7 @@ def _write(data: DataSection, name: str, file: Path, whole: bool) -> None:
 
 def _records(data: DataSection, name: str, whole: bool) -> Iterator[dict[str, Any]]:
     shown = escape_name(name)
-    with require_extra("hf", f"the data set {shown} needs Hugging Face's library"):
+    with require_extra("hf", f"the dataset {shown} needs Hugging Face's library"):
         from datasets import load_dataset
     try:
         rows: Iterator[dict[str, Any]] = iter(
@@ -61,9 +66,9 @@ def _records(data: DataSection, name: str, whole: bool) -> Iterator[dict[str, An
             text = row.get(data.text_field)
             if not isinstance(text, str):
                 fields = escape_name(", ".join(map(str, row)))
-                raise UserError(f"the data set {shown} has no text in {data.text_field!r} (data.text_field); it has {fields}")
+                raise UserError(f"the dataset {shown} has no text in {data.text_field!r} (data.text_field); it has {fields}")
             yield {data.text_field: text}
     except (UserError, GeneratorExit):
         raise
-    except Exception as error:  # of the library, of the formats it reads, of the network
-        raise UserError(f"cannot read the data set {shown}: {first_line(error)}") from error
+    except Exception as error:  # errors of the library, of its file formats, or of the network
+        raise UserError(f"cannot read the dataset {shown}: {first_line(error)}") from error

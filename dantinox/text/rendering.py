@@ -1,10 +1,10 @@
 """The subprocess that renders chat templates, with limits on time and memory.
 
-It is run as a program, never imported. It reads lines of JSON, each a question with the template, the variables that it
-always has and a list of conversations, and answers each with a line: the texts, or `{"error": …}`, or `{"refusal": …}`.
-Nothing but the standard library and Jinja is loaded here. The surroundings of a template are those of transformers
-(`apply_chat_template`): the immutable sandbox, trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson`
-that does not escape HTML, and `{% generation %}` blocks, which change nothing.
+It runs as a program and is never imported. Each input line is a JSON request with the template, its global variables and a list
+of conversations. Each output line is the response: the rendered texts, `{"error": …}` or `{"refusal": …}`. The process loads
+only the standard library and Jinja. The environment of a template is that of Transformers (`apply_chat_template`): an immutable
+sandbox, trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, and
+`{% generation %}` blocks, which have no effect on the text.
 """
 
 import contextlib
@@ -17,22 +17,22 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
-import jinja2.debug  # loaded by Jinja when something goes wrong, and no file can be opened then
+import jinja2.debug  # Jinja imports it when an error occurs, but then no file can be opened
 import jinja2.ext
 import jinja2.nodes
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-# The limits of one answer: seconds of CPU time, bytes of memory, characters of output.
+# The limits of one request: seconds of CPU time, bytes of memory, characters of output.
 CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = (int(number) for number in sys.argv[1:])
 
 
 class Refusal(jinja2.TemplateError):
-    """What a template says by `raise_exception`."""
+    """The template called `raise_exception`."""
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` … `{% endgeneration %}`: what is inside."""
+    """`{% generation %}` … `{% endgeneration %}`: renders its content."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -43,7 +43,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class SafeNamespace(jinja2.utils.Namespace):
-    """`namespace(…)`, of which no name begins with an underscore."""
+    """`namespace(…)` without names that begin with an underscore."""
 
     def __init__(self, *args: Any, **names: Any) -> None:
         found = dict(*args, **names)
@@ -58,11 +58,11 @@ class SafeNamespace(jinja2.utils.Namespace):
 
 def check_public_name(name: Any) -> None:
     if str(name).startswith("_"):
-        raise SecurityError(f"a namespace has no name {name!r}")
+        raise SecurityError(f"a namespace must not have the name {name!r}")
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """What a template sees besides its messages."""
+    """Creates the Jinja environment of templates."""
 
     def raise_exception(message: Any) -> None:
         raise Refusal(str(message))
@@ -85,10 +85,10 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 def render(template: jinja2.Template, values: dict[str, Any]) -> str:
-    """The text of one conversation.
+    """Renders one conversation.
 
     Raises:
-      ValueError: it is too long.
+      ValueError: the text is longer than `MAX_CHARACTERS`.
     """
     text, size = [], 0
     for part in template.generate(values):
@@ -100,7 +100,7 @@ def render(template: jinja2.Template, values: dict[str, Any]) -> str:
 
 
 def limit_cpu_time(seconds: int) -> None:
-    """Ends this process when it has computed for so many seconds more."""
+    """Limits this process to a number of further seconds of CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     lower_limit(
         resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -108,24 +108,24 @@ def limit_cpu_time(seconds: int) -> None:
 
 
 def lower_limit(what: int, most: int, hard: int) -> None:
-    """Sets a limit, and the one that it can be raised to, where the system knows it and does not set a lower one."""
+    """Lowers the soft and the hard limit of a resource, if the system supports the limit."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def restrict_process() -> None:
-    """Takes from this process what a template has no use for: memory without end, files, other processes."""
-    time.localtime()  # which reads a file
-    make_environment().from_string("{{ '\\n' }}").render()  # loads a codec
+    """Limits the memory of this process, and forbids it to write files and to start processes."""
+    time.localtime()  # reads the time zone file now
+    make_environment().from_string("{{ '\\n' }}").render()  # loads a codec now
     limits = {"RLIMIT_AS": MEMORY_BYTES, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 3, "RLIMIT_NPROC": 0}
     for name, most in limits.items():
         lower_limit(getattr(resource, name), most, most)
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """What went wrong, on one line."""
+    """Returns the response for an error, with the message on one line."""
     if isinstance(error, MemoryError):
-        return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB"}
+        return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB"}
     words = " ".join(str(error).split()) or type(error).__name__
     line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
     return {"refusal" if isinstance(error, Refusal) else "error": words[:200] + line}
@@ -133,23 +133,23 @@ def describe_error(error: BaseException) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def compile_template(source: str, variables: str) -> jinja2.Template:
-    """A template with the variables, an object of JSON, that it always sees."""
+    """Compiles a template with its global variables, a JSON object."""
     return make_environment().from_string(source, globals=json.loads(variables))
 
 
-def answer(line: bytes) -> Any:
-    """The texts of the conversations of a question, or what went wrong."""
+def respond(line: bytes) -> Any:
+    """Returns the rendered texts of a request, or an error response."""
     limit_cpu_time(CPU_SECONDS)
     try:
-        asked = json.loads(line)
-        template = compile_template(asked["template"], asked["variables"])
-        return [render(template, values) for values in asked["conversations"]]
+        request = json.loads(line)
+        template = compile_template(request["template"], request["variables"])
+        return [render(template, values) for values in request["conversations"]]
     except Exception as error:
         return describe_error(error)
 
 
 if __name__ == "__main__":
     restrict_process()
-    for question in sys.stdin.buffer:
-        sys.stdout.buffer.write(json.dumps(answer(question)).encode() + b"\n")
+    for request_line in sys.stdin.buffer:
+        sys.stdout.buffer.write(json.dumps(respond(request_line)).encode() + b"\n")
         sys.stdout.buffer.flush()

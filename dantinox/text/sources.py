@@ -1,4 +1,4 @@
-"""The files of a corpus: names, folders, globs and built-in texts, resolved in a fixed order."""
+"""Finds the files of a corpus: resolves files, folders, globs and built-in corpora in a fixed order."""
 
 import glob
 import os
@@ -14,7 +14,7 @@ from dantinox.text.compressed_files import decompressed_name
 
 BUILTIN_PYTHON, RECALL, INSTRUCTIONS = "builtin:python", "builtin:recall", "builtin:instructions"
 BUILTIN_BYTES = 8_000_000
-# Not the library's own prose and code: what others installed, tests with their odd files, and tables of character codes.
+# Installed packages, tests with unusual files, and tables of character codes.
 _BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
 _SUFFIXES = """
 .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .srt .yaml .yml .toml .jsonl .py .pyi .c .h .cc .cpp
@@ -24,11 +24,13 @@ TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
 
 
 class Source(NamedTuple):
-    """A file of text, or of JSON Lines records.
+    """A file of plain text or of JSON Lines records.
 
     Attributes:
-      named: a person gave its name, so it may not be empty.
-      content: what a corpus made here holds, of which `path` is but the name; None: it is in the file.
+      path: the file, or the name of a built-in corpus.
+      records: whether the content is JSON Lines.
+      named: whether the user named the file itself; then it must not be empty.
+      content: the content of a built-in corpus. None: read the file.
     """
 
     path: Path
@@ -38,16 +40,17 @@ class Source(NamedTuple):
 
 
 def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
-    """The files behind `data.path`, in the order given; folders and globs sorted by name, folders with all below them.
+    """Returns the files that `data.path` names, in this order. Folders are read recursively; folders and globs are sorted by
+    name.
 
-    In folders, names that start with a dot and files without a suffix of text (`TEXT_SUFFIXES`, also packed) are left out.
+    In folders, names that start with a dot and files without a text suffix (`TEXT_SUFFIXES`, also compressed) are skipped.
 
     Raises:
-      UserError: a path that does not exist, cannot be read, or leads to no text file.
+      UserError: a path does not exist, cannot be read, or contains no text file.
     """
     found = [source for path in ([paths] if isinstance(paths, str) else paths) for source in _resolve(path)]
     if not found:
-        raise UserError("data.path is an empty list: give at least one text file")
+        raise UserError("data.path is an empty list: name at least one text file")
     return tuple(found)
 
 
@@ -61,8 +64,8 @@ def _resolve(name: str) -> list[Source]:
     kind = _file_mode(path)
     if kind is None and glob.has_magic(name):
         return _find_matches(str(path), name)
-    if kind is None or not name:  # an empty name would be the current folder
-        raise UserError(f"no corpus at {name!r}: give a text file, a folder, a glob, {BUILTIN_PYTHON} or {RECALL}")
+    if kind is None or not name:  # an empty name would mean the current folder
+        raise UserError(f"no corpus at {name!r}: name a text file, a folder, a glob, {BUILTIN_PYTHON} or {RECALL}")
     return _list_folder(path) if stat.S_ISDIR(kind) else [_make_source(path, kind, named=True)]
 
 
@@ -78,7 +81,7 @@ def _find_matches(pattern: str, name: str) -> list[Source]:
 
 
 def _list_folder(path: Path) -> list[Source]:
-    """Files of text below a folder. Linked folders are followed, but not back into one that holds them."""
+    """Lists the text files in a folder, recursively. Symbolic links are followed; a link to a parent folder is an error."""
 
     def fail(error: OSError) -> None:
         raise UserError(f"cannot read the folder {error.filename}: {error.strerror}")
@@ -87,7 +90,7 @@ def _list_folder(path: Path) -> list[Source]:
     for name, folders, names in os.walk(path, onerror=fail, followlinks=True):
         folder = Path(name)
         if folder.is_symlink() and folder.resolve() in [parent.resolve() for parent in folder.absolute().parents]:
-            raise UserError(f"{folder} is a link back to a folder that holds it")
+            raise UserError(f"{folder} is a link to a folder that contains it")
         folders[:] = [name for name in folders if not name.startswith(".")]
         visible = (folder / name for name in names if not name.startswith("."))
         files += [file for file in visible if Path(decompressed_name(file.name)).suffix.lower() in TEXT_SUFFIXES]
@@ -98,7 +101,7 @@ def _list_folder(path: Path) -> list[Source]:
 
 
 def _file_mode(path: Path) -> int | None:
-    """The mode of what a path leads to, None if there is nothing."""
+    """Returns the mode of a file or folder, or None if it does not exist."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:
@@ -112,16 +115,18 @@ def _make_source(path: Path, kind: int | None, named: bool) -> Source:
         raise UserError(f"{path} is a link to a file that does not exist")
     if not stat.S_ISREG(kind):
         names = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-        raise UserError(f"{path} is {names.get(stat.S_IFMT(kind), 'not a file')}: a corpus is read more than once, give a file")
+        raise UserError(
+            f"{path} is {names.get(stat.S_IFMT(kind), 'not a file')}: a corpus is read more than once, so it must be a file"
+        )
     return Source(path, decompressed_name(path.name).endswith(".jsonl"), named)
 
 
 def _builtin_python() -> list[Source]:
-    """Sources of the running interpreter's standard library, sorted by name, up to BUILTIN_BYTES."""
+    """Returns the source files of this interpreter's standard library, sorted by name, up to `BUILTIN_BYTES`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     inside: list[Path] = []
     for folder, folders, files in os.walk(root):
-        folders[:] = set(folders) - _BUILTIN_SKIPS  # what is skipped is not walked
+        folders[:] = set(folders) - _BUILTIN_SKIPS  # do not descend into skipped folders
         inside += [Path(folder, file) for file in files if file.endswith(".py")]
     chosen: list[Source] = []
     size = 0
@@ -136,18 +141,18 @@ def _builtin_python() -> list[Source]:
         size += len(data)
         chosen.append(Source(path, records=False, named=False))
     if not chosen:
-        raise UserError(f"this interpreter has no sources of its standard library in {root}: give data.path a text file")
+        raise UserError(f"this interpreter has no standard library sources in {root}: set data.path to a text file")
     return chosen
 
 
 def _builtin_recall() -> list[Source]:
-    """The texts of `builtin:python` with tasks between them: records, made once and held in memory (12 MB)."""
+    """Returns the texts of `builtin:python` with recall tasks between them, as records in memory (12 MB)."""
     texts = (source.path.read_text(encoding="utf-8") for source in _builtin_python())
     return [Source(Path(RECALL), records=True, named=False, content=b"".join(recall_corpus(t for t in texts if t.strip())))]
 
 
 def _builtin_instructions() -> list[Source]:
-    """Conversations about the functions in the modules of `builtin:python`: records, made once and held in memory."""
+    """Returns conversations about the functions in the modules of `builtin:python`, as records in memory."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = ((".".join(source.path.relative_to(root).with_suffix("").parts), source.path) for source in _builtin_python())
     modules = ((name.removesuffix(".__init__"), path.read_text(encoding="utf-8")) for name, path in names)

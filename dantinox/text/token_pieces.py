@@ -1,4 +1,4 @@
-"""The bytes that each token id stands for."""
+"""Tables of the bytes that each token id stands for."""
 
 import re
 from typing import Any, NamedTuple
@@ -10,37 +10,44 @@ _LOCAL = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 class TokenPieces(NamedTuple):
-    """Bytes by token id; decoders that drop a leading space spell the `first` token of a text differently."""
+    """Bytes by token id.
+
+    Attributes:
+      first: for the first token of a text; it differs for decoders that drop a leading space.
+      inner: for all other tokens.
+    """
 
     first: list[bytes]
     inner: list[bytes]
 
 
 def byte_letters() -> list[str]:
-    """The visible character that stands for each of the 256 byte values in a byte-level vocabulary.
+    """Returns the visible character that represents each of the 256 bytes in a byte-level vocabulary.
 
-    Source: `bytes_to_unicode` of GPT-2 (Radford et al. 2019): printable Latin-1 stands for itself, the rest for U+0100 and on.
+    Source: `bytes_to_unicode` of GPT-2 (Radford et al. 2019): printable Latin-1 maps to itself, other bytes to U+0100 and
+    above.
     """
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = {byte: 256 + i for i, byte in enumerate(b for b in range(256) if b not in set(kept))}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = {byte: 256 + i for i, byte in enumerate(b for b in range(256) if b not in set(printable))}
     return [chr(moved.get(byte, byte)) for byte in range(256)]
 
 
 def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: frozenset[int]) -> TokenPieces | None:
-    """The table of a tokenizer, or None when its decoder joins tokens in a way that no table can tell.
+    """Returns the table of a tokenizer, or None if its decoder depends on adjacent tokens.
 
     Args:
+      core: the tokenizer.
       decoder: the `decoder` entry of its tokenizer.json.
-      specials: ids that spell nothing.
+      specials: ids of special tokens, which have no text.
     """
     kinds = _kinds(decoder)
     if kinds is None:
         return None
-    # Not get_vocab: the library decodes an added token in the form its normalizer gave it.
+    # Not get_vocab: the library decodes an added token in its normalized form.
     tokens = [None if index in specials else core.id_to_token(index) for index in range(core_vocab_size(core))]
     if kinds == ["ByteLevel"]:
         values = {letter: byte for byte, letter in enumerate(byte_letters())}
-        # Added tokens are plain text: ö is the character, and not the byte 0xF6.
+        # Added tokens are plain text: ö means the character, not the byte 0xF6.
         added = core.get_added_tokens_decoder()
         table = [
             b"" if not token else token.encode() if index in added else _from_letters(token, values)
@@ -54,30 +61,30 @@ def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: fro
 
 
 def core_vocab_size(core: Core) -> int:
-    """One more than the largest id, so that holes in a foreign vocabulary are counted."""
+    """Returns the largest id plus one, which counts unused ids of an imported vocabulary."""
     return max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def _kinds(decoder: dict[str, Any] | None) -> list[str] | None:
-    """The steps of a decoder that treats every token but the first alike whatever surrounds it, else None."""
+    """Returns the steps of a decoder if it decodes every token but the first independently of the others, else None."""
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return kinds
-    alike = all(
+    independent = all(
         step["type"] in _LOCAL
         and (step["type"] != "Replace" or (len(step["pattern"].get("String", "")) == 1 and step["content"] != ""))
         and (step["type"] != "Strip" or (step["start"] <= 1 and step["stop"] == 0))
         for step in steps
     )
     joined_early = "Fuse" in kinds and {"ByteFallback", "Metaspace"} & set(kinds[kinds.index("Fuse") :])
-    return kinds if alike and not joined_early else None
+    return kinds if independent and not joined_early else None
 
 
 def _decoded_bytes(core: Core, before: list[str], token: str, raw: bool) -> bytes:
-    """What `token` adds to the text after the tokens `before`."""
+    """Returns the bytes that `token` adds to the text of the tokens `before`."""
     byte = BYTE_TOKEN.fullmatch(token) if raw else None
     if byte and int(byte[1], 16) >= 0x80:
         return bytes([int(byte[1], 16)])
@@ -88,5 +95,5 @@ def _decoded_bytes(core: Core, before: list[str], token: str, raw: bool) -> byte
 def _from_letters(token: str, values: dict[str, int]) -> bytes:
     try:
         return bytes(values[letter] for letter in token)
-    except KeyError:  # plain text, which some vocabularies hold
+    except KeyError:  # plain text, which some vocabularies contain
         return token.encode()

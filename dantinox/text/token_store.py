@@ -1,4 +1,4 @@
-"""The token store of a corpus: memory-mapped arrays and their batches."""
+"""The token store of a corpus: memory-mapped token arrays and the batches made from them."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -11,21 +11,24 @@ from dantinox.text.batch_rows import NO_TOKEN, SCAN_TOKENS, MixtureRows, Rows, S
 
 
 class Batch(NamedTuple):
-    """Windows of text to train on or to measure with; B sequences of T tokens.
+    """B sequences of T tokens for training or evaluation.
 
-    `segments_BT` numbers the documents inside a window from 0: attention never crosses from one to another, and the
-    end-of-text token belongs to the document it ends. `mask_BT` is 1 where the target counts: not where it would be the first
-    token of the next document, nor on padding.
+    Attributes:
+      tokens_BT: int32, the inputs.
+      targets_BT: int32, the token after each input.
+      segments_BT: int32, the index of the document within the row, from 0. Attention does not cross segments. An end token
+        belongs to the document that it ends.
+      mask_BT: float32, 1 where the target is in the loss; 0 for the first token of the next document and for padding.
     """
 
-    tokens_BT: np.ndarray  # int32, inputs
-    targets_BT: np.ndarray  # int32, the token after each input
-    segments_BT: np.ndarray  # int32
-    mask_BT: np.ndarray  # float32, 0 or 1
+    tokens_BT: np.ndarray
+    targets_BT: np.ndarray
+    segments_BT: np.ndarray
+    mask_BT: np.ndarray
 
 
 class Counts(NamedTuple):
-    """The size of one part of a corpus; `tokens` include the begin and end tokens, all else is of the text alone."""
+    """The size of one part of a corpus. `tokens` includes begin and end tokens; characters and bytes are those of the text."""
 
     tokens: int
     documents: int
@@ -36,15 +39,17 @@ class Counts(NamedTuple):
 class TokenStore:
     """Training and validation tokens.
 
-    A training batch is a pure function of (seed, step): the position in the data is one integer, and threads may ask at once.
-    An epoch takes each of `windows_per_epoch` rows once, shuffled, in an order by (seed, epoch) alone; the rows are
-    those of `dantinox.text.batch_rows`. Batches continue across the end of an epoch. Each source of a mixture has its own
+    A training batch is a pure function of (seed, step), so the position in the data is one integer, and several threads may
+    call `batch` concurrently. An epoch contains each of `windows_per_epoch` rows once, in an order that depends only on (seed,
+    epoch); see `dantinox.text.batch_rows`. Batches continue across the end of an epoch. Each source of a mixture has its own
     epochs.
 
     Attributes:
       train, val: `Counts` of the two parts.
-      training_ids, validation_ids: their tokens in order, mapped from the disk.
-      windows_per_epoch: distinct rows in one pass over all sources; one step takes `batch_size` of them.
+      training_ids, validation_ids: their tokens in order, memory-mapped.
+      batch_size, sequence_length: B and T.
+      packing: whether rows are packed with whole documents.
+      windows_per_epoch: distinct rows in one pass over all sources; one step uses `batch_size` of them.
     """
 
     def __init__(
@@ -61,24 +66,30 @@ class TokenStore:
         packing: bool = False,
         mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Wraps token arrays (integers of any width; memory maps are read as batches ask for them).
+        """Wraps arrays of token ids of any integer type. Memory maps are read when a batch needs them.
 
         Args:
-          packing: rows are packed with whole documents, in place of windows of the running text.
-          mixture: of each source, whose training tokens follow one another, how many they are and its weight.
+          train, val: token ids of the two parts.
+          batch_size, sequence_length: B and T.
+          seed: of the order of rows.
+          eos_id: the end token, which separates documents. None: all tokens are one document.
+          pad_id: the padding token; None: 0.
+          counts: the sizes of the two parts. None: only the numbers of tokens are known.
+          packing: pack rows with whole documents instead of using windows of consecutive tokens.
+          mixture: (number of training tokens, weight) of each source, in the order of their tokens.
 
         Raises:
-          UserError: fewer training tokens than one batch, or no validation target.
+          UserError: there are fewer training tokens than one batch needs, or no validation target.
         """
         needed = batch_size * sequence_length + 1
         if len(train) < needed:
             raise UserError(
                 f"the training text has {len(train)} tokens, fewer than the {needed} of one batch (training.batch_size "
-                f"{batch_size} × model.max_context {sequence_length} + 1): lower one of them, or give more text in data.path"
+                f"{batch_size} × model.max_context {sequence_length} + 1): lower one of them, or add text to data.path"
             )
         if len(val) < 2:
             short = f"the validation text has {len(val)} tokens, fewer than 2"
-            raise UserError(f"{short}: raise data.val_fraction or give more text in data.path")
+            raise UserError(f"{short}: raise data.val_fraction, or add text to data.path")
         self.training_ids, self.validation_ids = train.view(np.ndarray), val.view(np.ndarray)
         self._eos, self._pad, self.packing = eos_id, 0 if pad_id is None else pad_id, packing
         self.batch_size, self.sequence_length = batch_size, sequence_length
@@ -86,7 +97,7 @@ class TokenStore:
         self._order_rows(seed, mixture)
 
     def _order_rows(self, seed: int, mixture: Sequence[tuple[int, float]]) -> list[Rows]:
-        """Puts the rows of all sources into the order of the training."""
+        """Builds the rows of all sources and sets the order of the training."""
         edges = [0, *np.cumsum([size for size, _ in mixture] or [len(self.training_ids)]).tolist()]
         sources = [ShuffledRows(self._make_rows(*part), seed, number) for number, part in enumerate(pairwise(edges))]
         self.windows_per_epoch = sum(source.rows.count for source in sources)
@@ -95,33 +106,35 @@ class TokenStore:
 
     @property
     def val_bytes_per_token(self) -> float:
-        """Bytes of validation text per counted target; bits per byte are a loss in nats / ln 2 / this number."""
+        """Bytes of validation text per target in the loss. Bits per byte = loss in nats / ln 2 / this number."""
         ids, crossings = self.validation_ids[:-1], 0
         for start in range(0, len(ids) if self._eos is not None else 0, SCAN_TOKENS):
             crossings += int(np.count_nonzero(ids[start : start + SCAN_TOKENS] == self._eos))
         return float(self.val.bytes / (len(ids) - crossings))
 
     def batch(self, step: int, chosen: np.ndarray | None = None) -> Any:
-        """The training batch of a step, counted from 0: a `Batch` of [batch_size, sequence_length].
+        """Returns the training batch of a step: a `Batch` of [batch_size, sequence_length].
 
         Args:
-          chosen: the numbers of the rows that are wanted, ascending; None: all of them.
+          step: the number of the step, from 0.
+          chosen: the row numbers to return, ascending. None: all rows.
         """
         numbers = np.arange(self.batch_size) if chosen is None else chosen
         return self._gather_batch(self._rows.read(step * self.batch_size + numbers))
 
     def _gather_batch(self, places: np.ndarray) -> Any:
-        """The batch of rows of places in the training tokens."""
+        """Returns the batch for rows of indices into the training tokens."""
         filled = places != NO_TOKEN
         ids = np.where(filled, self.training_ids[np.where(filled, places, 0)], self._pad).astype(np.int32)
         batch = self._make_batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
         return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Batch]:
-        """Every validation target once, in order, in windows without overlap; all batches [batch_size, sequence_length].
+        """Yields every validation target once, in order, in batches of [batch_size, sequence_length].
 
         Args:
-          tokens: take only the first so many targets.
+          batch_size: rows per batch; the last batch is padded.
+          tokens: use only this number of targets from the start. None: all.
         """
         length = self.sequence_length
         targets = min(len(self.validation_ids) - 1, len(self.validation_ids) if tokens is None else tokens)
@@ -137,16 +150,16 @@ class TokenStore:
             yield batch._replace(mask_BT=batch.mask_BT * valid.reshape(batch_size, length))
 
     def _make_rows(self, start: int, end: int) -> Rows:
-        """The rows of a source."""
+        """Builds the rows of a source from its range of tokens."""
         if end - start <= self.sequence_length:
             raise UserError(
                 f"a source of the mixture has {end - start} training tokens, fewer than the {self.sequence_length + 1} of a "
-                "window (model.max_context + 1): give more text in data.path"
+                "window (model.max_context + 1): add text to data.path"
             )
         if not self.packing:
             return WindowRows(start, end, self.sequence_length)
         if self._eos is None:
-            raise UserError("data.packing: best_fit needs a tokenizer with an end token: this one has none")
+            raise UserError("data.packing: best_fit requires a tokenizer with an end token, which this one lacks")
         return pack_documents(self.training_ids[start:end], start, self.sequence_length, self._eos)
 
     def _make_batch(self, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Batch:

@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to token ids and back, from a `tokenizer.json`."""
+"""`Tokenizer`: converts text to token ids and back, from a `tokenizer.json`."""
 
 import hashlib
 import json
@@ -18,38 +18,39 @@ from dantinox.text.token_pieces import TokenPieces, build_token_pieces, byte_let
 MAX_FILE_BYTES = 128 << 20
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "pad_token")
-# Names of the special tokens in the wild, ours first; looked up among the special tokens of a file only.
+# Common names of special tokens, our own first. Only the special tokens of a file are compared with them.
 EOS_NAMES = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 BOS_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
-SEARCH_LIMIT = 1 << 16  # characters that are searched for special tokens before they are encoded
-# What a special token is called inside the encoder, so that no text spells it: corpora hold no NUL.
+SEARCH_LIMIT = 1 << 16  # characters; shorter texts are searched for special tokens before they are encoded
+# Prefix of special token names inside the encoder, so that no text contains them: corpora contain no NUL.
 SPECIAL_PREFIX = "\0special\0"
 
 Kind = Literal["char", "byte", "bpe", "other"]
 
 
 class UnknownCharacter(UserError):
-    """A character that a vocabulary of characters does not hold, at `position` (in characters) of the text."""
+    """A character vocabulary lacks a character, found at `position` (in characters) of the text."""
 
     def __init__(self, character: str, position: int) -> None:
         self.character, self.position = character, position
         super().__init__(
             f"the character {character!r} (U+{ord(character):04X}) at position {position} of the text is not in the "
-            "vocabulary; tokenizer.byte_fallback: true, or another tokenizer.tokenizer_type, can spell it"
+            "vocabulary: set tokenizer.byte_fallback to true, or use another tokenizer.tokenizer_type"
         )
 
 
 class Tokenizer:
-    """A vocabulary and its rules.
+    """A tokenizer.
 
     Attributes:
-      kind: char, byte, byte-level bpe as we train it, or other: any tokenizer.json.
-      vocab_size: one more than the largest id; special tokens count.
-      pad_id, bos_id, eos_id: ids of the special tokens, None where the vocabulary has none.
-      stop_ids: ids that end a text, the end token and others like it.
-      add_bos: whether the model wants the begin token before every prompt.
-      special_tokens, special_ids: every special token by its name; text never encodes to one, and decoding skips them.
+      kind: `char`, `byte`, `bpe` (byte-level, as trained by this package), or `other` for any other tokenizer.json.
+      vocab_size: the largest id plus one, including special tokens.
+      pad_id, bos_id, eos_id: ids of the special tokens; None if the vocabulary has no such token.
+      stop_ids: ids that end a text: the end token and similar tokens.
+      add_bos: whether the model expects the begin token before every prompt.
+      special_tokens, special_ids: ids of all special tokens by name, and as a set. By default text never encodes to a special
+        token. Decoding skips special tokens.
 
     Example:
       >>> tokenizer = dantinox.Tokenizer.load("runs/quickstart/tokenizer.json")
@@ -62,14 +63,16 @@ class Tokenizer:
         """Builds a tokenizer from the text of a tokenizer.json.
 
         Args:
-          roles: what a `tokenizer_config.json` says of its tokens; what it leaves out goes by the tokens' names.
+          content: the JSON text.
+          name: the name of the tokenizer in error messages.
+          roles: the content of a `tokenizer_config.json`. Roles that it does not define are found by the names of the tokens.
 
         Raises:
-          UserError: the text is not a tokenizer; `name` says which.
+          UserError: the text is not a tokenizer.
         """
         self._content, self._name = content, name
         self.core = _load_core(content, name)
-        tree = json.loads(self.core.to_str())  # complete with the keys that older files leave out
+        tree = json.loads(self.core.to_str())  # includes keys that older files omit
         specials = {token["content"]: token["id"] for token in tree["added_tokens"] if token["special"]}
         self.special_tokens: dict[str, int] = specials
         self.special_ids = frozenset(specials.values())
@@ -92,26 +95,26 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads a tokenizer.json, and the tokenizer_config.json beside it where there is one.
+        """Reads a tokenizer.json, and a tokenizer_config.json in the same folder if it exists.
 
         Raises:
-          UserError: it cannot be read, or is no tokenizer.
+          UserError: a file cannot be read, or is not a tokenizer.
         """
         content, config = read_text(path, MAX_FILE_BYTES, "the tokenizer file"), Path(path).with_name(TOKENIZER_CONFIG)
         return cls(content, str(path), read_json(config, MAX_FILE_BYTES) if config.is_file() else None)
 
     def token_to_id(self, token: Any) -> int | None:
-        """The id of a token by its name, or by the object in which transformers keeps it; None where there is no such token."""
+        """Returns the id of a token, given its name or its Transformers object (a dict with `content`), or None."""
         token = token.get("content") if isinstance(token, dict) else token
         return self.core.token_to_id(token) if isinstance(token, str) else None
 
     def to_json(self) -> str:
-        """The text of its tokenizer.json, unchanged since it was read."""
+        """Returns the text of the tokenizer.json, exactly as it was read."""
         return self._content
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of its file."""
+        """The SHA-256 (hex) of the tokenizer.json."""
         return hashlib.sha256(self._content.encode()).hexdigest()
 
     @cached_property
@@ -120,10 +123,14 @@ class Tokenizer:
         return build_token_pieces(self.core, self._decoder, self.special_ids)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of a text; nothing is added, and the names of special tokens are ordinary text unless `parse_special`.
+        """Returns the token ids of a text. No special tokens are added.
+
+        Args:
+          text: the text.
+          parse_special: whether names of special tokens in the text become these tokens. False: they are ordinary text.
 
         Raises:
-          UserError: a character that the vocabulary cannot spell.
+          UserError: the vocabulary cannot represent a character.
         """
         parsed = parse_special and any(name in text for name in self.special_tokens)
         if parsed:
@@ -132,33 +139,34 @@ class Tokenizer:
         return ids
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Token ids of a text, int32 of shape [number of tokens]; see `encode`."""
+        """Returns the token ids of a text, int32 [number of tokens]; see `encode`."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode_array` of several texts; vocabularies that merge run on all cores."""
+        """Returns `encode_array` of several texts. BPE and similar vocabularies use all cores."""
         if self.kind == "char":
             return [self._encode_characters(text) for text in texts]
-        spelled = [_bytes(text) for text in texts]
+        encoded = [_to_bytes(text) for text in texts]
         if self.kind == "byte":
-            return [np.frombuffer(data, np.uint8).astype(np.int32) for data in spelled]
+            return [np.frombuffer(data, np.uint8).astype(np.int32) for data in encoded]
         try:
             encodings = self._encoder_for(texts).encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # a bare one, for instance for a word without an <unk> to stand for it
+        except Exception as error:  # the library raises a plain Exception, for example for an unknown word without <unk>
             raise UserError(f"the tokenizer cannot encode the text: {error}") from None
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_specials(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a text in which the names of special tokens, unless escaped by `escape_special_tokens`, become those tokens.
 
+        NULs in the text are removed. Ordinary text is encoded as by the tokenizers library.
+
         Returns:
-          Token ids, int32 [N], and the places in the text at which what they spell ends, int64 [N]. What is between special
-          tokens is encoded as the tokenizer's own library does it, all NULs taken out.
+          Token ids, int32 [N], and the end of each token's text as a position in `text`, int64 [N].
         """
         parts: list[str] = []
-        origins, ends, at = [np.zeros(0, np.int64)], [], 0  # of each character that is encoded, of each special token
+        origins, ends, at = [np.zeros(0, np.int64)], [], 0  # positions of encoded characters, ends of special tokens
         for number, part in enumerate(self._special_pattern.split(text)):
-            codes = np.frombuffer(_bytes(part, "utf-32-le"), "<u4")
+            codes = np.frombuffer(_to_bytes(part, "utf-32-le"), "<u4")
             if number % 2:
                 parts.append(SPECIAL_PREFIX + part)
                 origins.append(np.concatenate([np.full(len(SPECIAL_PREFIX), at), at + np.arange(len(part))]))
@@ -167,54 +175,54 @@ class Tokenizer:
                 parts.append(part.replace("\0", ""))
                 origins.append(at + np.flatnonzero(codes))
                 if self.kind == "char":
-                    self._encode_characters(parts[-1])  # which knows what it cannot spell
+                    self._encode_characters(parts[-1])  # raises for unknown characters
             at += len(part)
         encoding = self._encoder.encode("".join(parts), add_special_tokens=False)
         ids_N, origin = np.array(encoding.ids, np.int32), np.concatenate(origins)
         ends_N = np.array([origin[end - 1] + 1 if end else 0 for _, end in encoding.offsets], np.int64)
         special_N = np.isin(ids_N, list(self.special_ids))
-        if np.count_nonzero(special_N) == len(ends):  # the library counts the space that some take along
+        if np.count_nonzero(special_N) == len(ends):  # the library includes the space that some special tokens absorb
             ends_N[special_N] = ends
         return ids_N, ends_N
 
     def encode_special_ids(self, text: str) -> list[int]:
-        """The ids of `encode_specials`; the first call is faster where no ordinary text spells a special token."""
+        """Returns the ids of `encode_specials`, faster on the first call if no ordinary text contains a special token name."""
         parts = self._special_pattern.split(text)
         parts[::2] = [part.replace("\0", "") for part in parts[::2]]
         joined = "".join(parts)
         if self._encoder_for(parts[::2]) is not self.core or self._special_pattern.split(joined) != parts:
             return self.encode_specials(text)[0].tolist()
         for part in parts[::2] if self.kind == "char" else ():
-            self._encode_characters(part)  # raises for what it cannot spell
+            self._encode_characters(part)  # raises for unknown characters
         return list(self.core.encode(joined, add_special_tokens=False).ids)
 
     def escape_special_tokens(self, text: str) -> str:
-        """The text with a NUL inside all that spells a special token, so that it is ordinary text for `encode_specials`.
+        """Inserts a NUL into every special token name in a text, so that `encode_specials` treats it as ordinary text.
 
         Raises:
-          UserError: the text holds a NUL, or a special token of a single character.
+          UserError: the text contains a NUL, or a special token name of a single character.
         """
         if "\0" in text:
-            raise UserError(f"a text holds U+0000 at character {text.index(chr(0))}, which is not text")
+            raise UserError(f"the text contains U+0000 at character {text.index(chr(0))}, which is not allowed")
         names = [re.escape(name) for name in self.special_tokens if len(name) > 1]
         if short := next((name for name in self.special_tokens if len(name) == 1 and name in text), None):
-            raise UserError(f"a text holds {short!r}, which is a special token of this vocabulary")
+            raise UserError(f"the text contains {short!r}, which is a special token of this vocabulary")
         return re.sub(f"(?={'|'.join(names)})(.)", "\\1\0", text, flags=re.DOTALL) if names else text
 
     @cached_property
     def template_variables(self) -> dict[str, str]:
-        """The names of begin, end and padding token, as chat templates call them."""
+        """The names of begin, end and padding token under the variable names of chat templates."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         return {key: self.core.id_to_token(index) or "" for key, index in ids.items() if index is not None}
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """One of the special tokens; of those that begin at a character the longest."""
+        """A pattern that matches the longest special token name at a position."""
         longest = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest)) or '(?!)'})")
 
     def _encoder_for(self, texts: Sequence[str]) -> Core:
-        """`core` for short texts in which it finds no special token; `_encoder`, which takes longer to build, for others."""
+        """Returns `core` for short texts without special token names, else `_encoder`, which takes longer to build."""
         built = "_encoder" in self.__dict__
         if (
             built
@@ -230,30 +238,31 @@ class Tokenizer:
         return _encoder(json.loads(self.core.to_str()), self._name)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids: special tokens are skipped, bytes that are not UTF-8 become U+FFFD.
+        """Returns the text of token ids. Special tokens are skipped, and invalid UTF-8 becomes U+FFFD.
 
-        Vocabularies that spell single bytes replace what is not UTF-8 byte by byte as Python does, so that a text streamed in
-        parts is the same text.
+        For vocabularies with single bytes, invalid UTF-8 is replaced byte by byte as in Python, so streaming gives equal text.
         """
         stream = self.detokenizer()
         return stream.push(ids) + stream.flush()
 
     def token_text(self, token: int, errors: str = "replace") -> str:
-        """The text of one token inside of a text, where some vocabularies keep a space that they drop at its beginning.
+        """Returns the text of one token inside a longer text; some vocabularies drop a leading space at the start of a text.
 
-        `errors` is that of `bytes.decode`. Ids outside the vocabulary spell nothing.
+        Args:
+          token: the id; an id outside the vocabulary returns "".
+          errors: as in `bytes.decode`.
         """
         if not 0 <= token < self.vocab_size:
             return ""
         return self.decode([token]) if self.token_pieces is None else self.token_pieces.inner[token].decode("utf-8", errors)
 
     def detokenizer(self) -> Detokenizer:
-        """Decodes the ids of a text as they come."""
+        """Returns an incremental decoder for the ids of one text."""
         pieces = self.token_pieces
         return WindowDetokenizer(self.core, self.special_ids) if pieces is None else TableDetokenizer(pieces)
 
     def _encode_characters(self, text: str) -> np.ndarray:
-        codes = np.frombuffer(_bytes(text, "utf-32-le"), "<u4")
+        codes = np.frombuffer(_to_bytes(text, "utf-32-le"), "<u4")
         ids = self._table[np.minimum(codes, len(self._table) - 1)]
         unknown = ids < 0
         if not unknown.any():
@@ -263,28 +272,28 @@ class Tokenizer:
             raise UnknownCharacter(text[position], position)
         data = codes[unknown].tobytes().decode("utf-32-le").encode()
         widths = np.where(unknown, 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF), 1)
-        fallen = np.repeat(unknown, widths)
-        out = np.empty(len(fallen), np.int32)
-        out[fallen] = self._byte_base + np.frombuffer(data, np.uint8).astype(np.int32)
-        out[~fallen] = ids[~unknown]
+        is_byte = np.repeat(unknown, widths)
+        out = np.empty(len(is_byte), np.int32)
+        out[is_byte] = self._byte_base + np.frombuffer(data, np.uint8).astype(np.int32)
+        out[~is_byte] = ids[~unknown]
         return out
 
 
 def _load_core(content: str, name: str) -> Core:
     try:
         core = Core.from_str(content)
-        # A file may truncate or pad what it encodes: text would be lost without a message.
+        # A file may enable truncation or padding, which would silently drop text.
         core.no_truncation()
         core.no_padding()
         return core
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # the library's own panics do not derive from Exception
-        raise UserError(f"{name} is not a tokenizer.json: {first_line(error)}") from None
+    except BaseException as error:  # panics of the library do not derive from Exception
+        raise UserError(f"{name} is not a valid tokenizer.json: {first_line(error)}") from None
 
 
 def _classify(tree: dict[str, Any], specials: int) -> Kind:
-    """Which kind a tokenizer.json describes, by what its rules do and not by a label."""
+    """Returns the kind of a tokenizer.json, determined by its rules instead of a label."""
     model, splitter, decoder = tree["model"], tree["pre_tokenizer"], tree["decoder"]
     if model["type"] != "BPE" or tree["normalizer"] is not None or len(tree["added_tokens"]) != specials:
         return "other"
@@ -293,9 +302,9 @@ def _classify(tree: dict[str, Any], specials: int) -> Kind:
     vocab: dict[str, int] = model["vocab"]
     if splitter is None and not model["merges"] and decoder is not None:
         several = [token for token in vocab if len(token) != 1]
-        spelled = [f"<0x{byte:02X}>" for byte in range(256)] if model["byte_fallback"] else []
-        in_order = [vocab.get(token, -1) - vocab.get("<0x00>", 0) for token in spelled] == list(range(len(spelled)))
-        return "char" if sorted(several) == sorted(spelled) and in_order else "other"
+        byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)] if model["byte_fallback"] else []
+        in_order = [vocab.get(token, -1) - vocab.get("<0x00>", 0) for token in byte_tokens] == list(range(len(byte_tokens)))
+        return "char" if sorted(several) == sorted(byte_tokens) and in_order else "other"
     if splitter is None or splitter["type"] != "ByteLevel" or splitter["add_prefix_space"]:
         return "other"
     if decoder is None or decoder["type"] != "ByteLevel":
@@ -307,7 +316,7 @@ def _classify(tree: dict[str, Any], specials: int) -> Kind:
 
 
 def _character_table(vocab: dict[str, int]) -> tuple[np.ndarray, int | None]:
-    """Ids by code point (-1: unknown, and always so in the last place), and the id of byte 0 if there is byte fallback."""
+    """Returns ids by code point (-1: unknown; the last entry is always -1), and the id of byte 0 if there is byte fallback."""
     letters = {ord(token): index for token, index in vocab.items() if len(token) == 1}
     table = np.full(max(letters, default=0) + 2, -1, np.int32)
     table[list(letters)] = list(letters.values())
@@ -315,7 +324,7 @@ def _character_table(vocab: dict[str, int]) -> tuple[np.ndarray, int | None]:
 
 
 def _encoder(tree: dict[str, Any], name: str) -> Core:
-    """A copy of the tokenizer in which the special tokens have names that no text spells, under the same ids."""
+    """Returns a copy of the tokenizer in which special tokens have the same ids but names that no text contains."""
     names = {token["content"]: SPECIAL_PREFIX + token["content"] for token in tree["added_tokens"] if token["special"]}
     model, vocab = dict(tree["model"]), tree["model"]["vocab"]
     if isinstance(vocab, dict):
@@ -329,9 +338,9 @@ def _encoder(tree: dict[str, Any], name: str) -> Core:
     return _load_core(json.dumps(hidden), name)
 
 
-def _bytes(text: str, encoding: str = "utf-8") -> bytes:
+def _to_bytes(text: str, encoding: str = "utf-8") -> bytes:
     try:
         return text.encode(encoding)
     except UnicodeEncodeError as error:
         what = f"U+{ord(text[error.start]):04X} at position {error.start}"
-        raise UserError(f"{what} is half of a character (a lone surrogate), which is not text") from None
+        raise UserError(f"{what} is a lone surrogate, which is not valid text") from None

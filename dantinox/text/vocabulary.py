@@ -1,4 +1,4 @@
-"""Training of vocabularies from a corpus: characters, bytes, byte-level BPE."""
+"""Trains tokenizers on a corpus: characters, bytes, byte-level BPE."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -20,21 +20,22 @@ _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS + 1}}}")
 
 
 def train_tokenizer(settings: TokenizerSection, documents: Callable[[], Iterator[str]]) -> Tokenizer:
-    """Makes the tokenizer that the settings describe.
+    """Trains or loads the tokenizer that the settings describe.
 
-    Symbols of the text come first, then `<pad>`, `<bos>`, `<eos>`. Characters are the corpus's own, sorted by code point. A
-    vocabulary of bytes needs no corpus. BPE merges are counted on the whole corpus up to 16 Mi characters, and beyond on as
-    much of it, taken evenly in chunks of 64 Ki; a corpus too small for `vocab_size` symbols gives fewer.
+    Ordinary tokens come first, then `<pad>`, `<bos>` and `<eos>`. A character vocabulary holds the characters of the corpus,
+    sorted by code point. A byte vocabulary needs no corpus. BPE merges are counted on at most 16 Mi characters: a longer corpus
+    is sampled evenly in chunks of 64 Ki characters. A small corpus can result in fewer than `vocab_size` tokens.
 
     Args:
-      documents: gives the text anew at each call, in pieces of any length.
+      settings: the `tokenizer` section.
+      documents: returns an iterator over the text at each call, in parts of any length.
 
     Raises:
-      UserError: `tokenizer_path` is no tokenizer.
+      UserError: `tokenizer_path` is missing or not a tokenizer.
     """
     if settings.tokenizer_type == "file":
         if settings.tokenizer_path is None:
-            raise UserError("tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file")
+            raise UserError("tokenizer.tokenizer_path must be set with tokenizer.tokenizer_type: file")
         return Tokenizer.load(settings.tokenizer_path)
     if settings.tokenizer_type == "char":
         return _train_characters(documents(), settings.byte_fallback)
@@ -82,7 +83,7 @@ def _add_special_tokens(core: Core) -> Tokenizer:
 
 
 def _sample_text(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> list[str]:
-    """At most `limit` characters, evenly from the whole text: when there are too many, every other chunk goes."""
+    """Returns at most `limit` characters, sampled evenly: while there are too many, every second chunk is dropped."""
     chunks: list[str] = []
     stride, size = 1, 0
     for number, chunk in enumerate(c for text in documents for c in split_text(text, CHUNK_CHARACTERS)):
@@ -97,7 +98,7 @@ def _sample_text(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> li
 
 
 def _split_long_words(chunks: Iterable[str]) -> Iterator[str]:
-    """Breaks runs without a space, which would cost the trainer time quadratic in their length."""
+    """Splits long runs without white space, because the trainer needs time quadratic in their length."""
     for chunk in chunks:
         if _LONG_WORD.search(chunk):
             yield from (chunk[i : i + MAX_WORD_CHARACTERS] for i in range(0, len(chunk), MAX_WORD_CHARACTERS))

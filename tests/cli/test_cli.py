@@ -343,7 +343,7 @@ def test_a_line_lies_over_the_flags(generate, tmp_path, flags, line):
         ('{"prompt": "a", "top_p": 3}', ["generation.top_p", "line 2"]),
         ('{"prompt": "a", "preset": "hf", "top_a": 0.1}', ["generation.top_a cannot be used with generation.preset hf"]),
         ('{"prompt": "a", "xtc_threshold": 0.2}', ["generation.xtc_threshold has no effect", "line 2"]),
-        ('{"prompt": "\\ud800"}', ["half of a character"]),
+        ('{"prompt": "\\ud800"}', ["a lone surrogate"]),
         ('{"prompt": ' + "[" * 99999, ["must be a JSON object", "line 2"]),
     ],
 )

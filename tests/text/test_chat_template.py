@@ -102,7 +102,7 @@ def test_the_plain_template_is_text_and_the_end_token(kind):
         ("{{ ''.__class__.__mro__ }}", "cannot be rendered: access to attribute '__class__' of 'str' object is unsafe."),
         ("{{ cycler.__init__.__globals__ }}", "cannot be rendered: access to attribute '__init__' of 'type' object is unsafe."),
         ("{{ messages.append(1) }}", "cannot be rendered: access to attribute 'append' of 'list' object is unsafe."),
-        ("{% set n = namespace(__init__=1) %}", "cannot be rendered: a namespace has no name '__init__'"),
+        ("{% set n = namespace(__init__=1) %}", "cannot be rendered: a namespace must not have the name '__init__'"),
         ("{% include '/etc/passwd' %}", "cannot be rendered: no loader for this environment specified"),
         ("{% if %}", "cannot be rendered: Expected an expression, got 'end of statement block' (line 1)"),
         ("{{ raise_exception('no\nmore') }}", "refuses these messages: no more"),
@@ -110,8 +110,8 @@ def test_the_plain_template_is_text_and_the_end_token(kind):
          "MAX_RANGE (100000)."),
         ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "cannot be rendered: it writes more than 16,777,216 "
          "characters"),
-        ("{{ 'a' * 10**10 }}", "cannot be rendered: it takes more than 1024 MiB"),
-        ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", "cannot be rendered: it takes "
+        ("{{ 'a' * 10**10 }}", "cannot be rendered: it needs more than 1024 MiB"),
+        ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", "cannot be rendered: it needs "
          "more than 0 seconds or 1024 MiB"),
     ],
 )  # fmt: skip
@@ -126,7 +126,7 @@ def test_a_template_that_is_ended_is_begun_anew():
     template = ChatTemplate("b", BYTES)
     assert template.text([USER]) == "b"
     template._process.kill()
-    with pytest.raises(UserError, match="it takes more than"):
+    with pytest.raises(UserError, match="it needs more than"):
         template.encode([USER])
     assert template.text([USER]) == "b"
 
@@ -146,7 +146,7 @@ def test_surroundings_are_those_of_transformers():
         ([USER, {"role": "end", "content": ""}], "the role of message 1 must be one of system, developer, user, assistant, "
          "tool, got 'end'"),
         ([{"role": "user"}], "the content of message 0 must be text, got null"),
-        ([{"role": "user", "content": "a\0"}], "a text holds U+0000 at character 1, which is not text"),
+        ([{"role": "user", "content": "a\0"}], "the text contains U+0000 at character 1, which is not allowed"),
     ],
 )  # fmt: skip
 def test_bad_messages_are_one_sentence(messages, sentence):
@@ -157,7 +157,7 @@ def test_bad_messages_are_one_sentence(messages, sentence):
 
 def test_a_template_that_changes_earlier_turns_cannot_be_trained_on():
     source = "{% for m in messages %}{{ m.role if loop.last else '' }}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="cannot be trained on turn by turn: a turn of the assistant does not"):
+    with pytest.raises(UserError, match="does not support training on single turns: a turn of the assistant does not"):
         ChatTemplate(source, BYTES).encode_with_loss_mask([USER, SPOKEN, USER])
 
 
@@ -176,5 +176,5 @@ def test_names_of_templates(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("a")
     assert ChatTemplate.from_name(str(path), BYTES).text([]) == "a"
-    with pytest.raises(UserError, match=r"^no chat template 'other': give a file of Jinja, or one of plain, chatml$"):
+    with pytest.raises(UserError, match=r"^no chat template 'other': name a Jinja file or one of plain, chatml$"):
         ChatTemplate.from_name("other", BYTES)

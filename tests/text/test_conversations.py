@@ -120,13 +120,13 @@ def test_pairs_and_their_references(prepared):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('{"text": "a"}', "a conversation is a record with messages, or with prompt and completion; this one has 'text' "),
+        ('{"text": "a"}', "a record must have messages, or prompt and completion; this one has 'text' "),
         ('{"messages": "a"}', "the field 'messages' must be a list of messages, got 'a' "),
         ('{"messages": []}', "the field 'messages' must be a list of messages, got [] "),
         ('{"messages": [{"role": "bot", "content": ""}]}', "the role of message 0 must be one of system, developer, user, "),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "a conversation without a turn of the assistant "),
-        ('{"prompt": 1, "completion": "b"}', "the field 'prompt' must be a text or a list of messages, got 1 "),
-        ('{"prompt": "a"}', "a record without the field 'completion'; it has 'prompt' "),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "a conversation has no turn of the assistant "),
+        ('{"prompt": 1, "completion": "b"}', "the field 'prompt' must be a string or a list of messages, got 1 "),
+        ('{"prompt": "a"}', "a record lacks the field 'completion'; it has 'prompt' "),
         ('["a"]', "a record must be a JSON object, got ['a'] "),
         ("{", "not JSON: "),
     ],
@@ -142,15 +142,15 @@ def test_a_bad_record_is_named_with_its_line(prepared, tmp_path, line, sentence)
 def test_what_else_is_refused(prepared, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     good = [{"prompt": "a", "completion": "b"}] * 2
-    with pytest.raises(UserError, match=r"a.txt is text: conversations are records of JSON Lines \(.jsonl\)"):
+    with pytest.raises(UserError, match=r"a.txt is plain text: conversations must be records of JSON Lines \(.jsonl\)"):
         prepared(good, **{"data.path": str(tmp_path / "a.txt")})
-    with pytest.raises(UserError, match=r"holds 1 conversation, too few"):
+    with pytest.raises(UserError, match=r"has too few conversations: 1, the minimum is 2"):
         prepared(good[:1])
     with pytest.raises(UserError, match=r"all conversations are longer than model.max_context 2"):
         prepared(good, **{"model.max_context": 2})
-    with pytest.raises(UserError, match=r"training.objective: sft makes no tokenizer: set training.init_from"):
+    with pytest.raises(UserError, match=r"training.objective: sft does not train a tokenizer: set training.init_from"):
         prepared(good, **{"tokenizer.tokenizer_type": "bpe"})
-    with pytest.raises(UserError, match=r"a record without the field 'chosen'; it has 'prompt, completion' \(.*line 1\)"):
+    with pytest.raises(UserError, match=r"a record lacks the field 'chosen'; it has 'prompt, completion' \(.*line 1\)"):
         prepared(good, objective="dpo")
     with pytest.raises(UserError, match=r"dpo needs training.init_from, the run with the starting weights"):
         prepared(good, objective="dpo", **{"training.init_from": None})

@@ -62,8 +62,8 @@ def test_what_is_wrong_is_one_sentence(folder, tmp_path, monkeypatch):
     hub = {"data.dataset_source": "huggingface"}
     cases = {
         r"has no text in 'id' .*it has body, id": settings(folder, **hub | {"data.text_field": "id"}),
-        r"cannot read the data set .*: .*none": settings(folder, **hub | {"data.dataset_split": "none"}),
-        r"cannot read the data set .*: .*gone": settings(tmp_path / "gone", **hub),
+        r"cannot read the dataset .*: .*none": settings(folder, **hub | {"data.dataset_split": "none"}),
+        r"cannot read the dataset .*: .*gone": settings(tmp_path / "gone", **hub),
     }
     for message, config in cases.items():
         with pytest.raises(UserError, match=message) as caught:
@@ -73,5 +73,5 @@ def test_what_is_wrong_is_one_sentence(folder, tmp_path, monkeypatch):
 
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UserError, match=r"the data set somebody/corpus needs .*pip install 'dantinox\[hf\]'"):
+    with pytest.raises(UserError, match=r"the dataset somebody/corpus needs .*pip install 'dantinox\[hf\]'"):
         prepare_data(settings("somebody/corpus", **{"data.dataset_source": "huggingface"}), tmp_path)

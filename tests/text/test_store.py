@@ -206,7 +206,7 @@ def test_packed_rows_hold_every_target_once_and_cut_no_document_that_fits(sizes,
     if len(flat) <= length:
         return
     if max(map(len, documents)) < 2:
-        with pytest.raises(UserError, match="found no document of two tokens"):
+        with pytest.raises(UserError, match="found no document with at least two tokens"):
             make(flat, 1, length, seed, eos_id=EOS, packing=True)
         return
     store = make(flat, 1, length, seed, eos_id=EOS, pad_id=PAD, packing=True)

@@ -189,7 +189,7 @@ def test_encoding_a_megabyte_is_table_lookup() -> None:
 def test_files_that_are_no_tokenizer(tmp_path, content: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"tokenizer\.json is not (a tokenizer\.json: |UTF-8 text)"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is not (a valid tokenizer\.json: |UTF-8 text)"):
         Tokenizer.load(path)
 
 
