@@ -1,11 +1,14 @@
 """The configuration of Sphinx for the documentation site; `make docs` builds it into docs/_build/html."""
 
+import os
 import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS)]
+# Notebooks call the commands of this environment.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 from dantinox import __version__  # noqa: E402
 
@@ -48,6 +51,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
     "show_toc_level": 2,
+    "navbar_persistent": [],  # the search is in the sidebar
     "show_navbar_depth": 1,
     "use_download_button": False,
     "use_fullscreen_button": False,

@@ -165,13 +165,17 @@ def settings_page(section: str) -> str:
         for record in records:
             if record.group == group:
                 text += f"\n{'###' if len(groups) > 1 else '##'} {record.key}\n"
-                text += f"\n{sentence(record.help)}\n\n" + table(("", ""), setting_rows(record))
+                text += f"\n{sentence(record.help)}\n\n" + table(*setting_table(record))
                 text += "\n" + block("yaml", f"{section}:\n  {record.name}: {yaml_value(example(record))}")
     return text
 
 
+def setting_table(record: SettingRecord) -> tuple[tuple[str, ...], Rows]:
+    """The header and the rows of a setting's table."""
+    return ("type", record.type), setting_rows(record)
+
+
 def setting_rows(record: SettingRecord) -> Rows:
-    yield "type", record.type
     yield "default", code(record.default_text)
     if record.prerequisites:
         yield (
