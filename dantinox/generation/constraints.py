@@ -43,7 +43,20 @@ KINDS = tuple(DISPLAY_NAMES)
 
 @dataclass(frozen=True)
 class Constraint:
-    """What an answer has to be: `kind` is `json_schema`, `json_object`, `regex`, `lark` or `gbnf`, `source` its text."""
+    """A schema, regex or grammar that a generated text must satisfy.
+
+    It is checked when it is used; a wrong one raises a UserError. It needs the extra `serve`.
+
+    Attributes:
+      kind: `json_schema`, `json_object` (any JSON object), `regex`, `lark` or `gbnf`.
+      source: the text of the schema, regex or grammar, at most 64 KB; empty for `json_object`.
+
+    Example:
+      >>> choice = dantinox.Constraint("regex", "yes|no")
+      >>> result = dantinox.load("runs/quickstart").generate("Is water wet? ", constraint=choice, max_new_tokens=8)
+      >>> result.text in ("yes", "no")
+      True
+    """
 
     kind: str
     source: str

@@ -74,29 +74,41 @@ def generate(
     router_calibration: str | Path | Mapping[str, float] | None = None,
     **settings: object,
 ) -> np.ndarray | tuple[np.ndarray, dict[str, object]]:
-    """Continues token sequences.
+    """Continues sequences of token ids, with a model and without a tokenizer.
 
     Args:
-      input_ids: prompts: an array `[B, T]`, right-padded where they differ in length, or a list of lists of any lengths.
-      max_new_tokens: per row; less where `max_context` ends, with a warning. 0 returns the input. `max_generations` is its old
-        name.
-      prompt_lengths: `[B]`, the tokens of each row that count; None: all.
-      eos_ids: ids that end a row (the id itself is kept).
-      logprobs: alternatives to report per token with `return_info`; None reports none.
-      score_fn, show_candidates: as of `LoadedModel.generate`.
-      router_calibration: what `dantinox calibrate --what router` measured on this model, for `router_preset="calibrated"`: its
-        file, or the numbers by name.
-      settings: keys of the sections `generation` (`temperature`, `top_p`, `greedy`, `seed`, `n`: samples per prompt, whose rows
-        follow each other), `router` and `kv` (`kv_budget` and so on). Tokens are named by id; what was measured on the heads is
-        read from the file that `kv_calibration` names. Without a seed the draws get a fresh one.
+      model: the model, as it is or after `prepare`.
+      input_ids: prompts: an array `[B, T]` of ids, right-padded if the prompts differ in length, or a list of lists of ids.
+      max_new_tokens: new tokens per row, at least 0; 0 returns the input. If `max_context` allows fewer, a warning says so.
+        `max_generations` is its former name.
+      prompt_lengths: `[B]`, number of valid tokens of each row; None: all.
+      eos_ids: ids that end a row; the id itself is kept.
+      pad_id: id that fills a row after its end.
+      logprobs: alternatives to report per token with `return_info`; None reports nothing.
+      return_info: return a dict of statistics too.
+      score_fn, show_candidates: as for `LoadedModel.generate`.
+      router_calibration: for `router_preset="calibrated"`: the file that `dantinox calibrate --what router` wrote for this
+        model, or its numbers by name.
+      settings: settings of the sections `generation` (`temperature`, `top_p`, `greedy`, `seed`, `n` samples per prompt),
+        `router` and `kv` (`kv_budget` and so on). Tokens are named by id. Measurements of the heads are read from the file that
+        `kv_calibration` names. Without `seed`, a random seed is used.
 
     Returns:
-      int32 `[B · n, T + max_new_tokens]`, or as many new tokens as the context has room for: each row's prompt, its
-      continuation right behind it, then `pad_id`. With `return_info` also a dict: `lengths` (prompt and continuation),
-      `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a `StepInfo` `[B · n, new, …]` or None.
+      int32 `[B · n, T + new]`, where `new` is `max_new_tokens` or what the context allows: in each row the prompt, its
+      continuation, then `pad_id`. The `n` samples of a prompt are consecutive rows. With `return_info` also a dict: `lengths`
+      (of prompt and continuation), `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a `StepInfo`
+      `[B · n, new, …]` or None.
 
     Raises:
-      UserError: ids outside the vocabulary, an empty or overlong prompt, a parameter out of range.
+      UserError: an id is outside the vocabulary, a prompt is empty or too long, or a setting is wrong.
+
+    Example:
+      >>> model = dantinox.load("runs/quickstart").model
+      >>> dantinox.generate(model, [[97, 98], [99, 100]], max_new_tokens=4, temperature=0.8, seed=1).shape
+      (2, 6)
+      >>> ids, info = dantinox.generate(model, [[97, 98]], max_new_tokens=4, greedy=True, return_info=True)
+      >>> info["reasons"]
+      ['length']
     """
     use_compilation_cache()
     new_tokens = settings.pop("max_generations", max_new_tokens)

@@ -21,9 +21,11 @@ from dantinox.generation.request import GenerationRequest
 from dantinox.generation.result import Result
 from dantinox.generation.static_batch import padded_length
 from dantinox.generation.token_settings import with_default_seed
+from dantinox.html_repr import html_table
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
 from dantinox.platform import use_compilation_cache
+from dantinox.report.tables import human_count
 from dantinox.run import (
     KVCalibration,
     RunDirectory,
@@ -59,7 +61,17 @@ class GenerateOptions(RequestSettings, total=False):
 class LoadedModel(ModelBundle):
     """A trained model with its tokenizer and the defaults of its run, ready to generate text.
 
-    Attributes: see `ModelBundle`.
+    Attributes:
+      config: the settings of the run, a `Config`; settings of a request override its `generation`, `router` and `kv`.
+      model: the `Transformer`, with the weights as they are stored: float32 or bfloat16.
+      tokenizer: the `Tokenizer` of the run.
+      parameters: the number of weights, including embeddings.
+      calibration, kv_calibration, chat_template: functions, see `ModelBundle`.
+
+    Example:
+      >>> model = dantinox.load("runs/quickstart")
+      >>> model.tokenizer.vocab_size, model.model.config.max_context
+      (259, 128)
     """
 
     def __repr__(self) -> str:
@@ -68,6 +80,18 @@ class LoadedModel(ModelBundle):
             f"LoadedModel({model.num_blocks} layers, dim {model.dim}, vocabulary {model.vocab_size}, "
             f"context {model.max_context}, {model.dtype})"
         )
+
+    def _repr_html_(self) -> str:
+        model, compute = self.model.config, self.model.dtype
+        rows = {
+            "layers": f"{model.num_blocks}, width {model.dim}, {model.n_heads} heads of {model.head_size}",
+            "parameters": human_count(self.parameters),
+            "vocabulary": f"{self.tokenizer.vocab_size:,} tokens",
+            "context": f"{model.max_context:,} tokens",
+            "compute dtype": jax.numpy.dtype(compute).name,
+            "chat template": "no" if self.chat_template() is None else "yes",
+        }
+        return html_table("LoadedModel", rows)
 
     @overload
     def generate(self, prompt: str, *, n: None = None, **options: Unpack[GenerateOptions]) -> Result: ...
@@ -89,25 +113,36 @@ class LoadedModel(ModelBundle):
         constraint: Constraint | None = None,
         **settings: object,
     ) -> Result | list[Result]:
-        """Continues a prompt, or several in one batch.
+        """Continues a prompt, or several prompts in one batch.
 
         Args:
-          n: samples per prompt; None: as the run says.
-          logprobs: report log-probabilities and this many alternatives per token.
-          echo: with `logprobs`, report the prompt's tokens too.
-          score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`: the entropy router's candidates are really drawn, and
-            the one that scores highest is taken (`dantinox.sampling.best_of_n.guide_score` is the guide's own score).
-          show_candidates: with `logprobs`, report the candidates of the entropy router too; the text stays the same.
-          constraint: what every text has to be: the tokens that would lead away from it are never drawn, and a text that is
-            complete ends, with `eos`; one that `max_new_tokens` cuts off is only the beginning of one.
-          settings: keys of the sections `generation`, `router` and `kv` (`kv_budget` and so on); they win over the run's own.
+          prompt: a string, or a list of strings. An empty prompt stands for the begin token.
+          n: samples per prompt, in [1, 4096]; None: `generation.n` of the run.
+          logprobs: alternatives to report per token, in [0, vocabulary], with log-probabilities in nats; None reports nothing.
+          echo: with `logprobs`, report the tokens of the prompt too.
+          score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`. The entropy router draws all its candidates and keeps
+            the one with the highest score (`dantinox.sampling.best_of_n.guide_score` is the score of the entropix guide).
+          show_candidates: with `logprobs`, report the candidates of the entropy router; the text stays the same.
+          constraint: a schema, regex or grammar that every text satisfies. A complete text ends with the reason `eos`; a text
+            that `max_new_tokens` truncates is a prefix of a valid one.
+          settings: settings of the sections `generation`, `router` and `kv` (`kv_budget` and so on), which override those of
+            the run. `dantinox settings --section generation` lists them.
 
         Returns:
-          A `Result` for one prompt, else a list in the order of the prompts; with `n` above 1 always a list, the samples
-          of a prompt together.
+          A `Result` for one prompt, or a list in the order of the prompts. With `n` above 1 it is always a list, with the
+          samples of a prompt next to each other.
 
         Raises:
-          UserError: a setting is unknown or out of range, or a prompt is no text or does not fit the context.
+          UserError: a setting is unknown or out of range, or a prompt is not a string or does not fit into the context.
+
+        Example:
+          >>> model = dantinox.load("runs/quickstart")
+          >>> result = model.generate("def ", max_new_tokens=8, temperature=0.8, seed=1)
+          >>> result.seed, result.finish_reason, len(result.tokens)
+          (1, 'length', 8)
+          >>> results = model.generate(["def ", "class "], max_new_tokens=4, greedy=True)
+          >>> [result.prompt for result in results]
+          ['def ', 'class ']
         """
         if n is not None:
             settings["n"] = n
@@ -124,7 +159,24 @@ class LoadedModel(ModelBundle):
     def stream(
         self, prompt: str, *, constraint: Constraint | None = None, **settings: Unpack[RequestSettings]
     ) -> Iterator[str]:
-        """The continuation of one prompt in pieces, which together are exactly the text of `generate`."""
+        """Yields the continuation of one prompt in parts while it is generated.
+
+        The parts together equal the text of `generate`.
+
+        Args:
+          prompt: a string.
+          constraint: as for `generate`.
+          settings: as for `generate`; `n` must be 1.
+
+        Raises:
+          UserError: as for `generate`.
+
+        Example:
+          >>> model = dantinox.load("runs/quickstart")
+          >>> parts = list(model.stream("def ", max_new_tokens=8, seed=1))
+          >>> "".join(parts) == model.generate("def ", max_new_tokens=8, seed=1).text
+          True
+        """
         request = self.request(prompt, settings, constraint=constraint)
         if (n := request.config.generation.n) != 1:
             raise UserError(f"n must be 1 in a stream, got {n}: use generate for several samples")
@@ -145,8 +197,8 @@ class LoadedModel(ModelBundle):
         Args:
           messages: one message of the user, or a list of `{"role": "system" | "user" | "assistant", "content": text}`.
           template: formats the conversation; None: the template of the run.
-          logprobs: report log-probabilities and this many alternatives per token.
-          constraint: what the answer has to match.
+          logprobs: as for `generate`.
+          constraint: as for `generate`.
           settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override the run's own.
 
         Returns:
@@ -156,9 +208,12 @@ class LoadedModel(ModelBundle):
           UserError: the model has no chat template, the template rejects the messages, or a setting is wrong.
 
         Example:
-          >>> model = dantinox.load("runs/smol")
-          >>> answer = model.chat("What is the capital of France?", temperature=0.2, seed=1)
+          >>> model = dantinox.load("runs/quickstart")
+          >>> answer = model.chat("What is the capital of France?", max_new_tokens=8, temperature=0.2, seed=1)
           >>> messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer.text}]
+          >>> messages += [{"role": "user", "content": "And of Italy?"}]
+          >>> model.chat(messages, max_new_tokens=8).finish_reason in ("eos", "stop", "length")
+          True
         """
         template = template or self.chat_template()
         if template is None:
@@ -171,7 +226,24 @@ class LoadedModel(ModelBundle):
         return self.complete([self.request(ids, config, logprobs=logprobs, constraint=constraint)])[0]
 
     def complete(self, requests: Sequence[GenerationRequest], pad: Callable[[int], int] = padded_length) -> list[Result]:
-        """The results of requests in their order, the samples of each together; `pad` is that of `start`."""
+        """Decodes requests and returns their results.
+
+        Args:
+          requests: prompts with their settings, see `request`.
+          pad: as for `start`.
+
+        Returns:
+          The results in the order of the requests, the samples of each request next to each other.
+
+        Raises:
+          UserError: there is no request, or a prompt does not fit into the context.
+
+        Example:
+          >>> model = dantinox.load("runs/quickstart")
+          >>> requests = [model.request("def ", {"max_new_tokens": 4}), model.request("class ", {"max_new_tokens": 8})]
+          >>> [len(result.tokens) for result in model.complete(requests)]
+          [4, 8]
+        """
         runs = self.start(requests, pad=pad)
         for run in runs:
             for _ in run.parts():
@@ -189,7 +261,21 @@ class LoadedModel(ModelBundle):
         show_candidates: bool = False,
         constraint: Constraint | None = None,
     ) -> GenerationRequest:
-        """A prompt, as text or as token ids, with its settings, validated once; the arguments are those of `generate`."""
+        """Returns a prompt with its validated settings, for `complete` and `start`.
+
+        Args:
+          prompt: a string, or token ids in [0, vocabulary).
+          settings: settings by name, as for `generate`, or a complete `Config`.
+          logprobs, echo, score_fn, show_candidates, constraint: as for `generate`.
+
+        Raises:
+          UserError: as for `generate`.
+
+        Example:
+          >>> model = dantinox.load("runs/quickstart")
+          >>> model.request("ab", {"temperature": 0.5}).ids
+          (97, 98)
+        """
         if logprobs is not None and not 0 <= logprobs <= self.tokenizer.vocab_size:
             raise UserError(f"logprobs must be an integer in [0, {self.tokenizer.vocab_size}], got {logprobs}")
         if echo and logprobs is None:
@@ -208,15 +294,23 @@ class LoadedModel(ModelBundle):
         pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
     ) -> list[BatchRun]:
-        """Requests, each with its own numbers, in batches ready to be decoded.
+        """Groups requests into batches that are ready to be decoded.
 
-        One batch, except for requests that differ in what a program is compiled for: order of the steps, caches, samples,
-        precision, reports.
+        All requests are in one batch unless they differ in something that a program is compiled for: order of the steps,
+        caches, number of samples, precision or reports.
 
         Args:
-          stream: keep chunks short enough for a reader; otherwise as long as they are fast.
-          pad: the length that a prompt, and the prompt with its continuation, are padded to: each makes a program.
-          steps: tokens of every chunk, none dispatched ahead; None: as `stream` says.
+          requests: prompts with their settings, see `request`.
+          stream: decode in chunks short enough for a reader; otherwise in chunks of the fastest length.
+          pad: function that returns the padded length of a prompt, or of a prompt with its continuation. Each length needs a
+            compiled program.
+          steps: tokens per chunk, with no chunk dispatched ahead; None: as `stream` says.
+
+        Returns:
+          The batches. `BatchRun.parts` decodes one and yields its parts; then `BatchRun.results` has its results.
+
+        Raises:
+          UserError: there is no request, or a prompt does not fit into the context.
         """
         if not requests:
             raise UserError("at least one prompt is required")
@@ -241,13 +335,23 @@ def results_in_order(runs: Sequence[BatchRun]) -> list[Result]:
 
 
 def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
-    """Loads a run directory to generate from.
+    """Loads the model of a run directory.
 
     Args:
-      tensor: devices to put the weights on, part by part; None: as `generation.tensor_parallel` of the run says.
+      run_dir: a run directory, written by `launch`, `import_checkpoint` or the command line.
+      tensor: number of devices to shard the weights over; None: `generation.tensor_parallel` of the run.
+
+    Returns:
+      The model with its tokenizer and the defaults of the run.
 
     Raises:
       UserError: a file is missing or damaged, or the weights do not fit the settings or the tokenizer.
+
+    Example:
+      >>> model = dantinox.load("runs/quickstart")
+      >>> result = model.generate("def ", max_new_tokens=8, seed=1)
+      >>> isinstance(result.text, str)
+      True
     """
     run = open_run(run_dir)
     config = load_run_config(run)

@@ -149,16 +149,23 @@ def _merge(graph: Any, structure: Any) -> Callable[[tuple[jax.Array, ...]], Tran
 
 
 def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto") -> Transformer:
-    """A model for decoding; arrays that need no other form are shared with `model`, which stays as it is.
+    """Returns a copy of a model for decoding. Unchanged arrays are shared with `model`, which is not modified.
 
     Args:
-      weights: `float32`, `bfloat16` or `int8` (symmetric, a scale per output row) for the projections and the output
-        layer, norms and embeddings kept; `auto` is the precision the model computes in.
-      matmul_dtype: of narrow weights: `float32` or `bfloat16`; `auto` is bfloat16 on an accelerator, and on a CPU where it was
-        measured to be faster.
+      model: the model, with separate layers (without `scan_layers`).
+      weights: dtype of the projections and the output layer: `float32`, `bfloat16` or `int8` (symmetric, one scale per output
+        row). Norms and embeddings keep their dtype. `auto` is the compute dtype of the model.
+      matmul_dtype: dtype of matrix multiplications with bfloat16 or int8 weights: `float32` or `bfloat16`. `auto` is bfloat16
+        on an accelerator, and on a CPU if a measurement shows that it is faster.
 
     Raises:
-      UserError: another name.
+      UserError: a dtype has another name.
+
+    Example:
+      >>> model = dantinox.load("runs/quickstart").model
+      >>> quantized = dantinox.prepare(model, weights="int8")
+      >>> dantinox.generate(quantized, [[97, 98]], max_new_tokens=4).shape
+      (1, 6)
     """
     for key, value, allowed in (("weights", weights, WEIGHT_DTYPES), ("matmul_dtype", matmul_dtype, MATMUL_DTYPES)):
         if value not in allowed:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from dantinox.html_repr import html_text
 from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
 
@@ -67,17 +68,25 @@ class GenerationStats(TypedDict):
 
 @dataclass(frozen=True)
 class Result:
-    """One sample.
+    """One generated sample.
 
     Attributes:
       prompt, text: the prompt, and its continuation alone.
       tokens: ids of the continuation, including the end token.
       finish_reason: `eos`, `stop` or `length`.
-      seed: the seed of the draws; the same seed gives the same text.
-      info: with `logprobs`, else empty.
+      seed: seed of the sampler; the same seed reproduces the text.
+      info: with `logprobs`: one list per quantity with an entry per token, see `TokenColumns`; otherwise empty.
+      stats: number of tokens, seconds and tokens per second of the batch, see `GenerationStats`.
       steps: with `logprobs`: the reports of the tokens, arrays `[steps, …]`.
       settings: settings that differ from the defaults, by name.
       router: the settings that the entropy router used, None without it.
+
+    Example:
+      >>> result = dantinox.load("runs/quickstart").generate("def ", max_new_tokens=4, greedy=True, logprobs=2)
+      >>> result.stats["new_tokens"], result.finish_reason
+      (4, 'length')
+      >>> len(result.info["logprobs"]), len(result.info["top"][0]["ids"])
+      (4, 2)
     """
 
     prompt: str
@@ -90,6 +99,10 @@ class Result:
     steps: StepInfo | None = field(default=None, repr=False, compare=False)
     settings: dict[str, object] = field(default_factory=dict)
     router: dict[str, float | None] | None = None
+
+    def _repr_html_(self) -> str:
+        speed = f"{self.stats['new_tokens']} tokens, {self.stats['decode_tok_per_s']:.1f} tok/s"
+        return html_text(self.prompt, self.text, f"{speed}, seed {self.seed}, {self.finish_reason}")
 
     def to_dict(self) -> dict[str, object]:
         """Returns one flat, JSON-ready dict of the `RESULT_FIELDS`, with `logprobs` if they were requested."""
