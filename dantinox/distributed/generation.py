@@ -1,7 +1,6 @@
-"""Tensor-parallel generation: placement of the weights of a model over several devices.
+"""Tensor-parallel generation: shards the weights of a model over several devices.
 
-Unlike in training nothing is gathered: weights stay where they are, and a token's residual stream passes between the devices
-twice in a layer.
+Unlike in training, weights are never gathered. The residual stream of a token is all-reduced twice per layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from dantinox.model.parallelism import Parallelism
 
 @dataclass(frozen=True)
 class TensorParallelism(Parallelism):
-    """What a model is given whose weights stand on the axis `tensor` of a mesh."""
+    """The parallelism of a model whose weights are sharded over the mesh axis `tensor`."""
 
     mesh: Mesh | None = None
 
@@ -36,34 +35,34 @@ class TensorParallelism(Parallelism):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None)))
 
     def shard_features(self, x: jax.Array) -> jax.Array:
-        """Else narrow weights, gate above up in one array, leave their parts where `down` is gathered for them."""
+        """Keeps features sharded: otherwise XLA gathers quantized gate and up weights, which share one array, for `down`."""
         assert self.mesh is not None
         at = PartitionSpec(None, *[None] * (x.ndim - 2), "tensor")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, at))
 
     def shard_map_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        everywhere, by_head = PartitionSpec(None), PartitionSpec(None, None, "tensor")
+        replicated, by_head = PartitionSpec(None), PartitionSpec(None, None, "tensor")
 
-        def shared(q_BTKGH: Any, k_BTKH: Any, v_BTKH: Any, segments_BT: Any, window: int | None, softmax: Any) -> jax.Array:
-            inputs = by_head, by_head, by_head, everywhere, PartitionSpec("tensor")
+        def sharded(q_BTKGH: Any, k_BTKH: Any, v_BTKH: Any, segments_BT: Any, window: int | None, softmax: Any) -> jax.Array:
+            inputs = by_head, by_head, by_head, replicated, PartitionSpec("tensor")
 
-            def of_own(q: Any, k: Any, v: Any, segments: Any, sinks_KG: Any) -> jax.Array:
+            def local(q: Any, k: Any, v: Any, segments: Any, sinks_KG: Any) -> jax.Array:
                 return kernel(q, k, v, segments, window, softmax._replace(sinks_KG=sinks_KG))
 
-            each = jax.shard_map(of_own, mesh=self.mesh, in_specs=inputs, out_specs=by_head, check_vma=False)
-            return each(q_BTKGH, k_BTKH, v_BTKH, segments_BT, softmax.sinks_KG)
+            sharded_kernel = jax.shard_map(local, mesh=self.mesh, in_specs=inputs, out_specs=by_head, check_vma=False)
+            return sharded_kernel(q_BTKGH, k_BTKH, v_BTKH, segments_BT, softmax.sinks_KG)
 
-        return shared
-
-
-def max_tensor_parallel(model: ModelConfig, most: int) -> int:
-    """The largest number of devices, up to `most`, that a model's heads and features can be divided by."""
-    numbers = _divided(model).values()
-    return max(count for count in range(1, most + 1) if not any(number % count for number in numbers))
+        return sharded
 
 
-def _divided(model: ModelConfig) -> dict[str, int]:
-    """What stands on different devices, in words, and how much of it a layer has."""
+def max_tensor_parallel(model: ModelConfig, limit: int) -> int:
+    """Returns the largest number of devices, up to `limit`, that divides the heads and features of a model."""
+    numbers = _sharded_sizes(model).values()
+    return max(count for count in range(1, limit + 1) if not any(number % count for number in numbers))
+
+
+def _sharded_sizes(model: ModelConfig) -> dict[str, int]:
+    """Returns the sizes per layer that are sharded over devices, by description."""
     heads = {"key heads": model.kv_heads} if model.latent is None else {"heads": model.n_heads}
     if model.global_kv_heads is not None:
         heads["key heads without a window"] = model.global_kv_heads
@@ -76,14 +75,19 @@ def _divided(model: ModelConfig) -> dict[str, int]:
 
 
 def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None = None) -> Mesh:
-    """A mesh of the first `count` devices, or of these.
+    """Returns a mesh with the axis `tensor` over `count` devices.
+
+    Args:
+      model: the architecture.
+      count: the number of devices.
+      devices: the devices to choose from, in order. None: all local devices.
 
     Raises:
-      UserError: there are fewer, or heads and features cannot be divided by it.
+      UserError: there are fewer devices, or `count` does not divide the heads and features.
     """
     devices = jax.local_devices() if devices is None else devices
     bounds = [(f"be at most the {len(devices)} devices of this machine", count > len(devices))]
-    bounds += [(f"divide the {number} {what} of a layer", number % count > 0) for what, number in _divided(model).items()]
+    bounds += [(f"divide the {number} {what} of a layer", number % count > 0) for what, number in _sharded_sizes(model).items()]
     for bound, broken in bounds:
         if broken:
             key = "generation.tensor_parallel"
@@ -92,21 +96,28 @@ def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None
     return Mesh(np.array(devices[:count]), ("tensor",), axis_types=kinds)
 
 
-def partition_spec(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> PartitionSpec:
-    """How a parameter of a prepared model stands, by its path. `narrow`: stored as `[…, outputs, inputs]`, with a scale."""
+def partition_spec(name: str, shape: tuple[int, ...], quantized: bool, tensor: int) -> PartitionSpec:
+    """Returns the partition spec of a parameter for generation.
+
+    Args:
+      name: the path of the parameter.
+      shape: its shape.
+      quantized: whether it is stored as `[…, outputs, inputs]` with a scale.
+      tensor: the size of the mesh axis `tensor`.
+    """
     inner, _ = name_in_layer(name)
     module, _, leaf = inner.rpartition("/")
-    if inner == "embed" or module == "head":  # tables by what a token's row has, the output layer by its tokens
-        axis = 0 if narrow else 1
+    if inner == "embed" or module == "head":  # tables are sharded by embedding dimension, the output layer by tokens
+        axis = 0 if quantized else 1
         return _along(axis, len(shape)) if len(shape) and shape[axis] % tensor == 0 else PartitionSpec()
     if inner == "per_layer/embed":
         return _along(2, 3) if len(shape) == 3 and shape[2] % tensor == 0 else PartitionSpec()
     if leaf == "one":
         return PartitionSpec()
-    if not narrow or leaf == "bias":
+    if not quantized or leaf == "bias":
         parts = split_parameter(inner, shape, dict.fromkeys(AXES, 1) | {"tensor": tensor}).compute
         return PartitionSpec(*(names or None for names in parts))
-    rule = next(rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path))  # whatever the number of its axes
+    rule = next(rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path))  # the number of axes may differ
     letter = next((letter for letter, axis in rule.compute.items() if axis == "tensor"), "")
     stacked = rule.axes.startswith("E")
     inputs = rule.axes[stacked:-1] if module.endswith("attention/out") else rule.axes[stacked : stacked + 1]
@@ -120,38 +131,41 @@ def _along(axis: int, ndim: int) -> PartitionSpec:
 
 
 def model_shardings(model: Transformer, mesh: Mesh) -> Any:
-    """Where the parameters of a model, prepared or not, stand: of the structure of its `nnx.state`."""
+    """Returns the shardings of the parameters of a model, quantized or not, in the structure of its `nnx.state`."""
     flat = dict(nnx.to_flat_state(nnx.state(model)))
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        narrow = (*path[:-1], "one") in flat
-        spec = partition_spec("/".join(map(str, path)), leaf.shape, narrow, mesh.shape["tensor"])
+        quantized = (*path[:-1], "one") in flat
+        spec = partition_spec("/".join(map(str, path)), leaf.shape, quantized, mesh.shape["tensor"])
         return NamedSharding(mesh, spec)
 
     return nnx.from_flat_state([(path, leaf.replace(place(path, leaf))) for path, leaf in flat.items()])
 
 
 def weight_shardings(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
-    """Where the weights of a file stand, by their paths."""
+    """Returns the shardings of the weights in a file, by path."""
     tensor = mesh.shape["tensor"]
     return {name: NamedSharding(mesh, partition_spec(name, tuple(leaf.shape), False, tensor)) for name, leaf in shapes.items()}
 
 
 def shard_model(model: Transformer, mesh: Mesh, put: Callable[[Any, Any], Any] = jax.device_put) -> Transformer:
-    """The same model with its weights on a mesh, where `put` places them by their shardings."""
+    """Returns the model with its weights sharded over a mesh; `put` places them, given their shardings."""
     graph, state = nnx.split(model)
-    shared = nnx.merge(graph, put(state, model_shardings(model, mesh)))
-    shared.parallelism = TensorParallelism(mesh=mesh)
-    return shared
+    sharded = nnx.merge(graph, put(state, model_shardings(model, mesh)))
+    sharded.parallelism = TensorParallelism(mesh=mesh)
+    return sharded
 
 
 def shard_model_shapes(model: Transformer, mesh: Mesh) -> Transformer:
-    """`shard_model` of a model of shapes."""
+    """Returns `shard_model` of an abstract model, whose weights are shapes."""
     return shard_model(model, mesh, with_shardings)
 
 
 def shard_program_arguments(mesh: Mesh, tree: Any) -> Any:
-    """The arguments of a program of such a model as shapes: placed ones as they are, caches by heads, all else everywhere."""
+    """Returns the arguments of a program of a sharded model as shapes with shardings.
+
+    Leaves that have a sharding keep it. Caches are sharded by key head, all other leaves are replicated.
+    """
     by_heads = isinstance(tree, KVCache)
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Sharded training: the mesh, the placement of parameters, optimizer state and batches, and the collectives of a step."""
+"""Sharded training: the mesh, the shardings of parameters, optimizer state and batches, and the collectives of a step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,29 +27,30 @@ from dantinox.model.parameters import Parameters, abstract_model
 ONE_DEVICE = "one device"
 
 
-def with_shardings(shapes: Any, places: Any) -> Any:
-    """Shapes, each with the sharding that stands in its place."""
-    return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, places)
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Returns a tree of shapes with the shardings of a second tree of the same structure."""
+    return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, shardings)
 
 
 def bytes_per_device(tree: Any) -> int:
-    """What a device holds of placed shapes."""
+    """Returns the bytes that one device holds of a tree of shapes with shardings."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
-    """The axes of a mesh and their sizes."""
+    """Formats the axes of a mesh and their sizes, such as `data 2 × fsdp 4`."""
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the arrays of a training stand.
+    """The placement of all arrays of a training.
 
     Attributes:
-      mesh: of several devices; None: all is on one.
-      device: that one, where it is another than the first at hand.
+      model: the architecture.
+      mesh: the mesh of several devices. None: a single device.
+      device: the single device, if it is not the default device.
     """
 
     model: ModelConfig
@@ -58,38 +59,38 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many devices differ in each axis."""
+        """The size of each mesh axis; 1 for all axes on a single device."""
         return dict.fromkeys(AXES, 1) if self.mesh is None else dict(self.mesh.shape)
 
     @property
     def devices(self) -> int:
-        """How many share a step."""
+        """The number of devices."""
         return math.prod(self.sizes.values())
 
     def describe(self) -> str:
-        """The devices as a person reads it, equal where sums are added in the same order."""
+        """Describes the devices. Layouts with equal descriptions add up sums in the same order."""
         if self.mesh is None:
             return ONE_DEVICE
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         return format_mesh(self.sizes) + processes
 
     def label(self) -> str:
-        """The mesh without axes of one device, as a table has room for."""
+        """Describes the mesh briefly, without axes of size 1."""
         return format_mesh({axis: size for axis, size in self.sizes.items() if size > 1}) or ONE_DEVICE
 
     @property
     def batch_shards(self) -> int:
-        """Into how many parts a batch is divided."""
+        """The number of shards of a batch."""
         return math.prod(self.sizes[axis] for axis in BATCH)
 
     @cached_property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of the model's parameters."""
+        """The shapes of the model's parameters by path."""
         return abstract_model(self.model)[1]
 
     @cached_property
     def splits(self) -> dict[str, Split]:
-        """How each parameter of the model is split."""
+        """The `Split` of each parameter of the model by path."""
         found = {}
         for name, leaf in self.shapes.items():
             inner, layers = name_in_layer(name)
@@ -99,23 +100,27 @@ class Layout:
 
     @cached_property
     def splits_in_layer(self) -> dict[str, Split]:
-        """The same of the parameters of one layer, by their names in it."""
+        """The `Split` of each parameter of one layer, by its name in the layer.
+
+        Raises:
+          UserError: the split differs between layers.
+        """
         found: dict[str, Split] = {}
         for name, split in self.splits.items():
             inner, layers = name_in_layer(name)
-            own = Split(split.compute[layers:], split.storage[layers:])
-            if found.setdefault(inner, own) != own:
+            in_layer = Split(split.compute[layers:], split.storage[layers:])
+            if found.setdefault(inner, in_layer) != in_layer:
                 sizes = ", ".join(f"distributed.{axis} {size}" for axis, size in self.sizes.items() if size > 1)
-                raise UserError(f"{inner} of layers with different heads is split in different ways by {sizes}: lower them")
+                raise UserError(f"{inner} is split differently in layers with different heads by {sizes}: lower these numbers")
         return found
 
     @property
     def parallelism(self) -> Parallelism:
-        """What a model is given in a program that devices share."""
+        """The parallelism of the model inside the training program."""
         return SINGLE_DEVICE if self.mesh is None else MeshParallelism(gathers=True, groups=self.sizes["expert"], layout=self)
 
     def build_model(self, build: Callable[[Parameters], Transformer], parameters: Parameters) -> Transformer:
-        """The model of a device's parts of the parameters."""
+        """Builds the model from the local shards of the parameters, inside `shard_map`."""
         if self.mesh is None:
             return build(parameters)
         whole = {
@@ -127,20 +132,21 @@ class Layout:
         return model
 
     def gather_parameter(self, name: str, w: jax.Array) -> jax.Array:
-        """A device's part of a parameter, by its name in its layer, as it is multiplied by there."""
-        if name not in self.splits_in_layer:  # no parameter: the key of dropout
+        """All-gathers a parameter from its local shard to the form that the matmul uses; `name` is its name in the layer."""
+        if name not in self.splits_in_layer:  # not a parameter, but the key of dropout
             return w
         split, tensor = self.splits_in_layer[name], self.sizes["tensor"]
         if not split.gathered:
-            of_parts = (fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None) or is_adapter(name)
-            return _copy_to_tp(w) if of_parts and not any(split.compute) and tensor > 1 else w
-        rounds = name.endswith("kernel") and name != "ffn/router/kernel"
-        alike = name not in SUMMED_OVER_TENSOR and any("tensor" in names for _, names in split.gathered)
-        dtype = compute_dtype(self.model) if rounds and w.dtype == jnp.float32 else w.dtype
-        return checkpoint_name(_gather(w, split.gathered, dtype, tensor if alike else 1), GATHERED)
+            is_head_norm = fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None
+            has_partial_gradient = is_head_norm or is_adapter(name)
+            return _copy_to_tp(w) if has_partial_gradient and not any(split.compute) and tensor > 1 else w
+        is_rounded = name.endswith("kernel") and name != "ffn/router/kernel"
+        identical = name not in SUMMED_OVER_TENSOR and any("tensor" in names for _, names in split.gathered)
+        dtype = compute_dtype(self.model) if is_rounded and w.dtype == jnp.float32 else w.dtype
+        return checkpoint_name(_gather(w, split.gathered, dtype, tensor if identical else 1), GATHERED)
 
     def reduce_gradients(self, gradients: Parameters) -> Parameters:
-        """Each device's derivatives of its parts, summed over the devices whose derivatives they do not hold yet."""
+        """All-reduces the gradients of local shards over the mesh axes over which they are not summed yet."""
         if self.mesh is None:
             return gradients
 
@@ -153,28 +159,34 @@ class Layout:
         return {name: total(name, g) for name, g in gradients.items()}
 
     def psum(self, tree: Any) -> Any:
-        """Sums over all devices."""
+        """Sums a tree over all devices."""
         return tree if self.mesh is None else lax.psum(tree, AXES)
 
     def device_key(self, key: jax.Array) -> jax.Array:
-        """A device's own randomness: the same for those with the same rows."""
+        """Returns the random key of this device; devices with the same rows get the same key."""
         return key if self.mesh is None else jax.random.fold_in(key, lax.axis_index(BATCH))
 
     def shard_map(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
-        """A function that every device runs on its own parts of the arguments, specs of these and of the results given."""
+        """Wraps a function so that every device runs it on its shards.
+
+        Args:
+          function: the function of local shards.
+          inputs, outputs: partition specs of the arguments and of the results.
+        """
         if self.mesh is None:
             return function
         return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
     @cached_property
     def specs(self) -> dict[str, PartitionSpec]:
-        """Of the parameters, for `on_devices`; none on one device, which asks for none."""
+        """The partition specs of the parameters, for `shard_map`; empty on a single device."""
         return {} if self.mesh is None else {name: split.spec for name, split in self.splits.items()}
 
     def shardings(self, tree: Any) -> Any:
-        """Where a tree with parameters in it stands: what has the name and shape of one as that does, all else everywhere.
+        """Returns the shardings of a tree such as the training state.
 
-        None where the first device at hand has everything.
+        Leaves with the name and shape of a parameter are sharded like it, all others are replicated. None: everything is on the
+        default device.
         """
         if self.mesh is None:
             return None if self.device is None else jax.tree.map(lambda _: SingleDeviceSharding(self.device), tree)
@@ -182,22 +194,22 @@ class Layout:
 
         def place(path: Any, leaf: Any) -> NamedSharding:
             names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey) and part.key in shapes]
-            owned = names and tuple(leaf.shape) == shapes[names[-1]].shape
-            return NamedSharding(self.mesh, self.specs[names[-1]] if owned else PartitionSpec())  # type: ignore[arg-type]
+            is_parameter = names and tuple(leaf.shape) == shapes[names[-1]].shape
+            return NamedSharding(self.mesh, self.specs[names[-1]] if is_parameter else PartitionSpec())  # type: ignore[arg-type]
 
         return jax.tree_util.tree_map_with_path(place, tree)
 
     def bytes_per_device(self, tree: Any) -> int:
-        """What a device holds of such a tree of shapes."""
+        """Returns the bytes that one device holds of a tree of shapes."""
         return programs.tree_bytes(tree) if self.mesh is None else bytes_per_device(self.place_shapes(tree))
 
     def place_shapes(self, tree: Any) -> Any:
-        """Shapes of such a tree, placed."""
+        """Returns a tree of shapes with its shardings."""
         places = self.shardings(tree)
         return tree if places is None else with_shardings(tree, places)
 
     def put_parameters(self, weights: Mapping[str, np.ndarray]) -> Parameters:
-        """Weights in the host's memory, on their devices: no device ever has more than its part."""
+        """Copies weights from host memory to the devices. No device ever holds more than its shards."""
         if self.mesh is None:
             return {name: jnp.array(array) for name, array in weights.items()}
 
@@ -209,45 +221,50 @@ class Layout:
 
     @property
     def batch_sharding(self) -> Any:
-        """Where the rows of a batch stand."""
+        """The sharding of a batch by rows, or None for the default device."""
         if self.mesh is None:
             return None if self.device is None else SingleDeviceSharding(self.device)
         return NamedSharding(self.mesh, PartitionSpec(BATCH))
 
     def place_batch(self, batch: Any) -> Any:
-        """Shapes of a batch, placed."""
+        """Returns the shapes of a batch with their sharding."""
         return (
             batch if self.batch_sharding is None else with_shardings(batch, jax.tree.map(lambda _: self.batch_sharding, batch))
         )
 
     def put_batch(self, read: Callable[..., Any], count: int, accumulated: int = 1) -> Any:
-        """A batch of `count` rows on its devices; `read()` gives all of them, `read(numbers)` those of ascending numbers.
+        """Puts a batch on the devices.
 
-        A process reads the rows of its own devices. Device d's part of each of the `accumulated` parts of the batch is that
-        of the d-th of all devices, so that the parts have the rows that they have on a single device.
+        Each process reads only the rows of its devices. Each of the `accumulated` parts of the batch is split over all devices
+        in order, so that the parts hold the same rows as on a single device.
+
+        Args:
+          read: `read()` returns all rows, `read(numbers)` the rows with these ascending numbers.
+          count: the number of rows.
+          accumulated: the number of parts for gradient accumulation.
         """
         if self.mesh is None:
             return jax.device_put(read(), self.batch_sharding)
         order = np.arange(count).reshape(accumulated, self.batch_shards, -1).swapaxes(0, 1).reshape(-1)
-        mine = [order[place[0]] for place in self.batch_sharding.addressable_devices_indices_map((count,)).values()]
-        here = np.unique(np.concatenate(mine))
+        local_rows = [order[place[0]] for place in self.batch_sharding.addressable_devices_indices_map((count,)).values()]
+        here = np.unique(np.concatenate(local_rows))
         part = read(here)
 
         def put(array: np.ndarray) -> jax.Array:
-            def of_device(index: Any) -> np.ndarray:
+            def read_shard(index: Any) -> np.ndarray:
                 return array[np.searchsorted(here, order[index[0]])]
 
-            return jax.make_array_from_callback((count, *array.shape[1:]), self.batch_sharding, of_device)
+            return jax.make_array_from_callback((count, *array.shape[1:]), self.batch_sharding, read_shard)
 
         return jax.tree.map(put, part)
 
     @property
     def replicated(self) -> Any:
-        """Where stands what every device has."""
+        """The sharding of replicated arrays."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def replicate(self, array: np.ndarray) -> jax.Array:
-        """An array that every device has."""
+        """Copies an array to every device."""
         if self.mesh is None:
             return jnp.asarray(array)
         return jax.make_array_from_callback(array.shape, self.replicated, lambda index: array[index])
@@ -255,7 +272,14 @@ class Layout:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(w: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DTypeLike, copies: int) -> jax.Array:
-    """Parts put together, rounded before they travel; derivatives go back as float32 sums, `copies` that are alike as one."""
+    """All-gathers shards, rounded to `dtype` before the transfer. Gradients are reduce-scattered in float32.
+
+    Args:
+      w: the local shard.
+      dims: (array axis, mesh axes) to gather.
+      dtype: the dtype of the result.
+      copies: the number of devices that compute identical gradients; their sum is divided by it.
+    """
     w = w.astype(dtype)
     for axis, names in dims:
         w = lax.all_gather(w, names, axis=axis, tiled=True)
@@ -266,7 +290,8 @@ def _gather_backward(dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DType
     d = d.astype(jnp.float32) / copies
     for axis, names in dims:
         d = lax.psum_scatter(d, names, scatter_dimension=axis, tiled=True)
-    return (lax.optimization_barrier(d),)  # else a compiler adds up whole derivatives, and scatters behind the loop over parts
+    # Without the barrier XLA accumulates full gradients and moves the reduce-scatter after the accumulation loop.
+    return (lax.optimization_barrier(d),)
 
 
 _gather.defvjp(lambda w, *static: (_gather(w, *static), None), _gather_backward)
@@ -290,7 +315,7 @@ _reduce_from_tp.defvjp(lambda x: (lax.psum(x, "tensor"), None), lambda _, d: (d,
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _scale_gradient(x: jax.Array, copies: int) -> jax.Array:
-    """x, whose derivative is divided."""
+    """Returns x; divides its gradient by `copies`."""
     return x
 
 
@@ -299,7 +324,7 @@ _scale_gradient.defvjp(lambda x, copies: (x, None), lambda copies, _, d: (d / co
 
 @dataclass(frozen=True)
 class MeshParallelism(Parallelism):
-    """What passes between the devices of a mesh, inside a program that every one of them runs."""
+    """The collectives of a model inside a `shard_map` over a mesh."""
 
     layout: Layout | None = None
 
@@ -312,8 +337,10 @@ class MeshParallelism(Parallelism):
         assert self.layout is not None
         graph, state = nnx.split(block)
         flat = nnx.to_flat_state(state)
-        made = [(path, leaf.replace(self.layout.gather_parameter("/".join(map(str, path)), leaf[...]))) for path, leaf in flat]
-        return nnx.merge(graph, nnx.from_flat_state(made))
+        gathered = [
+            (path, leaf.replace(self.layout.gather_parameter("/".join(map(str, path)), leaf[...]))) for path, leaf in flat
+        ]
+        return nnx.merge(graph, nnx.from_flat_state(gathered))
 
     def copy_to_tp(self, x: Any) -> Any:
         return _copy_to_tp(x) if self.tensor > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -351,10 +378,11 @@ class MeshParallelism(Parallelism):
 
 
 def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, int]:
-    """The sizes of the mesh's axes for so many devices.
+    """Returns the size of each mesh axis for a number of devices.
 
     Raises:
-      UserError: their product is another number, or they do not divide the batch.
+      UserError: the product of the sizes differs from the number of devices, the sizes do not divide the batch, or an axis is
+        not supported by the model or objective.
     """
     d, t = config.distributed, config.training
     sizes: dict[str, int] = {axis: getattr(d, axis) for axis in AXES}
@@ -362,15 +390,15 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
     for axis, size in sizes.items():
         if size == -1:
             sizes[axis] = max(1, devices // given)
-    words = format_mesh(sizes)
+    mesh = format_mesh(sizes)
     if math.prod(sizes.values()) != devices:
-        raise UserError(f"distributed: {words} is a mesh of {math.prod(sizes.values())} devices, and there are {devices}")
+        raise UserError(f"distributed: {mesh} is a mesh of {math.prod(sizes.values())} devices, but there are {devices}")
     rows, parts = t.batch_size // t.grad_accum, math.prod(sizes[axis] for axis in BATCH)
     if rows % parts:
         accumulated = f" / training.grad_accum {t.grad_accum}" if t.grad_accum > 1 else ""
         raise UserError(
             f"training.batch_size {t.batch_size}{accumulated} is {rows} rows, which {parts} devices "
-            f"({words}) cannot share equally: make it a multiple of {parts * t.grad_accum}, or set the axes of distributed"
+            f"({mesh}) cannot share equally: make it a multiple of {parts * t.grad_accum}, or set the axes of distributed"
         )
     if sizes["tensor"] > 1 and t.objective == "dpo":
         raise UserError(f"distributed.tensor must be 1 with training.objective: dpo, got {sizes['tensor']}")
@@ -380,7 +408,12 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
 
 
 def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | None = None) -> Layout:
-    """The layout of a training on these devices, or on all there are.
+    """Returns the layout of a training.
+
+    Args:
+      config: the settings, including `distributed`.
+      model: the architecture.
+      devices: the devices to use. None: all.
 
     Raises:
       UserError: the mesh does not fit the devices, the batch or the model.
@@ -392,5 +425,5 @@ def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | 
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh([sizes[axis] for axis in AXES], AXES, axis_types=kinds, devices=devices)
     layout = Layout(model, mesh)
-    _ = layout.splits  # what cannot be divided is said now
+    _ = layout.splits  # raises now if a parameter cannot be split
     return layout

@@ -1,7 +1,7 @@
-"""Processes of one training: start-up, barrier, broadcast and reduction between them.
+"""The processes of one training: start-up, barrier, broadcast and all-reduce.
 
-All run the same loop on the same steps. Rank 0 alone prints and writes files; checkpoints are written by all. A decision
-that all must share, such as a signal or the checkpoint to restore, is exchanged here.
+All processes run the same loop over the same steps. Only rank 0 prints and writes files; all processes write checkpoints.
+Decisions on which all processes must agree, such as a signal or the checkpoint to restore, are exchanged here.
 """
 
 import itertools
@@ -19,37 +19,37 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dantinox.config import Config, UserError
 from dantinox.files import first_line
 
-HEARTBEAT = 8  # seconds without a heartbeat after which a process counts as dead, and the others end
-TIMEOUT = 24 * 3600 * 1000  # milliseconds; the heartbeat notices a dead process long before
+HEARTBEAT = 8  # seconds without a heartbeat after which a process counts as lost, and the others exit
+TIMEOUT = 24 * 3600 * 1000  # milliseconds; the heartbeat detects a lost process much earlier
 BARRIERS = itertools.count()
-LAG = 2  # steps until a signal is delivered, so that no device waits for a process
+LAG = 2  # steps until a signal is delivered, so that no device has to wait for a process
 
 
 def initialize_processes(config: Config) -> None:
-    """Connects to the other processes where the settings name any; call it before anything asks for devices.
+    """Connects to the other processes if the settings name a coordinator. Must run before JAX initializes its devices.
 
     Raises:
-      UserError: they cannot be reached.
+      UserError: the coordinator cannot be reached.
     """
     d = config.distributed
     if d.coordinator is None or jax.distributed.is_initialized():
         return
-    address = None if d.coordinator == "auto" else d.coordinator  # None: jax asks around
-    jax.config.update("jax_enable_preemption_service", False)  # else it would handle SIGTERM instead of `StopSync`
-    dead = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": HEARTBEAT}
+    address = None if d.coordinator == "auto" else d.coordinator  # None: jax detects the cluster
+    jax.config.update("jax_enable_preemption_service", False)  # else it handles SIGTERM instead of `StopSync`
+    timeouts = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": HEARTBEAT}
     try:
-        jax.distributed.initialize(address, d.processes, d.process, **dead)  # type: ignore[arg-type]
+        jax.distributed.initialize(address, d.processes, d.process, **timeouts)  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
         raise UserError(f"distributed.coordinator {d.coordinator}: {first_line(error)}") from None
 
 
 def is_rank0() -> bool:
-    """Whether this process prints and writes files."""
+    """Returns whether this process prints and writes files."""
     return jax.process_index() == 0
 
 
 def barrier() -> None:
-    """Waits for all processes, for as long as a day: collectives between devices time out sooner."""
+    """Waits for all processes, for up to a day; collectives between devices would time out sooner."""
     if jax.process_count() == 1:
         return
     from orbax.checkpoint.multihost import get_barrier_sync_fn
@@ -58,7 +58,14 @@ def barrier() -> None:
 
 
 def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
-    """The result of `make` in rank 0, a JSON value, in all processes. A `UserError` there is raised in all of them."""
+    """Returns the result of `make()` on rank 0 in all processes.
+
+    Args:
+      make: returns a JSON value; called only on rank 0.
+
+    Raises:
+      UserError: `make` raised it on rank 0; it is raised in all processes.
+    """
     if jax.process_count() == 1:
         return make()
     from jax.experimental.multihost_utils import broadcast_one_to_all
@@ -82,7 +89,7 @@ def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
 
 
 def all_reduce_max(number: int) -> int:
-    """The largest of the processes' numbers; waits for all."""
+    """Returns the maximum of a number over all processes; waits for all of them."""
     if jax.process_count() == 1:
         return number
     from jax.experimental.multihost_utils import process_allgather
@@ -91,7 +98,7 @@ def all_reduce_max(number: int) -> int:
 
 
 def fetch_to_host(tree: Any) -> Any:
-    """Arrays as NumPy arrays in every process, one after the other, wherever they stand."""
+    """Returns a tree of arrays as full NumPy arrays in every process, gathered one at a time."""
     from jax.experimental.multihost_utils import process_allgather
 
     def whole(array: jax.Array) -> np.ndarray:
@@ -101,13 +108,17 @@ def fetch_to_host(tree: Any) -> Any:
 
 
 class StopSync:
-    """A signal that one process received, delivered to all processes at the same step."""
+    """Delivers a signal that one process received to all processes at the same step."""
 
     def __init__(self) -> None:
         self._pending: deque[jax.Array] = deque()
 
     def poll(self, signal: int | None) -> int | None:
-        """The signal that some process had received `LAG` calls ago; every process calls this once a step."""
+        """Returns the signal that some process had received `LAG` calls ago, or None. Every process calls it once per step.
+
+        Args:
+          signal: the signal that this process received, or None.
+        """
         if jax.process_count() == 1:
             return signal
         mesh, largest = _process_mesh()
@@ -121,14 +132,14 @@ class StopSync:
 
 @lru_cache(maxsize=1)
 def _process_mesh() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
-    """A device of every process, and the largest of their numbers."""
+    """Returns a mesh with one device per process, and a function that computes the maximum over it."""
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([first[number] for number in sorted(first)]), ("process",))
     return mesh, jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 class NullOutput:
-    """Takes every call and does nothing: the console and the logs of processes that are not the first."""
+    """Accepts any method call and does nothing: replaces the console and the logs on all ranks but 0."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

@@ -1,8 +1,8 @@
-"""Mesh axes, and the table that maps parameter paths to mesh axes.
+"""The mesh axes, and the table that maps parameter paths to mesh axes.
 
-Every device runs the same program, on rows of the batch of its own (`data`, `fsdp`, `expert`), or on the same rows with heads
-and features of its own (`tensor`). Weights, gradients and moments lie in parts over `fsdp`, `expert` and `tensor`; a layer's
-weights are made whole over `fsdp` and `expert` when they are multiplied by.
+Every device runs the same program. Devices that differ in `data`, `fsdp` or `expert` have different rows of the batch; devices
+that differ in `tensor` have the same rows, but different heads and features. Weights, gradients and moments are sharded over
+`fsdp`, `expert` and `tensor`. Before a matmul, the weights of a layer are all-gathered over `fsdp` and `expert`.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import UserError
 
-AXES = ("data", "fsdp", "expert", "tensor")  # devices next to each other differ in the last one, which passes most
+AXES = ("data", "fsdp", "expert", "tensor")  # adjacent devices differ in the last axis, which has the most traffic
 BATCH = ("data", "fsdp", "expert")  # devices that differ in these have different rows
-STORAGE_AXES = ("fsdp", "expert", "tensor")  # over these a parameter lies in parts, if its sizes allow
-# Parameters whose derivatives are summed over all devices.
+STORAGE_AXES = ("fsdp", "expert", "tensor")  # parameters are sharded over these axes, if their sizes allow
+# Parameters whose gradients are summed over `tensor` too.
 SUMMED_OVER_TENSOR = (
     "embed", "position_embed", "per_layer/embed", "per_layer/projection/kernel", "per_layer/norm/scale", "head/kernel",
     "head_bias",
@@ -24,14 +24,14 @@ SUMMED_OVER_TENSOR = (
 
 
 class Rule(NamedTuple):
-    """Which axes of a parameter are split.
+    """Which axes of a parameter are sharded.
 
     Attributes:
-      path: of the parameter in its layer, or in the model; `*` is any part of a name.
-      axes: a letter for each of its axes: those of the shapes' names, N also for the heads of latent attention.
-      apart: axes of which devices use different parts, by letter, and the axis of the mesh that they differ in.
-      stored: axes that are split further where the parameter lies, the first one that can be. First come those that are not the
-        shorter side of a matrix: Muon then sums small squares and passes no matrix.
+      path: the path of the parameter in its layer, or in the model. `*` matches any part of a name.
+      axes: one letter per array axis, as in the names of shapes; N also for the heads of latent attention.
+      compute: maps a letter to the mesh axis over which the matmul itself is sharded.
+      storage: letters of axes that can also be sharded in memory; the first divisible one is used. Axes that are not the
+        shorter side of a matrix come first, because Muon then all-reduces small Gram matrices instead of full matrices.
     """
 
     path: str
@@ -93,8 +93,8 @@ RULES = (
     Rule("ffn/shared/up/bias", "F", WIDTH, ""),
     Rule("ffn/shared/down/bias", "D", {}, ""),
     Rule("ffn/shared_gate/kernel", "D1", {}, "D"),
-    # Beside adapters: scales of narrow weights, and A and B, which are so small that all devices have them, but for what of
-    # them is multiplied on different ones.
+    # With adapters: scales of quantized weights, and the matrices A and B. These are small, so they are replicated, except
+    # along axes whose matmul is sharded.
     Rule("attention/qkv/scale", "KGH", HEADS, ""),
     Rule("attention/gate/scale", "KGH", HEADS, ""),
     Rule("layer_input/gate/scale", "P", {}, ""),
@@ -121,11 +121,11 @@ NAMES = {"K": "key heads", "N": "heads", "F": "features of the feed-forward", "E
 
 
 class Split(NamedTuple):
-    """How one parameter is split.
+    """How one parameter is sharded.
 
     Attributes:
-      apart: for each of its axes, the axes of the mesh in which devices use different parts.
-      stored: for each, those that come behind, over which it is made whole.
+      compute: for each array axis, the mesh axes over which its matmul is sharded.
+      storage: for each array axis, the further mesh axes over which it is sharded in memory and all-gathered before use.
     """
 
     compute: tuple[tuple[str, ...], ...]
@@ -133,60 +133,76 @@ class Split(NamedTuple):
 
     @property
     def spec(self) -> PartitionSpec:
+        """The partition spec of the parameter in memory."""
         return PartitionSpec(*(a + s or None for a, s in zip(self.compute, self.storage, strict=True)))
 
     @property
     def gathered(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """(axis, axes of the mesh) that make it whole."""
+        """(array axis, mesh axes) over which the parameter is all-gathered."""
         return tuple((number, names) for number, names in enumerate(self.storage) if names)
 
     def axes_of(self, axes: slice) -> tuple[str, ...]:
-        """The axes of the mesh that some of its axes are split over."""
+        """Returns the mesh axes over which some of its array axes are sharded."""
         return tuple(name for a, s in zip(self.compute[axes], self.storage[axes], strict=True) for name in a + s)
 
     @property
     def axes(self) -> set[str]:
-        """All axes of the mesh that it is split over."""
+        """All mesh axes over which the parameter is sharded."""
         return {name for names in (*self.compute, *self.storage) for name in names}
 
 
 def find_rule(name: str, ndim: int) -> Rule:
-    """The rule for a parameter of a layer, or of the model, of so many axes. Raises a ValueError if there is none."""
+    """Returns the rule for a parameter of a layer, or of the model.
+
+    Args:
+      name: the name of the parameter in its layer, or its path in the model.
+      ndim: its number of axes.
+
+    Raises:
+      ValueError: no rule matches.
+    """
     for rule in RULES:
         if fnmatch(name, rule.path) and len(rule.axes) == ndim:
             return rule
-    raise ValueError(f"no rule says how {name} with {ndim} axes is split: dantinox.distributed.RULES needs one")
+    raise ValueError(f"no rule for the sharding of {name} with {ndim} axes: add one to dantinox.distributed.rules.RULES")
 
 
 def split_parameter(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Split:
-    """How a parameter of a layer, or of the model, is split over a mesh of these sizes.
+    """Returns how a parameter of a layer, or of the model, is sharded over a mesh.
 
-    An axis of the mesh over which no axis of the parameter can be stored in equal parts holds copies of it.
+    If no array axis is divisible by the size of a storage axis, the parameter is replicated over that mesh axis.
+
+    Args:
+      name: the name of the parameter in its layer, or its path in the model.
+      shape: its shape, without an axis for layers.
+      sizes: the size of each mesh axis.
 
     Raises:
-      UserError: what devices are to use different parts of cannot be divided.
+      UserError: the size of a mesh axis does not divide an array axis of the sharded matmul.
     """
     rule = find_rule(name, len(shape))
     compute: list[tuple[str, ...]] = [()] * len(shape)
     storage: list[tuple[str, ...]] = [()] * len(shape)
-    left = dict(zip(rule.axes, shape, strict=True))
+    remaining = dict(zip(rule.axes, shape, strict=True))
     used = set()
     for letter, axis in rule.compute.items():
-        if left[letter] % sizes[axis]:
-            raise UserError(f"distributed.{axis} must divide the {left[letter]} {NAMES[letter]} of a layer, got {sizes[axis]}")
-        left[letter] //= sizes[axis]
+        if remaining[letter] % sizes[axis]:
+            raise UserError(
+                f"distributed.{axis} must divide the {remaining[letter]} {NAMES[letter]} of a layer, got {sizes[axis]}"
+            )
+        remaining[letter] //= sizes[axis]
         used.add(axis)
         if sizes[axis] > 1:
             compute[rule.axes.index(letter)] += (axis,)
     for axis in STORAGE_AXES:
-        fitting = [letter for letter in rule.storage if left[letter] % sizes[axis] == 0]
+        fitting = [letter for letter in rule.storage if remaining[letter] % sizes[axis] == 0]
         if axis not in used and sizes[axis] > 1 and fitting:
-            left[fitting[0]] //= sizes[axis]
+            remaining[fitting[0]] //= sizes[axis]
             storage[rule.axes.index(fitting[0])] += (axis,)
     return Split(tuple(compute), tuple(storage))
 
 
 def name_in_layer(name: str) -> tuple[str, int]:
-    """A parameter's name in its layer, or in the model, and how many leading axes stand for layers."""
+    """Returns the name of a parameter in its layer (or in the model), and its number of leading axes for layers, 0 or 1."""
     head, _, rest = name.partition("/")
     return (rest.partition("/")[2], int(head == "rolled")) if head in ("blocks", "rolled") else (name, 0)

@@ -217,5 +217,5 @@ ENTRY %main (p: f32[8,4]) -> f32[64,4] {
     own, norms = 7 * 128, 5 * 32 * 4
     assert wide.traffic - own <= (one[0].traffic - own) / 8 + 6 * norms
     assert any("fsdp 4 × tensor 2" in line for line in plan_lines(found))
-    with pytest.raises(UserError, match="fsdp 3 × expert 1 × tensor 1 is a mesh of 3 devices, and there are 8"):
+    with pytest.raises(UserError, match="fsdp 3 × expert 1 × tensor 1 is a mesh of 3 devices, but there are 8"):
         make_plan(find_topology("cpu"), config, V, TrainStep, meshes=[{"fsdp": 3}])

@@ -48,7 +48,7 @@ def parameters():
 def test_every_rule_is_for_some_parameter_and_every_parameter_has_one():
     used = [find_rule(name, len(shape)) for name, shape, _ in parameters()]
     assert [rule for rule in RULES if rule not in used] == []
-    with pytest.raises(ValueError, match="no rule says how ffn/new/kernel with 2 axes is split"):
+    with pytest.raises(ValueError, match="no rule for the sharding of ffn/new/kernel with 2 axes"):
         find_rule("ffn/new/kernel", 2)
 
 
@@ -107,11 +107,11 @@ def test_what_cannot_be_divided_is_said(kind, mesh, changes, sentence):
     [
         (
             "dense", "fsdp=4 tensor=1", {},
-            "distributed: data 1 × fsdp 4 × expert 1 × tensor 1 is a mesh of 4 devices, and there are 8",
+            "distributed: data 1 × fsdp 4 × expert 1 × tensor 1 is a mesh of 4 devices, but there are 8",
         ),
         (
             "dense", "fsdp=-1 tensor=3", {},
-            "distributed: data 1 × fsdp 2 × expert 1 × tensor 3 is a mesh of 6 devices, and there are 8",
+            "distributed: data 1 × fsdp 2 × expert 1 × tensor 3 is a mesh of 6 devices, but there are 8",
         ),
         (
             "dense", "fsdp=8", {"training__batch_size": 12},
