@@ -19,7 +19,7 @@ help:
 	@echo "make aot           the programs, compiled for an H100 and a TPU without these devices (3 minutes)"
 	@echo "make faults        runs killed at 25 moments, more than 200 damaged files (15 minutes)"
 	@echo "make parity        logits of every model family compared with transformers, which it installs with torch"
-	@echo "make real          a published model, SmolLM2-135M-Instruct, compared with recorded numbers of transformers and llama.cpp (3 minutes)"
+	@echo "make real          a published model, SmolLM2-135M-Instruct, compared with recorded results of transformers and llama.cpp (3 minutes)"
 	@echo "make tokenizers    token ids of every vocabulary compared with llama.cpp, on 20,000 lines"
 	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (2 minutes)"
 	@echo "make docs          build this site into docs/_build/html; check its links, and run the code of its pages"

@@ -1,4 +1,4 @@
-"""Programs are kept between tests, and between the processes that they start."""
+"""Compiled programs are cached across tests and the processes that they start."""
 
 from training.conftest import cache_programs
 

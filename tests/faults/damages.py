@@ -1,4 +1,4 @@
-"""A small run, what can happen to its files, and whether anybody notices."""
+"""A small run, and kinds of damage to its files."""
 
 import importlib
 import io
@@ -17,9 +17,9 @@ STEPS = 12
 CHANGES = {
     "tokenizer.tokenizer_type": "char", "training.steps": STEPS, "training.eval_every": 4, "training.checkpoint_every": 4,
     "training.sample_every": 4, "generation.max_new_tokens": 3,
-    "training.schedule": "constant",  # a run that goes on for longer is otherwise another one
+    "training.schedule": "constant",  # with another schedule, more steps would change the run
 }  # fmt: skip
-UNWATCHED = (".lock", "plots")  # a lock is empty, a plot is drawn again from the log
+UNHASHED = (".lock", "plots")  # a lock is empty, and a plot is drawn again from the log
 
 
 def config(corpus, **changes):
@@ -28,7 +28,7 @@ def config(corpus, **changes):
 
 
 def launch(config, path, resume=False):
-    """Trains as `dantinox train` does; what it said."""
+    """Trains like `dantinox train`, and returns its console output."""
     notes = io.StringIO()
     console, launching.open_console = launching.open_console, lambda: Console(notes)
     try:
@@ -39,7 +39,7 @@ def launch(config, path, resume=False):
 
 
 def small_run(folder):
-    """(settings, a finished run of twelve steps, with checkpoints of the last two evaluations and both calibrations)."""
+    """Returns the settings and a finished run of twelve steps, with the last two checkpoints and both calibrations."""
     corpus = folder / "corpus.txt"
     corpus.write_text("".join(f"nel mezzo del cammin {i} di nostra vita\n" for i in range(60)))
     settings, run = config(corpus), RunDirectory(folder / "run")
@@ -57,7 +57,7 @@ def architecture(settings, run):
 
 
 def files_of(run):
-    return sorted(path for path in run.path.rglob("*") if path.is_file() and not {path.name, path.parent.name} & {*UNWATCHED})
+    return sorted(path for path in run.path.rglob("*") if path.is_file() and not {path.name, path.parent.name} & {*UNHASHED})
 
 
 def _flip(path, other):
@@ -82,14 +82,14 @@ DAMAGES = {
 
 
 def counterpart(path, files):
-    """The same file of another checkpoint, or the first of the run; it has other content."""
+    """Returns the corresponding file of another checkpoint, or the first file of the run; its content differs."""
     others = [other for other in files if other.read_bytes() != path.read_bytes()]
-    step, place = _in_checkpoint(path)
-    of_other_steps = (o for o in others if place and _in_checkpoint(o)[1] == place and _in_checkpoint(o)[0] != step)
+    step, name = _in_checkpoint(path)
+    of_other_steps = (o for o in others if name and _in_checkpoint(o)[1] == name and _in_checkpoint(o)[0] != step)
     return next(of_other_steps, others[0])
 
 
 def _in_checkpoint(path):
-    """(step, place in it) of a file of a checkpoint, else nothing; files of data have names of their own in every step."""
-    step, _, place = str(path).partition("/checkpoints/")[2].partition("/")
-    return step, re.sub(r"/d/\w+$", "/d", place)
+    """Returns the step and the path in it of a checkpoint's file. Data files have other names in every step."""
+    step, _, name = str(path).partition("/checkpoints/")[2].partition("/")
+    return step, re.sub(r"/d/\w+$", "/d", name)

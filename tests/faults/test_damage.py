@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a run, it is noticed: 0 silent."""
+"""Every damage to a file of a run is detected."""
 
 import shutil
 from collections import Counter
@@ -25,7 +25,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """(settings, a copy of the run to be damaged)."""
+    """The settings, and a copy of the run that the test may damage."""
     return finished[0], RunDirectory(shutil.copytree(finished[1].path, tmp_path / "copy"))
 
 
@@ -45,8 +45,8 @@ def test_verify_names_every_damaged_file(finished):
     for path in files:
         other = counterpart(path, files)
         before = path.read_bytes(), other.read_bytes()
-        for name, inflict in DAMAGES.items():
-            inflict(path, other)
+        for name, apply_damage in DAMAGES.items():
+            apply_damage(path, other)
             problems = verify_run(run).damage
             assert any(str(path) in problem for problem in problems), (name, path, problems)
             path.write_bytes(before[0])
@@ -57,14 +57,14 @@ def test_verify_names_every_damaged_file(finished):
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_checkpoint_steps_back_and_stays(copied, kind):
+def test_damaged_checkpoint_is_set_aside_and_an_older_one_restored(copied, kind):
     settings, run = copied
     files = [path for path in files_of(run) if run.checkpoints / "12" in path.parents]
     largest = max(files, key=lambda path: path.stat().st_size)
     other = next(path for path in files_of(run) if run.checkpoints / "8" in path.parents)
-    kept = other.read_bytes()
+    original = other.read_bytes()
     DAMAGES[kind](largest, other)
-    other.write_bytes(kept)
+    other.write_bytes(original)
     before = contents(run.checkpoints / "12")
     restored = Checkpoints(run.checkpoints, 2, (run.log(settings), run.metrics)).restore(abstract(settings, run))
     assert restored.step == 8 and int(restored.state.step) == 8
@@ -74,17 +74,17 @@ def test_a_damaged_checkpoint_steps_back_and_stays(copied, kind):
     assert any("set aside" in remark for remark in verify_run(run).remarks)
 
 
-def test_a_run_that_stepped_back_ends_as_if_nothing_had_happened(finished, copied):
+def test_run_resumed_from_an_older_step_ends_with_equal_weights(finished, copied):
     settings, run = copied
     (run.checkpoints / "12" / "_CHECKPOINT_METADATA").write_bytes(b"{}")
-    (run.checkpoints / "damaged-12").mkdir()  # of an earlier accident
+    (run.checkpoints / "damaged-12").mkdir()  # from an earlier damage
     notes = launch(settings, run.path, resume=True)
     assert "resumed from step 8" in notes and f"the damaged step is kept in {run.checkpoints / 'damaged-12-2'}" in notes
     assert run.weights.read_bytes() == finished[1].weights.read_bytes()
     assert verify_run(run).damage == [] and (run.checkpoints / "12").is_dir()
 
 
-def test_a_damaged_older_step_does_not_stop_the_manager(copied):
+def test_damaged_older_step_does_not_prevent_resume(copied):
     settings, run = copied
     (run.checkpoints / "8" / "metrics" / "metrics").write_bytes(b"{")
     notes = launch(config(settings.data.path, training__steps=14), run.path, resume=True)
@@ -92,7 +92,7 @@ def test_a_damaged_older_step_does_not_stop_the_manager(copied):
     assert (run.checkpoints / "damaged-8").is_dir() and (run.checkpoints / "14").is_dir()
 
 
-NO_DAMAGE = {
+OTHER_ERRORS = {
     "memory": (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes."), "memory ran out"),
     "Python's memory": (MemoryError("too much"), "memory ran out"),
     "devices": (ValueError("sharding"), "^sharding$"),
@@ -100,10 +100,10 @@ NO_DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_DAMAGE)
-def test_what_is_no_damage_is_told_as_it_is_and_deletes_nothing(copied, monkeypatch, kind):
-    """Not a byte of the run changes, no step is put aside; the next attempt finds everything."""
-    (settings, run), (error, says) = copied, NO_DAMAGE[kind]
+@pytest.mark.parametrize("kind", OTHER_ERRORS)
+def test_other_errors_are_reported_and_delete_nothing(copied, monkeypatch, kind):
+    """The run is unchanged, no step is set aside, and the next attempt succeeds."""
+    (settings, run), (error, message) = copied, OTHER_ERRORS[kind]
     before = contents(run.path)
 
     def fails(*_, **__):
@@ -111,13 +111,13 @@ def test_what_is_no_damage_is_told_as_it_is_and_deletes_nothing(copied, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr("orbax.checkpoint.Checkpointer.restore", fails)
-        with pytest.raises(UserError if "memory" in says else type(error), match=says):
+        with pytest.raises(UserError if "memory" in message else type(error), match=message):
             launch(settings, run.path, resume=True)
     assert contents(run.path) == before
     assert "resumed from step 12" in launch(settings, run.path, resume=True)
 
 
-def test_a_checkpoint_of_another_shape_is_refused_with_both(copied):
+def test_checkpoint_of_another_shape_is_rejected_with_both_shapes(copied):
     settings, run = copied
     other = abstract(config(settings.data.path, model__dim=32), run)
     with pytest.raises(
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both(copied):
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["12", "8"]
 
 
-def test_a_step_whose_save_was_killed_is_no_damage(copied):
+def test_step_with_an_interrupted_save_is_not_damaged(copied):
     settings, run = copied
     (run.checkpoints / "12" / "manifest.txt").unlink()
     (run.checkpoints / "12.saving").touch()
@@ -140,7 +140,7 @@ def test_a_step_whose_save_was_killed_is_no_damage(copied):
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["8"]
 
 
-def test_damaged_logs_are_refused_and_lost_ones_told(copied):
+def test_damaged_logs_are_rejected_and_missing_ones_reported(copied):
     settings, run = copied
     content = run.metrics.read_bytes()
     run.metrics.write_bytes(content.replace(b"1", b"2", 1))
@@ -150,7 +150,7 @@ def test_damaged_logs_are_refused_and_lost_ones_told(copied):
     assert "metrics.jsonl is missing up to step 12: starting a new one" in launch(settings, run.path, resume=True)
 
 
-def test_weights_that_are_gone_come_back_and_damaged_ones_are_refused(copied):
+def test_missing_weights_are_exported_again_and_damaged_ones_rejected(copied):
     settings, run = copied
     content = bytearray(run.weights.read_bytes())
     content[len(content) // 2] ^= 1
@@ -165,7 +165,7 @@ def test_weights_that_are_gone_come_back_and_damaged_ones_are_refused(copied):
     load(run.path)
 
 
-def test_tokens_are_those_the_run_began_with(copied):
+def test_tokens_must_equal_those_at_the_start_of_the_run(copied):
     settings, run = copied
     (store,) = run.data.glob("tokens-*.bin")
     content = bytearray(store.read_bytes())
@@ -189,37 +189,37 @@ def test_tokens_are_those_the_run_began_with(copied):
 
 
 @pytest.mark.faults
-def test_200_damages_are_refused_or_stepped_back_from(finished, tmp_path):
-    """Each on a copy of a run that is not at its end, which is then resumed and read from."""
+def test_200_damages_are_rejected_or_an_older_step_is_restored(finished, tmp_path):
+    """Every damage is applied to a copy of an unfinished run, which is then loaded and resumed."""
     settings, whole = finished
     longer = config(settings.data.path, training__steps=16)
     expected = launch_copy(whole, tmp_path / "expected", longer)[0]
     generated, resumed, swaps = Counter(), Counter(), 0
     for number, path in enumerate(files_of(whole)):
-        for kind, inflict in DAMAGES.items():
+        for kind, apply_damage in DAMAGES.items():
             copy = RunDirectory(shutil.copytree(whole.path, tmp_path / f"{number}{kind}"))
             damaged = copy.path / path.relative_to(whole.path)
             files = files_of(copy)
             other = counterpart(damaged, files)
             swaps += kind == "swap" and {"8", "12"} <= {*damaged.parts, *other.parts}
-            inflict(damaged, other)
+            apply_damage(damaged, other)
             both = [str(damaged), str(other)] if kind == "swap" else [str(damaged)]
             problems = verify_run(copy).damage
             assert all(any(name in problem for problem in problems) for name in both), (kind, path, problems)
-            told = read_everything(copy)
-            assert told is None or names_one(told, both), (kind, path, told)
-            assert told or damaged.parent != copy.path or damaged.name in UNREAD, (kind, path)
-            generated["nothing" if told is None else "refused"] += 1
+            message = read_everything(copy)
+            assert message is None or names_one(message, both), (kind, path, message)
+            assert message or damaged.parent != copy.path or damaged.name in UNREAD, (kind, path)
+            generated["loaded" if message is None else "rejected"] += 1
             try:
                 notes = launch(longer, copy.path, resume=True)
             except UserError as error:
                 assert names_one(str(error), both), (kind, path, error)
-                resumed["refused"] += 1
+                resumed["rejected"] += 1
             else:
                 assert copy.weights.read_bytes() == expected, (kind, path)
                 assert any(name in notes for name in both), (kind, path, notes)
-                kinds = ("going back", "stepped back"), ("the damaged step is kept", "put aside"), ("", "named, and not read")
-                resumed[next(name for said, name in kinds if said in notes)] += 1
+                kinds = ("going back", "older step"), ("the damaged step is kept", "set aside"), ("", "reported, not read")
+                resumed[next(name for part, name in kinds if part in notes)] += 1
             shutil.rmtree(copy.path)
     print(
         f"{resumed.total()} damages: --resume {dict(resumed)}, generation {dict(generated)}, {swaps} with another step's file"
@@ -227,11 +227,11 @@ def test_200_damages_are_refused_or_stepped_back_from(finished, tmp_path):
     assert resumed.total() >= 200 and swaps >= 20
 
 
-UNREAD = {"training_log.csv", "metrics.jsonl", "model_summary.json"}  # by generation
+UNREAD = {"training_log.csv", "metrics.jsonl", "model_summary.json"}  # generation does not read them
 
 
 def read_everything(run):
-    """Loads a run as generation does, the calibrations too; what it said against it."""
+    """Loads a run and its calibrations for generation; returns the error message or None."""
     try:
         loaded = load(run.path)
         assert None not in (loaded.calibration(), loaded.kv_calibration(None))
@@ -239,13 +239,13 @@ def read_everything(run):
         return str(error)
 
 
-def names_one(sentence, paths):
-    """Whether a sentence names one of the files, by its path or as missing in its run."""
-    return any(path in sentence or (str(Path(path).parent) in sentence and Path(path).name in sentence) for path in paths)
+def names_one(message, paths):
+    """Returns whether a message names one of the files, by its path or as missing in its run."""
+    return any(path in message or (str(Path(path).parent) in message and Path(path).name in message) for path in paths)
 
 
 def launch_copy(whole, path, settings):
-    """(weights, notes) of a copy that was trained on."""
+    """Resumes a copy of a run; returns its weights and its console output."""
     copy = RunDirectory(shutil.copytree(whole.path, path))
     notes = launch(settings, copy.path, resume=True)
     return copy.weights.read_bytes(), notes

@@ -1,4 +1,4 @@
-"""What else can go wrong while a run is on: numbers that are none, and a machine that has no more memory or disk."""
+"""Faults during training: NaN, and a machine without free memory or disk space."""
 
 import contextlib
 import resource
@@ -23,17 +23,17 @@ def workshop(tmp_path):
     return Workshop(tmp_path)
 
 
-def poisoned(config, *bad, stops=None):
-    """A store whose batches `bad` have no number for a mask; the batch of step `stops` fails."""
+def nan_store(config, *bad, stops=None):
+    """Returns a store with NaN masks in the batches `bad`; the batch of step `stops` raises an exception."""
     store = small_store(config)
     batch = store.batch
 
-    def one(step):
+    def changed_batch(step):
         if step == stops:
             raise KeyError("stumbled")
         return batch(step)._replace(mask_BT=batch(step).mask_BT * np.float32("nan" if step in bad else 1))
 
-    store.batch = one
+    store.batch = changed_batch
     return store
 
 
@@ -43,25 +43,25 @@ def rows(run, config):
 
 
 @pytest.mark.exhaustive
-def test_skip_leaves_the_update_out_and_says_so(workshop):
+def test_skip_omits_the_update_and_reports_it(workshop):
     config = small_config(training__optimizer="adamw", training__nan_policy="skip", training__checkpoint_every=5)
-    run = workshop.train("run", config, store=poisoned(config, 9, 13))
+    run = workshop.train("run", config, store=nan_store(config, 9, 13))
     assert "step 10 was skipped: loss nan, gradient norm nan\n" in workshop.notes.getvalue()
     events = [row for row in read_jsonl(run.metrics) if row["kind"] == "skip"]
     assert [row["step"] for row in events] == [10, 14]
     assert all(np.isfinite(row["train_loss"]) for row in read_csv(run.log(config)))
     with pytest.raises(KeyError):
-        workshop.train("cut", config, store=poisoned(config, 9, 13, stops=18))
-    again = workshop.train("cut", config, store=poisoned(config, 9, 13), resume=True)
+        workshop.train("cut", config, store=nan_store(config, 9, 13, stops=18))
+    again = workshop.train("cut", config, store=nan_store(config, 9, 13), resume=True)
     assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(run, config)
     with pytest.raises(UserError, match="not a finite number in step 21 "):
-        workshop.train("all", config, store=poisoned(config, *range(20, 24)))
+        workshop.train("all", config, store=nan_store(config, *range(20, 24)))
 
 
-def test_a_skipped_step_changes_nothing_but_its_number():
+def test_skipped_step_changes_only_the_step_number():
     config = small_config(training__optimizer="adamw", training__nan_policy="skip", training__ema=0.9)
     model = config.architecture(11)
-    step, store = TrainStep(config, model, 24).program, poisoned(config, 1)
+    step, store = TrainStep(config, model, 24).program, nan_store(config, 1)
     state, _ = step(TrainStep(config, model, 24).initial_state(), store.batch(0))
     before = jax.device_get(state)
     after = jax.device_get(step(state, store.batch(1))[0])
@@ -71,12 +71,11 @@ def test_a_skipped_step_changes_nothing_but_its_number():
             np.testing.assert_array_equal(one, other)
 
 
-def test_rewind_goes_back_and_past_the_batch(workshop):
+def test_rewind_restores_a_checkpoint_and_skips_the_batches(workshop):
     config = small_config(training__optimizer="adamw", training__nan_policy="rewind")
-    store = poisoned(config, 9)
+    store = nan_store(config, 9)
     run = workshop.train("run", config, store=store)
-    said = "back to step 6, the batches of steps 7 to 10 are skipped"
-    assert said in workshop.notes.getvalue()
+    assert "back to step 6, the batches of steps 7 to 10 are skipped" in workshop.notes.getvalue()
     events = [row for row in read_jsonl(run.metrics) if row["kind"] == "rewind"]
     assert [(row["step"], row["bad_step"], row["passed_over"]) for row in events] == [(7, 10, 4)]
     assert [row["step"] for row in read_csv(run.log(config))] == [6, 12, 18, 24]
@@ -88,41 +87,41 @@ def test_rewind_goes_back_and_past_the_batch(workshop):
     assert same.weights.read_bytes() == run.weights.read_bytes()
     for stop in (11, 23):  # before and after the next checkpoint; batches are four ahead
         with pytest.raises(KeyError):
-            workshop.train(f"cut{stop}", config, store=poisoned(config, 9, stops=stop))
+            workshop.train(f"cut{stop}", config, store=nan_store(config, 9, stops=stop))
         again = workshop.train(f"cut{stop}", config, store=store, resume=True)
         assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(run, config)
 
 
 @pytest.mark.exhaustive
-def test_rewind_without_a_checkpoint_begins_again_and_gives_up_at_last(workshop):
+def test_rewind_without_a_checkpoint_restarts_and_finally_fails(workshop):
     config = small_config(training__optimizer="adamw", training__nan_policy="rewind", training__steps=6)
-    workshop.train("run", config, store=poisoned(config, 1))
+    workshop.train("run", config, store=nan_store(config, 1))
     assert "back to step 0, the batches of steps 1 to 2 are skipped" in workshop.notes.getvalue()
     with pytest.raises(UserError, match="3 rewinds to the same checkpoint did not help"):
-        workshop.train("lost", config, store=poisoned(config, *range(3, 40)))
+        workshop.train("lost", config, store=nan_store(config, *range(3, 40)))
 
 
-def test_memory_that_runs_out_is_a_sentence_with_the_keys_to_lower(workshop, monkeypatch):
+def test_out_of_memory_is_an_error_that_names_the_settings(workshop, monkeypatch):
     config = small_config()
 
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes.")
 
     monkeypatch.setattr(Programs, "evaluate", full)
-    says = r"memory ran out \(RESOURCE_EXHAUSTED: .*\): raise training.grad_accum \(1\), lower training.batch_size \(4\), .*"
-    with pytest.raises(UserError, match=says):
+    message = r"memory ran out \(RESOURCE_EXHAUSTED: .*\): raise training.grad_accum \(1\), lower training.batch_size \(4\), .*"
+    with pytest.raises(UserError, match=message):
         workshop.train("run", config)
 
 
-def when_saved(path):
-    """Waits until a checkpoint is complete on the disk; batches are made in a thread of their own."""
+def wait_until_saved(path):
+    """Waits until a checkpoint is complete on the disk. Batches are produced in a separate thread."""
     while not (path / "manifest.txt").exists() or path.with_name(path.name + ".saving").exists():
         time.sleep(0.01)
 
 
 @contextlib.contextmanager
-def no_file_over(size):
-    """As a full disk: no file grows beyond so many bytes."""
+def limit_file_size(size):
+    """Simulates a full disk: no file can exceed `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -131,7 +130,7 @@ def no_file_over(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_older_steps_and_the_run_goes_on_later(workshop):
+def test_full_disk_keeps_older_steps_and_the_run_can_be_resumed(workshop):
     config = small_config(training__checkpoint_every=6)
     expected = workshop.train("whole", config)
     store = small_store(config)
@@ -139,8 +138,8 @@ def test_a_full_disk_leaves_the_older_steps_and_the_run_goes_on_later(workshop):
 
     def full(step):
         if step == 11:
-            when_saved(workshop.path / "run" / "checkpoints" / "6")
-            limit.enter_context(no_file_over(1200))
+            wait_until_saved(workshop.path / "run" / "checkpoints" / "6")
+            limit.enter_context(limit_file_size(1200))
         return batch(step)
 
     store.batch = full
@@ -153,7 +152,7 @@ def test_a_full_disk_leaves_the_older_steps_and_the_run_goes_on_later(workshop):
 
 
 @pytest.mark.parametrize("gone", [".", "checkpoints"])
-def test_a_directory_that_vanishes_is_a_sentence(workshop, gone):
+def test_removed_directory_is_an_error(workshop, gone):
     config = small_config(training__checkpoint_every=6)
     store = small_store(config)
     batch = store.batch
@@ -161,8 +160,8 @@ def test_a_directory_that_vanishes_is_a_sentence(workshop, gone):
 
     def vanishing(step):
         if step == 11:
-            when_saved(run / "checkpoints" / "6")
-            (run / gone).resolve().rename(workshop.path / "elsewhere")  # at once, where a deletion takes its time
+            wait_until_saved(run / "checkpoints" / "6")
+            (run / gone).resolve().rename(workshop.path / "elsewhere")  # a rename is atomic, unlike a deletion
         return batch(step)
 
     store.batch = vanishing
@@ -172,7 +171,7 @@ def test_a_directory_that_vanishes_is_a_sentence(workshop, gone):
         workshop.train("run", config, store=store)
 
 
-def test_a_read_only_disk_is_a_sentence_and_leaves_what_is_there(workshop, monkeypatch):
+def test_read_only_disk_is_an_error_and_changes_nothing(workshop, monkeypatch):
     config = small_config()
     run = workshop.train("run", small_config(training__steps=12))
     before = {path: path.read_bytes() for path in run.checkpoints.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: the run goes on and ends with the same bits."""
+"""After SIGKILL at any moment, a resumed run ends with bitwise equal results."""
 
 import os
 import random
@@ -19,26 +19,26 @@ from dantinox.run import SAVING_SUFFIX, RunDirectory, find_step_damage, saved_st
 from dantinox.training.checkpoint_store import Checkpoints
 from dantinox.training.step import TrainStep
 
-from .dies import WATCHED
+from .train_until_killed import WATCHED
 
 CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
 
 
-def started(path, *arguments):
+def start_run_process(path, *arguments):
     caching = {f"{name.upper()}": str(getattr(jax.config, name)) for name in CACHE}
-    command = [sys.executable, str(Path(__file__).with_name("dies.py")), str(path), *map(str, arguments)]
+    command = [sys.executable, str(Path(__file__).with_name("train_until_killed.py")), str(path), *map(str, arguments)]
     return subprocess.Popen(command, env=os.environ | caching, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def process(path, *arguments):
-    running = started(path, *arguments)
+def run_process(path, *arguments):
+    running = start_run_process(path, *arguments)
     output, errors = running.communicate(timeout=600)
     return subprocess.CompletedProcess(running.args, running.returncode, output, errors)
 
 
 def outcome(path):
-    """What must not depend on the kill, bit for bit: the exported weights, the last state, the logs but for times."""
+    """Returns what must not depend on the kill: the exported weights, the last state, and the logs without times."""
     config, run = small_config(), RunDirectory(path / "run")
     rows = [*read_csv(run.log(config)), *read_jsonl(run.metrics)]
     steps = config.training.steps
@@ -51,34 +51,34 @@ def outcome(path):
 
 
 @pytest.mark.slow
-def test_at_no_moment_is_a_checkpoint_incomplete_that_no_mark_says_so_of(tmp_path):
-    """Looked at before everything that Python does in the run, in whichever thread: what a kill at that moment would leave."""
-    checkpoints, problems, looking = RunDirectory(tmp_path / "run").checkpoints, [], threading.local()
+def test_incomplete_checkpoints_are_always_marked(tmp_path):
+    """Checks the run before every file operation in any thread: the files that a kill at that moment would leave."""
+    checkpoints, problems, checking = RunDirectory(tmp_path / "run").checkpoints, [], threading.local()
     moments = 0
 
-    def look(event, arguments):
+    def check_files(event, arguments):
         nonlocal moments
-        if event not in WATCHED or not str(arguments[0]).startswith(str(checkpoints)) or getattr(looking, "now", False):
+        if event not in WATCHED or not str(arguments[0]).startswith(str(checkpoints)) or getattr(checking, "now", False):
             return
-        looking.now, moments = True, moments + 1
+        checking.now, moments = True, moments + 1
         for step in saved_steps(checkpoints):
             folder = checkpoints / str(step)
             if not (checkpoints / f"{step}{SAVING_SUFFIX}").exists() or (folder / "manifest.txt").exists():
                 problems.extend(problem for problem in list(find_step_damage(folder)) if folder.exists())
-        looking.now = False
+        checking.now = False
 
-    sys.addaudithook(lambda *event: checkpoints.exists() and look(*event))
+    sys.addaudithook(lambda *event: checkpoints.exists() and check_files(*event))
     Workshop(tmp_path).train("run", small_config(training__checkpoint_every=4, training__eval_every=8))
     assert problems == [] and moments > 100
 
 
 @pytest.mark.faults
-def test_25_moments_inside_and_outside_of_saves(tmp_path):
-    events = int(process(tmp_path / "whole").stdout)
+def test_run_killed_at_25_moments_resumes_with_equal_results(tmp_path):
+    events = int(run_process(tmp_path / "whole").stdout)
     expected = outcome(tmp_path / "whole")
-    assert len(expected[1]) > 20 and len(expected[2]) == 3 + 3 + 24  # evaluations in both logs, lines
+    assert len(expected[1]) > 20 and len(expected[2]) == 3 + 3 + 24  # evaluations in both logs, and intervals
     begun = time.monotonic()
-    process(tmp_path / "again")  # its programs are compiled, as those of the runs to be killed
+    run_process(tmp_path / "again")  # its programs are in the cache, as for the runs below
     seconds = time.monotonic() - begun
     assert outcome(tmp_path / "again") == expected
     draw = random.Random(int(os.environ.get("SEED", "14")))
@@ -86,9 +86,9 @@ def test_25_moments_inside_and_outside_of_saves(tmp_path):
     killed = inside = resumed = 0
     for number, moment in enumerate(moments):
         path = tmp_path / str(number)
-        killed += process(path, *moment).returncode == -9
+        killed += run_process(path, *moment).returncode == -9
         inside += any((path / "run" / "checkpoints").glob("*.saving"))
-        second = process(path, "resume")
+        second = run_process(path, "resume")
         assert second.returncode == 0, (moment, second.stderr)
         assert "damaged" not in second.stderr, (moment, second.stderr)
         resumed += "resumed from step" in second.stderr
@@ -101,13 +101,13 @@ def test_25_moments_inside_and_outside_of_saves(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.usefixtures("interruptible")
-def test_signals_save_and_exit_in_time_and_two_of_them_exit_at_once(tmp_path):
-    process(tmp_path / "whole")
+def test_signal_saves_and_exits_and_a_second_one_exits_immediately(tmp_path):
+    run_process(tmp_path / "whole")
     expected, seconds = outcome(tmp_path / "whole"), {}
     cases = [(step, (number,)) for step in (1, 6, 14) for number in (signal.SIGTERM, signal.SIGINT)]
     for step, numbers in [*cases, (14, (signal.SIGTERM, signal.SIGTERM))]:
         path = tmp_path / "-".join(map(str, (step, *numbers)))
-        running = started(path, "slow", step)
+        running = start_run_process(path, "slow", step)
         for line in running.stderr:
             if line.startswith(f"step {step} "):
                 break
@@ -120,6 +120,6 @@ def test_signals_save_and_exit_in_time_and_two_of_them_exit_at_once(tmp_path):
         assert running.returncode == 128 + numbers[-1], errors
         assert seconds[path.name] < (10 if len(numbers) == 1 else 0.4)
         assert "Traceback" not in errors and ("is saved, continue with --resume" in errors) == (len(numbers) == 1)
-        assert process(path, "resume").returncode == 0
+        assert run_process(path, "resume").returncode == 0
         assert outcome(path) == expected, path
     print("seconds from a signal to the exit:", seconds)

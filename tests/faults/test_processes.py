@@ -1,4 +1,4 @@
-"""Two processes that train together: a signal to one stops both, and one that is killed costs no bit."""
+"""Training in two processes: a signal to one stops both, and a resume after a kill gives bitwise equal results."""
 
 import os
 import random
@@ -31,32 +31,32 @@ def command(*more):
 
 
 def pair(folder, *more):
-    """Two processes in a folder, the first one that which writes."""
+    """Starts two processes in a folder. The first one writes the files of the run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     both = []
     for number in (0, 1):
-        meeting = ("--coordinator", address, "--processes", "2", "--process", str(number))
-        with open(folder / f"{number}.txt", "w") as told:
-            both.append(subprocess.Popen(command(*meeting, *more), cwd=folder, env=os.environ | DEVICES, stderr=told))
+        flags = ("--coordinator", address, "--processes", "2", "--process", str(number))
+        with open(folder / f"{number}.txt", "w") as log:
+            both.append(subprocess.Popen(command(*flags, *more), cwd=folder, env=os.environ | DEVICES, stderr=log))
     return both
 
 
-def codes(both, seconds):
-    """The exit codes, within so many seconds."""
+def exit_codes(both, seconds):
+    """Waits for the processes and returns their exit codes."""
     end = time.monotonic() + seconds
     return [process.wait(max(0.1, end - time.monotonic())) for process in both]
 
 
-def folder_in(path):
+def make_folder(path):
     path.mkdir()
     (path / "corpus.txt").write_text("".join(f"nel mezzo del cammin {i} di nostra vita {i * i % 97}\n" for i in range(400)))
     (path / "c.yaml").write_text(SETTINGS)
     return path
 
 
-def reached(folder, step, seconds=120):
+def wait_for_step(folder, step, seconds=120):
     """Waits for a step to be logged."""
     run, end = RunDirectory(folder / "run"), time.monotonic() + seconds
     while not any(row["step"] >= step for row in read_jsonl(run.metrics)):
@@ -72,26 +72,26 @@ def outcome(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What two processes make that nothing interrupts."""
-    folder = folder_in(tmp_path_factory.mktemp("pair") / "whole")
-    assert codes(pair(folder), 300) == [0, 0], (folder / "0.txt").read_text()
+    """The result of two processes that are not interrupted."""
+    folder = make_folder(tmp_path_factory.mktemp("pair") / "whole")
+    assert exit_codes(pair(folder), 300) == [0, 0], (folder / "0.txt").read_text()
     return outcome(folder)
 
 
 @pytest.mark.faults
-def test_a_signal_to_one_stops_both_and_others_go_on(tmp_path, whole):
-    folder = folder_in(tmp_path / "run")
+def test_signal_to_one_process_stops_both_and_fewer_devices_can_resume(tmp_path, whole):
+    folder = make_folder(tmp_path / "run")
     both = pair(folder)
-    reached(folder, 6)
+    wait_for_step(folder, 6)
     both[1].send_signal(signal.SIGTERM)
-    assert codes(both, 10) == [143, 143]
+    assert exit_codes(both, 10) == [143, 143]
     (stopped,) = re.findall(r"step (\d+) is saved", (folder / "0.txt").read_text())
     assert saved_steps(folder / "run" / "checkpoints")[0] == int(stopped) and "is saved" not in (folder / "1.txt").read_text()
     alone = command("--resume", "--steps", str(int(stopped) + 4))
     one = subprocess.run(alone, cwd=folder, env=os.environ | DEVICES, capture_output=True, text=True, timeout=300, check=True)
     assert f"resumed from step {stopped}" in one.stderr
     assert "fsdp 4 × expert 1 × tensor 1 in 2 processes and goes on with data 1 × fsdp 2" in one.stderr
-    assert codes(pair(folder, "--resume", "--steps", str(STEPS)), 300) == [0, 0]
+    assert exit_codes(pair(folder, "--resume", "--steps", str(STEPS)), 300) == [0, 0]
     weights, rows = outcome(folder)
     losses = [[row["train_loss"] for row in part if row.get("kind") == "interval"] for part in (rows, whole[1])]
     assert len(losses[0]) == STEPS and max(abs(a - b) for a, b in zip(*losses, strict=True)) < 0.05
@@ -99,15 +99,15 @@ def test_a_signal_to_one_stops_both_and_others_go_on(tmp_path, whole):
 
 
 @pytest.mark.faults
-def test_one_that_is_killed_costs_no_bit(tmp_path, whole):
+def test_run_resumed_after_a_killed_process_is_bitwise_equal(tmp_path, whole):
     draw = random.Random(int(os.environ.get("SEED", "14")))
     for number in range(int(os.environ.get("KILLS", "5"))):
-        folder = folder_in(tmp_path / str(number))
+        folder = make_folder(tmp_path / str(number))
         both = pair(folder)
-        reached(folder, draw.randrange(1, STEPS - 8))
+        wait_for_step(folder, draw.randrange(1, STEPS - 8))
         time.sleep(draw.uniform(0, 0.1))
         both[draw.randrange(2)].kill()
-        assert 0 not in codes(both, 30)
-        assert codes(pair(folder, "--resume"), 300) == [0, 0], (folder / "0.txt").read_text()
+        assert 0 not in exit_codes(both, 30)
+        assert exit_codes(pair(folder, "--resume"), 300) == [0, 0], (folder / "0.txt").read_text()
         assert outcome(folder) == whole
         assert verify_run(RunDirectory(folder / "run")).damage == []

@@ -1,4 +1,4 @@
-"""Records what transformers and llama.cpp compute with the file of `dantinox import smollm2`, for test_smollm2.py.
+"""Records the results of transformers and llama.cpp for the file of `dantinox import smollm2`, for test_smollm2.py.
 
     python -m tests.published.record_smollm2 MODEL.gguf FLOAT32.gguf
 
@@ -22,11 +22,11 @@ from .samples import CONVERSATIONS, LINES, PROMPTS, TEXTS
 NEW, TOP, PLACES = 100, 5, 8
 
 
-def main(published: Path, wide: Path) -> None:
+def main(published: Path, float32: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         str(published.parent), gguf_file=published.name, dtype=torch.float32
     ).eval()
-    peer = llama_cpp.Llama(str(wide), n_ctx=4096, verbose=False, n_threads=2)
+    peer = llama_cpp.Llama(str(float32), n_ctx=4096, verbose=False, n_threads=2)
 
     def encode(text: str) -> list[int]:
         return peer.tokenize(text.encode(), add_bos=False, special=False)
@@ -35,15 +35,15 @@ def main(published: Path, wide: Path) -> None:
         found = {
             "versions": {name.__name__: name.__version__ for name in (transformers, torch, llama_cpp)},
             "lines": [encode(line) for line in LINES],
-            "texts": [of_text(model, encode(text)) for text in TEXTS],
-            "greedy": [continued(model, peer, encode(prompt)) for prompt in PROMPTS],
-            "conversations": [rendered(peer, messages) for messages in CONVERSATIONS],
+            "texts": [describe_text(model, encode(text)) for text in TEXTS],
+            "greedy": [continue_greedily(model, peer, encode(prompt)) for prompt in PROMPTS],
+            "conversations": [render_conversation(peer, messages) for messages in CONVERSATIONS],
         }
     Path(__file__).with_name("smollm2.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def of_text(model, ids: list[int]) -> dict:
-    """A text's tokens and mean loss, its likeliest next tokens, and the largest logits at some places."""
+def describe_text(model, ids: list[int]) -> dict:
+    """Returns a text's tokens and mean loss, its most likely next tokens, and the largest logits at some positions."""
     logits = model(torch.tensor([ids])).logits[0].numpy()
     places = np.unique(np.linspace(0, len(ids) - 1, PLACES).astype(int))
     top = np.argsort(-logits[places], axis=1)[:, :TOP]
@@ -59,16 +59,16 @@ def of_text(model, ids: list[int]) -> dict:
     }
 
 
-def continued(model, peer, ids: list[int]) -> dict:
-    """The greedy tokens of both, which end with none of the stop tokens."""
-    ours = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0)
+def continue_greedily(model, peer, ids: list[int]) -> dict:
+    """Returns the greedy tokens of both libraries. Stop tokens do not end the generation."""
+    tokens = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0)
     peer.reset()
-    theirs = list(itertools.islice(peer.generate(ids, temp=0.0, repeat_penalty=1.0), NEW))
-    return {"transformers": ours[0, len(ids) :].tolist(), "llama.cpp": theirs}
+    peer_tokens = list(itertools.islice(peer.generate(ids, temp=0.0, repeat_penalty=1.0), NEW))
+    return {"transformers": tokens[0, len(ids) :].tolist(), "llama.cpp": peer_tokens}
 
 
-def rendered(peer, messages: list[dict]) -> dict:
-    """A conversation as transformers' Jinja environment writes it."""
+def render_conversation(peer, messages: list[dict]) -> dict:
+    """Returns a conversation rendered by transformers' Jinja environment."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = peer.metadata["tokenizer.chat_template"]

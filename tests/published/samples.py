@@ -1,4 +1,4 @@
-"""Texts, prompts and conversations that a published model is compared on."""
+"""Texts, prompts and conversations for comparisons of a published model."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ CODE = "\n".join(
     for i in range(40)
 )
 MIXED = "\n".join(LINES)
-# 20 texts of some 50 to 2,000 tokens.
+# 20 texts of about 50 to 2,000 tokens.
 TEXTS = [
     *(NOVEL[start : start + size] for start, size in (
         (0, 220), (300, 300), (700, 450), (1300, 600), (2000, 900), (3000, 1200), (4200, 1800), (0, 2600), (1000, 3600),
@@ -27,7 +27,7 @@ TEXTS = [
     *(CODE[:size] for size in (300, 900, 2500)), *(MIXED[:size] for size in (200, 500, 2000)),
     "\n".join(f"{a} + {b} = {a + b}" for a in range(3, 40, 4) for b in range(5, 60, 9)), "yes no " * 40,
 ]  # fmt: skip
-CHECKED = (0, 3, 6, 13, 16, 19)  # those of which the tests compare logits
+CHECKED = (0, 3, 6, 13, 16, 19)  # the tests compare logits of these texts
 
 PROMPTS = [
     "The lighthouse keeper climbed the stairs", "Photosynthesis is the process by which", "def fibonacci(n):\n",

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct, from the package that `dantinox import smollm2` reads, beside what transformers and llama.cpp compute.
+"""SmolLM2-135M-Instruct from the package of `dantinox import smollm2`, compared with transformers and llama.cpp.
 
     make real
 
-smollm2.json is written by record_smollm2.py.
+record_smollm2.py writes smollm2.json.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from .samples import CHECKED, CONVERSATIONS, LINES, PROMPTS, TEXTS
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 RECORD = json.loads(Path(__file__).with_name("smollm2.json").read_text(encoding="utf-8"))
-LENGTH = 512  # that texts are padded to: one program
+LENGTH = 512  # texts are padded to this length, so that one program is compiled
 PARIS = "The capital of France is Paris."
 
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """The run directory, and what the command printed."""
+    """The run directory, and the output of the command."""
     import contextlib
     import io
 
@@ -51,7 +51,7 @@ def digest(ids):
 
 
 def logits_of(model, texts):
-    """Logits of the texts' own tokens, in one program."""
+    """Yields the logits of each text, computed by one program."""
     read = nnx.jit(lambda model, tokens, positions: model(tokens, positions)[0])
     for ids in texts:
         tokens = np.pad(ids, (0, LENGTH - len(ids)))[None]
@@ -59,7 +59,7 @@ def logits_of(model, texts):
         yield np.asarray(read(model.model, tokens, positions))[0, : len(ids)]
 
 
-def test_the_import_says_what_the_model_is_and_what_to_do_next(imported):
+def test_import_prints_the_model_and_the_next_commands(imported):
     path, printed = imported
     for part in ("llama: 30 layers, width 576, 135M parameters", "272 tensors, 98.4 MB read, 538 MB written", "8,192 tokens"):
         assert part in printed
@@ -69,7 +69,7 @@ def test_the_import_says_what_the_model_is_and_what_to_do_next(imported):
     assert (generation.temperature, generation.top_p, generation.min_p, generation.max_new_tokens) == (0.7, 0.9, 0.05, 512)
 
 
-def test_tokens_are_those_of_llama_cpp(model):
+def test_tokens_equal_those_of_llama_cpp(model):
     for line, ids in zip(LINES, RECORD["lines"], strict=True):
         assert model.tokenizer.encode(line) == ids, line
         assert model.tokenizer.decode(ids) == line
@@ -78,16 +78,16 @@ def test_tokens_are_those_of_llama_cpp(model):
         assert (len(ids), digest(ids)) == (found["count"], found["ids"])
 
 
-def test_conversations_are_written_as_transformers_writes_them(model, imported):
+def test_conversations_equal_those_of_transformers(model, imported):
     template = ChatTemplate.load(RunDirectory(imported[0]).chat_template, model.tokenizer)
     for messages, found in zip(CONVERSATIONS, RECORD["conversations"], strict=True):
         assert template.text(messages, generation_prompt=True) == found["text"]
     assert model.tokenizer.token_to_id("<|im_end|>") in template.end_ids
-    spelled = template.encode(CONVERSATIONS[2], generation_prompt=True).count(model.tokenizer.token_to_id("<|im_end|>"))
-    assert spelled == 4, "system, user, assistant, user: what a person spells is text"
+    count = template.encode(CONVERSATIONS[2], generation_prompt=True).count(model.tokenizer.token_to_id("<|im_end|>"))
+    assert count == 4, "system, user, assistant, user: special tokens in a message are text"
 
 
-def test_logits_are_those_of_transformers(model):
+def test_logits_equal_those_of_transformers(model):
     found = [RECORD["texts"][number] for number in CHECKED]
     texts = [model.tokenizer.encode(TEXTS[number]) for number in CHECKED]
     for ids, logits, right in zip(texts, logits_of(model, texts), found, strict=True):
@@ -98,7 +98,7 @@ def test_logits_are_those_of_transformers(model):
         assert digest(logits.argmax(-1)) == right["likeliest"]
 
 
-def test_greedy_text_is_that_of_transformers_and_of_llama_cpp(model):
+def test_greedy_tokens_equal_those_of_transformers_and_llama_cpp(model):
     count = len(RECORD["greedy"][0]["transformers"])
     found = model.generate(PROMPTS, greedy=True, max_new_tokens=count, ignore_eos=True)
     for result, right in zip(found, RECORD["greedy"], strict=True):
@@ -113,8 +113,8 @@ STRATEGIES = {
 }  # fmt: skip
 
 
-def test_every_strategy_writes_the_same_alone_and_beside_the_others(model):
-    """Rows of a batch with the settings of their own are those of a batch of one."""
+def test_every_strategy_gives_equal_text_in_a_batch_of_one_and_a_mixed_batch(model):
+    """Rows of a batch with different settings equal those of a batch of one."""
     config = {name: model.settings({**settings, "seed": 7, "max_new_tokens": 12}) for name, settings in STRATEGIES.items()}
     prompt = PROMPTS[0]
     together = model.complete([model.request(prompt, one) for one in config.values()])
@@ -125,7 +125,7 @@ def test_every_strategy_writes_the_same_alone_and_beside_the_others(model):
         assert alone.text == texts[name], name
 
 
-def test_compressed_caches_take_their_share_and_keep_short_texts_whole(model):
+def test_compressed_caches_have_their_size_and_keep_short_sequences(model):
     prompt = TEXTS[7][:1400]
     full = model.generate(prompt, greedy=True, max_new_tokens=24)
     for more in ({"kv_policy": "streaming"}, {"kv_dtype": "int8"}):
@@ -138,7 +138,7 @@ def test_compressed_caches_take_their_share_and_keep_short_texts_whole(model):
 
 
 def test_adapters_are_trained_merged_and_exported(model, imported, tmp_path):
-    """Six steps of LoRA lower the loss on their own text; merged and exported, every tensor comes back."""
+    """Six steps of LoRA lower the loss on the training text. After merge, export and import, all tensors are equal."""
     text = tmp_path / "text.txt"
     text.write_text("The password of the north tower is marmalade.\n" * 60, encoding="utf-8")
     adapters = tmp_path / "adapters"
@@ -151,8 +151,8 @@ def test_adapters_are_trained_merged_and_exported(model, imported, tmp_path):
     assert main(["export", str(tmp_path / "merged"), str(tmp_path / "x.gguf"), "--format", "gguf"]) == 0
     assert main(["import", str(tmp_path / "x.gguf"), "--run_dir", str(tmp_path / "back")]) == 0
     back, merged = dantinox.load(tmp_path / "back"), dantinox.load(tmp_path / "merged")
-    for ours, theirs in zip(*(jax.tree.leaves(nnx.state(one.model)) for one in (merged, back)), strict=True):
-        assert np.array_equal(ours, theirs)
+    for expected, found in zip(*(jax.tree.leaves(nnx.state(one.model)) for one in (merged, back)), strict=True):
+        assert np.array_equal(expected, found)
     ids = [model.tokenizer.encode("The password of the north tower is marmalade.")]
     before, after = (
         float(jax.nn.log_softmax(next(logits_of(one, ids)))[np.arange(len(ids[0]) - 1), ids[0][1:]].mean())
@@ -161,16 +161,16 @@ def test_adapters_are_trained_merged_and_exported(model, imported, tmp_path):
     assert after > before + 0.5
 
 
-def test_a_server_answers_as_the_command_does(imported, capsys):
-    """The greedy answer of a chat completion is that of `generate --chat`."""
-    asked = ["generate", str(imported[0]), "--chat", "--prompt", "What is the capital of France?", "--greedy"]
-    assert main(asked) == 0
+def test_server_response_equals_the_output_of_the_command(imported, capsys):
+    """The greedy response of a chat completion equals the output of `generate --chat`."""
+    command = ["generate", str(imported[0]), "--chat", "--prompt", "What is the capital of France?", "--greedy"]
+    assert main(command) == 0
     assert capsys.readouterr().out == PARIS + "\n"
-    assert served(imported[0]) == PARIS
+    assert server_response(imported[0]) == PARIS
 
 
-def served(run):
-    """What `dantinox serve` answers, as a process of its own."""
+def server_response(run):
+    """Returns the response of `dantinox serve` in a separate process."""
     import subprocess
     import sys
 

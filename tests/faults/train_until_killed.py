@@ -1,9 +1,9 @@
-"""Trains a small run in a process of its own, which kills itself: `dies.py DIRECTORY [resume] [after N | at SECONDS | slow N]`.
+"""Trains a small run and kills itself: `train_until_killed.py DIRECTORY [resume] [after N | at SECONDS | slow N]`.
 
-`after N`: when Python has opened, renamed, made or removed its Nth file or directory in the run, whichever thread does. Saving
-is a row of such events, so a count of them is a moment inside a save as often as not.
+`after N`: when any thread opens, renames, creates or removes a file or directory in the run for the Nth time. Saving is a
+sequence of such events, so about every second N is inside a save.
 
-`slow N`: lives, but from the Nth step on a step takes half a second.
+`slow N`: is not killed, but from the Nth step on a step takes half a second.
 """
 
 import os
@@ -25,11 +25,11 @@ def main(path, *arguments):
     store = small_store(config)
     batch = store.batch
 
-    def slowly(step):
+    def slow_batch(step):
         time.sleep(0.5 * ("slow" in arguments and step >= int(arguments[-1])))
         return batch(step)
 
-    store.batch = slowly
+    store.batch = slow_batch
 
     def watch(event, args):
         nonlocal events
