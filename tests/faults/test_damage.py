@@ -147,7 +147,7 @@ def test_damaged_logs_are_rejected_and_missing_ones_reported(copied):
     with pytest.raises(UserError, match=r"metrics.jsonl is damaged: its SHA-256 .*up to step 12\): restore the original file"):
         launch(settings, run.path, resume=True)
     run.metrics.unlink()
-    assert "metrics.jsonl is missing up to step 12: starting a new one" in launch(settings, run.path, resume=True)
+    assert "metrics.jsonl is missing (compared up to step 12): starting a new one" in launch(settings, run.path, resume=True)
 
 
 def test_missing_weights_are_exported_again_and_damaged_ones_rejected(copied):
@@ -180,7 +180,7 @@ def test_tokens_must_equal_those_at_the_start_of_the_run(copied):
         size = corpus.tell()
         corpus.write("nel mezzo del cammin\n")
     try:
-        with pytest.raises(UserError, match="its corpus has changed since: restore one of them"):
+        with pytest.raises(UserError, match="its corpus has changed: restore one of them"):
             launch(settings, run.path, resume=True)
         assert not run.data.exists()
     finally:

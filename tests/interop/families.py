@@ -1,4 +1,4 @@
-"""Small models of every family, as keywords of transformers' configurations; shared with what needs torch."""
+"""Small models of every family, as keyword arguments of transformers' configurations. This module does not need torch."""
 
 COMMON = {
     "vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -27,7 +27,7 @@ PROPORTIONAL = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
 
-# Family → (what transformers calls its configuration, keywords). Each has the options that its real members use.
+# For each family: the name of its configuration class in transformers, and arguments with the options of published models.
 FAMILIES = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": 6, "head_dim": 12}),
@@ -156,7 +156,7 @@ GPT2_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atte
 
 
 def keywords(family: str, **changes) -> tuple[str, dict]:
-    """The configuration of a small model of a family, with changes."""
+    """Returns the configuration class and arguments of a small model of a family, with changes."""
     name, own = FAMILIES[family]
     common = {key: value for key, value in COMMON.items() if family != "gpt2" or key not in GPT2_NAMES}
     return name, {**common, **own, **changes}

@@ -1,4 +1,4 @@
-"""Writes tests/interop/checkpoints: a small random model of every family, and what transformers makes of it.
+"""Writes tests/interop/checkpoints: a small random model of every family, with logits and tokens of transformers.
 
 python tests/interop/make_checkpoints.py [FAMILY …]     (needs torch and transformers; the tests do not)
 """
@@ -18,20 +18,20 @@ ROWS, PROMPT, NEW = 2, 8, 32
 
 
 def random_model(family: str, seed: int, **changes):
-    """A model whose every weight is random, norms and biases too, and whose next tokens are far from equally likely."""
+    """Returns a model with random weights, including norms and biases, whose next-token distribution is not flat."""
     name, kwargs = keywords(family, **changes)
     config = getattr(transformers, name)(**kwargs)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    randomized(model, seed, zero_centered="gemma" in family and family != "gemma4_text", scaled_keys=family == "gemma4_text")
+    randomize(model, seed, zero_centered="gemma" in family and family != "gemma4_text", scaled_keys=family == "gemma4_text")
     return model
 
 
-def randomized(model, seed: int, zero_centered: bool, scaled_keys: bool = False) -> None:
-    """Draws every weight.
+def randomize(model, seed: int, zero_centered: bool, scaled_keys: bool = False) -> None:
+    """Sets every weight to random numbers.
 
     Args:
-      zero_centered: norms multiply by one more than their scale.
-      scaled_keys: norms of keys are small, in place of the division of scores.
+      zero_centered: whether norms multiply by 1 + scale.
+      scaled_keys: whether the scale of key norms replaces the division of scores by √head_size.
     """
     draw = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
@@ -51,7 +51,7 @@ def randomized(model, seed: int, zero_centered: bool, scaled_keys: bool = False)
 
 
 def greedy(model, prompt_BT: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of prompts with their greedy continuation, and the logits of every position, without a cache."""
+    """Returns prompts with their greedy continuations, and the logits of every position, computed without a cache."""
     tokens_BT = torch.tensor(prompt_BT)
     with torch.no_grad():
         for _ in range(new):
@@ -64,7 +64,7 @@ def greedy(model, prompt_BT: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarr
 def main() -> None:
     for family in sys.argv[1:] or FAMILIES:
         folder = HERE / family
-        for seed in range(100):  # until no two tokens are so close that rounding chooses
+        for seed in range(100):  # until rounding cannot change a greedy token
             model = random_model(family, seed)
             prompt_BT = np.random.default_rng(seed).integers(3, 64, (ROWS, PROMPT))
             tokens_BT, logits_BTV = greedy(model, prompt_BT, NEW)

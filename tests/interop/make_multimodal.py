@@ -1,4 +1,4 @@
-"""Writes tests/interop/multimodal: small random vision–language models, and the logits that transformers computes for text.
+"""Writes tests/interop/multimodal: small random vision–language models, and transformers' logits of text.
 
 python tests/interop/make_multimodal.py [MODEL …]     (needs torch and transformers; the tests do not)
 """
@@ -12,7 +12,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import COMMON, keywords
-from make_checkpoints import randomized
+from make_checkpoints import randomize
 
 HERE = Path(__file__).parent / "multimodal"
 VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
@@ -40,11 +40,11 @@ PERCEIVER = {"hidden_size": 32, "resampler_n_latents": 2, "resampler_depth": 1, 
 
 
 def text(family: str) -> dict:
-    """The text configuration of the small checkpoint of a family."""
+    """Returns the text configuration of a family's small checkpoint."""
     return {"model_type": family} | keywords(family)[1]
 
 
-# Model → (what transformers calls its configuration, the text model's, the vision model's, and the rest).
+# For each model: the name of its configuration class, and the arguments of the text model, the vision model and the rest.
 MODELS = {
     "gemma3": ("Gemma3Config", text("gemma3_text"), SIGLIP, IMAGE | {"mm_tokens_per_image": 4}),
     "gemma4": ("Gemma4Config", text("gemma4_text"), GEMMA4, ID | {"audio_token_id": 65, "video_token_id": 64}),
@@ -64,11 +64,11 @@ SAVED = ("gemma3", "mistral3", "qwen2_5_vl")
 
 
 def random_multimodal(name: str, seed: int):
-    """A model whose every weight is random."""
+    """Returns a model with random weights."""
     kind, text_config, vision_config, rest = MODELS[name]
     config = getattr(transformers, kind)(text_config=text_config, vision_config=vision_config, **rest)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    randomized(model, seed, zero_centered=name == "gemma3", scaled_keys=name == "gemma4")
+    randomize(model, seed, zero_centered=name == "gemma3", scaled_keys=name == "gemma4")
     return model
 
 

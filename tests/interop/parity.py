@@ -1,9 +1,9 @@
-"""Live parity: fresh random models of every family, in transformers and here, with every option that changes numbers.
+"""Compares new random models of every family with transformers, with every option that affects the logits.
 
     make parity        (or, where torch and transformers are installed: python -m tests.interop.parity [--seeds N] [FAMILY …])
 
-A row is a model: the largest difference of logits in float32, here and where transformers reads what we write of it, how many
-of the likeliest tokens differ, and in bfloat16 the mean difference of either side from its float32. Of vision–language models
+Each row is a model: the largest difference of logits in float32, after import and after export to transformers; the number of
+most likely tokens that differ; and in bfloat16 the mean difference of each library from float32. For vision–language models
 the logits of text are compared.
 """
 
@@ -32,7 +32,7 @@ from make_multimodal import MODELS as MULTIMODAL
 from make_multimodal import random_multimodal
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-STRETCHED = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 YARN_ALL = YARN | {"attention_factor": 1.2, "beta_fast": 8.0, "beta_slow": 2.0}
 ALL_YARN = {"max_position_embeddings": 64, "rope_parameters": YARN_ALL}
@@ -41,7 +41,7 @@ BIASES = {"attention_bias": True}
 GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 TANH = {"hidden_act": "gelu_pytorch_tanh"}
-# What is changed in the family's own example.
+# Changes to the example of each family.
 OPTIONS: dict[str, list[dict]] = {
     "llama": [{}, UNTIED, BIASES, {"mlp_bias": True}, {"head_dim": 12}, TANH, {"num_key_value_heads": 1},
               {"num_key_value_heads": 4}, {"rms_norm_eps": 1e-2}, {"rope_parameters": LINEAR}, {"rope_parameters": YARN_ALL},
@@ -63,7 +63,7 @@ OPTIONS: dict[str, list[dict]] = {
                     {"rope_parameters": LOCAL | {"full_attention": YARN_ALL}}],
     "gemma4_text": [{}, {"attention_k_eq_v": False}, {"num_kv_shared_layers": 0}, {"num_kv_shared_layers": 1},
                     {"use_double_wide_mlp": False}, {"final_logit_softcapping": None},
-                    # Without these embeddings transformers 5.24 fails where layers share keys.
+                    # Without these embeddings, transformers 5.24 fails if layers share keys.
                     {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
                     {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": False},
                     {"global_head_dim": 12}, {"global_head_dim": 12, "attention_k_eq_v": False}, {"head_dim": 16},
@@ -95,7 +95,7 @@ OPTIONS: dict[str, list[dict]] = {
                 {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}],
     "nanochat": [{}, BIASES, {"final_logit_softcapping": None}, {"num_key_value_heads": 1}, {"rope_parameters": LINEAR}, TIED],
     "helium": [{}, BIASES, {"mlp_bias": True}, TIED, {"num_key_value_heads": 1}],
-    "hunyuan_v1_dense": [{}, BIASES, TIED, {"rope_parameters": STRETCHED}],
+    "hunyuan_v1_dense": [{}, BIASES, TIED, {"rope_parameters": NTK_ALPHA}],
     "seed_oss": [{}, {"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}, TIED],
     "ernie4_5": [{}, {"use_bias": True}, UNTIED, {"num_key_value_heads": 4}],
     "arcee": [{}, BIASES, {"mlp_bias": True}, TIED, {"rope_parameters": YARN_ALL}],
@@ -132,17 +132,17 @@ OPTIONS: dict[str, list[dict]] = {
 ROWS, LENGTH = 2, 40
 
 
-def ours(folder: Path, tokens_BT: np.ndarray, dtype: str) -> np.ndarray:
+def dantinox_logits(folder: Path, tokens_BT: np.ndarray, dtype: str) -> np.ndarray:
     config, files, _ = extract_text_model(json.loads((folder / "config.json").read_text()), open_tensors(folder))
     settings = hf_config_to_settings(config, max_context=64)
     settings["model"]["dtype"] = dtype
-    made = build_config(settings)
-    model = made.architecture(config["vocab_size"], "cpu")
+    imported = build_config(settings)
+    model = imported.architecture(config["vocab_size"], "cpu")
     arrays = from_hf(config, model, files)
     if dtype == "float32":
-        _, back = to_hf(made, config["vocab_size"], arrays, config)
-        assert all(back[name].tobytes() == files[name].tobytes() for name in files.tensors), "the way back differs"
-        written, tensors = to_hf(made, config["vocab_size"], arrays)  # as if the model had been made here
+        _, back = to_hf(imported, config["vocab_size"], arrays, config)
+        assert all(back[name].tobytes() == files[name].tobytes() for name in files.tensors), "the exported tensors differ"
+        written, tensors = to_hf(imported, config["vocab_size"], arrays)  # without the original config.json
         (folder / "back").mkdir()
         (folder / "back" / "config.json").write_text(json.dumps(written | {"pad_token_id": None}))
         write_tensors(folder / "back", tensors, tensors.tensors)
@@ -151,18 +151,18 @@ def ours(folder: Path, tokens_BT: np.ndarray, dtype: str) -> np.ndarray:
     return np.asarray(built(jnp.asarray(tokens_BT), positions_BT)[0], np.float32)
 
 
-def theirs(model, tokens_BT: np.ndarray) -> np.ndarray:
+def transformers_logits(model, tokens_BT: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return model(torch.tensor(tokens_BT, dtype=torch.long), use_cache=False).logits.float().numpy()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="some of them (default: all)")
-    parser.add_argument("--seeds", type=int, default=1, help="fresh models of each kind (default: 1)")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to compare (default: all)")
+    parser.add_argument("--seeds", type=int, default=1, help="models of each kind (default: 1)")
     options = parser.parse_args()
     fresh = int.from_bytes(np.random.default_rng().bytes(3), "little")
-    print(f"seeds from {fresh}\n{'family':16} {'float32':>8} {'back':>8} {'tokens':>8} {'bfloat16':>9} {'theirs':>8}  changed")
+    print(f"seeds from {fresh}\n{'family':16} {'float32':>8} {'back':>8} {'tokens':>8} {'bfloat16':>9} {'peer':>8}  changed")
     worst = mismatches = rows = 0
     for family in options.families or [*FAMILIES, *MULTIMODAL]:
         for changes in OPTIONS.get(family, [{}]):
@@ -171,17 +171,20 @@ def main() -> int:
                 model = random_multimodal(family, seed) if family in MULTIMODAL else random_model(family, seed, **changes)
                 with tempfile.TemporaryDirectory() as folder:
                     model.save_pretrained(folder)
-                    expected = theirs(model, tokens_BT)
-                    found = ours(Path(folder), tokens_BT, "float32")
+                    expected = transformers_logits(model, tokens_BT)
+                    found = dantinox_logits(Path(folder), tokens_BT, "float32")
                     back = AutoModelForCausalLM.from_pretrained(f"{folder}/back", attn_implementation="eager", dtype="float32")
-                    returned = np.abs(theirs(back.eval(), tokens_BT) - expected).max()
+                    returned = np.abs(transformers_logits(back.eval(), tokens_BT) - expected).max()
                     model = model.to(torch.bfloat16)
                     model.save_pretrained(folder)
-                    narrow, their_narrow = ours(Path(folder), tokens_BT, "bfloat16"), theirs(model, tokens_BT)
-                    exact = theirs(model.float(), tokens_BT)
+                    bfloat16, peer_bfloat16 = (
+                        dantinox_logits(Path(folder), tokens_BT, "bfloat16"),
+                        transformers_logits(model, tokens_BT),
+                    )
+                    exact = transformers_logits(model.float(), tokens_BT)
                 apart = np.abs(found - expected).max()
                 wrong = int((found.argmax(-1) != expected.argmax(-1)).sum())
-                errors = np.abs(narrow - exact).mean(), np.abs(their_narrow - exact).mean()
+                errors = np.abs(bfloat16 - exact).mean(), np.abs(peer_bfloat16 - exact).mean()
                 what = ", ".join(f"{key}={value}" for key, value in changes.items())[:90]
                 numbers = f"{apart:8.1e} {returned:8.1e} {wrong:5}/{tokens_BT.size} {errors[0]:9.1e} {errors[1]:8.1e}"
                 print(f"{family:16} {numbers}  {what}", flush=True)

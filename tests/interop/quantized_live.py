@@ -1,4 +1,4 @@
-"""Dequantized tensors beside those of compressed-tensors and transformers, on random matrices, equal to the bit.
+"""Compares dequantized random matrices with those of compressed-tensors and transformers; they must be bitwise equal.
 
 Run by `make parity`; needs torch, transformers and compressed-tensors.
 """
@@ -53,22 +53,22 @@ SCHEMES = {
 
 
 def to_numpy(tensor):
-    narrow = {FP8: ml_dtypes.float8_e4m3fn, torch.bfloat16: ml_dtypes.bfloat16}
-    if tensor.dtype in narrow:
-        return tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy().view(narrow[tensor.dtype])
+    dtypes = {FP8: ml_dtypes.float8_e4m3fn, torch.bfloat16: ml_dtypes.bfloat16}
+    if tensor.dtype in dtypes:
+        return tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy().view(dtypes[tensor.dtype])
     return tensor.numpy()
 
 
-def ours(options, tensors):
+def dequantized(options, tensors):
     arrays = {name: np.asarray(to_numpy(tensor)) for name, tensor in tensors.items()}
-    described = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
-    _, found = dequantize_checkpoint({"quantization_config": options}, LazyArrays(described, arrays.__getitem__))
+    kinds = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
+    _, found = dequantize_checkpoint({"quantization_config": options}, LazyArrays(kinds, arrays.__getitem__))
     (name,) = found
     return found[name]
 
 
 def compressed(form, weights, grid):
-    """A random matrix in a format: its tensors, and what the library makes of them, with scales of float32 or narrower."""
+    """Returns the tensors of a random matrix in a format, and the library's dequantized matrix."""
     args = QuantizationArgs(**weights)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     state = {"weight": torch.randn(ROWS, COLUMNS), "weight_scale": torch.rand(grid) * 0.1 + 0.01}
@@ -99,7 +99,7 @@ def main():
     for name, (form, weights, grid) in SCHEMES.items():
         tensors, expected = compressed(form, weights, grid)
         options = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": weights}}}
-        equal.append(report(name, ours(options, {f"x.{part}": tensor for part, tensor in tensors.items()}), expected))
+        equal.append(report(name, dequantized(options, {f"x.{part}": tensor for part, tensor in tensors.items()}), expected))
     for name, grid, options in (
         ("fp8, blocks of 128", (2, 3), {"weight_block_size": [128, 128]}),
         ("fp8 by tensor", (), {"weight_block_size": None}),
@@ -108,15 +108,15 @@ def main():
         weight, scale = torch.randn(ROWS, COLUMNS).to(FP8), torch.rand(grid)
         expected = Fp8Dequantize(None)._dequantize_one(weight, scale.reshape(grid or (1, 1)), torch.float32)
         tensors = {"x.weight": weight, "x.weight_scale_inv": scale}
-        equal.append(report(name, ours({"quant_method": "fp8", **options}, tensors), expected))
+        equal.append(report(name, dequantized({"quant_method": "fp8", **options}, tensors), expected))
     blocks = torch.randint(0, 256, (3, 64, 5, 16), dtype=torch.uint8)
     scales = torch.randint(0, 250, (3, 64, 5), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales)
     equal.append(
-        report("mxfp4 of gpt-oss", ours({"quant_method": "mxfp4"}, {"x_blocks": blocks, "x_scales": scales}), expected)
+        report("mxfp4 of gpt-oss", dequantized({"quant_method": "mxfp4"}, {"x_blocks": blocks, "x_scales": scales}), expected)
     )
     assert all(equal)
-    print(f"{len(equal)} of {len(equal)} equal to the bit")
+    print(f"{len(equal)} of {len(equal)} bitwise equal")
 
 
 if __name__ == "__main__":

