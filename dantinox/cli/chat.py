@@ -1,4 +1,4 @@
-"""`dantinox chat`: flags, slash commands, and the conversation at a terminal or through a pipe."""
+"""`dantinox chat`: its flags, slash commands, and conversations at a terminal or through a pipe."""
 
 import argparse
 import contextlib
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from dantinox.generation.chat_session import Chat
     from dantinox.generation.sample_text import TextPart
 
-PROMPT, MISTAKE = "> ", 2
-KEYS_HELP = "Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer and keeps what was said, Ctrl-D leaves."
-SHADED = "each token is shaded by the entropy of its distribution, dark (0 bits) to light (8 and more)"
-BELOW = "below each token stands its entropy in bits, rounded, once the answer is complete: this output has no colours"
+PROMPT, FAILED = "> ", 2
+KEYS_HELP = "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer and keeps its text, Ctrl-D quits."
+SHADED = "each token is shaded by the entropy of its distribution, from dark (0 bits) to light (8 bits and more)"
+BELOW = "the rounded entropy in bits is printed below each token when the answer is complete, because this output has no colors"
 
 
 def chat_flags(command: Parser) -> None:
     add_run(command)
     add_chat_template(command)
-    command.add_argument("--system", default="", metavar="TEXT", help="the message that stands before the conversation")
-    command.add_argument("--show_entropy", action="store_true", help="begin with /entropy on")
+    command.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
+    command.add_argument("--show_entropy", action="store_true", help="start with /entropy on")
     used = ("system", "chat_template", "show_entropy", "max_new_tokens", "seed", "temperature", "top_k", "top_p", "min_p",
             "repetition_penalty", "weights", "kv_dtype")  # fmt: skip
     add_config_flags(command, ("generation", "router", "kv"), used)
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Runs the command; the exit code: 2 where a line of a pipe was a mistake."""
+    """Runs the command and returns its exit code: 2 if a line from a pipe was an error."""
     settings = given_settings(options)
     from dantinox.config import overlay
     from dantinox.run import find_chat_template, load_run_config, open_run
@@ -53,9 +53,8 @@ def chat(options: argparse.Namespace) -> int:
     talk.set_system(options.system)
     talk.entropy = options.show_entropy
     if talk.is_completion:
-        _note("this model has no chat template: what you write is continued as it is, one text for the whole conversation")
-    held = _at_terminal if sys.stdin.isatty() and sys.stdout.isatty() else _through_pipe
-    return held(talk)
+        _note("this model has no chat template: it continues your text, and the whole conversation is one text")
+    return (_run_terminal if sys.stdin.isatty() and sys.stdout.isatty() else _run_pipe)(talk)
 
 
 # --- commands
@@ -78,7 +77,7 @@ def _set(talk: "Chat", rest: str) -> str:
         talk.reset(name)
     else:
         talk.set(name, value_of(REQUEST_KEYS[name], words) if name in REQUEST_KEYS else " ".join(words))
-    return f"{name} {_spelt(settings_of(talk.config)[name])}"
+    return f"{name} {_format(settings_of(talk.config)[name])}"
 
 
 def _settings(talk: "Chat", rest: str) -> str:
@@ -91,17 +90,17 @@ def _settings(talk: "Chat", rest: str) -> str:
     changed = {name: value for name, value in values.items() if value != defaults[name] or name in talk.overrides}
     if talk.system:
         changed = {"system": talk.system} | changed
-    lines = [f"{name} {_spelt(value)}" + (" (/set)" if name in talk.overrides else "") for name, value in changed.items()]
-    return "\n".join([*lines, "all others have their defaults: dantinox chat --help"])
+    lines = [f"{name} {_format(value)}" + (" (/set)" if name in talk.overrides else "") for name, value in changed.items()]
+    return "\n".join([*lines, "all other settings have their defaults: dantinox settings"])
 
 
 def _undo(talk: "Chat", rest: str) -> str:
-    return f"taken back: {escape_name(talk.undo())}"
+    return f"removed: {escape_name(talk.undo())}"
 
 
 def _clear(talk: "Chat", rest: str) -> str:
     talk.clear()
-    return "the conversation begins anew"
+    return "started a new conversation"
 
 
 def _save(talk: "Chat", rest: str) -> str:
@@ -125,48 +124,52 @@ def _entropy(talk: "Chat", rest: str) -> str:
     from dantinox.report.entropy_view import terminal_colours
 
     if rest not in ("", "on", "off"):
-        raise UserError(f"/entropy is on or off, got {quote(rest)}")
+        raise UserError(f"/entropy must be on or off, got {quote(rest)}")
     talk.entropy = rest == "on" if rest else not talk.entropy
     return "entropy is off" if not talk.entropy else SHADED if terminal_colours(sys.stdout) != "none" else BELOW
 
 
-# Name → how it is written, what it does, and the function; those of None are carried out where the conversation is held.
+# Name → usage, description and function. `respond` handles the commands without a function.
 COMMANDS: dict[str, tuple[str, str, Callable[["Chat", str], str] | None]] = {
-    "help": ("/help", "these lines", _help),
+    "help": ("/help", "show the commands", _help),
     "set": (
         "/set KEY VALUE",
-        "a setting of generation, router or kv, as /set temperature 0.7; without a value the run's own",
+        "set a setting of generation, router or kv, as /set temperature 0.7; without a value: reset it",
         _set,
     ),
-    "settings": ("/settings", "the settings that are not the default", _settings),
-    "retry": ("/retry", "answer the last turn anew", None),
-    "undo": ("/undo", "take back the last turn and its answer", _undo),
-    "clear": ("/clear", "begin anew with the same settings", _clear),
-    "save": ("/save FILE", "write the conversation as a line of JSON", _save),
-    "load": ("/load FILE", "go on with a saved conversation", _load),
-    "system": ("/system TEXT", "the message that stands before the conversation; without a text none", _system),
+    "settings": ("/settings", "show the settings that differ from their default", _settings),
+    "retry": ("/retry", "generate another answer to the last message", None),
+    "undo": ("/undo", "remove the last message and its answer", _undo),
+    "clear": ("/clear", "start a new conversation with the same settings", _clear),
+    "save": ("/save FILE", "write the conversation to a JSON file", _save),
+    "load": ("/load FILE", "continue a saved conversation", _load),
+    "system": ("/system TEXT", "set the system message; without a text: remove it", _system),
     "entropy": ("/entropy on|off", "show the entropy of each token's distribution", _entropy),
-    "quit": ("/quit", "leave, as Ctrl-D does", None),
+    "quit": ("/quit", "quit, like Ctrl-D", None),
 }
-SLASHES = "a text that begins with a slash"
+SLASHES = "send a message that begins with a slash"
 
 
 def command(line: str) -> tuple[str, str] | None:
-    """The command that a line is, (name, what stands behind it); None for what is said to the model."""
+    """Parses a line. Returns the name of a command and the rest of the line, or None for a message to the model."""
     if not line.startswith("/") or line.startswith("//"):
         return None
     name, _, rest = line[1:].strip().partition(" ")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean /{near[0]}?" if near else "/help lists them; // begins a text with a slash"
+        hint = f"did you mean /{near[0]}?" if near else "/help lists them; start a message with // to send a slash"
         raise UserError(f"there is no command /{escape_name(name)}: {hint}")
     return name, rest.strip()
 
 
 def respond(talk: "Chat", line: str) -> "str | Generator[TextPart] | None":
-    """What a line leads to: a sentence about a command, the pieces of an answer, or None where it ends the conversation.
+    """Runs a command or starts an answer.
 
-    After a line that is a mistake the conversation stays as it was.
+    Returns:
+      The message of a command, the parts of an answer, or None for the command that quits.
+
+    Raises:
+      UserError: the line is wrong; the conversation stays unchanged.
     """
     found = command(line)
     if found is None:
@@ -187,27 +190,27 @@ def _words(rest: str) -> list[str]:
 
 def _path(rest: str, name: str) -> Path:
     if not rest:
-        raise UserError(f"{name} needs the name of a file")
+        raise UserError(f"{name} needs a file name")
     return Path(rest).expanduser()
 
 
-def _spelt(value: Any) -> str:
+def _format(value: Any) -> str:
     return value if isinstance(value, str) and value.isprintable() and value else quote(value)
 
 
-# --- where it is held
+# --- terminal and pipe
 
 
-def _at_terminal(talk: "Chat") -> int:
+def _run_terminal(talk: "Chat") -> int:
     from dantinox.report.entropy_view import terminal_colours
 
     session = _session()
-    colours = terminal_colours(sys.stdout)
+    colors = terminal_colours(sys.stdout)
     _note(f"{KEYS_HELP} /help lists the commands.")
     while True:
         try:
             line = session.prompt(PROMPT)
-        except KeyboardInterrupt:  # the line is given up, not the conversation
+        except KeyboardInterrupt:  # discards the line, not the conversation
             continue
         except EOFError:
             return 0
@@ -220,20 +223,24 @@ def _at_terminal(talk: "Chat") -> int:
             if isinstance(found, str):
                 print(found)
                 continue
-            with _interruptible() as asked:
-                _show(found, talk.entropy, colours, lambda: bool(asked))
-            if talk.finish_reason in ENDINGS:
-                _note(ENDINGS[talk.finish_reason].format(talk.config.generation.max_new_tokens))
+            with _interruptible() as interrupts:
+                _show(found, talk.entropy, colors, lambda: bool(interrupts))
+            if talk.finish_reason in FINISH_NOTES:
+                _note(FINISH_NOTES[talk.finish_reason].format(talk.config.generation.max_new_tokens))
         except KeyboardInterrupt:
-            _note("(stopped at once)")
+            _note("(stopped immediately)")
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
 
 
-ENDINGS = {"interrupted": "(stopped)", "length": "(cut: max_new_tokens is {})", "context": "(cut: the context is full)"}
+FINISH_NOTES = {
+    "interrupted": "(stopped)",
+    "length": "(truncated: max_new_tokens is {})",
+    "context": "(truncated: the context is full)",
+}
 
 
-def _through_pipe(talk: "Chat") -> int:
+def _run_pipe(talk: "Chat") -> int:
     code = 0
     for number, data in enumerate(sys.stdin.buffer, 1):
         try:
@@ -248,58 +255,58 @@ def _through_pipe(talk: "Chat") -> int:
             elif talk.entropy:
                 _show(found, True, "none", lambda: False)
             else:
-                for piece in found:
-                    print(piece.text, end="", flush=True)
+                for part in found:
+                    print(part.text, end="", flush=True)
                 print(flush=True)
         except UnicodeDecodeError as error:
-            raise UserError(f"standard input is not UTF-8 text: byte {error.start} of line {number} is wrong") from None
+            raise UserError(f"standard input is not UTF-8 text: byte {error.start} of line {number} is invalid") from None
         except UserError as error:
-            code = MISTAKE
+            code = FAILED
             print(f"error: {error} (line {number})", file=sys.stderr, flush=True)
     return code
 
 
-def _show(pieces: "Generator[TextPart]", entropy: bool, colours: Any, stopped: Callable[[], bool]) -> None:
-    """Prints an answer as it comes; without colours one that shows its entropies once it is complete."""
+def _show(parts: "Generator[TextPart]", entropy: bool, colors: Any, stopped: Callable[[], bool]) -> None:
+    """Prints an answer while it is generated; entropies without colors are printed when it is complete."""
     from dantinox.report.entropy_view import digit_lines, shade_text
 
-    waits = entropy and colours == "none"
+    is_deferred = entropy and colors == "none"
     found = []
-    with contextlib.closing(pieces):  # which keeps the answer of one that is stopped
-        for piece in pieces:
-            if waits:
-                found.append((piece.text, piece.entropy))
+    with contextlib.closing(parts):  # closing keeps the text of a stopped answer
+        for part in parts:
+            if is_deferred:
+                found.append((part.text, part.entropy))
             else:
-                print(shade_text(piece.text, piece.entropy if entropy else None, colours), end="", flush=True)
+                print(shade_text(part.text, part.entropy if entropy else None, colors), end="", flush=True)
             if stopped():
                 break
     print_lines(lambda width: digit_lines(found, width))
-    if not waits:
+    if not is_deferred:
         print(flush=True)
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """A list that Ctrl-C fills, to be looked at between two pieces; a second one is a KeyboardInterrupt.
+    """Yields a list that Ctrl-C appends to, for checks between two parts; a second Ctrl-C raises KeyboardInterrupt.
 
-    An exception at any place could leave what is being compiled or decoded half done.
+    An exception at an arbitrary place could leave compilation or decoding in an inconsistent state.
     """
-    asked: list[int] = []
+    interrupts: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
-        if asked:
+        if interrupts:
             raise KeyboardInterrupt
-        asked.append(number)
+        interrupts.append(number)
 
     before = signal.signal(signal.SIGINT, stop)
     try:
-        yield asked
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _session() -> Any:
-    """The line editor, with the history of all conversations of this user."""
+    """Returns the line editor, with the history of all conversations of this user."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import NestedCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -316,9 +323,9 @@ def _session() -> Any:
     completer = NestedCompleter.from_nested_dict(names | words)
     history: Any = InMemoryHistory()
     path = cache_folder() / "chat_history"
-    with contextlib.suppress(OSError):  # a home that cannot be written to has no history
+    with contextlib.suppress(OSError):  # no history if the cache folder cannot be written
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # what one says is nobody else's
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # private to this user
         history = FileHistory(str(path))
     return PromptSession(
         history=history,

@@ -19,13 +19,13 @@ from dantinox.run import RunDirectory, accept_run
 
 pytestmark = pytest.mark.slow
 
-PROMPT = r">.*\x1b\[\?25h"  # and the cursor is shown
-AROUND = "è€😀b\nca"  # what the model of `run_dir` says after "a", again and again
+PROMPT = r">.*\x1b\[\?25h"  # the prompt, and the code that shows the cursor
+AROUND = "è€😀b\nca"  # the model of `run_dir` repeats this text after "a"
 
 
 @pytest.fixture
 def talk(run_dir, capfd, monkeypatch):
-    """Sends lines through a pipe: (exit code, stdout, stderr)."""
+    """Returns a function that sends lines through a pipe and returns (exit code, stdout, stderr)."""
 
     def run(lines, *flags, at=run_dir):
         data = lines if isinstance(lines, bytes) else "".join(line + "\n" for line in lines).encode()
@@ -42,24 +42,24 @@ def test_lines_through_a_pipe(talk, tmp_path):
     code, out, err = talk(["a", "", "/set max_new_tokens 5", "b", "/undo", f"/save {file}", "/quit", "never read"])
     assert (code, out) == (0, AROUND + "\n" + "\nca" + AROUND[:1] + "\n")
     assert err.splitlines() == [
-        "this model has no chat template: what you write is continued as it is, one text for the whole conversation",
+        "this model has no chat template: it continues your text, and the whole conversation is one text",
         "max_new_tokens 5",
-        "taken back: b",
+        "removed: b",
         f"saved {file}",
     ]
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": AROUND}]
     assert json.loads(file.read_text()) == {"messages": messages}
 
 
-def test_mistakes_are_a_sentence_each_and_the_conversation_goes_on(talk):
+def test_each_error_is_one_sentence_and_the_conversation_continues(talk):
     lines = {
         "/sett top_k 4": "no command /sett: did you mean /set",
         "/set top_p 7": "generation.top_p must be",
         "/set": "/set needs the name of a setting",
         "/set stop 'a": "no closing quotation",
         "/set top_p 0.3 0.4": "top_p takes one value, got 2",
-        "/entropy maybe": "/entropy is on or off, got 'maybe'",
-        "/save": "/save needs the name of a file",
+        "/entropy maybe": "/entropy must be on or off, got 'maybe'",
+        "/save": "/save needs a file name",
         "/foo": "no command /foo: /help lists them",
         "/retry": "the conversation has no messages yet",
     }
@@ -69,8 +69,8 @@ def test_mistakes_are_a_sentence_each_and_the_conversation_goes_on(talk):
         assert re.search(rf"^error: .*{re.escape(words)}.* \(line {number}\)$", err, re.M), (words, err)
 
 
-def test_a_template_and_a_text_that_begins_with_a_slash(talk, run_dir, tmp_path):
-    """A template that ends with the letter which leads into the circle."""
+def test_a_template_and_a_message_that_begins_with_a_slash(talk, run_dir, tmp_path):
+    """The template ends with the letter after which the model repeats its text."""
     copy = shutil.copytree(run_dir, tmp_path / "run")
     (copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}a")
     code, out, err = talk(["/system S", "//help", "/settings"], at=copy)
@@ -78,16 +78,16 @@ def test_a_template_and_a_text_that_begins_with_a_slash(talk, run_dir, tmp_path)
     assert "no chat template" not in err and "system S\n" in err and "greedy true (/set)\n" in err
 
 
-def test_entropies_without_colours_stand_below(talk):
+def test_entropies_without_colors_are_printed_below(talk):
     code, out, err = talk(["/entropy on", "a"])
     lines = out.splitlines()
     assert (code, lines[0]) == (0, "è€😀b↵") and re.fullmatch(r"\d\d\d \d\d", lines[1]), "the digits of one line of text"
-    assert "\x1b" not in out and "below each token stands its entropy" in err
+    assert "\x1b" not in out and "entropy in bits is printed below each token" in err
 
 
-def test_what_is_not_utf8(talk):
+def test_invalid_utf8_is_an_error(talk):
     code, _, err = talk(b"\xff\n")
-    assert code == 2 and err.endswith("error: standard input is not UTF-8 text: byte 0 of line 1 is wrong\n")
+    assert code == 2 and err.endswith("error: standard input is not UTF-8 text: byte 0 of line 1 is invalid\n")
 
 
 def test_help_names_every_command(talk):
@@ -99,7 +99,7 @@ def test_help_names_every_command(talk):
         chatting.command("/")
 
 
-def test_pieces_are_shaded():
+def test_parts_are_shaded():
     assert shade_text("a\x1b\nb", None, "truecolor") == "a␛\nb", "no control character reaches the terminal"
     assert shade_text("ab\nc", 0.0, "256") == "\x1b[38;5;231;48;5;53mab↵\x1b[0m\n\x1b[38;5;231;48;5;53mc\x1b[0m"
     assert shade_text("ab\n", 8.0, "none") == "ab\n"
@@ -108,10 +108,12 @@ def test_pieces_are_shaded():
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_real_terminal(run_dir, tmp_path, interruptible):
-    """Streaming, an interrupt, the commands, several lines, the history and the way out."""
+    """Streaming, an interrupt, the commands, several lines, the history and quitting."""
     path = Path(shutil.copytree(run_dir, tmp_path / "run"))
     config = (path / "config.yaml").read_text()
-    (path / "config.yaml").write_text(config.replace("max_context: 128", "max_context: 32768"))  # long enough to be stopped in
+    (path / "config.yaml").write_text(
+        config.replace("max_context: 128", "max_context: 32768")
+    )  # long enough to interrupt an answer
     accept_run(RunDirectory(path))
     surroundings = os.environ | {
         "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path),
@@ -123,28 +125,28 @@ def test_a_real_terminal(run_dir, tmp_path, interruptible):
         sys.executable, ["-m", "dantinox", *flags], env=surroundings, encoding="utf-8", timeout=40, dimensions=(30, 120)
     )
 
-    def says(line, *expected):
+    def send(line, *expected):
         child.expect(PROMPT)
         child.sendline(line)
         for pattern in expected:
             child.expect(pattern)
 
     child.expect("no chat template")
-    says("a", "è€😀b\r\nca\r\n", r"\(cut: max_new_tokens is 13")
-    says("x\x1b\ry", r"\(cut: ")  # Alt-Enter between the two lines
-    says("/undo", r"taken back: x\\ny")
-    says("/set top_p 1.7", r"error: generation\.top_p must be")
-    says("/set max_new_tokens 20000", "max_new_tokens 20000")
-    says("/entropy on", "each token is shaded")
-    says("/clear", "begins anew")
-    says("a", "\x1b\\[38;5;\\d+;48;5;\\d+mè")
+    send("a", "è€😀b\r\nca\r\n", r"\(truncated: max_new_tokens is 13")
+    send("x\x1b\ry", r"\(truncated: ")  # Alt-Enter between the two lines
+    send("/undo", r"removed: x\\ny")
+    send("/set top_p 1.7", r"error: generation\.top_p must be")
+    send("/set max_new_tokens 20000", "max_new_tokens 20000")
+    send("/entropy on", "each token is shaded")
+    send("/clear", "started a new conversation")
+    send("a", "\x1b\\[38;5;\\d+;48;5;\\d+mè")
     child.sendintr()
     child.expect(r"\(stopped\)")
-    says("/undo", "taken back: a")
-    says("/set max_new_tokens 117", "max_new_tokens 117")
-    says("a", r"\(cut: ")
-    says("/retry", r"mè.*mè.*\(cut: ")
-    says(f"/save {tmp_path / 'talk.json'}", "saved ")
+    send("/undo", "removed: a")
+    send("/set max_new_tokens 117", "max_new_tokens 117")
+    send("a", r"\(truncated: ")
+    send("/retry", r"mè.*mè.*\(truncated: ")
+    send(f"/save {tmp_path / 'talk.json'}", "saved ")
     child.expect(PROMPT)
     child.sendeof()
     child.expect(pexpect.EOF)

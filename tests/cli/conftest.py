@@ -1,0 +1,42 @@
+"""Fixtures that run commands."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dantinox import cli
+
+
+@pytest.fixture
+def dantinox(capfd):
+    """Returns a function that runs a command in this process and returns (exit code, stdout, stderr)."""
+
+    def run(*argv):
+        code = cli.main([str(arg) for arg in argv])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def generate(dantinox, run_dir):
+    return lambda *argv: dantinox("generate", "--run_dir", run_dir, *argv)
+
+
+@pytest.fixture
+def copy(run_dir, tmp_path):
+    """A copy of the run directory, to be modified."""
+    return Path(shutil.copytree(run_dir, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """The environment of processes: all share a folder for compiled programs."""
+    return {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }

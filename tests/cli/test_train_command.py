@@ -1,0 +1,204 @@
+"""`dantinox train` and other commands: errors, configs, files and output."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from dantinox import cli
+from dantinox.config import build_config
+from tests.cli.expected import ROOT, assert_one_sentence
+
+pytestmark = pytest.mark.slow
+
+
+def train(environment, *argv):
+    command = [sys.executable, ROOT / "train.py", *argv]
+    return subprocess.run([str(a) for a in command], capture_output=True, text=True, env=environment, timeout=120, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--config", "nowhere.yaml"], "no config file at nowhere.yaml"),
+        (["--lr", "-1"], "training.lr must be a number > 0, got -1 (command line)"),
+        (["--seed", "3"], "--seed is a key of two sections: write --training.seed or --generation.seed"),
+        (["--data_path", "nowhere.txt"], "no corpus at 'nowhere.txt'"),
+        (
+            ["--use_moe", "True", "--n_experts", "2", "--top_k_mlp", "3"],
+            "moe.top_k_mlp must be at most moe.n_experts, got 3 and 2",
+        ),
+        (["--resume"], "--resume needs --run_dir"),
+    ],
+)
+def test_an_error_of_train(dantinox, tmp_path, flags, says):
+    assert_one_sentence(dantinox("train", *flags, *([] if "--resume" in flags else ["--run_dir", tmp_path / "run"])), says)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_train_as_a_process(environment, tmp_path):
+    done = train(environment, "--lr", "-1", "--run_dir", tmp_path / "run")
+    assert_one_sentence((done.returncode, done.stdout, done.stderr), "training.lr must be a number > 0, got -1 (command line)")
+    assert not (tmp_path / "run").exists()
+
+
+TINY = [
+    "--dim", 16, "--n_heads", 2, "--num_blocks", 1, "--max_context", 16, "--tokenizer_type", "byte", "--batch_size", 2,
+    "--steps", 4, "--eval_every", 2, "--warmup_steps", 1, "--sample_every", 4, "--max_new_tokens", 5,
+]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Nel mezzo del cammin di nostra vita\n" * 40)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart", "dante", "recall", "shakespeare_char", "gpt2_124m", "llama_1b", "llama_8b", "moe_2b"]
+)
+def test_every_packaged_config_builds_a_model(dantinox, name):
+    """Models are built from shapes, so a billion parameters need no memory."""
+    import jax
+    from flax import nnx
+
+    from dantinox.config import load_config
+    from dantinox.model import Transformer
+
+    path = ROOT / "configs" / f"{name}.yaml"
+    assert "$schema=schema.json" in path.read_text().splitlines()[0]
+    config = load_config(path)
+    vocab_size = config.tokenizer.vocab_size if config.tokenizer.tokenizer_type == "bpe" else 68
+    model = nnx.eval_shape(lambda: Transformer(config.architecture(vocab_size), rngs=nnx.Rngs(0)))
+    millions = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) / 1e6
+    assert 0.5 < millions < 8100
+    assert all(line.split("#")[1].strip() for line in path.read_text().splitlines() if line.startswith("  ")), "a comment a key"
+
+
+def test_packaged_configs_are_found_by_name_in_every_directory(dantinox, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for chosen in ([], ["--config", "quickstart"], ["--config", ROOT / "configs/quickstart.yaml"]):
+        assert "data:\n  path: builtin:python\n" in dantinox("train", *chosen, "--print_config")[1]
+    (tmp_path / "dante").write_text("model: {dim: 8, n_heads: 1}")  # a file has priority
+    assert "  dim: 8\n" in dantinox("train", "--config", "dante", "--print_config")[1]
+    says = "no config file at quick: use a file, or a packaged config (dante, gpt2_124m, llama_1b, llama_8b, lora, moe_2b, "
+    assert_one_sentence(dantinox("train", "--config", "quick"), says)
+
+
+def test_init_writes_a_config_that_trains(dantinox, tmp_path, monkeypatch):
+    from dantinox.config import load_config
+    from dantinox.config.sections import flatten_config
+
+    monkeypatch.chdir(tmp_path)
+    assert dantinox("init", "new.yaml") == (0, "", "")
+    changed = {"data.path": "builtin:python", "training.sample_every": 250}
+    small = ("model.dim", "model.n_heads", "model.kv_heads", "model.num_blocks", "model.max_context", "tokenizer.vocab_size",
+             "training.batch_size")  # fmt: skip
+    changed |= {key: flatten_config(load_config("quickstart"))[key] for key in small}  # because this machine has no accelerator
+    assert load_config("new.yaml") == build_config({}, changed)
+    lines = (tmp_path / "new.yaml").read_text(encoding="utf-8").splitlines()
+    assert "#   dantinox train --config new.yaml --run_dir runs/first" in lines and max(map(len, lines)) < 160
+    assert all(" # " in line for line in lines if line.startswith("  "))
+    code, out, _ = dantinox("train", "--config", "new.yaml", "--dry_run", *TINY)
+    assert code == 0 and "4 steps of 2 × 16 tokens" in out
+    assert_one_sentence(dantinox("init", "new.yaml"), "new.yaml already exists")
+    assert_one_sentence(dantinox("init", "gone/new.yaml"), "cannot write gone/new.yaml")
+
+
+def test_an_invalid_sample_prompt_is_reported_before_training(dantinox, tmp_path, text):
+    run = tmp_path / "run"
+    argv = ["train", "--config", ROOT / "configs/quickstart.yaml", "--data_path", text, "--run_dir", run, *TINY]
+    code, out, err = dantinox(*argv, "--tokenizer_type", "char", "--sample_prompt", "é")
+    assert (code, out) == (2, "") and "error: training.sample_prompt: the character 'é'" in err and not run.exists()
+
+
+def test_an_invalid_token_id_is_reported_before_training(dantinox, tmp_path, text):
+    run = tmp_path / "run"
+    argv = ["train", "--config", ROOT / "configs/quickstart.yaml", "--data_path", text, "--run_dir", run, *TINY]
+    code, out, err = dantinox(*argv, "--allowed_tokens", 999_999)
+    assert (code, out) == (2, "") and "error: generation.allowed_tokens must hold token ids in [0, 259), got 999999" in err
+    assert not run.exists(), "the corrected command can be repeated"
+
+
+def test_train_then_generate_then_resume(dantinox, tmp_path, text):
+    run = tmp_path / "run"
+    code, out, err = dantinox(
+        "train", "--config", ROOT / "configs/quickstart.yaml", "--data_path", text, "--run_dir", run, *TINY
+    )
+    assert (code, out) == (0, "") and "finished at step 4" in err
+    names = {
+        "config.yaml",
+        "tokenizer.json",
+        "model_weights.msgpack",
+        "training_log.csv",
+        "metrics.jsonl",
+        "model_summary.json",
+    }
+    assert names <= {path.name for path in run.iterdir()} and (run / "samples" / "step_4.txt").is_file()
+    code, out, _ = dantinox("generate", "--run_dir", run, "--prompt", "Nel", "--max_new_tokens", 4, "--greedy")
+    assert code == 0 and out.startswith("Nel")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    code, out, err = dantinox("train", "--run_dir", run, "--resume")
+    assert (code, out) == (0, "") and "this run is finished" in err
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "no file has changed"
+    assert_one_sentence(dantinox("train", "--data_path", text, "--run_dir", run), "is not empty: add --resume")
+    text.write_text("another text")
+    code, _, err = dantinox("train", "--run_dir", run, "--resume")
+    assert code == 0 and "the corpus has changed since this run began: the run continues with its saved tokens\n" in err
+    text.unlink()
+    code, _, err = dantinox("train", "--run_dir", run, "--resume", "--steps", 5, "--sample_prompt", "è")
+    assert code == 0 and "resumed from step 4" in err and "finished at step 5" in err and "corpus" not in err
+    assert (run / "samples" / "step_5.txt").read_text(encoding="utf-8").startswith("è")
+    code, _, err = dantinox("train", "--run_dir", run, "--resume", "--lr", 1)
+    assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.004, got 1" in err
+    code, out, _ = dantinox("info", run)
+    assert code == 0 and "val loss" in out and "weights int8" in out and "perplexity" in out
+
+
+def test_dry_run_and_print_config_write_no_files(dantinox, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = ["--config", ROOT / "configs/quickstart.yaml", "--data_path", text]
+    code, out, err = dantinox("train", *config, "--dry_run", *TINY)
+    assert code == 0 and "4 steps of 2 × 16 tokens" in out and "estimated peak" in out and "first row" in out
+    assert re.search(r"about \S+ for 4 steps at \S+ m?s a step, evaluations not counted\n$", out)
+    assert err.startswith("warning: tokenizer.vocab_size has no effect while tokenizer.tokenizer_type is byte (")
+    assert err.count("\n") == 1
+    code, out, err = dantinox("train", *config, "--print_config", "--training.lr", "5e-4", "--use_moe", "False")
+    assert (code, err) == (0, "") and "lr: 0.0005" in out and "use_moe: false" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_doctor(dantinox, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        code, out, err = dantinox("doctor")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert (code, err) == (0, "") and "jax " in out and "device 0: " in out and "GFLOP/s" in out
+    assert out.endswith(f"compiled programs are cached in {tmp_path / 'dantinox' / 'jax'}\n")
+
+
+def test_plot_writes_a_figure_and_prints_its_path(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from dantinox.report import MetricsLog
+    from dantinox.run import create_run, save_config
+
+    for name in ("a", "b"):
+        run = create_run(tmp_path / name)
+        save_config(run, build_config({}))
+        MetricsLog(run.path / "training_log.csv", run.metrics).evaluation({"step": 5, "val_loss": 2.0})
+    runs, out = [str(tmp_path / name) for name in ("a", "b")], tmp_path / "ab.png"
+    assert cli.main(["plot", runs[0]]) == 0 and (tmp_path / "a" / "plots" / "loss_by_step.png").is_file()
+    assert cli.main(["plot", *runs, "--by", "time", "--out", str(out)]) == 0 and out.is_file()
+    assert capsys.readouterr().out.splitlines()[-1] == str(out)
+    for wrong, message in (
+        (runs, "several runs"),
+        ([str(tmp_path)], "not a run directory"),
+        ([runs[0], "--out=x.svg"], ".png"),
+    ):
+        assert cli.main(["plot", *wrong]) == 2 and message in capsys.readouterr().err
