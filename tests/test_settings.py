@@ -1,4 +1,4 @@
-"""Every setting: alone beside the defaults it changes something that can be observed, or it is refused and reported."""
+"""Every setting has an observable effect, or is refused in flags and reported in files while it has none."""
 
 import re
 from functools import cache
@@ -32,14 +32,14 @@ MOE = {"moe.use_moe": True}
 SHARED_EXPERT = {**MOE, "moe.shared_experts": 1}
 DENSE_FIRST = {**MOE, "model.num_blocks": 2, "moe.dense_layers": [0]}
 CLAMPED = {"model.activation": "clamped_swiglu"}
-TALKS = {
+CONVERSATIONS = {
     "training.objective": "sft", "data.path": "d.jsonl", "model.max_context": 64, "tokenizer.tokenizer_type": "byte",
 }  # fmt: skip
-FROM = {"training.init_from": "runs/x"}
-LORA = {**FROM, "lora.rank": 4}
+START_FROM = {"training.init_from": "runs/x"}
+LORA = {**START_FROM, "lora.rank": 4}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
-FOURFOLD = {"attention.rope_factor": 4.0}
-LINEAR = {**FOURFOLD, "attention.rope_scaling": "linear"}
+FACTOR_4 = {"attention.rope_factor": 4.0}
+LINEAR = {**FACTOR_4, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
 LONGROPE = {
     **LLAMA3, "model.head_size": 8, "attention.rope_scaling": "longrope", "attention.rope_short_factors": [1.0, 1.0, 1.0, 2.0],
@@ -48,7 +48,7 @@ LONGROPE = {
 YARN = {**LLAMA3, "attention.rope_scaling": "yarn"}
 PROPORTIONAL = {"attention.rope_scaling": "proportional"}
 SHARED_KEYS = {"model.num_blocks": 2, "attention.kv_shared_layers": 1}
-# Setting → a value other than its default, and what else it needs.
+# Setting → a value other than its default, and its prerequisites.
 OTHER: dict[str, tuple] = {
     "model.dim": (32,), "model.n_heads": (4,), "model.kv_heads": (1,), "model.head_size": (4,), "model.num_blocks": (2,),
     "model.hidden_dim": (24,), "model.max_context": (16,), "model.weight_tying": (False,),
@@ -93,14 +93,14 @@ OTHER: dict[str, tuple] = {
     "attention.no_sink": (True,), "attention.kernel": ("chunked",), "attention.attn_logit_softcapping": (50.0,),
     "attention.kv_lora_rank": (8,), "attention.q_lora_rank": (8, LATENT), "attention.v_head_dim": (6, LATENT),
     "attention.qk_rope_head_dim": (6, LATENT), "attention.sink_logits": (True,),
-    "attention.rope_scaling": ("linear", FOURFOLD), "attention.rope_factor": (2.0, LINEAR),
+    "attention.rope_scaling": ("linear", FACTOR_4), "attention.rope_factor": (2.0, LINEAR),
     "attention.rope_original_context": (16, {**LLAMA3, "attention.rope_original_context": 8}),
     "attention.low_freq_factor": (2.0, LLAMA3), "attention.high_freq_factor": (8.0, LLAMA3),
     "attention.beta_fast": (16.0, YARN), "attention.beta_slow": (2.0, YARN), "attention.rope_attention_factor": (1.5, YARN),
     "tokenizer.tokenizer_type": ("byte",), "tokenizer.vocab_size": (270,),
     "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
     "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),
-    "data.chat_template": ("t.jinja", TALKS), "training.objective": ("dpo", {"training.init_from": "runs/x"}),
+    "data.chat_template": ("t.jinja", CONVERSATIONS), "training.objective": ("dpo", {"training.init_from": "runs/x"}),
     "training.dpo_beta": (0.5, PREFERENCES),
     "data.path": ("b.txt",), "data.packing": ("best_fit",),
     "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
@@ -122,7 +122,7 @@ OTHER: dict[str, tuple] = {
     "training.sample_every": (3,), "training.sample_prompt": ("a", {"training.sample_every": 3}), "training.keep_last": (1,),
     "training.patience": (1,), "training.init_from": ("runs/x",), "training.nan_policy": ("skip",),
     "training.deterministic": (True,),
-    "lora.rank": (4, FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
+    "lora.rank": (4, START_FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
     "lora.base_weights": ("int8", LORA),
     "distributed.data": (2,), "distributed.fsdp": (4,), "distributed.expert": (2,), "distributed.tensor": (2,),
     "distributed.coordinator": ("auto",), "distributed.processes": (2, {**ADDRESS, "distributed.process": 0}),
@@ -167,7 +167,7 @@ OTHER: dict[str, tuple] = {
     "logging.log_every": (3,), "logging.log_file": ("l.csv",), "logging.summary_file": ("s.json",), "logging.plot": (False,),
     "logging.tensorboard": (True,), "logging.wandb": (True,), "logging.wandb_project": ("p", {"logging.wandb": True}),
 }  # fmt: skip
-OTHER |= {  # numbers of the router: half of what they are is another value of each
+OTHER |= {  # numbers of the router
     key: (5 if key.endswith(("top_k_min", "top_k_max", "base_top_k", "candidates")) else 0.25, ROUTER)
     for key in FIELDS
     if key.startswith("router.") and key not in OTHER
@@ -176,17 +176,17 @@ OTHER["router.explore_top_k_min"] = (3, ROUTER)
 
 
 def settings_of(key):
-    """The base that a setting is put into, and its value."""
+    """Returns the prerequisites of a setting and a value."""
     value, *more = OTHER[key]
     return (more or [{}])[0], value
 
 
-def test_the_table_knows_every_setting():
+def test_the_table_is_complete():
     assert OTHER.keys() == FIELDS.keys()
 
 
 @pytest.mark.parametrize("key", FIELDS)
-def test_a_setting_that_lacks_what_it_needs_is_refused_or_reported(key):
+def test_a_setting_without_its_prerequisite_is_refused_or_reported(key):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
     alone = find_inactive(Config.model_validate({section: {name: value}}, context="unchecked"))
@@ -199,8 +199,8 @@ def test_a_setting_that_lacks_what_it_needs_is_refused_or_reported(key):
 
 
 @cache
-def lowered(text):
-    """The number of steps, and the program of one."""
+def lowered_step(text):
+    """Returns the number of steps and the lowered_step program of one step."""
     config = build_config(yaml.safe_load(text))
     model, steps = config.architecture(17), total_steps(config, 40)
     t = config.training
@@ -208,8 +208,8 @@ def lowered(text):
     return steps, TrainStep(config, model, steps).program.lower(state, batch).as_text()
 
 
-def sampled(config):
-    """The parameters of a row: what is compiled, and every number, list and flag."""
+def sampling_parameters(config):
+    """Returns the sampling parameters of a row: static structure, values and order."""
     measured = dict.fromkeys(("low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy"), 0.5)
     measured |= {"entropy_scale": 2.0, "varentropy_scale": 2.0}
     filled = config.model_copy(
@@ -220,7 +220,7 @@ def sampled(config):
     return str(kind), [np.asarray(leaf).tolist() for leaf in leaves], section_order(config.generation)
 
 
-def read_by(key, *packages):
+def is_read_by(key, *packages):
     """Returns whether code of these packages reads a setting."""
     section, _, name = key.partition(".")
     holder = {
@@ -242,19 +242,19 @@ START_UP = ("coordinator", "processes", "process")
 HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
 
 
-def written(config, directory):
-    """The tokenizer, the tokens that a corpus becomes, and the first batch."""
+def prepared_data(config, directory):
+    """Returns the tokenizer, the tokens of the corpus and the first batch."""
     tokenizer, store = prepare_data(config, directory)
     return tokenizer.fingerprint, store.training_ids.tolist(), store.validation_ids.tolist(), store.batch(0).tokens_BT.tolist()
 
 
-def started(config):
-    """The weights before the first step."""
+def initial_weights(config):
+    """Returns the weights before the first step."""
     return [leaf.tolist() for leaf in jax.tree.leaves(TrainStep(config, config.architecture(17), 3).initial_state())]
 
 
-def on_eight_devices(config):
-    """The mesh of eight devices, or why there is none."""
+def mesh_of_eight(config):
+    """Returns the mesh of eight devices, or the error."""
     try:
         return mesh_sizes(config, config.architecture(17), 8)
     except UserError as error:
@@ -277,33 +277,33 @@ def corpora(tmp_path_factory):
 
 
 @pytest.mark.parametrize("key", FIELDS)
-def test_a_setting_changes_something(key, corpora, tmp_path, monkeypatch):
+def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
     if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *HUB, *START_UP):
-        assert read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
+        assert is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
         return
     base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
     after = build_config({}, {**base, **needed, key: value})
     try:
         before = build_config({}, base | needed)
-    except UserError:  # what it needs wants it too
+    except UserError:  # the prerequisites require this setting
         before = build_config({}, base)
     if key in ("moe.alpha_balance", "moe.router_z_loss"):
-        assert lowered(dump_config(before)) != lowered(dump_config(after))
+        assert lowered_step(dump_config(before)) != lowered_step(dump_config(after))
     elif section in ("model", "moe", "attention"):
         assert before.architecture(17) != after.architecture(17)
     elif section == "lora":
         assert before.trained_architecture(17) != after.trained_architecture(17)
     elif section in ("tokenizer", "data"):
         monkeypatch.chdir(corpora)
-        assert written(before, tmp_path / "before") != written(after, tmp_path / "after")
+        assert prepared_data(before, tmp_path / "before") != prepared_data(after, tmp_path / "after")
     elif section == "distributed":
-        assert on_eight_devices(before) != on_eight_devices(after)
+        assert mesh_of_eight(before) != mesh_of_eight(after)
     elif section == "training":
         if key == "training.seed":
-            assert started(before) != started(after)
+            assert initial_weights(before) != initial_weights(after)
         else:
-            assert lowered(dump_config(before)) != lowered(dump_config(after))
+            assert lowered_step(dump_config(before)) != lowered_step(dump_config(after))
     else:
-        assert sampled(before) != sampled(after)
+        assert sampling_parameters(before) != sampling_parameters(after)

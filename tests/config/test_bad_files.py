@@ -1,4 +1,4 @@
-"""Every way to get a config file wrong that came to mind: each is one sentence with the place, never a traceback or a hang."""
+"""Invalid config files: each is reported in one sentence with its place, without a traceback or a hang."""
 
 import os
 import time
@@ -12,7 +12,7 @@ LAUGHS = 'a: &a ["x", "x"]\n' + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
-# name → (content, what the sentence must say, the line it must name or None)
+# name → (content, words of the error, line of the error or None)
 BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     # names
     "unknown section": ("trainig:\n  lr: 1\n", ("no section trainig", "did you mean training?"), 1),
@@ -102,7 +102,7 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     ),
     "empty stop string": ("generation:\n  stop: ['']\n", ("generation.stop must not hold an empty string",), 2),
     "no corpus file": ("data:\n  path: []\n", ("data.path must name at least one file, got []",), 2),
-    # text no file system takes
+    # invalid paths and text
     "log outside of the run": ("logging:\n  log_file: ../x\n", ("must be a file name of letters", "got '../x'"), 2),
     "log is the parent": ("logging:\n  log_file: '..'\n", ("must be a file name of letters", "got '..'"), 2),
     "log over the weights": ("logging:\n  log_file: model_weights.msgpack\n", ("must differ from each other",), 2),
@@ -158,7 +158,7 @@ def sentence(path, overrides=None) -> str:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_one_sentence(tmp_path, name, capfd):
+def test_an_invalid_file_is_one_sentence(tmp_path, name, capfd):
     content, says, line = BAD[name]
     path = tmp_path / "c.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -171,7 +171,7 @@ def test_a_bad_file_is_one_sentence(tmp_path, name, capfd):
     assert capfd.readouterr() == ("", f"error: {text}\n")
 
 
-def test_paths_that_are_no_file(tmp_path):
+def test_paths_that_are_not_files(tmp_path):
     assert sentence(tmp_path) == f"no config file at {tmp_path}: it is a directory"
     assert sentence(tmp_path / "no.yaml") == f"no config file at {tmp_path / 'no.yaml'}"
     os.mkfifo(tmp_path / "pipe")
@@ -204,32 +204,32 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_file_in_every_spelling(tmp_path, name):
+def test_every_spelling_of_a_valid_file(tmp_path, name):
     content, lr = GOOD[name]
     (tmp_path / "c.yaml").write_bytes(content)
     assert load_config(tmp_path / "c.yaml").training.lr == lr
 
 
-def test_yes_and_no_are_booleans_as_yaml_says(tmp_path):
+def test_yes_and_no_are_yaml_booleans(tmp_path):
     (tmp_path / "c.yaml").write_text("generation:\n  greedy: yes\n  use_cache: Off\n")
     config = load_config(tmp_path / "c.yaml")
     assert (config.generation.greedy, config.generation.use_cache) == (True, False)
 
 
-def test_older_names_are_taken(tmp_path):
+def test_older_names_are_accepted(tmp_path):
     (tmp_path / "c.yaml").write_text("generation:\n  max_generations: 7\nlogging:\n  eval_iters: 9\n")
     config = load_config(tmp_path / "c.yaml")
     assert (config.generation.max_new_tokens, config.training.eval_every) == (7, 9)
 
 
-def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path):
+def test_the_command_line_has_priority_and_is_named_in_errors(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("training:\n  lr: fast\n")
     assert load_config(path, {"training.lr": 0.5}).training.lr == 0.5
     assert sentence(path, {"training.lr": "slow"}) == "training.lr must be a number > 0, got 'slow' (command line)"
 
 
-def test_a_conflict_names_the_side_that_was_written(tmp_path):
+def test_a_conflict_is_reported_at_the_setting_that_was_written(tmp_path):
     (tmp_path / "c.yaml").write_text("model:\n  kv_heads: 3\n")
     assert "line 2" in sentence(tmp_path / "c.yaml")
     (tmp_path / "c.yaml").write_text("model: {}\n")
@@ -252,7 +252,7 @@ logging: {eval_iters: 20, log_file: training_log.csv, summary_file: model_summar
 """
 
 
-def test_a_file_of_the_first_version_loads_and_hears_what_has_no_effect(tmp_path):
+def test_a_file_of_the_first_version_loads_with_warnings_about_unused_settings(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(EARLIER)
     with pytest.warns(UserWarning) as reported:
@@ -281,7 +281,7 @@ def test_a_file_of_the_first_version_loads_and_hears_what_has_no_effect(tmp_path
     ],
     ids=["range", "name", "contradiction", "inactive", "path"],
 )
-def test_an_error_carries_its_setting_and_value(given, key, value):
+def test_an_error_has_its_setting_and_value(given, key, value):
     with pytest.raises(UserError) as caught:
         build_config({}, given)
     assert (caught.value.key, caught.value.value) == (key, value) and key in str(caught.value)

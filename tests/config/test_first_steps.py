@@ -1,4 +1,4 @@
-"""What a newcomer types first: names of configs, few steps, JSON for lists, a version, a prompt from a pipe."""
+"""First steps of a new user: packaged configs, few steps, JSON for lists, the version, a prompt from a pipe."""
 
 import io
 import os
@@ -20,13 +20,13 @@ from dantinox.config.yaml_files import load_training
 from dantinox.training.resume import total_steps
 
 
-def test_a_config_of_the_package_has_one_name_everywhere():
+def test_packaged_configs_load_by_name():
     assert load_config("quickstart") == load_training("quickstart")
     with pytest.raises(UserError, match="no config file at quickstrat: use a file, or a packaged config"):
         load_config("quickstrat")
 
 
-def test_few_steps_shorten_the_warm_up_of_a_file():
+def test_few_steps_shorten_the_warmup_of_a_file():
     with pytest.warns(UserWarning, match=r"warmup_steps 20 \(.*line \d+\) is more than training.steps 2"):
         config = load_training("quickstart", {"training.steps": 2})
     assert (config.training.steps, config.training.warmup_steps) == (2, None)
@@ -34,7 +34,7 @@ def test_few_steps_shorten_the_warm_up_of_a_file():
         load_training("quickstart", {"training.steps": 2, "training.warmup_steps": 5})
 
 
-def test_few_epochs_shorten_the_warm_up():
+def test_few_epochs_shorten_the_warmup():
     config = build_config({}, {"training.epochs": 1.0, "training.warmup_steps": 10, "training.batch_size": 8})
     with pytest.warns(UserWarning, match="warmup_steps 10 is more than the 5 steps of training.epochs 1 with this corpus"):
         assert total_steps(config, windows_per_epoch=40) == 5
@@ -59,7 +59,7 @@ def test_print_config_prints_every_setting(capsys):
         (["--stop", "[1]"], "stop", ("[1]",)),
     ],
 )
-def test_lists_and_mappings_are_json_too(argv, key, value):
+def test_flags_of_lists_and_mappings_accept_json(argv, key, value):
     parser = Parser()
     add_config_flags(parser, ("generation",))
     assert getattr(build_config({}, overrides(parser.parse(argv))).generation, key) == value
@@ -77,14 +77,14 @@ def test_a_prompt_from_a_pipe_has_no_last_line_break(text, prompt, monkeypatch):
     assert given_prompt(SimpleNamespace(prompt="-"), build_config({})) == prompt
 
 
-def test_without_a_prompt_it_is_that_of_the_runs_samples():
+def test_the_default_prompt_is_that_of_the_samples_of_the_run():
     base = build_config({}, {"training.sample_every": 5, "training.sample_prompt": "def "})
     assert given_prompt(SimpleNamespace(prompt=None), base) == "def "
     assert given_prompt(SimpleNamespace(prompt=None), build_config({})) == "\n"
 
 
 @pytest.mark.parametrize(("dest", "format", "words"), [("o.gguf", "hf", "a folder"), ("o", "gguf", "a .gguf file")])
-def test_a_format_that_the_name_contradicts_is_refused(dest, format, words, tmp_path, capsys):
+def test_a_format_that_contradicts_the_file_name_is_refused(dest, format, words, tmp_path, capsys):
     assert cli.main(["export", str(tmp_path), str(tmp_path / dest), "--format", format]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / dest).exists()
 
@@ -92,7 +92,7 @@ def test_a_format_that_the_name_contradicts_is_refused(dest, format, words, tmp_
 @pytest.mark.parametrize(
     "argv", [["R"], ["--run_dir", "R"], ["--seed", "1", "R"], ["R", "--seed", "1"], ["--stop", "a", "--run_dir", "R"]]
 )
-def test_a_run_is_given_by_place_or_by_flag(argv, capsys):
+def test_a_run_is_an_argument_or_a_flag(argv, capsys):
     for command in ("generate", "chat", "explain"):
         argv = [word for word in argv if command != "explain" or word not in ("--stop", "a")]
         assert cli.main([command, *argv]) == 2 and "no run directory at R" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_only_the_flags_of_the_chosen_command_are_built(monkeypatch, capsys):
     assert "--accept" in capsys.readouterr().out
 
 
-def test_init_fits_the_machine(tmp_path):
+def test_init_writes_a_model_for_this_machine(tmp_path):
     (tmp_path / "small.yaml").write_text(starting_config(tmp_path / "small.yaml", cpus=2))
     (tmp_path / "large.yaml").write_text(starting_config(tmp_path / "large.yaml"))
     small, large = load_training(tmp_path / "small.yaml"), load_training(tmp_path / "large.yaml")
@@ -137,7 +137,7 @@ PLUGIN = "def initialize():\n    raise RuntimeError('no driver')\n"
 
 
 @pytest.mark.slow
-def test_hardware_that_is_not_there_is_one_line(tmp_path):
+def test_missing_hardware_is_one_line(tmp_path):
     def run(**environment):
         return subprocess.run([sys.executable, "-c", BACKENDS], env=os.environ | environment, capture_output=True, text=True)
 

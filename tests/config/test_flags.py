@@ -129,7 +129,7 @@ def test_no_flag_changes_nothing():
         ("--path ", None),
     ],
 )
-def test_a_wrong_flag_is_one_sentence(argv, says):
+def test_an_invalid_flag_is_one_sentence(argv, says):
     with pytest.raises(UserError) as caught:
         config_of(*argv.split(" "))
     text = str(caught.value)
@@ -140,7 +140,7 @@ def test_a_wrong_flag_is_one_sentence(argv, says):
 @pytest.mark.parametrize(
     "text", ["[" * 3000, "9" * 5000, "&a [*a]", "a: b: c", "\0", "!!int ''", "? ", "{a: 1, a: 2}", "\ud800"]
 )
-def test_no_flag_value_ends_in_a_traceback(text):
+def test_no_flag_value_causes_a_traceback(text):
     with pytest.raises(UserError, match=r"training\.lr must be"):
         config_of("--lr", text)
 
@@ -163,7 +163,7 @@ def test_every_setting_has_a_flag_with_help(capsys):
     assert "--lr V" in capsys.readouterr().out
 
 
-def test_a_flag_of_the_command_keeps_its_name():
+def test_a_flag_of_the_command_has_priority_over_a_setting():
     parser = Parser(prog="x")
     parser.add_argument("--seed", type=int)
     add_config_flags(parser)

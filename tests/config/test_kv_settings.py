@@ -1,4 +1,4 @@
-"""The settings of compressed caches: what excludes what, flags, files, and how a request's lie over those of a run."""
+"""Settings of compressed caches: conflicts, flags, files, and requests that override a run."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.sections import RUN_FILES, find_inactive
 
 OFF = "has no effect while kv.budget is null and kv.budget_tokens is null"
-# A value of each key that is not its default.
+# For each setting a value that is not the default.
 OTHER = {
     "budget": 0.2, "budget_tokens": 64, "policy": "tova", "signal": "entropy", "dtype": "int8", "sinks": 0, "recent": 8,
     "window": 8, "pool": 5, "decay": "entropy", "scale_min": 0.5, "scale_max": 4.0, "grouping": "mean", "calibration": "k.json",
@@ -21,7 +21,7 @@ OTHER = {
 
 @st.composite
 def sections(draw):
-    """Any valid section: refinements only where they refine something."""
+    """Draws a valid section, in which every setting has an effect."""
     tree = {"dtype": draw(st.sampled_from(["auto", "float32", "bfloat16", "int8", "int4"]))}
     budget = draw(st.sampled_from([None, "budget", "budget_tokens"]))
     if budget is None:
@@ -49,7 +49,7 @@ def given_flags(*argv, command=None):
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
+def test_every_setting_except_budgets_and_dtype_needs_a_budget(key):
     assert OTHER.keys() == KVSection.model_fields.keys()
     tree = {"kv": {key: OTHER[key]}}
     if key in ("budget", "budget_tokens", "dtype"):
@@ -62,7 +62,7 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
         build_config({}, {f"kv.{key}": OTHER[key]})
     assert str(error.value) == f"kv.{key} {OFF} (command line)"
     default = KVSection.model_fields[key].default
-    assert build_config({"kv": {key: default}}).kv == KVSection(), "a default asks for nothing"
+    assert build_config({"kv": {key: default}}).kv == KVSection(), "a default has no prerequisites"
 
 
 @pytest.mark.parametrize(
@@ -118,30 +118,30 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
         ({"kv_policy": "tova"}, "unknown key kv.kv_policy, did you mean kv.policy?"),
     ],
 )
-def test_what_is_refused_is_one_sentence(kv, sentence):
+def test_refused_settings_are_one_sentence(kv, sentence):
     with pytest.raises(UserError) as error:
         build_config({}, {f"kv.{key}": value for key, value in kv.items()}, origin="")
     assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize("key", ["budget", "budget_tokens", "dtype"])
-def test_without_a_cache_there_is_nothing_to_compress(key):
+def test_settings_of_the_cache_need_a_cache(key):
     with pytest.raises(UserError, match=rf"^kv\.{key} has no effect while generation\.use_cache is false$"):
         build_config({}, {f"kv.{key}": OTHER[key], "generation.use_cache": False}, origin="")
     assert build_config({"kv": {}, "generation": {"use_cache": False}}).kv == KVSection()
 
 
-def test_a_calibration_is_read_for_a_signal_or_for_the_decay():
+def test_signal_and_decay_read_the_calibration():
     for own in ({"signal": "coverage"}, {"decay": "entropy"}):
         kv = build_config({"kv": {"budget": 0.2, "calibration": "k.json", **own}}).kv
         assert kv.compresses and kv.reads_calibration
     assert not KVSection(budget=0.2, signal="uniform").reads_calibration and KVSection(budget=0.2).reads_calibration
     assert not KVSection().compresses
-    assert not KVSection(decay="entropy").reads_calibration, "nothing is compressed"
+    assert not KVSection(decay="entropy").reads_calibration, "without a budget nothing is compressed"
 
 
-def test_settings_of_a_run_wait_for_what_they_need():
-    """Runs that were trained when `uniform` was the default keep it."""
+def test_inactive_settings_of_a_run_become_active_with_their_prerequisite():
+    """Runs from the time when `uniform` was the default keep it."""
     with pytest.warns(UserWarning, match=r"kv\.signal has no effect while kv\.budget is null"):
         base = build_config({"kv": {"signal": "uniform"}})
     assert overlay(base, {}).kv == KVSection()
@@ -149,7 +149,7 @@ def test_settings_of_a_run_wait_for_what_they_need():
     assert overlay(base, {"kv_budget": 0.2, "kv_signal": "loss"}).kv == KVSection(budget=0.2)
 
 
-def test_the_calibration_file_of_a_run_is_no_name_for_a_log():
+def test_a_log_cannot_have_the_name_of_the_calibration_file():
     assert "kv_entropy.json" in RUN_FILES
     with pytest.raises(UserError, match="must differ from each other"):
         build_config({"logging": {"log_file": "kv_entropy.json"}})
@@ -157,7 +157,7 @@ def test_the_calibration_file_of_a_run_is_no_name_for_a_log():
 
 @settings(max_examples=50, deadline=None)
 @given(sections())
-def test_valid_sections_survive_the_disk_and_are_what_a_request_gives(tmp_path_factory, kv):
+def test_valid_sections_are_unchanged_by_files_and_requests(tmp_path_factory, kv):
     config = build_config({"kv": kv.model_dump()})
     assert config.kv == kv
     path = tmp_path_factory.mktemp("config") / "c.yaml"
@@ -167,13 +167,13 @@ def test_valid_sections_survive_the_disk_and_are_what_a_request_gives(tmp_path_f
 
 @settings(max_examples=60, deadline=None)
 @given(sections(), sections(), st.floats(0.01, 1), st.integers(1, 4096))
-def test_laws_of_laying_over(base, other, share, tokens):
+def test_properties_of_overlay(base, other, share, tokens):
     config = Config(kv=base)
     assert overlay(config, {}) == config
-    assert overlay(config, settings_of(Config(kv=other))).kv == other, "all that is given is all that holds"
+    assert overlay(config, settings_of(Config(kv=other))).kv == other, "a complete request replaces every setting"
     kept = {"dtype": base.dtype}
     assert overlay(config, {"kv_budget": None}).kv == overlay(config, {"kv_budget_tokens": None}).kv == KVSection(**kept)
-    assert overlay(config, {"use_cache": False}).kv == KVSection(), "nothing of it goes without a cache"
+    assert overlay(config, {"use_cache": False}).kv == KVSection(), "no setting of the cache has an effect without a cache"
     for key, value in (("budget", share), ("budget_tokens", tokens)):
         laid = overlay(config, {f"kv_{key}": value}).kv
         assert laid == base.model_copy(update={"budget": None, "budget_tokens": None, key: value})
@@ -188,13 +188,13 @@ def test_laws_of_laying_over(base, other, share, tokens):
     assert find_inactive(Config(kv=laid)) == {}
 
 
-def test_what_is_left_idle_twice_goes_as_well():
-    """The policy takes the decay along, and that the file it alone read."""
+def test_settings_that_become_inactive_indirectly_are_reset():
+    """The policy makes the decay inactive, and this makes the calibration file inactive."""
     base = Config(kv={"budget": 0.2, "signal": "uniform", "decay": "entropy", "grouping": "min", "calibration": "k.json"})
     assert overlay(base, {"kv_policy": "h2o"}).kv == KVSection(budget=0.2, signal="uniform", policy="h2o")
 
 
-def test_the_other_sections_stay():
+def test_overlay_keeps_the_other_sections():
     base = build_config({"generation": {"strategy": "entropy", "seed": 3}, "router": {"low_entropy": 0.3}, "kv": {"budget": 1}})
     laid = overlay(base, {"kv_budget": 0.2, "seed": 4})
     assert (laid.generation.seed, laid.router, laid.kv) == (4, base.router, KVSection(budget=0.2))
@@ -217,13 +217,13 @@ def test_the_other_sections_stay():
         ({}, {"kv_heads": 3}, "unknown key generation.kv_heads, did you mean model.kv_heads?"),
     ],
 )
-def test_what_cannot_be_laid_over_is_one_sentence(own, given, sentence):
+def test_an_invalid_overlay_is_one_sentence(own, given, sentence):
     with pytest.raises(UserError) as error:
         overlay(Config(kv=own), given, "p.jsonl, line 2")
     assert str(error.value).startswith(sentence) and str(error.value).endswith(" (p.jsonl, line 2)")
 
 
-def test_the_names_of_a_request_are_those_of_the_flags():
+def test_requests_and_flags_use_the_same_names():
     names = settings_of(Config())
     assert {f"kv_{key}" for key in OTHER} < names.keys() and not OTHER.keys() & names.keys()
     assert len(names) == sum(len(dict(section)) for section in (Config().generation, Config().router, Config().kv))
@@ -242,7 +242,7 @@ def test_the_names_of_a_request_are_those_of_the_flags():
         ("--kv_budget .2 --kv_policy tova", "policy", "tova"),
         ("--kv_budget .2 --kv_signal entropy", "signal", "entropy"),
         ("--kv_dtype int8", "dtype", "int8"),
-        ("--dtype bfloat16", "dtype", "auto"),  # the model's
+        ("--dtype bfloat16", "dtype", "auto"),  # the dtype of the model
         ("--kv_budget .2 --kv_decay entropy", "decay", "entropy"),
         ("--kv_budget .2 --kv_decay 0.5", "decay", 0.5),
         ("--kv_budget .2 --kv_decay 0", "decay", 0.0),
@@ -268,13 +268,13 @@ def test_flags(argv, key, value):
         ("--kv_pool 5", f"kv.pool {OFF} (command line)"),
     ],
 )
-def test_wrong_flags(argv, sentence):
+def test_invalid_flags(argv, sentence):
     with pytest.raises(UserError) as error:
         build_config({}, overrides(given_flags(*argv.split())))
     assert str(error.value) == sentence
 
 
-def test_generate_has_the_flags_and_explain_which_keeps_no_cache_has_not():
+def test_generate_has_cache_flags_and_explain_has_none():
     options = given_flags("--run_dir", "r", "--kv_budget", "0.2", command=generate.generate_flags)
     assert given_settings(options) == {"kv_budget": 0.2}
     with pytest.raises(UserError, match="unknown flag --kv_budget"):
@@ -282,7 +282,7 @@ def test_generate_has_the_flags_and_explain_which_keeps_no_cache_has_not():
 
 
 @pytest.mark.parametrize("tree", [{"kv_budget": 0.2}, {"generation": {"kv_budget": 0.2}}, {"generation": {"budgets": 0.2}}])
-def test_a_file_says_where_a_misplaced_key_belongs(tree):
+def test_a_misplaced_setting_is_reported_with_its_section(tree):
     with pytest.raises(UserError, match=r"did you mean kv\.budget\?$"):
         build_config(tree)
 
@@ -304,7 +304,7 @@ def test_a_file_says_where_a_misplaced_key_belongs(tree):
         ("--what kv --from_results o --output p --json --plot p.png", ""),
     ],
 )
-def test_flags_of_calibrate_go_with_what_is_calibrated(argv, sentence):
+def test_flags_of_calibrate_depend_on_what_is_calibrated(argv, sentence):
     options = given_flags("--run_dir", "r", *argv.split(), command=measure.calibrate_flags)
     if not sentence:
         measure.calibration(options)
@@ -314,7 +314,7 @@ def test_flags_of_calibrate_go_with_what_is_calibrated(argv, sentence):
     assert str(error.value) == sentence
 
 
-def test_eval_knows_both_evaluations():
+def test_eval_has_all_evaluations():
     for what in ("sampling", "kv"):
         assert given_flags(what, "--run_dir", "r", command=measure.evaluate_flags).what == what
     with pytest.raises(UserError, match="choose from"):

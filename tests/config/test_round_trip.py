@@ -1,4 +1,4 @@
-"""Settings survive the way to the disk and back; the schema and the help are those of the code."""
+"""Settings are unchanged by writing and reading; the schema file and the help match the code."""
 
 import json
 from pathlib import Path
@@ -74,13 +74,13 @@ def test_dump_and_load_are_inverse(tmp_path_factory, values):
         "\x7f",
     ],
 )
-def test_text_that_looks_like_something_else_stays_text(tmp_path, text):
+def test_strings_that_look_like_other_types_stay_strings(tmp_path, text):
     config = build_config({"training": {"sample_prompt": text}})
     (tmp_path / "c.yaml").write_text(dump_config(config), encoding="utf-8", newline="")
     assert load_config(tmp_path / "c.yaml").training.sample_prompt == text
 
 
-def test_the_dump_holds_what_shaped_the_weights_and_what_was_set_for_requests():
+def test_the_dump_has_all_training_settings_and_changed_request_settings():
     given = {"generation": {"top_p": 0.9, "seed": 3, "greedy": False}, "kv": {"budget": 0.5}}
     tree = yaml.safe_load(dump_config(build_config(given)))
     assert {key: tree.pop(key, None) for key in ("generation", "router", "kv")} == {
@@ -94,13 +94,13 @@ def test_the_dump_holds_what_shaped_the_weights_and_what_was_set_for_requests():
     assert "#" not in dump_config(Config()) and "!" not in dump_config(Config())
 
 
-def test_differences_name_old_and_new():
+def test_differences_have_old_and_new_values():
     old, new = Config(), build_config({"training": {"lr": 0.5}, "generation": {"stop": ["a"]}})
     assert differences(old, new) == {"training.lr": (3e-4, 0.5), "generation.stop": ((), ("a",))}
     assert differences(old, old) == {}
 
 
-def test_the_schema_file_is_the_one_of_the_code():
+def test_the_schema_file_is_up_to_date():
     text = (ROOT / "configs" / "schema.json").read_text(encoding="utf-8")
     assert text == json_schema(), "run `make schema`"
 
@@ -115,17 +115,17 @@ def test_every_setting_and_section_is_described():
 
 
 @pytest.mark.parametrize("key", FIELDS)
-def test_every_setting_says_what_it_may_be(key):
+def test_the_type_of_every_setting_has_words(key):
     assert allowed_values(key)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_the_configs_of_the_project_are_valid(path):
+def test_packaged_configs_are_valid(path):
     load_config(path)
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("5e-4", 5e-4), ("True", True), ("null", None), ("3", 3), ("a b", "a b"), ("[1, 2]", [1, 2])]
 )
-def test_flag_text_is_read_as_in_the_files(text, value):
+def test_flags_are_parsed_like_yaml(text, value):
     assert parse_value(text) == value

@@ -1,4 +1,4 @@
-"""Settings of a training that starts from a run: what is not said is as there, what contradicts its weights is a sentence."""
+"""Settings of a training that starts from a run: the run provides defaults, and contradictions with its weights are errors."""
 
 import warnings
 
@@ -17,7 +17,7 @@ BASE = {
 
 @pytest.fixture
 def base(tmp_path):
-    """A run, as far as its settings."""
+    """A run directory that has only a config."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.yaml").write_text(dump_config(build_config({}, BASE)))
     return str(tmp_path / "base")
@@ -28,7 +28,7 @@ def start(base, tree=None, **changes):
     return build_training(tree or {}, {"training.init_from": base} | given)
 
 
-def test_model_and_tokenizer_are_those_of_the_run_and_all_else_is_not(base):
+def test_model_and_tokenizer_settings_are_inherited(base):
     found, before = start(base), build_config({}, BASE)
     assert (found.model, found.attention, found.moe) == (before.model, before.attention, before.moe)
     assert found.tokenizer == before.tokenizer and found.training.lr == build_config({}).training.lr
@@ -37,16 +37,16 @@ def test_model_and_tokenizer_are_those_of_the_run_and_all_else_is_not(base):
     assert found.model == before.model and (found.training.lr, found.data.path) == (0.25, "a.txt")
 
 
-def test_what_has_no_part_in_the_weights_may_be_another(base):
+def test_settings_that_do_not_affect_weights_may_change(base):
     found = start(base, model__max_context=128, model__dropout_rate=0.1, model__scan_layers=True, training__steps=500)
     assert (found.model.max_context, found.model.dropout_rate, found.model.dim) == (128, 0.1, 48)
-    assert start(base, model__kv_heads=6).model.kv_heads == 6, "the number that null stood for"
+    assert start(base, model__kv_heads=6).model.kv_heads == 6, "null and its resolved value are equal"
     one, other = found.architecture(1), build_config({}, BASE).architecture(1)
     differing = {name for name, value in vars(one).items() if value != getattr(other, name)}
     assert differing == {"max_context", "dropout_rate", "scan_layers"} and not differing & set(WEIGHT_FIELDS)
 
 
-def test_what_a_change_leaves_without_effect_is_dropped_in_silence(base):
+def test_inherited_settings_without_effect_are_dropped_silently(base):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = start(base, attention__rope_scaling="none")
@@ -65,35 +65,35 @@ def test_what_a_change_leaves_without_effect_is_dropped_in_silence(base):
         ("tokenizer__vocab_size", 400, "tokenizer.vocab_size is 300 in .* got 400"),
     ],
 )
-def test_what_contradicts_the_weights_is_a_sentence(base, key, value, sentence):
+def test_settings_that_contradict_the_weights_are_refused(base, key, value, sentence):
     with pytest.raises(UserError, match=sentence + r".*\(command line\)"):
         start(base, **{key: value})
 
 
-def test_the_sentence_has_the_line(base, tmp_path):
+def test_the_error_has_the_line(base, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(f"training:\n  init_from: {base}\nmodel:\n  num_blocks: 4\n")
     with pytest.raises(UserError, match=r"model.num_blocks is 3 in .*, got 4: leave it out \(.*a.yaml, line 4\)"):
         load_training(path)
 
 
-def test_a_run_reads_its_own_settings_alone(base, tmp_path):
+def test_a_run_reads_only_its_own_settings(base, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(start(base)))
     (tmp_path / "base" / "config.yaml").unlink()
     assert load_config(path).model.dim == 48
-    assert start(base).model.dim == build_config({}).model.dim, "who reads the weights says that they are gone"
+    assert start(base).model.dim == build_config({}).model.dim, "reading the weights reports that they are missing"
     assert build_training({}, {"training.init_from": None}) == build_config({})
 
 
-def test_a_tokenizer_file_may_be_given(base):
-    """Whether it is the run's is said when it is read."""
+def test_a_tokenizer_file_is_accepted(base):
+    """Reading the file checks whether it is the tokenizer of the run."""
     found = start(base, tokenizer__tokenizer_type="file", tokenizer__tokenizer_path="t.json")
     assert found.tokenizer.tokenizer_path == "t.json"
 
 
-def test_every_field_of_an_architecture_comes_from_a_setting():
-    """A field is copied from the setting of its name, so that a new setting needs no line of copying."""
+def test_every_field_of_the_architecture_has_a_setting():
+    """Fields are copied from settings of the same name, so a new setting needs no code."""
     fields = set(ModelConfig.__dataclass_fields__)
     assert set(ARCHITECTURE) == set(SETTING_OF) and set(SETTING_OF.values()) <= set(FIELDS)
     assert fields - set(ARCHITECTURE) == {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}

@@ -1,4 +1,4 @@
-"""What is tried follows from the file alone, and a mistake in any trial is one sentence before the first."""
+"""The trials depend only on the sweep file, and an error in any trial is reported before the first one starts."""
 
 import math
 
@@ -21,7 +21,7 @@ def sweep(tmp_path):
     return load
 
 
-def test_a_grid_is_every_combination(sweep):
+def test_a_grid_has_every_combination(sweep):
     found = sweep("grid: {training.lr: [1e-3, 1e-2], model.num_blocks: [1, 2, 3]}")
     assert [trial.chosen for trial in found.trials] == [
         {"training.lr": lr, "model.num_blocks": blocks} for lr in (1e-3, 1e-2) for blocks in (1, 2, 3)
@@ -32,7 +32,7 @@ def test_a_grid_is_every_combination(sweep):
     assert str(found.runs_dir) == "runs/s" and found.keys == ("training.lr", "model.num_blocks")
 
 
-def test_random_trials_lie_in_their_ranges_evenly_and_go_on_with_more(sweep):
+def test_random_trials_are_uniform_and_a_longer_sweep_continues_them(sweep):
     text = """random:
   training.lr: {min: 1e-4, max: 1e-2, log: true}
   training.weight_decay: {min: 0, max: 1}
@@ -44,7 +44,7 @@ trials: """
     values = {key: [trial.chosen[key] for trial in found.trials] for key in found.keys}
     rates = np.log10(values["training.lr"])
     assert -4 <= rates.min() < -3.97 and -2.03 < rates.max() <= -2
-    assert np.mean(rates) == pytest.approx(-3, abs=4 * 2 / math.sqrt(12 * 400)), "even in the logarithm"
+    assert np.mean(rates) == pytest.approx(-3, abs=4 * 2 / math.sqrt(12 * 400)), "uniform in the logarithm"
     assert np.mean(values["training.weight_decay"]) == pytest.approx(0.5, abs=4 / math.sqrt(12 * 400))
     counts = np.unique(values["model.num_blocks"], return_counts=True)
     assert counts[0].tolist() == [1, 2, 3, 4] and counts[1].min() > 60
@@ -53,14 +53,14 @@ trials: """
     assert sweep(text.replace("3\n", "4\n") + "7").trials[0].chosen != found.trials[0].chosen
 
 
-def test_trials_of_a_list_are_all_different(sweep):
+def test_trials_are_different(sweep):
     text = "random: {training.lr: [1e-3, 1e-2], model.num_blocks: [1, 2]}\ntrials: "
     assert len({str(trial.chosen) for trial in sweep(text + "4").trials}) == 4
     with pytest.raises(UserError, match="random has only 4 different trials, trials is 5"):
         sweep(text + "5")
 
 
-def test_a_base_is_a_file_or_a_config_of_the_package(sweep, tmp_path):
+def test_a_base_is_a_file_or_a_packaged_config(sweep, tmp_path):
     (tmp_path / "b.yaml").write_text("model: {dim: 24, n_heads: 2}\ntraining: {lr: -1}\n")
     grid = "grid: {training.batch_size: [2]}"
     assert sweep(grid, "base: dante\n").trials[0].config.data.path == load_sweep_base("dante")
@@ -101,7 +101,7 @@ def load_sweep_base(name):
         ("grid: {training.lr: [0.1]}\nruns_dir: 3", "runs_dir must be a path"),
     ],
 )
-def test_a_mistake_is_one_sentence(sweep, text, says):
+def test_an_error_is_one_sentence(sweep, text, says):
     with pytest.raises(UserError, match=says) as caught:
         sweep(text)
     assert "\n" not in str(caught.value)

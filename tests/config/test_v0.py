@@ -1,4 +1,4 @@
-"""Configs that users of DantinoX 0 have on disk."""
+"""Config files of DantinoX 0."""
 
 import pytest
 
@@ -16,7 +16,7 @@ logging: {eval_iters: 20, log_file: "training_log.csv"}
 """
 
 
-def test_all_of_a_config_has_its_meaning_and_what_is_idle_is_said(tmp_path):
+def test_every_setting_of_a_v0_config_is_read_and_inactive_ones_are_reported(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(SECTIONS)
     with pytest.warns(UserWarning, match=r"has no effect|have no effect") as told:
@@ -31,12 +31,12 @@ def test_the_older_name_of_the_corpus(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("data: {dataset_name: a.txt}")
     assert load_config(path).data.path == "a.txt" and load_config(path, {"data.path": "b.txt"}).data.path == "b.txt"
-    for spelled_out in ("{path: a.txt, dataset_name: null}", "{path: null, dataset_name: a.txt}"):  # as runs held it
+    for spelled_out in ("{path: a.txt, dataset_name: null}", "{path: null, dataset_name: a.txt}"):  # as runs stored it
         path.write_text(f"data: {spelled_out}")
         assert load_config(path).data.path == "a.txt"
 
 
-def test_a_run_without_sections_is_recognised(tmp_path):
+def test_a_run_without_sections_is_recognized(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("absolute_pos: true\nbatch_size: 64\neval_iters: 20\n")
     with pytest.raises(UserError) as caught:

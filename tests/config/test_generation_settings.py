@@ -1,4 +1,4 @@
-"""The sampling settings: orders and presets, what excludes what, lists of tokens from YAML, flags and JSON."""
+"""Sampling settings: orders, presets, conflicts, and lists of tokens from YAML, flags and JSON."""
 
 from typing import Literal, get_type_hints
 
@@ -110,7 +110,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_contradicts_itself_is_one_sentence(name):
+def test_conflicting_settings_are_one_sentence(name):
     values, words = REFUSED[name]
     with pytest.raises(UserError) as error:
         section(**values)
@@ -118,7 +118,7 @@ def test_what_contradicts_itself_is_one_sentence(name):
 
 
 @pytest.mark.parametrize("key", REFINES)
-def test_a_refinement_of_a_step_that_is_off_is_refused(key):
+def test_settings_of_an_inactive_step_are_refused(key):
     other = {
         "dynatemp_exponent": 2.0, "smoothing_curve": 1.5, "top_p_rule": "exclusive", "ties": "all", "xtc_threshold": 0.3,
         "mirostat_tau": 3.0, "mirostat_eta": 0.2, "repetition_range": 5, "repetition_slope": 1.0, "repetition_scope": "output",
@@ -128,14 +128,14 @@ def test_a_refinement_of_a_step_that_is_off_is_refused(key):
         section(**{key: other[key]})
 
 
-def test_defaults_are_off_and_every_preset_orders_known_steps():
+def test_steps_are_off_by_default_and_presets_order_known_steps():
     assert active_steps(GenerationSection()) == frozenset()
     for order in PRESETS.values():
         assert len(set(order)) == len(order) and set(order) <= set(PRESETS["default"])
     everything = section(
         top_k=-1, top_p=1, top_n_sigma=-2, no_repeat_ngram=0, xtc_probability=0, typical=1, tail_free=1, temperature=1
     )
-    assert active_steps(everything) == frozenset(), "off, written out"
+    assert active_steps(everything) == frozenset(), "all steps are off"
 
 
 def test_kobold_orders():
@@ -168,7 +168,7 @@ def test_flags_of_lists_and_orders():
             given(*argv)
 
 
-def test_biases_survive_the_round_trip_through_yaml(tmp_path):
+def test_biases_are_unchanged_by_yaml(tmp_path):
     config = Config(
         generation=section(
             logit_bias={"17": None, "e": -3},
@@ -215,13 +215,13 @@ AS_FLAGS = {
 
 
 @pytest.mark.parametrize("key", AS_FLAGS)
-def test_every_step_has_its_flag(key):
+def test_every_step_has_a_flag(key):
     texts, value = AS_FLAGS[key]
     wants = {"dynatemp_low": ["--dynatemp_high", "1.5"]}.get(key, [])
     assert getattr(given(f"--{key}", *texts, *wants), key) == value
 
 
-def test_no_step_is_without_a_flag():
+def test_the_table_of_flags_is_complete():
     refining = {*REFINES, "temperature"}
     others = {
         "max_new_tokens",
@@ -240,29 +240,29 @@ def test_no_step_is_without_a_flag():
     assert {*AS_FLAGS} == {*GenerationSection.model_fields} - refining - others
 
 
-def laid(base, given, origin=""):
+def overlaid(base, given, origin=""):
     return overlay(Config(generation=base), given, origin).generation
 
 
-def test_values_laid_over_a_section():
-    """Another name of a key, an order of names over a Kobold preset, and a key that is no text."""
+def test_overlay_replaces_values():
+    """An alias, an order of names that replaces a Kobold preset, and a key with a lone surrogate."""
     base = section(mirostat=2, mirostat_tau=3.0)
-    assert laid(base, {"mirostat": 0, "max_generations": 7}) == section(max_new_tokens=7)
+    assert overlaid(base, {"mirostat": 0, "max_generations": 7}) == section(max_new_tokens=7)
     with pytest.raises(UserError, match="an alias of"):
-        laid(base, {"max_generations": 7, "max_new_tokens": 7})
+        overlaid(base, {"max_generations": 7, "max_new_tokens": 7})
     kobold = section(preset="kobold", sampler_order=[5, 4, 3, 2, 1, 0], top_k=9)
-    assert laid(kobold, {"sampler_order": ["top_k"]}) == section(sampler_order=["top_k"], top_k=9)
-    assert laid(kobold, {"sampler_order": [0, 1, 2, 3, 4, 5]}).preset == "kobold"
+    assert overlaid(kobold, {"sampler_order": ["top_k"]}) == section(sampler_order=["top_k"], top_k=9)
+    assert overlaid(kobold, {"sampler_order": [0, 1, 2, 3, 4, 5]}).preset == "kobold"
     with pytest.raises(UserError, match="as names excludes"):
-        laid(kobold, {"sampler_order": ["top_k"], "preset": "hf"})
+        overlaid(kobold, {"sampler_order": ["top_k"], "preset": "hf"})
     with pytest.raises(UserError, match="which has no such step: leave it out or switch it off"):
-        laid(section(top_a=0.3), {"preset": "hf"})
+        overlaid(section(top_a=0.3), {"preset": "hf"})
     with pytest.raises(UserError, match=r"valid Unicode text, got '.ud800' \(line 3\)"):
-        laid(base, {"\ud800": 1}, "line 3")
+        overlaid(base, {"\ud800": 1}, "line 3")
 
 
-def test_the_router_is_laid_over_a_chain_and_goes_with_it():
-    """Keys of both sections by their name alone; another strategy leaves behind what only the old one reads."""
+def test_overlay_switches_between_router_and_chain():
+    """Settings of both sections by name; another strategy resets the settings that only the old one uses."""
     base = build_config({"generation": {"greedy": True, "top_p": 0.8}})
     routed = overlay(base, {"strategy": "entropy", "low_entropy": 0.3, "temperature": 0.9})
     assert (routed.generation.greedy, routed.generation.top_p, routed.generation.temperature) == (False, 0.8, 0.9)
@@ -279,7 +279,7 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
         rebased = overlay(asked, {f"base_{key}": new})
         assert router_bases(**{name: getattr(asked.generation, name) for name in ROUTED_STEPS})[f"base_{key}"] == own
         assert f"base_{key}" not in router_bases(**{name: getattr(rebased.generation, name) for name in ROUTED_STEPS})
-        assert getattr(rebased.router, f"base_{key}") == new, "what is given is not hidden by the run's own"
+        assert getattr(rebased.router, f"base_{key}") == new, "a given value replaces the base value of the run"
         assert overlay(rebased, {key: own}).router == routed.router
     chain = overlay(routed, {"strategy": "chain"})
     assert (chain.router, chain.generation.temperature) == (RouterSection(), 0.9)
@@ -321,14 +321,14 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
         ({"strategy": "entropy", "adaptive_top_k_min": 200}, "router.adaptive_top_k_min must be at most"),
     ],
 )
-def test_what_does_not_go_with_a_strategy_is_one_sentence(given, words):
+def test_settings_that_a_strategy_excludes_are_one_sentence(given, words):
     with pytest.raises(UserError) as error:
         overlay(Config(), given)
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize("given", [{"greedy": True}, {"temperature": 0}])
-def test_greedy_wins_over_the_router_of_a_run_and_says_so(given):
+def test_greedy_overrides_the_router_of_a_run_with_a_warning(given):
     run = build_config({"generation": {"strategy": "entropy", "top_p": 0.8}, "router": {"low_entropy": 0.3}})
     (key, value), *_ = given.items()
     with pytest.warns(UserWarning) as reported:
@@ -338,22 +338,24 @@ def test_greedy_wins_over_the_router_of_a_run_and_says_so(given):
         f"generation.{key} is {'true' if value is True else '0.0'} (the run's settings)"
     ]
     assert config.generation == section(**given, top_p=0.8) and config.router == RouterSection()
-    assert overlay(run, {"seed": 1}).router.low_entropy == 0.3, "the next request has the router again"
+    assert overlay(run, {"seed": 1}).router.low_entropy == 0.3, "the next request uses the router again"
 
 
-def test_what_is_set_in_layers():
-    """Flags lie over the run, a line of a prompt file over both."""
+def test_layers_of_settings():
+    """Flags override the run, and a line of a prompt file overrides both."""
     run = build_config({"generation": {"dry_multiplier": 0.8, "dry_base": 2.0, "preset": "koboldcpp"}, "kv": {"budget": 0.5}})
     with pytest.warns(UserWarning, match=r"generation\.dry_base has no effect .* \(the flags and the run's settings\)"):
         config = overlay(run, {"dry_multiplier": 0}, "line 3", {"kv_budget_tokens": 64, "preset": "default"})
     assert (config.generation, config.kv) == (GenerationSection(), KVSection(budget_tokens=64))
     with pytest.raises(UserError, match=r"^generation\.xtc_threshold has no effect .* \(line 3\)$"):
         overlay(run, {"xtc_threshold": 0.3, "preset": "default"}, "line 3")
-    assert overlay(run, {"xtc_threshold": 0.1, "preset": "default"}).generation.dry_base == 2.0, "a default asks for nothing"
+    assert overlay(run, {"xtc_threshold": 0.1, "preset": "default"}).generation.dry_base == 2.0, (
+        "a default has no prerequisites"
+    )
 
 
 def test_request_settings_has_every_setting_of_a_request():
-    """The typed keyword arguments are the settings that `overlay` takes; `n` decides on the type of what is returned."""
+    """The typed keyword arguments are the settings that `overlay` accepts, without `n`, which affects the return type."""
     from dantinox.config.request_overlay import REQUEST_KEYS
     from dantinox.config.request_settings import RequestSettings
 
