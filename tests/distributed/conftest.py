@@ -1,4 +1,4 @@
-"""Modules with a `DEVICES` of their own run in a process that has so many: one process for all chosen tests of a module."""
+"""Runs test modules that define `DEVICES` in a process with this number of devices: one process per module."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Tells the outcome that a test had there, in the place of running it here."""
+    """Reports the outcome that the test had in the other process."""
     devices = getattr(pyfuncitem.module, "DEVICES", 1)
     if devices == jax.device_count():
         return None
@@ -33,7 +33,7 @@ OUTCOMES = pytest.StashKey[dict[Path, dict[str, str]]]()
 
 
 def run_elsewhere(devices: int, tests: list[str]) -> dict[str, str]:
-    """What went wrong in each of these tests, in a process with so many simulated devices; "" where nothing did."""
+    """Runs tests in a process with simulated devices, and returns the failure of each, or ""."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Trainings of a few steps on meshes of simulated devices, each done once."""
+"""Trainings of a few steps on meshes of simulated devices; results are cached."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -52,14 +52,14 @@ def settings(kind: str, mesh: str = "", **changes: Any) -> Config:
 
 
 def layout_of(config: Config, devices: int | None = None) -> Layout:
-    """The layout on as many devices as the mesh of the settings has, or on so many."""
+    """The layout on `devices` devices, or on as many as the mesh of the settings needs."""
     d = config.distributed
     count = devices or d.data * d.fsdp * d.expert * d.tensor
     return make_layout(config, config.trained_architecture(V), jax.devices()[:count])
 
 
 def rows(layout: Layout, batch: Batch, parts: int = 1) -> Batch:
-    """A batch on its devices."""
+    """Puts a batch on the devices."""
 
     def read(chosen: Any = slice(None)) -> Batch:
         return Batch(*(array[chosen] for array in batch))
@@ -78,8 +78,9 @@ class Program(NamedTuple):
     """A compiled step.
 
     Attributes:
-      work: of a device.
-      arguments: bytes of them on a device. `state`: of all parameters and moments.
+      work: FLOPs, collectives and bytes of one device.
+      arguments: bytes of the arguments on one device.
+      state: bytes of all parameters and moments.
     """
 
     run: Any
@@ -90,7 +91,7 @@ class Program(NamedTuple):
 
 @cache
 def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Program:
-    """The step of a training, with the loss of a device's tokens in so many chunks."""
+    """Compiles the training step, with the loss of a device's tokens in `chunks` chunks."""
     config = settings(kind, mesh, **changes)
     model, layout, t = config.architecture(V), layout_of(config), config.training
     tokens = t.batch_size // t.grad_accum * model.max_context // layout.devices
@@ -103,7 +104,7 @@ def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Progr
 
 
 class Trained(NamedTuple):
-    """What a few steps gave; `weights` are those that are evaluated, after the last step, `counts_LE` its rows of experts."""
+    """Results of a few steps; `weights` are the evaluated weights after the last step, `counts_LE` its rows per expert."""
 
     losses: np.ndarray
     norms: np.ndarray
@@ -114,7 +115,7 @@ class Trained(NamedTuple):
 
 @cache
 def trained(kind: str, mesh: str = "", bad_step: int | None = None, chunks: int = 1, **changes: Any) -> Trained:
-    """A training of `STEPS` steps with `program`; the batch of the step `bad_step` makes a loss that is no number."""
+    """Trains `STEPS` steps with `program`; the loss of step `bad_step` is NaN."""
     step, config = program(kind, mesh, chunks, **changes).run, settings(kind, mesh, **changes)
     model, layout, store, t = config.architecture(V), layout_of(config), store_of(config), config.training
     state: State = TrainStep(config, model, t.steps, layout=layout).initial_state()
@@ -133,7 +134,7 @@ def trained(kind: str, mesh: str = "", bad_step: int | None = None, chunks: int 
 
 
 def same(got: Trained, expected: Trained, tolerance: float = 1e-5) -> None:
-    """Losses and evaluation are equal within `tolerance`; norms and weights within ten times that; experts' rows exactly."""
+    """Losses and evaluation are equal within `tolerance`, norms and weights within ten times that, rows per expert exactly."""
     np.testing.assert_allclose(got.losses, expected.losses, rtol=0, atol=tolerance)
     np.testing.assert_allclose(got.evaluation, expected.evaluation, rtol=0, atol=tolerance)
     np.testing.assert_allclose(got.norms, expected.norms, rtol=10 * tolerance)

@@ -1,4 +1,4 @@
-"""Texts that several devices generate together are those of one."""
+"""Generation on several devices returns the same tokens as on one device."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
 from dantinox.sampling import SamplingParams
 
-DEVICES, V, TENSOR = 8, 62, 4  # a vocabulary that four do not divide
+DEVICES, V, TENSOR = 8, 62, 4  # the vocabulary size is not divisible by 4
 SMALL = {
     "model.dim": 32, "model.n_heads": 8, "model.kv_heads": 4, "model.num_blocks": 2, "model.max_context": 256,
     "model.dtype": "float32", "generation.seed": 1, "generation.greedy": True,
@@ -38,7 +38,7 @@ def settings(**changes):
 
 
 def texts(config, model, length):
-    """The tokens behind two prompts."""
+    """Generates tokens after two prompts."""
     prompts_PT = np.random.default_rng(0).integers(3, V, (2, length)).astype(np.int32)
     lengths_P, rows = np.array([length, length - 7], np.int32), {"batch": 2, "sample_index": [0, 0]}
     session = StaticBatch(
@@ -56,7 +56,7 @@ def texts(config, model, length):
 @pytest.mark.parametrize(
     ("changes", "weights", "length"),
     [
-        ({}, "auto", 150),  # read by an attention kernel, head by head
+        ({}, "auto", 150),  # read by an attention kernel per head
         (LATENT, "int8", 20),
         *(
             pytest.param(changes, weights, length, marks=pytest.mark.exhaustive)
@@ -75,7 +75,7 @@ def texts(config, model, length):
         ),
     ],
 )
-def test_tokens_are_those_of_one_device(changes, weights, length):
+def test_tokens_equal_those_of_one_device(changes, weights, length):
     config = settings(**changes)
     whole = prepare(Transformer(config.architecture(V), rngs=nnx.Rngs(0)), weights)
     shared = shard_model(whole, tensor_mesh(whole.config, TENSOR))
@@ -83,10 +83,10 @@ def test_tokens_are_those_of_one_device(changes, weights, length):
     of_all, of_one = 0, 0
     for leaf in jax.tree.leaves(nnx.state(shared)):
         of_all, of_one = of_all + leaf.nbytes, of_one + leaf.addressable_shards[0].data.nbytes
-    assert of_one < 1.35 * of_all / TENSOR  # norms, routers and an output layer of 62 symbols are copied
+    assert of_one < 1.35 * of_all / TENSOR  # norms, routers and an output layer of 62 tokens are replicated
 
 
-def test_weights_of_a_file_go_to_their_devices():
+def test_weights_are_loaded_onto_their_devices():
     model = settings().architecture(V)
     _, shapes = abstract_model(model)
     places = weight_shardings(tensor_mesh(model, TENSOR), shapes)
@@ -94,7 +94,7 @@ def test_weights_of_a_file_go_to_their_devices():
     assert places["blocks/0/norm1/scale"].is_fully_replicated
 
 
-def test_what_cannot_be_divided_is_said():
+def test_indivisible_sizes_are_refused():
     model = settings().architecture(V)
     assert [max_tensor_parallel(model, most) for most in (1, 3, 4, 8)] == [1, 2, 4, 4]
     with pytest.raises(UserError, match=r"^generation.tensor_parallel must divide the 4 key heads of a layer, got 8$"):

@@ -1,4 +1,4 @@
-"""Adapters on meshes of eight simulated devices: the numbers of one device."""
+"""Adapters on meshes of eight simulated devices give the numbers of one device."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ LORA = {"training__init_from": "x", "lora__rank": 2}
 
 @cache
 def trained(mesh="", **changes):
-    """Three steps: losses, the adapters behind them, and the loss of an evaluation."""
+    """Trains three steps; returns the losses, the adapters, and the evaluation loss."""
     config = settings("dense", mesh, **LORA | changes)
     model, layout, t = config.trained_architecture(V), layout_of(config), config.training
     random, one = np.random.default_rng(0), settings("dense", **LORA | changes | {"model__scan_layers": False})
@@ -59,8 +59,8 @@ def test_a_mesh_trains_adapters_as_one_device_does(mesh, changes):
 
 
 @pytest.mark.exhaustive
-def test_dropout_runs_on_a_mesh():
-    """With the numbers of a device's own rows, the same every time."""
+def test_dropout_on_a_mesh_is_deterministic():
+    """Each device draws numbers for its rows, the same in every run."""
     losses = [trained.__wrapped__("fsdp=4 tensor=2", lora__dropout=0.5)[0] for _ in range(2)]
     np.testing.assert_array_equal(*losses)
     assert np.all(np.isfinite(losses[0])) and jax.device_count() == 8

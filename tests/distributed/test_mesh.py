@@ -1,4 +1,4 @@
-"""Trainings on meshes of eight simulated devices: the numbers of one device, an eighth of its work, little passed on."""
+"""Trainings on meshes of eight simulated devices: equal numbers, an eighth of the work each, little communication."""
 
 import itertools
 from dataclasses import replace
@@ -41,15 +41,15 @@ def test_a_mesh_trains_as_one_device_does(kind, optimizer, mesh):
     same(trained(kind, mesh, **changes), trained(kind, **changes))
 
 
-def test_parts_chunks_rolled_layers_and_the_average_together():
-    """Rows that stand on several devices are no axis of a loop, or every device would do the work of all."""
+def test_accumulation_chunks_rolled_layers_and_ema_combined():
+    """No loop runs over an axis of rows that is sharded, or every device would do the work of all."""
     mesh = "data=2 fsdp=2 tensor=2"
     same(trained("dense", mesh, **TOGETHER), trained("dense", **TOGETHER))
     assert program("dense", mesh, **TOGETHER).work.flops <= 1.1 / 8 * program("dense", **TOGETHER).work.flops
 
 
 @pytest.mark.slow
-def test_preferences_train_as_on_one_device():
+def test_dpo_trains_as_on_one_device():
     rng, found = np.random.default_rng(0), []
     tokens, targets = rng.integers(0, V, (2, 8, 2, 16)).astype(np.int32)
     mask, reference = (rng.random(tokens.shape) < 0.5).astype(np.float32), rng.normal(-40, 2, (8, 2)).astype(np.float32)
@@ -88,15 +88,15 @@ def test_preferences_train_as_on_one_device():
     ],
     ids=str,
 )
-def test_every_way_of_training_is_that_of_one_device(mesh, changes):
+def test_every_training_option_matches_one_device(mesh, changes):
     if "training__grad_accum" in changes and "fsdp=4" not in mesh:
         changes = changes | {"training__grad_accum": 4}
     same(trained("dense", mesh, **changes), trained("dense", **changes))
 
 
 @pytest.mark.exhaustive
-def test_lion_takes_the_signs_of_the_same_numbers():
-    """But for those that are next to zero."""
+def test_lion_matches_one_device():
+    """Except for signs of numbers close to zero."""
     got, expected = (trained("dense", mesh, training__optimizer="lion", training__lr=1e-3) for mesh in (DENSE[0], ""))
     np.testing.assert_allclose(got.losses, expected.losses, rtol=0, atol=1e-4)
     apart = [np.abs(got.weights[name] - array) > 1e-5 for name, array in expected.weights.items()]
@@ -105,22 +105,22 @@ def test_lion_takes_the_signs_of_the_same_numbers():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_bfloat16_differs_by_its_rounding(kind):
+def test_bfloat16_differs_only_by_rounding(kind):
     got, expected = (trained(kind, mesh, model__dtype="bfloat16") for mesh in ("fsdp=4 tensor=2", ""))
     np.testing.assert_allclose(got.losses, expected.losses, rtol=0, atol=0.01)
     np.testing.assert_allclose(got.norms, expected.norms, rtol=0.05)
 
 
 @pytest.mark.exhaustive
-def test_dropout_is_the_same_every_time():
+def test_dropout_is_deterministic():
     changes = {"model__dropout_rate": 0.5}
     first, again = (trained.__wrapped__("dense", DENSE[0], **changes) for _ in range(2))
     same(first, again, tolerance=0)
     assert np.max(np.abs(first.losses - trained("dense", DENSE[0]).losses)) > 1e-3
 
 
-def test_devices_with_other_rows_draw_other_numbers():
-    """And those with the same rows the same, or heads and features would not fit together."""
+def test_random_numbers_differ_between_batch_shards():
+    """Devices with the same rows draw the same numbers, or heads and features would not match."""
     layout = layout_of(settings("dense", "data=2 fsdp=2 tensor=2"))
 
     def draw(key):
@@ -133,7 +133,7 @@ def test_devices_with_other_rows_draw_other_numbers():
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_every_part_of_a_batch_has_the_rows_that_it_has_on_one_device(parts):
+def test_accumulated_parts_have_the_same_rows_as_on_one_device(parts):
     layout = layout_of(settings("dense", "data=2 fsdp=2 tensor=2"))
     numbers = np.arange(32)
     on_devices = layout.put_batch(lambda select_rows=slice(None): numbers[select_rows], 32, parts)
@@ -142,7 +142,7 @@ def test_every_part_of_a_batch_has_the_rows_that_it_has_on_one_device(parts):
 
 
 def check_cost(kind: str, optimizer: str, mesh: str, chunks: int = 1, **changes) -> None:
-    """FLOPs, collectives and bytes of a step against those of one device, of AdamW, and of what there is to hold."""
+    """Compares FLOPs, collectives and bytes of a step with those of one device, of AdamW, and of the state."""
     given = LARGE | changes
     alone, adamw, got = (
         program(kind, m, chunks, training__optimizer=o, **given)
@@ -151,11 +151,11 @@ def check_cost(kind: str, optimizer: str, mesh: str, chunks: int = 1, **changes)
     config = settings(kind, mesh, **given)
     assert got.work.flops <= 1.1 / 8 * alone.work.flops
     assert got.work.bytes <= 1.5 * adamw.work.bytes
-    assert got.arguments <= 1.05 * got.state * config.distributed.data / 8  # whose devices have copies
+    assert got.arguments <= 1.05 * got.state * config.distributed.data / 8  # data-parallel devices have copies
     shapes = abstract_model(config.architecture(V))[1]
     layers = {name: (shape.shape[0] if name.startswith("rolled/") else 1) for name, shape in shapes.items()}
     weights = sum(layers[name] for name, shape in shapes.items() if len(shape.shape) - name.startswith("rolled/") > 1)
-    # Forward and backward, in each part of a batch; Muon gathers the roots of the matrices of each shape, too.
+    # Forward and backward, for each accumulated part; Muon also gathers the roots of the matrices of each shape.
     roots = len({shape.shape for shape in shapes.values()}) if optimizer == "muon" else 0
     assert got.work.count["all-gather"] <= 2 * config.training.grad_accum * weights + roots
     if kind != "moe":
@@ -164,7 +164,7 @@ def check_cost(kind: str, optimizer: str, mesh: str, chunks: int = 1, **changes)
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.exhaustive), "muon"])
-def test_eight_devices_do_an_eighth_of_the_work_each(optimizer):
+def test_each_of_eight_devices_does_an_eighth_of_the_work(optimizer):
     check_cost("dense", optimizer, DENSE[0], model__scan_layers=True)
 
 
@@ -172,28 +172,28 @@ def test_eight_devices_do_an_eighth_of_the_work_each(optimizer):
 @pytest.mark.parametrize("mesh", ["fsdp=4 tensor=2", "fsdp=8", "data=2 fsdp=4", "data=2 fsdp=2 tensor=2", "data=2 tensor=4"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("changes", [{}, {"training__grad_accum": 2, "chunks": 16}], ids=str)
-def test_they_do_on_every_mesh(optimizer, mesh, changes):
+def test_work_is_divided_on_every_mesh(optimizer, mesh, changes):
     check_cost("dense", optimizer, mesh, model__kv_heads=None, model__scan_layers="grad_accum" in str(changes), **changes)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "mesh"), [("mla", "fsdp=4 tensor=2"), ("mla", "fsdp=8"), ("moe", "data=2 expert=4")])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_so_do_those_of_other_models(kind, optimizer, mesh):
-    """The products of experts turn as often as there are rows: they are counted once here, the rows in the test below."""
+def test_work_is_divided_for_other_models(kind, optimizer, mesh):
+    """Expert matmuls loop over their rows: one iteration is counted here, the rows in the next test."""
     check_cost(kind, optimizer, mesh)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", SPARSE)
-def test_every_row_of_an_expert_is_multiplied_once(mesh):
+def test_every_expert_row_is_multiplied_once(mesh):
     config, counts_LE = settings("moe", mesh), trained("moe", mesh).counts_LE
     tokens = config.training.batch_size * config.model.max_context
     np.testing.assert_array_equal(counts_LE.sum(axis=1), tokens * config.moe.top_k_mlp)
 
 
-def test_a_plan_is_of_one_device_of_each_mesh(monkeypatch):
-    """Traced, not compiled: what passes is read from a text."""
+def test_a_plan_counts_one_device_of_a_mesh(monkeypatch):
+    """The program is traced, not compiled: the communication is read from HLO text."""
     text = """HloModule passes, num_partitions=8
 ENTRY %main (p: f32[8,4]) -> f32[64,4] {
   %p = f32[8,4]{1,0} parameter(0)
@@ -213,7 +213,7 @@ ENTRY %main (p: f32[8,4]) -> f32[64,4] {
     assert (wide.mesh, divided.mesh, others[-1].mesh) == ("fsdp 8", "fsdp 4 × tensor 2", "one device")
     assert wide.flops == divided.flops == one[0].flops // 8
     assert wide.collectives == {"all-gather": Collectives(1, 7 * 128)}
-    # Of weights and moments an eighth, but for the norms, and what is received; a batch's part is of the rows.
+    # An eighth of weights and moments, except norms, and received data; of the batch, the local rows.
     own, norms = 7 * 128, 5 * 32 * 4
     assert wide.traffic - own <= (one[0].traffic - own) / 8 + 6 * norms
     assert any("fsdp 4 × tensor 2" in line for line in plan_lines(found))

@@ -1,4 +1,4 @@
-"""The table of parameters and axes: it fits every architecture, and says in a sentence what cannot be divided."""
+"""The table of sharding rules covers every architecture; indivisible sizes raise one sentence."""
 
 import math
 
@@ -37,7 +37,7 @@ ARCHITECTURES = [
 
 
 def parameters():
-    """Name in its layer, shape there, and model of every parameter."""
+    """Yields the name in its layer, the shape in it, and the model of every parameter."""
     for kind, changes in ARCHITECTURES:
         model = settings(kind, **changes).trained_architecture(V)
         for name, leaf in abstract_model(model)[1].items():
@@ -45,35 +45,35 @@ def parameters():
             yield inner, leaf.shape[layers:], model
 
 
-def test_every_rule_is_for_some_parameter_and_every_parameter_has_one():
+def test_rules_and_parameters_match():
     used = [find_rule(name, len(shape)) for name, shape, _ in parameters()]
     assert [rule for rule in RULES if rule not in used] == []
     with pytest.raises(ValueError, match="no rule for the sharding of ffn/new/kernel with 2 axes"):
         find_rule("ffn/new/kernel", 2)
 
 
-def test_letters_stand_for_the_sizes_of_the_model():
-    """A letter that stood for another axis would split it."""
+def test_letters_of_rules_match_array_sizes():
+    """A wrong letter would shard another axis."""
     for name, shape, m in parameters():
         sizes = {"V": V, "D": m.dim, "T": m.max_context, "K": m.kv_heads, "N": m.n_heads, "2": 2}
         sizes |= {"E": m.experts.count} if m.experts else {}
         width = m.experts.shared_dim if "shared" in name else m.hidden_dim
         sizes |= {"P": m.per_layer_dim} if "layer" in name else {}
         sizes |= {"F": width} | ({"G": m.n_heads // m.kv_heads} if "attention/qkv" not in name else {})
-        sizes |= {"D": shape[0]} if name == "attention/q/kernel" else {}  # what its queries are made from, of rank D or less
+        sizes |= {"D": shape[0]} if name == "attention/q/kernel" else {}  # the input of the queries, of rank D or less
         sizes |= {"F": shape[0 if "down" in name else -1]} if m.double_wide_mlp else {}
         for letter, size in zip(find_rule(name, len(shape)).axes, shape, strict=True):
             assert sizes.get(letter, size) == size, (name, letter)
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2), (2, 1, 4, 1), (1, 2, 2, 2)], ids=str)
-def test_matrices_lie_in_equal_parts_on_all_devices_of_a_copy(sizes):
+def test_matrices_are_sharded_equally_over_all_devices(sizes):
     mesh = dict(zip(AXES, sizes, strict=True))
     for name, shape, _ in parameters():
         split = split_parameter(name, shape, mesh)
         for size, apart, stored in zip(shape, split.compute, split.storage, strict=True):
             assert size % math.prod(mesh[axis] for axis in apart + stored) == 0, name
-        assert len(split.axes_of(slice(None))) == len(split.axes), name  # none of them twice
+        assert len(split.axes_of(slice(None))) == len(split.axes), name  # no axis twice
         if name.endswith(("kernel", "embed")):
             assert split.axes == {axis for axis in AXES[1:] if mesh[axis] > 1}, name
 
@@ -90,7 +90,7 @@ def test_matrices_lie_in_equal_parts_on_all_devices_of_a_copy(sizes):
         ("moe", "expert=8", {}, "distributed.expert must divide the 4 experts of a layer, got 8"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_divided_is_said(kind, mesh, changes, sentence):
+def test_indivisible_sizes_are_refused(kind, mesh, changes, sentence):
     config = settings(kind, mesh, **changes)
     model, devices = config.architecture(V), math.prod(int(part.split("=")[1]) for part in mesh.split())
     sizes = mesh_sizes(config, model, devices)
@@ -127,14 +127,14 @@ def test_what_cannot_be_divided_is_said(kind, mesh, changes, sentence):
         ("dense", "data=2 expert=4", {}, "distributed.expert must be 1 for a model without experts, got 4"),
     ],
 )  # fmt: skip
-def test_a_mesh_that_does_not_fit_is_said(kind, mesh, changes, sentence):
+def test_an_invalid_mesh_is_refused(kind, mesh, changes, sentence):
     config = settings(kind, mesh, **changes)
     with pytest.raises(UserError) as raised:
         mesh_sizes(config, config.architecture(V), 8)
     assert str(raised.value) == sentence
 
 
-def test_one_device_is_left_to_one_axis():
+def test_a_single_device_has_axes_of_size_1():
     config = build_config({}, {"training.batch_size": 8})
     model = config.architecture(V)
     assert mesh_sizes(config, model, 8) == {"data": 1, "fsdp": 8, "expert": 1, "tensor": 1}

@@ -1,4 +1,4 @@
-"""Whole trainings on eight simulated devices, and their checkpoints on other devices."""
+"""Full trainings on eight simulated devices, and their checkpoints on other devices."""
 
 import json
 from functools import cache, partial
@@ -27,26 +27,26 @@ MESH = {"distributed__fsdp": 4, "distributed__tensor": 2}
 
 
 def on_first(monkeypatch, devices):
-    """Lets trainings have so many devices."""
+    """Limits trainings to the first `devices` devices."""
     monkeypatch.setattr(loop, "make_layout", partial(make_layout, devices=jax.devices()[:devices]))
 
 
 @cache
 def whole(path):
-    """A run on all devices, never interrupted."""
+    """Trains an uninterrupted run on all devices; returns its settings and the run."""
     config = small_config(**MESH)
     return config, Workshop(path).train("whole", config)
 
 
 @pytest.fixture
 def never_interrupted(tmp_path_factory):
-    """That run, trained when it is asked for."""
+    """The uninterrupted run, trained on first use."""
     return partial(whole, tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.exhaustive
-def test_a_run_leaves_what_it_leaves_on_one_device(workshop, monkeypatch):
-    """Rows of the logs, best weights, and samples of the model as it was."""
+def test_a_run_writes_the_same_files_as_on_one_device(workshop, monkeypatch):
+    """Log rows, best weights, and text samples are equal."""
     said = {}
 
     def sample(model, to):
@@ -79,7 +79,7 @@ def test_a_run_leaves_what_it_leaves_on_one_device(workshop, monkeypatch):
         np.testing.assert_allclose(weights[8][name], array, rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(workshop, never_interrupted):
+def test_an_interrupted_run_resumes_bit_for_bit(workshop, never_interrupted):
     config, run = never_interrupted()
     store = small_store(config, Stumbles)
     store.at = 15
@@ -90,7 +90,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(workshop, never_interrupted):
 
 
 @pytest.mark.parametrize(("devices", "axes"), [(4, {"fsdp": 2, "tensor": 2}), (4, {"data": 2, "fsdp": 2}), (1, {})])
-def test_a_state_is_the_same_on_other_devices(never_interrupted, devices, axes):
+def test_a_checkpoint_restores_equally_on_other_devices(never_interrupted, devices, axes):
     config, run = never_interrupted()
     model = config.architecture(VOCABULARY)
 
@@ -111,8 +111,8 @@ def test_a_state_is_the_same_on_other_devices(never_interrupted, devices, axes):
     checkpoints.close()
 
 
-def test_a_run_that_goes_on_with_other_devices_says_so(workshop, monkeypatch, never_interrupted):
-    """From eight to four and to one; the losses are those of the same devices, but for the order of sums."""
+def test_resuming_on_other_devices_prints_a_note(workshop, monkeypatch, never_interrupted):
+    """From eight to four and to one device; losses are equal up to the order of sums."""
     given = {"model__dropout_rate": 0.0, "training__eval_every": 4, "training__optimizer": "adamw"}
     workshop.train("moved", small_config(training__steps=12, **MESH, **given))
     for steps, devices, changes in ((16, 4, {"distributed__fsdp": 2, "distributed__tensor": 2}), (20, 1, {})):
@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_with_other_devices_says_so(workshop, monkeypatch, ne
 
 
 class Poisoned(TokenStore):
-    """The batch of step 9, counted from 0, makes a loss that is no number."""
+    """The loss of step 9, counted from 0, is NaN."""
 
     def batch(self, step, *rows):
         batch = super().batch(step, *rows)
@@ -135,7 +135,7 @@ class Poisoned(TokenStore):
 
 
 @pytest.mark.exhaustive
-def test_a_rewind_and_given_weights_are_those_of_one_device(workshop, monkeypatch):
+def test_a_rewind_and_initial_weights_match_one_device(workshop, monkeypatch):
     given = {"model__dropout_rate": 0.0, "training__optimizer": "adamw", "training__nan_policy": "rewind"}
     losses = {}
     for devices, changes in ((8, MESH | given), (1, given)):

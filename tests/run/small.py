@@ -1,4 +1,4 @@
-"""What the tests of this room share."""
+"""Shared helpers of the tests of this package."""
 
 import numpy as np
 import pytest

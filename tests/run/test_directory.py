@@ -1,4 +1,4 @@
-"""The run directory: paths and locks, and one sentence for whatever stands in the way."""
+"""The run directory: paths, locks, and one-sentence errors."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def test_paths_are_absolute_and_follow_the_logging_section(tmp_path, monkeypatch
     assert (run.log(config), run.summary(config)) == (run.path / "log.csv", run.path / "model_summary.json")
 
 
-def test_two_runs_of_one_second_get_two_directories(tmp_path, monkeypatch):
+def test_two_runs_in_one_second_get_two_directories(tmp_path, monkeypatch):
     monkeypatch.setattr(directory.time, "strftime", lambda _: "run_20260102_030405")
     monkeypatch.chdir(tmp_path)
     names = ["run_20260102_030405", "run_20260102_030405_2", "run_20260102_030405_3"]
@@ -44,18 +44,18 @@ def test_a_used_directory_needs_resume(tmp_path):
     assert "--resume" in sentence(create_run, tmp_path)
 
 
-def test_a_directory_that_holds_only_a_lock_is_new(tmp_path):
+def test_a_directory_with_only_a_lock_file_is_new(tmp_path):
     (tmp_path / ".lock").touch()
     assert create_run(tmp_path).path == tmp_path
 
 
-def test_a_file_in_the_way_is_a_sentence(tmp_path):
+def test_an_existing_file_raises_one_sentence(tmp_path):
     (tmp_path / "x").touch()
     assert "a file with this name exists" in sentence(create_run, tmp_path / "x")
     assert "Not a directory" in sentence(create_run, tmp_path / "x" / "y")
 
 
-def test_opening_says_what_is_missing_and_names_the_newest_run(tmp_path, monkeypatch):
+def test_open_run_names_missing_files_and_the_newest_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert newest_run() is None
     assert sentence(open_run, "runs/x") == "no run directory at runs/x"
@@ -81,7 +81,7 @@ def test_opening_says_what_is_missing_and_names_the_newest_run(tmp_path, monkeyp
     assert sentence(open_run, "runs/old").startswith(says)
 
 
-def test_the_config_comes_back_equal(tmp_path):
+def test_the_config_round_trips(tmp_path):
     config = build_config({"training": {"lr": 5e-4}, "generation": {"stop": ["\n\n", "1e5"]}})
     save_config(RunDirectory(tmp_path), config)
     assert load_run_config(RunDirectory(tmp_path)) == config
@@ -99,7 +99,7 @@ with RunDirectory(Path(sys.argv[1])).lock():
 """
 
 
-def test_the_lock_refuses_a_second_process_and_dies_with_the_first(tmp_path):
+def test_the_lock_excludes_other_processes_and_ends_with_its_process(tmp_path):
     run = RunDirectory(tmp_path)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:

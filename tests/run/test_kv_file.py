@@ -1,4 +1,4 @@
-"""The file about attention heads: both formats come back, and what is no such file, or another model's, is one sentence."""
+"""The file with head statistics: both formats are read; other files and files of other models raise one sentence."""
 
 import json
 from dataclasses import replace
@@ -24,11 +24,11 @@ CONFIG = ModelConfig(
     max_context=2048,
     windows=(None, None),
 )
-ENTROPIES = [[0.21, 1.94, 0.77, 3.12], [1.35, 0.46, 2.58, 1.08]]  # of the sample
+ENTROPIES = [[0.21, 1.94, 0.77, 3.12], [1.35, 0.46, 2.58, 1.08]]  # of the sample file
 
 
 def record() -> dict:
-    """What a calibration of format 2 measures."""
+    """The record of a calibration in format 2."""
     names = head_names(2, 4, "H")
     return {
         "model": "toy",
@@ -57,14 +57,14 @@ def path(tmp_path) -> Path:
 
 
 def changed(path, change):
-    """The same file after `change(record)`."""
+    """Writes the file after `change(record)`."""
     tree = json.loads(path.read_bytes())
     change(tree)
     path.write_text(json.dumps(tree), encoding="utf-8")
     return path
 
 
-def test_format_2_comes_back(path):
+def test_format_2_round_trips(path):
     assert RunDirectory(path.parent).kv == path
     assert json.loads(path.read_bytes()) == {"format_version": 2, **record()}
     for weights in ("cd" * 32, None):
@@ -77,15 +77,15 @@ def test_format_2_comes_back(path):
     assert read_kv_calibration(path, CONFIG, None) == {"format_version": 2, **record()}
 
 
-def test_format_1_comes_back():
-    found = load_kv_calibration(SAMPLE, CONFIG, "cd" * 32)  # it does not say which weights it was measured on
+def test_format_1_is_read():
+    found = load_kv_calibration(SAMPLE, CONFIG, "cd" * 32)  # the file names no weights
     np.testing.assert_array_equal(found.entropy_LN, ENTROPIES)
     assert found.coverage_LN is None and found.loss_LKC is None
     told = read_kv_calibration(SAMPLE, CONFIG, None)
     assert told["format_version"] == 1 and told["calibration"]["n_sequences"] == 20 and "model_info" not in told
 
 
-def test_heads_come_in_their_order_whatever_that_of_the_file(path):
+def test_heads_are_sorted(path):
     names = [f"L{layer}_H{head}" for layer in range(2) for head in range(4)]
     changed(path, lambda tree: tree.update(coverage=dict(reversed(tree["coverage"].items()))))
     np.testing.assert_array_equal(load_kv_calibration(path, CONFIG, None).coverage_LN.ravel(), np.arange(2, 10) / 2)
@@ -106,7 +106,7 @@ def test_loss_is_per_key_head(path):
     assert "lacks L1_K1 in loss, which this model needs" in sentence(load_kv_calibration, path, CONFIG, None)
 
 
-def test_a_signal_that_was_not_measured_names_the_command(path):
+def test_a_missing_signal_names_the_command(path):
     found = load_kv_calibration(SAMPLE, CONFIG, None)
     for name in ("coverage", "loss"):
         told = sentence(found.signal, name)
@@ -119,7 +119,7 @@ def test_a_signal_that_was_not_measured_names_the_command(path):
     )
 
 
-def test_another_model_is_told_with_both_counts(path):
+def test_another_model_is_reported_with_both_counts(path):
     for change in ({"num_blocks": 3, "windows": (None,) * 3}, {"n_heads": 8}, {"kv_heads": 4}):
         other = replace(CONFIG, **change)
         counts = f"{other.num_blocks} layers with {other.n_heads} query heads and {other.kv_heads} key heads"
@@ -148,7 +148,7 @@ def test_a_file_without_counts_is_refused(path, version, count):
 
 
 @pytest.mark.parametrize("key", ["head_entropies", "coverage", "length_entropies"])
-def test_missing_and_surplus_heads_are_named(path, key):
+def test_missing_and_unexpected_heads_are_named(path, key):
     def change(tree):
         del tree[key]["L0_H2"], tree[key]["L1_H3"]
 
@@ -163,7 +163,7 @@ def test_missing_and_surplus_heads_are_named(path, key):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.01, 1e10, "1", True, None, [1], 10**400])
 @pytest.mark.parametrize("key", ["head_entropies", "coverage"])
-def test_what_is_no_measure_is_refused_by_name(path, key, value):
+def test_invalid_values_are_refused_by_name(path, key, value):
     changed(path, lambda tree: tree[key].update(L1_H2=value))
     told = sentence(load_kv_calibration, path, CONFIG, None)
     assert f"is invalid ({key}: L1_H2: " in told and "dantinox calibrate" in told and len(told) < 700
@@ -183,11 +183,11 @@ def test_what_is_no_measure_is_refused_by_name(path, key, value):
         (lambda tree: tree.pop("lengths"), "2 numbers for L0_H0 in length_entropies, expected 0"),
     ],
 )
-def test_other_wrong_values(path, change, part):
+def test_other_invalid_values_are_refused(path, change, part):
     assert part in sentence(load_kv_calibration, changed(path, change), CONFIG, None)
 
 
-def test_null_is_what_was_not_measured(path):
+def test_null_means_not_measured(path):
     changed(path, lambda tree: tree.update(coverage=None, split_half_correlation=None, lengths=None, length_entropies=None))
     assert load_kv_calibration(path, CONFIG, None).coverage_LN is None
     assert not {"coverage", "split_half_correlation", "lengths"} & set(read_kv_calibration(path, CONFIG, None))
@@ -198,7 +198,7 @@ def test_null_is_what_was_not_measured(path):
     [b"", b"\xff\xfe", b"{", b"[]", b"null", b"[" * 100_000, b'{"format_version":' + b"9" * 9000, b"\x93NUMPY"],
     ids=["empty", "bytes", "half", "list", "null", "deep", "long number", "binary"],
 )
-def test_what_is_no_calibration_is_one_sentence(path, content):
+def test_other_files_raise_one_sentence(path, content):
     path.write_bytes(content)
     told = sentence(load_kv_calibration, path, CONFIG, None)
     assert ("is invalid (" in told or "is not UTF-8 text" in told) and "--what kv` again" in told and len(told) < 700
@@ -211,7 +211,7 @@ def test_a_huge_file_is_not_read(path, monkeypatch):
     assert "larger than 16 MiB" in sentence(load_kv_calibration, path, CONFIG, None)
 
 
-def test_a_file_that_cannot_be_read_or_written_is_one_sentence(tmp_path):
+def test_an_unreadable_or_unwritable_file_raises_one_sentence(tmp_path):
     assert "no calibration at" in sentence(load_kv_calibration, tmp_path / "none.json", CONFIG, None)
     assert "it is a directory" in sentence(load_kv_calibration, tmp_path, CONFIG, None)
     assert "cannot write" in sentence(save_kv_calibration, tmp_path, record())

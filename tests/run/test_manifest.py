@@ -9,7 +9,7 @@ from dantinox.run import DamagedFile, find_step_damage, write_file, write_step_m
 from dantinox.run.manifest import MANIFEST, check_files, describe_damage, find_log_damage, hash_file, read_manifest
 
 
-def test_a_manifest_is_json_that_vouches_for_itself(tmp_path):
+def test_a_manifest_is_json_with_its_own_sha256(tmp_path):
     write_file(tmp_path, "a.txt", "è\n", {"versions": {"jax": "1"}})
     *lines, last = (tmp_path / MANIFEST).read_text().splitlines(keepends=True)
     record = json.loads("".join(lines))
@@ -20,7 +20,7 @@ def test_a_manifest_is_json_that_vouches_for_itself(tmp_path):
     assert read_manifest(tmp_path / MANIFEST)["files"]["b"] == [[hashlib.sha256(b"").hexdigest(), 0]]
 
 
-def test_no_changed_byte_of_a_manifest_is_read(tmp_path):
+def test_every_changed_byte_of_a_manifest_is_detected(tmp_path):
     write_file(tmp_path, "a", "content")
     path = tmp_path / MANIFEST
     content = path.read_bytes()
@@ -34,7 +34,7 @@ def test_no_changed_byte_of_a_manifest_is_read(tmp_path):
             read_manifest(path)
 
 
-def test_a_file_of_any_size_is_read_in_pieces(tmp_path):
+def test_files_of_any_size_are_hashed(tmp_path):
     content = os.urandom((1 << 20) + 7)
     (tmp_path / "a").write_bytes(content)
     assert hash_file(tmp_path / "a") == (hashlib.sha256(content).hexdigest(), len(content))
@@ -43,7 +43,7 @@ def test_a_file_of_any_size_is_read_in_pieces(tmp_path):
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
-def test_after_a_crash_between_any_two_writes_a_file_and_its_entry_agree(tmp_path, monkeypatch, old):
+def test_file_and_entry_agree_after_a_crash(tmp_path, monkeypatch, old):
     replaced = []
     original = os.replace
 
@@ -74,7 +74,7 @@ def test_after_a_crash_between_any_two_writes_a_file_and_its_entry_agree(tmp_pat
         check_files(folder, ["a"])
 
 
-def test_each_kind_of_damage_is_a_sentence(tmp_path):
+def test_each_kind_of_damage_is_described(tmp_path):
     write_file(tmp_path, "a", "content")
     path = tmp_path / "a"
     entries = read_manifest(tmp_path / MANIFEST)["files"]["a"]
@@ -93,7 +93,7 @@ def test_each_kind_of_damage_is_a_sentence(tmp_path):
     assert describe_damage(tmp_path, "a", None) == f"{path} is not listed in the manifest"
 
 
-def test_a_step_answers_for_its_files_and_the_logs_beside_it(tmp_path):
+def test_a_step_manifest_covers_its_files_and_the_logs(tmp_path):
     step, log = tmp_path / "checkpoints" / "12", tmp_path / "log.csv"
     (step / "state").mkdir(parents=True)
     (step / "state" / "d").write_bytes(b"weights")
@@ -112,7 +112,7 @@ def test_a_step_answers_for_its_files_and_the_logs_beside_it(tmp_path):
     assert list(find_step_damage(step.with_name("13"))) == [f"{step.with_name('13') / MANIFEST} belongs to step 12"]
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_full_disk_raises_one_sentence_and_keeps_the_old_file(tmp_path, monkeypatch):
     write_file(tmp_path, "a", "old")
 
     def full(*_):

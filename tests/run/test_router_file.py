@@ -1,4 +1,4 @@
-"""The file of the router's calibration: its numbers come back or are refused in one sentence, and other weights are told of."""
+"""The router calibration file: its numbers are read or refused in one sentence; other weights print a warning."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def calibrated(tmp_path) -> RunDirectory:
     return run
 
 
-def test_a_calibration_comes_back(calibrated):
+def test_a_calibration_round_trips(calibrated):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load_router_calibration(calibrated) == NUMBERS
@@ -44,11 +44,11 @@ def test_a_calibration_comes_back(calibrated):
     assert RouterSection(router_preset="calibrated").numbers(load_router_calibration(calibrated))["high_entropy"] == 3.5
 
 
-def test_a_run_that_was_not_calibrated_has_no_numbers(tmp_path):
+def test_a_run_without_calibration_returns_none(tmp_path):
     assert load_router_calibration(RunDirectory(tmp_path)) is None
 
 
-def test_other_weights_are_told_of(calibrated):
+def test_other_weights_print_a_warning(calibrated):
     save_weights(calibrated.weights, some_weights())
     with pytest.warns(UserWarning, match="was measured on other weights: run `dantinox calibrate --run_dir") as caught:
         assert load_router_calibration(calibrated) == NUMBERS
@@ -57,10 +57,10 @@ def test_other_weights_are_told_of(calibrated):
     assert "cannot read" in sentence(load_router_calibration, calibrated)
 
 
-def test_weights_are_hashed_once_while_they_stay_as_they_are(tmp_path, monkeypatch):
+def test_unchanged_weights_are_hashed_once(tmp_path, monkeypatch):
     run, hashed = RunDirectory(tmp_path), []
     monkeypatch.setattr(manifest, "hash_file", lambda path: hashed.append(path) or hash_file(path))
-    for content in (b"first", b"other"):  # of the same size
+    for content in (b"first", b"other"):  # equal size
         atomic_write(run.weights, content)
         assert {weights_digest(RunDirectory(tmp_path)) for _ in range(3)} == {hashlib.sha256(content).hexdigest()}
     assert hashed == [run.weights] * 2
@@ -88,7 +88,7 @@ def test_weights_are_hashed_once_while_they_stay_as_they_are(tmp_path, monkeypat
         (lambda record: record["measured"].update(varentropy_scale=float("nan")), "measured: varentropy_scale"),
     ],
 )
-def test_wrong_numbers_are_refused_by_name(calibrated, change, part):
+def test_invalid_numbers_are_refused_by_name(calibrated, change, part):
     record = json.loads(calibrated.router.read_bytes())
     change(record)
     calibrated.router.write_text(json.dumps(record), encoding="utf-8")
@@ -115,7 +115,7 @@ def test_wrong_numbers_are_refused_by_name(calibrated, change, part):
     ],
     ids=["empty", "bytes", "half", "list", "null", "deep", "cut off", "long number"],
 )
-def test_what_is_no_calibration_is_one_sentence(calibrated, content):
+def test_other_files_raise_one_sentence(calibrated, content):
     calibrated.router.write_bytes(content)
     assert "dantinox calibrate" in sentence(load_router_calibration, calibrated)
 
@@ -127,7 +127,7 @@ def test_a_huge_calibration_is_not_read(calibrated, monkeypatch):
     assert "larger than 1 MiB" in sentence(load_router_calibration, calibrated)
 
 
-def test_a_calibration_that_cannot_be_read_or_written_is_one_sentence(calibrated):
+def test_an_unreadable_or_unwritable_calibration_raises_one_sentence(calibrated):
     calibrated.router.unlink()
     calibrated.router.mkdir()
     assert "no calibration at" in sentence(load_router_calibration, calibrated)
@@ -136,7 +136,7 @@ def test_a_calibration_that_cannot_be_read_or_written_is_one_sentence(calibrated
         save_router_calibration(calibrated, {"tokens": float("nan")})
 
 
-def test_a_changed_number_is_damage(calibrated):
+def test_a_changed_number_is_detected_as_damage(calibrated):
     content = calibrated.router.read_text(encoding="utf-8")
     calibrated.router.write_text(content.replace("3.5", "3.6"), encoding="utf-8")
     told = sentence(load_router_calibration, calibrated)

@@ -1,4 +1,4 @@
-"""What somebody may do to a run besides damaging a file of it, and whether verify says so. Nothing here is trained."""
+"""`verify` reports every change of a run beyond damaged files. Nothing is trained here."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ from dantinox.run.manifest import MANIFEST, hash_file, read_manifest, write_step
 
 @pytest.fixture
 def run(tmp_path) -> RunDirectory:
-    """A run with two checkpoints, as far as files go."""
+    """The files of a run with two checkpoints."""
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     save_config(run, Config())
@@ -170,7 +170,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_not_as_it_was_written_is_named(run, name, capsys):
+def test_every_change_is_reported_with_its_file(run, name, capsys):
     change, sentence = HOSTILE[name]
     change(run)
     problems = verify_run(run).damage
@@ -179,19 +179,19 @@ def test_what_is_not_as_it_was_written_is_named(run, name, capsys):
     assert sentence in capsys.readouterr().out
 
 
-def test_only_steps_are_steps(run):
+def test_saved_steps_ignores_other_entries(run):
     for name in ("012", "１２", "+3", "-1", "best"):
         (run.checkpoints / name).mkdir()
     assert saved_steps(run.checkpoints) == [12, 8]
 
 
-def test_a_link_to_the_right_content_is_no_damage(run):
+def test_a_link_to_equal_content_is_not_damage(run):
     state(run).rename(run.path / "kept")
     state(run).symlink_to(run.path / "kept")
     assert verify_run(run).damage == []
 
 
-def test_what_a_killed_save_left_is_no_damage(run):
+def test_files_of_a_killed_save_are_not_damage(run):
     (run.checkpoints / "16.saving").touch()
     (run.checkpoints / "16.orbax-checkpoint-tmp").mkdir()
     found = verify_run(run)
@@ -199,15 +199,15 @@ def test_what_a_killed_save_left_is_no_damage(run):
     assert found.remarks == [f"{run.checkpoints / '16'} is unfinished: a run is saving it, or ended while it saved it"]
 
 
-def test_rows_behind_the_newest_checkpoint_are_a_remark(run):
+def test_log_rows_after_the_newest_checkpoint_are_a_remark(run):
     appended(lambda run: run.log(Config()), b"13\n")(run)
     found = verify_run(run)
     assert found.damage == []
     assert found.remarks == [f"{run.log(Config())} has 3 bytes more than when step 12 was saved"]
 
 
-def test_a_file_that_may_not_be_read_is_not_taken_for_damaged(run, monkeypatch):
-    """Nothing is stepped back from, or put aside, because of permissions or too many open files."""
+def test_an_unreadable_file_is_not_reported_as_damaged(run, monkeypatch):
+    """Missing permissions or too many open files never cause a checkpoint to be skipped or set aside."""
 
     def denied(path, *arguments, **options):
         raise PermissionError(13, "Permission denied", str(path))
@@ -220,8 +220,8 @@ def test_a_file_that_may_not_be_read_is_not_taken_for_damaged(run, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"format": 2}', '{"format": 1}', '{"format": 1, "files": []}', "{"])
-def test_a_manifest_that_is_none_is_a_sentence(run, text):
-    """With a last line that fits: somebody made it so, or another version."""
+def test_an_invalid_manifest_raises_one_sentence(run, text):
+    """The last line is valid: the file was edited on purpose, or written by another version."""
     line = f"{text}\n"
     for path in (run.manifest, step_manifest(run)):
         path.write_text(line + hashlib.sha256(line.encode()).hexdigest() + "\n")
@@ -232,8 +232,8 @@ def test_a_manifest_that_is_none_is_a_sentence(run, text):
         list(find_log_damage(run.path, run.checkpoints / "12"))
 
 
-def test_a_run_that_goes_on_meanwhile_is_not_damaged(run, monkeypatch):
-    """Weights may be replaced between the reading of their manifest and theirs, a step may go while it is read."""
+def test_a_running_training_is_not_reported_as_damaged(run, monkeypatch):
+    """Weights may be replaced between reading the manifest and the weights; a step may be deleted while it is read."""
     done = []
 
     def read(path, size=None):

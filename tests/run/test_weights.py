@@ -1,4 +1,4 @@
-"""Weights come back bit by bit or are refused in one sentence."""
+"""Weights round-trip bit for bit, or are refused in one sentence."""
 
 import mmap
 import weakref
@@ -25,7 +25,7 @@ def as_flax_holds_it(tree: dict) -> dict:
     return {"embed": tree["embed"], "blocks": blocks, "norm_f": tree["norm_f"]}
 
 
-def test_weights_come_back_bit_by_bit(tmp_path):
+def test_weights_round_trip_bit_for_bit(tmp_path):
     tree = some_weights()
     tree["embed"][0, 0] = np.nan
     tree["embed"][0, 1] = -0.0
@@ -36,14 +36,14 @@ def test_weights_come_back_bit_by_bit(tmp_path):
         assert back[name].tobytes() == array.tobytes(), name
 
 
-def test_the_format_is_the_one_of_flax(tmp_path):
+def test_the_format_equals_that_of_flax(tmp_path):
     tree = some_weights()
     save_weights(tmp_path / "w", tree)
     assert (tmp_path / "w").read_bytes() == flax.serialization.msgpack_serialize(as_flax_holds_it(tree))
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
-def test_large_arrays_go_in_chunks_as_in_flax(tmp_path, monkeypatch, chunk):
+def test_large_arrays_are_chunked_as_in_flax(tmp_path, monkeypatch, chunk):
     tree = some_weights()
     monkeypatch.setattr(weights, "CHUNK_BYTES", chunk)
     save_weights(tmp_path / "w", tree)
@@ -56,7 +56,7 @@ def test_large_arrays_go_in_chunks_as_in_flax(tmp_path, monkeypatch, chunk):
     np.testing.assert_array_equal(back["blocks/1/qkv"], tree["blocks/1/qkv"])
 
 
-def test_equal_weights_give_equal_bytes_whatever_the_order(tmp_path):
+def test_equal_weights_result_in_equal_bytes(tmp_path):
     tree = some_weights()
     save_weights(tmp_path / "a", tree)
     save_weights(tmp_path / "b", {key: tree[key] for key in reversed(tree)})
@@ -69,14 +69,14 @@ def test_weights_are_stored_as_float32(tmp_path):
     assert back["a"].dtype == np.float32
 
 
-def test_place_decides_what_stands_in_the_result(tmp_path):
+def test_place_determines_the_result(tmp_path):
     tree = some_weights()
     save_weights(tmp_path / "w", tree)
     names = load_weights(tmp_path / "w", shapes_of(tree), place=lambda name, array: (name, array.shape))
     assert names["blocks/1/qkv"] == ("blocks/1/qkv", (4, 2, 3, 5))
 
 
-def test_names_and_shapes_that_differ_are_named_with_both_values(tmp_path):
+def test_different_names_and_shapes_are_reported(tmp_path):
     tree = some_weights()
     path = tmp_path / "w"
     save_weights(path, tree)
@@ -100,7 +100,7 @@ def test_another_dtype_is_refused(tmp_path):
     assert "as int32, expected float32 or bfloat16" in sentence(load_weights, tmp_path / "w", {"a": np.zeros(4)})
 
 
-def test_a_missing_file_is_a_sentence(tmp_path):
+def test_a_missing_file_raises_one_sentence(tmp_path):
     assert "No such file or directory" in sentence(load_weights, tmp_path / "w", {})
     assert "Is a directory" in sentence(load_weights, tmp_path, {})
 
@@ -117,7 +117,7 @@ def test_every_truncation_is_refused(tmp_path):
     assert "damaged" in sentence(load_weights, path, shapes_of(tree))
 
 
-def test_no_flipped_byte_ends_in_a_traceback(tmp_path):
+def test_flipped_bytes_never_raise_other_exceptions(tmp_path):
     tree = some_weights()
     path = tmp_path / "w"
     save_weights(path, tree)
@@ -154,7 +154,7 @@ def test_foreign_content_is_refused(tmp_path, content):
     assert "damaged or not a weights file" in sentence(load_weights, tmp_path / "w", {"a": np.zeros(4)})
 
 
-def test_arrays_lie_in_the_file_and_are_not_copied(tmp_path):
+def test_arrays_are_memory_mapped(tmp_path):
     save_weights(tmp_path / "w", {"a": np.zeros(1000), "b": np.ones(1000)})
     back = load_weights(tmp_path / "w", {"a": np.zeros(1000), "b": np.zeros(1000)})
     for array in back.values():

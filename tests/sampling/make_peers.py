@@ -1,15 +1,15 @@
-"""Writes `peers.npz`: random rows, and what the logits processors of Hugging Face transformers make of them.
+"""Writes `peers.npz`: random rows, and the results of the logits processors of Hugging Face Transformers for them.
 
-Run by hand in an environment with torch and transformers: `python tests/sampling/make_peers.py`. The tests read the file alone.
+Run it in an environment with torch and transformers: `python tests/sampling/make_peers.py`. The tests only read the file.
 
 Arrays per vocabulary size V, N rows each:
-  logits_V        float16 [N, V], read as float32; -inf where a token was removed before
-  text_V          int16 [N, 32], token ids so far, -1 behind the last one
+  logits_V        float16 [N, V], read as float32; -inf for tokens that are already removed
+  text_V          int16 [N, 32], token history, padded with -1
   {name}_V        float32 [N], the number of the step
-  kept_{name}_V   the mask of what the step keeps, packed along the row
-  ids_V           int16 [N, 16], places where values are checked, of tokens said before and of others
-  temperature_values_V, repetition_penalty_values_V   float32 [N, 16], the logits at these places
-And `versions`, the versions of the packages.
+  kept_{name}_V   bit mask of the tokens that the step keeps
+  ids_V           int16 [N, 16], token ids whose values are checked, in the history and not in it
+  temperature_values_V, repetition_penalty_values_V   float32 [N, 16], the logits of these tokens
+`versions` holds the package versions.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ VALUES = {
 
 
 def row(rng, V):
-    """Peaked, flat, heavy-tailed, tied or falling by a power of the rank; in every third row many tokens are gone."""
+    """A peaked, flat, heavy-tailed, tied or power-law row; in every third row many tokens are removed."""
     x_V = [
         lambda: rng.normal(0, rng.uniform(2, 8), V),
         lambda: rng.normal(0, rng.uniform(0.02, 0.5), V),

@@ -1,4 +1,4 @@
-"""Tokens that a row may have next, bit by bit: what is drawn is always one of them, and who may have any is left alone."""
+"""Token masks: drawn tokens are always allowed, and rows without a mask do not change."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ ROWS = [
 
 
 def packed(allowed_BV):
-    """The words of bits, made by NumPy: byte after byte, the lowest bit first."""
+    """Packs masks to uint32 words with NumPy, lowest bit first."""
     padded = np.pad(allowed_BV, [(0, 0), (0, -allowed_BV.shape[1] % 32)])
     return np.packbits(padded, axis=1, bitorder="little").view("<u4")
 
@@ -48,13 +48,13 @@ def some(seed, share=0.1):
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 259])
-def test_bits_are_unpacked_as_numpy_unpacks_them(size):
+def test_unpack_bits_matches_numpy(size):
     bits_W = np.random.default_rng(size).integers(0, 2**32, -(-size // 32), dtype=np.uint32)
     expected = np.unpackbits(bits_W.view(np.uint8), bitorder="little")[:size].astype(bool)
     np.testing.assert_array_equal(unpack_bits(jnp.asarray(bits_W), size), expected)
 
 
-def test_what_is_drawn_is_allowed_whatever_the_steps_do():
+def test_drawn_tokens_are_always_allowed():
     params = SamplingParams.build(ROWS, stop_ids=[0])
     state = start(params)
     for seed in range(40):
@@ -64,7 +64,7 @@ def test_what_is_drawn_is_allowed_whatever_the_steps_do():
         assert not np.asarray(info.empty).any()
 
 
-def test_a_row_that_may_have_any_token_is_untouched_and_nobody_else_is_moved():
+def test_a_mask_changes_only_its_own_row():
     params = SamplingParams.build(ROWS, stop_ids=[0])
     bits = EVERYTHING.copy()
     bits[1] = packed(some(1))[1]
@@ -80,7 +80,7 @@ def test_a_row_that_may_have_any_token_is_untouched_and_nobody_else_is_moved():
     np.testing.assert_array_equal(np.delete(tokens[0], 1), np.delete(tokens[2], 1))
 
 
-def test_where_other_settings_leave_no_allowed_token_the_constraint_wins():
+def test_the_mask_overrides_settings_that_remove_all_allowed_tokens():
     params = SamplingParams.build(
         [
             {"greedy": True, "banned_tokens": [20, 21]},
@@ -97,10 +97,10 @@ def test_where_other_settings_leave_no_allowed_token_the_constraint_wins():
     assert not np.asarray(info.empty).any()
 
 
-def test_a_model_that_gives_no_allowed_token_a_chance_is_overruled():
+def test_the_mask_overrides_a_model_without_allowed_tokens():
     logits = np.array(LOGITS[:3])
     logits[0] = np.nan
-    logits[1, 5] = np.inf  # which removes all others
+    logits[1, 5] = np.inf  # removes all other tokens
     logits[2, [20, 21]] = -np.inf
     allowed = np.zeros((3, V), bool)
     allowed[:, [20, 21]] = True
@@ -110,7 +110,7 @@ def test_a_model_that_gives_no_allowed_token_a_chance_is_overruled():
     assert not np.asarray(info.empty).any()
 
 
-def test_what_is_reported_of_the_model_stays_the_models():
+def test_reports_about_the_model_ignore_the_mask():
     params = SamplingParams.build([{"seed": 1}] * B)
     _, _, free = draw(LOGITS, params, start(params))
     bits = jnp.asarray(packed(some(3)))
@@ -122,7 +122,7 @@ def test_what_is_reported_of_the_model_stays_the_models():
     assert (np.asarray(held.token.survivors) <= some(3).sum(1)).all()
 
 
-def test_the_entropy_router_chooses_among_what_is_allowed():
+def test_the_entropy_router_chooses_allowed_tokens():
     rows = [{"strategy": "entropy", "seed": seed, "clarify_token": 30, "use_attention": False} for seed in range(B)]
     params, spread = SamplingParams.build(rows), jnp.linspace(0.01, 4, B)[:, None]
     state = start(params)
@@ -133,7 +133,7 @@ def test_the_entropy_router_chooses_among_what_is_allowed():
         assert allowed_BV[np.arange(B), np.asarray(token_B)].all()
 
 
-def test_without_constraints_nothing_of_them_is_compiled():
+def test_no_mask_is_compiled_without_constraints():
     params = SamplingParams.build([{"seed": 1}] * B)
     text = draw.lower(LOGITS, params, start(params)).as_text()
     held = draw.lower(LOGITS, replace(params, allowed_bits=jnp.asarray(EVERYTHING)), start(params)).as_text()

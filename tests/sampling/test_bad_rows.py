@@ -1,4 +1,4 @@
-"""Bad rows and bad requests: the defined result or one sentence, never a NaN and never another exception."""
+"""Invalid rows and requests: the result is defined or a one-sentence error, never NaN or another exception."""
 
 import math
 
@@ -17,7 +17,7 @@ pytestmark = [
 INF, NAN = math.inf, math.nan
 LARGEST = float(np.finfo(np.float32).max)
 
-# Every step by name, switched on, with ids that also a vocabulary of one token has.
+# Every step by name, enabled, with ids that also exist in a vocabulary of one token.
 EVERY = {
     "logit_bias": {"ids": [0], "values": [0.5]},
     "allowed_tokens": {"ids": [0]},
@@ -56,7 +56,7 @@ def one(row, *pipeline, **text):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_step_leaves_an_empty_row_empty_and_the_only_token_of_a_vocabulary_alive(name):
+def test_every_step_keeps_empty_rows_and_the_only_token(name):
     step = {"name": name} | EVERY[name]
     empty_BV = np.float32([[-INF] * 5, [NAN] * 5, [NAN, -INF, NAN, -INF, -INF]])
     y_BV = process(empty_BV, step, prompt=[[0, 1, 0]] * 3, output=[[0]] * 3)
@@ -68,7 +68,7 @@ def test_every_step_leaves_an_empty_row_empty_and_the_only_token_of_a_vocabulary
 
 
 def every_function(x_V):
-    """The one-row functions on the row, switched on; identifiers within and without the vocabulary."""
+    """Applies all step functions to one row, enabled, with ids inside and outside the vocabulary."""
     V = x_V.shape[0]
     ids_S, said_S = jnp.array([0, V, -1, 2**31 - 1]), jnp.array([0, V - 1, 0, V - 1, 0, V - 1, -1, -1])
     run_S = history.repeat_lengths(said_S, 6)
@@ -142,18 +142,18 @@ CHANGE = ("bias l", "penalty", "presence", "dry", "cold", "hot", "dynamic", "smo
     ],
     ids=["one token", "four tokens"],
 )
-def test_extreme_rows_and_numbers_make_no_nan_and_no_empty_row(rows):
+def test_extreme_rows_and_numbers_produce_neither_nan_nor_empty_rows(rows):
     x_BV = np.float32(rows)
     for name, y_BV in EVERY_FUNCTION(x_BV).items():
         y_BV = np.asarray(y_BV)
         assert not np.isnan(y_BV).any() and not (y_BV == INF).any(), name
         np.testing.assert_array_equal((y_BV > -INF).any(1), (x_BV > -INF).any(1), err_msg=name)
-        assert ((y_BV == -INF) | (x_BV > -INF)).all(), name  # nothing comes back to life
+        assert ((y_BV == -INF) | (x_BV > -INF)).all(), name  # removed tokens stay removed
         if not name.startswith(CHANGE):
             np.testing.assert_array_equal(y_BV.view(np.uint32)[y_BV > -INF], x_BV.view(np.uint32)[y_BV > -INF], err_msg=name)
 
 
-def test_extreme_penalties_on_a_repeated_text_stay_finite():
+def test_extreme_penalties_on_repeated_tokens_stay_finite():
     said = [[0, 1, 2, 0, 1]]
     rows = np.float32([[LARGEST, 1.0, -LARGEST, -INF]])
     for multiplier in (-0.0, 1e-37, LARGEST):
@@ -173,14 +173,14 @@ def test_extreme_penalties_on_a_repeated_text_stay_finite():
         ([-INF, INF, INF], [-INF, 0.0, 0.0]),
     ],
 )
-def test_what_is_not_a_number_is_repaired_on_entry(row, repaired):
+def test_nan_and_inf_are_repaired_at_the_start(row, repaired):
     assert one(row) == repaired
     assert one(row, {"name": "banned_tokens", "ids": []}) == repaired
     neighbours = process(np.float32([[1.0, 2.0, 3.0], row, [0.0, -1.0, -2.0]]))
     np.testing.assert_array_equal(neighbours, [[1.0, 2.0, 3.0], repaired, [0.0, -1.0, -2.0]])
 
 
-def test_other_kinds_of_logits():
+def test_other_dtypes_of_logits():
     assert process(np.zeros((0, 4)), {"name": "top_k", "k": 1}).shape == (0, 4)
     assert process([[1, 2], [3, -4]]).tolist() == [[1.0, 2.0], [3.0, -4.0]]
     assert process(np.array([[1e300, 1.0], [-1e300, 1.0]])).tolist() == [[0.0, -INF], [-INF, 1.0]]  # beyond float32
@@ -217,7 +217,7 @@ def test_other_kinds_of_logits():
     ],
     ids=str,
 )
-def test_contradictions_and_sizes_have_a_defined_result(pipeline, left):
+def test_contradictory_settings_and_small_rows_have_defined_results(pipeline, left):
     row = one([3.0, 5.0, 5.0, 1.0], *pipeline, prompt=[[0, 1]], output=[[2, 3]])
     assert {i for i, x in enumerate(row) if x > -INF} == left and not any(map(math.isnan, row))
 
@@ -301,7 +301,7 @@ def sentence(error):
 
 
 @pytest.mark.parametrize("case", WRONG_STEPS)
-def test_a_wrong_step_is_one_sentence(case):
+def test_an_invalid_step_raises_one_sentence(case):
     step, words = WRONG_STEPS[case]
     with pytest.raises(UserError, match=words) as error:
         process_logits(np.zeros((1, 4)), [{"name": "top_k", "k": 0}, step], [[1, 2, 1]])
@@ -340,14 +340,14 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
-def test_a_wrong_call_is_one_sentence(case):
+def test_an_invalid_call_raises_one_sentence(case):
     arguments, words = WRONG_CALLS[case]
     with pytest.raises(UserError, match=words) as error:
         process_logits(*arguments)
     assert sentence(error)
 
 
-def test_texts_may_be_arrays():
+def test_token_histories_can_be_arrays():
     step = {"name": "repetition_penalty", "penalty": 2.0}
     for kind in (np.array, jnp.array, tuple):
         assert one([1.0, 1.0, -1.0], step, prompt=kind([[0, 2]]), output=kind([[0]])) == [0.5, 1.0, -2.0]

@@ -1,4 +1,4 @@
-"""Best of n: the closed form against the golden file, a float64 reference that sorts, and hundreds of thousands of draws."""
+"""Best of n: compares the closed form with the golden file, a sorting float64 reference, and hundreds of thousands of draws."""
 
 import json
 import math
@@ -24,9 +24,9 @@ DRAWS = 200_000
 MOST = 12  # candidates drawn; the first n of them count
 
 
-@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})  # it runs for longer than it is compiled
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})  # running takes longer than compiling
 def explicit(logits_V, raw_V, n):
-    """Draws with other keys, each the best of its own n candidates."""
+    """Draws tokens with different keys, each the best of n candidates."""
 
     def one(number):
         return module.best_candidate(logits_V, raw_V, jax.random.fold_in(jax.random.key(11), number), METRICS, n, draws=MOST)
@@ -35,7 +35,7 @@ def explicit(logits_V, raw_V, n):
 
 
 def reference(x_V, raw_V, n):
-    """P(token) from a sort by the model's logit, in float64: ranks are groups of equal logits."""
+    """P(token) in float64 from a sort by model logit; tokens with equal logits share a rank."""
     w_V = np.exp(np.float64(x_V) - np.max(x_V))
     w_V /= w_V.sum()
     p_V = np.zeros(len(w_V))
@@ -50,7 +50,7 @@ def reference(x_V, raw_V, n):
 
 
 def rows(V=40, seed=0):
-    """A model's logits with ties, and what is drawn from: another temperature, penalties that change the order, a cut."""
+    """Model logits with ties, and the logits to draw from: other temperature, penalties that change the order, a filter."""
     rng = np.random.default_rng(seed)
     raw_V = np.round(rng.normal(0, 2, V) * 2).astype(np.float32) / 2
     x_V = raw_V / np.float32(1.7)
@@ -60,7 +60,7 @@ def rows(V=40, seed=0):
 
 
 def p_value(counts_C, expected_C):
-    """The chance of a χ² at least as large, by Wilson and Hilferty's cube root (1931)."""
+    """P(χ² at least as large), by the cube root approximation of Wilson and Hilferty (1931)."""
     statistic = np.sum((counts_C - expected_C) ** 2 / expected_C)
     freedom = len(counts_C) - 1
     width = math.sqrt(2 / (9 * freedom))
@@ -68,7 +68,7 @@ def p_value(counts_C, expected_C):
 
 
 def cells(counts_V, chances_V):
-    """Tokens by falling chance, the rare ones together so that every cell expects ten draws."""
+    """Groups tokens by decreasing probability, rare ones together, so that every cell expects ten draws."""
     expected_V = DRAWS * chances_V
     rare_V = expected_V < 10
     assert counts_V[chances_V == 0].sum() == 0 and counts_V.sum() == DRAWS
@@ -104,9 +104,9 @@ def test_golden_confidence():
 
 @pytest.mark.parametrize("name", ["peaked", "adaptive_staircase", "neg_inf_vocab_mask"])
 def test_golden_candidate_logprobs(name):
-    """The log-probabilities of the first tokens, as the explicit draws report them."""
+    """The log-probabilities of the first tokens, as reported by explicit draws."""
     case = next(case for case in GOLDEN["cases"] if case["name"] == name)
-    raw_V = np.float32([float(x) for x in case["logits"]])  # "-inf" stands as text
+    raw_V = np.float32([float(x) for x in case["logits"]])  # "-inf" is a string
     told = EXPLICIT(np.zeros_like(raw_V), raw_V, jax.random.key(0), METRICS, 64, draws=64)
     expected_V = np.array([float(x) for x in case["expect"]["candidate_logprobs_nats"]])[: len(raw_V)]
     ids_N = np.asarray(told.ids)
@@ -115,7 +115,7 @@ def test_golden_candidate_logprobs(name):
 
 
 @pytest.mark.parametrize("V", [40, 1000])
-def test_closed_form_is_the_sorted_one(V):
+def test_closed_form_matches_the_sorted_reference(V):
     for seed in range(20):
         x_V, raw_V = rows(V, seed)
         for n in (2, 5, 12, 4096):
@@ -127,8 +127,8 @@ def test_closed_form_is_the_sorted_one(V):
             assert got_V[~known_V].max() < 1e-29 and set(np.flatnonzero(got_V)) <= set(np.flatnonzero(x_V > -np.inf))
 
 
-def test_the_weight_of_the_log_probability_turns_the_choice_round():
-    """Below 0 the least likely of the candidates is taken, with 0 the first one; the other weights move all alike."""
+def test_the_sign_of_the_weight_decides_between_most_and_least_likely():
+    """A negative weight chooses the least likely candidate, 0 the first one; other weights shift all scores equally."""
     x_V, raw_V = rows(1000)
     explained = jax.jit(
         lambda x_V, raw_V, key, config: module.best_candidate(
@@ -147,27 +147,27 @@ def test_the_weight_of_the_log_probability_turns_the_choice_round():
 
 
 @pytest.mark.parametrize("V", [40, 1000])
-def test_one_candidate_is_the_row_itself(V):
+def test_one_candidate_does_not_change_the_row(V):
     x_V, raw_V = rows(V)
     np.testing.assert_array_equal(BEST(x_V, raw_V, 1), x_V)
 
 
-def test_rows_at_the_edges():
+def test_edge_cases_of_rows():
     nothing_V = np.full(40, -np.inf, np.float32)
     np.testing.assert_array_equal(BEST(nothing_V, nothing_V, 12), nothing_V)
     only_V = np.where(np.arange(40) == 7, np.float32(3), -np.inf)
     np.testing.assert_array_equal(BEST(only_V, np.zeros(40, np.float32), 12), np.where(np.arange(40) == 7, 0, -np.inf))
-    # All equal in the model's eyes: one rank, so the draw stays as it was.
+    # All model logits are equal: there is one rank, so the distribution does not change.
     x_V = rows()[0]
     np.testing.assert_allclose(BEST(x_V, np.zeros(40, np.float32), 12), jax.nn.log_softmax(x_V), atol=1e-6)
-    # Chances down to e^-80 are neither lost nor made up.
+    # Probabilities down to e^-80 stay accurate.
     steep_V = np.float32(np.arange(40) * -2.0)
     chance = math.exp(-78) / np.exp(np.float64(steep_V)).sum()
     np.testing.assert_allclose(BEST(steep_V, -steep_V, 12)[39], math.log(-math.expm1(12 * math.log1p(-chance))), rtol=1e-6)
 
 
 def test_full_windows():
-    """256 candidates of a large vocabulary, the most that the router's top_k allows."""
+    """256 tokens of a large vocabulary, the maximum of the router's top_k."""
     rng = np.random.default_rng(5)
     raw_V = rng.normal(0, 2, 1000).astype(np.float32)
     x_V = np.asarray(jax.jit(steps.top_k)(raw_V / np.float32(1.4), 256))
@@ -175,7 +175,7 @@ def test_full_windows():
     np.testing.assert_allclose(got_V, reference(x_V, raw_V, 12), rtol=1e-4, atol=1e-12)
 
 
-def test_the_number_of_candidates_compiles_nothing_anew():
+def test_changing_the_number_of_candidates_does_not_recompile():
     best = jax.jit(jax.vmap(module.best_of_n))
     x_V, raw_V = rows(1000)
     together = best(np.stack([x_V] * 3), np.stack([raw_V] * 3), np.float32([1, 5, 12]))
@@ -192,19 +192,19 @@ def test_a_large_row_is_not_sorted(optimised):
 
 
 @pytest.mark.parametrize("n", [1, 5, 12])
-def test_explicit_draws_have_the_closed_distribution(n):
+def test_explicit_draws_follow_the_closed_form(n):
     x_V, raw_V = rows()
     chances_V = np.asarray(jax.nn.softmax(BEST(x_V, raw_V, n)), np.float64)
     counts_V = np.bincount(explicit(x_V, raw_V, n), minlength=len(x_V))
     assert p_value(*cells(counts_V, chances_V)) > 0.001
     assert p_value(*cells(counts_V, reference(x_V, raw_V, n))) > 0.001
-    # One candidate more, or ties that the first token wins, would be seen.
+    # The test would detect one more candidate, or ties that always go to the first token.
     assert p_value(*cells(counts_V, reference(x_V, raw_V, n + 1))) < 1e-6
     untied_V = raw_V - np.float32(1e-3) * np.arange(len(raw_V), dtype=np.float32)
     assert n == 1 or p_value(*cells(counts_V, reference(x_V, untied_V, n))) < 1e-6
 
 
-def test_a_score_of_ones_own():
+def test_a_custom_score_function():
     x_V, raw_V = rows()
 
     def lowest_odd(ids_N, logprobs_N, metrics):
@@ -222,14 +222,14 @@ def test_a_score_of_ones_own():
 
 
 @pytest.mark.parametrize("score", [lambda ids, logprobs, metrics: logprobs[0], lambda *_: None, lambda ids, *_: ids[:2]])
-def test_there_is_a_score_per_candidate(score):
+def test_a_score_function_must_return_one_score_per_candidate(score):
     with pytest.raises(UserError, match=r"score_fn must return one score per candidate, shape \(3,\), got shape \(2?,?\)"):
         EXPLICIT(np.zeros(5, np.float32), np.zeros(5, np.float32), jax.random.key(0), METRICS, 3, score_fn=score, draws=3)
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_the_draws_behind_a_token_are_n_plain_draws(n):
-    """Every tuple of draws as likely as if they had been drawn first, and the token always the best of them, ties included."""
+def test_candidates_given_a_token_are_distributed_like_n_draws(n):
+    """Tuples of draws have the same distribution as independent draws, and the token is always the best, including ties."""
     raw_V = jnp.asarray([1.0, 0.5, 0.5, -1.0, 2.0])
     x_V = jnp.asarray([0.3, 0.9, 0.1, 0.4, -jnp.inf])
 

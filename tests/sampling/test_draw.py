@@ -1,4 +1,4 @@
-"""What the draw promises about removed tokens and the ends of the interval, its keys, and the search it stands on."""
+"""The draw: removed tokens, the ends of the unit interval, its keys, and the search that it uses."""
 
 import jax
 import jax.numpy as jnp
@@ -12,29 +12,29 @@ PICK, NTH_TRUE = jax.jit(inverse_cdf_token), jax.jit(nth_true)
 
 
 @pytest.mark.parametrize("V", [1, 7, 512, 513, 2000])
-def test_the_ends_of_the_unit_interval_pick_living_tokens(V):
+def test_the_ends_of_the_unit_interval_never_draw_removed_tokens(V):
     nearly_one = np.float32(1 - 2**-24)
     for seed in range(10):
         rng = np.random.default_rng(seed)
         x_V = np.full(V, -np.inf, np.float32)
         alive = np.unique(rng.integers(0, V, rng.integers(1, min(V, 6) + 1)))
-        x_V[alive] = rng.choice([0.0, -20.0, -30.0, 5.0], len(alive))  # masses far below 1e-7 among them
+        x_V[alive] = rng.choice([0.0, -20.0, -30.0, 5.0], len(alive))  # includes masses far below 1e-7
         for u in np.float32([0, 1e-8, 0.3, nearly_one, 1.0]):
             for v in np.float32([0, 1e-8, 0.7, nearly_one, 1.0]):
                 assert int(PICK(x_V, jnp.array([u, v]))) in alive
 
 
-def test_tokens_of_tiny_mass_are_drawn_when_their_turn_comes():
-    x_V = jnp.array([0.0, -14.0, -jnp.inf])  # the last 8e-7 of the interval
+def test_tokens_of_tiny_mass_can_be_drawn():
+    x_V = jnp.array([0.0, -14.0, -jnp.inf])  # the second token has the last 8e-7 of the interval
     assert int(PICK(x_V, jnp.array([0.0, 1 - 2**-23]))) == 1
     assert int(PICK(x_V, jnp.array([0.0, 0.5]))) == 0
 
 
-def test_an_empty_row_gives_token_zero():
+def test_an_empty_row_returns_token_0():
     assert int(PICK(jnp.full(513, -jnp.inf), jnp.array([0.7, 0.2]))) == 0
 
 
-def test_the_key_is_the_three_numbers_and_nothing_else():
+def test_the_key_depends_only_on_seed_sample_and_position():
     data = [np.asarray(jax.random.key_data(row_key(*map(jnp.uint32, numbers)))).tolist() for numbers in np.ndindex(3, 3, 3)]
     assert len({tuple(d) for d in data}) == 27
     expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(2**32 - 1), 5), 9)
@@ -43,7 +43,7 @@ def test_the_key_is_the_three_numbers_and_nothing_else():
 
 
 @pytest.mark.parametrize("V", [3, 512, 1300])
-def test_running_counts_agree_with_a_plain_loop(V):
+def test_nth_true_matches_a_loop(V):
     hit_V = np.random.default_rng(V).random(V) < 0.3
     hit_V[1] = True
     ids = np.flatnonzero(hit_V)
@@ -54,6 +54,6 @@ def test_running_counts_agree_with_a_plain_loop(V):
     assert float(blocks(jnp.ones(V)).sum()) == V
 
 
-def test_the_first_past_a_target_has_weight():
+def test_first_crossing_has_positive_weight():
     index, before = first_crossing(jnp.array([0.0, 2.0, 0.0, 1.0, 0.0]), lambda total: 0.75 * total)
     assert (int(index), float(before)) == (3, 2.0)

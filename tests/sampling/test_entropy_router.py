@@ -1,4 +1,4 @@
-"""The entropy router against the golden file, float64 references, and its own settings."""
+"""Compares the entropy router with the golden file and float64 references, and tests its settings."""
 
 import json
 import math
@@ -31,7 +31,7 @@ CASES = {case["name"]: case for case in GOLDEN["cases"]}
 
 
 def attention_metrics(scores_LHT, valid_T):
-    """The metrics of one row, scores of the newest query over T keys; `valid_T` or `valid_LT`."""
+    """The metrics of one row, from scores of the newest query over T keys; the mask is `valid_T` or `valid_LT`."""
     L, _, T = scores_LHT.shape
     return router.combine_layers(jax.vmap(router.layer_attention)(scores_LHT, jnp.broadcast_to(valid_T, (L, T))))
 
@@ -52,7 +52,7 @@ FILTERS = jax.jit(lambda x_V, t, k, p, m: steps.min_p(steps.top_p(steps.top_k(st
 MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(MEASURED)}
 CALIBRATED = RouterConfig.build(RouterSection(router_preset="calibrated"), MEDIAN)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-# Thresholds under which every row takes one strategy.
+# Thresholds with which every row uses one strategy.
 SCORE = {field.name for field in fields(RouterConfig) if field.name.startswith("score_")}
 FORCED = {
     "clarify_followup": {"low_entropy": -1, "clarify_entropy": -1, "low_varentropy": math.inf},
@@ -63,7 +63,7 @@ FORCED = {
 
 
 def logits_of(case):
-    return np.float32([float(x) for x in case["logits"]])  # "-inf" stands as text
+    return np.float32([float(x) for x in case["logits"]])  # "-inf" is a string
 
 
 def scores_of(case):
@@ -90,7 +90,7 @@ def reference_logits(x_V):
 
 
 def reference_attention(scores_LHT, valid_LT):
-    """The definitions, key lists cut out of the cache instead of masked."""
+    """The definitions, with valid keys selected from the cache instead of masked."""
     layers = []
     for scores_HT, valid_T in zip(np.float64(scores_LHT), valid_LT, strict=True):
         scores_HS = scores_HT[:, valid_T]
@@ -161,11 +161,11 @@ def test_golden_batch_coupling():
 
 @pytest.mark.parametrize("name", ["clean", "clean_flat"])
 def test_golden_filters(name):
-    """One pass of temperature, top_k, top_p and min_p with a row's numbers."""
+    """Temperature, top_k, top_p and min_p with the numbers of a row."""
     case = GOLDEN["filters"][name]
     x_V = FILTERS(jnp.array(case["logits"]), *[case[name] for name in ("temperature", "top_k", "top_p", "min_p")])
     np.testing.assert_allclose(jax.nn.softmax(x_V), case["probs"], **CLOSE)
-    # The reference removes the likeliest tokens of a flat row at the wrong end, which the steps do not.
+    # The reference removes the most likely tokens of a flat row at the wrong end; the steps do not.
     assert np.argmax(x_V) == np.argmax(case["logits"])
 
 
@@ -175,14 +175,14 @@ def test_logit_metrics_of_random_rows():
     x_NV[20:][rng.random((20, 300)) < 0.7] = -np.inf
     x_NV[20:, 7] = 1.0
     x_NV[39] = np.where(np.arange(300) == 3, 2.0, -np.inf)
-    x_NV[38, :150] = -3e38  # far below every probability, and finite
+    x_NV[38, :150] = -3e38  # finite, but far below all other logits
     got = jax.jit(jax.vmap(router.logit_metrics))(x_NV)
     expected = np.array([reference_logits(x_V) for x_V in x_NV]).T
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert np.abs(expected[:, 39]).max() == 0 and expected[0].max() > 8 and expected[1].max() > 5
 
 
-def test_logit_metrics_at_the_edges():
+def test_logit_metrics_of_edge_cases():
     for x_V in ([3.0], [-np.inf], [-np.inf] * 300):
         np.testing.assert_array_equal(LOGITS(jnp.array(x_V)), [0, 0])
     uniform = LOGITS(jnp.zeros(4096, jnp.bfloat16))
@@ -191,7 +191,7 @@ def test_logit_metrics_at_the_edges():
     np.testing.assert_allclose(large, reference_logits(np.float32(np.arange(128_000) * np.float32(1e-4))), rtol=1e-5)
 
 
-def test_attention_metrics_do_not_depend_on_the_slots_around_the_keys():
+def test_attention_metrics_do_not_depend_on_unused_slots():
     rng = np.random.default_rng(1)
     L, H, S = 3, 4, 40
     scores_LHS = rng.normal(size=(L, H, S)) * rng.uniform(0.2, 6, size=(L, H, 1))
@@ -205,10 +205,10 @@ def test_attention_metrics_do_not_depend_on_the_slots_around_the_keys():
     np.testing.assert_allclose(results, np.tile(expected, (5, 1)), **CLOSE)
 
 
-def test_attention_metrics_of_layers_that_see_different_keys():
+def test_attention_metrics_of_layers_with_different_keys():
     rng = np.random.default_rng(2)
     scores_LHT = (rng.normal(size=(3, 4, 64)) * 3).astype(np.float32)
-    valid_LT = np.arange(64) >= np.array([[60], [0], [63]])  # the last layer sees one key
+    valid_LT = np.arange(64) >= np.array([[60], [0], [63]])  # the last layer attends to one key
     got = ATTENTION(scores_LHT, valid_LT)
     np.testing.assert_allclose(got, reference_attention(scores_LHT, valid_LT), **CLOSE)
     layers = [LAYER(*layer) for layer in zip(scores_LHT, valid_LT, strict=True)]
@@ -224,7 +224,7 @@ def test_one_key_and_no_key():
     np.testing.assert_allclose(ATTENTION(jnp.full((2, 3, 64), 5.0), jnp.zeros(64, bool)), [0, 0, 0, 0, 1, 0])
 
 
-def test_heads_may_see_different_keys():
+def test_heads_with_different_keys():
     scores_HS = jnp.array([[1.0, 2.0, 9.0, 9.0], [9.0, -1.0, 0.5, -2.0]])
     got = LAYER(scores_HS, jnp.array([[1, 1, 0, 0], [0, 1, 1, 1]], bool))
     e_H = np.array([reference_logits([1, 2])[0], reference_logits([-1, 0.5, -2])[0]])
@@ -234,7 +234,7 @@ def test_heads_may_see_different_keys():
 
 
 def random_metrics(n, seed=3):
-    """Rows around every threshold of both presets, in float32."""
+    """Metrics around every threshold of both presets, in float32."""
     rng = np.random.default_rng(seed)
     H, V = 6.5 * rng.random(n) ** 2, 8 * rng.random(n) ** 2
     a = [5, 1, 2, 1, 1, 3] * rng.random((n, 6))
@@ -245,7 +245,7 @@ def random_metrics(n, seed=3):
 
 
 def reference_route(h, v, seen, low_h, low_v, mid_h, high_h, high_v, h_scale, v_scale, t_range, resample_least, base):
-    """The table of strategies in float64, top_k before it is rounded; without attention, its terms left out."""
+    """The table of strategies in float64, with top_k before rounding. Without attention its terms are omitted."""
     T0, p0, k0, m0 = base
     e, s, agree, force = (0.0, 0.0, None, 0.0) if seen is None else seen
     u = h / h_scale + v / v_scale
@@ -269,7 +269,7 @@ def reference_route(h, v, seen, low_h, low_v, mid_h, high_h, high_v, h_scale, v_
 
 @pytest.mark.parametrize("preset", ["guide", "calibrated"])
 @pytest.mark.parametrize("attention", [True, False], ids=["attention", "logits"])
-def test_route_is_the_table_of_strategies(preset, attention):
+def test_route_matches_the_reference_table(preset, attention):
     metrics, base = random_metrics(600), (0.9, 0.8, 40, 0.05)
     section = RouterSection(router_preset=preset)
     config = RouterConfig.build(section, MEDIAN, temperature=0.9, top_p=0.8, top_k=40, min_p=0.05)
@@ -294,8 +294,8 @@ def test_route_is_the_table_of_strategies(preset, attention):
     assert set(strategies) == set(range(5)) and got.top_k.dtype == jnp.int32
 
 
-def test_a_row_without_attention_does_not_see_it():
-    """As in a batch where other rows use attention: the metrics are there, the row's terms are off."""
+def test_a_row_without_attention_ignores_attention_metrics():
+    """As in a batch where other rows use attention: the metrics exist, but the terms of this row are 0."""
     metrics = random_metrics(200)
     blind = RouterConfig.build(RouterSection(use_attention=False))
     without = metrics._replace(attention=None)
@@ -304,7 +304,7 @@ def test_a_row_without_attention_does_not_see_it():
     assert (ROUTES(metrics, GUIDE).temperature != ROUTES(without, GUIDE).temperature).mean() > 0.5
 
 
-def test_rows_are_routed_alone_as_in_a_batch():
+def test_rows_are_routed_equally_alone_and_in_a_batch():
     metrics = random_metrics(8)
     configs = [RouterConfig.build(None, temperature=0.5 + i, top_k=10 + i) for i in range(8)]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *configs)
@@ -314,7 +314,7 @@ def test_rows_are_routed_alone_as_in_a_batch():
         np.testing.assert_allclose(jax.tree.map(lambda x, i=i: x[i], batch), alone, rtol=1e-6)
 
 
-def test_the_first_strategy_whose_conditions_hold_is_taken():
+def test_the_first_strategy_whose_conditions_hold_is_chosen():
     metrics = random_metrics(200)
     taken = [STRATEGIES[s] for s in ROUTES(metrics, GUIDE).strategy]
     for H, V, strategy in zip(metrics.entropy, metrics.varentropy, taken, strict=True):
@@ -332,13 +332,13 @@ def test_the_first_strategy_whose_conditions_hold_is_taken():
         assert (holding or ["adaptive"])[0] == strategy
 
 
-def test_a_metric_on_its_threshold_fulfils_no_condition():
+def test_a_metric_equal_to_its_threshold_meets_no_condition():
     for H, V in ((5.0, 6.0), (6.0, 5.0), (0.1, 0.05), (3.0, 0.05), (4.0, 0.1)):
         assert ROUTE(Metrics(H, V), GUIDE).strategy == ADAPTIVE
 
 
-def test_no_number_of_the_router_compiles_anything_anew():
-    route = jax.jit(lambda metrics, config: router.route(metrics, config))  # with a cache of its own
+def test_changing_router_numbers_does_not_recompile():
+    route = jax.jit(lambda metrics, config: router.route(metrics, config))  # with a separate compilation cache
     metrics = Metrics(np.float32(1), np.float32(2), AttentionMetrics(*np.float32([1, 0.5, 0.1, 0.2, 0.8, 1])))
     for field in fields(RouterConfig):
         for value in (0.25, 3, np.float64(0.5), np.int64(2), math.inf):
@@ -349,8 +349,8 @@ def test_no_number_of_the_router_compiles_anything_anew():
 
 
 @pytest.mark.parametrize("name", sorted({f.name for f in fields(RouterConfig)} - {"candidates", *router.INTEGERS, *SCORE}))
-def test_every_number_does_something(name):
-    """Each threshold and coefficient moves what some row is sampled with."""
+def test_every_router_number_has_an_effect(name):
+    """Each threshold and coefficient changes the sampling numbers of some row."""
     metrics = random_metrics(600)
     bases = [
         replace(GUIDE, temperature_max=2.0, base_min_p=0.6),
@@ -367,7 +367,7 @@ def test_every_number_does_something(name):
     assert any(changed)
 
 
-def test_clarification_is_emitted_when_it_may_be():
+def test_the_clarify_token_is_emitted_only_when_allowed():
     x_V, never = np.zeros(8, np.float32), -1
     asks = jax.jit(router.should_clarify)
     config = replace(GUIDE, clarify_token=3, clarify_cooldown=5)
@@ -376,12 +376,12 @@ def test_clarification_is_emitted_when_it_may_be():
     assert not asks(CLARIFY, x_V, never, GUIDE)  # no token is configured
     assert not asks(CLARIFY, np.where(np.arange(8) == 3, -np.inf, x_V).astype(np.float32), never, config)
     since = [bool(asks(CLARIFY, x_V, distance, config)) for distance in range(7)]
-    assert since == [False] * 5 + [True] * 2  # 0 … 4 tokens were written after it: it is one of the last five
+    assert since == [False] * 5 + [True] * 2  # with 0 … 4 tokens after it, it is one of the last five
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
-def test_a_long_row_alone_is_as_exact_as_in_company(scale):
-    """Alone, sums over 128k tokens were 2e-4 off on CPUs that add them one by one."""
+def test_a_long_row_is_as_exact_alone_as_in_a_batch(scale):
+    """In a batch of one, plain sums over 128k tokens are off by 2e-4 on CPUs that add them one by one."""
     logits_V = (np.random.default_rng(0).standard_normal(128_000) * scale).astype(np.float32)
     p_V = np.exp(logits_V.astype(np.float64) - logits_V.max())
     p_V /= p_V.sum()

@@ -1,4 +1,4 @@
-"""Every case of the golden file: 128 pipelines computed in float64 elsewhere."""
+"""All cases of the golden file: 128 pipelines that were computed in float64 by other code."""
 
 import json
 from pathlib import Path
@@ -38,6 +38,6 @@ def test_mirostat_update(case):
     np.testing.assert_allclose(steps.mirostat_update(**numbers), case["expected"], rtol=1e-6)
 
 
-def test_rows_have_their_own_text():
+def test_rows_have_separate_histories():
     y_BV = process_logits(np.ones((2, 4)), [{"name": "repetition_penalty", "penalty": 2.0}], [[1], [2]], [[], [3]])
     np.testing.assert_array_equal(y_BV, [[1, 0.5, 1, 1], [1, 1, 0.5, 0.5]])

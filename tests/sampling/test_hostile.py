@@ -1,4 +1,4 @@
-"""Corners of parameters and state that a caller can reach: a second text, numbers beyond float32."""
+"""Edge cases of parameters and state: a second history, numbers beyond float32."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from dantinox.config import UserError
 from dantinox.sampling import SamplingParams, init_state, process_logits
 
 
-def test_a_state_for_another_text_compiles_nothing():
+def test_the_state_of_another_history_does_not_recompile():
     compiled = []
 
     def listen(event, duration, **_):
@@ -32,8 +32,8 @@ def test_a_state_for_another_text_compiles_nothing():
     assert state.repeats[0].tolist()[:4] == [0, 1, 2, 3]
 
 
-def test_a_bias_beyond_float32_is_the_largest_there_is_and_bans_nothing():
-    """Only null and -inf ban: else the one token that is allowed could be gone."""
+def test_a_bias_beyond_float32_is_clipped_and_bans_nothing():
+    """Only null and -inf ban; otherwise the only allowed token could be removed."""
     logits_1V = jnp.asarray([[3.0, 1.0, 2.0]])
     params = SamplingParams.build({"logit_bias": {"1": -1e39, "2": 1e300}, "allowed_tokens": [1], "seed": 0})
     state = init_state(params, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool), 3)
@@ -45,7 +45,7 @@ def test_a_bias_beyond_float32_is_the_largest_there_is_and_bans_nothing():
     np.testing.assert_array_equal(steps["allowed_tokens"] > -np.inf, [[False, True, False]])
 
 
-def test_digits_of_other_scripts_are_texts_and_no_ids():
+def test_digits_of_other_scripts_are_text_and_not_ids():
     for key, value in (("banned_tokens", ["٣"]), ("logit_bias", {"３": 1.0})):
         with pytest.raises(UserError, match=f"{key} must hold token ids if there is no tokenizer"):
             SamplingParams.build({key: value, "greedy": True})

@@ -1,4 +1,4 @@
-"""Eight requests with nothing in common share a batch: each is bit for bit what it is alone, and no number compiles anew."""
+"""Eight different requests share a batch: each result is bit for bit that of a solo run, and no number recompiles."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ STRANGER = {
     "xtc_probability": 1.0, "mirostat": 2, "smoothing_factor": 1.0, "banned_tokens": [9, 8], "bad_words": [[3, 3], [1]],
     "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "top_n_sigma": 0.5, "logit_bias": {"0": 5.0, "1": 1.0}, "min_tokens": 30,
 }  # fmt: skip
-# One row more has all there is, so that every batch has the same plan.
+# One more row enables all steps, so that every batch has the same plan.
 FULL = STRANGER | {"temperature": 1.0, "dynatemp_low": 0.5, "dynatemp_high": 2.0, "mirostat": 1}
 
 
@@ -49,7 +49,7 @@ LOGITS = {b: np.stack([language(100 * b + i) for i in range(STEPS)]) for b in ra
 
 
 def decode(rows, logits, prompts, active):
-    """For every row the tokens and the bits of their log-probabilities; two rows stand behind the eight."""
+    """Returns the tokens of every row and the bits of their log-probabilities; two rows follow the eight."""
     params = build(rows)
     lengths = np.array([*map(len, prompts), 1, 1])
     tokens = np.zeros((B + 2, 6), np.int32)
@@ -69,7 +69,7 @@ PROMPTS = [[b, 3, 3 + b % 2, 3][: 1 + b % 4] for b in range(B)]
 
 @pytest.fixture(scope="module")
 def alone():
-    """Each row in the first place of a batch whose other rows are idle."""
+    """Decodes each row as the first row of a batch whose other rows are idle."""
     found = []
     for b in range(B):
         rows = [ROWS[b], *[STRANGER] * (B - 1)]
@@ -78,13 +78,13 @@ def alone():
     return np.stack(found)
 
 
-def test_rows_of_a_batch_are_their_solo_runs(alone):
+def test_rows_of_a_batch_equal_their_solo_runs(alone):
     np.testing.assert_array_equal(decode(ROWS, list(LOGITS.values()), PROMPTS, [True] * B)[:B], alone)
     assert len({tuple(row[:, 0]) for row in alone}) == B
 
 
 @pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.exhaustive)])
-def test_place_and_neighbours_changed_many_times(alone, times):
+def test_rows_do_not_depend_on_index_or_other_rows(alone, times):
     rng = np.random.default_rng(0)
     compiled = step._cache_size()
     for _ in range(times):
@@ -103,7 +103,7 @@ def test_place_and_neighbours_changed_many_times(alone, times):
     assert step._cache_size() == compiled, "batches of other numbers, tokens and words are one program"
 
 
-def test_one_step_more_is_one_program_more():
+def test_one_more_step_compiles_one_more_program():
     size = step._cache_size
 
     def once(row):

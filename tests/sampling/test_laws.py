@@ -1,6 +1,6 @@
-"""Laws that hold for every row and every number: growth, survival, off is off, shifts and permutations.
+"""Properties of all steps for random rows and numbers: monotonicity, survival, disabled steps, shifts and permutations.
 
-Hypothesis draws a row as bytes that index a table of logits: quick to draw, quick to shrink, rich in ties and removed tokens.
+Hypothesis draws a row as bytes that index a table of logits. It is fast, shrinks well, and yields many ties and removed tokens.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 V = 40
 laws = settings(max_examples=100, deadline=None)
 
-# Every cut with a number that loosens it as a goes from 0 to 1.
+# Every filter with a number that loosens it as a goes from 0 to 1.
 TRUNCATIONS = {
     "top_k": (steps.top_k, lambda a: 1 + int(a * V)),
     "top_k all": (partial(steps.top_k, ties="all"), lambda a: 1 + int(a * V)),
@@ -43,18 +43,18 @@ TRUNCATIONS = {name: jax.jit(jax.vmap(step)) for name, (step, _) in TRUNCATIONS.
 LOSE_THE_FIRST = ("typical", "xtc")  # the others never remove the most likely token
 
 
-def cut(name, rows, shares):
-    """The cut on three rows, each with the number of its share."""
+def truncate(name, rows, shares):
+    """Applies a filter to three rows, each with the number for its share."""
     kind = np.int32 if name.startswith("top_k") else np.float32
     return np.asarray(TRUNCATIONS[name](np.stack(rows), np.array([NUMBERS[name](float(a)) for a in shares], kind)))
 
 
 def table(values, strange):
-    """256 logits of which about one in eight is strange."""
+    """256 logits, of which about one in eight is a special value."""
     return np.float32([strange[i // 8 % len(strange)] if i % 8 == 7 else values[i % len(values)] for i in range(256)])
 
 
-GRID = table(np.roll(np.arange(-36, 13), 13) / 4, [-np.inf])  # quarters: sums with a quarter are exact
+GRID = table(np.roll(np.arange(-36, 13), 13) / 4, [-np.inf])  # multiples of 1/4, so that sums are exact
 WILD = table(
     np.random.default_rng(0).normal(0, 4, 150).round(3),
     [-np.inf, 0.0, -0.0, 1.0, 3.4028235e38, -np.inf, -3.4028235e38, 1e-45, -1e-40, 100.0, -np.inf, 1e30, -104.0],
@@ -62,17 +62,19 @@ WILD = table(
 
 
 def distinct_row(steps_V, seed):
-    """A row without ties, some of it removed, in any order."""
+    """A row without ties in random order, with some tokens removed."""
     x_V = np.where(steps_V < 32, -np.inf, np.cumsum(1 + steps_V % 4) / 8).astype(np.float32)
     return np.random.default_rng(seed).permutation(x_V)
 
 
-def indices(least):
-    """V bytes; fewer are repeated."""
-    return st.binary(min_size=least, max_size=V if least == V else 3).map(lambda b: np.resize(np.frombuffer(b, np.uint8), V))
+def indices(min_size):
+    """V bytes; shorter lists are repeated."""
+    return st.binary(min_size=min_size, max_size=V if min_size == V else 3).map(
+        lambda b: np.resize(np.frombuffer(b, np.uint8), V)
+    )
 
 
-wild = st.one_of(indices(V), indices(1)).map(WILD.take)  # the second of few values: whole rows of ties
+wild = st.one_of(indices(V), indices(1)).map(WILD.take)  # the second has few values, so that whole rows tie
 grid = indices(V).map(GRID.take)
 distinct = st.builds(distinct_row, indices(V), st.integers(0, 999))
 share = st.floats(0, 1, width=32)
@@ -85,10 +87,10 @@ def alive(x_NV):
 
 @laws
 @given(x_V=wild, shares=st.tuples(share, share, share).map(sorted))
-def test_a_looser_number_keeps_more_and_no_number_empties_a_row(x_V, shares):
-    first = np.argmax(np.where(np.abs(x_V) < np.finfo(np.float32).tiny, 0, x_V))  # XLA reads denormals as 0
+def test_looser_filters_keep_more_tokens_and_never_empty_a_row(x_V, shares):
+    first = np.argmax(np.where(np.abs(x_V) < np.finfo(np.float32).tiny, 0, x_V))  # XLA flushes denormals to 0
     for name in TRUNCATIONS:
-        y_NV = cut(name, [x_V] * 3, shares)
+        y_NV = truncate(name, [x_V] * 3, shares)
         kept_NV = alive(y_NV)
         assert (kept_NV[0] <= kept_NV[1]).all() and (kept_NV[1] <= kept_NV[2]).all(), name
         assert (kept_NV.any(1) == alive(x_V).any()).all(), name
@@ -103,31 +105,32 @@ def test_a_looser_number_keeps_more_and_no_number_empties_a_row(x_V, shares):
     names=st.lists(st.sampled_from(sorted(TRUNCATIONS)), min_size=2, max_size=6),
     shares=st.tuples(share, share, share),
 )
-def test_no_chain_of_cuts_empties_a_row(x_V, names, shares):
+def test_no_chain_of_filters_empties_a_row(x_V, names, shares):
     y_NV = np.stack([x_V] * 3)
     for name in names:
-        y_NV = cut(name, y_NV, shares)
+        y_NV = truncate(name, y_NV, shares)
     np.testing.assert_array_equal(alive(y_NV).any(1), alive(x_V).any())
     assert not np.isnan(y_NV).any()
 
 
 @laws
 @given(x_V=grid, shifts=st.tuples(*[st.integers(-250, 250)] * 2), a=sixty_fourths)
-def test_a_common_shift_changes_no_cut(x_V, shifts, a):
-    """All sums with a shift are exact here, and no (n/64)⁴ lies within 1e-5 of a power of e^¼."""
+def test_a_common_shift_changes_no_filter(x_V, shifts, a):
+    """All sums with a shift are exact here, and no (n/64)⁴ is within 1e-5 of a power of e^¼."""
     rows = [x_V, *(x_V + np.float32(shift / 4) for shift in shifts)]
     for name in TRUNCATIONS:
-        plain_V, *shifted = alive(cut(name, rows, [a] * 3))
+        plain_V, *shifted = alive(truncate(name, rows, [a] * 3))
         for kept_V in shifted:
             np.testing.assert_array_equal(kept_V, plain_V, err_msg=name)
 
 
 @laws
 @given(tied_V=grid, distinct_V=distinct, seed=st.integers(0, 999), a=share)
-def test_a_permutation_permutes_every_cut(tied_V, distinct_V, seed, a):
-    """Sums in another order differ in their last bits: the permuted cut lies between the cuts of numbers a hair apart.
+def test_a_permutation_permutes_every_filter(tied_V, distinct_V, seed, a):
+    """Sums in another order differ in the last bits, so the permuted result must be between those of two very close numbers.
 
-    Steps that break ties by id get rows without ties, those that may fall back to the first token one without a tie there.
+    Steps that break ties by id get rows without ties. Steps that may fall back to the first token get rows with a unique
+    maximum.
     """
     order = np.random.default_rng(seed).permutation(V)
     peaked_V = np.where(np.arange(V) == np.argmax(tied_V), tied_V + np.float32(0.25), tied_V)
@@ -136,7 +139,7 @@ def test_a_permutation_permutes_every_cut(tied_V, distinct_V, seed, a):
         falls_back = name in ("top_a", "epsilon_cutoff", "eta_cutoff", "mirostat_v2")
         x_V = distinct_V if by_id else peaked_V if falls_back else tied_V
         hair = 0 if name.startswith("top_k") else 3e-5
-        tight_V, permuted_V, loose_V = alive(cut(name, [x_V, x_V[order], x_V], [max(a - hair, 0), a, min(a + hair, 1)]))
+        tight_V, permuted_V, loose_V = alive(truncate(name, [x_V, x_V[order], x_V], [max(a - hair, 0), a, min(a + hair, 1)]))
         assert (tight_V[order] <= permuted_V).all() and (permuted_V <= loose_V[order]).all(), name
 
 
@@ -177,7 +180,7 @@ def test_disabled_steps_return_the_row_bit_for_bit(x_V, seed):
     np.testing.assert_array_equal(y_V.view(np.uint32), x_V.view(np.uint32))
 
 
-# What moves logits moves the probabilities by the differences alone (but the repetition penalty, which reads signs).
+# Steps that change logits depend only on differences of logits (except the repetition penalty, which depends on signs).
 MOVES = {
     "temperature": [{"name": "temperature", "t": 0.7}],
     "dynamic_temperature": [{"name": "dynamic_temperature", "low": 0.5, "high": 2, "exponent": 1.5}],
@@ -198,7 +201,7 @@ def probabilities(x_V):
 @pytest.mark.parametrize("name", MOVES)
 @laws
 @given(x_V=grid, shift=st.integers(-40, 40), seed=st.integers(0, 999))
-def test_a_common_shift_does_not_change_what_moved_logits_mean(name, x_V, shift, seed):
+def test_a_common_shift_does_not_change_probabilities(name, x_V, shift, seed):
     text = [[np.random.default_rng(seed).integers(0, 4, 9).tolist()] * 2] * 2
     y_BV = process_logits(np.stack([x_V, x_V + np.float32(shift / 4)]), MOVES[name], *text)
     np.testing.assert_allclose(probabilities(y_BV[1]), probabilities(y_BV[0]), rtol=2e-4, atol=1e-9)
@@ -206,10 +209,10 @@ def test_a_common_shift_does_not_change_what_moved_logits_mean(name, x_V, shift,
 
 @laws
 @given(x_V=grid, text=st.lists(st.integers(0, 5), max_size=24), seed=st.integers(0, 999))
-def test_renamed_tokens_rename_the_result(x_V, text, seed):
-    """Ids are names: a history and a row under other names give the same logits under these names."""
+def test_permuted_token_ids_permute_the_result(x_V, text, seed):
+    """Ids are only names: a permuted history and row give the same logits, permuted."""
     new_V = np.random.default_rng(seed).permutation(V)
-    x_V = np.where(np.arange(V) == 11, 50, x_V)  # no step empties the row, where the lowest id would decide
+    x_V = np.where(np.arange(V) == 11, 50, x_V)  # no step removes all tokens; otherwise the lowest id would decide
 
     def run(x_V, name_V):
         pipeline = [

@@ -1,4 +1,4 @@
-"""Orders of steps as an array: one program for all orders, equal to the program made for each."""
+"""Orders of steps as an array: one program for all orders gives the same results as a program for each order."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ from dantinox.sampling.order import RowOrders
 from dantinox.sampling.window import Context, run_chain
 
 pytestmark = pytest.mark.slow
-V, TEXT = 5000, [5, 9, 5, 30]  # wide enough for windows
-MOVED = [0, 6, 5, 2, 3, 4, 1]  # a KoboldAI order that cuts first
+V, TEXT = 5000, [5, 9, 5, 30]  # large enough for windows
+MOVED = [0, 6, 5, 2, 3, 4, 1]  # a KoboldAI order that starts with a truncation
 NAMED = ["min_p", "temperature", "top_p", "repetition_penalty", "tail_free", "top_k", "mirostat"]
 ORDERS = [{}, {"preset": "kobold", "sampler_order": MOVED}, {"preset": "llamacpp"}, {"sampler_order": NAMED}]
 NAMES = [PRESETS["default"], kobold_order(MOVED), PRESETS["llamacpp"], NAMED]
@@ -56,7 +56,7 @@ def chain(logits_BV, params, state):
 
 @pytest.fixture(scope="module")
 def found():
-    """(values, order) -> the row's logits behind the steps, from batches of eight of all orders."""
+    """(values, order) -> the logits of the row after the steps, from batches of eight with all orders."""
     rows = [ROWS[i % len(ROWS)] for i in np.random.default_rng(0).permutation(24)]
     batches = [rows[i : i + 8] for i in range(0, 24, 8)]
     outcomes = [np.asarray(chain(*build(batch, dynamic_order=True)).logits) for batch in batches]
@@ -65,7 +65,7 @@ def found():
 
 
 def test_every_row_runs_its_steps_in_its_own_order(found):
-    """Against the steps by name: masks exactly, numbers to their rounding."""
+    """Compared with named steps: masks exactly, numbers to rounding."""
     for (values, order), got_V in found.items():
         settings = VALUES[values]
         temperature = {} if settings.get("greedy") else {"temperature": settings["temperature"]}
@@ -83,14 +83,14 @@ def test_every_row_runs_its_steps_in_its_own_order(found):
     assert (np.isfinite(different[0]) != np.isfinite(different[1])).any(), "the order matters here"
 
 
-def test_an_order_as_an_array_is_bit_for_bit_the_program_of_that_order(found):
+def test_an_order_array_is_bit_for_bit_the_static_program(found):
     rows = [(values, 1) for values in range(len(VALUES)) if "ties" not in VALUES[values]]
     static_BV = np.asarray(chain(*build(rows * 2, extra_steps=(*EDIT_STEPS, *NAMES[1]))).logits)
     for row, static_V in zip(rows, static_BV, strict=False):
         np.testing.assert_array_equal(found[row].view(np.uint32), static_V.view(np.uint32))
 
 
-def test_neighbours_and_idle_rows_change_nothing(found):
+def test_other_rows_and_idle_rows_change_nothing(found):
     rng = np.random.default_rng(1)
     for _ in range(3):
         rows = [ROWS[i] for i in rng.permutation(len(ROWS))[:8]]
@@ -103,8 +103,8 @@ def test_neighbours_and_idle_rows_change_nothing(found):
             np.testing.assert_array_equal(got_V.view(np.uint32), expected_V.view(np.uint32))
 
 
-def test_tokens_and_states_of_all_steps_are_those_of_the_program_of_one_order():
-    """In a small vocabulary, with mirostat, whose state follows the mass before its cut, and a penalty behind the cuts."""
+def test_tokens_and_states_equal_those_of_the_static_program():
+    """In a small vocabulary, with mirostat, whose state depends on the mass before its filter, and a penalty after filters."""
     rows = [
         {"mirostat": 2, "mirostat_tau": 2.0, "min_p": 0.01, "seed": 1},
         {"greedy": True, "repetition_penalty": 3.0, "top_k": 1},
@@ -131,6 +131,6 @@ def test_tokens_and_states_of_all_steps_are_those_of_the_program_of_one_order():
         np.testing.assert_allclose(dynamic, static, rtol=1e-6)
 
 
-def test_the_router_has_an_order_of_its_own():
+def test_the_router_has_a_fixed_order():
     with pytest.raises(UserError, match=r"generation\.strategy entropy"):
         SamplingParams.build({"strategy": "entropy", "seed": 1}, dynamic_order=True)

@@ -1,6 +1,6 @@
-"""500 random rows through our steps and through the logits processors of Hugging Face transformers (see `make_peers.py`).
+"""Compares 500 random rows with the logits processors of Hugging Face Transformers (see `make_peers.py`).
 
-A row is left out of a comparison only where float32 cannot decide it: `margin` measures, in float64, how near it comes to that.
+A row is skipped only if float32 cannot decide it: `margin` computes in float64 how close the row is to another result.
 """
 
 from pathlib import Path
@@ -10,14 +10,14 @@ import pytest
 
 from dantinox.sampling import process_logits
 
-PEERS = dict(np.load(Path(__file__).with_name("peers.npz")))  # each look into the file unpacks a whole array
+PEERS = dict(np.load(Path(__file__).with_name("peers.npz")))  # each access decompresses a whole array
 SIZES = (12, 100, 128, 500)
 ROWS = [(V, i) for V in SIZES for i in range(len(PEERS[f"logits_{V}"]))]
-LEFT_OUT = 5  # rows at most; none in this file
+MAX_SKIPPED = 5  # rows; this file needs none
 
 
 def inputs(name, V, i):
-    """The row, the number of the step, and the text so far."""
+    """The row, the number of the step, and the token history."""
     x_V, said_S = PEERS[f"logits_{V}"][i].astype(np.float32), PEERS[f"text_{V}"][i]
     return x_V, PEERS[f"{name}_{V}"][i], said_S[said_S >= 0].tolist()
 
@@ -51,7 +51,7 @@ def distance(lnP_V, threshold):
 
 
 def margin(name, x_V, number):
-    """How far the row is from another result, in mass or in logits; two float32 calculations differ by some 1e-7 of either."""
+    """Distance of the row to a different result, in mass or logits; two float32 calculations differ by about 1e-7."""
     order_V, lnP_V = canonical(x_V)
     number = float(number)
     match name:
@@ -69,12 +69,12 @@ def margin(name, x_V, number):
             before_V = mass_before(lnP_V, order_V)
             last = order_V[before_V < number][-1]
             rivals = np.abs(score_V[x_V != x_V[last]] - score_V[last]).min(initial=np.inf)
-            return min(np.abs(before_V[1:] - number).min(), rivals / 10)  # a score takes in an entropy: less exact
+            return min(np.abs(before_V[1:] - number).min(), rivals / 10)  # scores include an entropy, which is less exact
     return np.inf
 
 
 def compare(name, check, **words):
-    """Runs `check(x_V, y_V, kept_V, number)` on every row that float32 can decide; y_V is ours, kept_V their mask."""
+    """Runs `check(x_V, y_V, kept_V, number)` for every row that float32 can decide; y_V is our result, kept_V their mask."""
     key = "n" if name == "no_repeat_ngram" else "k" if name == "top_k" else "eps" if "cutoff" in name else "p"
     left_out = 0
     for V, i in ROWS:
@@ -87,14 +87,14 @@ def compare(name, check, **words):
         kept_V = theirs(name, V, i)
         np.testing.assert_array_equal(y_V[y_V > -np.inf], x_V[y_V > -np.inf])
         check(x_V, y_V > -np.inf, kept_V, number)
-    assert left_out <= LEFT_OUT
+    assert left_out <= MAX_SKIPPED
 
 
 def same(x_V, mine_V, kept_V, number):
     np.testing.assert_array_equal(mine_V, kept_V)
 
 
-def test_the_file_names_its_makers_and_holds_every_kind_of_row():
+def test_the_file_names_its_versions_and_contains_all_kinds_of_rows():
     assert "torch" in str(PEERS["versions"]) and "transformers" in str(PEERS["versions"])
     assert len(ROWS) == 500
     rows = [inputs("top_p", V, i)[0] for V, i in ROWS]
@@ -105,7 +105,7 @@ def test_the_file_names_its_makers_and_holds_every_kind_of_row():
 
 
 def test_top_k():
-    """Theirs keeps every token equal to the k-th, as ours with `ties="all"`."""
+    """Transformers keeps every token equal to the k-th, like our `ties="all"`."""
     compare("top_k", same, ties="all")
 
 
@@ -119,7 +119,7 @@ def test_top_k_without_ties():
 
 
 def test_top_p():
-    """Theirs counts up from the least likely token and leaves open which of equal ones at the edge go; ours: the last by id."""
+    """Transformers starts from the least likely token and does not define which equal tokens go; we remove the last by id."""
     split = 0
 
     def check(x_V, mine_V, kept_V, p):
@@ -139,13 +139,13 @@ def test_min_p():
 
 
 def test_typical():
-    """Theirs keeps all tokens as near to the entropy as the last one, as ours with `ties="all"`."""
+    """Transformers keeps all tokens as close to the entropy as the last one, like our `ties="all"`."""
     compare("typical", same, ties="all")
 
 
 @pytest.mark.parametrize("name", ["epsilon_cutoff", "eta_cutoff"])
 def test_cutoffs(name):
-    """Where no token reaches the threshold theirs keeps every token as likely as the first, ours the first alone."""
+    """If no token reaches the threshold, Transformers keeps all tokens as likely as the first, we keep only the first."""
 
     def check(x_V, mine_V, kept_V, eps):
         order_V, lnP_V = canonical(x_V)
@@ -160,7 +160,7 @@ def test_cutoffs(name):
 
 
 def test_no_repeat_ngram():
-    """Theirs may ban every token; ours leaves the first in canonical order."""
+    """Transformers may ban every token; we keep the first in canonical order."""
     banning, emptied = 0, 0
 
     def check(x_V, mine_V, kept_V, n):

@@ -1,4 +1,4 @@
-"""The settings of the entropy router, its presets, and the numbers that they become."""
+"""The settings of the entropy router, its presets, and the resulting numbers."""
 
 import json
 import math
@@ -19,7 +19,7 @@ MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(MEASURED)}
 CALIBRATED = RouterConfig.build(RouterSection(router_preset="calibrated"), MEDIAN)
 
 
-def test_the_guide_preset_is_the_guide():
+def test_the_guide_preset_equals_the_guide():
     names = {
         "T": "base_temperature", "top_p": "base_top_p", "top_k": "base_top_k", "ada_min_p": "base_min_p", "n": "candidates",
         "low_H": "low_entropy", "low_V": "low_varentropy", "helv_H": "clarify_entropy", "high_H": "high_entropy",
@@ -49,7 +49,7 @@ def test_numbers_beyond_float32_become_its_largest():
         assert np.isfinite(jax.jit(route)(metrics, config).temperature)
 
 
-def test_the_calibrated_preset_takes_thresholds_from_the_measurement():
+def test_the_calibrated_preset_uses_measured_thresholds():
     for name in MEASURED:
         assert getattr(CALIBRATED, name) == np.float32(MEDIAN[name])
     section = RouterSection(router_preset="calibrated", high_entropy=4.0, temperature_max=3.0)
@@ -59,10 +59,10 @@ def test_the_calibrated_preset_takes_thresholds_from_the_measurement():
         RouterConfig.build(section)
     with pytest.raises(UserError, match=r"set router\.low_entropy$"):
         RouterConfig.build(section, {name: 1.0 for name in MEASURED if name != "low_entropy"})
-    assert RouterConfig.build(RouterSection(), MEDIAN).low_entropy == np.float32(0.1)  # the guide measures nothing
+    assert RouterConfig.build(RouterSection(), MEDIAN).low_entropy == np.float32(0.1)  # the guide preset ignores measurements
 
 
-def test_a_request_sets_what_the_router_starts_from():
+def test_a_request_sets_the_base_values_of_the_router():
     numbers = RouterSection(base_top_k=30).numbers()
     base = ("base_temperature", "base_top_p", "base_top_k", "base_min_p")
     assert [with_request_bases(numbers)[name] for name in base] == [0.666, 0.9, 30, 0.03]
@@ -71,15 +71,15 @@ def test_a_request_sets_what_the_router_starts_from():
     assert with_request_bases(numbers, temperature=1.4)["base_temperature"] == 1.4
     for top_k in (0, -1, 2**31 - 1):
         config = RouterConfig.build(None, top_k=top_k)
-        assert route(Metrics(4.0, 0.0), config).top_k == KEEP_ALL  # clarify: no cut
-        assert route(Metrics(1.0, 1.0), config).top_k == 100  # adaptive: the upper end
+        assert route(Metrics(4.0, 0.0), config).top_k == KEEP_ALL  # clarify: no filter
+        assert route(Metrics(1.0, 1.0), config).top_k == 100  # adaptive: the upper bound
         assert route(Metrics(1.0, 6.0), config).top_k == KEEP_ALL  # explore
     wide = RouterConfig.build(RouterSection(explore_top_k_disagreement=1000.0), top_k=0)
     apart = AttentionMetrics(1.0, 0.5, 0.1, 0.9, 0.1, 1.0)
-    assert route(Metrics(1.0, 6.0, apart), wide).top_k == KEEP_ALL  # not beyond what an integer holds
+    assert route(Metrics(1.0, 6.0, apart), wide).top_k == KEEP_ALL  # stays in the integer range
 
 
-def test_the_clarifying_token_is_an_id_or_none():
+def test_the_clarify_token_is_an_id_or_none():
     assert RouterConfig.build().clarify_token == -1
     for given in (0, 2564, "2564"):
         assert RouterConfig.build(RouterSection(clarify_token=given)).clarify_token == int(given)
@@ -101,7 +101,7 @@ def test_wrong_settings_are_refused(wrong):
         RouterSection.model_validate(wrong)
 
 
-def test_bounds_that_cross_are_refused():
+def test_crossed_bounds_are_refused():
     def broken(**own):
         return [*router_conflicts(RouterSection(**own))]
 

@@ -37,7 +37,7 @@ def jitted(logits_BV, params, state, active_B=None, report=0):
 
 
 def build(rows, **more):
-    """Parameters of a full batch with the plan of MIXED: all tests that use it share one compiled program."""
+    """Parameters of a full batch with the plan of MIXED, so that all tests share one compiled program."""
     return SamplingParams.build([*rows, *MIXED[: B - 1 - len(rows)], ALL][-B:], stop_ids=[4], **more)
 
 
@@ -54,7 +54,7 @@ def decode(logits_BV, params, n):
     return np.stack(tokens, 1)
 
 
-def test_the_plan_is_what_some_row_has_on():
+def test_the_plan_contains_the_steps_that_some_row_enables():
     assert SamplingParams.build(MIXED, stop_ids=[0]).plan == (
         "min_tokens",
         "repetition_penalty",
@@ -85,7 +85,7 @@ def test_the_plan_is_what_some_row_has_on():
         ([{"greedy": True}] * 2, "2 sets for 3 rows"),
     ],
 )
-def test_wrong_numbers_are_refused_in_words(rows, words):
+def test_invalid_settings_are_refused(rows, words):
     with pytest.raises(UserError, match=words.replace("[", r"\[").replace("]", r"\]")):
         SamplingParams.build(rows, batch=3)
 
@@ -98,7 +98,7 @@ def test_numbers_beyond_float32_stay_finite():
     assert np.isfinite(info.token.logprob_sampled).all()
 
 
-def test_greedy_rows_take_the_first_of_the_best_after_penalties_and_ignore_the_rest():
+def test_greedy_rows_apply_only_edits_and_penalties():
     logits = jnp.zeros((B, V)).at[:, 5].set(4.0).at[:, 3].set(4.0).at[:, 4].set(6.0)
     rows = [
         {"greedy": True, "repetition_penalty": 2.0, "temperature": 0.5, "top_k": 1, "seed": 1},
@@ -107,7 +107,7 @@ def test_greedy_rows_take_the_first_of_the_best_after_penalties_and_ignore_the_r
     ]
     params = build(rows)
     token_B, _, info = jitted(logits, params, start(params, ((2, 3, 4),)))
-    assert token_B[:2].tolist() == [5, 3]  # the prompt holds 3 and 4; the second row bans 4
+    assert token_B[:2].tolist() == [5, 3]  # the prompt contains 3 and 4; the second row bans 4
     assert info.token.logprob_sampled[:2].tolist() == [0, 0]
     again = build([rows[0] | {"seed": 8, "top_k": 3}, *rows[1:]])
     assert jitted(logits, again, start(again, ((2, 3, 4),)))[0].tolist() == token_B.tolist()
@@ -119,7 +119,7 @@ def test_an_all_greedy_batch_compiles_no_draw():
     assert "threefry" not in text[0] and "random" not in text[0] and "random" in text[1]
 
 
-def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
+def test_a_row_does_not_depend_on_its_index_or_other_rows():
     params = SamplingParams.build(MIXED, stop_ids=[4])
     expected = decode(LOGITS, params, 12)
     order = np.array([3, 5, 0, 4, 2, 1])
@@ -147,14 +147,14 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
             np.testing.assert_array_equal(decode(LOGITS[alone : alone + 1], solo, 12)[0], expected[alone])
 
 
-def test_the_same_request_twice_differs_by_its_sample_index_only():
+def test_samples_of_a_request_differ_only_by_sample_index():
     params = SamplingParams.build({"seed": 5}, batch=4, sample_index=[0, 1, 0, 1])
     tokens = decode(jnp.tile(LOGITS[:1], (4, 1)), params, 8)
     np.testing.assert_array_equal(tokens[:2], tokens[2:])
     assert (tokens[0] != tokens[1]).any()
 
 
-def test_changed_numbers_do_not_recompile():
+def test_changing_numbers_does_not_recompile():
     jitted(LOGITS, build([]), start(build([])))
     compiled = jitted._cache_size()
     for shift in range(3):
@@ -167,7 +167,7 @@ def test_changed_numbers_do_not_recompile():
     assert jax.tree.structure(without) != jax.tree.structure(build([]))
 
 
-def test_state_holds_the_newest_place_of_every_token():
+def test_the_state_holds_the_last_position_of_every_token():
     params = SamplingParams.build({"repetition_penalty": 1.5, "seed": 1}, batch=2)
     prompt, valid = jnp.array([[9, 9, 3, 4, 3], [3, 5, 5, 8, 8]]), jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
     state = init_state(params, prompt, valid, 10)
@@ -181,7 +181,7 @@ def test_state_holds_the_newest_place_of_every_token():
 
 
 def test_the_penalty_follows_generated_tokens():
-    """Each token halves its logit once it is there, so a greedy row walks down the list."""
+    """Each generated token halves its logit, so a greedy row generates tokens in order of their logits."""
     logits = jnp.full((1, V), -5.0).at[0, :4].set(jnp.array([10.0, 9.0, 8.0, 7.0]))
     params = SamplingParams.build({"greedy": True, "repetition_penalty": 2.0})
     state = init_state(params, jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), bool), V)
@@ -192,7 +192,7 @@ def test_the_penalty_follows_generated_tokens():
     assert tokens == [0, 1, 2, 3, 0]
 
 
-def test_log_probabilities_are_those_of_the_model_and_of_the_draw():
+def test_reported_log_probabilities_match_a_reference():
     params = build([{"temperature": 0.5, "top_k": 3, "seed": 2 + i} for i in range(B - 1)])
     token_B, _, info = jitted(LOGITS, params, start(params))
     x = np.asarray(LOGITS, np.float64)
@@ -205,7 +205,7 @@ def test_log_probabilities_are_those_of_the_model_and_of_the_draw():
     assert jax.eval_shape(sample, LOGITS, params, start(params))[2].token is None
 
 
-def test_bad_logits_are_flagged_and_still_give_tokens():
+def test_invalid_logits_are_flagged_and_still_return_tokens():
     rows = (
         jnp.zeros((B, V))
         .at[:5]
@@ -227,7 +227,7 @@ def test_bad_logits_are_flagged_and_still_give_tokens():
     assert not np.isnan(info.token.logprob).any() and not np.isnan(info.token.logprob_sampled).any()
 
 
-def test_state_and_parameters_live_in_a_decode_loop():
+def test_state_and_parameters_work_inside_a_loop():
     params = SamplingParams.build(MIXED, stop_ids=[4])
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Selection without a sort, in the form that accelerators run, which no test on a CPU would meet otherwise."""
+"""Selection without a sort in the form for accelerators, which other tests on a CPU do not run."""
 
 from functools import cache, partial
 
@@ -36,7 +36,7 @@ def nth(way):
 
 @given(ROWS, st.sampled_from([1, 2, 256, 700, V]))
 @settings(max_examples=25, deadline=None)
-def test_the_largest_values_as_a_stable_sort_has_them(values, count):
+def test_top_k_by_id_matches_a_stable_sort(values, count):
     x = np.asarray(values, np.float32)
     expected = np.sort(np.argsort(-x.astype(np.float64), kind="stable")[:count])
     for way in (_by_ranks, _by_top_k):
@@ -45,7 +45,7 @@ def test_the_largest_values_as_a_stable_sort_has_them(values, count):
         np.testing.assert_array_equal(found, x[expected])
 
 
-def test_ranks_do_not_tell_the_two_zeros_apart():
+def test_ranks_treat_both_zeros_as_equal():
     x = np.asarray([-0.0, 1.0, 0.0, -2.0], np.float32)
     assert compiled(_by_ranks, 2)(x)[1].tolist() == [0, 1]
 
@@ -60,7 +60,7 @@ def test_the_nth_true_entry(hits, n):
 
 
 @pytest.mark.parametrize("least", [0.0, 0.3, 40.0, 1e9])
-def test_bits_digits_and_keys_find_the_same_crossing(least):
+def test_all_searches_find_the_same_threshold(least):
     rng = np.random.default_rng(3)
     x, weights = rng.normal(size=V).astype(np.float32), rng.random(V).astype(np.float32)
     keys = ordered_keys(jnp.asarray(x))

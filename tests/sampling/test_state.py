@@ -1,4 +1,4 @@
-"""What decoding remembers, moved on token by token, against the same counted anew from the whole text."""
+"""Compares the incrementally updated sampler state with a state computed from the whole history."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ texts = st.lists(st.integers(0, V - 1), max_size=S - 1)
 
 
 def common_suffix(text, j):
-    """How many tokens before place j equal the last tokens of the text."""
+    """Number of tokens before position j that equal the last tokens of the history."""
     n = 0
     while n < j and text[j - 1 - n] == text[len(text) - 1 - n]:
         n += 1
@@ -38,14 +38,14 @@ def padded(text):
 
 @settings(max_examples=200, deadline=None)
 @given(text=texts)
-def test_repeats_by_their_definition(text):
+def test_repeat_lengths_match_their_definition(text):
     run_S = np.asarray(REPEATS(padded(text), len(text)))
     assert run_S[: len(text)].tolist() == [common_suffix(text, j) for j in range(len(text))]
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=texts, token=st.integers(0, V - 1))
-def test_one_more_token_lengthens_the_repeats_as_counting_anew_does(text, token):
+def test_incremental_repeat_lengths_equal_recomputed_ones(text, token):
     before, longer = padded(text), [*text, token]
     got = np.asarray(LENGTHENED(np.asarray(REPEATS(before, len(text))), before, len(text), token))
     assert got[: len(longer)].tolist() == np.asarray(REPEATS(padded(longer), len(longer)))[: len(longer)].tolist()
@@ -53,8 +53,8 @@ def test_one_more_token_lengthens_the_repeats_as_counting_anew_does(text, token)
 
 @settings(max_examples=200, deadline=None)
 @given(text=texts, breakers=st.sets(st.integers(0, V - 1), max_size=2), window=st.integers(0, S))
-def test_longest_repeats_by_their_definition(text, breakers, window):
-    """DRY's L of every token: the longest suffix that occurred before it, inside the window, without a breaker."""
+def test_longest_repeats_match_their_definition(text, breakers, window):
+    """DRY's L of every token: the longest suffix before an earlier occurrence, inside the window, without a breaker."""
     part = text[-window:] if window else text
     expected = [0] * V
     for j, token in enumerate(part):
@@ -71,7 +71,7 @@ def test_longest_repeats_by_their_definition(text, breakers, window):
 
 @settings(max_examples=200, deadline=None)
 @given(text=texts, words=st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=3), max_size=3))
-def test_bad_words_by_their_definition(text, words):
+def test_bad_words_match_their_definition(text, words):
     banned = {word[-1] for word in words if len(word) == 1 or text[len(text) - len(word) + 1 :] == word[:-1]}
     got = np.asarray(BAD_WORDS(np.zeros(V, np.float32), padded(text), len(text), *sequence_arrays(words, 3, 3)))
     assert set(np.flatnonzero(got == -np.inf)) == (banned if len(banned) < V else set(range(1, V)))
@@ -87,8 +87,8 @@ def expected_state(prompt, output, scope_seen, scope_count):
     }  # fmt: skip
 
 
-def test_a_state_moved_on_is_the_state_counted_from_the_text():
-    """Two rows with other scopes, prompts padded on both sides, one row idle for a while."""
+def test_an_updated_state_equals_a_recomputed_state():
+    """Two rows with different scopes, prompts padded on both sides, one row idle for some steps."""
     rng = np.random.default_rng(0)
     prompts, outputs = [[3, 1, 2, 3, 1], [5]], [[], []]
     tokens, valid = np.int32([[3, 1, 2, 3, 1, 6], [6, 6, 5, 6, 6, 6]]), np.zeros((2, 6), bool)
@@ -109,7 +109,7 @@ def test_a_state_moved_on_is_the_state_counted_from_the_text():
     np.testing.assert_allclose(state.mu, mu, rtol=1e-5)
 
 
-def test_a_state_holds_what_the_plan_asks_for_and_nothing_else():
+def test_a_state_contains_only_fields_that_the_plan_reads():
     plain = START(np.int32([[1], [1]]), np.ones((2, 1), bool))
     assert all(getattr(plain, name) is not None for name in ("last_seen", "count", "text", "repeats", "breaker", "mu"))
     for row, fields in (

@@ -1,4 +1,4 @@
-"""The filters against float64 references that sort, and their laws."""
+"""Compares the filters with sorting float64 references, and tests their properties."""
 
 from functools import partial
 
@@ -41,7 +41,7 @@ def kept(x_V):
 
 
 def canonical(x_V):
-    """Survivors by logit descending, ties by ascending id, with their probabilities."""
+    """Remaining tokens by descending logit, ties by ascending id, with their probabilities."""
     x_V = np.asarray(x_V, np.float64)
     order = [i for i in np.lexsort((np.arange(len(x_V)), -x_V)) if x_V[i] > -np.inf]
     weights = np.exp(x_V[order] - x_V[order[0]])
@@ -79,7 +79,7 @@ def rows(seed, n, kind):
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "masked"])
 @pytest.mark.parametrize("ties", ["first", "all"])
-def test_top_k_is_the_head_of_the_sorted_row(kind, ties):
+def test_top_k_matches_the_sorted_reference(kind, ties):
     for x_V, k in zip(rows(1, 30, kind), np.random.default_rng(2).integers(0, V + 5, 30), strict=True):
         assert kept(TOP_K[ties](x_V, int(k))) == reference_top_k(x_V, k, ties)
 
@@ -87,7 +87,7 @@ def test_top_k_is_the_head_of_the_sorted_row(kind, ties):
 @pytest.mark.parametrize("kind", ["plain", "ties", "masked"])
 @pytest.mark.parametrize("rule", ["inclusive", "exclusive"])
 @pytest.mark.parametrize("ties", ["first", "all"])
-def test_top_p_is_the_head_with_its_mass(kind, rule, ties):
+def test_top_p_matches_the_sorted_reference(kind, rule, ties):
     for x_V, p in zip(rows(3, 40, kind), np.random.default_rng(4).uniform(0, 1, 40).astype(np.float32), strict=True):
         order, P = canonical(x_V)
         if np.abs(np.cumsum(P) - p).min() > 1e-6:  # float32 cannot decide closer cases
@@ -111,12 +111,12 @@ def test_the_sign_of_zero_does_not_separate_equal_logits():
 
 
 def test_large_rows_with_many_ties():
-    """128k bfloat16 logits: whole groups of equal values at every edge, and rows longer than a block."""
+    """128k bfloat16 logits: groups of equal values at every threshold, and rows longer than a block."""
     x_V = np.asarray(jax.random.normal(jax.random.key(3), (128_001,), jnp.bfloat16).astype(jnp.float32))
     assert kept(TOP_K["first"](x_V, 1000)) == reference_top_k(x_V, 1000)
     for p in (0.123, 0.9, 0.9995):
         got, expected = kept(TOP_P["inclusive", "first"](x_V, p)), reference_top_p(x_V, p)
-        assert len(got ^ expected) <= 1  # 1e-7 of the mass is less than one token here
+        assert len(got ^ expected) <= 1  # 1e-7 of the mass is less than one token
         assert got == set(canonical(x_V)[0][: len(got)])
 
 
@@ -176,7 +176,7 @@ def test_a_disabled_step_returns_the_row_bit_for_bit(name):
         np.testing.assert_array_equal(np.asarray(OFF[name](x_V)).view(np.uint32), x_V.view(np.uint32))
 
 
-def test_typical_keeps_what_is_least_surprising_first():
+def test_typical_keeps_tokens_closest_to_the_entropy():
     for x_V, p in zip(rows(8, 20, "plain"), np.random.default_rng(9).uniform(0.05, 0.95, 20), strict=True):
         P = np.exp(np.float64(x_V) - x_V.max())
         P /= P.sum()
@@ -186,14 +186,14 @@ def test_typical_keeps_what_is_least_surprising_first():
             assert kept(TYPICAL(x_V, p)) == set(order[before < p].tolist())
 
 
-def test_xtc_spares_a_row_that_would_lose_a_protected_token():
+def test_xtc_does_nothing_if_it_would_remove_a_protected_token():
     x_V = jnp.log(jnp.array([0.3, 0.25, 0.25, 0.2]))
     assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0)) == {2, 3}
     assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([False, False, True, True]))) == {2, 3}
     assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([False, True, False, True]))) == {0, 1, 2, 3}
 
 
-def test_entry_repairs_what_is_not_a_number():
+def test_sanitize_repairs_nan_and_inf():
     y_V, repaired = steps.sanitize(jnp.array([1.0, jnp.nan, -jnp.inf]))
     assert kept(y_V) == {0} and repaired
     y_V, repaired = steps.sanitize(jnp.array([1.0, jnp.inf, jnp.nan, jnp.inf], jnp.bfloat16))
@@ -202,7 +202,7 @@ def test_entry_repairs_what_is_not_a_number():
     assert not steps.sanitize(jnp.array([1.0, -jnp.inf]))[1]
 
 
-def test_one_logit_far_below_does_not_hide_the_others_from_sigma():
+def test_one_very_low_logit_does_not_distort_sigma():
     for depth in (-1e18, -1e30, -3.4e38):
         x_V = np.full(V, 1.0, np.float32)
         x_V[7] = depth

@@ -1,4 +1,4 @@
-"""The table of steps: it fits the functions and what they read, the docs show it, and what its newer rows do."""
+"""The table of steps: it matches the functions and their inputs, the docs contain it, and some steps are tested here."""
 
 import inspect
 import re
@@ -18,7 +18,7 @@ BAN = -np.inf
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_row_fits_its_function(name):
+def test_each_step_matches_its_function(name):
     step = STEPS[name]
     function = getattr(history if hasattr(history, step.function or name) else steps, step.function or name)
     _, *parameters = inspect.signature(function).parameters
@@ -30,7 +30,7 @@ def test_a_row_fits_its_function(name):
 
 
 def off(step):
-    """The defaults of the settings that switch a step on."""
+    """The defaults of the settings that enable a step."""
     defaults = [GenerationSection.model_fields[key].default for key in step.on]
     return ", ".join("null" if value is None else "[]" if value in ((), {}) else f"{value:g}" for value in defaults)
 
@@ -48,7 +48,7 @@ def listed(keys):
     return ", ".join(f"`{key}`" for key in keys)
 
 
-def test_the_docs_have_the_table_and_a_section_for_every_step():
+def test_the_docs_contain_the_table_and_a_section_for_every_step():
     text = DOCS.read_text(encoding="utf-8")
     assert "\n".join(table()) in text
     headings = "".join(re.findall(r"^#### .*$", text, re.MULTILINE))
@@ -91,7 +91,7 @@ def reference_bias(x_V, text, pairs):
         [([6], 3e38), ([6], 3e38)],
     ],
 )
-def test_a_sequence_biases_its_last_token_behind_the_others(pairs):
+def test_a_sequence_bias_applies_to_its_last_token(pairs):
     x_V = np.float32([0.5, -1, 2, 0, 3, -2, 1])
     step = {"name": "sequence_bias", "sequences": [words for words, _ in pairs], "values": [bias for _, bias in pairs]}
     got_V = np.asarray(process_logits([x_V], [step], **SAID))[0]
@@ -99,7 +99,7 @@ def test_a_sequence_biases_its_last_token_behind_the_others(pairs):
     np.testing.assert_allclose(got_V, expected_V, rtol=1e-6)
 
 
-def test_biased_sequences_of_a_batch_are_those_of_their_rows():
+def test_sequence_biases_are_per_row():
     rows = [{"sequence_bias": [[[3, 4, 1], -1.5], [[0], None]], "seed": 1}, {"seed": 2}, {"sequence_bias": {}, "greedy": True}]
     params = SamplingParams.build(rows, vocab_size=7)
     assert params.plan == ("sequence_bias", "temperature")
@@ -120,7 +120,7 @@ def test_xtc_above_a_half_is_off(threshold, left):
     assert SamplingParams.build({"xtc_probability": 1.0, "xtc_threshold": threshold, "seed": 1}).plan[-1] == "xtc"
 
 
-def test_koboldcpp_has_presence_beside_repetition_and_sigma_behind_the_temperature():
+def test_the_koboldcpp_order_places_presence_and_sigma():
     order = step_order("koboldcpp", None)
     assert order[:3] == ("dry", "repetition_penalty", "presence_frequency_penalty")
     heat = order.index("dynamic_temperature")
@@ -129,7 +129,7 @@ def test_koboldcpp_has_presence_beside_repetition_and_sigma_behind_the_temperatu
     assert moved[1:5] == order[heat : heat + 4] and moved[-5:-3] == ("repetition_penalty", "presence_frequency_penalty")
 
 
-def test_ranges_are_those_of_the_settings():
+def test_ranges_of_named_steps_equal_those_of_the_settings():
     assert (NUMBER_BOUNDS["top_p"], NUMBER_BOUNDS["top_k"].integer) == ((0, 1, False), True)
     assert NUMBER_BOUNDS["repetition_penalty"].low == float(np.finfo(np.float32).tiny)
     assert NUMBER_BOUNDS["smoothing_curve"][:2] == (1, 3) and "mirostat" not in NUMBER_BOUNDS and "ties" not in NUMBER_BOUNDS

@@ -1,4 +1,4 @@
-"""The window against whole rows: the same masks and numbers, and a row that never feels its neighbours' fallback."""
+"""Compares windows with whole rows: equal masks and numbers, also if other rows fall back to whole rows."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ V = 6000
 
 
 def language(seed, spread=1.6):
-    """A row like a language model's: log-probabilities that fall with the logarithm of the rank, in random places."""
+    """A row like that of a language model: log-probabilities that fall with the logarithm of the rank, in random order."""
     rng = np.random.default_rng(seed)
     return np.float32(rng.permutation(-spread * np.log(np.arange(V) + 2.0)) + rng.normal(0, 0.3, V))
 
@@ -38,20 +38,20 @@ def started(params, text=((5, 9, 5, 30),)):
 
 @jax.jit
 def final(logits_BV, params, state):
-    """What tokens are drawn from, by windows where they hold."""
+    """The final logits, computed in windows where possible."""
     context = Context(params, state, _keys(params, state))
     return run_chain(_apply_step, _shared_order(params, params.plan), logits_BV, context, jnp.ones(params.batch, bool)).logits
 
 
 @jax.jit
 def whole(logits_BV, params, state):
-    """The same without windows."""
+    """The final logits, computed without windows."""
     return trace(logits_BV, params, state)[0][-1][1]
 
 
 @jax.jit
 def flags(logits_BV, params, state):
-    """Rows left open, rows the window cannot hold."""
+    """Rows that no step truncated, and rows that do not fit into the window."""
     context = Context(params, state, _keys(params, state))
     return run_in_windows(_apply_step, _shared_order(params, params.plan), logits_BV, context)[1:]
 
@@ -83,7 +83,7 @@ TOO_WIDE = {
 
 
 @pytest.mark.parametrize("name", CLOSES)
-def test_a_cut_in_the_window_is_the_cut_of_the_whole_row(name):
+def test_a_filter_in_the_window_equals_the_filter_of_the_whole_row(name):
     rows = [*CLOSES[name], TOO_WIDE[name], {}]
     params = SamplingParams.build([row | {"seed": 1} for row in rows])
     assert {*params.plan} == {"temperature", name}
@@ -98,7 +98,7 @@ def test_a_cut_in_the_window_is_the_cut_of_the_whole_row(name):
 
 
 def test_ties_across_the_edge_of_the_window():
-    """A plateau wider than the window: the first ids stay, or all."""
+    """More equal logits than the window holds: the first ids stay, or all."""
     x_V = np.full(V, -9.0, np.float32)
     x_V[::7] = 1.0
     for ties, kept in (("first", 200), ("all", len(x_V[::7]))):
@@ -111,7 +111,7 @@ def test_ties_across_the_edge_of_the_window():
 
 
 def test_zeros_of_both_signs_at_the_edge_of_the_window_are_equal():
-    """`lax.top_k` puts 0 before -0, which would keep the wrong ids of a plateau of zeros."""
+    """`lax.top_k` orders 0 before -0, which would keep the wrong ids among equal zeros."""
     x_V = np.full(V, -9.0, np.float32)
     x_V[:600] = np.where(np.arange(600) % 3, 0.0, -0.0)
     params = SamplingParams.build([{"top_k": 100, "seed": 0}])
@@ -131,8 +131,8 @@ PARAMETER = {"top_k": "k", "top_p": "p", "top_a": "a", "tail_free": "z", "typica
 
 
 @pytest.mark.parametrize("order", [ORDERS[0], pytest.param(ORDERS[1], marks=pytest.mark.exhaustive), ORDERS[2]])
-def test_whole_chains(order):
-    """Against the steps by name; numbers that depend on a sum to its rounding, masks exactly."""
+def test_chains_in_windows_match_single_steps(order):
+    """Compared with named steps: numbers that depend on a sum to rounding, masks exactly."""
     params = SamplingParams.build([row | order | {"seed": 1} for row in ROWS])
     logits_BV = jnp.asarray(np.stack([language(seed, 2.0) for seed in range(len(ROWS))]))
     got_BV = np.asarray(final(logits_BV, params, started(params)))
@@ -152,8 +152,8 @@ def step(logits_BV, params, state, report=0):
     return sample(logits_BV, params, state, report=report)
 
 
-def test_a_neighbour_that_needs_its_whole_row_changes_no_bit():
-    """All steps whose numbers come from sums, drawn 40 times: tokens and log-probabilities equal in both branches."""
+def test_a_row_outside_its_window_does_not_change_other_rows():
+    """All steps that depend on sums, drawn 40 times: tokens and log-probabilities are equal in both branches."""
     mine = {
         "top_k": 60, "top_p": 0.9, "min_p": 0.001, "typical": 0.95, "tail_free": 0.97, "xtc_probability": 0.5,
         "xtc_threshold": 0.05, "mirostat": 2, "mirostat_tau": 3.0, "seed": 7,
@@ -172,8 +172,8 @@ def test_a_neighbour_that_needs_its_whole_row_changes_no_bit():
     assert outcomes[0] == outcomes[1] and len({told[0] for told in outcomes[0]}) > 3
 
 
-def test_whole_rows_one_by_one_are_whole_rows_together():
-    """The two ways of other platforms; sums of one row and of several may differ in their last bit."""
+def test_whole_rows_one_by_one_equal_whole_rows_in_a_batch():
+    """The branches for both kinds of platforms; sums of one row and of several may differ in the last bit."""
     rows = [{"top_k": 5}, {"top_k": 3000, "top_p": 0.9}, {}, {"mirostat": 2, "top_p": 0.9999, "mirostat_tau": 6.0}]
     params = SamplingParams.build([row | {"seed": 1} for row in rows])
     logits_BV = jnp.asarray(np.stack([language(seed) for seed in range(4)]))
@@ -191,7 +191,7 @@ def test_whole_rows_one_by_one_are_whole_rows_together():
     np.testing.assert_allclose(mass_B[3], all_mass_B[3], rtol=1e-6)
 
 
-def test_the_window_holds_the_largest_and_the_sums_of_the_others():
+def test_the_window_contains_the_largest_logits_and_sums_of_the_others():
     x_BV = np.stack([language(8), language(9)])
     x_BV[0, ::2] = -np.inf
     take = jax.jit(take_window)
@@ -209,13 +209,13 @@ def test_the_window_holds_the_largest_and_the_sums_of_the_others():
     assert [float(part[0]) for part in take(few)[2]] == [0.0] * 5
 
 
-def test_the_selection_is_no_sort_of_the_row(optimised):
+def test_the_selection_does_not_sort_the_row(optimised):
     params = SamplingParams.build({"top_p": 0.9, "seed": 0})
     text = optimised(step.lower(jnp.zeros((1, V)), params, started(params))).as_text()
     assert "TopK" in text and f"[1,{V}]{{1,0}} sort" not in text and f"[{V}]{{0}} sort" not in text
 
 
-def test_logits_far_apart_leave_the_sums_finite():
+def test_sums_of_very_different_logits_are_finite():
     x_V = np.where(np.arange(V) % 2, -3e38, 3e38).astype(np.float32)
     rows = [{"top_n_sigma": 0.5}, {"eta_cutoff": 1e-6}, {"typical": 0.5}]
     params = SamplingParams.build([row | {"seed": 1} for row in rows])

@@ -1,7 +1,9 @@
-"""The steps of a chain as one program: done one by one, each would be compiled as several."""
+"""Traces a chain of steps as one program; single calls would compile several programs each."""
 
 import jax
 
 from dantinox.sampling import trace
 
-traced = jax.jit(lambda logits_BV, params, state: dict(trace(logits_BV, params, state)[0]))  # step → logits [B, V] behind it
+traced = jax.jit(
+    lambda logits_BV, params, state: dict(trace(logits_BV, params, state)[0])
+)  # maps each step to the logits [B, V] after it

@@ -1,6 +1,6 @@
-"""Chat templates in the form of well-known ones, small vocabularies for them, and what transformers makes of conversations.
+"""Chat templates like well-known ones, small vocabularies for them, and the tokens of Transformers for conversations.
 
-`python tests/text/chat_cases.py` writes chat_expected.json anew, where transformers is installed.
+`python tests/text/chat_cases.py` rewrites chat_expected.json; it needs transformers.
 """
 
 import json
@@ -48,7 +48,7 @@ CONVERSATIONS = [
 
 
 def _vocabulary(letters, words):
-    """Symbols and merges by which each of the words becomes one symbol, letter by letter."""
+    """Returns symbols and merges with which each word becomes one symbol."""
     symbols, merges = list(letters), []
     for word in words:
         for end in range(2, len(word) + 1):
@@ -59,7 +59,7 @@ def _vocabulary(letters, words):
 
 
 def byte_level(specials):
-    """In the manner of Llama 3 and Qwen."""
+    """Like Llama 3 and Qwen: byte-level BPE."""
     words = ("hello", "Ġhello", "Ġthere", "Ġyou", "user", "assistant", "ĊĊ", "Ġhow", "Ġare")
     vocab, merges = _vocabulary(sorted(pre_tokenizers.ByteLevel.alphabet()), words)
     core = Tokenizer(models.BPE(vocab=vocab, merges=merges))
@@ -69,7 +69,7 @@ def byte_level(specials):
 
 
 def sentence_pieces(specials):
-    """In the manner of Gemma: spaces are a symbol, what has none is spelled in bytes."""
+    """Like Gemma: spaces are a symbol, and unknown characters become bytes."""
     letters = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127)), "\n"]
     vocab, merges = _vocabulary(letters, ("hello", "▁there", "▁you", "user", "model", "\n\n"))
     core = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True))
@@ -80,7 +80,7 @@ def sentence_pieces(specials):
 
 
 def mistral(specials):
-    """A space before the first symbol of a text, and none after special tokens; these take the space behind them."""
+    """Like Mistral: a space before the first symbol of a text; special tokens absorb the space after them."""
     core = sentence_pieces(specials)
     core.normalizer = None
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -88,7 +88,7 @@ def mistral(specials):
     return core
 
 
-# name → (template, tokenizer.json, begin token, end token)
+# Maps a name to (template, tokenizer.json, begin token, end token).
 CASES = {
     "llama3": (
         LLAMA3,

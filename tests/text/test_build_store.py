@@ -1,4 +1,4 @@
-"""From settings to tokens on disk: what is stored, where validation begins, when it is built anew."""
+"""The token store on disk: its content, the validation split, and when it is rebuilt."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def header(directory: Path) -> dict:
 
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5])
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_one_document_is_cut_at_the_character(tmp_path, kind: str, fraction: float) -> None:
+def test_one_document_is_split_at_the_character(tmp_path, kind: str, fraction: float) -> None:
     config = settings(write(tmp_path / "a.txt", TEXT), **{"tokenizer.tokenizer_type": kind, "data.val_fraction": fraction})
     tokenizer, store = prepare_data(config, tmp_path / "store")
     cut = int(len(TEXT) * (1 - fraction))
@@ -68,7 +68,7 @@ def test_one_document_is_cut_at_the_character(tmp_path, kind: str, fraction: flo
         assert tokenizer.encode(TEXT) == [sorted(set(TEXT)).index(c) for c in TEXT]
 
 
-def test_documents_are_divided_where_one_ends(tmp_path) -> None:
+def test_several_documents_are_split_at_a_document_end(tmp_path) -> None:
     lengths = [30, 20, 26, 15, 9]
     texts = [letter * length for letter, length in zip("abcde", lengths, strict=True)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -88,8 +88,8 @@ def test_separate_validation_text(tmp_path) -> None:
 
 
 @given(text=st.text(st.sampled_from("ab \n.'\r7é"), min_size=60, max_size=400))
-def test_bpe_in_chunks_is_bpe_of_the_whole(tmp_path_factory, text: str) -> None:
-    """The text is encoded in parts on several cores; with a place to cut in reach that may not show."""
+def test_bpe_in_chunks_equals_bpe_of_the_whole_text(tmp_path_factory, text: str) -> None:
+    """The text is encoded in chunks on several cores; if there is a good split point, the tokens are the same."""
     text = "via " + text.replace("\n", ".\nx") + " via"
     opened = corpus.Corpus.open(str(write(tmp_path_factory.mktemp("t") / "a.txt", text)))
     extent = opened.scan()
@@ -113,7 +113,7 @@ def test_no_end_token_in_a_vocabulary_without_one(tmp_path) -> None:
     assert not store.batch(0).segments_BT.any() and store.batch(0).mask_BT.all()
 
 
-def test_large_vocabulary_takes_four_bytes(tmp_path) -> None:
+def test_a_large_vocabulary_uses_four_bytes_per_token(tmp_path) -> None:
     letters = [chr(0x4E00 + i % 20_000 + (i // 20_000) * 0x12000) for i in range(66_000)]
     text = "".join(letters)
     tokenizer, store = prepare_data(settings(write(tmp_path / "a.txt", text)), tmp_path / "s")
@@ -138,20 +138,20 @@ def built(tmp_path) -> tuple[Config, Path, Tokenizer]:
 
 
 def builds(config: Config, directory: Path, tokenizer: Tokenizer | None) -> bool:
-    """Does this call encode the corpus, and are the tokens right either way?"""
+    """Returns whether this call encodes the corpus, and checks that the tokens are right."""
     stages: list[str] = []
     used, store = prepare_data(config, directory, tokenizer, lambda stage, done, total: stages.append(stage))
     assert used.decode(joined(parts(store))) == Path(str(config.data.path)).read_bytes().decode()
     return "encoding the corpus" in stages
 
 
-def test_unchanged_is_used_again(built) -> None:
+def test_unchanged_tokens_are_reused(built) -> None:
     config, directory, tokenizer = built
     assert not builds(config, directory, tokenizer) and not builds(config, directory, None)
     assert not builds(settings(config.data.path, **{"training.seed": 7, "model.max_context": 9}), directory, tokenizer)
 
 
-def test_every_change_builds_anew(built) -> None:
+def test_every_change_rebuilds_the_store(built) -> None:
     config, directory, tokenizer = built
     path = Path(str(config.data.path))
     records = path.with_name("val.jsonl")
@@ -173,7 +173,7 @@ def test_every_change_builds_anew(built) -> None:
     assert len(list(directory.glob("tokens-*.bin"))) == 1
 
 
-def test_damage_builds_anew(built) -> None:
+def test_damage_rebuilds_the_store(built) -> None:
     config, directory, tokenizer = built
     (tokens,) = directory.glob("tokens-*.bin")
     sound, data = (directory / "tokens.json").read_text(), tokens.read_bytes()
@@ -200,7 +200,7 @@ def test_damage_builds_anew(built) -> None:
     assert builds(config, directory, tokenizer) and not builds(config, directory, tokenizer)
 
 
-def test_leftovers_are_never_trusted(built, monkeypatch) -> None:
+def test_leftover_files_are_never_used(built, monkeypatch) -> None:
     config, directory, tokenizer = built
     before = header(directory)
     changed = settings(config.data.path, **{"data.val_fraction": 0.3})
@@ -208,7 +208,7 @@ def test_leftovers_are_never_trusted(built, monkeypatch) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for progress in (die, None):  # amid the tokens, and before the header
+    for progress in (die, None):  # while tokens are written, and before the header
         with monkeypatch.context() as patch:
             patch.setattr(build, "atomic_write", die)
             with pytest.raises(KeyboardInterrupt):
@@ -219,7 +219,7 @@ def test_leftovers_are_never_trusted(built, monkeypatch) -> None:
     assert sorted(path.name for path in directory.iterdir()) == [".lock", header(directory)["file"], "tokens.json"]
 
 
-def test_a_corpus_changed_while_it_is_built(built) -> None:
+def test_a_corpus_that_changes_during_the_build_is_refused(built) -> None:
     config, directory, tokenizer = built
     before = header(directory)
 
@@ -239,7 +239,7 @@ def test_progress_reaches_the_end(tmp_path) -> None:
     assert seen["encoding the corpus"][-1] == (len(TEXT), len(TEXT))
 
 
-def test_unknown_character_is_placed_in_the_corpus(built, monkeypatch) -> None:
+def test_an_unknown_character_is_reported_with_its_corpus_position(built, monkeypatch) -> None:
     _, directory, tokenizer = built
     monkeypatch.setattr(build, "BATCH_CHARACTERS", 40)
     config = settings(write(directory / "b.txt", TEXT[:100] + "ß"))
@@ -278,7 +278,7 @@ def test_batches_from_disk_equal_batches_from_memory(built) -> None:
         assert np.array_equal(a, b)
 
 
-def test_the_tokens_outlive_their_corpus(tmp_path) -> None:
+def test_tokens_can_be_opened_without_their_corpus(tmp_path) -> None:
     config, directory = settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "store"
     tokenizer, store = prepare_data(config, directory)
     assert not corpus_changed(config, directory)
@@ -289,15 +289,15 @@ def test_the_tokens_outlive_their_corpus(tmp_path) -> None:
     assert open_store(config, tmp_path / "elsewhere", tokenizer) is None
 
 
-def test_bits_per_byte_count_the_targets_that_the_loss_counts(tmp_path) -> None:
+def test_bits_per_byte_count_the_targets_in_the_loss(tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text * 9}) + "\n" for text in ["abc", "dé", "fg", "h"]))
     _, store = prepare_data(settings(tmp_path, **{"data.val_fraction": 0.6}), tmp_path / "store")
     counted = sum(batch.mask_BT.sum() for batch in store.validation(2))
     assert store.val_bytes_per_token == store.val.bytes / counted
 
 
-def test_a_mixture_keeps_its_sources_apart(tmp_path) -> None:
-    """Training tokens source by source, then validation tokens source by source."""
+def test_a_mixture_keeps_its_sources_separate(tmp_path) -> None:
+    """The store contains the training tokens of each source, then the validation tokens of each source."""
     texts = {"a.txt": TEXT, "b.txt": TEXT[::-1], "v.txt": "via smarrita"}
     paths = [str(write(tmp_path / name, text)) for name, text in texts.items()]
     config = settings(paths[:2], **{"data.mixture": [3, 1]})
@@ -338,7 +338,7 @@ print(store.train.tokens + store.val.tokens, store.batch(5).tokens_BT.shape, rou
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit is Linux's")
 def test_a_corpus_larger_than_memory(tmp_path) -> None:
-    """184 MB, whose tokens take 368: the memory that a process may have of its own (RLIMIT_DATA) is 168 above its first."""
+    """184 MB of text have 368 MB of tokens; RLIMIT_DATA allows the process only 168 MB more than at its start."""
     block = (TEXT.encode() * 5000)[: 1 << 20].decode(errors="ignore").encode()
     with open(tmp_path / "large.txt", "wb") as file:
         file.writelines([block] * 176)

@@ -1,4 +1,4 @@
-"""`builtin:recall`: tasks that can be done from what was told, a steady share of them, and the same bytes on every Python."""
+"""`builtin:recall`: the tasks are solvable, their share is constant, and all Python versions produce the same bytes."""
 
 import hashlib
 import json
@@ -26,19 +26,19 @@ def records() -> list[str]:
 
 @pytest.fixture
 def few(monkeypatch) -> list[str]:
-    """The built-in corpus is a few files, whose texts are returned."""
+    """Limits the built-in corpus to a few files and returns their texts."""
     some = find_sources(sources.BUILTIN_PYTHON)[:12]
     monkeypatch.setattr(sources, "_builtin_python", lambda: list(some))
     return [source.path.read_text(encoding="utf-8") for source in some]
 
 
-def test_a_word_belongs_to_one_topic_and_is_none() -> None:
+def test_words_belong_to_one_topic_and_are_not_topics() -> None:
     assert len(WORDS) == sum(map(len, recall.TOPICS.values())) and not WORDS & set(recall.TOPICS)
     assert all(word.isascii() and word.isalpha() and word.islower() for word in WORDS | set(recall.TOPICS))
 
 
 @given(seed=st.integers(0, 999), count=st.integers(1, len(recall.TOPICS)), lines=st.lists(st.sampled_from(["a\n", "b c\n"])))
-def test_what_is_asked_for_was_told_once(seed: int, count: int, lines: list[str]) -> None:
+def test_the_requested_fact_is_stated_once(seed: int, count: int, lines: list[str]) -> None:
     task = recall.fact_task(random.Random(seed), lines, count)
     told = LINE.findall(task.context)
     assert len(told) == count == len(dict(told)) and all(word in recall.TOPICS[topic] for topic, word in told)
@@ -49,7 +49,7 @@ def test_what_is_asked_for_was_told_once(seed: int, count: int, lines: list[str]
 
 
 @given(seed=st.integers(0, 999), count=st.integers(1, len(recall.TOPICS)))
-def test_a_copy_ends_as_the_record_does(seed: int, count: int) -> None:
+def test_a_copy_task_repeats_the_record(seed: int, count: int) -> None:
     task = recall.copy_task(random.Random(seed), count)
     assert task.context == f"{task.question}{task.answer}\n"
     words = task.context.split()[1:]
@@ -58,7 +58,7 @@ def test_a_copy_ends_as_the_record_does(seed: int, count: int) -> None:
     )
 
 
-def test_texts_stay_as_they_are_and_in_their_order(records) -> None:
+def test_texts_are_unchanged_and_in_order(records) -> None:
     assert [record for record in records if record in TEXTS] == TEXTS
 
 
@@ -79,11 +79,11 @@ def test_a_document_never_contradicts_itself(records) -> None:
     assert min(kinds) > 5
 
 
-def test_tasks_are_between_15_and_30_percent_of_the_characters(records) -> None:
+def test_tasks_are_15_to_30_percent_of_the_characters(records) -> None:
     plain = made = 0
     for record in records:
         if record in TEXTS:
-            # Everywhere, not only at the end: validation takes the last documents.
+            # In every part, because the last documents are the validation split.
             assert plain < 10_000 or 0.15 < made / (plain + made) < 0.33
             plain += len(record)
         else:
@@ -91,15 +91,15 @@ def test_tasks_are_between_15_and_30_percent_of_the_characters(records) -> None:
     assert 0.15 < round(made / (plain + made), 2) <= 0.3
 
 
-def test_the_bytes_are_those_that_models_were_trained_on() -> None:
-    """A fixed digest, from Python 3.11: other versions must draw the same, and a run must find its corpus again."""
+def test_the_corpus_has_a_fixed_digest() -> None:
+    """The digest from Python 3.11: other versions must produce the same corpus, so that runs can resume."""
     data = b"".join(recall.recall_corpus(TEXTS))
     assert data == b"".join(recall.recall_corpus(iter(TEXTS))) != b"".join(recall.recall_corpus(TEXTS, seed=1))
     assert hashlib.sha256(data).hexdigest() == "666584ebe0b74d815f776841dd8f3616f5b4796bfe5db2e1a8dde403ff8a6b26"
 
 
 def test_builtin_corpus(few) -> None:
-    opened = Corpus.open("builtin:recall", text_field="body")  # a setting for the files of others
+    opened = Corpus.open("builtin:recall", text_field="body")  # has no effect on built-in corpora
     extent = opened.scan()
     found = [text for _, text in opened.read_text(extent.digest)]
     assert found == [json.loads(line)["text"] for line in recall.recall_corpus(text for text in few if text.strip())]
@@ -107,11 +107,11 @@ def test_builtin_corpus(few) -> None:
     assert Corpus.open("builtin:recall").digest() == extent.digest != Corpus.open("builtin:python").digest()
 
 
-def test_it_is_the_corpus_of_a_json_lines_file_with_the_same_records(few, tmp_path) -> None:
+def test_the_corpus_equals_a_json_lines_file_with_the_same_records(few, tmp_path) -> None:
     (tmp_path / "recall.jsonl").write_bytes(b"".join(recall.recall_corpus(text for text in few if text.strip())))
     assert Corpus.open("builtin:recall").digest() == Corpus.open(str(tmp_path / "recall.jsonl")).digest()
 
 
-def test_another_name_is_answered_with_both() -> None:
+def test_an_unknown_builtin_corpus_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"unknown corpus builtin:memory, did you mean builtin:python, builtin:recall or "):
         find_sources("builtin:memory")

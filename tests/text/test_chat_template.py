@@ -29,7 +29,7 @@ def spelled(template, ids):
 
 
 @pytest.mark.parametrize("case", json.loads(EXPECTED.read_text()).items(), ids=lambda case: case[0])
-def test_tokens_are_those_of_transformers(templates, case):
+def test_tokens_equal_those_of_transformers(templates, case):
     name, number, prompt = case[0].split()
     if case[1] is None:
         with pytest.raises(UserError, match=r"^the chat template refuses these messages: System role not supported$"):
@@ -38,8 +38,8 @@ def test_tokens_are_those_of_transformers(templates, case):
         assert templates[name].encode(CONVERSATIONS[int(number)], generation_prompt=prompt == "True") == case[1]
 
 
-def test_a_turn_is_what_follows_the_generation_prompt_up_to_its_end_token(templates):
-    """Letter by letter where the vocabulary has no word for it; the line break behind a turn is nobody's."""
+def test_the_loss_mask_covers_a_turn_up_to_its_end_token(templates):
+    """Words outside the vocabulary are encoded by letters; the line break after a turn is not in the mask."""
     conversation = [USER, SPOKEN, {"role": "user", "content": "you"}, {"role": "assistant", "content": "are"}]
     chatml = templates["chatml"]
     ids, spoken = chatml.encode_with_loss_mask(conversation)
@@ -49,7 +49,7 @@ def test_a_turn_is_what_follows_the_generation_prompt_up_to_its_end_token(templa
         "<|im_start|> user Ċ y o u <|im_end|> Ċ <|im_start|> assistant Ċ a r e <|im_end|> Ċ"
     )
     assert np.flatnonzero(spoken).tolist() == [*range(18, 26), *range(38, 42)]
-    # The vocabulary here encodes the last line breaks of a prompt as one token.
+    # This vocabulary encodes the last line breaks of a prompt as one token.
     ids, spoken = templates["llama3"].encode_with_loss_mask([USER, SPOKEN])
     assert spelled(templates["llama3"], ids[spoken]) == "hello Ġ < y o u > <|eot_id|>"
     ids, spoken = templates["gemma"].encode_with_loss_mask([USER, SPOKEN])
@@ -57,14 +57,14 @@ def test_a_turn_is_what_follows_the_generation_prompt_up_to_its_end_token(templa
     assert chatml.end_ids == {chatml._tokenizer.special_tokens["<|im_end|>"]}
 
 
-def test_a_token_across_the_beginning_of_a_turn_is_the_assistants(templates):
+def test_a_token_across_the_start_of_a_turn_is_in_the_mask(templates):
     ids, spoken = templates["chatml"].encode_with_loss_mask([{"role": "assistant", "content": "\n "}])
     assert spelled(templates["chatml"], ids) == "<|im_start|> assistant ĊĊ Ġ <|im_end|> Ċ"
     assert spoken.astype(int).tolist() == [0, 0, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_messages_spell_no_special_token(templates, name):
+def test_message_text_never_becomes_a_special_token(templates, name):
     template = templates[name]
     special = next(reversed(template._tokenizer.special_tokens))
     half = special[: len(special) // 2]
@@ -75,14 +75,14 @@ def test_messages_spell_no_special_token(templates, name):
     assert text in template.text([{"role": "user", "content": text}])
 
 
-def test_specials_inside_one_another_are_kept_apart():
+def test_nested_special_token_names_are_escaped():
     tokenizer = Tokenizer(CASES["chatml"][1].replace("<|im_start|>", "<<").replace("<|im_end|>", "<s>"))
     assert not tokenizer.special_ids & set(tokenizer.encode_specials(tokenizer.escape_special_tokens("<<s><<<s>>"))[0].tolist())
     assert tokenizer.decode(tokenizer.encode_specials(tokenizer.escape_special_tokens("<<s><<<s>>"))[0]) == "<<s><<<s>>"
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_the_plain_template_is_text_and_the_end_token(kind):
+def test_the_plain_template_is_text_and_end_tokens(kind):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["User: Assistant: <eos> \n abc"]))
     template = ChatTemplate.from_name("plain", tokenizer)
     messages = [{"role": "user", "content": "a <eos>"}, {"role": "assistant", "content": "b"}]
@@ -115,14 +115,14 @@ def test_the_plain_template_is_text_and_the_end_token(kind):
          "more than 0 seconds or 1024 MiB"),
     ],
 )  # fmt: skip
-def test_a_template_that_reaches_out_or_does_not_end_is_one_sentence(source, sentence, monkeypatch):
+def test_an_unsafe_or_endless_template_raises_one_sentence(source, sentence, monkeypatch):
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 0)
     with pytest.raises(UserError) as caught:
         ChatTemplate(source, BYTES).encode([USER])
     assert str(caught.value) == f"the chat template {sentence}"
 
 
-def test_a_template_that_is_ended_is_begun_anew():
+def test_a_killed_template_process_is_restarted():
     template = ChatTemplate("b", BYTES)
     assert template.text([USER]) == "b"
     template._process.kill()
@@ -131,7 +131,7 @@ def test_a_template_that_is_ended_is_begun_anew():
     assert template.text([USER]) == "b"
 
 
-def test_surroundings_are_those_of_transformers():
+def test_the_jinja_environment_equals_that_of_transformers():
     source = (
         "{% generation %}a{% endgeneration %}\n  {% for i in [1, 2] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
         "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ {'é': '<'}|tojson }}{{ strftime_now('%Y')|length }}{{ nil }}"
@@ -149,13 +149,13 @@ def test_surroundings_are_those_of_transformers():
         ([{"role": "user", "content": "a\0"}], "the text contains U+0000 at character 1, which is not allowed"),
     ],
 )  # fmt: skip
-def test_bad_messages_are_one_sentence(messages, sentence):
+def test_invalid_messages_raise_one_sentence(messages, sentence):
     with pytest.raises(UserError) as caught:
         ChatTemplate(CHATML, BYTES).encode(messages)
     assert str(caught.value) == sentence
 
 
-def test_a_template_that_changes_earlier_turns_cannot_be_trained_on():
+def test_a_template_that_changes_earlier_turns_is_refused():
     source = "{% for m in messages %}{{ m.role if loop.last else '' }}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="does not support training on single turns: a turn of the assistant does not"):
         ChatTemplate(source, BYTES).encode_with_loss_mask([USER, SPOKEN, USER])
@@ -164,7 +164,7 @@ def test_a_template_that_changes_earlier_turns_cannot_be_trained_on():
 @pytest.mark.parametrize(
     ("content", "sentence"), [(None, "no chat template at"), (b"\xff", "is not UTF-8 text: the byte 0xff in line 1")]
 )
-def test_bad_files_are_one_sentence(content, sentence, tmp_path):
+def test_invalid_template_files_raise_one_sentence(content, sentence, tmp_path):
     path = tmp_path / "chat_template.jinja"
     if content is not None:
         path.write_bytes(content)

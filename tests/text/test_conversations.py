@@ -1,4 +1,4 @@
-"""Records of conversations as tokens, marks and batches."""
+"""Encodes records of conversations to tokens, marks and batches."""
 
 import json
 
@@ -20,7 +20,7 @@ def said(*contents):
 
 @pytest.fixture
 def prepared(tmp_path):
-    """Writes records and gives the store, and what it was made from."""
+    """Returns a function that writes records and returns their store with its inputs."""
     (tmp_path / "t.jinja").write_text(TEMPLATE)
 
     def prepare(records, *, objective="sft", name="a.jsonl", directory="store", **changes):
@@ -45,8 +45,8 @@ def text_of(tokens):
     return "".join("$" if i == EOS else "_" if i == BYTES.pad_id else chr(i) for i in tokens)
 
 
-def test_rows_hold_whole_conversations_and_count_answers(prepared):
-    """Each line: a conversation as the template writes it, and as many marks."""
+def test_rows_hold_whole_conversations_and_mask_answers(prepared):
+    """Maps each rendered conversation to the marks of its tokens."""
     records = [
         {"messages": said("hi", "yo")},
         {"messages": said("q", "r", "s", "t")},
@@ -66,7 +66,7 @@ def test_rows_hold_whole_conversations_and_count_answers(prepared):
             rows[text_of([*tokens, targets[-1]])] = (text_of(targets[mask == 1]), segments.tolist())
     assert rows == {
         "uqar$usat$___": ("r$t$", [0] * 12),
-        "uaab$ucad$___": ("d$", [0] * 12),  # of a prompt with answers in it the completion alone
+        "uaab$ucad$___": ("d$", [0] * 12),  # if the prompt contains answers, only the completion is in the mask
         "uhiayo$upaok$": ("yo$ok$", [0] * 7 + [1] * 5),
     }
     assert batch.mask_BT.dtype == np.float32 and batch.tokens_BT.dtype == batch.segments_BT.dtype == np.int32
@@ -78,7 +78,7 @@ def test_rows_hold_whole_conversations_and_count_answers(prepared):
         np.testing.assert_array_equal(one[0], other[1])
 
 
-def test_validation_takes_every_conversation_once(prepared):
+def test_validation_yields_every_conversation_once(prepared):
     store, _, _ = prepared([{"messages": said(letter * 3, letter)} for letter in "abcdefg"], **{"data.val_fraction": 0.7})
     batches = list(store.validation(2))
     assert [batch.tokens_BT.shape for batch in batches] == [(2, 12)] * 3
@@ -131,7 +131,7 @@ def test_pairs_and_their_references(prepared):
         ("{", "not JSON: "),
     ],
 )
-def test_a_bad_record_is_named_with_its_line(prepared, tmp_path, line, sentence):
+def test_an_invalid_record_is_reported_with_its_line(prepared, tmp_path, line, sentence):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
     with pytest.raises(UserError) as caught:
         prepared([], **{"data.path": str(tmp_path / "bad.jsonl")})
@@ -139,7 +139,7 @@ def test_a_bad_record_is_named_with_its_line(prepared, tmp_path, line, sentence)
     assert not list((tmp_path / "store").glob("*tokens*"))
 
 
-def test_what_else_is_refused(prepared, tmp_path):
+def test_other_invalid_settings_are_refused(prepared, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     good = [{"prompt": "a", "completion": "b"}] * 2
     with pytest.raises(UserError, match=r"a.txt is plain text: conversations must be records of JSON Lines \(.jsonl\)"):
@@ -156,7 +156,7 @@ def test_what_else_is_refused(prepared, tmp_path):
         prepared(good, objective="dpo", **{"training.init_from": None})
 
 
-def test_another_template_or_objective_encodes_anew(prepared):
+def test_another_template_or_objective_rebuilds_the_store(prepared):
     records = [{"messages": said("a", "b")}] * 2
     name = (prepared(records)[2] / "tokens.json").read_text()
     _, config, directory = prepared(records, **{"data.chat_template": "plain", "model.max_context": 40})
@@ -167,7 +167,7 @@ def test_another_template_or_objective_encodes_anew(prepared):
     assert open_store(config, directory, BYTES) is None
 
 
-def test_instructions_have_their_form():
+def test_instructions_have_the_expected_form():
     from dantinox.text.builtin_instructions import functions, matches_answer_form
 
     source = 'def f(a, b=1):\n    """Do it.\n\n    More."""\ndef _g(a):\n    """No."""\n'

@@ -1,4 +1,4 @@
-"""Corpora: text kept to the letter, files found in a fixed order, and one sentence for everything that is not text."""
+"""Corpora: text is read unchanged, files are found in a fixed order, and other content raises one sentence."""
 
 import gzip
 import json
@@ -32,14 +32,14 @@ def documents(path: object, field: str = "text") -> list[str]:
     return found
 
 
-def test_text_is_kept_to_the_letter(tmp_path) -> None:
+def test_text_is_read_unchanged(tmp_path) -> None:
     (tmp_path / "a.txt").write_bytes(ODD.encode())
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfbom")
     assert documents(tmp_path) == [ODD, "\ufeffbom"]
 
 
 @given(text=st.text(st.sampled_from("ab\r\n 🙂é"), min_size=1, max_size=80), block=st.integers(1, 20))
-def test_any_block_size_gives_the_same_text(tmp_path_factory, text: str, block: int) -> None:
+def test_every_block_size_reads_the_same_text(tmp_path_factory, text: str, block: int) -> None:
     path = tmp_path_factory.mktemp("t") / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -47,17 +47,17 @@ def test_any_block_size_gives_the_same_text(tmp_path_factory, text: str, block: 
         patch.setattr(corpus, "_NEAR", block)
         assert documents(path) == [text]
         pieces = [piece.text for piece in Corpus.open(str(path)).read_text()]
-        # What a cut leaves is not more than two blocks; another follows.
+        # The rest after a split has at most two blocks, and one more block follows.
         assert all(pieces) and max(map(len, pieces)) <= 3 * max(2, block) + 1
 
 
 @given(text=st.text(st.sampled_from("ab\r\n .'s"), max_size=300), size=st.integers(1, 50))
-def test_cutting_up_loses_nothing(text: str, size: int) -> None:
+def test_split_text_loses_nothing(text: str, size: int) -> None:
     parts = list(split_text(text, size))
     assert "".join(parts) == text and all(0 < len(part) <= size for part in parts)
 
 
-def test_cuts_are_before_a_line_else_before_a_word_else_hard() -> None:
+def test_split_text_prefers_lines_then_words() -> None:
     assert list(split_text("ab cd\nef gh", 9)) == ["ab cd\n", "ef gh"]
     assert list(split_text("ab cd\n\n ef gh", 6)) == ["ab", " cd\n\n", " ef gh"]
     assert list(split_text("abcdefgh", 3)) == ["abc", "def", "gh"]
@@ -100,7 +100,7 @@ def test_json_lines(tmp_path, packed: str) -> None:
     assert documents(path, "body") == [ODD, "due\n", "x" * 300_000]
 
 
-def test_builtin_corpus_is_there_and_bounded() -> None:
+def test_builtin_corpus_exists_and_is_bounded() -> None:
     sources = find_sources("builtin:python")
     names = [source.path.name for source in sources]
     assert sources == find_sources("builtin:python") and "argparse.py" in names
@@ -108,7 +108,7 @@ def test_builtin_corpus_is_there_and_bounded() -> None:
     assert not any({"site-packages", "test", "idlelib", "lib2to3"} & set(source.path.parts) for source in sources)
 
 
-def test_digest_follows_content_and_kind_and_not_names(tmp_path) -> None:
+def test_digest_depends_on_content_and_file_type_but_not_names(tmp_path) -> None:
     for name, content in [("a.txt", "uno"), ("b.txt", "uno"), ("c.txt", "due"), ("c.jsonl", "due")]:
         (tmp_path / name).write_text(content)
     digests = [Corpus.open(str(tmp_path / name)).digest() for name in ["a.txt", "b.txt", "c.txt", "c.jsonl"]]
@@ -123,7 +123,7 @@ def test_extent(tmp_path) -> None:
 
 
 def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
-    """Name → (what is given as data.path, what the sentence must say)."""
+    """Maps a name to (data.path, pattern of the error message)."""
 
     def file(name: str, content: bytes) -> Path:
         (folder / name).write_bytes(content)
@@ -179,8 +179,8 @@ def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
     }
 
 
-def test_bad_corpora_through_the_command_line(tmp_path, monkeypatch, capfd) -> None:
-    """Exit code 2, one line on stderr, and no run directory: the corrected command can be given again."""
+def test_invalid_corpora_on_the_command_line(tmp_path, monkeypatch, capfd) -> None:
+    """Exit code 2, one line on stderr, and no run directory, so that the corrected command can run again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "corpora").mkdir()
     for name, (path, message) in bad_corpora(tmp_path / "corpora").items():
@@ -192,7 +192,7 @@ def test_bad_corpora_through_the_command_line(tmp_path, monkeypatch, capfd) -> N
         assert not run.exists(), name
 
 
-def test_bad_corpora_are_one_sentence_each(tmp_path) -> None:
+def test_invalid_corpora_raise_one_sentence_each(tmp_path) -> None:
     cases = bad_corpora(tmp_path)
     assert len(cases) >= 30
     for name, (path, message) in cases.items():
@@ -224,7 +224,7 @@ def test_unreadable(tmp_path, monkeypatch) -> None:
         Corpus.open(str(path)).scan()
 
 
-def test_a_corpus_that_changes_while_it_is_read(tmp_path) -> None:
+def test_a_corpus_that_changes_while_it_is_read_is_refused(tmp_path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("uno\n")
     opened = Corpus.open(str(path))
@@ -237,7 +237,7 @@ def test_a_corpus_that_changes_while_it_is_read(tmp_path) -> None:
         list(opened.read_text(extent.digest))
 
 
-def test_a_record_too_long_to_hold(tmp_path, monkeypatch) -> None:
+def test_a_record_that_is_too_long_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(corpus, "RECORD_BYTES", 20)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "xxxxxxxxxxxxxxx"}\n')
     with pytest.raises(UserError, match=r"longer than 20 bytes .*line 2"):

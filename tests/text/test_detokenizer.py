@@ -1,4 +1,4 @@
-"""Streams: the pieces join to what decoding at once gives, whatever the ids and however they are dealt out."""
+"""Streaming: the concatenated text equals that of decoding all ids, for any ids and any split of them."""
 
 import time
 
@@ -48,7 +48,7 @@ LOCAL = ["char", "fallback", "byte", "bpe", "llama", "metaspace", "metaspace nev
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-def test_pieces_join_to_the_whole(name: str, data: st.DataObject) -> None:
+def test_streamed_text_equals_decoded_text(name: str, data: st.DataObject) -> None:
     tokenizer = KINDS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     whole = tokenizer.decode(ids)
@@ -63,11 +63,11 @@ def test_pieces_join_to_the_whole(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-def test_decoding_agrees_with_the_library(name: str, data: st.DataObject) -> None:
+def test_decoding_matches_the_library(name: str, data: st.DataObject) -> None:
     tokenizer = KINDS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     expected = tokenizer.core.decode(ids)
-    if "�" not in expected:  # a run of byte tokens that is not UTF-8: the library drops its good characters too
+    if "�" not in expected:  # for a sequence of byte tokens with invalid UTF-8 the library also drops valid characters
         assert tokenizer.decode(ids) == expected
 
 
@@ -77,7 +77,7 @@ def test_which_decoders_have_a_table() -> None:
 
 @pytest.mark.parametrize("name", ["fallback", "byte", "bpe", "llama"])
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20))
-def test_no_half_characters(name: str, text: str) -> None:
+def test_no_incomplete_characters_are_returned(name: str, text: str) -> None:
     tokenizer = KINDS[name]
     stream = tokenizer.detokenizer()
     shown = ""
@@ -87,21 +87,21 @@ def test_no_half_characters(name: str, text: str) -> None:
     assert shown == text and stream.flush() == ""
 
 
-def test_a_torn_character_waits_and_is_replaced_at_the_end() -> None:
+def test_an_incomplete_character_is_replaced_at_the_end() -> None:
     stream = KINDS["byte"].detokenizer()
     assert [stream.push([byte]) for byte in "☃".encode()] == ["", "", "☃"]
     assert stream.push([0xE2, 0x98]) == "" and stream.flush() == "�"
     assert stream.push([0xE2, KINDS["byte"].eos_id, 0x98, 0x83]) == "☃", "a special token spells nothing"
 
 
-def test_a_leading_space_goes_once() -> None:
+def test_a_leading_space_is_dropped_once() -> None:
     ids = KINDS["llama"].encode("  a")
     assert [KINDS["llama"].core.id_to_token(i) for i in ids][:1] == ["▁"]
     assert KINDS["llama"].decode([1, *ids]) == "  a" == KINDS["llama"].decode(ids)
 
 
 @pytest.mark.parametrize("name", ["bpe", "wordpiece"])
-def test_a_token_costs_the_same_after_many(name: str) -> None:
+def test_the_cost_per_token_is_constant(name: str) -> None:
     tokenizer = KINDS[name]
     stream = tokenizer.detokenizer()
 
@@ -126,7 +126,7 @@ def test_pre_tokenizer_metaspace_round_trip() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_alone_is_spelt_as_inside_of_a_text_and_rows_of_no_token_are_nothing(kind):
+def test_token_text_matches_text_inside_a_sequence(kind):
     tokenizer = KINDS[kind]
     size = tokenizer.vocab_size
     assert [tokenizer.token_text(token) for token in (size, size + 9, -1)] == [""] * 3

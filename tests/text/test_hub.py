@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face, from a folder: the same tokens as from the same texts in JSON Lines."""
+"""Hugging Face datasets from a folder have the same tokens as the same texts in JSON Lines."""
 
 import json
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("streaming", "split", "texts"), [(False, "train", TEXTS), (True, "test", TEXTS[::2])])
-def test_its_tokens_are_those_of_its_texts(folder, tmp_path, monkeypatch, streaming, split, texts):
+def test_tokens_of_a_dataset_equal_those_of_its_texts(folder, tmp_path, monkeypatch, streaming, split, texts):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     hub = {"data.dataset_source": "huggingface", "data.streaming": streaming, "data.dataset_split": split}
     config = settings(folder, **{key: value for key, value in hub.items() if value not in (False, "train")})
@@ -39,7 +39,7 @@ def test_its_tokens_are_those_of_its_texts(folder, tmp_path, monkeypatch, stream
     assert not corpus_changed(config, tmp_path / "a") and open_store(config, tmp_path / "a", tokenizer) is not None
 
 
-def test_conversations_come_with_all_their_fields(tmp_path, monkeypatch):
+def test_conversations_keep_all_fields(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     messages = [[{"role": "user", "content": f"a{i}"}, {"role": "assistant", "content": "b"}] for i in range(4)]
@@ -57,7 +57,7 @@ def test_conversations_come_with_all_their_fields(tmp_path, monkeypatch):
     assert store.name == expected.name
 
 
-def test_what_is_wrong_is_one_sentence(folder, tmp_path, monkeypatch):
+def test_errors_are_one_sentence(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub = {"data.dataset_source": "huggingface"}
     cases = {
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_one_sentence(folder, tmp_path, monkeypatch):
         assert "\n" not in str(caught.value) and not list((tmp_path / "store").glob(".dataset*"))
 
 
-def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
+def test_a_missing_library_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(UserError, match=r"the dataset somebody/corpus needs .*pip install 'dantinox\[hf\]'"):
         prepare_data(settings("somebody/corpus", **{"data.dataset_source": "huggingface"}), tmp_path)

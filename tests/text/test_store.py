@@ -1,4 +1,4 @@
-"""Batches: what an epoch covers, what a window holds, against loops in plain Python."""
+"""Batches: compares the content of epochs and windows with loops in plain Python."""
 
 import itertools
 import threading
@@ -41,20 +41,20 @@ def naive(inputs: list[int]) -> tuple[list[int], list[float]]:
     seed=st.integers(0, 2**32 - 1),
     e=st.integers(0, 3),
 )
-def test_an_epoch_takes_every_window_once(extra: int, batch: int, length: int, seed: int, e: int) -> None:
+def test_an_epoch_contains_every_window_once(extra: int, batch: int, length: int, seed: int, e: int) -> None:
     tokens = batch * length + 1 + extra
     store = make(tokens, batch, length, seed)
     windows = store.windows_per_epoch
     first, last = e * windows, (e + 1) * windows
     rows = [row for step in range(last // batch + 1) for row in store.batch(step).tokens_BT.tolist()][first:last]
     targets = sorted(token + 1 for row in rows for token in row)
-    # Tokens are their own positions here: consecutive, none twice, and the edges left out shorter than two windows.
+    # Each token is its position: they are consecutive and unique, and the omitted edges are shorter than two windows.
     assert targets == list(range(targets[0], targets[0] + windows * length))
     assert all(row == list(range(row[0], row[0] + length)) for row in rows)
     assert windows == max(1, (tokens - length) // length) and tokens - 1 - windows * length <= max(0, 2 * length - 2)
 
 
-def test_over_the_epochs_every_target_is_seen_and_offsets_are_even() -> None:
+def test_epochs_cover_every_target_with_uniform_offsets() -> None:
     store = make(4 * 25 + 3, batch=1, length=4)
     windows = store.windows_per_epoch
     starts = [min(store.batch(e * windows + i).tokens_BT[0, 0] for i in range(windows)) for e in range(300)]
@@ -65,7 +65,7 @@ def test_over_the_epochs_every_target_is_seen_and_offsets_are_even() -> None:
     assert seen == set(range(1, 103))
 
 
-def test_epochs_are_shuffled_differently_and_by_seed() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     order = {
         (seed, e): tuple(make(400, 1, 4, seed).batch(e * 99 + i).tokens_BT[0, 0] // 4 for i in range(99))
         for seed in (0, 1)
@@ -84,8 +84,8 @@ def philox(counter: int, key: tuple[int, int]) -> list[int]:
     return c
 
 
-def test_the_order_is_written_down() -> None:
-    """Who resumes in a year, with another NumPy, must go on with the same data."""
+def test_the_order_matches_plain_python() -> None:
+    """A run that resumes with another NumPy version must continue with the same data."""
     store = make(41, batch=2, length=4, seed=7)
     for epoch in (0, 1):
         words = [word for counter in (1, 2, 3) for word in philox(counter, (7, epoch))]
@@ -96,14 +96,14 @@ def test_the_order_is_written_down() -> None:
 
 
 @given(step=st.integers(0, 10**15))
-def test_a_batch_depends_on_seed_and_step_alone(step: int) -> None:
+def test_a_batch_depends_only_on_seed_and_step(step: int) -> None:
     store, other = make(50, seed=3), make(50, seed=3)
     other.batch(step + 1)
     for a, b in zip(store.batch(step), other.batch(step), strict=True):
         assert np.array_equal(a, b)
 
 
-def test_threads_may_ask_at_once() -> None:
+def test_threads_can_read_batches_concurrently() -> None:
     store = make(200, batch=5)
     expected = [make(200, batch=5).batch(step).tokens_BT for step in range(300)]
     wrong: list[int] = []
@@ -133,7 +133,7 @@ def test_a_document_ends_with_its_end_token() -> None:
     assert batch.mask_BT.tolist() == [[1, 1, 0, 1, 0, 1]]
 
 
-def test_without_an_end_token_all_is_one_document() -> None:
+def test_without_an_end_token_there_is_one_document() -> None:
     batch = make(50).batch(0)
     assert not batch.segments_BT.any() and batch.mask_BT.all()
 
@@ -145,7 +145,7 @@ def test_types_and_layout() -> None:
         assert all(array.flags.c_contiguous for array in batch)
 
 
-def test_wide_tokens_on_disk(tmp_path) -> None:
+def test_uint32_tokens_on_disk(tmp_path) -> None:
     for dtype in ("<u2", "<u4"):
         tokens = np.arange(65_500, 65_536, dtype=dtype)
         tokens.tofile(tmp_path / "t.bin")
@@ -156,7 +156,7 @@ def test_wide_tokens_on_disk(tmp_path) -> None:
 
 
 @given(val=st.lists(st.integers(0, 5), min_size=2, max_size=60), batch=st.integers(1, 4), limit=st.none() | st.integers(1, 70))
-def test_validation_takes_every_target_once(val: list[int], batch: int, limit: int | None) -> None:
+def test_validation_yields_every_target_once(val: list[int], batch: int, limit: int | None) -> None:
     store = make(50, val=val, eos_id=EOS, pad_id=PAD)
     batches = list(store.validation(batch, limit))
     count = min(len(val) - 1, limit or len(val))
@@ -190,14 +190,14 @@ def test_a_batch_takes_microseconds() -> None:
 
 
 def piecewise(documents: list[list[int]]) -> list[tuple[int, int]]:
-    """Every (input, target) of documents on their own, the first token of each and what follows its end left out."""
+    """All (input, target) pairs inside documents, without pairs across documents."""
     return sorted((a, b) for document in documents for a, b in itertools.pairwise(document))
 
 
 @given(
     st.lists(st.integers(0, 12), min_size=6, max_size=25), st.integers(2, 6), st.integers(0, 2**32 - 1), st.sampled_from([1, 0])
 )
-def test_packed_rows_hold_every_target_once_and_cut_no_document_that_fits(sizes, length, seed, ended) -> None:
+def test_packed_rows_contain_every_target_once_and_split_no_document_that_fits(sizes, length, seed, ended) -> None:
     ids, documents = iter(range(10, 10_000)), []
     for size in sizes:
         documents.append([next(ids) for _ in range(size)] + [EOS])
@@ -230,8 +230,8 @@ def test_best_fit_fills_rows_longest_first() -> None:
     assert best_fit(np.array([3, 5, 2, 4, 1]), 6).tolist() == [2, 0, 1, 1, 0]
 
 
-def test_a_mixture_has_its_shares_and_each_source_its_epochs() -> None:
-    """Tokens are their own positions: 0 to 199 are the first source, the others the second."""
+def test_a_mixture_has_exact_shares_and_separate_epochs() -> None:
+    """Each token is its position: 0 to 199 are the first source, the others the second."""
     store = make(1000, 10, 4, mixture=[(200, 3.0), (800, 1.0)])
     rows = np.concatenate([store.batch(step).tokens_BT[:, 0] for step in range(400)])
     assert store.windows_per_epoch == 49 + 199
@@ -242,13 +242,13 @@ def test_a_mixture_has_its_shares_and_each_source_its_epochs() -> None:
         for epoch in range(2):
             taken = source[epoch * count : (epoch + 1) * count]
             assert len(set(taken.tolist())) == count and np.ptp(np.sort(taken)) == 4 * (count - 1)
-        if alone:  # a source of its own goes the same way
+        if alone:  # a single source has the same order
             assert source[:80].tolist() == [int(alone.batch(step).tokens_BT[0, 0]) for step in range(80)]
     assert np.abs(np.diff(np.flatnonzero(rows[:1000] >= 200))).max() < 40, "sources come mixed"
     again = make(1000, 10, 4, mixture=[(200, 3.0), (800, 1.0)])
     assert all(np.array_equal(a, b) for a, b in zip(store.batch(77), again.batch(77), strict=True))
 
 
-def test_a_source_that_is_too_short_is_named() -> None:
+def test_a_source_that_is_too_short_is_refused() -> None:
     with pytest.raises(UserError, match="a source of the mixture has 4 training tokens, fewer than the 5 of a window"):
         make(100, 1, 4, mixture=[(96, 1.0), (4, 1.0)])

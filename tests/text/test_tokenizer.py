@@ -1,4 +1,4 @@
-"""Tokenizers: exact round trips, ids known beforehand, special tokens that no text can spell, files that are none."""
+"""Tokenizers: exact round trips, known ids, special tokens that text cannot produce, and invalid files."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_characters_are_numbered_by_code_point(text: str) -> None:
 
 
 @given(TEXT)
-def test_bytes_are_their_own_ids(text: str) -> None:
+def test_byte_ids_equal_their_values(text: str) -> None:
     assert BYTE.encode(text) == list(text.encode())
     assert BYTE.decode(BYTE.encode(text)) == text
 
@@ -51,21 +51,21 @@ def test_round_trip_of_every_text(text: str) -> None:
 
 
 @given(TEXT)
-def test_fallback_spells_unknown_characters_by_their_bytes(text: str) -> None:
+def test_byte_fallback_encodes_unknown_characters_as_bytes(text: str) -> None:
     symbols = sorted(set(CORPUS))
     expected = [i for c in text for i in ([symbols.index(c)] if c in symbols else [len(symbols) + byte for byte in c.encode()])]
     assert FALLBACK.encode(text) == expected
 
 
 @pytest.mark.parametrize("tokenizer", [CHAR, FALLBACK, BYTE, BPE], ids=["char", "fallback", "byte", "bpe"])
-def test_our_files_mean_the_same_to_the_tokenizers_library(tokenizer: Tokenizer) -> None:
+def test_the_tokenizers_library_reads_our_files_equally(tokenizer: Tokenizer) -> None:
     core = Core.from_str(tokenizer.to_json())
     core.encode_special_tokens = True
     assert core.encode(CORPUS, add_special_tokens=False).ids == tokenizer.encode(CORPUS)
     assert core.decode(tokenizer.encode(CORPUS)) == CORPUS
 
 
-def test_specials_follow_the_symbols_of_the_text() -> None:
+def test_special_tokens_follow_ordinary_tokens() -> None:
     symbols = len(set(CORPUS))
     assert (CHAR.pad_id, CHAR.bos_id, CHAR.eos_id, CHAR.vocab_size) == (symbols, symbols + 1, symbols + 2, symbols + 3)
     assert (BYTE.pad_id, BYTE.bos_id, BYTE.eos_id, BYTE.vocab_size) == (256, 257, 258, 259)
@@ -84,7 +84,7 @@ SPELLED = st.lists(st.sampled_from(["<bos>", "<eos>", "<pad>", "<", "eos>", "\0"
 
 
 @given(SPELLED.map("".join))
-def test_a_tokenizer_that_has_just_been_loaded_encodes_special_tokens_as_later(text: str) -> None:
+def test_a_fresh_tokenizer_encodes_special_tokens_as_later(text: str) -> None:
     for tokenizer in (BPE, FALLBACK, BYTE):
         tokenizer.__dict__.pop("_encoder", None)
         first, plain = tokenizer.encode_special_ids(text), tokenizer.encode(text.replace("\0", ""))
@@ -99,12 +99,12 @@ def test_a_merge_is_the_most_frequent_pair() -> None:
     assert tokenizer.encode("xy") == [256] and len(letters) == 2 and max(letters) < 256
 
 
-def test_training_is_repeatable_and_independent_of_the_pieces() -> None:
+def test_training_is_deterministic_and_independent_of_chunking() -> None:
     assert make("bpe", vocab_size=300).fingerprint == BPE.fingerprint
     assert make("char").to_json() == CHAR.to_json()
 
 
-def test_unknown_character_is_named_with_its_position() -> None:
+def test_an_unknown_character_is_reported_with_its_position() -> None:
     with pytest.raises(UserError, match=r"'ß' \(U\+00DF\) at position 4 "):
         CHAR.encode("via ßß")
     with pytest.raises(UserError, match=r"'😀' \(U\+1F600\) at position 0 "):
@@ -112,7 +112,7 @@ def test_unknown_character_is_named_with_its_position() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [CHAR, FALLBACK, BYTE, BPE], ids=["char", "fallback", "byte", "bpe"])
-def test_half_a_character_is_refused(tokenizer: Tokenizer) -> None:
+def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"U\+D83D at position 2 "):
         tokenizer.encode("di\ud83d")
 
@@ -133,17 +133,17 @@ def test_saved_and_loaded(tmp_path) -> None:
 
 @given(st.lists(st.integers(0, 299), max_size=40))
 @settings(max_examples=200)
-def test_decoding_replaces_bad_bytes_like_python_does(ids: list[int]) -> None:
+def test_decoding_replaces_invalid_bytes_like_python(ids: list[int]) -> None:
     assert BYTE.decode(ids) == bytes(i for i in ids if i < 256).decode("utf-8", "replace")
     assert BPE.decode(ids) == Core.from_str(BPE.to_json()).decode(ids)
 
 
-def test_ids_outside_the_vocabulary_spell_nothing() -> None:
+def test_ids_outside_the_vocabulary_have_no_text() -> None:
     assert BPE.decode([*BPE.encode("via"), -1, 10**6]) == "via" == BPE.decode(BPE.encode_array("via"))
 
 
 def unigram() -> Core:
-    """A tokenizer in the manner of SentencePiece that holds the special names in its vocabulary."""
+    """A tokenizer like SentencePiece that has the names of special tokens in its vocabulary."""
     letters = [(letter, -5.0) for letter in "▁abcde</s>n"]
     core = Core(models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁ab", -2.0), *letters], unk_id=0))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -152,7 +152,7 @@ def unigram() -> Core:
     return core
 
 
-def test_foreign_file_with_its_own_special_tokens(tmp_path) -> None:
+def test_imported_file_with_other_special_tokens(tmp_path) -> None:
     core = unigram()
     core.enable_truncation(3)
     core.enable_padding(length=64)
@@ -164,7 +164,7 @@ def test_foreign_file_with_its_own_special_tokens(tmp_path) -> None:
     assert tokenizer.decode([1, *ids, 2]) == "ab</s> abcd"
 
 
-def test_foreign_word_vocabulary_keeps_its_unknown_word() -> None:
+def test_imported_word_vocabulary_keeps_its_unknown_token() -> None:
     core = Core(models.WordLevel({"[UNK]": 0, "[SEP]": 1, "via": 2}, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.add_special_tokens(["[UNK]", "[SEP]"])
@@ -173,7 +173,7 @@ def test_foreign_word_vocabulary_keeps_its_unknown_word() -> None:
     assert tokenizer.decode([2, 1, 2]) == "via via"
 
 
-def test_encoding_a_megabyte_is_table_lookup() -> None:
+def test_encoding_a_megabyte_is_fast() -> None:
     text = CORPUS * (10**6 // len(CORPUS))
     assert np.array_equal(CHAR.encode_array(text)[-len(CORPUS) :], CHAR.encode_array(CORPUS))
     assert CHAR.encode_array(text).dtype == BYTE.encode_array(text).dtype == np.int32
@@ -186,14 +186,14 @@ def test_encoding_a_megabyte_is_table_lookup() -> None:
         json.dumps({"model": {"type": "WordLevel", "vocab": {"a": -1}, "unk_token": "a"}}).encode(),
     ],
 )
-def test_files_that_are_no_tokenizer(tmp_path, content: bytes) -> None:
+def test_invalid_tokenizer_files_are_refused(tmp_path, content: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"tokenizer\.json is not (a valid tokenizer\.json: |UTF-8 text)"):
         Tokenizer.load(path)
 
 
-def test_missing_huge_and_odd_tokenizer_files(tmp_path) -> None:
+def test_missing_huge_and_special_tokenizer_files(tmp_path) -> None:
     huge = tmp_path / "huge.json"
     with open(huge, "wb") as file:
         file.truncate(1 << 30)
@@ -202,7 +202,7 @@ def test_missing_huge_and_odd_tokenizer_files(tmp_path) -> None:
             train_tokenizer(TokenizerSection(tokenizer_type="file", tokenizer_path=str(path)), lambda: iter([]))
 
 
-def test_every_flipped_byte_loads_or_is_one_sentence() -> None:
+def test_every_flipped_byte_loads_or_raises_one_sentence() -> None:
     content = make("bpe", vocab_size=265).to_json().encode()
     for place in range(0, len(content), 97):
         torn = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
@@ -220,7 +220,7 @@ def test_a_bounded_sample_covers_the_whole_corpus() -> None:
     assert numbers == list(range(0, 100, numbers[1])) and _sample_text(iter(texts), limit=10**6) == texts
 
 
-def test_endless_words_are_broken_for_training() -> None:
+def test_very_long_words_are_split_for_training() -> None:
     parts = list(_split_long_words(["a" * 2500, "b c"]))
     assert parts == ["a" * 1000, "a" * 1000, "a" * 500, "b c"]
 
