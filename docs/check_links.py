@@ -58,7 +58,10 @@ def target_problem(path: Path, link: str) -> Iterator[str]:
 @cache
 def anchors(path: Path) -> set[str]:
     """The anchors of a file's headings on GitHub: repeated ones are numbered."""
-    text = re.sub(r"^( *)(```+).*?^\1\2$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    source = path.read_text(encoding="utf-8")
+    if included := re.fullmatch(r"```\{include\} (\S+)\n(?::.*\n)*```\n", source):
+        return anchors((path.parent / included[1]).resolve())
+    text = re.sub(r"^( *)(```+).*?^\1\2$", "", source, flags=re.MULTILINE | re.DOTALL)
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)

@@ -37,6 +37,7 @@ nb_execution_timeout = 300  # seconds of one cell
 nb_execution_in_temp = True  # notebooks write their runs there
 nb_merge_streams = True
 
+toc_object_entries = False  # headings name the same things
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
