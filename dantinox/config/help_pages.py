@@ -191,7 +191,8 @@ def _most_used(parser: LayeredParser) -> Iterator[list[str]]:
             yield _own_entry(own[name]) if name != "help" or titled else _entry("  --help", "show this help")
         else:
             record = settings[name]
-            default = "" if "(null:" in record.help and record.default is None else f" (default: {record.default_text})"
+            text = record.default_text
+            default = "" if f"({text}:" in record.help else f" (default: {text})"
             yield _entry(f"  --{name} {_metavar(record)}", record.help + default)
 
 
