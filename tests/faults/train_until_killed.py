@@ -47,4 +47,7 @@ def main(path, *arguments):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except KeyboardInterrupt:  # the exit code of the command line
+        sys.exit(128 + signal.SIGINT)
