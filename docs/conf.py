@@ -1,6 +1,7 @@
 """The configuration of Sphinx for the documentation site; `make docs` builds it into docs/_build/html."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS)]
 # Notebooks call the commands of this environment.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+from myst_nb.core import render  # noqa: E402
 
 from dantinox import __version__  # noqa: E402
 
@@ -61,7 +64,21 @@ html_theme_options = {
 copybutton_exclude = ".linenos, .gp, .go"
 
 
+def join_streams(outputs):
+    """Joins the pieces of a cell's output. myst-nb's own function ends a line after each piece."""
+    joined = []
+    for output in outputs:
+        if joined and output["output_type"] == "stream" and joined[-1].get("name") == output["name"]:
+            joined[-1]["text"] = re.sub(r".*\r(?!\n)", "", joined[-1]["text"] + output["text"])  # a progress bar's last state
+        else:
+            joined.append(output)
+    return joined
+
+
 def setup(app):
+    assert callable(render.coalesce_streams)  # fails if another version of myst-nb has no such function
+    render.coalesce_streams = join_streams
+
     import llms
     import reference
 

@@ -1,6 +1,7 @@
 """Writes llms.txt and llms-full.txt into the built site: its pages with one line each, and their Markdown in one file."""
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def write(app, exception):
         short += ["", f"## {tree['caption']}", ""]
         for name in (inner for _, entry in tree["entries"] for inner in with_children(env, entry)):
             text = env.get_doctree(name)
-            short.append(f"- [{env.titles[name].astext()}]({name}.html): {first_paragraph(text)[:SUMMARY]}")
+            summary = textwrap.shorten(first_paragraph(text), SUMMARY, placeholder=" …")
+            short.append(f"- [{env.titles[name].astext()}]({name}.html): {summary}")
             source = Path(env.doc2path(name))
             full += [f"<!-- {name} -->", markdown(source) if source.suffix == ".md" else text.astext()]
     (folder / "llms.txt").write_text("\n".join(short) + "\n", encoding="utf-8")
