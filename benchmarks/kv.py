@@ -91,8 +91,8 @@ def main() -> None:
     model = build(o)
     for context in o.context:
         for batch in o.batch:
-            for told in measure(o, model, context, batch):
-                print(json.dumps({"context": context, "batch": batch} | told), flush=True)
+            for result in measure(o, model, context, batch):
+                print(json.dumps({"context": context, "batch": batch} | result), flush=True)
             jax.clear_caches()
 
 
@@ -114,22 +114,24 @@ def decoded_tokens(o: argparse.Namespace) -> int:
 def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iterator[dict[str, Any]]:
     """Yields a record per cache: the full caches when all of them are measured, then each compressed cache."""
     best: StaticBatch | None = None
-    best_told: dict[str, Any] = {}
-    told_of_full: list[dict[str, Any]] = []
+    best_result: dict[str, Any] = {}
+    full_results: list[dict[str, Any]] = []
     for plan in full_plans(o, context):
         found, session, best = measure_cache(o, model, context, batch, plan, best)
-        told = {"ratio": 1.0, "dtype": plan.dtype, "slots": plan.slots} | found
-        told_of_full.append(told)
+        result = {"ratio": 1.0, "dtype": plan.dtype, "slots": plan.slots} | found
+        full_results.append(result)
         if session is None:
             continue
         # Convert to the speed of the first cache, by way of the best so far.
-        told["speed_ratio"] = told.get("speed_ratio", 1.0) * best_told.get("speed_ratio", 1.0)
-        if best is None or told["speed_ratio"] > best_told["speed_ratio"]:
-            best, best_told = session, told
+        result["speed_ratio"] = result.get("speed_ratio", 1.0) * best_result.get("speed_ratio", 1.0)
+        if best is None or result["speed_ratio"] > best_result["speed_ratio"]:
+            best, best_result = session, result
         del session  # frees its cache before the next two are allocated
-    for told in told_of_full:
-        told.pop("spread", None)
-        yield told | ({} if "skipped" in told else {"speed_ratio": round(told["speed_ratio"] / best_told["speed_ratio"], 3)})
+    for result in full_results:
+        result.pop("spread", None)
+        yield result | (
+            {} if "skipped" in result else {"speed_ratio": round(result["speed_ratio"] / best_result["speed_ratio"], 3)}
+        )
     if best is None:
         return
     for ratio in o.ratios:
@@ -141,7 +143,7 @@ def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iter
                 yield case | {"skipped": str(error)}
                 continue
             found, _, best = measure_cache(o, model, context, batch, plan, best)
-            yield case | found | {"best": {key: best_told[key] for key in ("dtype", "slots")}}
+            yield case | found | {"best": {key: best_result[key] for key in ("dtype", "slots")}}
 
 
 def full_plans(o: argparse.Namespace, context: int) -> list[CachePlan]:
@@ -174,18 +176,18 @@ def measure_cache(
         best = start_session(model, batch, start, decoded_tokens(o), best.cache)
     times, *others = time_alternating(o, [session] if best is None else [session, best])
     total = cache_bytes(session)
-    told = {
+    result = {
         "bytes": total,
         "bytes_share": round(total / size(model, batch, CachePlan(context, plan.dtype)), 4),
         "bytes_share_bfloat16": round(total / size(model, batch, CachePlan(context, "bfloat16")), 4),
         "tok_per_s": rate(batch, times),
     }
     for theirs in others:
-        told["best_tok_per_s"] = rate(batch, theirs)
-        told["speed_ratio"] = round(statistics.median(theirs) / statistics.median(times), 3)
+        result["best_tok_per_s"] = rate(batch, theirs)
+        result["speed_ratio"] = round(statistics.median(theirs) / statistics.median(times), 3)
         within = [other / own for other, own in zip(theirs, times, strict=True)]
-        told["spread"] = [round(float(x), 3) for x in np.quantile(within, (0.25, 0.75))]
-    return told | {"rounds": len(times)}, session, best
+        result["spread"] = [round(float(x), 3) for x in np.quantile(within, (0.25, 0.75))]
+    return result | {"rounds": len(times)}, session, best
 
 
 def time_alternating(o: argparse.Namespace, sessions: list[StaticBatch]) -> list[list[float]]:

@@ -66,8 +66,8 @@ def main() -> None:
         print(json.dumps(found | {"package": dantinox.__file__}))
         return
     for batch in o.batch:
-        for told in measure(o, model, batch):
-            print(json.dumps({"batch": batch} | told), flush=True)
+        for result in measure(o, model, batch):
+            print(json.dumps({"batch": batch} | result), flush=True)
         print(json.dumps({"batch": batch} | compare(o, model, batch)), flush=True)
 
 
@@ -141,9 +141,9 @@ def strategies(o: argparse.Namespace, model: Any, batch: int, case: str) -> dict
     """Returns the share of each strategy in the first tokens."""
     from dantinox.sampling.entropy_router import STRATEGIES
 
-    told = session(o, model, batch, case, report=0)
-    told.start()
-    found = Counter(told.advance().info.routed.route.strategy.ravel().tolist())
+    batch_run = session(o, model, batch, case, report=0)
+    batch_run.start()
+    found = Counter(batch_run.advance().info.routed.route.strategy.ravel().tolist())
     return {STRATEGIES[strategy]: round(count / found.total(), 3) for strategy, count in found.most_common()}
 
 

@@ -177,12 +177,12 @@ def main() -> None:
             continue
         theirs = peer(o, vocab, batch) if o.peer else [None] * len(o.cases)
         for case, other in zip(o.cases, theirs, strict=True):
-            told = {"vocab": vocab, "batch": batch, "case": case, "ms": ours(CASES[case], batch, vocab, o.repeats)}
+            result = {"vocab": vocab, "batch": batch, "case": case, "ms": ours(CASES[case], batch, vocab, o.repeats)}
             if "chain" in case:
-                told["sort_ms"] = sorted_chain(CASES[case], batch, vocab, o.repeats)
+                result["sort_ms"] = sorted_chain(CASES[case], batch, vocab, o.repeats)
             if other is not None:
-                told["transformers_ms"] = other
-            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in told.items()}), flush=True)
+                result["transformers_ms"] = other
+            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}), flush=True)
 
 
 def peer(o: argparse.Namespace, vocab: int, batch: int) -> list[float | None]:

@@ -213,8 +213,8 @@ async def opened(target: Target, o: argparse.Namespace, rate: float) -> tuple[li
     return list(await asyncio.gather(*asked)), time.perf_counter() - begun
 
 
-async def same_in_company(target: Target, o: argparse.Namespace) -> str:
-    """How many seeded requests say in company what they say alone."""
+async def same_in_mixed_batch(target: Target, o: argparse.Namespace) -> str:
+    """Counts the seeded requests whose text is the same in a mixed batch and in a batch of one."""
     count = o.requests // 4
     alone = [(await ask(target, o, number)).text for number in range(count)]
     together = list[Timing]()
@@ -304,7 +304,7 @@ async def more(target: Target, o: argparse.Namespace, alone: Callable[[], float]
     difference = np.percentile(outside, (50, 99)) - np.percentile(inside, (50, 99))
     print(f"one token, idle: HTTP {milliseconds(outside)} ms, in-process {milliseconds(inside)} ms (p50 / p90 / p99)")
     print(f"HTTP minus in-process: p50 {1000 * difference[0]:.2f} ms, p99 {1000 * difference[1]:.2f} ms")
-    print(f"seeded alone = in company: {await same_in_company(target, o)}")
+    print(f"seeded, equal in a mixed batch and alone: {await same_in_mixed_batch(target, o)}")
     print(f"behind {o.requests} abandoned requests: {await abandoned(target, o):.2f} s")
     metrics = httpx.get(target.url.removesuffix("/v1") + "/metrics").text
     print(*(line for line in metrics.splitlines() if line.startswith("dantinox_compilations_total")))

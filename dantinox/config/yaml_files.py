@@ -343,8 +343,8 @@ def nearest_key(name: str) -> str:
     if last in OTHER_NAMES:
         return OTHER_NAMES[last]
     same = [key.partition(".")[2] for key in FIELDS if section and key.startswith(section + ".")]
-    begins = [key for key in by_name if len(last) > 2 and key.startswith(last)]
-    hit = difflib.get_close_matches(last, same, 1) or begins or difflib.get_close_matches(last, by_name, 1)
+    with_prefix = [key for key in by_name if len(last) > 2 and key.startswith(last)]
+    hit = difflib.get_close_matches(last, same, 1) or with_prefix or difflib.get_close_matches(last, by_name, 1)
     if not hit:
         return ""
     key = f"{section}.{hit[0]}"

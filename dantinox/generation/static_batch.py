@@ -46,7 +46,7 @@ def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: i
     """Returns the new tokens per row that still fit into the context; warns once if some do not.
 
     Raises:
-      UserError: a prompt leaves no room at all.
+      UserError: a prompt fills the context.
     """
     room_B = max_context - lengths_B
     if (room_B <= 0).any() and (wanted_B > 0).any():

@@ -67,11 +67,11 @@ def count_work(text: str) -> Work:
         total = Work()
         # A TPU program repeats an asynchronous collective in every fusion that continues it: count only its start. A fusion
         # named all-reduce-scatter contains an all-reduce but works as a reduce-scatter.
-        begins = any('"AsyncCollectiveStart"' in i.attributes for i in members[computation])
+        is_async_start = any('"AsyncCollectiveStart"' in i.attributes for i in members[computation])
         scatters = computation.startswith("all-reduce-scatter")
         for i in members[computation]:
             if i.opcode.endswith(("-done", "-update")) or (
-                "chain_id=" in i.attributes and i.opcode in BYTES_SENT and not begins
+                "chain_id=" in i.attributes and i.opcode in BYTES_SENT and not is_async_start
             ):
                 continue
             if scatters and i.opcode == "all-reduce":

@@ -274,12 +274,12 @@ def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress |
         except UnknownCharacter as error:  # report the position in the corpus instead of the batch
             raise UnknownCharacter(error.character, done + "".join(texts).index(error.character)) from None
         for chunk, ids in zip(batch, encoded, strict=True):
-            begins = chunk.document != document
-            if begins and done:
+            is_new = chunk.document != document
+            if is_new and done:
                 yield Encoded(part, document[0], end, Counts(len(end), 0, 0, 0))
-            if begins:
+            if is_new:
                 yield Encoded(chunk.part, chunk.document[0], begin, Counts(len(begin), 0, 0, 0))
-            starts = begins or chunk.part != part
+            starts = is_new or chunk.part != part
             added = Counts(len(ids), starts, len(chunk.text), len(chunk.text.encode()))
             yield Encoded(chunk.part, chunk.document[0], ids, added)
             part, document, done = chunk.part, chunk.document, done + len(chunk.text)

@@ -173,8 +173,8 @@ def draw_chain(d: Distribution, title: str, steps: list[dict[str, Any]]) -> Any:
     bars(axes, d, max(0.35, 1.12 * float(max(before_V.max(), after_V.max()))), after_V)
     axes.set_title(title)
     left = int((after_V > 0).sum())
-    told = f"{left} of {len(after_V)} left" if left < len(after_V) else f"all {left} left"
-    axes.text(1, 0.98, told, transform=axes.transAxes, ha="right", va="top")
+    label = f"{left} of {len(after_V)} left" if left < len(after_V) else f"all {left} left"
+    axes.text(1, 0.98, label, transform=axes.transAxes, ha="right", va="top")
     return figure
 
 

@@ -151,9 +151,9 @@ def test_log_probabilities(generate):
     _, out, _ = generate("--prompt", "ab", "--greedy", "--max_new_tokens", 3, "--json", "--logprobs", 2, "--echo")
     record = json.loads(out)
     assert list(record) == [*KEYS, "logprobs"]
-    told = record["logprobs"]
-    assert len(told["logprobs"]) == len(told["top"]) == 3 and len(told["top"][0]["ids"]) == 2
-    assert told["prompt_tokens"] == ["a", "b"] and told["prompt_logprobs"][0] is None
+    reported = record["logprobs"]
+    assert len(reported["logprobs"]) == len(reported["top"]) == 3 and len(reported["top"][0]["ids"]) == 2
+    assert reported["prompt_tokens"] == ["a", "b"] and reported["prompt_logprobs"][0] is None
 
 
 @pytest.mark.exhaustive

@@ -19,10 +19,10 @@ logging: {eval_iters: 20, log_file: "training_log.csv"}
 def test_every_setting_of_a_v0_config_is_read_and_inactive_ones_are_reported(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(SECTIONS)
-    with pytest.warns(UserWarning, match=r"has no effect|have no effect") as told:
+    with pytest.warns(UserWarning, match=r"has no effect|have no effect") as caught:
         config = load_config(path)
-    assert any("attention.context_window" in str(warning.message) for warning in told)
-    assert any("tokenizer.tokenizer_path" in str(warning.message) for warning in told)
+    assert any("attention.context_window" in str(warning.message) for warning in caught)
+    assert any("tokenizer.tokenizer_path" in str(warning.message) for warning in caught)
     assert config.data.path == "somebody/corpus" and config.data.streaming and config.training.eval_every == 20
     assert config.generation.max_new_tokens == 80 and config.moe.expansion == 4 and config.moe.use_moe
 

@@ -165,10 +165,10 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch():
 def test_each_call_without_a_seed_draws_and_reports_one():
     model = builder.model()
     runs = [generate(model, [PROMPTS[0]], STEPS, temperature=3.0, return_info=True) for _ in range(3)]
-    assert len({told["seed"] for _, told in runs}) == 3
+    assert len({details["seed"] for _, details in runs}) == 3
     assert len({tuple(out[0]) for out, _ in runs}) == 3
-    for out, told in runs:
-        again = generate(model, [PROMPTS[0]], STEPS, temperature=3.0, seed=told["seed"])
+    for out, details in runs:
+        again = generate(model, [PROMPTS[0]], STEPS, temperature=3.0, seed=details["seed"])
         assert again.tolist() == out.tolist()
 
 
@@ -194,12 +194,12 @@ def test_samples_of_a_prompt_are_adjacent():
 
 def test_log_probabilities_of_drawn_tokens():
     """Before and after the chain, against float64."""
-    out, told = generate(builder.model(), [PROMPTS[1]], 12, temperature=2.0, top_k=3, seed=2, logprobs=4, return_info=True)
+    out, details = generate(builder.model(), [PROMPTS[1]], 12, temperature=2.0, top_k=3, seed=2, logprobs=4, return_info=True)
     logits = builder.all_logits(builder.model(), out[0].tolist()).astype(np.float64)[8:-1]
     plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     cut = np.where(logits >= np.sort(logits)[:, -3:-2], logits / 2, -np.inf)
     after = cut - np.log(np.exp(cut).sum(-1, keepdims=True))
     steps, said, tolerance = np.arange(12), out[0, 9:], 1e-5 * np.abs(logits).max()
-    np.testing.assert_allclose(told["info"].logprob[0], plain[steps, said], rtol=0, atol=tolerance)
-    np.testing.assert_allclose(told["info"].logprob_sampled[0], after[steps, said], rtol=0, atol=tolerance)
-    np.testing.assert_allclose(told["info"].top_logprobs[0], np.sort(plain)[:, ::-1][:, :4], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(details["info"].logprob[0], plain[steps, said], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(details["info"].logprob_sampled[0], after[steps, said], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(details["info"].top_logprobs[0], np.sort(plain)[:, ::-1][:, :4], rtol=0, atol=tolerance)

@@ -26,8 +26,8 @@ def test_a_ragged_batch_equals_the_slow_reference(position, windows, kv_heads):
     extra = {"qk_norm": True, "no_sink": True, "dropout_rate": 0.5} if kv_heads == 4 else {}
     model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
     tokens, lengths = builder.padded(PROMPTS)
-    out, told = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
-    info = told["info"]
+    out, details = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
+    info = details["info"]
     assert len(np.unique(out)) > 15, "the text must vary for this test"
     for b, prompt in enumerate(PROMPTS):
         text = out[b, : len(prompt) + STEPS].tolist()
@@ -48,11 +48,11 @@ def test_without_a_cache(position, windows, kv_heads):
     model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
     tokens, lengths = builder.padded(PROMPTS)
     options = {"greedy": True, "prompt_lengths": lengths, "logprobs": 3, "return_info": True}
-    (cached, told), (slow, told_slow) = (
+    (cached, details), (slow, details_uncached) = (
         generate(model, tokens, STEPS, use_cache=use_cache, **options) for use_cache in (True, False)
     )
     assert cached.tolist() == slow.tolist()
-    np.testing.assert_allclose(told["info"].top_logprobs, told_slow["info"].top_logprobs, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(details["info"].top_logprobs, details_uncached["info"].top_logprobs, rtol=0, atol=2e-4)
 
 
 def test_a_long_sequence_crosses_buckets_chunks_and_the_ring():
@@ -72,8 +72,8 @@ def test_no_new_tokens_returns_the_input():
     assert out.shape == tokens.shape and out.dtype == np.int32
     whole = np.tile(np.arange(64), (1, 1))
     assert generate(model, whole, 0).tolist() == whole.tolist(), "a full context is allowed without new tokens"
-    out, told = generate(model, tokens, 0, prompt_lengths=lengths, return_info=True, logprobs=1)
-    assert told["lengths"].tolist() == lengths.tolist() and told["reasons"] == ["length"] * 3
+    out, details = generate(model, tokens, 0, prompt_lengths=lengths, return_info=True, logprobs=1)
+    assert details["lengths"].tolist() == lengths.tolist() and details["reasons"] == ["length"] * 3
 
 
 def test_prompt_then_continuation_then_padding():
@@ -84,17 +84,19 @@ def test_prompt_then_continuation_then_padding():
     text = free[1, 9 : 9 + STEPS].tolist()
     end = text[6]
     first = text.index(end)
-    out, told = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths, eos_ids=[end], pad_id=65, return_info=True)
+    out, details = generate(
+        model, tokens, STEPS, greedy=True, prompt_lengths=lengths, eos_ids=[end], pad_id=65, return_info=True
+    )
     assert out.shape == (3, 9 + STEPS)
-    assert told["reasons"][1] == "eos"
+    assert details["reasons"][1] == "eos"
     for b, prompt in enumerate(PROMPTS):
-        length = told["lengths"][b]
+        length = details["lengths"][b]
         assert out[b, :length].tolist() == free[b, :length].tolist()
         assert (out[b, length:] == 65).all()
-        assert length == (len(prompt) + STEPS if told["reasons"][b] == "length" else length)
-        assert (out[b, length - 1] == end) == (told["reasons"][b] == "eos")
+        assert length == (len(prompt) + STEPS if details["reasons"][b] == "length" else length)
+        assert (out[b, length - 1] == end) == (details["reasons"][b] == "eos")
         assert end not in out[b, len(prompt) : length - 1]
-    assert told["lengths"][1] == 9 + first + 1
+    assert details["lengths"][1] == 9 + first + 1
 
 
 def test_padding_of_the_input_has_no_effect():

@@ -129,9 +129,9 @@ def test_no_split_in_two_is_smaller(wishes):
         for inside in itertools.product([False, True], repeat=len(wishes))
         for first, second in [([w for w, i in zip(wishes, inside, strict=True) if i == side] for side in (False, True))]
     )
-    layer = budgets._cut(np.array(wishes))
-    assert sum(heads * slots for heads, slots in layer) == least == budgets._totals(np.array(wishes)).min()
-    assert all(slots >= wish for slots, wish in zip(budgets._slots(layer), wishes, strict=True))
+    layer = budgets._split_heads(np.array(wishes))
+    assert sum(heads * slots for heads, slots in layer) == least == budgets._padded_totals(np.array(wishes)).min()
+    assert all(slots >= wish for slots, wish in zip(budgets._slots_per_head(layer), wishes, strict=True))
 
 
 def requests_at(level, weights_LK, caps, floor):
@@ -158,7 +158,7 @@ def test_the_level_is_the_highest_that_fits(request):
     """Requests only grow with the level: at the next larger number they exceed the total, unless all are caps."""
     weights_LK, caps, total, floor = request
     caps_L1 = np.array(caps)[:, None]
-    level = budgets._level(np.sort(weights_LK)[:, ::-1], budgets._floors(caps_L1, floor), caps_L1, total)
+    level = budgets._water_level(np.sort(weights_LK)[:, ::-1], budgets._floors(caps_L1, floor), caps_L1, total)
     assert padded(requests_at(level, weights_LK, caps, floor)) <= total
     more = requests_at(np.nextafter(level, np.inf), weights_LK, caps, floor)
     assert padded(more) > total or more == [[cap] * weights_LK.shape[1] for cap in caps]
@@ -171,14 +171,14 @@ def test_a_new_split_uses_the_remaining_slots(request, data):
     K, cap = weights_LK.shape[1], caps[0]
     floor = int(budgets._floors(np.array(cap), floor))
     shares_K = np.sort(np.clip(data.draw(st.floats(0, 100)) * weights_LK[0], floor, cap))[::-1]
-    layer = budgets._cut(budgets._round_to_units(shares_K, np.array(floor), np.array(cap)))
-    before, left = budgets._slots(layer), data.draw(st.integers(UNIT, K * UNIT))
+    layer = budgets._split_heads(budgets._round_to_units(shares_K, np.array(floor), np.array(cap)))
+    before, left = budgets._slots_per_head(layer), data.draw(st.integers(UNIT, K * UNIT))
     found = budgets._resplit(layer, shares_K, floor, cap, left)
     if K == 1 or before.sum() + left >= K * cap:
         assert found is None
     else:
         more, new = found
-        slots = budgets._slots(new)
+        slots = budgets._slots_per_head(new)
         assert 0 <= before.sum() + left - slots.sum() < UNIT
         assert more == pytest.approx(
             sum(max(s - x, 0) ** 2 - max(s - y, 0) ** 2 for s, x, y in zip(shares_K, slots, before, strict=True))
@@ -193,7 +193,7 @@ def test_meeting_the_total_costs_no_head_more_than_a_unit(L, K):
         total = int(ratio * L * K * 512)
         slots_LK = slots_of(allocate_by_weight(weights_LK, [512] * L, total, floor=20))
         bounds = budgets._floors(np.array([[512]] * L), 20), np.array([[512]] * L)
-        level = budgets._level(-np.sort(-weights_LK), *bounds, total)
+        level = budgets._water_level(-np.sort(-weights_LK), *bounds, total)
         assert (np.clip(level * weights_LK, *bounds) - slots_LK).max() <= UNIT
 
 

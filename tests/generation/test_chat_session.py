@@ -71,7 +71,7 @@ def test_without_a_template_the_text_is_continued(run):
     assert joined(chat.answer("a")) == AROUND[:7]
     assert joined(chat.answer("b")) == "\nca" + AROUND[:4], "a message begins a new line, whose byte is part of the cycle"
     assert chat.template.encode(chat.messages) == list(f"a{AROUND[:7]}\nb\nca{AROUND[:4]}".encode())
-    with pytest.raises(UserError, match="no chat template, and so no system message"):
+    with pytest.raises(UserError, match="no chat template, so it has no system message"):
         chat.set_system("be brief")
 
 

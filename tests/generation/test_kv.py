@@ -371,7 +371,7 @@ def test_settings_of_generate(tmp_path):
     for kv, said in [
         ({"kv_budget": 0}, r"kv.budget must be a number in \(0, 1\]"),
         ({"kv_budget": 1.5}, "kv.budget must be"),
-        ({"kv_budget_tokens": 20}, "each needs 24"),
+        ({"kv_budget_tokens": 20}, "each head needs 24"),
         ({"kv_budget": 0.5, "use_cache": False}, "use_cache"),
         ({"kv_budget": 0.5, "kv_signal": "entropy"}, "kv_calibration"),
         ({"kv_budgets": 0.5}, "kv_budget"),
@@ -382,6 +382,6 @@ def test_settings_of_generate(tmp_path):
 
 def test_a_budget_too_small_for_a_short_sequence_is_rounded_up():
     model = builder.model(CONFIG)
-    with pytest.warns(UserWarning, match=r"kv.budget 0.1 is too small for 128 tokens, .* using 0.188"):
+    with pytest.warns(UserWarning, match=r"kv.budget 0.1 is too small for 128 tokens: .* using 0.188"):
         out = generate(model, [prompt()], NEW, greedy=True, kv_budget=0.1, kv_signal="uniform")
     assert out.tolist() == generate(model, [prompt()], NEW, greedy=True, kv_budget_tokens=24, kv_signal="uniform").tolist()

@@ -62,15 +62,15 @@ def test_low_precision_weights_equal_rounded_ones(config, weights):
     model = builder.model(config)
     low_precision, expected = prepare(model, weights, "float32"), rounded_model(model, weights)
     tokens, lengths = builder.padded(PROMPTS)
-    reference, told = generate(expected, tokens, 12, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
+    reference, details = generate(expected, tokens, 12, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
     plain = np.asarray(jax.nn.log_softmax(builder.all_logits(model, PROMPTS[0])[-1]))
-    assert np.abs(np.sort(plain)[::-1][:3] - told["info"].top_logprobs[0, 0]).max() > 5e-3, "rounding is expected to show"
+    assert np.abs(np.sort(plain)[::-1][:3] - details["info"].top_logprobs[0, 0]).max() > 5e-3, "rounding is expected to show"
     for rows in ROWS if config is TIED and weights == "int8" else ROWS[:1]:
         out, info = generate(
             low_precision, tokens[:rows], 12, greedy=True, prompt_lengths=lengths[:rows], logprobs=3, return_info=True
         )
         assert out.tolist() == reference[:rows].tolist()
-        np.testing.assert_allclose(info["info"].top_logprobs, told["info"].top_logprobs[:rows], rtol=0, atol=5e-4)
+        np.testing.assert_allclose(info["info"].top_logprobs, details["info"].top_logprobs[:rows], rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])

@@ -103,7 +103,7 @@ def slowly(model, prompt, steps, settings, seed, attends):
     """Returns the continuation on the host, and per token (strategy, forced, entropy, varentropy, attention, ln p, rank,
     survivors).
     """
-    text, told = list(prompt), []
+    text, details = list(prompt), []
     settings = {key: value for key, value in settings.items() if key != "strategy"}
     step_keys = (*ROUTED_STEPS, "repetition_penalty", "presence_penalty", "logit_bias", "banned_tokens")
     own = {key: value for key, value in settings.items() if key in step_keys}
@@ -131,9 +131,11 @@ def slowly(model, prompt, steps, settings, seed, attends):
         forced = strategy == CLARIFY and clarify >= 0 and edited_V[clarify] > -np.inf and clarify not in recent
         token = clarify if forced else token
         rank = int((logits_V > logits_V[token]).sum())
-        told.append((strategy, forced, H, varentropy, attention, lnp[token], rank, int((np.asarray(final_V) > -np.inf).sum())))
+        details.append(
+            (strategy, forced, H, varentropy, attention, lnp[token], rank, int((np.asarray(final_V) > -np.inf).sum()))
+        )
         text.append(token)
-    return text[len(prompt) :], told
+    return text[len(prompt) :], details
 
 
 def decoded(model, rows, prompts, steps):
@@ -160,9 +162,9 @@ def test_every_strategy_in_one_batch(attends):
     taken, forced = [], 0
     for b, (name, row, prompt) in enumerate(zip(ROWS, rows, prompts, strict=True)):
         own = {key: value for key, value in row.items() if key not in ("seed", "use_attention")}
-        text, told = slowly(model, prompt, STEPS, own, row["seed"], attends)
+        text, details = slowly(model, prompt, STEPS, own, row["seed"], attends)
         assert tokens[b].tolist() == text, name
-        strategy, was_forced, H, V, attention, lnp, rank, survivors = zip(*told, strict=True)
+        strategy, was_forced, H, V, attention, lnp, rank, survivors = zip(*details, strict=True)
         assert info.routed.route.strategy[b].tolist() == list(strategy), name
         assert info.routed.forced[b].tolist() == list(was_forced), name
         assert (info.rank[b].tolist(), info.survivors[b].tolist()) == (list(rank), list(survivors)), name
@@ -297,8 +299,8 @@ def test_a_score_function_chooses_among_candidates():
     model, prompt = builder.model(), builder.prompts(6)[0]
     rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # makes every token adaptive
     settings = ENTROPY | rules | {"seed": 4, "candidates": 5, "top_p": 1.0, "top_k": 60, "logprobs": 3, "return_info": True}
-    out, told = generate(model, [prompt], 12, score_fn=lambda ids, logprobs, metrics: -logprobs, **settings)
-    found, token = told["info"].routed.candidates, out[0, 6:]
+    out, details = generate(model, [prompt], 12, score_fn=lambda ids, logprobs, metrics: -logprobs, **settings)
+    found, token = details["info"].routed.candidates, out[0, 6:]
     assert found.ids.shape == (1, 12, 5) and (found.token[0] == token).all()
     least = np.argmin(found.logprobs, axis=2)[..., None]
     np.testing.assert_array_equal(np.take_along_axis(found.ids, least, axis=2)[0, :, 0], token)
@@ -316,9 +318,9 @@ def test_show_candidates_keeps_the_text():
     model, prompt = builder.model(), builder.prompts(6)[0]
     settings = ENTROPY | {"seed": 4, "candidates": 5, "top_k": 60, "logprobs": 3, "return_info": True}
     plain, _ = generate(model, [prompt], STEPS, **settings)
-    out, told = generate(model, [prompt], STEPS, show_candidates=True, **settings)
+    out, details = generate(model, [prompt], STEPS, show_candidates=True, **settings)
     assert out.tolist() == plain.tolist()
-    routed, tokens = told["info"].routed, out[0, 6:]
+    routed, tokens = details["info"].routed, out[0, 6:]
     adaptive = np.asarray(routed.route.strategy[0]) == STRATEGIES.index("adaptive")
     found, logits = routed.candidates, builder.all_logits(model, out[0].tolist())[5:-1].astype(np.float64)
     lnp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

@@ -125,8 +125,8 @@ def test_reports_of_tokens_and_of_the_prompt(served):
     run, slots = served
     alone = run.generate(LONG, seed=3, max_new_tokens=20, logprobs=20, echo=True, **DRAWN)
     put(run, slots, 2, LONG, limit=20, report=True, echo=True, **DRAWN)
-    told = slots.prompt_steps(2)
-    np.testing.assert_allclose(told.logprob, alone.info["prompt_logprobs"][1:], atol=2e-5)
+    prompt_steps = slots.prompt_steps(2)
+    np.testing.assert_allclose(prompt_steps.logprob, alone.info["prompt_logprobs"][1:], atol=2e-5)
     put(run, slots, 0, "nobody asks", **DRAWN)
     tokens, infos = decode(slots)
     assert tokens[2] == alone.tokens and infos[0][0] is None

@@ -170,7 +170,7 @@ def test_blocks_of_queries_equal_one_call(window):
     positions = jnp.asarray(np.where(np.arange(T) < lengths, 100 + np.arange(T), -1))
     held, counted = jnp.arange(S)[None, None], positions >= 120
     store = Store.from_kv(k, v, jnp.float32)
-    found = jax.jit(lambda: attend(q, store, positions, held, window, lambda *told: told, counted))()
+    found = jax.jit(lambda: attend(q, store, positions, held, window, lambda *arguments: arguments, counted))()
     valid = causal_mask(positions, held, window)
     seen = attention(q, store, valid)
     np.testing.assert_allclose(found.out_BTKGH, seen.out_BTKGH, atol=1e-5)

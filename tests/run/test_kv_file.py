@@ -81,8 +81,8 @@ def test_format_1_is_read():
     found = load_kv_calibration(SAMPLE, CONFIG, "cd" * 32)  # the file names no weights
     np.testing.assert_array_equal(found.entropy_LN, ENTROPIES)
     assert found.coverage_LN is None and found.loss_LKC is None
-    told = read_kv_calibration(SAMPLE, CONFIG, None)
-    assert told["format_version"] == 1 and told["calibration"]["n_sequences"] == 20 and "model_info" not in told
+    message = read_kv_calibration(SAMPLE, CONFIG, None)
+    assert message["format_version"] == 1 and message["calibration"]["n_sequences"] == 20 and "model_info" not in message
 
 
 def test_heads_are_sorted(path):
@@ -98,9 +98,12 @@ def test_loss_is_per_key_head(path):
     found = load_kv_calibration(path, CONFIG, None)
     np.testing.assert_array_equal(found.signal("loss"), [[[1, 0], [0.5, 0]], [[-0.1, 0], [0.25, 0]]])
     assert found.loss_slots == (8, 64)
-    for slots, told in (([8], "has 2 numbers for L0_K0 in loss, expected 1"), ([64, 8], "has loss_slots that do not increase")):
+    for slots, message in (
+        ([8], "has 2 numbers for L0_K0 in loss, expected 1"),
+        ([64, 8], "has loss_slots that do not increase"),
+    ):
         changed(path, lambda tree, slots=slots: tree.update(loss_slots=slots))
-        assert told in sentence(load_kv_calibration, path, CONFIG, None)
+        assert message in sentence(load_kv_calibration, path, CONFIG, None)
     changed(path, lambda tree: tree.update(loss_slots=[8, 64]))
     changed(path, lambda tree: tree["loss"].pop("L1_K1"))
     assert "lacks L1_K1 in loss, which this model needs" in sentence(load_kv_calibration, path, CONFIG, None)
@@ -109,12 +112,12 @@ def test_loss_is_per_key_head(path):
 def test_a_missing_signal_names_the_command(path):
     found = load_kv_calibration(SAMPLE, CONFIG, None)
     for name in ("coverage", "loss"):
-        told = sentence(found.signal, name)
+        message = sentence(found.signal, name)
         again = "run `dantinox calibrate --run_dir RUN --what kv` again, or set another kv.signal"
-        assert told == f"the calibration {SAMPLE} holds no {name}: {again}"
+        assert message == f"the calibration {SAMPLE} holds no {name}: {again}"
     changed(path, lambda tree: tree.pop("coverage"))
-    told = sentence(load_kv_calibration(path, CONFIG, None).signal, "coverage")
-    assert told.endswith(
+    message = sentence(load_kv_calibration(path, CONFIG, None).signal, "coverage")
+    assert message.endswith(
         f"holds no coverage: run `dantinox calibrate --run_dir {path.parent} --what kv` again, or set another kv.signal"
     )
 
@@ -131,8 +134,8 @@ def test_another_model_is_reported_with_both_counts(path):
 
 
 def test_other_weights_are_refused(path):
-    told = sentence(load_kv_calibration, path, CONFIG, "ce" * 32)
-    assert told.startswith(
+    message = sentence(load_kv_calibration, path, CONFIG, "ce" * 32)
+    assert message.startswith(
         f"the calibration {path} was measured on other weights: run `dantinox calibrate --run_dir {path.parent}"
     )
 
@@ -157,16 +160,16 @@ def test_missing_and_unexpected_heads_are_named(path, key):
     def surplus(tree):
         tree[key] |= dict.fromkeys(("L0_H2", "L1_H3", "L2\n_H0" * 50), tree[key]["L0_H0"])
 
-    told = sentence(load_kv_calibration, changed(path, surplus), CONFIG, None)
-    assert "holds L2\\n_H0" in told and f"in {key}, which this model does not have" in told and len(told) < 500
+    message = sentence(load_kv_calibration, changed(path, surplus), CONFIG, None)
+    assert "holds L2\\n_H0" in message and f"in {key}, which this model does not have" in message and len(message) < 500
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.01, 1e10, "1", True, None, [1], 10**400])
 @pytest.mark.parametrize("key", ["head_entropies", "coverage"])
 def test_invalid_values_are_refused_by_name(path, key, value):
     changed(path, lambda tree: tree[key].update(L1_H2=value))
-    told = sentence(load_kv_calibration, path, CONFIG, None)
-    assert f"is invalid ({key}: L1_H2: " in told and "dantinox calibrate" in told and len(told) < 700
+    message = sentence(load_kv_calibration, path, CONFIG, None)
+    assert f"is invalid ({key}: L1_H2: " in message and "dantinox calibrate" in message and len(message) < 700
 
 
 @pytest.mark.parametrize(
@@ -200,8 +203,10 @@ def test_null_means_not_measured(path):
 )
 def test_other_files_raise_one_sentence(path, content):
     path.write_bytes(content)
-    told = sentence(load_kv_calibration, path, CONFIG, None)
-    assert ("is invalid (" in told or "is not UTF-8 text" in told) and "--what kv` again" in told and len(told) < 700
+    message = sentence(load_kv_calibration, path, CONFIG, None)
+    assert (
+        ("is invalid (" in message or "is not UTF-8 text" in message) and "--what kv` again" in message and len(message) < 700
+    )
 
 
 def test_a_huge_file_is_not_read(path, monkeypatch):

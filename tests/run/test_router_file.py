@@ -92,12 +92,12 @@ def test_invalid_numbers_are_refused_by_name(calibrated, change, part):
     record = json.loads(calibrated.router.read_bytes())
     change(record)
     calibrated.router.write_text(json.dumps(record), encoding="utf-8")
-    told = sentence(load_router_calibration, calibrated)
+    message = sentence(load_router_calibration, calibrated)
     assert (
-        (f"({part}" in told or f" lacks {part}: " in told)
-        and str(calibrated.router) in told
-        and "dantinox calibrate" in told
-        and len(told) < 700
+        (f"({part}" in message or f" lacks {part}: " in message)
+        and str(calibrated.router) in message
+        and "dantinox calibrate" in message
+        and len(message) < 700
     )
 
 
@@ -139,6 +139,6 @@ def test_an_unreadable_or_unwritable_calibration_raises_one_sentence(calibrated)
 def test_a_changed_number_is_detected_as_damage(calibrated):
     content = calibrated.router.read_text(encoding="utf-8")
     calibrated.router.write_text(content.replace("3.5", "3.6"), encoding="utf-8")
-    told = sentence(load_router_calibration, calibrated)
-    assert f"the calibration {calibrated.router} is damaged: its SHA-256" in told and "dantinox calibrate" in told
+    message = sentence(load_router_calibration, calibrated)
+    assert f"the calibration {calibrated.router} is damaged: its SHA-256" in message and "dantinox calibrate" in message
     assert any(str(calibrated.router) in problem for problem in verify_run(calibrated).damage)

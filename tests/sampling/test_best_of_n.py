@@ -107,11 +107,11 @@ def test_golden_candidate_logprobs(name):
     """The log-probabilities of the first tokens, as reported by explicit draws."""
     case = next(case for case in GOLDEN["cases"] if case["name"] == name)
     raw_V = np.float32([float(x) for x in case["logits"]])  # "-inf" is a string
-    told = EXPLICIT(np.zeros_like(raw_V), raw_V, jax.random.key(0), METRICS, 64, draws=64)
+    candidates = EXPLICIT(np.zeros_like(raw_V), raw_V, jax.random.key(0), METRICS, 64, draws=64)
     expected_V = np.array([float(x) for x in case["expect"]["candidate_logprobs_nats"]])[: len(raw_V)]
-    ids_N = np.asarray(told.ids)
+    ids_N = np.asarray(candidates.ids)
     assert set(ids_N) == set(range(len(raw_V)))
-    np.testing.assert_allclose(told.logprobs, expected_V[ids_N], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(candidates.logprobs, expected_V[ids_N], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("V", [40, 1000])

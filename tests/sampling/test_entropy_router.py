@@ -249,7 +249,7 @@ def reference_route(h, v, seen, low_h, low_v, mid_h, high_h, high_v, h_scale, v_
     T0, p0, k0, m0 = base
     e, s, agree, force = (0.0, 0.0, None, 0.0) if seen is None else seen
     u = h / h_scale + v / v_scale
-    apart, agreed = (0.0, 0.0) if agree is None else (1 - agree, agree)
+    apart, agreement = (0.0, 0.0) if agree is None else (1 - agree, agree)
 
     def clamped(T):
         return min(max(T, t_range[0]), t_range[1])
@@ -262,8 +262,8 @@ def reference_route(h, v, seen, low_h, low_v, mid_h, high_h, high_v, h_scale, v_
         return EXPLORE, clamped(min(1.5, T0 * (1.2 + 0.3 * force))), p0, max(5, k0 * (1 + 0.5 * apart)), 0
     if h > high_h and v > high_v:
         return RESAMPLE, clamped(max(resample_least, T0 * (2.0 + 0.5 * s))), max(0.5, p0 - 0.2 * e), k0, 0
-    T = T0 * (1 + 0.3 * u + 0.2 * (e + s) - 0.2 * agreed)
-    k = min(max(k0 * (1 + 0.3 * force - 0.2 * agreed), 1), 100)
+    T = T0 * (1 + 0.3 * u + 0.2 * (e + s) - 0.2 * agreement)
+    k = min(max(k0 * (1 + 0.3 * force - 0.2 * agreement), 1), 100)
     return ADAPTIVE, clamped(T), min(max(p0 * (1 + 0.1 * s), 0.1), 1), k, min(max(m0 * (1 - 0.5 * u), 0.01), 0.5)
 
 

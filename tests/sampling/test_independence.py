@@ -56,12 +56,12 @@ def decode(rows, logits, prompts, active):
     for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
     state = init_state(params, jnp.asarray(tokens), jnp.arange(6) < lengths[:, None], V, CAPACITY)
-    told = []
+    columns = []
     for i in range(STEPS):
         step_BV = jnp.asarray(np.stack([*(row[i] for row in logits), logits[0][i], logits[0][i]]))
         token_B, state, info = step(step_BV, params, state, jnp.asarray([*active, False, False]))
-        told.append(np.stack([token_B, np.asarray(info.token.logprob_sampled).view(np.int32)], axis=1))
-    return np.stack(told, axis=1)
+        columns.append(np.stack([token_B, np.asarray(info.token.logprob_sampled).view(np.int32)], axis=1))
+    return np.stack(columns, axis=1)
 
 
 PROMPTS = [[b, 3, 3 + b % 2, 3][: 1 + b % 4] for b in range(B)]

@@ -125,8 +125,8 @@ def test_tokens_and_states_equal_those_of_the_static_program():
     for kind in ({"dynamic_order": True}, {}):
         params = SamplingParams.build([row | order for row in rows], vocab_size=40, **kind)
         state = init_state(params, jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1), bool), 40, 32)
-        final, told = decode(params, state)
-        outcomes.append([*map(np.asarray, told), np.asarray(final.mu)[:1], np.asarray(final.last_seen)])
+        final, outputs = decode(params, state)
+        outcomes.append([*map(np.asarray, outputs), np.asarray(final.mu)[:1], np.asarray(final.last_seen)])
     for dynamic, static in zip(*outcomes, strict=True):
         np.testing.assert_allclose(dynamic, static, rtol=1e-6)
 

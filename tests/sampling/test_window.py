@@ -163,13 +163,13 @@ def test_a_row_outside_its_window_does_not_change_other_rows():
     outcomes = []
     for neighbour in (narrow, wide):
         params = SamplingParams.build([mine, neighbour])
-        state, told = started(params), []
+        state, tokens = started(params), []
         assert bool(flags(logits_BV, params, state)[1].any()) == (neighbour is wide)
         for _ in range(40):
             token_B, state, info = step(logits_BV, params, state)
-            told.append([int(token_B[0]), *np.float32([info.token.logprob_sampled[0], state.mu[0]]).view(np.uint32).tolist()])
-        outcomes.append(told)
-    assert outcomes[0] == outcomes[1] and len({told[0] for told in outcomes[0]}) > 3
+            tokens.append([int(token_B[0]), *np.float32([info.token.logprob_sampled[0], state.mu[0]]).view(np.uint32).tolist()])
+        outcomes.append(tokens)
+    assert outcomes[0] == outcomes[1] and len({tokens[0] for tokens in outcomes[0]}) > 3
 
 
 def test_whole_rows_one_by_one_equal_whole_rows_in_a_batch():

@@ -135,8 +135,8 @@ def test_deltas_have_tokens_and_a_finish_reason(engine, run):
             assert [len(token["alternatives"]) for token in tokens] == [2] * len(tokens)
             assert [token["logprob"] for token in tokens] == pytest.approx(result.info["logprobs"], abs=2e-5)
         assert [token["id"] for token in stream.prompt] == list(b"hello")
-        told = [token["logprob"] for token in stream.prompt[1:]]
-        assert told == pytest.approx(results[0].info["prompt_logprobs"][1:], abs=2e-5)
+        logprobs = [token["logprob"] for token in stream.prompt[1:]]
+        assert logprobs == pytest.approx(results[0].info["prompt_logprobs"][1:], abs=2e-5)
         assert stream.stats.new_tokens == sum(len(result.tokens) for result in results)
         assert 0 <= stream.stats.queued_seconds <= stream.stats.first_token_seconds <= stream.stats.seconds
 
@@ -264,7 +264,7 @@ def test_an_impossible_constraint_ends_only_its_own_request(engine):
         with pytest.raises(UserError, match="unclosed group"):
             await text_of(engine.submit(replace(make_request(engine, "hello"), constraint=Constraint("regex", "(a"))))
         free = asyncio.create_task(generate(engine, STORY, **DRAWN))
-        with pytest.raises(UserError, match="takes too long to follow"):
+        with pytest.raises(UserError, match="takes too long to evaluate"):
             await text_of(
                 engine.submit(replace(make_request(engine, "hello", n=2, max_new_tokens=150, **DRAWN), constraint=slow))
             )

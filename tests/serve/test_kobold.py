@@ -529,8 +529,8 @@ def test_a_failed_stream_has_an_error_event_and_no_final_chunk():
         with pytest.raises(httpx.RemoteProtocolError), httpx.stream("POST", url, json={"prompt": "x"}) as response:
             for part in response.iter_raw():
                 found += part
-    told = {"detail": {"msg": "the engine failed", "type": "service_unavailable"}}
-    assert found.endswith(f"event: error\ndata: {json.dumps(told)}\n\n".encode())
+    expected = {"detail": {"msg": "the engine failed", "type": "service_unavailable"}}
+    assert found.endswith(f"event: error\ndata: {json.dumps(expected)}\n\n".encode())
     assert [event["token"] for event in events(found.decode())] == ["o", "n"]
 
 

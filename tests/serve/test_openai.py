@@ -198,13 +198,13 @@ def test_stops(ask, stream, stop, text):
 
 
 def test_the_end_token_has_the_reason_stop(engine):
-    async def meet(ask, answer):
+    async def wait_for_all(ask, answer):
         from dantinox.generation.request import Delta
 
         answer.push(Delta(0, "a", [], "eos"))
         answer.end()
 
-    engine._answer = meet
+    engine._answer = wait_for_all
     (choice,) = client_of(engine).post(TEXT, json={"prompt": "a"}).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("a", "stop")
 

@@ -479,7 +479,7 @@ def test_chat_is_off_without_a_chat_template(browser):
 
 def test_shades_compare_the_tokens_of_the_text(opened, engine):
     record = engine._record
-    engine._record = lambda *given: record(*given) | {"entropy": 6 + (len(engine.asked) + engine.counters["told"]) % 20 / 10}
+    engine._record = lambda *given: record(*given) | {"entropy": 6 + (len(engine.asked) + engine.counters["records"]) % 20 / 10}
     write(opened, "Nel mezzo")
     shares = opened.execute_script("return state.nodes.map((node) => parseInt(node.style.getPropertyValue('--share')))")
     assert min(shares) == 0 and max(shares) > 90 and find(opened, "#legend .ticks").text.startswith("≤ 6")

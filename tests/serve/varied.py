@@ -39,8 +39,8 @@ class VariedEngine(FakeEngine):
         record = {"id": int(token), "text": self.run.tokenizer.decode([token])}
         if logprobs is None or first:
             return record
-        number = int(self.counters["told"])
-        self.counters["told"] += 1
+        number = int(self.counters["records"])
+        self.counters["records"] += 1
         rng = np.random.default_rng(number)
         logits = logits_of(rng, float(0.5 + 0.45 * math.sin(number / 9)))[: len(CLEAN)]
         order = CLEAN[rng.permutation(len(CLEAN))]

@@ -282,7 +282,7 @@ def test_no_tasks_if_words_have_several_tokens():
 
 
 def test_error_if_a_text_is_too_short_for_a_task(run):
-    ids = np.array([run.tokenizer.encode("the house\n") * 2])
+    ids = np.array([run.tokenizer.encode("the story\n") * 2])
     ids = ids[:, :5]
     with pytest.raises(UserError, match=r"cannot build a needle task from sequences of 5 tokens .*: raise --tokens"):
         draw_tasks(run.tokenizer, Sequences(ids, np.zeros(1, int), False, 0.0), 3)

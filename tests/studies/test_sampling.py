@@ -237,7 +237,7 @@ def test_methods_are_selected_by_name():
     assert select_methods(["min_p", "greedy"]) == ["greedy", "min_p"]
     with pytest.raises(UserError, match=r"^unknown sampling method minp: did you mean min_p\?$"):
         select_methods(["minp"])
-    with pytest.raises(UserError, match="called Router-Guide: did you mean router_guide"):
+    with pytest.raises(UserError, match="unknown sampling method Router-Guide: did you mean router_guide"):
         select_methods(["Router-Guide"])
     with pytest.raises(UserError, match=r"unknown sampling method beam: use one of greedy, temperature, .*router_random$"):
         select_methods(["beam"])
@@ -459,7 +459,7 @@ def test_prompt_but_not_text_is_truncated_to_the_reference_context(toy):
     text = "ab cd ef"
     (found,) = judge.bits_per_byte(["x" * 500], [text])
     assert found == pytest.approx(bits_by_hand(run, "x" * (CONTEXT - len(text)), text), rel=1e-5)
-    with pytest.raises(UserError, match="a continuation is 128 tokens for the reference, whose context holds 128"):
+    with pytest.raises(UserError, match="a continuation has 128 tokens for the reference, whose context is 128"):
         judge.bits_per_byte(["ab"], ["y" * CONTEXT])
 
 

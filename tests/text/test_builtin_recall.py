@@ -40,10 +40,10 @@ def test_words_belong_to_one_topic_and_are_not_topics() -> None:
 @given(seed=st.integers(0, 999), count=st.integers(1, len(recall.TOPICS)), lines=st.lists(st.sampled_from(["a\n", "b c\n"])))
 def test_the_requested_fact_is_stated_once(seed: int, count: int, lines: list[str]) -> None:
     task = recall.fact_task(random.Random(seed), lines, count)
-    told = LINE.findall(task.context)
-    assert len(told) == count == len(dict(told)) and all(word in recall.TOPICS[topic] for topic, word in told)
+    facts = LINE.findall(task.context)
+    assert len(facts) == count == len(dict(facts)) and all(word in recall.TOPICS[topic] for topic, word in facts)
     topic = task.question.removeprefix(f"{recall.MARK} ")
-    assert task.answer == f" {dict(told)[topic]}" and f"{topic}{task.answer}\n" in task.context
+    assert task.answer == f" {dict(facts)[topic]}" and f"{topic}{task.answer}\n" in task.context
     assert LINE.sub("", task.context) == "".join(lines), "the text around the facts is as it was"
     assert task == recall.fact_task(random.Random(seed), lines, count)
 
@@ -65,17 +65,17 @@ def test_texts_are_unchanged_and_in_order(records) -> None:
 def test_a_document_never_contradicts_itself(records) -> None:
     kinds = [0, 0, 0]
     for document in (record for record in records if record not in TEXTS):
-        lines, told = document.splitlines(keepends=True), LINE.findall(document)
-        if not told:
+        lines, facts = document.splitlines(keepends=True), LINE.findall(document)
+        if not facts:
             assert len(set(lines)) == 1 and 3 <= len(lines) <= 8
             kinds[0] += 1
             continue
-        assert len(dict(told)) == len(set(told)) and all(word in recall.TOPICS[topic] for topic, word in told)
-        alone = len(told) == len(lines)
+        assert len(dict(facts)) == len(set(facts)) and all(word in recall.TOPICS[topic] for topic, word in facts)
+        alone = len(facts) == len(lines)
         kinds[1 + alone] += 1
         if not alone:
-            assert all(told.count(fact) == 3 for fact in told), "told once, asked for twice"
-            assert all(LINE.match(line) for line in lines[-2 * len(told) // 3 :])
+            assert all(facts.count(fact) == 3 for fact in facts), "stated once, asked for twice"
+            assert all(LINE.match(line) for line in lines[-2 * len(facts) // 3 :])
     assert min(kinds) > 5
 
 

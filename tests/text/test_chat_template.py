@@ -42,25 +42,25 @@ def test_the_loss_mask_covers_a_turn_up_to_its_end_token(templates):
     """Words outside the vocabulary are encoded by letters; the line break after a turn is not in the mask."""
     conversation = [USER, SPOKEN, {"role": "user", "content": "you"}, {"role": "assistant", "content": "are"}]
     chatml = templates["chatml"]
-    ids, spoken = chatml.encode_with_loss_mask(conversation)
+    ids, loss_mask = chatml.encode_with_loss_mask(conversation)
     assert spelled(chatml, ids) == (
         "<|im_start|> user Ċ hello Ġt he r e , Ġhow Ġare Ġyou ? <|im_end|> Ċ "
         "<|im_start|> assistant Ċ hello Ġ < y o u > <|im_end|> Ċ "
         "<|im_start|> user Ċ y o u <|im_end|> Ċ <|im_start|> assistant Ċ a r e <|im_end|> Ċ"
     )
-    assert np.flatnonzero(spoken).tolist() == [*range(18, 26), *range(38, 42)]
+    assert np.flatnonzero(loss_mask).tolist() == [*range(18, 26), *range(38, 42)]
     # This vocabulary encodes the last line breaks of a prompt as one token.
-    ids, spoken = templates["llama3"].encode_with_loss_mask([USER, SPOKEN])
-    assert spelled(templates["llama3"], ids[spoken]) == "hello Ġ < y o u > <|eot_id|>"
-    ids, spoken = templates["gemma"].encode_with_loss_mask([USER, SPOKEN])
-    assert spelled(templates["gemma"], ids[spoken]) == "hello ▁ < y o u > <end_of_turn>"
+    ids, loss_mask = templates["llama3"].encode_with_loss_mask([USER, SPOKEN])
+    assert spelled(templates["llama3"], ids[loss_mask]) == "hello Ġ < y o u > <|eot_id|>"
+    ids, loss_mask = templates["gemma"].encode_with_loss_mask([USER, SPOKEN])
+    assert spelled(templates["gemma"], ids[loss_mask]) == "hello ▁ < y o u > <end_of_turn>"
     assert chatml.end_ids == {chatml._tokenizer.special_tokens["<|im_end|>"]}
 
 
 def test_a_token_across_the_start_of_a_turn_is_in_the_mask(templates):
-    ids, spoken = templates["chatml"].encode_with_loss_mask([{"role": "assistant", "content": "\n "}])
+    ids, loss_mask = templates["chatml"].encode_with_loss_mask([{"role": "assistant", "content": "\n "}])
     assert spelled(templates["chatml"], ids) == "<|im_start|> assistant ĊĊ Ġ <|im_end|> Ċ"
-    assert spoken.astype(int).tolist() == [0, 0, 1, 1, 1, 0]
+    assert loss_mask.astype(int).tolist() == [0, 0, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,10 +86,10 @@ def test_the_plain_template_is_text_and_end_tokens(kind):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["User: Assistant: <eos> \n abc"]))
     template = ChatTemplate.from_name("plain", tokenizer)
     messages = [{"role": "user", "content": "a <eos>"}, {"role": "assistant", "content": "b"}]
-    ids, spoken = template.encode_with_loss_mask(messages)
+    ids, loss_mask = template.encode_with_loss_mask(messages)
     expected = [tokenizer.bos_id, *tokenizer.encode("User:\na <eos>\n\nAssistant:\n"), *tokenizer.encode("b"), tokenizer.eos_id]
     assert ids.tolist() == template.encode(messages) == expected
-    assert spoken.tolist() == [False] * (len(ids) - 2) + [True] * 2
+    assert loss_mask.tolist() == [False] * (len(ids) - 2) + [True] * 2
     assert template.encode(messages[:1], generation_prompt=True) == expected[:-2]
     assert template.end_ids == {tokenizer.eos_id}
     with pytest.raises(UserError, match=r"the chat template chatml needs a vocabulary with <\|im_start\|>"):

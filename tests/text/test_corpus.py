@@ -168,7 +168,7 @@ def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
         "no field": (file("c.jsonl", b'{"body": "x"}'), r"lacks the field 'text'.*it has 'body' .*line 1"),
         "no text": (file("d.jsonl", record + b'\n{"text": null}'), r"must be text, got null .*line 3"),
         "NUL in a record": (file("e.jsonl", rb'{"text": "a\u0000"}'), r"U\+0000 at character 1.*line 1"),
-        "half a character": (file("f.jsonl", rb'{"text": "\ud83d"}'), r"U\+D83D at character 0.*line 1"),
+        "lone surrogate": (file("f.jsonl", rb'{"text": "\ud83d"}'), r"U\+D83D at character 0.*line 1"),
         "records in latin-1": (file("g.jsonl", '{"text": "è"}'.encode("latin-1")), "byte 10 of the line .*line 1"),
         "deep nesting": (file("h.jsonl", b"[" * 200_000), "not JSON"),
         "endless number": (file("i.jsonl", b"1" * 10_000), "not JSON|JSON object"),

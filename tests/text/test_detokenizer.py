@@ -58,7 +58,7 @@ def test_streamed_text_equals_decoded_text(name: str, data: st.DataObject) -> No
     assert stream + one_by_one.flush() == whole
     cut = data.draw(st.integers(0, len(ids)))
     again = one_by_one.push(ids[:cut]) + one_by_one.push(ids[cut:]) + one_by_one.flush()
-    assert again == whole, "a flushed stream starts anew"
+    assert again == whole, "a flushed stream starts again"
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -91,7 +91,7 @@ def test_an_incomplete_character_is_replaced_at_the_end() -> None:
     stream = KINDS["byte"].detokenizer()
     assert [stream.push([byte]) for byte in "☃".encode()] == ["", "", "☃"]
     assert stream.push([0xE2, 0x98]) == "" and stream.flush() == "�"
-    assert stream.push([0xE2, KINDS["byte"].eos_id, 0x98, 0x83]) == "☃", "a special token spells nothing"
+    assert stream.push([0xE2, KINDS["byte"].eos_id, 0x98, 0x83]) == "☃", "a special token has no text"
 
 
 def test_a_leading_space_is_dropped_once() -> None:

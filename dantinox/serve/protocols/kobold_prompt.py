@@ -26,12 +26,12 @@ class Placeholders:
         self._template = template
         self._tags = cache(self._read_tags)
 
-    def fill(self, text: str, is_first: bool) -> str:
+    def fill(self, text: str, at_start: bool) -> str:
         """Returns the text with its placeholders replaced.
 
         Args:
           text: text with placeholders.
-          is_first: whether the text starts the prompt, so that its first placeholder ends no turn.
+          at_start: whether the text starts the prompt, so that its first placeholder ends no turn.
 
         Raises:
           UserError: the template cannot format such a conversation.
@@ -40,8 +40,8 @@ class Placeholders:
             return text
 
         def tag(found: re.Match[str]) -> str:
-            is_first_turn = is_first and not text[: found.start()].strip() and found[1] == "INPUT"
-            return self._tags().get("FIRST" if is_first_turn else found[1], "")
+            is_initial_turn = at_start and not text[: found.start()].strip() and found[1] == "INPUT"
+            return self._tags().get("FIRST" if is_initial_turn else found[1], "")
 
         return PLACEHOLDER.sub(tag, text)
 

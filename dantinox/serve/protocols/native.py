@@ -176,8 +176,8 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
         for number, part in enumerate(prompt):
             if isinstance(part, str):
                 # Only the first string may need a begin token.
-                is_first = number == 0 and body.messages is None
-                texts.append(model.prompt_ids(part) if is_first else tokenizer.encode(part))
+                at_start = number == 0 and body.messages is None
+                texts.append(model.prompt_ids(part) if at_start else tokenizer.encode(part))
             ids += texts[-1] if isinstance(part, str) else [part]
         return ids or ([] if body.messages is not None else model.prompt_ids("")), texts
 
