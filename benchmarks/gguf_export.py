@@ -70,7 +70,7 @@ def families(o: argparse.Namespace) -> None:
         for parameter, array in weights.items():
             wide = array.shape[1 if "experts" in parameter else 0]
             array *= 0.2 if array.ndim == 1 else 0.35 if parameter == "embed" else 1.3 / wide**0.5
-            array += float(parameter.endswith("scale") and not family.shifted)
+            array += float(parameter.endswith("scale") and not family.norms_plus_one)
         model = abstract_model(settings.architecture(SYMBOLS))[0]({key: jnp.asarray(array) for key, array in weights.items()})
         tokens_BT = rng.integers(0, 64, (2, 40))
         logits_BTV = np.asarray(model(jnp.asarray(tokens_BT), jnp.broadcast_to(jnp.arange(40), (2, 40)))[0])
