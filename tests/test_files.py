@@ -6,6 +6,7 @@ import os
 import pytest
 
 from dantinox.files import UserError, atomic_write, escape_name, quote, read_json, read_text, require_extra, wrap_os_errors
+from tests.error_texts import ERRORS
 
 
 def error_message(call, *args) -> str:
@@ -100,7 +101,7 @@ def test_read_json_accepts_only_an_object(tmp_path, content, problem):
 
 
 def test_os_error_becomes_a_user_error(tmp_path):
-    with pytest.raises(UserError, match=r"^cannot read it: No such file or directory$"), wrap_os_errors("cannot read it"):
+    with pytest.raises(UserError, match=ERRORS["cannot_read_it_no_such"]), wrap_os_errors("cannot read it"):
         (tmp_path / "absent").read_bytes()
     with pytest.raises(KeyError), wrap_os_errors("cannot read it"):
         raise KeyError
@@ -108,7 +109,7 @@ def test_os_error_becomes_a_user_error(tmp_path):
 
 def test_missing_extra_is_reported_with_its_install_command():
     with (
-        pytest.raises(UserError, match=r"^it: pip install 'dantinox\[plot\]'$"),
+        pytest.raises(UserError, match=ERRORS["it_pip_install_dantinox_plot"]),
         require_extra("plot", "it"),
     ):
         import dantinox.no_such_module  # noqa: F401

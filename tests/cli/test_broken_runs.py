@@ -6,6 +6,7 @@ from dantinox import cli
 from dantinox.cli import generate as generating
 from dantinox.config import UserError
 from tests.cli.expected import assert_one_sentence
+from tests.error_texts import ERRORS
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +62,7 @@ def test_the_tokenizer_of_another_run(dantinox, copy):
 
 def test_debug_shows_the_traceback(run_dir):
 
-    with pytest.raises(UserError, match="top_p"):
+    with pytest.raises(UserError, match=ERRORS["top_p"]):
         cli.main(["generate", "--run_dir", str(run_dir), "--top_p", "7", "--debug"])
 
 

@@ -16,6 +16,7 @@ from dantinox.cli import chat as chatting
 from dantinox.config import UserError
 from dantinox.report.entropy_view import digit_lines, shade_text
 from dantinox.run import RunDirectory, accept_run
+from tests.error_texts import ERRORS
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +96,7 @@ def test_help_names_every_command(talk):
     assert all(f"\n/{name}" in err for name in chatting.COMMANDS)
     assert chatting.command("//x") is chatting.command("x /help") is None
     assert chatting.command("/set  a b ") == ("set", "a b")
-    with pytest.raises(UserError, match="no command /: /help lists them"):
+    with pytest.raises(UserError, match=ERRORS["no_command_help_lists_them"]):
         chatting.command("/")
 
 

@@ -19,6 +19,7 @@ from dantinox.config.reference import section_titles, setting_records, type_in_w
 from dantinox.config.sections import DEFAULTS, FIELDS, NEEDS, SECTIONS
 from dantinox.config.setting_groups import GROUPS
 from dantinox.config.yaml_files import allowed_values
+from tests.error_texts import ERRORS
 
 HEAVY = {"pydantic", "yaml", "jax", "flax", "numpy", "rich", "starlette", "tokenizers", "importlib.metadata"}
 WITH_SETTINGS = ("train", "find-lr", "generate", "chat", "serve", "explain", "plan")
@@ -159,7 +160,7 @@ def test_help_of_commands_and_of_the_commands_of_eval(dantinox):
 def test_a_parser_of_a_command_is_found_by_name():
     assert command_parser("eval ppl").prog == "dantinox eval ppl"
     for name in ("evil", "eval pp", "", "train x"):
-        with pytest.raises(UserError, match="there is no command"):
+        with pytest.raises(UserError, match=ERRORS["there_is_no_command"]):
             command_parser(name)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from dantinox import cli
 from dantinox.config import Config, UserError, build_config, load_config
+from tests.error_texts import ERRORS
 
 LAUGHS = 'a: &a ["x", "x"]\n' + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
@@ -178,7 +179,7 @@ def test_paths_that_are_not_files(tmp_path):
     assert sentence(tmp_path / "pipe") == f"no config file at {tmp_path / 'pipe'}"
     (tmp_path / "loop").symlink_to("loop")
     assert sentence(tmp_path / "loop") == f"no config file at {tmp_path / 'loop'}"
-    with pytest.raises(UserError, match="no config file at"):
+    with pytest.raises(UserError, match=ERRORS["no_config_file_at"]):
         load_config("a\0b")
 
 

@@ -18,25 +18,26 @@ from dantinox.config.sections import FIELDS
 from dantinox.config.starting_config import starting_config
 from dantinox.config.yaml_files import load_training
 from dantinox.training.resume import total_steps
+from tests.error_texts import ERRORS
 
 
 def test_packaged_configs_load_by_name():
     assert load_config("quickstart") == load_training("quickstart")
-    with pytest.raises(UserError, match="no config file at quickstrat: use a file, or a packaged config"):
+    with pytest.raises(UserError, match=ERRORS["no_config_file_at_quickstrat"]):
         load_config("quickstrat")
 
 
 def test_few_steps_shorten_the_warmup_of_a_file():
-    with pytest.warns(UserWarning, match=r"warmup_steps 20 \(.*line \d+\) is more than training.steps 2"):
+    with pytest.warns(UserWarning, match=ERRORS["warmup_steps_20_line_is_more"]):
         config = load_training("quickstart", {"training.steps": 2})
     assert (config.training.steps, config.training.warmup_steps) == (2, None)
-    with pytest.raises(UserError, match=r"training\.warmup_steps must be at most training.steps, got 5 and 2"):
+    with pytest.raises(UserError, match=ERRORS["training_warmup_steps_must_be_at"]):
         load_training("quickstart", {"training.steps": 2, "training.warmup_steps": 5})
 
 
 def test_few_epochs_shorten_the_warmup():
     config = build_config({}, {"training.epochs": 1.0, "training.warmup_steps": 10, "training.batch_size": 8})
-    with pytest.warns(UserWarning, match="warmup_steps 10 is more than the 5 steps of training.epochs 1 with this corpus"):
+    with pytest.warns(UserWarning, match=ERRORS["warmup_steps_10_is_more_than"]):
         assert total_steps(config, windows_per_epoch=40) == 5
 
 

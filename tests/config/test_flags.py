@@ -10,6 +10,7 @@ from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.names import FORMER_NAMES
 from dantinox.config.sections import flatten_config
 from dantinox.config.yaml_files import FIELDS
+from tests.error_texts import ERRORS
 
 
 def given(*argv: str, sections: tuple[str, ...] | None = None) -> dict:
@@ -86,10 +87,10 @@ def test_a_former_name_is_accepted_with_one_warning(old, tmp_path):
     with pytest.warns(UserWarning, match=rf"^{old} is now called {new} \(a.yaml, line 3\)$") as warned:
         config = build_config(tree, {}, {old: "a.yaml, line 3"}, "a.yaml")
     assert len(warned) == 1 and flatten_config(config)[new] == values[old]
-    with pytest.warns(UserWarning, match=r"is now called .* \(command line\)"):
+    with pytest.warns(UserWarning, match=ERRORS["is_now_called_command_line"]):
         assert flatten_config(config_of("--weights", "int8", f"--{old}", values[old]))[new] == values[old]
     name = old.partition(".")[2]
-    with pytest.warns(UserWarning, match="is now called"):
+    with pytest.warns(UserWarning, match=ERRORS["is_now_called"]):
         assert flatten_config(overlay(config, {name: "bfloat16"}))[new] == "bfloat16"
 
 
@@ -141,13 +142,13 @@ def test_an_invalid_flag_is_one_sentence(argv, says):
     "text", ["[" * 3000, "9" * 5000, "&a [*a]", "a: b: c", "\0", "!!int ''", "? ", "{a: 1, a: 2}", "\ud800"]
 )
 def test_no_flag_value_causes_a_traceback(text):
-    with pytest.raises(UserError, match=r"training\.lr must be"):
+    with pytest.raises(UserError, match=ERRORS["training_lr_must_be"]):
         config_of("--lr", text)
 
 
 def test_sections_can_be_left_out():
     assert given("--seed", "3", sections=("generation",)) == {"generation.seed": 3}
-    with pytest.raises(UserError, match="unknown flag --lr"):
+    with pytest.raises(UserError, match=ERRORS["unknown_flag_lr"]):
         given("--lr", "3", sections=("generation",))
 
 

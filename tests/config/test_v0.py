@@ -3,6 +3,7 @@
 import pytest
 
 from dantinox.config import UserError, load_config
+from tests.error_texts import ERRORS
 
 SECTIONS = """
 model: {dim: 64, n_heads: 4, head_size: 16, num_blocks: 2, max_context: 32}
@@ -19,7 +20,7 @@ logging: {eval_iters: 20, log_file: "training_log.csv"}
 def test_every_setting_of_a_v0_config_is_read_and_inactive_ones_are_reported(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(SECTIONS)
-    with pytest.warns(UserWarning, match=r"has no effect|have no effect") as caught:
+    with pytest.warns(UserWarning, match=ERRORS["has_no_effect_have_no"]) as caught:
         config = load_config(path)
     assert any("attention.context_window" in str(warning.message) for warning in caught)
     assert any("tokenizer.tokenizer_path" in str(warning.message) for warning in caught)

@@ -13,6 +13,7 @@ from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
 from dantinox.sampling import SamplingParams
+from tests.error_texts import ERRORS
 
 DEVICES, V, TENSOR = 8, 62, 4  # the vocabulary size is not divisible by 4
 SMALL = {
@@ -97,7 +98,7 @@ def test_weights_are_loaded_onto_their_devices():
 def test_indivisible_sizes_are_refused():
     model = settings().architecture(V)
     assert [max_tensor_parallel(model, most) for most in (1, 3, 4, 8)] == [1, 2, 4, 4]
-    with pytest.raises(UserError, match=r"^generation.tensor_parallel must divide the 4 key heads of a layer, got 8$"):
+    with pytest.raises(UserError, match=ERRORS["generation_tensor_parallel_must_divide_the"]):
         tensor_mesh(model, 8)
-    with pytest.raises(UserError, match=r"^generation.tensor_parallel must be at most the 8 devices of this machine, got 16$"):
+    with pytest.raises(UserError, match=ERRORS["generation_tensor_parallel_must_be_at"]):
         tensor_mesh(model, 16)

@@ -17,6 +17,7 @@ from dantinox.measure.topology import Topology, find_topology
 from dantinox.model.parameters import abstract_model
 from dantinox.text import Preferences
 from dantinox.training.step import TrainStep, make_reference_step, select_rows
+from tests.error_texts import ERRORS
 
 from .mesh import KINDS, V, layout_of, program, same, settings, trained
 
@@ -64,7 +65,7 @@ def test_dpo_trains_as_on_one_device():
         logp = make_reference_step(model, layout)(state.parameters, layout.put_batch(partial(select_rows, pairs), 8), {})
         found.append([float(metrics.loss), *np.asarray(metrics.rewards), *np.asarray(logp).ravel()])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
-    with pytest.raises(UserError, match=r"distributed.tensor must be 1 with training.objective: dpo, got 2"):
+    with pytest.raises(UserError, match=ERRORS["distributed_tensor_must_be_1"]):
         layout_of(settings("dense", "tensor=2", training__objective="dpo", training__init_from="x"))
 
 
@@ -217,5 +218,5 @@ ENTRY %main (p: f32[8,4]) -> f32[64,4] {
     own, norms = 7 * 128, 5 * 32 * 4
     assert wide.traffic - own <= (one[0].traffic - own) / 8 + 6 * norms
     assert any("fsdp 4 × tensor 2" in line for line in plan_lines(found))
-    with pytest.raises(UserError, match="fsdp 3 × expert 1 × tensor 1 is a mesh of 3 devices, but there are 8"):
+    with pytest.raises(UserError, match=ERRORS["fsdp_3_expert_1_tensor"]):
         make_plan(find_topology("cpu"), config, V, TrainStep, meshes=[{"fsdp": 3}])

@@ -8,6 +8,7 @@ from dantinox.config import UserError, build_config
 from dantinox.distributed import make_layout, mesh_sizes
 from dantinox.distributed.rules import AXES, RULES, find_rule, name_in_layer, split_parameter
 from dantinox.model.parameters import abstract_model
+from tests.error_texts import ERRORS
 
 from .mesh import KINDS, V, settings
 
@@ -48,7 +49,7 @@ def parameters():
 def test_rules_and_parameters_match():
     used = [find_rule(name, len(shape)) for name, shape, _ in parameters()]
     assert [rule for rule in RULES if rule not in used] == []
-    with pytest.raises(ValueError, match="no rule for the sharding of ffn/new/kernel with 2 axes"):
+    with pytest.raises(ValueError, match=ERRORS["no_rule_for_the_sharding"]):
         find_rule("ffn/new/kernel", 2)
 
 

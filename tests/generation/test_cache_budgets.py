@@ -21,6 +21,7 @@ from dantinox.generation.cache_budgets import (
     min_total,
     reduce_query_heads,
 )
+from tests.error_texts import ERRORS
 
 pytestmark = pytest.mark.slow
 
@@ -199,7 +200,7 @@ def test_meeting_the_total_costs_no_head_more_than_a_unit(L, K):
 
 def test_min_total():
     assert min_total([256, 17, 24], kv_heads=2, floor=20) == 2 * (24 + 17 + 24)
-    with pytest.raises(ValueError, match="total must be at least 130, got 129"):
+    with pytest.raises(ValueError, match=ERRORS["total_must_be_at_least"]):
         allocate_by_weight(np.ones((3, 2)), [256, 17, 24], total=129, floor=20)
     assert slots_of(allocate_by_weight(np.ones((3, 2)), [256, 17, 24], 130, 20)).tolist() == [[24, 24], [17, 17], [24, 24]]
 

@@ -8,6 +8,7 @@ from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.generation.chat_session import Chat
 from dantinox.text import ChatTemplate
+from tests.error_texts import ERRORS
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +72,7 @@ def test_without_a_template_the_text_is_continued(run):
     assert joined(chat.answer("a")) == AROUND[:7]
     assert joined(chat.answer("b")) == "\nca" + AROUND[:4], "a message begins a new line, whose byte is part of the cycle"
     assert chat.template.encode(chat.messages) == list(f"a{AROUND[:7]}\nb\nca{AROUND[:4]}".encode())
-    with pytest.raises(UserError, match="no chat template, so it has no system message"):
+    with pytest.raises(UserError, match=ERRORS["no_chat_template_so_it"]):
         chat.set_system("be brief")
 
 
@@ -119,7 +120,7 @@ def test_retry_and_undo(run):
     assert again != first, "a second answer to the same message has other draws"
     assert [message["content"] for message in chat.messages] == ["a", again]
     assert chat.undo() == "a" and chat.messages == []
-    with pytest.raises(UserError, match="the conversation has no messages yet"):
+    with pytest.raises(UserError, match=ERRORS["the_conversation_has_no_messages"]):
         chat.retry()
     other = Chat(run, None, {"temperature": 30.0, "seed": 5, "max_new_tokens": 12})
     assert [joined(other.answer("a")), joined(other.retry())] == [first, again], "the whole conversation is repeatable"
@@ -129,12 +130,12 @@ def test_a_full_context_drops_the_oldest_turns(run, chat):
     chat.set_system("S")
     for text in ("a" * 30, "b" * 10):
         joined(chat.answer(text))
-    with pytest.warns(UserWarning, match="the context of 128 tokens is full: the oldest turn is dropped from now on"):
+    with pytest.warns(UserWarning, match=ERRORS["the_context_of_128_tokens"]):
         joined(chat.answer("c" * 10))
     read = decode_with_specials(run, chat.read[-1])
     assert read.startswith("<bos>System:\nS\n\nUser:\nbbbb") and len(chat.read[-1]) + 13 <= 128
     assert len(chat.messages) == 6, "dropped turns stay in the messages"
-    with pytest.raises(UserError, match=r"the message makes [0-9]+ tokens, but the model's context is 128: shorten it"):
+    with pytest.raises(UserError, match=ERRORS["the_message_makes_tokens_but"]):
         chat.answer("d" * 120)
     assert len(chat.messages) == 6
 
@@ -176,13 +177,13 @@ def test_settings(run):
         with pytest.raises(UserError, match=sentence):
             chat.set(name, value)
         assert chat.overrides == {"top_k": 40}
-    with pytest.raises(UserError, match=r"unknown key generation\.temprature"):
+    with pytest.raises(UserError, match=ERRORS["unknown_key_generation_temprature"]):
         chat.reset("temprature")
 
 
 def test_a_setting_without_effect_is_dropped(run):
     chat = Chat(run, None, {"strategy": "entropy", "low_entropy": 0.4})
-    with pytest.warns(UserWarning, match="router.low_entropy has no effect while generation.strategy is chain"):
+    with pytest.warns(UserWarning, match=ERRORS["router_low_entropy_has_no_effect"]):
         chat.set("strategy", "chain")
     assert chat.overrides == {}
 
@@ -196,7 +197,7 @@ def test_a_saved_conversation_continues(run, chat, tmp_path):
     assert json.loads(file.read_text()) == {"messages": [{"role": role, "content": text} for role, text in messages]}
     chat.save(file)  # overwriting its own file is allowed
     other = Chat(run, chat.template, GREEDY)
-    with pytest.raises(UserError, match="exists already: choose another name"):
+    with pytest.raises(UserError, match=ERRORS["exists_already_choose_another_name"]):
         other.save(file)
     other.load(file)
     assert (other.system, other.messages) == ("S", chat.messages)
@@ -219,6 +220,6 @@ def test_files_that_hold_no_conversation(run, tmp_path, content, sentence):
     chat = Chat(run)
     with pytest.raises(UserError, match=sentence):
         chat.load(file)
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match=ERRORS["cannot_read"]):
         chat.load(tmp_path / "none")
     assert chat.messages == []

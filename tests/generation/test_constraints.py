@@ -15,6 +15,7 @@ from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation.constraints import KINDS, MAX_SOURCE_BYTES, Constraint, ConstraintCompiler, check_constraint
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.text import Tokenizer, train_tokenizer
+from tests.error_texts import ERRORS
 
 pytest.importorskip("llguidance")
 
@@ -176,13 +177,13 @@ def test_a_lark_grammar_may_name_special_tokens_except_the_end_token():
     assert allowed(named, 400) == [tokenizer.bos_id]
     named.consume(tokenizer.bos_id)
     assert {tokenizer.token_text(token) for token in allowed(named, 400)} == {"a", "b", "c"}
-    with pytest.raises(UserError, match="no token of this vocabulary can satisfy"):
+    with pytest.raises(UserError, match=ERRORS["no_token_of_this_vocabulary"]):
         ConstraintCompiler(tokenizer).matcher("lark", 'start: <eos> "a"')
 
 
 def test_context_dependent_tokens_are_rejected():
     tree = json.loads(TOKENIZERS["bpe"].to_json()) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
-    with pytest.raises(UserError, match="constraints need a tokenizer whose tokens have the same text"):
+    with pytest.raises(UserError, match=ERRORS["constraints_need_a_tokenizer_whose"]):
         ConstraintCompiler(Tokenizer(json.dumps(tree)))
 
 
@@ -195,13 +196,13 @@ def test_extra_end_tokens():
     assert not matcher.done
     matcher.consume(tokenizer.pad_id)
     assert matcher.ended and matcher.done
-    with pytest.raises(ValueError, match="token 98 is not allowed here"):
+    with pytest.raises(ValueError, match=ERRORS["token_98_is_not_allowed"]):
         matcher.consume(ord("b"))
 
 
 def test_a_disallowed_token_raises_and_changes_nothing():
     matcher = ConstraintCompiler(TOKENIZERS["byte"]).matcher("regex", "ab")
-    with pytest.raises(ValueError, match="token 98 is not allowed here"):
+    with pytest.raises(ValueError, match=ERRORS["token_98_is_not_allowed"]):
         matcher.consume(ord("b"))
     matcher.consume(ord("a"))
     assert allowed(matcher, 259) == [ord("b")]
@@ -261,19 +262,19 @@ def test_invalid_sources(kind, source, says):
 )
 def test_expensive_constraints_are_rejected(kind, source):
     tokenizer, begun = TOKENIZERS["bpe"], time.process_time()
-    with pytest.raises(UserError, match="takes too long to evaluate: simplify it"):
+    with pytest.raises(UserError, match=ERRORS["takes_too_long_to_evaluate"]):
         random_text(tokenizer, ConstraintCompiler(tokenizer).matcher(kind, source), 0)
     assert time.process_time() - begun < 5
 
 
 def test_an_unsatisfiable_grammar():
-    with pytest.raises(UserError, match="the Lark grammar cannot be used: no text satisfies it"):
+    with pytest.raises(UserError, match=ERRORS["the_lark_grammar_cannot_be"]):
         ConstraintCompiler(TOKENIZERS["byte"]).matcher("lark", 'start: a\na: a "b"')
 
 
 def test_text_outside_the_vocabulary():
     grammars = ConstraintCompiler(TOKENIZERS["char"])
-    with pytest.raises(UserError, match="the regex "):
+    with pytest.raises(UserError, match=ERRORS["the_regex"]):
         grammars.matcher("regex", "Ж+")
     matcher = grammars.matcher("regex", "a(Ж|b)")
     matcher.consume(TOKENIZERS["char"].encode("a")[0])
@@ -290,7 +291,7 @@ def test_valid_sources_pass_the_check():
 def test_a_missing_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for tried in (lambda: ConstraintCompiler(TOKENIZERS["byte"]), lambda: check_constraint(Constraint("regex", "a"))):
-        with pytest.raises(UserError, match=r"pip install 'dantinox\[serve\]'"):
+        with pytest.raises(UserError, match=ERRORS["pip_install_dantinox_serve"]):
             tried()
 
 

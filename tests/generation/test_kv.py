@@ -21,6 +21,7 @@ from dantinox.model import attention, kernels, make_cache
 from dantinox.model.compressed_cache import CompressedLayer
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
+from tests.error_texts import ERRORS
 
 from . import builder
 
@@ -382,6 +383,6 @@ def test_settings_of_generate(tmp_path):
 
 def test_a_budget_too_small_for_a_short_sequence_is_rounded_up():
     model = builder.model(CONFIG)
-    with pytest.warns(UserWarning, match=r"kv.budget 0.1 is too small for 128 tokens: .* using 0.188"):
+    with pytest.warns(UserWarning, match=ERRORS["kv_budget_0_1_is"]):
         out = generate(model, [prompt()], NEW, greedy=True, kv_budget=0.1, kv_signal="uniform")
     assert out.tolist() == generate(model, [prompt()], NEW, greedy=True, kv_budget_tokens=24, kv_signal="uniform").tolist()

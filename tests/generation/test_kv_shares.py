@@ -10,6 +10,7 @@ from dantinox.config import Config, GenerationSection, UserError
 from dantinox.generation import LoadedModel, generate, model_bundle
 from dantinox.generation.cache_plan import plan_cache
 from dantinox.run import KVCalibration
+from tests.error_texts import ERRORS
 
 from . import builder
 
@@ -50,14 +51,14 @@ def test_without_a_measurement_heads_are_equal_with_a_warning(calibration, why):
 
 
 def test_entropy_decay_without_entropies():
-    with pytest.raises(UserError, match=r"^kv.decay entropy needs the heads' entropies"):
+    with pytest.raises(UserError, match=ERRORS["kv_decay_entropy_needs_the"]):
         groups(None, signal="uniform", decay="entropy")
     assert groups(KVCalibration(ENTROPY), signal="uniform", decay="entropy")[1] == []
 
 
 def test_token_ids_without_a_run_need_a_calibration_file():
     model = builder.model(CONFIG)
-    with pytest.warns(UserWarning, match="same share .*: set kv_calibration to the file .*, or set kv_signal to uniform"):
+    with pytest.warns(UserWarning, match=ERRORS["same_share_set_kv_calibration_to"]):
         generate(model, [[1, 2, 3]], 0, kv_budget=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

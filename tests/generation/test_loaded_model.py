@@ -12,6 +12,7 @@ from dantinox.config import UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.loaded_model import results_in_order
 from dantinox.text import Tokenizer
+from tests.error_texts import ERRORS
 
 from . import builder
 
@@ -141,7 +142,7 @@ def test_streamed_text_equals_the_text(run, temperature):
 
 
 def test_a_stream_is_one_sample(run):
-    with pytest.raises(UserError, match=r"^n must be 1 in a stream, got 4: use generate for several samples$"):
+    with pytest.raises(UserError, match=ERRORS["n_must_be_1_in_a"]):
         run.stream("a", n=4)
 
 
@@ -244,7 +245,7 @@ def test_a_full_context_limits_the_text_with_a_warning(run):
         warnings.simplefilter("error")
         assert len(greedy(run, "a" * 100, max_new_tokens=28).tokens) == 28
         assert greedy(run, "a" * 200, max_new_tokens=0).tokens == [], "zero new tokens give no warning"
-    with pytest.raises(UserError, match="the prompt has 128 tokens and fills the model's context of 128"):
+    with pytest.raises(UserError, match=ERRORS["the_prompt_has_128_tokens"]):
         greedy(run, "a" * 128)
 
 
@@ -254,7 +255,7 @@ def test_an_empty_prompt_begins_with_the_begin_token(run):
     bare = json.loads(run.tokenizer.to_json())
     bare["added_tokens"] = [token for token in bare["added_tokens"] if token["content"] != "<bos>"]
     without = LoadedModel(run.config, run.model, Tokenizer(json.dumps(bare)))
-    with pytest.raises(UserError, match="the prompt is empty and the tokenizer has no begin token"):
+    with pytest.raises(UserError, match=ERRORS["the_prompt_is_empty_and"]):
         without.generate("")
 
 
@@ -313,12 +314,12 @@ def test_requests_with_another_program_form_another_batch(run):
 
 
 def test_an_empty_list_of_prompts_is_an_error(run):
-    with pytest.raises(UserError, match="at least one prompt is required"):
+    with pytest.raises(UserError, match=ERRORS["at_least_one_prompt_is"]):
         run.generate([])
 
 
 def test_a_prompt_that_is_too_long_is_rejected_first(run):
-    with pytest.raises(UserError, match="the prompt has 200 tokens"):
+    with pytest.raises(UserError, match=ERRORS["the_prompt_has_200_tokens"]):
         run.generate(["a", "x" * 200])
 
 
@@ -347,7 +348,7 @@ def test_a_space_before_the_first_new_word_stays(run):
 def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_path):
     copied = tmp_path / "run"
     shutil.copytree(run_dir, copied)
-    with pytest.raises(UserError, match="this model has no chat template"):
+    with pytest.raises(UserError, match=ERRORS["this_model_has_no_chat"]):
         dantinox.load(copied).chat("a")
     (copied / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}", "utf-8")
     model = dantinox.load(copied)
@@ -357,5 +358,5 @@ def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_pa
     answer = model.chat(messages, logprobs=0, **settings)
     assert answer.text == model.generate("uaabuc", **settings).text
     assert len(answer.info["logprobs"]) == 13
-    with pytest.raises(UserError, match="n must be 1 in a chat, got 2"):
+    with pytest.raises(UserError, match=ERRORS["n_must_be_1_in"]):
         model.chat("a", n=2)

@@ -16,6 +16,7 @@ from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import make_cache
 from dantinox.model.layers import Linear
 from dantinox.sampling import SamplingParams
+from tests.error_texts import ERRORS
 
 from . import builder
 
@@ -184,7 +185,7 @@ def test_unchanged_arrays_are_shared():
 
 
 def test_unknown_precision():
-    with pytest.raises(UserError, match=r"generation\.weights must be one of auto, float32, bfloat16, int8, got 'int4'"):
+    with pytest.raises(UserError, match=ERRORS["generation_weights_must_be_one"]):
         prepare(builder.model(), "int4")
 
 

@@ -28,6 +28,7 @@ from dantinox.sampling.entropy_router import (
     layer_attention,
     route,
 )
+from tests.error_texts import ERRORS
 
 from . import builder
 
@@ -284,13 +285,13 @@ def test_a_forced_token_ends_the_text_when_it_is_the_end():
 
 
 def test_rows_of_one_batch_have_one_kind_of_router():
-    with pytest.raises(UserError, match=r"router\.use_attention must be the same"):
+    with pytest.raises(UserError, match=ERRORS["router_use_attention_must_be_the"]):
         SamplingParams.build([ENTROPY | {"seed": 1}, ENTROPY | {"seed": 1, "use_attention": False}])
-    with pytest.raises(UserError, match=r"generation\.strategy must be the same"):
+    with pytest.raises(UserError, match=ERRORS["generation_strategy_must_be_the"]):
         SamplingParams.build([ENTROPY | {"seed": 1}, {"seed": 1}])
-    with pytest.raises(UserError, match=r"router.clarify_token must be a token id in \[0, 67\), got 67"):
+    with pytest.raises(UserError, match=ERRORS["router_clarify_token_must_be_a"]):
         SamplingParams.build(ENTROPY | {"seed": 1, "clarify_token": 67}, vocab_size=67)
-    with pytest.raises(UserError, match="needs thresholds measured on this model"):
+    with pytest.raises(UserError, match=ERRORS["needs_thresholds_measured_on_this"]):
         SamplingParams.build({"strategy": "entropy", "router_preset": "calibrated", "seed": 1})
 
 
@@ -308,7 +309,7 @@ def test_a_score_function_chooses_among_candidates():
     logits = builder.all_logits(model, out[0].tolist())[5:-1].astype(np.float64)
     lnp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(found.logprobs[0], np.take_along_axis(lnp, found.ids[0], axis=1), rtol=0, atol=1e-4)
-    with pytest.raises(UserError, match="score_fn chooses among the candidates of the entropy router"):
+    with pytest.raises(UserError, match=ERRORS["score_fn_chooses_among_the_candidates"]):
         generate(model, [prompt], 2, seed=1, score_fn=guide_score)
 
 
@@ -334,7 +335,7 @@ def test_show_candidates_keeps_the_text():
         np.testing.assert_allclose(np.ptp(found.scores[0, step] - found.logprobs[0, step]), 0, atol=1e-4)
     assert len({tuple(np.asarray(ids)) for ids in found.ids[0]}) > 3
     for more in ({"strategy": "chain"}, {"logprobs": None}):
-        with pytest.raises(UserError, match="show_candidates"):
+        with pytest.raises(UserError, match=ERRORS["show_candidates"]):
             generate(model, [prompt], 2, show_candidates=True, **{"seed": 1, "logprobs": 1, "return_info": True} | more)
 
 
@@ -349,9 +350,9 @@ def test_router_calibration_for_token_ids(tmp_path):
     expected = generate(model, [prompt], 12, **asked, **measured).tolist()
     for source in (file, str(file), measured):
         assert generate(model, [prompt], 12, router_calibration=source, **asked).tolist() == expected
-    with pytest.raises(UserError, match="router_calibration has no effect unless router_preset is calibrated"):
+    with pytest.raises(UserError, match=ERRORS["router_calibration_has_no_effect_unless"]):
         generate(model, [prompt], 12, strategy="entropy", router_calibration=file)
-    with pytest.raises(UserError, match="no calibration at"):
+    with pytest.raises(UserError, match=ERRORS["no_calibration_at"]):
         generate(model, [prompt], 12, router_calibration=tmp_path / "none.json", **asked)
-    with pytest.raises(UserError, match="thresholds measured on this model"):
+    with pytest.raises(UserError, match=ERRORS["thresholds_measured_on_this_model"]):
         generate(model, [prompt], 12, router_calibration={"low_entropy": 1.0}, **asked)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dantinox.generation.scheduler import QueueFull, Scheduler
+from tests.error_texts import ERRORS
 
 
 @dataclass(eq=False)
@@ -112,5 +113,5 @@ def test_a_large_job_is_not_overtaken():
     assert scheduler.admit(always) is small and scheduler.admit(always) is None
     scheduler.release(0)
     assert scheduler.admit(always) is large and scheduler.admit(always) is None
-    with pytest.raises(ValueError, match="a job of 4 samples does not fit 3 slots"):
+    with pytest.raises(ValueError, match=ERRORS["a_job_of_4_samples"]):
         scheduler.add(Work(3, 4, 0, 1))

@@ -8,6 +8,7 @@ from dantinox.generation import LoadedModel
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.text import train_tokenizer
+from tests.error_texts import ERRORS
 
 from . import builder
 
@@ -172,9 +173,9 @@ def test_settings_that_a_server_rejects(served):
         with pytest.raises(UserError, match=message):
             slots.program_key(run.settings(settings))
     config = run.settings({"banned_tokens": [*range(200)] * 3})
-    with pytest.raises(UserError, match=r"generation.banned_tokens must have at most 512 entries in a server"):
+    with pytest.raises(UserError, match=ERRORS["generation_banned_tokens_must_have_at"]):
         slots.row_params(config)
-    with pytest.raises(UserError, match=r"context must be in \[2, 320\]"):
+    with pytest.raises(UserError, match=ERRORS["context_must_be_in_2"]):
         SlotBatch(run, 4, 321)
 
 

@@ -11,6 +11,7 @@ from dantinox.generation import LoadedModel
 from dantinox.generation.token_settings import resolve_token_ids, sampling_params
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, train_tokenizer
+from tests.error_texts import ERRORS
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 CORPUS = "the dog and the cat and the bird\nthe dog: and the cat\n" * 9
@@ -119,7 +120,7 @@ def test_settings_of_the_run_hold_until_disabled(run):
     assert (off.xtc_probability, off.xtc_threshold, off.sampler_order) == (0, 0.1, (0, 1, 2, 3, 4, 5))
     assert own.settings({"preset": "default"}).generation.sampler_order is None
     assert own.settings({"xtc_threshold": 0.4}).generation.xtc_probability == 0.5
-    with pytest.raises(UserError, match=r"generation\.xtc_probability cannot be used with generation\.preset hf"):
+    with pytest.raises(UserError, match=ERRORS["generation_xtc_probability_cannot_be_used"]):
         own.settings({"preset": "hf"})
-    with pytest.raises(UserError, match=r"generation\.dry_base has no effect while generation\.dry_multiplier is 0.0$"):
+    with pytest.raises(UserError, match=ERRORS["generation_dry_base_has_no_effect_while"]):
         own.settings(json.loads('{"dry_base": 2}'))

@@ -16,6 +16,7 @@ from dantinox.report.page import report_page
 from dantinox.report.trace_file import trace_lines
 from dantinox.sampling.entropy_router import STRATEGIES
 from dantinox.text import Tokenizer, train_tokenizer
+from tests.error_texts import ERRORS
 
 from . import builder
 
@@ -86,7 +87,7 @@ def test_an_empty_sample_has_no_records(run):
         assert (document["tokens"], document["text"], document["finish_reason"]) == ([], "", "length")
         assert '"samples":[' in report_page([document]) and len([*trace_lines([document])]) == 1
         assert any(line.startswith("0 tokens") for line in show_entropy([document], 80, "none"))
-    with pytest.raises(ValueError, match="only a sample with log-probabilities"):
+    with pytest.raises(ValueError, match=ERRORS["only_a_sample_with_log"]):
         trace_document(run.generate("abc", max_new_tokens=2, greedy=True), run.tokenizer)
 
 
@@ -131,5 +132,5 @@ def test_candidates_in_document_json_trace_and_page(run):
         [[one["id"], one["text"], one["logprob"], one["score"]] for one in token["candidates"]] for token in document["tokens"]
     ]
     assert '"score":[' in report_page([document])
-    with pytest.raises(UserError, match="set logprobs too"):
+    with pytest.raises(UserError, match=ERRORS["set_logprobs_too"]):
         run.generate("abc", show_candidates=True, **ROUTED)

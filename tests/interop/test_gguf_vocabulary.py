@@ -23,6 +23,7 @@ from dantinox.interop.pre_tokenizers import ADDS_BOS, ALIASES, RULES
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import byte_letters
 from dantinox.text.vocabulary import train_tokenizer
+from tests.error_texts import ERRORS
 
 KEY = "tokenizer.ggml."
 TEXT = (
@@ -241,32 +242,32 @@ def test_unsupported_vocabulary_is_an_error(changes, message):
 
 def test_tokenizer_that_gguf_cannot_represent_is_rejected():
     byte = train_tokenizer(OURS[2], lambda: iter([]))
-    with pytest.raises(UserError, match="259 tokens do not correspond to the 100 rows"):
+    with pytest.raises(UserError, match=ERRORS["259_tokens_do_not_correspond"]):
         vocabulary_metadata(byte, 100)
-    with pytest.raises(UserError, match="with ▁, which means a space there"):
+    with pytest.raises(UserError, match=ERRORS["with_which_means_a_space"]):
         vocabulary_metadata(train_tokenizer(OURS[1], lambda: iter(["a▁ b"])), 400)
     tree = json.loads(byte.to_json())
     tree["added_tokens"] = []
-    with pytest.raises(UserError, match="has no end token"):
+    with pytest.raises(UserError, match=ERRORS["has_no_end_token"]):
         vocabulary_metadata(Tokenizer(json.dumps(tree)), 259)
     core = Core(models.WordLevel({"a": 0}, unk_token="a"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.add_special_tokens(["</s>"])
-    with pytest.raises(UserError, match="a tokenizer of the kind WordLevel"):
+    with pytest.raises(UserError, match=ERRORS["a_tokenizer_of_the_kind"]):
         vocabulary_metadata(Tokenizer(core.to_str()), 2)
     odd = trained(RULES["gpt-2"])
     tree = json.loads(odd.to_json())
     tree["pre_tokenizer"] = {"type": "Punctuation", "behavior": "Isolated"}
-    with pytest.raises(UserError, match="no name for the pre-tokenizer"):
+    with pytest.raises(UserError, match=ERRORS["no_name_for_the_pre"]):
         vocabulary_metadata(Tokenizer(json.dumps(tree)), odd.vocab_size)
     tree = json.loads(read_vocabulary(spm(), "it").tokenizer)
     tree["model"]["merges"] = tree["model"]["merges"][:-1]
-    with pytest.raises(UserError, match="no scores of tokens give the order"):
+    with pytest.raises(UserError, match=ERRORS["no_scores_of_tokens_give"]):
         vocabulary_metadata(Tokenizer(json.dumps(tree)), 2000)
     core = Core(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     core.decoder = decoders.Fuse()
     core.add_special_tokens(["</s>"])
-    with pytest.raises(UserError, match=r"llama\.cpp supports only BPE of bytes or with byte fallback"):
+    with pytest.raises(UserError, match=ERRORS["llama_cpp_supports_only_bpe"]):
         vocabulary_metadata(Tokenizer(core.to_str()), 4)
 
 

@@ -15,6 +15,7 @@ from dantinox.interop.hf_folder import open_tensors
 from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.interop.source import LazyArrays
 from dantinox.model.parameters import abstract_model
+from tests.error_texts import ERRORS
 
 from .families import FAMILIES
 
@@ -91,7 +92,7 @@ def test_huge_parameter_is_an_error():
     config, _, files = read("llama")
     huge = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**30)
     settings = build_config(hf_config_to_settings(config | huge, max_context=64))
-    with pytest.raises(UserError, match="which is too large"):
+    with pytest.raises(UserError, match=ERRORS["which_is_too_large"]):
         from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
 
 
@@ -101,7 +102,7 @@ def test_multi_token_prediction_layers_are_not_imported():
         files.tensors | {"model.layers.2.eh_proj.weight": files.tensors["lm_head.weight"]}, lambda name: files[name]
     )
     model = settings.architecture(SYMBOLS, "cpu")
-    with pytest.raises(UserError, match=r"model.layers.2.eh_proj.weight, which the model of its config does not have"):
+    with pytest.raises(UserError, match=ERRORS["model_layers_2_eh_proj_weight"]):
         from_hf(config, model, more)
     predicting = config | {"num_nextn_predict_layers": 1}
     arrays = from_hf(predicting, model, more)

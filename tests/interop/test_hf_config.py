@@ -4,6 +4,7 @@ import pytest
 
 from dantinox.config import ExpertsConfig, LatentConfig, RopeScaling, UserError, build_config
 from dantinox.interop.hf_config import hf_config_to_settings, settings_to_hf_config
+from tests.error_texts import ERRORS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 60}
 GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 60}
@@ -182,7 +183,7 @@ def test_older_keys_give_the_same_model(name):
 
 
 def test_max_context_with_learned_positions_is_an_error():
-    with pytest.raises(UserError, match="has learned positions for 1024 tokens: leave max_context out"):
+    with pytest.raises(UserError, match=ERRORS["has_learned_positions_for_1024"]):
         hf_config_to_settings(GPT2_SIZES | PUBLISHED["gpt2"][0], 512)
 
 
@@ -283,7 +284,7 @@ def test_unsupported_config_is_an_error(changes, message):
     ],
 )
 def test_model_of_no_family_is_an_error(settings, names):
-    with pytest.raises(UserError, match="no Transformers class represents this architecture") as caught:
+    with pytest.raises(UserError, match=ERRORS["no_transformers_class_represents_this"]) as caught:
         settings_to_hf_config(build_config(settings), 60)
     assert names in str(caught.value)
 

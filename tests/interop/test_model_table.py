@@ -11,6 +11,7 @@ from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_families import FAMILIES
 from dantinox.interop.model_table import BEGIN, HEADER, insert_table, model_table
 from dantinox.model.parameters import abstract_model
+from tests.error_texts import ERRORS
 
 SYMBOLS = 67
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -23,7 +24,7 @@ ROWS = {cells[0].strip("`"): dict(zip(HEADER, cells, strict=True)) for cells in 
 def test_page_has_the_current_table():
     page = PAGE.read_text(encoding="utf-8")
     assert insert_table(page) == page, "run `make models`"
-    with pytest.raises(ValueError, match="unpack"):
+    with pytest.raises(ValueError, match=ERRORS["unpack"]):
         insert_table(page.replace(BEGIN, ""))
 
 

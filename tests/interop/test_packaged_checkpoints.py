@@ -11,6 +11,7 @@ import pytest
 from dantinox.config import UserError
 from dantinox.interop import packaged_checkpoints
 from dantinox.interop.packaged_checkpoints import PackagedCheckpoint, find_packaged_checkpoint
+from tests.error_texts import ERRORS
 
 CONTENT = b"GGUF and so on"
 CHECKPOINT = PackagedCheckpoint(
@@ -60,7 +61,7 @@ def test_installed_package_has_priority(cached, monkeypatch, tmp_path):
     monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
     assert find_packaged_checkpoint("tiny") == tmp_path / "site" / CHECKPOINT.file
     (tmp_path / "site" / CHECKPOINT.file).write_bytes(b"GGUF and so ON")
-    with pytest.raises(UserError, match=r"SHA-256 of the checkpoint is .*: delete it and import again"):
+    with pytest.raises(UserError, match=ERRORS["sha_256_of_the_checkpoint"]):
         find_packaged_checkpoint("tiny")
 
 

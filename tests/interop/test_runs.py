@@ -25,6 +25,7 @@ from dantinox.interop.hf_unsupported import IGNORED_KEYS
 from dantinox.interop.source import LazyArrays, Tensor
 from dantinox.run import RunDirectory, load_run_config, verify_run
 from dantinox.text import Tokenizer, train_tokenizer
+from tests.error_texts import ERRORS
 
 from .families import FAMILIES
 
@@ -333,7 +334,7 @@ def test_missing_file_is_an_error_with_a_remedy(folder_of, tmp_path):
     assert "it has no config.json" in import_error(tmp_path, tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").touch()
-    with pytest.raises(UserError, match="already exists and is not empty"):
+    with pytest.raises(UserError, match=ERRORS["already_exists_and_is_not"]):
         import_run(open_folder(folder_of()), tmp_path / "run")
 
 
@@ -403,9 +404,9 @@ def test_wrong_arguments_of_the_python_api_are_errors(tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             dantinox.import_checkpoint(*arguments)
-    with pytest.raises(UserError, match="format must be one of hf, gguf, got onnx"):
+    with pytest.raises(UserError, match=ERRORS["format_must_be_one_of"]):
         dantinox.export_checkpoint(tmp_path, tmp_path / "d", "onnx")
-    with pytest.raises(UserError, match=r"of format hf must be one of f32, f16, bf16, got q8_0 \(it belongs to gguf\)"):
+    with pytest.raises(UserError, match=ERRORS["of_format_hf_must_be"]):
         dantinox.export_checkpoint(tmp_path, tmp_path / "d", "hf", "q8_0")
 
 
@@ -425,6 +426,6 @@ def test_unreachable_hub_and_missing_repository_have_different_errors(monkeypatc
 
 def test_export_does_not_replace_a_file(tmp_path, run_dir):
     (tmp_path / "mine.gguf").write_text("mine")
-    with pytest.raises(UserError, match=r"mine.gguf already exists"):
+    with pytest.raises(UserError, match=ERRORS["mine_gguf_already_exists"]):
         export_checkpoint(run_dir, tmp_path / "mine.gguf", "gguf")
     assert (tmp_path / "mine.gguf").read_text() == "mine"

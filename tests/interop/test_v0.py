@@ -17,6 +17,7 @@ from dantinox.generation import load
 from dantinox.interop.v0 import convert_parameters, read_v0
 from dantinox.model.parameters import abstract_model
 from dantinox.text import Tokenizer
+from tests.error_texts import ERRORS
 
 V, D, N, K, H, F, L, T = 11, 16, 4, 2, 4, 24, 2, 9
 FLAT = {
@@ -242,5 +243,5 @@ def test_imported_run_is_an_ordinary_run(tmp_path, capsys):
 def test_truncated_weights_file_is_an_error(tmp_path, cut):
     path = write(tmp_path, weights(), FLAT) / "model_weights.msgpack"
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(UserError, match=r"model_weights\.msgpack"):
+    with pytest.raises(UserError, match=ERRORS["model_weights_msgpack"]):
         read_v0(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 from dantinox.config import UserError
 from dantinox.measure.calibrate_kv import HEAD_TYPES, HeadCalibration
 from dantinox.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
+from tests.error_texts import ERRORS
 
 
 def make(layers, heads, **more):
@@ -102,5 +103,5 @@ def test_plot(size, more, width):
 def test_error_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
+    with pytest.raises(UserError, match=ERRORS["pip_install_dantinox_plot"]):
         draw_kv_calibration(make(1, 2))

@@ -30,6 +30,7 @@ from dantinox.report.tables import percent
 from dantinox.run import load_router_calibration, load_run_config, open_run, save_weights
 from dantinox.sampling.entropy_router import Metrics, RouterConfig, select_strategy
 from dantinox.text import prepare_data, train_tokenizer
+from tests.error_texts import ERRORS
 
 T, CONTEXT = 128, 32
 DOCUMENTS = [300, 57, 700, 20, 9, 640, 128, 333, 64]  # characters
@@ -262,7 +263,7 @@ def test_unknown_character_is_reported_with_its_position(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("ab\n" * 30_000 + "€", encoding="utf-8")
     assert len(read_text(tokenizer, str(path), "text", 1000)) == 1000
-    with pytest.raises(UserError, match="U\\+20AC\\) at position 90000 of the text"):
+    with pytest.raises(UserError, match=ERRORS["u_20ac_at_position_90000"]):
         read_text(tokenizer, str(path), "text", 100_000)
 
 
@@ -344,5 +345,5 @@ def test_error_without_matplotlib_names_the_extra(record, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
+    with pytest.raises(UserError, match=ERRORS["pip_install_dantinox_plot"]):
         draw_calibration(record)

@@ -16,6 +16,7 @@ from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.measure.explain import display_token, explain
 from dantinox.measure.explain_view import draw_explanation, explanation_lines
+from tests.error_texts import ERRORS
 
 PROMPT = "abca"
 CHAIN = {"repetition_penalty": 1.4, "temperature": 3.0, "top_k": 40, "top_p": 0.7, "min_p": 0.02, "xtc_probability": 0.0}
@@ -266,7 +267,7 @@ def test_error_without_matplotlib_names_the_extra(long_record, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
+    with pytest.raises(UserError, match=ERRORS["pip_install_dantinox_plot"]):
         draw_explanation(long_record)
 
 

@@ -27,6 +27,7 @@ from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import abstract_model
 from dantinox.programs import CHIPS
 from dantinox.training.step import TrainStep
+from tests.error_texts import ERRORS
 
 # D = 16, two heads of 8 and one key head, two layers of which one sees 5 keys, F = 24, V = 259 (bytes), T = 32.
 SETTINGS = {
@@ -256,7 +257,7 @@ def test_unknown_machine_is_one_sentence(name, message, command, monkeypatch, ca
 
 
 def test_texts_that_exceed_the_context(config):
-    with pytest.raises(UserError, match=r"prompt \+ new at most the context of 32, got 1, 30 and 10"):
+    with pytest.raises(UserError, match=ERRORS["prompt_new_at_most_the"]):
         make_plan(find_topology("cpu"), config, 259, TrainStep, prompt=30)
 
 
@@ -272,5 +273,5 @@ def test_private_functions_of_cudnn_attention_are_patched_and_restored(monkeypat
         assert module.is_cuda_compute_capability_equal("9.0") and not module.is_cuda_compute_capability_equal("8.0")
     assert {name: getattr(module, name) for name in queries} == originals
     monkeypatch.delattr(module, queries[0])
-    with pytest.raises(UserError, match="cannot compile for a GPU without the device"), _emulate_h100():
+    with pytest.raises(UserError, match=ERRORS["cannot_compile_for_a_gpu"]), _emulate_h100():
         pass

@@ -14,6 +14,7 @@ from dantinox.model.cache import FullLayer
 from dantinox.model.cache_store import INT4_PACKED, Store
 from dantinox.model.compressed_cache import FUTURE, CompressedLayer, expected_attention, position_hash
 from dantinox.model.layers import Softmax
+from tests.error_texts import ERRORS
 
 from .kv_reference import HeadReference
 
@@ -479,5 +480,5 @@ def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
 def test_a_two_pass_cache_refuses_a_single_pass():
     compression = Compression((((1, 8),),), ((0.9,),), prompt="reconstruction")
     x = jnp.zeros((1, 4, 1, 2))
-    with pytest.raises(ValueError, match="needs two passes over a prompt"):
+    with pytest.raises(ValueError, match=ERRORS["needs_two_passes_over_a"]):
         CompressedLayer.empty(1, 2, compression, 0, jnp.float32).attend(x[:, :, :, None], x, x, jnp.arange(4)[None], None)

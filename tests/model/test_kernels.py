@@ -12,6 +12,7 @@ from dantinox.model import chunked_attention as chunked
 from dantinox.model.chunked_attention import chunked_attention
 from dantinox.model.kernels import KERNELS, kernel_for
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax, cast_tensordot
+from tests.error_texts import ERRORS
 
 B, K, G, H = 2, 2, 3, 8
 
@@ -155,16 +156,16 @@ def test_choice_of_the_kernel():
     cap, sinks = Softmax(30.0), Softmax(None, jnp.zeros((2, 2)))
     assert [kernel_of("auto", on, softmax=cap) for on in ("gpu", "tpu")] == ["chunked", "splash"]
     assert [kernel_of("auto", on, softmax=sinks) for on in ("gpu", "tpu")] == ["chunked"] * 2
-    with pytest.raises(UserError, match=r"attention\.kernel splash needs keys and values of the same size"):
+    with pytest.raises(UserError, match=ERRORS["attention_kernel_splash_needs_keys"]):
         kernel_for("splash", "tpu", (1, 256, 2, 2, 64), jnp.bfloat16, value_size=32)
     for name, on, softmax in (("cudnn", "gpu", cap), ("cudnn", "gpu", sinks), ("splash", "tpu", sinks)):
         with pytest.raises(UserError, match=rf"attention\.kernel {name} does not support "):
             kernel_of(name, on, softmax=softmax)
-    with pytest.raises(UserError, match=r"attention\.kernel splash needs lengths that are multiples of 128, got 200"):
+    with pytest.raises(UserError, match=ERRORS["attention_kernel_splash_needs_lengths"]):
         kernel_of("splash", "tpu", T=200)
-    with pytest.raises(UserError, match=r"attention\.kernel cudnn needs bfloat16 .* got float32 and 64"):
+    with pytest.raises(UserError, match=ERRORS["attention_kernel_cudnn_needs_bfloat16"]):
         kernel_of("cudnn", "gpu", dtype=jnp.float32)
-    with pytest.raises(UserError, match=r"attention\.kernel cudnn needs a GPU, but the platform is a CPU"):
+    with pytest.raises(UserError, match=ERRORS["attention_kernel_cudnn_needs_a"]):
         kernel_of("cudnn", "cpu")
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from dantinox.report.page import report_page
 from dantinox.report.trace_file import LISTS
+from tests.error_texts import ERRORS
 
 from .page_sample import HOSTILE, trace
 
@@ -191,7 +192,7 @@ def test_only_the_script_and_the_style_of_the_package_are_allowed():
 
 
 def test_a_report_without_samples_raises():
-    with pytest.raises(ValueError, match="at least one sample"):
+    with pytest.raises(ValueError, match=ERRORS["at_least_one_sample"]):
         report_page([])
 
 

@@ -7,6 +7,7 @@ import pytest
 from dantinox.config import UserError
 from dantinox.report import MetricsLog, plot_loss
 from dantinox.report.plots import BY, plot_runs
+from tests.error_texts import ERRORS
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_several_runs_are_drawn_into_one_plot(log, tmp_path, by, monkeypatch):
 
 
 def test_a_log_without_losses_raises_a_user_error(log, tmp_path):
-    with pytest.raises(UserError, match="nothing to plot yet"):
+    with pytest.raises(UserError, match=ERRORS["nothing_to_plot_yet"]):
         plot_loss(log.path_csv, log.path_jsonl, tmp_path / "a.png")
 
 
@@ -61,5 +62,5 @@ def test_the_error_without_matplotlib_names_the_extra(log, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     log.evaluation({"step": 50, "val_loss": 0.2})
-    with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
+    with pytest.raises(UserError, match=ERRORS["pip_install_dantinox_plot_2"]):
         plot_loss(log.path_csv, log.path_jsonl, tmp_path / "a.png")

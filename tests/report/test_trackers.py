@@ -10,6 +10,7 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.report import MetricsLog, read_jsonl, trackers
+from tests.error_texts import ERRORS
 
 
 def open_log(folder, **settings):
@@ -175,9 +176,9 @@ def test_a_weights_and_biases_failure_is_an_error_at_the_start_and_a_warning_lat
     with open_log(tmp_path, wandb=True) as log:
         log.truncate(0)
         wandb.broken = True
-        with pytest.warns(UserWarning, match="Weights & Biases failed, training continues without it: gone"):
+        with pytest.warns(UserWarning, match=ERRORS["weights_biases_failed_training_continues"]):
             fill(log, range(10, 31, 10))
-        with pytest.raises(UserError, match=r"cannot start: no API key .with WANDB_MODE=offline it needs neither"):
+        with pytest.raises(UserError, match=ERRORS["cannot_start_no_api_key"]):
             log.truncate(0)
     assert [row["step"] for row in read_jsonl(log.path_jsonl)] == [] and wandb.rows == []
     assert json.loads((tmp_path / "wandb" / "dantinox.json").read_text()) == {"id": "id0", "told": -1}

@@ -20,6 +20,7 @@ from dantinox.run import (
     open_run,
     save_config,
 )
+from tests.error_texts import ERRORS
 
 from .small import sentence
 
@@ -104,7 +105,7 @@ def test_the_lock_excludes_other_processes_and_ends_with_its_process(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match="another process is working on"), run.lock():
+        with pytest.raises(UserError, match=ERRORS["another_process_is_working_on"]), run.lock():
             pass
     finally:
         holder.send_signal(signal.SIGKILL)

@@ -19,6 +19,7 @@ from dantinox.run import (
     weights_digest,
 )
 from dantinox.run.manifest import hash_file
+from tests.error_texts import ERRORS
 
 from .small import sentence, some_weights
 
@@ -50,7 +51,7 @@ def test_a_run_without_calibration_returns_none(tmp_path):
 
 def test_other_weights_print_a_warning(calibrated):
     save_weights(calibrated.weights, some_weights())
-    with pytest.warns(UserWarning, match="was measured on other weights: run `dantinox calibrate --run_dir") as caught:
+    with pytest.warns(UserWarning, match=ERRORS["was_measured_on_other_weights"]) as caught:
         assert load_router_calibration(calibrated) == NUMBERS
     assert len(caught) == 1 and str(calibrated.router) in str(caught[0].message)
     calibrated.weights.unlink()

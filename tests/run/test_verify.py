@@ -21,6 +21,7 @@ from dantinox.run import (
     write_file,
 )
 from dantinox.run.manifest import MANIFEST, hash_file, read_manifest, write_step_manifest
+from tests.error_texts import ERRORS
 
 
 @pytest.fixture
@@ -226,7 +227,7 @@ def test_an_invalid_manifest_raises_one_sentence(run, text):
     for path in (run.manifest, step_manifest(run)):
         path.write_text(line + hashlib.sha256(line.encode()).hexdigest() + "\n")
         assert any(str(path) in problem for problem in verify_run(run).damage)
-    with pytest.raises(Exception, match=r"manifest.txt (is damaged|has format 2, but this version reads format 1)"):
+    with pytest.raises(Exception, match=ERRORS["manifest_txt_is_damaged_has"]):
         read_manifest(run.manifest)
     with pytest.raises(DamagedFile if "2" not in text else Exception):
         list(find_log_damage(run.path, run.checkpoints / "12"))

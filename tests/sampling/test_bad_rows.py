@@ -9,6 +9,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.sampling import history, kobold_order, process_logits, steps
+from tests.error_texts import ERRORS
 
 pytestmark = [
     pytest.mark.filterwarnings("error::RuntimeWarning"),
@@ -359,5 +360,5 @@ def test_token_histories_can_be_arrays():
     ids=str,
 )
 def test_a_wrong_kobold_order_is_a_value_error(codes):
-    with pytest.raises(ValueError, match="must be a permutation"):
+    with pytest.raises(ValueError, match=ERRORS["must_be_a_permutation"]):
         kobold_order(codes)

@@ -15,6 +15,7 @@ from dantinox.config import UserError
 from dantinox.sampling import best_of_n as module
 from dantinox.sampling import steps
 from dantinox.sampling.entropy_router import AttentionMetrics, Metrics, RouterConfig
+from tests.error_texts import ERRORS
 
 GOLDEN = json.loads(Path(__file__).with_name("entropy_router.json").read_text())
 BEST = jax.jit(module.best_of_n)
@@ -223,7 +224,7 @@ def test_a_custom_score_function():
 
 @pytest.mark.parametrize("score", [lambda ids, logprobs, metrics: logprobs[0], lambda *_: None, lambda ids, *_: ids[:2]])
 def test_a_score_function_must_return_one_score_per_candidate(score):
-    with pytest.raises(UserError, match=r"score_fn must return one score per candidate, shape \(3,\), got shape \(2?,?\)"):
+    with pytest.raises(UserError, match=ERRORS["score_fn_must_return_one_score"]):
         EXPLICIT(np.zeros(5, np.float32), np.zeros(5, np.float32), jax.random.key(0), METRICS, 3, score_fn=score, draws=3)
 
 

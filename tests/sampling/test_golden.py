@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dantinox.sampling import kobold_order, process_logits, steps
+from tests.error_texts import ERRORS
 
 GOLDEN = json.loads(Path(__file__).with_name("samplers.json").read_text())
 
@@ -26,7 +27,7 @@ def test_pipeline(case):
 @pytest.mark.parametrize("case", GOLDEN["aux"]["kobold_order"], ids=lambda case: str(case["codes"]))
 def test_kobold_order(case):
     if case["expected"] is None:
-        with pytest.raises(ValueError, match="permutation"):
+        with pytest.raises(ValueError, match=ERRORS["permutation_2"]):
             kobold_order(case["codes"])
     else:
         assert list(kobold_order(case["codes"])) == case["expected"]

@@ -14,6 +14,7 @@ from dantinox.sampling import SamplingParams, init_state, process_logits, sample
 from dantinox.sampling.chain import _apply_step, _keys, _shared_order
 from dantinox.sampling.order import RowOrders
 from dantinox.sampling.window import Context, run_chain
+from tests.error_texts import ERRORS
 
 pytestmark = pytest.mark.slow
 V, TEXT = 5000, [5, 9, 5, 30]  # large enough for windows
@@ -132,5 +133,5 @@ def test_tokens_and_states_equal_those_of_the_static_program():
 
 
 def test_the_router_has_a_fixed_order():
-    with pytest.raises(UserError, match=r"generation\.strategy entropy"):
+    with pytest.raises(UserError, match=ERRORS["generation_strategy_entropy"]):
         SamplingParams.build({"strategy": "entropy", "seed": 1}, dynamic_order=True)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dantinox.sampling import SamplingParams, init_state, update
 from dantinox.sampling.history import bad_words, extend_repeat_lengths, longest_repeats, repeat_lengths, sequence_arrays
+from tests.error_texts import ERRORS
 
 V, S = 7, 24
 EVERYTHING = {
@@ -125,5 +126,5 @@ def test_a_state_contains_only_fields_that_the_plan_reads():
         state = init_state(params, jnp.int32([[1]]), jnp.ones((1, 1), bool), V, S)
         optional = {"last_seen", "count", "text", "repeats", "breaker", "mu"}
         assert {name for name in optional if getattr(state, name) is not None} == fields
-    with pytest.raises(ValueError, match="need its capacity: bad_words"):
+    with pytest.raises(ValueError, match=ERRORS["need_its_capacity_bad_words"]):
         init_state(SamplingParams.build({"bad_words": [[1, 2]], "greedy": True}), jnp.int32([[1]]), jnp.ones((1, 1), bool), V)

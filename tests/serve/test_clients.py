@@ -12,6 +12,7 @@ from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options
 from dantinox.text import ChatTemplate
+from tests.error_texts import ERRORS
 
 from .fakes import BYTES, SAYS, FakeEngine, fake_run
 from .sockets import serving
@@ -80,10 +81,10 @@ def test_openai_chats(client, engine):
 
 def test_openai_raises_the_errors_of_the_server(openai, client, engine, url):
     assert [model.id for model in client.models.list()] == ["fake"] and client.models.retrieve("fake").id == "fake"
-    with pytest.raises(openai.BadRequestError, match="top_p") as caught:
+    with pytest.raises(openai.BadRequestError, match=ERRORS["top_p_2"]) as caught:
         client.completions.create(model="fake", prompt="a", top_p=7)
     assert caught.value.param == "top_p" and caught.value.type == "invalid_request_error"
-    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+    with pytest.raises(openai.NotFoundError, match=ERRORS["gpt_4"]):
         client.completions.create(model="gpt-4", prompt="a")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{url}/v1", api_key="other").models.list()
@@ -91,9 +92,9 @@ def test_openai_raises_the_errors_of_the_server(openai, client, engine, url):
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model="fake", prompt="a")
     engine.full, engine.fails = False, Unavailable("the engine has failed")
-    with pytest.raises(openai.InternalServerError, match="the engine has failed"):
+    with pytest.raises(openai.InternalServerError, match=ERRORS["the_engine_has_failed"]):
         client.completions.create(model="fake", prompt="a")
-    with pytest.raises(openai.APIError, match="the engine has failed"):
+    with pytest.raises(openai.APIError, match=ERRORS["the_engine_has_failed"]):
         [*client.chat.completions.create(model="fake", messages=HELLO, stream=True)]
 
 

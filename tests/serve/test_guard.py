@@ -16,6 +16,7 @@ from dantinox.serve.errors import Busy, RequestError, Unavailable, to_request_er
 from dantinox.serve.limits import MAX_DEPTH, Limits
 from dantinox.serve.options import Options
 from dantinox.serve.protocols.bodies import parse_json
+from tests.error_texts import ERRORS
 
 from .fakes import FakeEngine
 from .sockets import exchange, serving
@@ -81,7 +82,7 @@ def test_valid_json_is_parsed():
 
 
 def test_bytes_that_are_not_utf8_are_refused():
-    with pytest.raises(RequestError, match="byte 6 "):
+    with pytest.raises(RequestError, match=ERRORS["byte_6"]):
         parse_json(b'{"a":"\xff"}')
 
 
@@ -89,7 +90,7 @@ def test_many_keys_are_checked_in_linear_time():
     """A quadratic search for duplicate keys would take minutes."""
     names = ",".join(f'"{n}":1' for n in range(100_000))
     before = time.perf_counter()
-    with pytest.raises(RequestError, match="twice"):
+    with pytest.raises(RequestError, match=ERRORS["twice"]):
         parse_json(f'{{{names},"99999":1}}'.encode())
     assert time.perf_counter() - before < 5
 

@@ -18,6 +18,7 @@ from dantinox.serve.options import Options
 from dantinox.serve.protocols import kobold
 from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, fit_to_context
 from dantinox.text import ChatTemplate, Tokenizer, train_tokenizer
+from tests.error_texts import ERRORS
 
 from .fakes import BYTES, SAYS, FakeEngine, fake_run
 from .sockets import serving
@@ -327,7 +328,7 @@ def test_memory_is_kept_and_the_prompt_loses_its_beginning(context, memory, prom
         assert fit_to_context(fake_run(), memory, prompt, 1, 2) == ([BYTES.bos_id], 1)
         return
     if len(memory) + min(len(prompt), MIN_TOKENS) >= context:
-        with pytest.raises(RequestError, match="memory"):
+        with pytest.raises(RequestError, match=ERRORS["memory"]):
             fit_to_context(fake_run(), memory, prompt, new, context)
         return
     ids, count = fit_to_context(fake_run(), memory, prompt, new, context)
@@ -624,5 +625,5 @@ def test_only_the_page_of_lite_is_served_from_its_folder(tmp_path, engine):
     for client in clients(engine):
         assert client.get("/lite").status_code == 404
     for path in (tmp_path / "inside", tmp_path / "nothing.html"):
-        with pytest.raises(UserError, match="--lite must be"):
+        with pytest.raises(UserError, match=ERRORS["lite_must_be"]):
             make_app(engine, Options(lite=path))

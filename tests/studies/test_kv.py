@@ -48,6 +48,7 @@ from dantinox.studies.kv_view import kv_lines
 from dantinox.studies.statistics import mean_interval
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
 from dantinox.text import builtin_recall as recall
+from tests.error_texts import ERRORS
 
 SEEDS_S = np.repeat([0, 1, 2], 20)
 
@@ -247,13 +248,13 @@ def test_short_text_gives_overlapping_sequences_or_an_error(run):
     assert found.overlapping and len({tuple(row) for row in found.ids.tolist()}) == 12
     with pytest.raises(UserError, match=rf"has {places} positions with 100 tokens within a document, but 999 sequences are"):
         draw_sequences(run.tokenizer, store, 999, 100)
-    with pytest.raises(UserError, match="has 0 positions with 1000 tokens"):
+    with pytest.raises(UserError, match=ERRORS["has_0_positions_with_1000"]):
         draw_sequences(run.tokenizer, store, 6, 1000)
 
 
 def test_repetitive_text_is_rejected(run):
     store = a_store(run, *(prose(20, n % 3) for n in range(30)))
-    with pytest.raises(UserError, match=r"^\d\d % of the word 4-grams .* above 20 % a text hides") as error:
+    with pytest.raises(UserError, match=ERRORS["d_d_percent_of_the"]) as error:
         draw_sequences(run.tokenizer, store, 30, 64)
     assert int(str(error.value)[:2]) > 60
 
@@ -284,7 +285,7 @@ def test_no_tasks_if_words_have_several_tokens():
 def test_error_if_a_text_is_too_short_for_a_task(run):
     ids = np.array([run.tokenizer.encode("the story\n") * 2])
     ids = ids[:, :5]
-    with pytest.raises(UserError, match=r"cannot build a needle task from sequences of 5 tokens .*: raise --tokens"):
+    with pytest.raises(UserError, match=ERRORS["cannot_build_a_needle_task"]):
         draw_tasks(run.tokenizer, Sequences(ids, np.zeros(1, int), False, 0.0), 3)
 
 
@@ -305,13 +306,13 @@ def test_methods_are_selected_by_name_and_calibration(tmp_path):
     names, left_out = select_methods(None, calibration(), tmp_path)
     assert names == ["streaming", "uniform", "entropy", "random", "oracle"]
     assert [line.split(":")[0] for line in left_out] == ["coverage", "distance", "loss"] and "--what kv` again" in left_out[0]
-    with pytest.raises(UserError, match=r"holds no loss"):
+    with pytest.raises(UserError, match=ERRORS["holds_no_loss"]):
         select_methods(["loss"], calibration(), tmp_path)
-    with pytest.raises(UserError, match=r"entropy cannot run without .*kv_entropy.json: run `dantinox calibrate .*--what kv`"):
+    with pytest.raises(UserError, match=ERRORS["entropy_cannot_run_without_kv_entropy"]):
         select_methods(["uniform", "entropy"], None, tmp_path)
-    with pytest.raises(UserError, match="full is the baseline of the comparison: name at least one of streaming, uniform"):
+    with pytest.raises(UserError, match=ERRORS["full_is_the_baseline_of"]):
         select_methods(["full"], None, tmp_path)
-    with pytest.raises(UserError, match=r"unknown method of eval kv Entrpy: did you mean entropy\?"):
+    with pytest.raises(UserError, match=ERRORS["unknown_method_of_eval_kv"]):
         select_methods(["Entrpy"], None, tmp_path)
 
 
@@ -329,7 +330,7 @@ def test_all_caches_of_a_ratio_have_the_same_bytes(run):
     assert sizes["uniform"] == sizes["entropy"] == 2 * 2 * CONTEXT // 2 * (8 * 2 * 4 + 8)
     assert sizes["streaming"] == sizes["random"] == 2 * 2 * CONTEXT // 2 * (8 * 2 * 4 + 4)
     assert rest[2].report["slots"] != rest[1].report["slots"]
-    with pytest.raises(UserError, match=r"kv.budget 0.1 leaves 6 slots"):
+    with pytest.raises(UserError, match=ERRORS["kv_budget_0_1_leaves"]):
         build_variants(run, None, ["uniform"], [0.5, 0.1], CONTEXT)
 
 
@@ -509,7 +510,7 @@ def test_errors_are_raised_before_the_work(toy, run_dir):
     ):
         with pytest.raises(UserError, match=sentence):
             evaluate_kv(toy, **wrong)
-    with pytest.raises(UserError, match="has no saved training tokens: select a text with --data_path"):
+    with pytest.raises(UserError, match=ERRORS["has_no_saved_training_tokens"]):
         evaluate_kv(run_dir, methods=["uniform"])
 
 

@@ -14,6 +14,7 @@ from dantinox.report.plots import save_files
 from dantinox.studies.kv import CacheResult, KVStudy, RatioResults, SeedIntervals
 from dantinox.studies.kv_view import conclusions, draw_kv, kv_csv, kv_files, kv_lines, kv_markdown, preconditions
 from dantinox.studies.statistics import Interval
+from tests.error_texts import ERRORS
 
 FILES = ["kv.csv", "kv.json", "kv.md", "kv.png"]
 TASKS = {"needle_aware": 96.0, "needle_agnostic": 41.4, "copy_aware": 88.0, "copy_agnostic": 12.0}
@@ -200,12 +201,12 @@ def test_files(record, tmp_path):
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
     assert json.loads((tmp_path / "new" / "folder" / "kv.json").read_text()) == json.loads(json.dumps(asdict(record)))
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"^cannot write .*file"):
+    with pytest.raises(UserError, match=ERRORS["cannot_write_file"]):
         save_files(tmp_path / "file" / "below", kv_files(record))
 
 
 def test_without_matplotlib_other_files_are_written(record, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'dantinox\[plot\]'"):
+    with pytest.raises(UserError, match=ERRORS["plots_need_matplotlib_pip_install"]):
         save_files(tmp_path, kv_files(record))
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:3]

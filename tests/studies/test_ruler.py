@@ -21,6 +21,7 @@ from dantinox.studies import ruler
 from dantinox.studies.ruler import EvalBatch, RulerCache, _generate_answers, evaluate_ruler
 from dantinox.studies.ruler_tasks import TASKS, Haystack, Sample, build_haystack, make_sample, match_score, python_manual
 from dantinox.studies.ruler_view import ruler_csv, ruler_files, ruler_lines, ruler_markdown
+from tests.error_texts import ERRORS
 
 
 def words_of(text: str) -> list[str]:
@@ -121,7 +122,7 @@ def test_scores():
 
 
 def test_error_if_a_text_is_too_short():
-    with pytest.raises(UserError, match=r"notes.txt has 1 plain sentences and 8 words, .* need 50 and 300: .*--data_path"):
+    with pytest.raises(UserError, match=ERRORS["notes_txt_has_1_plain"]):
         build_haystack("Nothing much stands here that could ever hide needles in.", "notes.txt")
     found = python_manual()
     assert isinstance(found, Haystack) and len(set(found.words)) == len(found.words) > 300

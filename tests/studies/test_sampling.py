@@ -64,6 +64,7 @@ from dantinox.studies.statistics import (
     verdict,
 )
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
+from tests.error_texts import ERRORS
 
 pytestmark = pytest.mark.slow
 
@@ -235,13 +236,13 @@ def test_bisection_returns_the_first_of_equal_trials():
 def test_methods_are_selected_by_name():
     assert select_methods(None) == list(METHODS)
     assert select_methods(["min_p", "greedy"]) == ["greedy", "min_p"]
-    with pytest.raises(UserError, match=r"^unknown sampling method minp: did you mean min_p\?$"):
+    with pytest.raises(UserError, match=ERRORS["unknown_sampling_method_minp_did"]):
         select_methods(["minp"])
-    with pytest.raises(UserError, match="unknown sampling method Router-Guide: did you mean router_guide"):
+    with pytest.raises(UserError, match=ERRORS["unknown_sampling_method_router_guide"]):
         select_methods(["Router-Guide"])
-    with pytest.raises(UserError, match=r"unknown sampling method beam: use one of greedy, temperature, .*router_random$"):
+    with pytest.raises(UserError, match=ERRORS["unknown_sampling_method_beam_use"]):
         select_methods(["beam"])
-    with pytest.raises(UserError, match="router_random needs the strategy shares of router_calibrated: name both"):
+    with pytest.raises(UserError, match=ERRORS["router_random_needs_the_strategy_shares"]):
         select_methods(["router_random", "min_p"])
 
 
@@ -369,9 +370,7 @@ def test_no_window_crosses_documents(toy, store):
     tokenizer = load(toy).tokenizer
     for windows in draw_windows(tokenizer, store, 10, 12, 20):
         assert not np.isin(windows.ids, list(tokenizer.special_ids)).any()
-    with pytest.raises(
-        UserError, match=r"has \d+ windows of 32 tokens within a document, but 20000 are needed, 10000 each for tuning"
-    ):
+    with pytest.raises(UserError, match=ERRORS["has_windows_of_32_tokens"]):
         draw_windows(tokenizer, store, 10000, 12, 20)
 
 
@@ -384,7 +383,7 @@ def test_padding_of_the_last_batch_is_not_used(monkeypatch):
         count = (min(most, 4999) // 32) // 2
         for windows in draw_windows(tokenizer, store, count, 12, 20):
             assert set("".join(windows.prompts + windows.texts)) == {"b"}
-        with pytest.raises(UserError, match="are needed"):
+        with pytest.raises(UserError, match=ERRORS["are_needed"]):
             draw_windows(tokenizer, store, count + 1, 12, 20)
 
 
@@ -400,7 +399,7 @@ def test_split_character_belongs_to_the_text_it_ends_in():
 
 def test_prompts_leave_space_for_the_continuation():
     assert prompt_tokens(256, 192) == 64 and prompt_tokens(256, 128) == 64 and prompt_tokens(128, 96) == 32
-    with pytest.raises(UserError, match="leave room for a prompt of 8 in the model's context of 128: at most 120, got 1"):
+    with pytest.raises(UserError, match=ERRORS["leave_room_for_a_prompt"]):
         prompt_tokens(128, 121)
 
 
@@ -450,7 +449,7 @@ def test_bits_per_byte_do_not_depend_on_the_vocabulary(tmp_path):
     bytewise = ReferenceModel(tmp_path / "bytes")
     V = bytewise.tokenizer.vocab_size
     np.testing.assert_allclose(bytewise.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), math.log2(V), rtol=1e-6)
-    with pytest.raises(UserError, match=r"the reference cannot encode a text to score: the character 'z'"):
+    with pytest.raises(UserError, match=ERRORS["the_reference_cannot_encode_a"]):
         letters.bits_per_byte(["the"], ["z"])
 
 
@@ -459,7 +458,7 @@ def test_prompt_but_not_text_is_truncated_to_the_reference_context(toy):
     text = "ab cd ef"
     (found,) = judge.bits_per_byte(["x" * 500], [text])
     assert found == pytest.approx(bits_by_hand(run, "x" * (CONTEXT - len(text)), text), rel=1e-5)
-    with pytest.raises(UserError, match="a continuation has 128 tokens for the reference, whose context is 128"):
+    with pytest.raises(UserError, match=ERRORS["a_continuation_has_128_tokens"]):
         judge.bits_per_byte(["ab"], ["y" * CONTEXT])
 
 
@@ -607,13 +606,13 @@ def test_all_methods_together(toy):
 
 
 def test_missing_files_are_reported_before_the_work(toy, run_dir, tmp_path):
-    with pytest.raises(UserError, match=r"router_calibrated, .*router_random cannot run without .*router.json: run `dantinox"):
+    with pytest.raises(UserError, match=ERRORS["router_calibrated_router_random_cannot_run_without"]):
         evaluate_sampling(run_dir)
-    with pytest.raises(UserError, match="has no saved training tokens: select a text with --data_path"):
+    with pytest.raises(UserError, match=ERRORS["has_no_saved_training_tokens"]):
         evaluate_sampling(run_dir, methods=["min_p"])
-    with pytest.raises(UserError, match="leave room for a prompt of 8 in the model's context of 128: at most 120, got 1"):
+    with pytest.raises(UserError, match=ERRORS["leave_room_for_a_prompt"]):
         evaluate_sampling(toy, methods=["min_p"], tokens=128)
-    with pytest.raises(UserError, match="windows of 88 tokens within a document, but 2000 are needed"):
+    with pytest.raises(UserError, match=ERRORS["windows_of_88_tokens_within"]):
         evaluate_sampling(toy, methods=["min_p"], tokens=24, prompts=1000)
-    with pytest.raises(UserError, match="nowhere"):
+    with pytest.raises(UserError, match=ERRORS["nowhere"]):
         evaluate_sampling(toy, tmp_path / "nowhere", methods=["min_p"], tokens=24, prompts=2)

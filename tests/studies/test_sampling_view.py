@@ -23,6 +23,7 @@ from dantinox.studies.sampling_view import (
     sampling_markdown,
 )
 from dantinox.studies.statistics import Interval
+from tests.error_texts import ERRORS
 
 FILES = ["sampling.csv", "sampling.json", "sampling.md", "sampling.png"]
 PLAIN = ("bits_per_byte", "diversity", "distinct_1", "distinct_2", "distinct_3", "rep_4")
@@ -160,12 +161,12 @@ def test_files(record, tmp_path):
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
     assert json.loads((tmp_path / "new" / "folder" / "sampling.json").read_text()) == json.loads(json.dumps(asdict(record)))
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"^cannot write .*file"):
+    with pytest.raises(UserError, match=ERRORS["cannot_write_file"]):
         save_files(tmp_path / "file" / "below", sampling_files(record))
 
 
 def test_without_matplotlib_other_files_are_written(record, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'dantinox\[plot\]'"):
+    with pytest.raises(UserError, match=ERRORS["plots_need_matplotlib_pip_install"]):
         save_files(tmp_path, sampling_files(record))
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:3]

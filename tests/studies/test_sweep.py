@@ -18,6 +18,7 @@ from dantinox.report import MetricsLog
 from dantinox.run import RunDirectory, save_config
 from dantinox.studies.sweep import run_sweep
 from dantinox.studies.sweep_view import draw_sweep, sweep_csv, sweep_lines
+from tests.error_texts import ERRORS
 
 ROOT = Path(__file__).parents[2]
 SPEC = """base: {model: {dim: 16, n_heads: 2, num_blocks: 1, max_context: 16}}
@@ -101,12 +102,12 @@ def test_other_sweep_is_rejected(tmp_path):
     run_sweep(spec(tmp_path, SPEC.replace("1e-1]", "1e-1, 1]")), more)
     assert more.trained == ["trial_007", "trial_008"], "additional trials at the end are allowed"
     (tmp_path / "runs" / "plan.json").unlink()
-    with pytest.raises(UserError, match="is not empty and not a sweep"):
+    with pytest.raises(UserError, match=ERRORS["is_not_empty_and_not"]):
         run_sweep(spec(tmp_path), Trainer())
 
 
 def test_error_before_a_trial_starts_ends_the_sweep(tmp_path):
-    with pytest.raises(UserError, match="trial_002 could not start: no corpus"):
+    with pytest.raises(UserError, match=ERRORS["trial_002_could_not_start_no"]):
         run_sweep(spec(tmp_path), Trainer(trial_002="no corpus"))
     assert json.loads((tmp_path / "runs" / "plan.json").read_text())["ended"] == {"trial_001": None}
 

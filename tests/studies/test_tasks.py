@@ -12,6 +12,7 @@ from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.studies import tasks
 from dantinox.studies.tasks import LMEvalModel, TaskScore, evaluate_tasks, parse_scores, task_lines
+from tests.error_texts import ERRORS
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ def test_likelihoods_of_continuations(lm_eval_model):
         np.testing.assert_allclose(found, values[-new:].sum(), rtol=1e-5)
         assert likeliest == top[-new:].all()
     assert [likeliest for _, likeliest in lm_eval_model.loglikelihood(pairs)][:3] == [True, False, False]
-    with pytest.raises(UserError, match="a continuation has 200 tokens, but the model's context is 128"):
+    with pytest.raises(UserError, match=ERRORS["a_continuation_has_200_tokens"]):
         lm_eval_model.loglikelihood([("a", "b" * 200)])
 
 
@@ -76,7 +77,7 @@ def test_generated_answers(lm_eval_model):
     ]
     answers = lm_eval_model.generate_until(requests)
     assert answers[:2] == ["è€😀", "\ncaè"] and answers[3] == "aè"
-    with pytest.raises(UserError, match="a task uses the generation setting num_beams, which is not supported"):
+    with pytest.raises(UserError, match=ERRORS["a_task_uses_the_generation"]):
         lm_eval_model.generate_until([("a", {"num_beams": 4})])
 
 
@@ -146,5 +147,5 @@ def test_custom_tasks(run_dir, folder, capfd):
 
 
 def test_unknown_task(run_dir, folder):
-    with pytest.raises(UserError, match=r"lm-evaluation-harness cannot run circle_sing: .*circle_sing"):
+    with pytest.raises(UserError, match=ERRORS["lm_evaluation_harness_cannot_run"]):
         evaluate_tasks(run_dir, "circle_sing", include_path=folder)

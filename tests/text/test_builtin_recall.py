@@ -13,6 +13,7 @@ from dantinox.config import UserError
 from dantinox.text import Corpus, sources
 from dantinox.text import builtin_recall as recall
 from dantinox.text.sources import find_sources
+from tests.error_texts import ERRORS
 
 WORDS = {word for words in recall.TOPICS.values() for word in words}
 TEXTS = ["".join(f"{i} {'ab ' * (i * n % 17)}\n" for i in range(40 * n)) for n in range(1, 12)]
@@ -113,5 +114,5 @@ def test_the_corpus_equals_a_json_lines_file_with_the_same_records(few, tmp_path
 
 
 def test_an_unknown_builtin_corpus_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"unknown corpus builtin:memory, did you mean builtin:python, builtin:recall or "):
+    with pytest.raises(UserError, match=ERRORS["unknown_corpus_builtin_memory_did"]):
         find_sources("builtin:memory")

@@ -5,6 +5,7 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError
 from dantinox.text import ChatTemplate, Tokenizer, chat_template, train_tokenizer
+from tests.error_texts import ERRORS
 
 from .chat_cases import CASES, CHATML, CONVERSATIONS, EXPECTED, USER
 
@@ -32,7 +33,7 @@ def spelled(template, ids):
 def test_tokens_equal_those_of_transformers(templates, case):
     name, number, prompt = case[0].split()
     if case[1] is None:
-        with pytest.raises(UserError, match=r"^the chat template refuses these messages: System role not supported$"):
+        with pytest.raises(UserError, match=ERRORS["the_chat_template_refuses_these"]):
             templates[name].encode(CONVERSATIONS[int(number)])
     else:
         assert templates[name].encode(CONVERSATIONS[int(number)], generation_prompt=prompt == "True") == case[1]
@@ -92,7 +93,7 @@ def test_the_plain_template_is_text_and_end_tokens(kind):
     assert loss_mask.tolist() == [False] * (len(ids) - 2) + [True] * 2
     assert template.encode(messages[:1], generation_prompt=True) == expected[:-2]
     assert template.end_ids == {tokenizer.eos_id}
-    with pytest.raises(UserError, match=r"the chat template chatml needs a vocabulary with <\|im_start\|>"):
+    with pytest.raises(UserError, match=ERRORS["the_chat_template_chatml_needs"]):
         ChatTemplate.from_name("chatml", tokenizer)
 
 
@@ -126,7 +127,7 @@ def test_a_killed_template_process_is_restarted():
     template = ChatTemplate("b", BYTES)
     assert template.text([USER]) == "b"
     template._process.kill()
-    with pytest.raises(UserError, match="it needs more than"):
+    with pytest.raises(UserError, match=ERRORS["it_needs_more_than"]):
         template.encode([USER])
     assert template.text([USER]) == "b"
 
@@ -157,7 +158,7 @@ def test_invalid_messages_raise_one_sentence(messages, sentence):
 
 def test_a_template_that_changes_earlier_turns_is_refused():
     source = "{% for m in messages %}{{ m.role if loop.last else '' }}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="does not support training on single turns: a turn of the assistant does not"):
+    with pytest.raises(UserError, match=ERRORS["does_not_support_training_on"]):
         ChatTemplate(source, BYTES).encode_with_loss_mask([USER, SPOKEN, USER])
 
 
@@ -176,5 +177,5 @@ def test_names_of_templates(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("a")
     assert ChatTemplate.from_name(str(path), BYTES).text([]) == "a"
-    with pytest.raises(UserError, match=r"^no chat template 'other': name a Jinja file or one of plain, chatml$"):
+    with pytest.raises(UserError, match=ERRORS["no_chat_template_other_name"]):
         ChatTemplate.from_name("other", BYTES)

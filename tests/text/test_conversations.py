@@ -7,6 +7,7 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.text import ChatTemplate, open_store, prepare_data, train_tokenizer
+from tests.error_texts import ERRORS
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
@@ -142,17 +143,17 @@ def test_an_invalid_record_is_reported_with_its_line(prepared, tmp_path, line, s
 def test_other_invalid_settings_are_refused(prepared, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     good = [{"prompt": "a", "completion": "b"}] * 2
-    with pytest.raises(UserError, match=r"a.txt is plain text: conversations must be records of JSON Lines \(.jsonl\)"):
+    with pytest.raises(UserError, match=ERRORS["a_txt_is_plain_text"]):
         prepared(good, **{"data.path": str(tmp_path / "a.txt")})
-    with pytest.raises(UserError, match=r"has too few conversations: 1, the minimum is 2"):
+    with pytest.raises(UserError, match=ERRORS["has_too_few_conversations_1"]):
         prepared(good[:1])
-    with pytest.raises(UserError, match=r"all conversations are longer than model.max_context 2"):
+    with pytest.raises(UserError, match=ERRORS["all_conversations_are_longer_than"]):
         prepared(good, **{"model.max_context": 2})
-    with pytest.raises(UserError, match=r"training.objective: sft does not train a tokenizer: set training.init_from"):
+    with pytest.raises(UserError, match=ERRORS["training_objective_sft_does_not"]):
         prepared(good, **{"tokenizer.tokenizer_type": "bpe"})
-    with pytest.raises(UserError, match=r"a record lacks the field 'chosen'; it has 'prompt, completion' \(.*line 1\)"):
+    with pytest.raises(UserError, match=ERRORS["a_record_lacks_the_field"]):
         prepared(good, objective="dpo")
-    with pytest.raises(UserError, match=r"dpo needs training.init_from, the run with the starting weights"):
+    with pytest.raises(UserError, match=ERRORS["dpo_needs_training_init_from_the"]):
         prepared(good, objective="dpo", **{"training.init_from": None})
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.text import corpus_changed, open_store, prepare_data, vocabulary_size
+from tests.error_texts import ERRORS
 
 TEXTS = [f"documento {i}: nel mezzo del cammin\ndi nostra vita {i * i}\n" for i in range(40)]
 
@@ -73,5 +74,5 @@ def test_errors_are_one_sentence(folder, tmp_path, monkeypatch):
 
 def test_a_missing_library_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UserError, match=r"the dataset somebody/corpus needs .*pip install 'dantinox\[hf\]'"):
+    with pytest.raises(UserError, match=ERRORS["the_dataset_somebody_corpus_needs"]):
         prepare_data(settings("somebody/corpus", **{"data.dataset_source": "huggingface"}), tmp_path)

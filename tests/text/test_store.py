@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dantinox.config import UserError
 from dantinox.text import Batch, TokenStore
 from dantinox.text.batch_rows import best_fit
+from tests.error_texts import ERRORS
 
 EOS, PAD = 1, 2
 
@@ -172,9 +173,9 @@ def test_validation_yields_every_target_once(val: list[int], batch: int, limit: 
 
 def test_too_little_text_names_both_numbers() -> None:
     assert make(13).windows_per_epoch == 2
-    with pytest.raises(UserError, match=r"has 12 tokens, fewer than the 13 of one batch .*3 × .*4 \+ 1"):
+    with pytest.raises(UserError, match=ERRORS["has_12_tokens_fewer_than"]):
         make(12)
-    with pytest.raises(UserError, match="validation text has 1 tokens, fewer than 2"):
+    with pytest.raises(UserError, match=ERRORS["validation_text_has_1_tokens"]):
         make(50, val=[3])
 
 
@@ -206,7 +207,7 @@ def test_packed_rows_contain_every_target_once_and_split_no_document_that_fits(s
     if len(flat) <= length:
         return
     if max(map(len, documents)) < 2:
-        with pytest.raises(UserError, match="found no document with at least two tokens"):
+        with pytest.raises(UserError, match=ERRORS["found_no_document_with_at"]):
             make(flat, 1, length, seed, eos_id=EOS, packing=True)
         return
     store = make(flat, 1, length, seed, eos_id=EOS, pad_id=PAD, packing=True)
@@ -250,5 +251,5 @@ def test_a_mixture_has_exact_shares_and_separate_epochs() -> None:
 
 
 def test_a_source_that_is_too_short_is_refused() -> None:
-    with pytest.raises(UserError, match="a source of the mixture has 4 training tokens, fewer than the 5 of a window"):
+    with pytest.raises(UserError, match=ERRORS["a_source_of_the_mixture"]):
         make(100, 1, 4, mixture=[(96, 1.0), (4, 1.0)])

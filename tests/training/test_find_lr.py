@@ -5,6 +5,7 @@ from dantinox import cli
 from dantinox.config import UserError
 from dantinox.training import find_lr as finding
 from dantinox.training.find_lr import MAX_FACTOR, MIN_FACTOR, analyze_losses, find_lr, rate_test_lines
+from tests.error_texts import ERRORS
 
 from .small import Tokens, small_config, small_store
 
@@ -47,9 +48,9 @@ def test_suggested_rate_and_its_reason(monkeypatch, losses, line):
 
 
 def test_errors_without_a_suggestion():
-    with pytest.raises(UserError, match=r"the loss never fell from training\.lr 0\.1: lower it"):
+    with pytest.raises(UserError, match=ERRORS["the_loss_never_fell_from"]):
         analyze_losses("training.lr", [0.1, 0.2, 0.3], [2.0, 9.0, float("nan")])
-    with pytest.raises(UserError, match="--tries must be at least 10, got 3"):
+    with pytest.raises(UserError, match=ERRORS["tries_must_be_at_least"]):
         find_lr(small_config(), 3)
 
 

@@ -31,6 +31,7 @@ from dantinox.run import load_run_config, open_run, weights_digest
 from dantinox.run.adapters import load_run_weights
 from dantinox.training.step import Programs, TrainStep
 from dantinox.training.text_samples import build_sampling_model
+from tests.error_texts import ERRORS
 
 from .small import SETTINGS, VOCABULARY, Workshop, small_config, small_store
 from .test_resume import TIMES, Stumbles
@@ -244,15 +245,13 @@ def test_base_must_exist_and_be_unchanged(base, tuned, tmp_path):
     missing_base = config.model_copy(update={"training": config.training.model_copy(update={"init_from": "/nowhere/base"})})
     assert np.array_equal(weights_of(copy, missing_base)["embed"], weights_of(base)["embed"]), "found next to the run"
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(UserError, match=r"the base of .*tuned is missing: there is no run at /nowhere/base or .*/base"):
+    with pytest.raises(UserError, match=ERRORS["the_base_of_tuned_is"]):
         weights_of(copy, missing_base)
     moved.train("base", small_config(training__steps=1, training__warmup_steps=0, training__seed=3))
     other = config.model_copy(update={"training": config.training.model_copy(update={"init_from": str(tmp_path / "base")})})
-    with pytest.raises(
-        UserError, match=r"the adapters of .*tuned were trained on the weights [0-9a-f]{12}…, but its base .* has"
-    ):
+    with pytest.raises(UserError, match=ERRORS["the_adapters_of_tuned_were"]):
         weights_of(copy, other)
-    with pytest.raises(UserError, match=r"was trained on weights [0-9a-f]{12} .*training.init_from.*, but those are"):
+    with pytest.raises(UserError, match=ERRORS["was_trained_on_weights_0"]):
         moved.train(
             "tuned", other.model_copy(update={"training": other.training.model_copy(update={"steps": 30})}), resume=True
         )

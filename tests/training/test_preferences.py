@@ -16,6 +16,7 @@ from dantinox.run import RunDirectory
 from dantinox.text import Preferences, Tokenizer, prepare_data, train_tokenizer
 from dantinox.training.launch import launch
 from dantinox.training.objective import dpo_losses, next_token_losses, pair_logprobs
+from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, small_config
 
@@ -136,7 +137,7 @@ def test_preference_training_learns_and_resumes_exactly(base):
         (base / "gone").rename(base / "base")
     assert cut.weights.read_bytes() == run.weights.read_bytes()
     (cut.data / "reference.json").unlink()
-    with pytest.raises(UserError, match=r"restore reference.json"):
+    with pytest.raises(UserError, match=ERRORS["restore_reference_json"]):
         launch(config_of(base, steps=16), run_dir=cut.path, resume=True)
 
 

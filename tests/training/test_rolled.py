@@ -9,6 +9,7 @@ import pytest
 from dantinox.generation.loaded_model import load_model
 from dantinox.model.parameters import abstract_model, init_parameters, stack_layers, unstack_layers
 from dantinox.training.step import TrainStep, update_router_biases
+from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, small_config, small_store
 
@@ -107,7 +108,7 @@ def test_run_with_stacked_layers_trains_resumes_and_samples(workshop):
 def test_model_with_stacked_layers_does_not_decode(what):
     model = small_config(**SETTINGS, model__scan_layers=True).architecture(VOCABULARY)
     built, _ = abstract_model(model)
-    with pytest.raises(ValueError, match="supports neither a cache nor a probe"):
+    with pytest.raises(ValueError, match=ERRORS["supports_neither_a_cache_nor"]):
         built(init_parameters(model, 0)).hidden(np.zeros((1, 2), np.int32), np.arange(2)[None], **{what: object()})
 
 

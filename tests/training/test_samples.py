@@ -7,6 +7,7 @@ from dantinox.generation import load
 from dantinox.text import Tokenizer, train_tokenizer
 from dantinox.training.resume import resume_config
 from dantinox.training.text_samples import make_sampler
+from tests.error_texts import ERRORS
 
 
 def letters(text: str) -> Tokenizer:
@@ -42,7 +43,7 @@ def test_errors_of_samples_are_raised_before_training(changed, message):
 def test_vocabulary_without_a_line_break_starts_from_its_begin_token():
     assert make_sampler(settings(), letters("abc")) is not None
     tree = letters("abc").to_json().replace("<bos>", "<other>")
-    with pytest.raises(UserError, match="must be set: the vocabulary has neither a line break nor a begin token"):
+    with pytest.raises(UserError, match=ERRORS["must_be_set_the_vocabulary"]):
         make_sampler(settings(), Tokenizer(tree))
 
 

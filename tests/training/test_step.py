@@ -6,6 +6,7 @@ import pytest
 from dantinox.config import UserError
 from dantinox.training.memory import MemoryPlan, check_memory, plan_memory
 from dantinox.training.step import TrainStep, abstract_batch, make_eval_step
+from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, small_config, small_store
 
@@ -101,6 +102,6 @@ def test_step_donates_its_state_and_plans_its_memory(optimised):
 
 
 def test_memory_error_names_the_settings_to_lower():
-    with pytest.raises(UserError, match=r"needs about 2\.00 GB .* 1\.00 GB are free: raise training\.grad_accum .*batch_size"):
+    with pytest.raises(UserError, match=ERRORS["needs_about_2_00_gb"]):
         check_memory(MemoryPlan(1, 1, 2_000_000_000, 1_000_000_000), small_config())
     check_memory(MemoryPlan(1, 1, 2_000_000_000, None), small_config())
