@@ -146,3 +146,13 @@ def test_light_modules_do_not_load_jax(module):
     code = f"import sys, {module}; print(sorted({{'jax', 'flax', 'rich', 'matplotlib'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_tests_mirror_the_packages():
+    """Every package has a folder of tests, and every top-level module a test file. Other folders test whole commands."""
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
+    assert folders - packages == {"docs", "faults", "published"}
+    assert packages - folders == set()
+    modules = {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")}
+    assert {name for name in modules if not (ROOT / "tests" / f"test_{name}.py").is_file()} == set()

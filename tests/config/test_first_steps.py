@@ -150,27 +150,3 @@ def test_missing_hardware_is_one_line(tmp_path):
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     broken = run(PYTHONPATH=paths)
     assert broken.returncode == 0 and "Traceback" not in broken.stderr and broken.stderr.count("\n") == 1, broken.stderr
-
-
-CACHE = """
-import jax
-from dantinox.platform import use_compilation_cache
-use_compilation_cache()
-values = jax.config.values
-print(values["jax_compilation_cache_dir"], values["jax_persistent_cache_min_compile_time_secs"])
-"""
-
-
-def test_the_compilation_cache_of_the_python_api(tmp_path):
-    def found(**environment):
-        names = ("JAX_COMPILATION_CACHE_DIR", "DANTINOX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-        clean = {name: value for name, value in os.environ.items() if name not in names}
-        clean |= {"XDG_CACHE_HOME": str(tmp_path)} | environment
-        return subprocess.run(
-            [sys.executable, "-c", CACHE], env=clean, capture_output=True, text=True, check=True
-        ).stdout.split()
-
-    assert found() == [str(tmp_path / "dantinox" / "jax"), "0"]
-    assert found(JAX_COMPILATION_CACHE_DIR="/elsewhere") == ["/elsewhere", "0"]
-    assert found(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="3") == [str(tmp_path / "dantinox" / "jax"), "3.0"]
-    assert found(DANTINOX_COMPILATION_CACHE="off") == ["None", "1.0"]
