@@ -261,7 +261,7 @@ ERRORS = {
     "all_checkpoints_in_are_damaged": r"all checkpoints in .* are damaged: .*24/state/manifest.ocdbt is damaged",
     "hold_with_shape": r"hold .*with shape",
     "init_from_has_tokenizer": r"init_from.* has tokenizer",
-    "must_be_set_the_vocabulary": "must be set: the vocabulary has neither a line break nor a begin token",
+    "must_be_set_the_vocabulary": "must be set: the vocabulary has neither a line break nor a BOS token",
     "needs_about_2_00_gb": r"needs about 2\.00 GB .* 1\.00 GB are free: raise training\.grad_accum .*batch_size",
     "not_a_finite_number_in_step": r"not a finite number in step 10 .*the last good checkpoint is step 6",
     "restore_reference_json": r"restore reference.json",

@@ -24,21 +24,22 @@ from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.files import UserError, atomic_write, check_writable_folder
 
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
-# Flag → the kinds that have it (of `calibrate --what` or of `eval`; "": all), and arguments of `add_argument`.
+# Maps each flag to its kinds and its arguments of `add_argument`. A kind is a value of `calibrate --what` or of `eval`; "": all
+# kinds.
 Flags = dict[str, tuple[str, dict[str, Any]]]
 CALIBRATE: Flags = {
     "data_path": ("", {"type": Path, "metavar": "FILE", "help":
-        "text to read (default: the run's own; router: validation tokens, kv: training tokens)"}),
+        "text to read (default: the run's validation tokens for router, its training tokens for kv)"}),
     "tokens": ("router", COUNT | {"help": "maximum number of tokens to read (default: 32768)"}),
     "sequences": ("kv", COUNT | {"help": "sequences to read (default: 20)"}),
     "length": ("kv", COUNT | {"help": "tokens per sequence (default: the context, at most 512)"}),
     "no_loss": ("kv", {"action": "store_true", "default": None, "help":
-        "skip the longest part, the measurement of the loss that eviction costs each head"}),
+        "do not measure how much eviction from each head raises the loss, which takes the longest"}),
     "from_results": ("kv", {"type": Path, "metavar": "FILE", "help": "copy the results of this file instead of measuring"}),
     "output": ("kv", {"type": Path, "metavar": "FILE", "help": "file to write (default: RUN/kv_entropy.json)"}),
 }  # fmt: skip
 EVALUATE: Flags = {
-    "lengths": ("ruler", COUNT | {"nargs": "+", "help": "tokens of a prompt with its answer (default: 2048 4096)"}),
+    "lengths": ("ruler", COUNT | {"nargs": "+", "help": "total tokens of a prompt and its answer (default: 2048 4096)"}),
     "samples": ("ruler", COUNT | {"help": "samples per task (default: 10)"}),
     "quick": ("sampling kv", {"action": "store_true", "default": None, "help":
         "use fewer prompts, sequences, seeds and trials"}),
@@ -52,9 +53,10 @@ EVALUATE: Flags = {
         "sampling": "tokens per continuation",
         "kv": "tokens per sequence (default: the context, at most 512)",
         "ppl": "tokens to read (default: all)"}}),
-    "reference": ("sampling", {"type": Path, "metavar": "RUN", "help": "run that judges the texts (default: the same run)"}),
+    "reference": ("sampling", {"type": Path, "metavar": "RUN", "help":
+        "run whose model scores the texts (default: the run itself)"}),
     "prompts": ("sampling", COUNT | {"help":
-        "prompts to test on, and as many to tune on (default: fewer above 10 M parameters)"}),
+        "number of test prompts, and of tuning prompts (the default is smaller above 10 M parameters)"}),
     "seeds": ("sampling", COUNT | {"help": "continuations per prompt"}),
     "trials": ("sampling", COUNT | {"help": "settings to try per method"}),
     "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help": {
@@ -62,14 +64,14 @@ EVALUATE: Flags = {
         "ruler": "fractions of the slots to keep (default: .5 .2)"}}),
     "sequences": ("kv", COUNT | {"help": "sequences to read, at least 6 (default: 200; fewer above 10 M parameters)"}),
     "kv_calibration": ("kv ruler", {"type": Path, "metavar": "FILE", "help":
-        "measured signals of the heads (default: RUN/kv_entropy.json)"}),
+        "calibration file with the signals of the attention heads (default: RUN/kv_entropy.json)"}),
     "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
         "precision of the compressed caches (default: auto)"}),
     "data_path": ("sampling kv ppl ruler", {"metavar": "FILE", "help": {
-        "sampling": "text, or anything else that data.path may name (default: the run's own validation text)",
-        "kv": "text, or anything else that data.path may name (default: the run's own validation text)",
-        "ruler": "text to build essays from, or anything else that data.path may name (default: Python's manual)",
-        "ppl": "text to read, or anything else that data.path may name (required)"}}),
+        "sampling": "text, in any form that data.path accepts (default: the run's own validation text)",
+        "kv": "text, in any form that data.path accepts (default: the run's own validation text)",
+        "ruler": "text to build essays from, in any form that data.path accepts (default: Python's manual)",
+        "ppl": "text to read, in any form that data.path accepts (required)"}}),
     "stride": ("ppl", COUNT | {"help": "tokens from one window to the next (default: half of a window)"}),
     "context": ("ppl", COUNT | {"help": "tokens per window (default: the model's context)"}),
     "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help": {
@@ -77,7 +79,7 @@ EVALUATE: Flags = {
         "ruler": "some of the 13 tasks (default: all)"}}),
     "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "folder with further tasks; their code is executed"}),
     "limit": ("tasks", COUNT | {"help": "maximum number of samples per task (default: all)"}),
-    "shots": ("tasks", COUNT | {"help": "examples before each question (default: that of the task)"}),
+    "shots": ("tasks", COUNT | {"help": "examples before each question (default: the number that the task sets)"}),
     "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
         "precision of the weights (default: the run's generation.weights)"}),
     "tensor_parallel": ("ppl tasks", COUNT | {"help": "devices that share each layer (default: the run's)"}),
@@ -86,41 +88,44 @@ EVALUATE: Flags = {
 
 
 def _add(command: Parser, flags: Flags, kind: str = "") -> None:
-    """Adds flags; with a kind, the flags of the other kinds are hidden, so that `given` can refuse them by name."""
-    for name, (kinds, reading) in flags.items():
-        text = reading["help"]
+    """Adds flags to a parser.
+
+    With a kind, the flags of the other kinds are parsed but hidden from `--help`, so that `given` can name them in its error.
+    """
+    for name, (kinds, arguments) in flags.items():
+        text = arguments["help"]
         if kind and kinds and kind not in kinds.split():
             text = argparse.SUPPRESS
         elif isinstance(text, dict):
             text = text[kind]
         elif not kind and kinds:
             text = f"{kinds}: {text}"
-        command.add_argument(f"--{name}", **reading | {"help": text})
+        command.add_argument(f"--{name}", **arguments | {"help": text})
 
 
 def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, Any]:
     """Returns the flags that were given.
 
     Args:
-      chosen: the kind as it was written: `--what kv` or `eval kv`.
+      chosen: the part of the command line that selects the kind: `--what kv` or `eval kv`.
 
     Raises:
       UserError: a flag belongs to another kind.
     """
     found = {name: getattr(options, name) for name in flags if getattr(options, name) is not None}
     for name in found:
-        of = flags[name][0]
-        if of and options.what not in of.split():
-            owners = " and ".join(chosen.replace(options.what, one) for one in of.split())
-            raise UserError(f"--{name} belongs to {owners}: leave it out with {chosen}")
+        kinds = flags[name][0].split()
+        if kinds and options.what not in kinds:
+            allowed = " and ".join(chosen.replace(options.what, kind) for kind in kinds)
+            raise UserError(f"--{name} has no effect with {chosen}: it is a flag of {allowed}")
     return found
 
 
 def explain_flags(command: Parser) -> None:
     add_run(command)
-    command.add_argument("--prompt", help=f"text before the token; {PROMPT_HELP}")
+    command.add_argument("--prompt", help=f"text whose next token is explained; {PROMPT_HELP}")
     command.add_argument("--show", type=whole_number, default=20, metavar="K", help="number of tokens to show (default: 20)")
-    command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the steps")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot how each sampling step changes the distribution")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_flags(command, ("generation", "router"), ("prompt", "show", "plot", "json", "temperature", "top_k", "top_p"))
 
@@ -145,11 +150,11 @@ def explain(options: argparse.Namespace) -> int:
 
 def calibrate_flags(command: Parser) -> None:
     add_run(command)
-    what = "router: thresholds of --router_preset calibrated; kv: signals that set each head's share of --kv_budget"
+    what = "router: thresholds for --router_preset=calibrated; kv: signals that set each head's share of --kv_budget"
     command.add_argument("--what", choices=["router", "kv"], required=True, help=what)
     _add(command, CALIBRATE)
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    plot = "router: plot the text's tokens and the strategies; kv: plot the entropy and eviction cost of each head"
+    plot = "router: plot token entropies and strategy regions; kv: plot the entropy and eviction cost of each head"
     command.add_argument("--plot", type=Path, metavar="FILE.png", help=plot)
 
 
@@ -199,7 +204,7 @@ def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterab
 KIND_HELP = {
     "sampling": "Compare samplers and the entropy router, all tuned with the same effort.",
     "kv": "Compare compressed KV caches of equal size.",
-    "ruler": "Run the tasks of RULER through compressed KV caches.",
+    "ruler": "Run the RULER tasks with compressed KV caches.",
     "ppl": "Measure the perplexity of a text in sliding windows.",
     "tasks": "Run tasks of lm-evaluation-harness.",
 }
@@ -219,7 +224,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
-    """Runs `evaluate_NAME` of a module of `dantinox.studies`, then `NAME_lines` and `NAME_files` of its view."""
+    """Runs `evaluate_NAME` in `studies/NAME.py`, then `NAME_lines` and `NAME_files` in `studies/NAME_view.py`."""
     from dantinox.run import open_run
 
     name, out = options.what, flags.pop("out", open_run(options.run_dir).path / "evaluation")
@@ -290,7 +295,7 @@ def plan_flags(command: Parser) -> None:
     )
     names = "target device: cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e; several chips: gpu:h100:8, tpu:v5e:4x4"
     command.add_argument("--topology", metavar="NAME", help=f"{names} (default: this machine)")
-    axes = "mesh of its chips, as data=4,fsdp=64; repeat the flag to compare meshes (default: the settings of distributed)"
+    axes = "mesh of the target device, like data=4,fsdp=64; repeat to compare meshes (default: the distributed settings)"
     command.add_argument("--mesh", action="append", type=mesh_of, metavar="AXIS=N,…", help=axes)
     command.add_argument("--batch", type=whole_number, default=1, metavar="N", help="prompts to generate from (default: 1)")
     command.add_argument("--prompt", type=whole_number, metavar="T", help="tokens per prompt (default: context minus --new)")
@@ -302,14 +307,17 @@ def plan_flags(command: Parser) -> None:
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """Parses mesh axis sizes like `data=4,fsdp=64`. The default of an axis is 1, and for fsdp all remaining devices."""
+    """Parses mesh axis sizes like `data=4,fsdp=64`.
+
+    The axis fsdp defaults to all remaining devices, and every other axis to 1.
+    """
     from dantinox.config.sections import AXES, DistributedSection
 
     named: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
         if axis not in AXES or axis in named or not re.fullmatch(r"[1-9]\d{0,8}", size):
-            raise argparse.ArgumentTypeError(f"must be sizes of {', '.join(AXES)}, like data=4,fsdp=64, got {text}")
+            raise argparse.ArgumentTypeError(f"must be AXIS=N pairs like data=4,fsdp=64 (axes: {', '.join(AXES)}), got {text}")
         named[axis] = int(size)
     return {axis: getattr(DistributedSection(), axis) for axis in AXES} | named
 
@@ -330,9 +338,9 @@ def plan(options: argparse.Namespace) -> int:
     from dantinox.training.step import TrainStep
 
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
-    symbols = trained_vocab_size(config)
+    vocab_size = trained_vocab_size(config)
     with steady_progress() as progress:
-        found = make_plan(topology, config, symbols, TrainStep, meshes=options.mesh or (), progress=progress, **sizes)
+        found = make_plan(topology, config, vocab_size, TrainStep, meshes=options.mesh or (), progress=progress, **sizes)
     return print_result(options, found, lambda width: plan_lines(found, width))
 
 

@@ -1,7 +1,7 @@
-"""The processes of one training: start-up, barrier, broadcast and all-reduce.
+"""The processes of one training run: start-up, barrier, broadcast and all-reduce.
 
 All processes run the same loop over the same steps. Only rank 0 prints and writes files; all processes write checkpoints.
-Decisions on which all processes must agree, such as a signal or the checkpoint to restore, are exchanged here.
+This module synchronizes the values on which all processes must agree, such as a received signal or the checkpoint to restore.
 """
 
 import itertools
@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dantinox.config import Config, UserError
 from dantinox.files import first_line
 
-HEARTBEAT = 8  # seconds without a heartbeat after which a process counts as lost, and the others exit
+HEARTBEAT = 8  # seconds; if a process sends no heartbeat for this long, the other processes exit
 TIMEOUT = 24 * 3600 * 1000  # milliseconds; the heartbeat detects a lost process much earlier
 BARRIERS = itertools.count()
-LAG = 2  # steps until a signal is delivered, so that no device has to wait for a process
+LAG = 2  # steps between the all-reduce of a signal and the read of its result; an earlier read would stall the devices
 
 
 def initialize_processes(config: Config) -> None:
@@ -35,7 +35,7 @@ def initialize_processes(config: Config) -> None:
     if d.coordinator is None or jax.distributed.is_initialized():
         return
     address = None if d.coordinator == "auto" else d.coordinator  # None: jax detects the cluster
-    jax.config.update("jax_enable_preemption_service", False)  # else it handles SIGTERM instead of `StopSync`
+    jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM, which `StopSync` needs
     timeouts = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": HEARTBEAT}
     try:
         jax.distributed.initialize(address, d.processes, d.process, **timeouts)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def barrier() -> None:
 
 
 def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
-    """Returns the result of `make()` on rank 0 in all processes.
+    """Calls `make()` on rank 0 and returns its result in all processes.
 
     Args:
       make: returns a JSON value; called only on rank 0.
@@ -98,13 +98,13 @@ def all_reduce_max(number: int) -> int:
 
 
 def fetch_to_host(tree: Any) -> Any:
-    """Returns a tree of arrays as full NumPy arrays in every process, gathered one at a time."""
+    """Returns a tree of arrays as full NumPy arrays in every process. The arrays are gathered one at a time."""
     from jax.experimental.multihost_utils import process_allgather
 
-    def whole(array: jax.Array) -> np.ndarray:
+    def to_numpy(array: jax.Array) -> np.ndarray:
         return np.asarray(array if array.is_fully_addressable else process_allgather(array, tiled=True))
 
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(to_numpy, tree)
 
 
 class StopSync:

@@ -1,7 +1,8 @@
 """Tensor types of ggml (the types of a GGUF file): block layouts, and their conversion to float32.
 
-The layouts and formulas are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-quants.c`). Products
-and sums are rounded to float32 in the order of that file, so the results are bitwise equal to llama.cpp's.
+The layouts and formulas are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-quants.c`). The
+functions here multiply, add and round to float32 in the same order as `ggml-quants.c`, so the values are bitwise equal to
+llama.cpp's.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from dantinox.interop.ggml_codebooks import codebook
 
 CHUNK = 1 << 16  # values converted at a time, so that intermediate arrays fit the caches of a CPU
 F16, F32, U8, I8, U16, U32 = "<f2", "<f4", "u1", "i1", "<u2", "<u4"
-# The values of 4-bit floats (E2M1), doubled, and of the nonlinear 4-bit types.
+# The doubled values of 4-bit floats (E2M1).
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+# The values of the nonlinear 4-bit types (IQ4_NL and IQ4_XS).
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 IQ1_DELTA = np.float32(0.125)
 
@@ -74,7 +76,10 @@ def quantize_q8_0(array: np.ndarray) -> np.ndarray:
 
 
 def _unpack(packed: np.ndarray, width: int) -> np.ndarray:
-    """Unpacks fields of `width` bits from bytes: `[..., n]` → `[..., 8 / width, n]`, the lowest bits of all bytes first."""
+    """Unpacks fields of `width` bits from bytes: `[..., n]` → `[..., 8 / width, n]`.
+
+    Index i of the new axis is field i of every byte; field 0 has the lowest bits.
+    """
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return (packed[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
 
@@ -90,7 +95,7 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
 
 
 def _scale(field: np.ndarray, axes: int = 1) -> np.ndarray:
-    """Converts one number per block to float32, with `axes` more axes of length 1."""
+    """Converts one number per block to float32 and appends `axes` dimensions of length 1."""
     return field.astype(np.float32).reshape(-1, *(1,) * axes)
 
 
@@ -175,7 +180,10 @@ def _q6_k(b: np.ndarray) -> np.ndarray:
 
 
 def _tq1_0(b: np.ndarray) -> np.ndarray:
-    """A byte is five base-3 digits (four in `qh`) as a fraction of 256; multiplying by 3 shifts out the next digit."""
+    """Converts TQ1_0 blocks.
+
+    The first five base-3 digits (four in `qh`) of the fraction byte / 256 are values. Multiplying by 3 shifts out one digit.
+    """
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     parts = ((b["qs"][:, :32], 5), (b["qs"][:, 32:], 5), (b["qh"], 4))
     shifted = [(part[:, None, :] * powers[:digits]).reshape(len(b), -1) for part, digits in parts]
@@ -272,7 +280,7 @@ def _iq1_s(b: np.ndarray) -> np.ndarray:
 
 
 def _iq1_m(b: np.ndarray) -> np.ndarray:
-    """The highest four bits of each word of scales are the block's float16 scale."""
+    """The highest four bits of the four words in `scales` together form the block's float16 scale."""
     quarters = b["scales"] >> np.uint16(12) << np.arange(0, 16, 4, dtype=np.uint16)
     d = np.bitwise_or.reduce(quarters, -1).view(np.float16)
     fields = (b["scales"][..., None] >> np.array([0, 3, 6, 9], np.uint16) & np.uint16(7)).reshape(-1, 16)
@@ -284,7 +292,7 @@ def _iq1_m(b: np.ndarray) -> np.ndarray:
 
 
 def _type(number: int, values: int, decode: Callable[[np.ndarray], np.ndarray] | None, **fields: Any) -> GGMLType:
-    """Returns a type with these fields of a block: `name="<f2"`, or `name=("u1", 16)` for several values."""
+    """Returns a type whose blocks have these fields, each given as a dtype, or as a dtype and a length: `("u1", 16)`."""
     layout = [(name, *(form if isinstance(form, tuple) else (form,))) for name, form in fields.items()]
     return GGMLType(number, values, np.dtype(layout), decode)
 
@@ -320,7 +328,7 @@ TYPES = {
     "IQ1_S": _type(19, 256, _iq1_s, d=F16, qs=(U8, 32), qh=(U16, 8)),
     "IQ1_M": _type(29, 256, _iq1_m, qs=(U8, 32), qh=(U8, 16), scales=(U16, 4)),
 }
-# Types in the format whose tensors are not supported: types for computation only, integers, and types removed from ggml.
+# GGUF types that are not supported: types used only in computation, integers, float64, and types removed from ggml.
 UNSUPPORTED_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",

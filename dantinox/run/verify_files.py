@@ -21,8 +21,8 @@ from dantinox.run.manifest import (
     recorded_logs,
 )
 
-SAVING_SUFFIX = ".saving"  # checkpoints/12.saving: step 12 is being saved, or was when the process ended
-TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # of the directory that Orbax writes before it renames it to the step number
+SAVING_SUFFIX = ".saving"  # checkpoints/12.saving: step 12 is being saved, or the process ended during the save
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax saves to a directory with this suffix, then renames it
 DAMAGED_PREFIX = "damaged-"  # checkpoints/damaged-12: a damaged checkpoint that a resumed run set aside
 
 
@@ -51,7 +51,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def verify_run(run: RunDirectory) -> VerifyReport:
-    """Compares every file of a run that a manifest lists.
+    """Compares the files of a run with the sizes and hashes in its manifests.
 
     Raises:
       UserError: the directory is not a run.
@@ -65,10 +65,10 @@ def verify_run(run: RunDirectory) -> VerifyReport:
 
 
 def find_file_damage(run: RunDirectory, entry: Callable[[Path], Entry] = hash_file) -> Iterator[str]:
-    """Yields one sentence for each damaged, missing or unlisted file of a run, without checkpoints and logs.
+    """Yields one sentence for each damaged, missing or unlisted file of a run, except checkpoints and logs.
 
     Args:
-      entry: computes the actual entry of a file.
+      entry: computes the size and SHA-256 of a file.
 
     Raises:
       DamagedFile: the manifest is damaged.
@@ -90,7 +90,7 @@ def _check_own_files(run: RunDirectory, found: VerifyReport) -> list[str]:
         found.files = found.bytes = 0
         before = _file_state(run.manifest)
         problems = list(_errors_as_problems(find_file_damage(run, counted)))
-        if not problems or before == _file_state(run.manifest):  # else a running training replaced a file: read again
+        if not problems or before == _file_state(run.manifest):  # else a training process replaced files: check again
             return problems
 
 
@@ -112,7 +112,7 @@ def _check_checkpoints(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
             _count_file(path, found)
         problems = list(_errors_as_problems(find_step_damage(step)))
         if not step.exists():
-            continue  # a running training deleted it in the meantime
+            continue  # a training process deleted the checkpoint during this check
         yield from problems
         if not logs_compared:
             with contextlib.suppress(DamagedFile):  # try the manifest of an older step
@@ -145,7 +145,7 @@ def _check_stray_files(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
             yield f"{path} is not listed in the manifest"
     for step in sorted(unfinished):
         if not (step / MANIFEST).exists():
-            found.remarks.append(f"{step} is unfinished: a run is saving it, or ended while it saved it")
+            found.remarks.append(f"{step} is unfinished: it is being saved, or the run ended during the save")
 
 
 def _errors_as_problems(problems: Iterator[str]) -> Iterator[str]:

@@ -16,10 +16,10 @@ class RouterReport(NamedTuple):
 
     Attributes:
       attention: the attention metrics, or None if the router does not use them.
-      route: the strategy and its sampling numbers.
+      route: the strategy, and the temperature, top-p, top-k and min-p to draw with.
       forced: whether the clarify token was emitted instead of a drawn token.
-      candidates: the candidates of adaptive rows, if they are scored or reported: ids, ln p under the model and scores, [B, N]
-        each. An id of −1 is an unused entry.
+      candidates: the candidates in rows with the strategy `adaptive`; None if they are neither scored nor reported. Token ids,
+        ln p under the model, and scores have shape [B, N]. An id of −1 is an unused entry.
     """
 
     attention: AttentionMetrics | None
@@ -32,10 +32,10 @@ class StepInfo(NamedTuple):
     """The report of one decoding step: arrays [B], or [B, steps] for several steps.
 
     Attributes:
-      logprob: ln p of the token under the model, before any step.
+      logprob: ln p of the token under the model, before any sampling step.
       logprob_sampled: ln p under the distribution from which it was drawn; 0 in a greedy row.
       rank: number of tokens that are more likely under the model, or equally likely with a lower id.
-      survivors: number of tokens that the steps left to draw from; 1 in a greedy row.
+      survivors: number of tokens that no sampling step removed; 1 in a greedy row.
       entropy, varentropy: of the model's distribution, in bits and bits².
       top_ids, top_logprobs: [B, k] or [B, steps, k], the most likely tokens of the model, best first.
       top_logprobs_sampled: ln p of the same tokens under the distribution from which the token was drawn; -inf if removed.
@@ -55,12 +55,12 @@ class StepInfo(NamedTuple):
 
 
 def step_info(count: int, raw_V: Array, final_V: Array, token: Array, greedy: Array) -> StepInfo:
-    """Returns the report of one row, without the part of the router.
+    """Returns the report of one row, with `routed` set to None.
 
     Args:
       count: the number of alternatives (static).
       raw_V: logits of the model.
-      final_V: logits after all steps.
+      final_V: logits after all sampling steps.
       token: the chosen token.
       greedy: whether the row is greedy.
     """
@@ -84,8 +84,8 @@ def step_info(count: int, raw_V: Array, final_V: Array, token: Array, greedy: Ar
     )
 
 
-def _logprobs(logits_V: Array, some_N: Array) -> Array:
-    """Returns the log-softmax of some of the logits; -inf in a row without tokens."""
+def _logprobs(logits_V: Array, selected_N: Array) -> Array:
+    """Returns the log-softmax at the selected logits; -inf if every logit of the row is -inf."""
     largest = finite_max(logits_V)
     mass = row_sum(jnp.exp(logits_V - largest))
-    return jnp.where(mass > 0, some_N - largest - jnp.log(mass), -jnp.inf)
+    return jnp.where(mass > 0, selected_N - largest - jnp.log(mass), -jnp.inf)

@@ -16,7 +16,7 @@ from dantinox.serve.limits import MAX_CONNECTIONS, Limits
 def connection_protocol(limits: Limits) -> type[H11Protocol]:
     """Returns the protocol class for `uvicorn.Config(http=…)`.
 
-    uvicorn has no timeout for the first request of a connection, for the rest of a head, or for a client that does not read.
+    uvicorn has no timeout for the first request of a connection, for an incomplete head, or for a client that stops reading.
     Its responses to too many connections (`limit_concurrency`) and to malformed requests are plain text. The size of an
     incomplete head is limited by `h11_max_incomplete_event_size`, the size of a complete one by `middleware.Guard`.
     """
@@ -27,7 +27,7 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(cast(asyncio.Transport, transport))
-            # Nagle's algorithm delays a small write until the client confirms the previous one, 40 ms or more.
+            # Nagle's algorithm delays a small write until the client acknowledges the previous one, which can take over 40 ms.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._time_head()
 

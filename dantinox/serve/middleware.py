@@ -99,8 +99,8 @@ class Guard:
         if found is None or not _is_allowed(found[1].removesuffix("."), hosts_allowed):
             raise http_error("host", escape_name(host))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            # A page of another server can reach this one by DNS rebinding, or by a request whose response it need not read.
-            # Browsers send the page's origin in the header Origin.
+            # A web page of another site can send requests to this server by DNS rebinding, or as cross-origin requests whose
+            # responses it cannot read. Browsers send the page's origin in the header Origin.
             allowed = self._options.origins
             for origin in map(str.lower, values(b"origin")):
                 if origin not in allowed and "*" not in allowed and urlsplit(origin).netloc != host:
@@ -121,7 +121,7 @@ class Guard:
         """Returns the body, or None if the connection was lost.
 
         Raises:
-          RequestError: 408, the body is too slow; 413, it is too large.
+          RequestError: 408 if the body arrives too slowly; 413 if it is too large.
         """
         limits, headers = self._options.limits, dict(scope["headers"])
         too_large = http_error("body_too_large", limits.max_body)

@@ -12,10 +12,13 @@ from dantinox.text.token_store import Batch, Counts, TokenStore
 
 
 class Preferences(NamedTuple):
-    """P pairs of conversations, the preferred one first. Each starts at the beginning of a row; otherwise like `Batch`.
+    """P pairs of conversations, the preferred one first. Each conversation has its own row.
+
+    The first four fields are those of `Batch`.
 
     Attributes:
-      reference_P2: float32, summed log-probabilities of the targets in the loss, under the model that training starts from.
+      reference_P2: float32, the log-probability of each conversation under the reference model, from which training starts,
+        summed over the targets in the loss.
     """
 
     tokens_P2T: np.ndarray
@@ -32,14 +35,15 @@ class Preferences(NamedTuple):
 class ConversationStore(TokenStore):
     """Training and validation conversations. A batch is a pure function of (seed, step), as in `TokenStore`.
 
-    A row holds whole conversations, packed by best fit, each in a separate segment; a row of a pair holds one conversation.
-    Only the answers are targets in the loss. Conversations longer than T + 1 tokens, and pairs that contain one, are skipped.
+    A row holds whole conversations, packed by best fit, each in a separate segment. In batches of pairs, a row holds only one
+    conversation. Only the answers are targets in the loss. Conversations longer than T + 1 tokens, and pairs that contain one,
+    are skipped.
 
     Attributes:
       pairs: whether batches are `Preferences`. Then `batch_size` and `windows_per_epoch` count pairs.
       conversations, left_out: number of conversations (or pairs), and how many of them are too long.
       name: the name of the token file, which depends on its content.
-      reference: float32 [pairs, 2], the source of `Preferences.reference_P2`, training pairs first; zeros until it is set.
+      reference: float32 [pairs, 2], `Preferences.reference_P2` of all pairs, training pairs first. Its initial values are 0.
     """
 
     def __init__(
@@ -56,16 +60,16 @@ class ConversationStore(TokenStore):
         pairs: bool = False,
         mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Wraps arrays of token ids and of their marks, training part first.
+        """Wraps an array of token ids and an array with one mark per token. The training part comes first in both.
 
         Args:
           ids: token ids of any integer type.
           marks: uint8, combinations of `IN_LOSS` and `FIRST_TOKEN`.
           counts: the sizes of the training and the validation part.
           batch_size, sequence_length: B and T.
-          seed: of the order of rows.
+          seed: determines the order of rows.
           pad_id: the padding token; None: 0.
-          mixture: (number of training tokens, weight) of each source, in the order of their tokens.
+          mixture: (number of training tokens, weight) of each source, in the order of the sources in `ids`.
 
         Raises:
           UserError: all conversations are too long.
@@ -103,7 +107,7 @@ class ConversationStore(TokenStore):
                 return
 
     def all_pairs(self, batch_size: int) -> Iterator[tuple[np.ndarray, Preferences]]:
-        """Yields every pair once, in batches, each with the indices of its pairs in `reference`.
+        """Yields tuples (indices in `reference`, batch) that contain every pair once.
 
         The last batch of each part is padded; its indices cover only the real pairs.
         """

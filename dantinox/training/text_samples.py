@@ -22,7 +22,7 @@ Sampler = Callable[[Transformer], str]
 def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
     """Returns a function that generates a text sample with a model; None without `training.sample_every`.
 
-    Without `training.sample_prompt` a sample starts from a line break, or from the begin token if the vocabulary has no line
+    Without `training.sample_prompt` a sample starts from a line break, or from the BOS token if the vocabulary has no line
     break. The prompt and the settings are checked here, before the first step.
 
     Raises:
@@ -31,30 +31,29 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
     if config.training.sample_every is None:
         return None
     prompt, tokens = _prompt(config, tokenizer)
-    room = config.model.max_context - tokens
-    if room < 1:
-        raise UserError(f"training.sample_prompt must be shorter than model.max_context {tokens + room} tokens, got {tokens}")
+    context = config.model.max_context
+    if tokens >= context:
+        raise UserError(f"training.sample_prompt must have fewer tokens than model.max_context = {context}, got {tokens}")
     settings: dict[str, Any] = {"seed": config.training.seed, "n": 1}
-    settings["max_new_tokens"] = min(config.generation.max_new_tokens, room)
-    # There is no calibration of a model in training, and its samples should not depend on cache compression.
-    settings["kv_budget"] = None
+    settings["max_new_tokens"] = min(config.generation.max_new_tokens, context - tokens)
+    settings["kv_budget"] = None  # samples should not depend on cache compression
     if config.generation.strategy == "entropy" and config.router.router_preset == "calibrated":
-        settings["router_preset"] = "guide"
-    sampling_params(tokenizer, [overlay(config, settings)])  # raises the errors of a sample early
+        settings["router_preset"] = "guide"  # a model in training has no calibration
+    sampling_params(tokenizer, [overlay(config, settings)])  # invalid settings fail here, not at the first sample
     settings["tensor_parallel"] = max_tensor_parallel(config.architecture(tokenizer.vocab_size), jax.local_device_count())
     return lambda model: prompt + LoadedModel(config, model, tokenizer).generate(prompt, **settings).text
 
 
 def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
-    """Builds a model for sampling, with unstacked layers, from weights that include any adapters.
+    """Builds a model for sampling, with unstacked layers, from all weights, including those of adapters.
 
     Weights in host memory are sharded over as many local devices as possible.
     """
-    apart = replace(model, scan_layers=False)
-    build, shapes = abstract_model(apart)
+    unstacked = replace(model, scan_layers=False)
+    build, shapes = abstract_model(unstacked)
     parameters = unstack_layers(weights)
     if any(isinstance(array, np.ndarray) for array in parameters.values()):
-        mesh = tensor_mesh(apart, max_tensor_parallel(apart, jax.local_device_count()))
+        mesh = tensor_mesh(unstacked, max_tensor_parallel(unstacked, jax.local_device_count()))
         parameters = jax.device_put(parameters, weight_shardings(mesh, shapes))
     return build(parameters)
 
@@ -68,6 +67,6 @@ def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
         if given:
             raise UserError(f"training.sample_prompt: {error}") from None
         if tokenizer.bos_id is None:
-            reason = "the vocabulary has neither a line break nor a begin token"
+            reason = "the vocabulary has neither a line break nor a BOS token"
             raise UserError(f"training.sample_prompt must be set: {reason}") from None
         return "", 1

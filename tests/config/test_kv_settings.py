@@ -291,11 +291,11 @@ def test_a_misplaced_setting_is_reported_with_its_section(tree):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ("--what router --sequences 5", "--sequences belongs to --what kv: leave it out with --what router"),
-        ("--what router --no_loss", "--no_loss belongs to --what kv: leave it out with --what router"),
-        ("--what router --output o", "--output belongs to --what kv: leave it out with --what router"),
-        ("--what router --from_results o", "--from_results belongs to --what kv: leave it out with --what router"),
-        ("--what kv --tokens 5", "--tokens belongs to --what router: leave it out with --what kv"),
+        ("--what router --sequences 5", "--sequences has no effect with --what router: it is a flag of --what kv"),
+        ("--what router --no_loss", "--no_loss has no effect with --what router: it is a flag of --what kv"),
+        ("--what router --output o", "--output has no effect with --what router: it is a flag of --what kv"),
+        ("--what router --from_results o", "--from_results has no effect with --what router: it is a flag of --what kv"),
+        ("--what kv --tokens 5", "--tokens has no effect with --what kv: it is a flag of --what router"),
         ("--what kv --from_results o --no_loss", "--from_results measures nothing: leave --no_loss out"),
         ("--what kv --from_results o --sequences 0", "--from_results measures nothing: leave --sequences out"),
         ("--what kv --from_results o --length 64", "--from_results measures nothing: leave --length out"),

@@ -114,5 +114,5 @@ def test_flags_of_another_evaluation(run_dir, capsys):
     assert main(["eval", "ppl", "--run_dir", str(run_dir), "--data_path", "x", "--quick"]) == 2
     assert capsys.readouterr().err == (
         "error: eval ppl needs --data_path, the text to read\n"
-        "error: --quick belongs to eval sampling and eval kv: leave it out with eval ppl\n"
+        "error: --quick has no effect with eval ppl: it is a flag of eval sampling and eval kv\n"
     )

@@ -197,7 +197,7 @@ def test_files_of_a_killed_save_are_not_damage(run):
     (run.checkpoints / "16.orbax-checkpoint-tmp").mkdir()
     found = verify_run(run)
     assert found.damage == []
-    assert found.remarks == [f"{run.checkpoints / '16'} is unfinished: a run is saving it, or ended while it saved it"]
+    assert found.remarks == [f"{run.checkpoints / '16'} is unfinished: it is being saved, or the run ended during the save"]
 
 
 def test_log_rows_after_the_newest_checkpoint_are_a_remark(run):

@@ -518,4 +518,4 @@ def test_flags_of_other_evaluations_are_rejected(toy, capsys):
     for what, flag, value in (("kv", "--prompts", "3"), ("kv", "--reference", "x"), ("sampling", "--ratios", ".5")):
         assert main(["eval", what, "--run_dir", str(toy), flag, value]) == 2
         other = {"kv": "eval sampling", "sampling": "eval kv and eval ruler"}[what]
-        assert capsys.readouterr().err == f"error: {flag} belongs to {other}: leave it out with eval {what}\n"
+        assert capsys.readouterr().err == f"error: {flag} has no effect with eval {what}: it is a flag of {other}\n"

@@ -30,7 +30,10 @@ def test_no_sampler_without_sample_every():
             {"training__sample_prompt": "é"},
             r"training\.sample_prompt: the character 'é' \(U\+00E9\) at position 0 .* not in",
         ),
-        ({"training__sample_prompt": "abc", "model__max_context": 3}, "must be shorter than model.max_context 3 tokens, got 3"),
+        (
+            {"training__sample_prompt": "abc", "model__max_context": 3},
+            "must have fewer tokens than model.max_context = 3, got 3",
+        ),
         ({"generation__allowed_tokens": [999]}, r"generation\.allowed_tokens must hold token ids in \[0, 6\), got 999"),
         ({"generation__banned_tokens": ["é"]}, "generation.banned_tokens: the character 'é'"),
     ],
@@ -40,7 +43,7 @@ def test_errors_of_samples_are_raised_before_training(changed, message):
         make_sampler(settings(**changed), letters("abc"))
 
 
-def test_vocabulary_without_a_line_break_starts_from_its_begin_token():
+def test_vocabulary_without_a_line_break_starts_from_its_bos_token():
     assert make_sampler(settings(), letters("abc")) is not None
     tree = letters("abc").to_json().replace("<bos>", "<other>")
     with pytest.raises(UserError, match=ERRORS["must_be_set_the_vocabulary"]):

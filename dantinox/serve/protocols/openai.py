@@ -1,6 +1,6 @@
 """The OpenAI protocol: `/v1/models`, `/v1/completions` and `/v1/chat/completions`.
 
-Source: OpenAI's API reference, and the additional fields that clients of vLLM send.
+The fields are those of OpenAI's API reference, and the additional ones that clients of vLLM send.
 """
 
 import json
@@ -67,17 +67,17 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     service.check_model(body.model)
     config = service.settings(body.settings(body.max_tokens))
     tokenizer = service.tokenizer
-    # Token ids that do not fit the context are refused before they are processed.
+    # Refuse token ids that do not fit the context before `prompt_ids` checks each of them.
     _check_lengths(service, (prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
     prompts = await prompt_ids(service.model, body.prompt)
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
     echo, constraint = bool(body.echo), body.constraint()
     requests = [GenerationRequest(tuple(ids), config, logprobs, echo and logprobs is not None, constraint) for ids in prompts]
     _check_lengths(service, prompts, "prompt")
-    heads = [""] * len(requests)
+    echoed = [""] * len(requests)
     if echo:
-        heads = [tokenizer.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt]
-    return OpenAIReply(service, requests, COMPLETION, body, heads)
+        echoed = [tokenizer.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt]
+    return OpenAIReply(service, requests, COMPLETION, body, echoed)
 
 
 async def parse_chat(service: Service, body: ChatBody) -> Reply:
@@ -112,11 +112,11 @@ class ReplyFormat(NamedTuple):
     """The format of a response.
 
     Attributes:
-      id: prefix of its id.
-      object, chunk_object: `object` of a whole response, and of a chunk of a stream.
+      id: prefix of the response's id.
+      object, chunk_object: value of the field `object` in a complete response, and in a chunk of a streamed response.
       logprobs: formats the log-probabilities of a choice.
-      message, delta: return the fields of a whole text, and of a delta.
-      opening: fields of a choice's first delta if it comes before all text.
+      message, delta: functions from the complete text of a choice, or from a delta of it, to the fields of the choice.
+      opening: fields of a chunk that every choice sends before the first text of the stream; None: no such chunk.
     """
 
     id: str
@@ -161,11 +161,11 @@ class OpenAIReply(Reply):
     """A completion or a chat completion."""
 
     def __init__(
-        self, service: Service, requests: Sequence[GenerationRequest], form: ReplyFormat, body: Body, heads: Sequence[str]
+        self, service: Service, requests: Sequence[GenerationRequest], form: ReplyFormat, body: Body, echoed: Sequence[str]
     ):
-        """Initializes the reply; `heads` is the text at the start of the choices of each request."""
+        """Initializes the reply; `echoed` has the prompt of each request if `echo` is set, else empty strings."""
         super().__init__(requests, bool(body.stream))
-        self._tokenizer, self._form, self._heads = service.tokenizer, form, heads
+        self._tokenizer, self._form, self._echoed = service.tokenizer, form, echoed
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._frame: dict[str, JSON] = {
             "id": f"{form.id}-{secrets.token_hex(12)}",
@@ -182,8 +182,8 @@ class OpenAIReply(Reply):
         request, index = self.requests[number], self._first_index[number] + delta.sample
         text, records = delta.text, delta.tokens
         if index not in self._logprobs:
-            self._logprobs[index] = self._form.logprobs(self._tokenizer, request, self._heads[number])
-            text, records = self._heads[number] + text, [*self.streams[number].prompt, *records]
+            self._logprobs[index] = self._form.logprobs(self._tokenizer, request, self._echoed[number])
+            text, records = self._echoed[number] + text, [*self.streams[number].prompt, *records]
         reason = "stop" if delta.finish_reason == "eos" else delta.finish_reason
         return ChoiceDelta(index, text, None if request.logprobs is None else self._logprobs[index](records), reason)
 
