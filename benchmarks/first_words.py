@@ -4,7 +4,7 @@
 
 RUN is a run directory, as `dantinox import smollm2` writes it. Half of the prompts are questions in the model's chat template,
 as `chat` and the server render them, half are plain text, as `generate` reads it. Each is continued with every seed by `--new`
-tokens, end tokens excluded, by
+tokens, EOS tokens excluded, by
 
 * `defaults`: the run's own generation settings;
 * `llama.cpp`, with `--peer` (needs llama-cpp-python): its default chain: top_k 40, top_p 0.95, min_p 0.05, temperature 0.8;

@@ -563,7 +563,7 @@ have the formats of other programs: YAML, `tokenizer.json` of Hugging Face's tok
 RUN_FILES = {
     "config.yaml": "All settings of the run, as YAML.",
     "tokenizer.json": "The tokenizer, in the format of Hugging Face's tokenizers.",
-    "tokenizer_config.json": "JSON: whether a prompt begins with the begin token, and the tokens that end a text.",
+    "tokenizer_config.json": "JSON: whether a prompt begins with the BOS token, and the tokens that end a text.",
     "chat_template.jinja": "The Jinja template that formats a conversation.",
     "origin.json": "JSON, of an imported model: what its checkpoint declared, for a later export.",
     "model_weights.msgpack": "The weights with the lowest validation loss (with `training.ema`: their average), as msgpack.",

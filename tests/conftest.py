@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-# Most of the time goes into compiling small programs that run a few times: half of it without optimisation. Said in the
+# Most of the time goes into compiling small programs that run a few times: half of it without optimization. Said in the
 # environment before jax is loaded, so it holds for the programs that tests start too.
 CHEAP = {"xla_backend_optimization_level": "0", "xla_cpu_parallel_codegen_split_count": "1"}
-OPTIMISED = {}
+OPTIMIZED = {}
 if sys.version_info < (3, 12):  # the jax of newer Pythons knows one way to emit fusions
-    CHEAP["xla_cpu_use_fusion_emitters"], OPTIMISED["xla_cpu_use_fusion_emitters"] = "false", True
+    CHEAP["xla_cpu_use_fusion_emitters"], OPTIMIZED["xla_cpu_use_fusion_emitters"] = "false", True
 os.environ["XLA_FLAGS"] = " ".join([*(f"--{name}={value}" for name, value in CHEAP.items()), os.environ.get("XLA_FLAGS", "")])
 
 gc.set_threshold(100_000, 50, 50)  # tracing makes objects by the million: an eighth of the time went into looking through them
@@ -42,12 +42,12 @@ def release_programs():
 
 
 @pytest.fixture(scope="session")
-def optimised():
+def optimized():
     """Compiles what `.lower()` gave into a program with the memory and the text that it has outside of the tests.
 
     These come before the machine code, which alone is left unoptimised.
     """
-    return lambda lowered: lowered.compile(compiler_options=OPTIMISED)
+    return lambda lowered: lowered.compile(compiler_options=OPTIMIZED)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ending_run_dir(tmp_path_factory):
-    """The same, but "c" leads to the end token."""
+    """The same, but "c" leads to the EOS token."""
     return make_run(tmp_path_factory.mktemp("runs") / "ending", end=True)
 
 

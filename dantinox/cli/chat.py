@@ -121,12 +121,12 @@ def _system(talk: "Chat", rest: str) -> str:
 
 
 def _entropy(talk: "Chat", rest: str) -> str:
-    from dantinox.report.entropy_view import terminal_colours
+    from dantinox.report.entropy_view import terminal_colors
 
     if rest not in ("", "on", "off"):
         raise UserError(f"/entropy must be on or off, got {quote(rest)}")
     talk.entropy = rest == "on" if rest else not talk.entropy
-    return "entropy is off" if not talk.entropy else SHADED if terminal_colours(sys.stdout) != "none" else BELOW
+    return "entropy is off" if not talk.entropy else SHADED if terminal_colors(sys.stdout) != "none" else BELOW
 
 
 # Name → usage, description and function. `respond` handles the commands without a function.
@@ -202,10 +202,10 @@ def _format(value: Any) -> str:
 
 
 def _run_terminal(talk: "Chat") -> int:
-    from dantinox.report.entropy_view import terminal_colours
+    from dantinox.report.entropy_view import terminal_colors
 
     session = _session()
-    colors = terminal_colours(sys.stdout)
+    colors = terminal_colors(sys.stdout)
     _note(f"{KEYS_HELP} /help lists the commands.")
     while True:
         try:

@@ -213,9 +213,9 @@ def _check_chat(options: argparse.Namespace) -> None:
 
 
 def _show(documents: list[dict[str, Any]]) -> None:
-    from dantinox.report.entropy_view import show_entropy, terminal_colours
+    from dantinox.report.entropy_view import show_entropy, terminal_colors
 
-    for line in show_entropy(documents, shutil.get_terminal_size((100, 24)).columns, terminal_colours(sys.stdout)):
+    for line in show_entropy(documents, shutil.get_terminal_size((100, 24)).columns, terminal_colors(sys.stdout)):
         print(line)
 
 

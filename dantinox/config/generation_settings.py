@@ -44,8 +44,8 @@ class _Request(Section):
     keep_stop: Annotated[bool, Needs(("generation.stop", nonempty), ("generation.stop_token_ids", nonempty))] = field(
         False, "keep the stop string or token in the text"
     )
-    stop_token_ids: Tokens = field((), "tokens that end the text like the end token: ids, or strings of one token")
-    ignore_eos: bool = field(False, "continue after the end token")
+    stop_token_ids: Tokens = field((), "tokens that end the text like the EOS token: ids, or strings of one token")
+    ignore_eos: bool = field(False, "continue after the EOS token")
     use_cache: bool = field(True, "cache keys and values; false recomputes the whole sequence for each token")
     weights: Literal["auto", "float32", "bfloat16", "int8"] = field(
         "auto", "dtype of the weights while decoding (auto: the compute dtype of the run)"

@@ -287,7 +287,7 @@ class ExpertsConfig:
     Attributes:
       count: experts per layer; each token uses `top_k` of them.
       shared_dim: width of the shared expert layer, 0 without one; `shared_gate`: whether it has a gate.
-      score: function of the router logits; with `normalise` the weights of a token sum to 1, and `scaling` multiplies them.
+      score: function of the router logits; with `normalize` the weights of a token sum to 1, and `scaling` multiplies them.
       bias: whether a bias affects the choice of experts (see `model.moe.Router`); `logit_bias`: whether the logits have a bias.
       branch_norms: whether experts and the shared layer have separate norms (see `model.moe.BranchedExperts`).
       groups: groups of experts; a token uses experts of its best `top_groups` groups by `group_score`.
@@ -298,7 +298,7 @@ class ExpertsConfig:
     top_k: int
     shared_dim: int = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True
+    normalize: bool = True
     bias: bool = False
     shared_gate: bool = False
     scaling: float = 1.0

@@ -134,7 +134,7 @@ class StepSettings(Section):
     allowed_tokens: Tokens = field((), "the only tokens to generate: ids, or strings of one token (empty: all)")
     banned_tokens: Tokens = field((), "tokens never to generate: ids, or strings of one token")
     bad_words: Sequences = field((), "strings never to generate: the last token of each is banned after the others")
-    min_tokens: int = field(0, "minimum number of tokens before the end token, a stop token or a stop string can end the text")
+    min_tokens: int = field(0, "minimum number of tokens before the EOS token, a stop token or a stop string can end the text")
     repetition_penalty: Positive = field(
         1.0, "divide positive and multiply negative logits of earlier tokens by this number (1: off)"
     )

@@ -88,7 +88,7 @@ class ConstraintCompiler:
             allowed.
 
         Raises:
-          UserError: llguidance is not installed, or the text of a token depends on its neighbours.
+          UserError: llguidance is not installed, or the text of a token depends on its neighbors.
         """
         self._import_llguidance = _import_llguidance()
         if tokenizer.token_pieces is None:
@@ -124,11 +124,11 @@ class Matcher:
     """Computes which tokens may come next in one sequence.
 
     Attributes:
-      ended: whether an end token has been consumed, after which no token is allowed.
+      ended: whether an EOS token has been consumed, after which no token is allowed.
     """
 
     def __init__(self, matcher: "LLMatcher", kind: str, end: int, vocab_size: int, ends: Sequence[int]):
-        """Created by `ConstraintCompiler.matcher`; `end` is the end token of llguidance."""
+        """Created by `ConstraintCompiler.matcher`; `end` is the EOS token of llguidance."""
         self._matcher, self._kind, self._end = matcher, kind, end
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         self._words = -(-vocab_size // 32)
@@ -138,7 +138,7 @@ class Matcher:
     def mask(self) -> np.ndarray:
         """Returns bits [⌈V/32⌉] uint32: bit i mod 32 of word ⌊i/32⌋ is set if token i may come next.
 
-        End tokens are allowed where the sequence is complete. If the constraint allows only one continuation, only the token is
+        EOS tokens are allowed where the sequence is complete. If the constraint allows only one continuation, only the token is
         allowed that the tokenizer encodes it with.
 
         Raises:
@@ -195,7 +195,7 @@ class Matcher:
 
 
 class _VocabularyAdapter:
-    """A vocabulary in the form that llguidance reads, with its own end token after the others."""
+    """A vocabulary in the form that llguidance reads, with its own EOS token after the others."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -1,6 +1,6 @@
 """The compiled decode program, `_generate_toks`: prefill, then cached decoding in `fori_loop`; batches call it chunk by chunk.
 
-Everything that a row needs is an array with a batch axis: token, position, limit, end tokens, random key, sampling parameters.
+Everything that a row needs is an array with a batch axis: token, position, limit, EOS tokens, random key, sampling parameters.
 So rows of different lengths and different settings share one compiled program.
 """
 

@@ -116,7 +116,7 @@ class LoadedModel(ModelBundle):
         """Continues a prompt, or several prompts in one batch.
 
         Args:
-          prompt: a string, or a list of strings. An empty prompt stands for the begin token.
+          prompt: a string, or a list of strings. An empty prompt stands for the BOS token.
           n: samples per prompt, in [1, 4096]; None: `generation.n` of the run.
           logprobs: alternatives to report per token, in [0, vocabulary], with log-probabilities in nats; None reports nothing.
           echo: with `logprobs`, report the tokens of the prompt too.

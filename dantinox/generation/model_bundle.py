@@ -110,20 +110,20 @@ class ModelBundle:
         return self.grammars.matcher(constraint.kind, constraint.source, stop_token_ids(self.tokenizer, section))
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
-        """Returns the token ids of a prompt, after the begin token if the model expects it; an empty prompt is the begin token.
+        """Returns the token ids of a prompt, after the BOS token if the model expects it; an empty prompt is the BOS token.
 
         Args:
-          parse_special: read the names of special tokens as tokens; a begin token at the start is not duplicated.
+          parse_special: read the names of special tokens as tokens; a BOS token at the start is not duplicated.
 
         Raises:
-          UserError: the prompt is empty and the tokenizer has no begin token, or the tokenizer cannot encode the text.
+          UserError: the prompt is empty and the tokenizer has no BOS token, or the tokenizer cannot encode the text.
         """
         ids, bos_id = self.tokenizer.encode(prompt, parse_special=parse_special), self.tokenizer.bos_id
         if ids:
             needs_bos = self.tokenizer.add_bos and bos_id is not None and ids[0] != bos_id
             return [bos_id, *ids] if needs_bos and bos_id is not None else ids
         if bos_id is None:
-            raise UserError("the prompt is empty and the tokenizer has no begin token: enter at least one character")
+            raise UserError("the prompt is empty and the tokenizer has no BOS token: enter at least one character")
         return [bos_id]
 
     def check_ids(self, ids: Sequence[int]) -> None:

@@ -72,7 +72,7 @@ class Result:
 
     Attributes:
       prompt, text: the prompt, and its continuation alone.
-      tokens: ids of the continuation, including the end token.
+      tokens: ids of the continuation, including the EOS token.
       finish_reason: `eos`, `stop` or `length`.
       seed: seed of the sampler; the same seed reproduces the text.
       info: with `logprobs`: one list per quantity with an entry per token, see `TokenColumns`; otherwise empty.

@@ -22,7 +22,7 @@ class SampleText:
     """Converts the tokens of one continuation to text and decides where it ends.
 
     Attributes:
-      tokens: the tokens of the continuation, including the end token.
+      tokens: the tokens of the continuation, including the EOS token.
       finish_reason: `eos`, `stop` or `length` once it has ended.
       matcher: the matcher of its constraint; None without a constraint.
     """

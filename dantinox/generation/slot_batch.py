@@ -257,7 +257,7 @@ class SlotBatch(RunningBatch):
         ends = [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
         if len(ends) > MAX_END_IDS:
             raise UserError(
-                f"generation.stop_token_ids and the end tokens must be at most {MAX_END_IDS} in a server, got {len(ends)}",
+                f"generation.stop_token_ids and the EOS tokens must be at most {MAX_END_IDS} in a server, got {len(ends)}",
                 key="generation.stop_token_ids",
             )
         chain = section.strategy == "chain"

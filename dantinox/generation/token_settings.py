@@ -43,7 +43,7 @@ def sampling_params(
 
 
 def stop_token_ids(tokenizer: Tokenizer, section: GenerationSection) -> tuple[int, ...]:
-    """Returns the ids that end a sequence besides the end token."""
+    """Returns the ids that end a sequence besides the EOS token."""
     return _token_ids(tokenizer, section, "stop_token_ids")
 
 

@@ -1,6 +1,6 @@
 """The codebooks of ggml's IQ types: the values of each code.
 
-They are constants of the format, from ggml's `src/ggml-common.h` (MIT licence). Here they are packed: the index of each value
+They are constants of the format, from ggml's `src/ggml-common.h` (MIT license). Here they are packed: the index of each value
 among the values of its codebook has 2 or 4 bits, the first index in the lowest bits, compressed with zlib, in base 85.
 """
 

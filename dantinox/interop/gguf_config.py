@@ -403,7 +403,7 @@ def _expert_metadata(model: ModelConfig, family: Family) -> dict[str, Any]:
         "expert_shared_feed_forward_length": experts.shared_dim,
         "expert_shared_count": experts.shared_dim // model.hidden_dim,
         "expert_weights_scale": experts.scaling,
-        "expert_weights_norm": experts.normalise,
+        "expert_weights_norm": experts.normalize,
         "leading_dense_block_count": len(experts.dense_layers),
         "interleave_moe_layer_step": 1,
     }

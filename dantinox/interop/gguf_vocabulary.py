@@ -64,7 +64,7 @@ def vocabulary_metadata(tokenizer: Tokenizer, size: int, chat_template: str | No
             f"GGUF cannot represent a tokenizer of the kind {tree['model']['type']}, only byte-level and SentencePiece BPE"
         )
     if tokenizer.eos_id is None:
-        raise UserError("the tokenizer has no end token, for which llama.cpp would use another token")
+        raise UserError("the tokenizer has no EOS token, for which llama.cpp would use another token")
     kinds = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in tree["added_tokens"]}
     names = {index: name for name, index in tree["model"]["vocab"].items()}
     names |= {token["id"]: token["content"] for token in tree["added_tokens"]}
@@ -77,7 +77,7 @@ def vocabulary_metadata(tokenizer: Tokenizer, size: int, chat_template: str | No
         found = _byte_level_metadata(tree, names)
     else:
         found = _sentencepiece_metadata(tree, names, kinds)
-    # Without a begin token in the file, llama.cpp would use a default one.
+    # Without a BOS token in the file, llama.cpp would use a default one.
     bos_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     ids = {"bos_token_id": bos_id, "eos_token_id": tokenizer.eos_id, "padding_token_id": tokenizer.pad_id}
     # A file has three stop tokens. llama.cpp recognizes further ones by their names.
@@ -273,7 +273,7 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
         index = given.get(key)
         if index is not None and (type(index) is not int or not (0 <= index < len(tokens) or index in ABSENT_IDS)):
             raise UserError(f"{name} has {KEY}{key}: {quote(index)}, which is not one of its {len(tokens)} tokens")
-    # Begin and end tokens are special even if their type in the file is another one.
+    # BOS and EOS tokens are special even if their type in the file is another one.
     special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
     special |= {index for index, code in enumerate(types) if code in (CONTROL, UNKNOWN)}
     special |= {index for index, code in enumerate(types) if code == USER_DEFINED and tokens[index] in (*END_TOKENS, "</s>")}

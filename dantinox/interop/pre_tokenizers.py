@@ -155,7 +155,7 @@ ALIASES = {
     }.items()
     for name in names.split()
 }
-# Names for which llama.cpp adds the begin token to a text, unless the file disables it.
+# Names for which llama.cpp adds the BOS token to a text, unless the file disables it.
 ADDS_BOS = frozenset((
     "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
     "chameleon",

@@ -195,7 +195,7 @@ def split_half(entropy_SLN: np.ndarray) -> float | None:
 def sample_sequences(ids: np.ndarray, count: int, length: int, eos_id: int | None, seed: int) -> list[np.ndarray]:
     """Samples `count` distinct sequences of up to `length` tokens, each within one document, at uniform positions.
 
-    A sequence begins at the sampled position, or earlier if its document would end too soon. End tokens are excluded, since
+    A sequence begins at the sampled position, or earlier if its document would end too soon. EOS tokens are excluded, since
     training never scores the token after them. Documents shorter than `MIN_TOKENS` (or `length`, if smaller) are skipped.
     """
     random, chosen, tries = np.random.default_rng(seed), dict[tuple[int, int], None](), 0

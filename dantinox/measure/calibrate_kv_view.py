@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from dantinox.measure.calibrate_kv import HEAD_TYPES, HeadCalibration
-from dantinox.measure.calibrate_router_view import COLOURS
+from dantinox.measure.calibrate_router_view import COLORS
 from dantinox.report.plots import new_figure, to_png
 from dantinox.report.tables import percent, side_by_side, wrap_lines
 
 CELL = 6  # characters of a number in the table
-TYPE_COLOURS = [COLOURS[name] for name in ("greedy", "explore", "clarify", "resample", "adaptive")]
+TYPE_COLORS = [COLORS[name] for name in ("greedy", "explore", "clarify", "resample", "adaptive")]
 
 
 def kv_calibration_lines(found: HeadCalibration, width: int = 80, path: Path | None = None) -> Iterator[str]:
@@ -99,7 +99,7 @@ def _draw_heads(figure: Any, axes: Any, values_LN: np.ndarray, title: str, unit:
 
 def _draw_types(axes: Any, counts: Mapping[str, int]) -> None:
     labels = [f"{name}\n{_bits_range(name)}" for name in counts]
-    bars = axes.bar(labels, counts.values(), color=TYPE_COLOURS, width=0.7)
+    bars = axes.bar(labels, counts.values(), color=TYPE_COLORS, width=0.7)
     axes.bar_label(bars, fontsize=9)
     axes.set(xlabel="bits", ylabel="heads")
     axes.yaxis.get_major_locator().set_params(integer=True)

@@ -166,7 +166,7 @@ def cut_windows(ids: np.ndarray, window: int, context: int, eos_id: int | None) 
     """Splits a text into windows and marks the positions to measure.
 
     The first `context` positions of a window are not measured unless a document began in the window before them: the model
-    lacks context there, which raises the entropy. The beginning of a document lacks no context. Positions of end tokens are
+    lacks context there, which raises the entropy. The beginning of a document lacks no context. Positions of EOS tokens are
     not measured either, since training never scores the token after them.
     """
     tokens_NT = np.zeros((-(-len(ids) // window), window), np.int32)

@@ -12,8 +12,8 @@ from dantinox.report.plots import new_figure, to_png
 from dantinox.report.tables import percent, side_by_side, wrap_lines
 
 PRESETS = tuple(PRESET_NUMBERS)
-# Okabe and Ito's colours, which colour-blind readers can distinguish.
-COLOURS = {"greedy": "#0072b2", "clarify": "#cc79a7", "explore": "#009e73", "resample": "#d55e00", "adaptive": "#7a808a"}
+# Okabe and Ito's colors, which color-blind readers can distinguish.
+COLORS = {"greedy": "#0072b2", "clarify": "#cc79a7", "explore": "#009e73", "resample": "#d55e00", "adaptive": "#7a808a"}
 
 
 def calibration_lines(found: RouterCalibration, width: int = 100) -> Iterator[str]:
@@ -87,16 +87,16 @@ def _draw(axes: Any, found: RouterCalibration, preset: str) -> None:
     )
     shown = list[Any]()
     for name, share in found.shares[preset].items():
-        colour, label = COLOURS[name], f"{name} {percent(share)}"
+        color, label = COLORS[name], f"{name} {percent(share)}"
         if name not in RULES:
-            shown.append(Patch(fill=False, edgecolor=colour, linestyle=":", label=f"else {label}"))
+            shown.append(Patch(fill=False, edgecolor=color, linestyle=":", label=f"else {label}"))
             continue
         (left, end), (low, high) = strategy_intervals(name, _numbers(found, preset)).values()
         left, low = left or -right, low or -top  # no edge along the axes
         box = (left, low), min(end, 2 * right) - left, min(high, 2 * top) - low
-        axes.add_patch(Rectangle(*box, facecolor=colour, alpha=0.13, linewidth=0))
-        axes.add_patch(Rectangle(*box, fill=False, edgecolor=colour, linewidth=1.3))
-        shown.append(Patch(facecolor=colour + "22", edgecolor=colour, label=label))
+        axes.add_patch(Rectangle(*box, facecolor=color, alpha=0.13, linewidth=0))
+        axes.add_patch(Rectangle(*box, fill=False, edgecolor=color, linewidth=1.3))
+        shown.append(Patch(facecolor=color + "22", edgecolor=color, label=label))
     shown += axes.plot(*max_varentropy(found.vocab_size), "--", color="#333333", linewidth=0.8, label="largest V")
     axes.set(xlim=(0, right), ylim=(0, top), xlabel="entropy H (bits)", ylabel="varentropy V (bits²)")
     axes.set_title(preset, loc="left", fontsize=10)

@@ -16,7 +16,7 @@ from dantinox.report.tables import percent, side_by_side, wrap_lines
 
 COLUMN = 11  # the longest word in the name of a step
 TOKEN_CELLS = 20
-# Okabe and Ito's colours, which colour-blind readers can distinguish; before is light, after is dark.
+# Okabe and Ito's colors, which color-blind readers can distinguish; before is light, after is dark.
 BEFORE, REMOVED, AFTER, ACCENT = "#c9ced6", "#eceef1", "#0072b2", "#d55e00"
 
 
@@ -139,8 +139,8 @@ def draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: 
     places = range(len(labels))
     kept = before if after is None else after
     gone = [i for i in places if before[i] > 0 and kept[i] == 0]
-    colours = [BEFORE if left else REMOVED for left in kept]
-    axes.bar(places, before, width=0.86, color=colours, edgecolor=BEFORE, linewidth=0.5)
+    colors = [BEFORE if left else REMOVED for left in kept]
+    axes.bar(places, before, width=0.86, color=colors, edgecolor=BEFORE, linewidth=0.5)
     if after is not None:
         axes.bar(places, after, width=0.5, color=AFTER)
     if gone:  # an empty unclipped curve breaks the layout

@@ -33,14 +33,14 @@ from dantinox.report.console import Progress
 class Perplexity:
     """The result of `eval ppl`.
 
-    Each document begins with the begin token if `bos_ids` returns one and has no end token. No token sees another document.
+    Each document begins with the BOS token if `bos_ids` returns one and has no EOS token. No token sees another document.
 
     Attributes:
       nats: mean −ln p of a scored token.
       perplexity: e to the power of `nats`.
       bits_per_byte: −log2 p of all scored tokens divided by the UTF-8 bytes that they decode to.
       documents, tokens, bytes: the amount of text that was scored.
-      unscored: number of first tokens of documents that have no token before them, because there is no begin token.
+      unscored: number of first tokens of documents that have no token before them, because there is no BOS token.
       context: tokens of a window.
       stride: tokens from one window to the next.
     """

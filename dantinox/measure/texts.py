@@ -108,7 +108,7 @@ def read_text(tokenizer: Tokenizer, path: str, text_field: str, tokens: int) -> 
 
 
 def _token_stream(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[np.ndarray]:
-    """Yields the tokens of a text in parts, with begin and end tokens around documents as in a token store."""
+    """Yields the tokens of a text in parts, with BOS and EOS tokens around documents as in a token store."""
     begin, end = (np.array([] if token is None else [token], np.int32) for token in (tokenizer.bos_id, tokenizer.eos_id))
     document = -1
     for number, _, ids in _encoded_parts(tokenizer, path, text_field):
@@ -119,7 +119,7 @@ def _token_stream(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[
 
 
 class Document(NamedTuple):
-    """One document of a text: its tokens without begin and end tokens, and the number of UTF-8 bytes they decode to."""
+    """One document of a text: its tokens without BOS and EOS tokens, and the number of UTF-8 bytes they decode to."""
 
     ids: np.ndarray
     bytes: int
@@ -140,7 +140,7 @@ def read_documents(run: LoadedModel, path: str, tokens: int | None = None) -> li
 
 
 def bos_ids(tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens that precede a document: the begin token if the model expects one or was trained here with one."""
+    """Returns the tokens that precede a document: the BOS token if the model expects one or was trained here with one."""
     needed = tokenizer.add_bos or not tokenizer.roles
     return [tokenizer.bos_id] if needed and tokenizer.bos_id is not None else []
 

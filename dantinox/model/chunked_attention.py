@@ -61,7 +61,7 @@ def _attend(window: int | None, span: int, cap: float | None, *inputs: Array | N
 
 def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
     def head(q_GTH: Array, k_TH: Array, v_TH: Array, segments_T: Array, sinks_G: Array | None) -> tuple[Array, Array]:
-        outs, normalisers = [], []
+        outs, normalizers = [], []
         for first, low, high in _groups(k_TH.shape[0], span, window):
 
             def block(_: None, start: Array, first: int = first, low: int = low, high: int = high) -> tuple[None, Any]:
@@ -77,13 +77,13 @@ def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | 
                 out_GRH = _einsum("GRS,SH->GRH", weights_GRS.astype(q_GRH.dtype), v_TH[low:high]) / mass_GR1
                 return None, (out_GRH.astype(q_GRH.dtype), (largest_GR1 + jnp.log(mass_GR1))[..., 0])
 
-            out_nGRH, normaliser_nGR = lax.scan(block, None, _starts(first, span))[1]
+            out_nGRH, normalizer_nGR = lax.scan(block, None, _starts(first, span))[1]
             outs.append(_join_blocks(out_nGRH))
-            normalisers.append(_join_blocks(normaliser_nGR))
-        return jnp.concatenate(outs, axis=1), jnp.concatenate(normalisers, axis=1)
+            normalizers.append(_join_blocks(normalizer_nGR))
+        return jnp.concatenate(outs, axis=1), jnp.concatenate(normalizers, axis=1)
 
-    out_NGTH, normaliser_NGT = _over_heads(head, *inputs)
-    return out_NGTH, (*inputs, out_NGTH, normaliser_NGT)
+    out_NGTH, normalizer_NGT = _over_heads(head, *inputs)
+    return out_NGTH, (*inputs, out_NGTH, normalizer_NGT)
 
 
 def _backward(
@@ -96,7 +96,7 @@ def _backward(
         segments_T: Array,
         sinks_G: Array | None,
         out_GTH: Array,
-        normaliser_GT: Array,
+        normalizer_GT: Array,
         d_out_GTH: Array,
     ) -> tuple[Array, Array, Array, Array | None]:
         size = q_GTH.shape[-1]
@@ -111,7 +111,7 @@ def _backward(
             ) -> tuple[tuple[Array, Array], Array]:
                 q_GRH, d_out_GRH = _block_rows(q_GTH, start), _block_rows(d_out_GTH, start)
                 scores_GRS, slope_GRS = _scores(q_GRH, k_SH, segments_T, start, low, window, cap)
-                weights_GRS = jnp.exp(scores_GRS - _block_rows(normaliser_GT, start)[..., None])
+                weights_GRS = jnp.exp(scores_GRS - _block_rows(normalizer_GT, start)[..., None])
                 d_weights_GRS = _einsum("GRH,SH->GRS", d_out_GRH, v_SH)
                 d_scores_GRS = weights_GRS * (d_weights_GRS - _block_rows(mean_GT, start)[..., None]) * size**-0.5
                 d_scores_GRS = d_scores_GRS if slope_GRS is None else d_scores_GRS * slope_GRS
@@ -124,7 +124,7 @@ def _backward(
             (d_k_SH, d_v_SH), d_q_nGRH = lax.scan(block, zero, _starts(first, span))
             d_k_TH, d_v_TH = d_k_TH.at[low:high].add(d_k_SH), d_v_TH.at[low:high].add(d_v_SH)
             d_q.append(_join_blocks(d_q_nGRH))
-        d_sinks_G = None if sinks_G is None else -jnp.sum(jnp.exp(sinks_G[:, None] - normaliser_GT) * mean_GT, axis=-1)
+        d_sinks_G = None if sinks_G is None else -jnp.sum(jnp.exp(sinks_G[:, None] - normalizer_GT) * mean_GT, axis=-1)
         d_q_GTH = jnp.concatenate(d_q, axis=1).astype(q_GTH.dtype)
         return d_q_GTH, d_k_TH.astype(k_TH.dtype), d_v_TH.astype(v_TH.dtype), d_sinks_G
 

@@ -4,7 +4,7 @@ The slot counts are known before compilation, so the memory is really saved: the
 with buffers of its own size. Positions are stored with the keys (which are rotated before they are stored), so eviction does
 not change them.
 
-Policies: `snapkv+ema` ranks the tokens of a prompt by the attention of its last queries, pooled over neighbouring tokens
+Policies: `snapkv+ema` ranks the tokens of a prompt by the attention of its last queries, pooled over neighboring tokens
 (SnapKV, Li et al. 2024), and during decoding by a moving average of the attention that each token receives.
 `expected_attention` ranks prompt tokens by the attention that later queries are expected to pay (Devoto et al. 2025), and
 `kvzip` by the largest attention during a second pass over the prompt (Kim et al. 2025); both use the same moving average during
@@ -180,7 +180,7 @@ class HeadGroup:
             decayed_BKS = sorted_group.importance_BKS * sorted_group._decay_K1**read_B11
             before_BKU = jnp.pad(decayed_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
             importance_BKU = jnp.where(position_BKU >= 0, before_BKU + readout.received_BKS, 0)
-            # Max pooling over neighbouring tokens.
+            # Max pooling over neighboring tokens.
             width, sides = (1, 1, self.compression.pool), ((0, 0), (0, 0), (self.compression.pool // 2,) * 2)
             pooled_BKU = jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), sides)
         candidates = position_BKU >= 0
@@ -343,8 +343,8 @@ def expected_attention(
     counted_BT = (positions_BT >= sinks)[:, :, None, None, None]
     count = jnp.maximum(jnp.sum(counted_BT, axis=1), 1)
     mean_BKGH = jnp.sum(jnp.where(counted_BT, q, 0), axis=1) / count
-    centred = jnp.where(counted_BT, q - mean_BKGH[:, None], 0)
-    covariance_BKGHI = jnp.einsum("btkgh,btkgi->bkghi", centred, centred) / count[..., None]
+    centered = jnp.where(counted_BT, q - mean_BKGH[:, None], 0)
+    covariance_BKGHI = jnp.einsum("btkgh,btkgi->bkghi", centered, centered) / count[..., None]
     scores_BKGU = jnp.einsum("bkgh,bukh->bkgu", mean_BKGH, k_BUKH) / H**0.5
     scores_BKGU += jnp.einsum("bukh,bkghi,buki->bkgu", k_BUKH, covariance_BKGHI, k_BUKH) / (2 * H)
     valid_BKU = position_BKU >= sinks

@@ -92,7 +92,7 @@ class Router(nnx.Module):
         chosen_by_NE = scores_NE if self.bias is None else scores_NE + self.bias[...]
         _, experts_NK = lax.top_k(self._mask_other_groups(lax.stop_gradient(chosen_by_NE)), K)
         weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=1)
-        if self.rule.normalise:
+        if self.rule.normalize:
             weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
         if self.rule.scaling != 1:
             weights_NK = self.rule.scaling * weights_NK

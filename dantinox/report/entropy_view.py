@@ -1,7 +1,7 @@
 """Generated text at the terminal, each token shaded by the entropy of its distribution.
 
-Shades go from dark to light (viridis, which colour-blind readers can distinguish) with black or white letters, so that they
-are readable on dark and light terminals. Without colours, each line of text has a line of digits below it, the entropies in
+Shades go from dark to light (viridis, which color-blind readers can distinguish) with black or white letters, so that they
+are readable on dark and light terminals. Without colors, each line of text has a line of digits below it, the entropies in
 whole bits, and a line of letters for the strategies.
 
 Text of the model cannot control the terminal: control characters are shown as pictures (␛), other characters that can hide or
@@ -21,14 +21,14 @@ from rich.cells import cell_len
 
 from dantinox.report.trace_file import Document
 
-Colours = Literal["truecolor", "256", "none"]
+Colors = Literal["truecolor", "256", "none"]
 Piece = tuple[str, float | None, str | None]  # text of one or more tokens, its entropy and strategy (None in the prompt)
 
 RAMP = np.array([
     (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140), (40, 174, 128), (94, 201, 98),
     (173, 220, 48), (253, 231, 37),
 ])  # fmt: skip
-# The same ramp in the 256 colours that all terminals share, also with increasing lightness.
+# The same ramp in the 256 colors that all terminals share, also with increasing lightness.
 RAMP_256 = (53, 55, 24, 31, 36, 77, 149, 220, 226)
 RAMP_BITS = 8.0  # the end of the ramps; most of each is for the first bits, where tokens differ most
 WHITE_BELOW = {"truecolor": 1.503, "256": 0.782}  # bits below which white letters have more contrast than black ones (WCAG 2)
@@ -59,8 +59,8 @@ class Glyph(NamedTuple):
         return max(cell_len(self.text), sum(map(cell_len, self.text)))
 
 
-def terminal_colours(stream: TextIO) -> Colours:
-    """Returns the colours that `show_entropy` may use on a stream, as rich detects them (NO_COLOR, TERM, COLORTERM …)."""
+def terminal_colors(stream: TextIO) -> Colors:
+    """Returns the colors that `show_entropy` may use on a stream, as rich detects them (NO_COLOR, TERM, COLORTERM …)."""
     from rich.console import Console  # 40 ms to import
 
     screen = Console(file=stream)
@@ -69,37 +69,37 @@ def terminal_colours(stream: TextIO) -> Colours:
     return "truecolor" if screen.color_system == "truecolor" else "256" if screen.color_system == "256" else "none"
 
 
-def show_entropy(documents: Sequence[Document], width: int, colours: Colours) -> Iterator[str]:
+def show_entropy(documents: Sequence[Document], width: int, colors: Colors) -> Iterator[str]:
     """Yields the texts of documents in lines of at most `width` cells, with a legend and totals.
 
     Args:
       documents: as `trace_file` describes them.
       width: in terminal cells, at least 20.
-      colours: `truecolor` and `256` shade with escape sequences and reset them in each line; `none` writes digits below.
+      colors: `truecolor` and `256` shade with escape sequences and reset them in each line; `none` writes digits below.
     """
     width = max(width, 20)
     used = {token.get("strategy") for document in documents for token in document["tokens"]}
-    yield from _legend([name for name in MARKS if name in used], width, colours)
+    yield from _legend([name for name in MARKS if name in used], width, colors)
     for number, document in enumerate(documents, 1):
         yield ""
         if len(documents) > 1:
             yield f"sample {number} of {len(documents)}, seed {document['seed']}"
         glyphs = _to_glyphs([(document["prompt"], None, None), *_pieces(document["tokens"])])
-        yield from _draw_lines(glyphs, width, colours)
+        yield from _draw_lines(glyphs, width, colors)
         yield ""
         yield from textwrap.wrap(_totals(document["tokens"]), width)
 
 
-def shade_text(text: str, bits: float | None, colours: Colours) -> str:
+def shade_text(text: str, bits: float | None, colors: Colors) -> str:
     """Returns a piece of a streamed text, escaped for the terminal and shaded by its entropy of `bits`, None without a shade.
 
     A shaded line break is shown as ↵ before the break, so that the shade does not extend to the end of the line.
     """
     lines = ["".join(c if c == "\t" else escape_character(c) for c in line) for line in text.split("\n")]
-    if bits is None or colours == "none":
+    if bits is None or colors == "none":
         return "\n".join(lines)
     shown = [line + BREAK for line in lines[:-1]] + lines[-1:]
-    return "\n".join(f"\x1b[{_style(bits, colours)}m{line}\x1b[0m" if line else "" for line in shown)
+    return "\n".join(f"\x1b[{_style(bits, colors)}m{line}\x1b[0m" if line else "" for line in shown)
 
 
 def digit_lines(pieces: Iterable[tuple[str, float | None]], width: int) -> Iterator[str]:
@@ -109,13 +109,13 @@ def digit_lines(pieces: Iterable[tuple[str, float | None]], width: int) -> Itera
 
 
 def shade_rgb(bits: float) -> tuple[int, ...]:
-    """Returns the colour of an entropy as red, green and blue in [0, 255]; it does not depend on the vocabulary."""
+    """Returns the color of an entropy as red, green and blue in [0, 255]; it does not depend on the vocabulary."""
     positions = np.linspace(0, 1, len(RAMP))
     return tuple(round(float(np.interp(_ramp_position(bits), positions, channel))) for channel in RAMP.T)
 
 
 def shade_256(bits: float) -> int:
-    """Returns the number of an entropy's colour among 256."""
+    """Returns the number of an entropy's color among 256."""
     return RAMP_256[round(_ramp_position(bits) * (len(RAMP_256) - 1))]
 
 
@@ -167,9 +167,9 @@ def _joins(before: Glyph, character: str) -> bool:
     return not before.breaks and (is_joined or not cell_len(character))
 
 
-def _draw_lines(glyphs: Sequence[Glyph], width: int, colours: Colours) -> Iterator[str]:
-    for line in _wrap(glyphs, width, mark_cells=0 if colours == "none" else 1):
-        yield from _draw_marks_below(line) if colours == "none" else [_shade_line(line, colours)]
+def _draw_lines(glyphs: Sequence[Glyph], width: int, colors: Colors) -> Iterator[str]:
+    for line in _wrap(glyphs, width, mark_cells=0 if colors == "none" else 1):
+        yield from _draw_marks_below(line) if colors == "none" else [_shade_line(line, colors)]
 
 
 def _wrap(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list[Glyph]]:
@@ -189,21 +189,21 @@ def _wrap(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list
         yield line
 
 
-def _shade_line(line: Iterable[Glyph], colours: Colours) -> str:
+def _shade_line(line: Iterable[Glyph], colors: Colors) -> str:
     """Returns a line with escape sequences, reset at its end."""
     parts = []
     for glyph in line:
         if glyph.mark:
             parts.append(("1", MARKS.get(glyph.mark, "?")))
-        parts.append(("" if glyph.entropy is None else _style(glyph.entropy, colours), glyph.text))
+        parts.append(("" if glyph.entropy is None else _style(glyph.entropy, colors), glyph.text))
     runs = ((style, "".join(text for _, text in run)) for style, run in groupby(parts, key=lambda part: part[0]))
     return "".join(f"\x1b[{style}m{text}\x1b[0m" if style else text for style, text in runs)
 
 
-def _style(bits: float, colours: Colours) -> str:
+def _style(bits: float, colors: Colors) -> str:
     """Returns the parameters of the escape sequence: black or white letters on the shade."""
-    white = bits < WHITE_BELOW[colours]
-    if colours == "256":
+    white = bits < WHITE_BELOW[colors]
+    if colors == "256":
         return f"38;5;{231 if white else 16};48;5;{shade_256(bits)}"
     return "38;2;{0};{0};{0};48;2;{1};{2};{3}".format(255 if white else 0, *shade_rgb(bits))
 
@@ -218,8 +218,8 @@ def _draw_marks_below(line: Sequence[Glyph]) -> Iterator[str]:
             yield below
 
 
-def _legend(strategies: Sequence[str], width: int, colours: Colours) -> Iterator[str]:
-    if colours == "none":
+def _legend(strategies: Sequence[str], width: int, colors: Colors) -> Iterator[str]:
+    if colors == "none":
         letters = "; below that the strategy from that token on: " + ", ".join(f"{name[0]} {name}" for name in strategies)
         text = "below each token its entropy in bits, rounded (9: 9 or more)" + (letters if strategies else "")
         yield from textwrap.wrap(text, width)
@@ -227,7 +227,7 @@ def _legend(strategies: Sequence[str], width: int, colours: Colours) -> Iterator
     chips = [Glyph(f" {bits:g}{'+' if bits == RAMP_BITS else ''} ", bits) for bits in LEGEND_BITS]
     names = "".join(f"  {MARKS[name]} {name}" for name in strategies)
     words = [_to_glyphs([(text, None, None)]) for text in ("entropy in bits ", names)]
-    yield from _draw_lines([*words[0], *chips, *words[1]], width, colours)
+    yield from _draw_lines([*words[0], *chips, *words[1]], width, colors)
 
 
 def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:

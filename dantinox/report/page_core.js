@@ -18,7 +18,7 @@ const METRICS = {
   interaction_strength: ["Interaction strength", ""],
   temperature: ["Temperature T", ""],
 };
-const ENDED = {eos: "ended by the end token", stop: "ended by a stop string", length: "ended by the length limit"};
+const ENDED = {eos: "ended by the EOS token", stop: "ended by a stop string", length: "ended by the length limit"};
 const SHADINGS = ["entropy", "varentropy", "surprisal", "strategy"];
 const state = {sample: null, nodes: [], at: 0, pointed: null, shading: "entropy", pick: null};
 const scales = {entropy: {low: 0, high: 1}, varentropy: {low: 0, high: 1}, surprisal: {low: 0, high: 1}}; // of the shading
@@ -157,7 +157,7 @@ function shadeNode(node, i) {
 
 function drawLegend() {
   const {shading} = state;
-  const scale = element("span", {class: "scale"}, ...(shading in scales ? ramp(shading) : ["Coloured by strategy"]));
+  const scale = element("span", {class: "scale"}, ...(shading in scales ? ramp(shading) : ["Colored by strategy"]));
   const names = isRouted() ? STRATEGIES.map(strategyLabel) : [];
   byId("legend").replaceChildren(scale, element("span", {class: "names"}, ...names));
 }
@@ -243,7 +243,7 @@ function drawColours() {
     radio.checked = name === state.shading;
     return element("label", {}, radio, element("span", {}, sentenceCase(name)));
   });
-  byId("colours").replaceChildren(byId("colours").firstElementChild, ...choices);
+  byId("colors").replaceChildren(byId("colors").firstElementChild, ...choices);
 }
 
 function isDark() {
@@ -263,7 +263,7 @@ function listen() {
   tokens.addEventListener("pointerover", (event) => point(index(event)));
   tokens.addEventListener("pointerleave", () => point(null));
   tokens.addEventListener("keydown", (event) => onKey(event, true));
-  byId("colours").addEventListener("change", (event) => {
+  byId("colors").addEventListener("change", (event) => {
     state.shading = event.target.value;
     shade();
   });

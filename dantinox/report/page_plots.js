@@ -5,17 +5,17 @@ const TICKS = [0, 0.1, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100, 150, 200
 const EDGE = {left: 44, right: 14, top: 12, bottom: 36};
 const FONT = "10px system-ui, sans-serif";
 
-const colours = new Map();
+const colors = new Map();
 
-/** A colour variable of the style sheet in the current theme, in a form that a canvas accepts. */
+/** A color variable of the style sheet in the current theme, in a form that a canvas accepts. */
 function paint(name) {
-  if (!colours.has(name)) {
+  if (!colors.has(name)) {
     const {style} = byId("theme");
     style.setProperty("outline-color", `var(--${name})`);
-    colours.set(name, getComputedStyle(byId("theme")).outlineColor);
+    colors.set(name, getComputedStyle(byId("theme")).outlineColor);
     style.removeProperty("outline-color");
   }
-  return colours.get(name);
+  return colors.get(name);
 }
 
 function surface(canvas) {
@@ -29,7 +29,7 @@ function surface(canvas) {
 
 function drawPlots() {
   if (!state.nodes.length) return;
-  colours.clear();
+  colors.clear();
   for (const canvas of byId("strips").querySelectorAll("canvas")) drawStrip(canvas, canvas.dataset.of);
   drawMap();
   drawMarks();
@@ -68,8 +68,8 @@ function drawStrip(canvas, name) {
   const {pen, width, height} = surface(canvas);
   const bars = barsOf(state.sample.tokens, width);
   const wide = width / bars.length;
-  const draw = (bar, colour, share) => {
-    pen.fillStyle = paint(colour);
+  const draw = (bar, color, share) => {
+    pen.fillStyle = paint(color);
     pen.fillRect(bar * wide, height * (1 - share), wide >= 5 ? wide - 1 : wide + 0.25, height * share);
   };
   const drawShares = (names, bar) => names.sort().forEach((of, n) => draw(bar, of, 1 - n / names.length));
@@ -160,7 +160,7 @@ function drawAxes(pen, {x, y}, width, height) {
   const {left, top} = EDGE;
   const [right, bottom] = [width - EDGE.right, height - EDGE.bottom];
   const [line, muted, ink] = ["line", "muted", "ink"].map(paint);
-  const rule = (colour, ...box) => Object.assign(pen, {fillStyle: colour}).fillRect(...box);
+  const rule = (color, ...box) => Object.assign(pen, {fillStyle: color}).fillRect(...box);
   const write = (text, px, py, isBold) =>
     Object.assign(pen, {fillStyle: isBold ? ink : muted, font: isBold ? `600 ${FONT}` : FONT}).fillText(text, px, py);
   x.bounds.forEach((bound) => rule(muted, x.at(bound), top, 0.75, bottom - top));

@@ -46,7 +46,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.manifest = self.path / MANIFEST
         self.tokenizer = self.path / "tokenizer.json"
-        self.tokenizer_config = self.path / "tokenizer_config.json"  # begin and end tokens, if their names do not identify them
+        self.tokenizer_config = self.path / "tokenizer_config.json"  # BOS and EOS tokens, if their names do not identify them
         self.origin = self.path / "origin.json"  # of an imported model: metadata of its checkpoint
         self.chat_template = self.path / "chat_template.jinja"
         self.weights = self.path / "model_weights.msgpack"

@@ -130,8 +130,8 @@ class SamplingParams:
         Args:
           rows: one mapping or config for all rows of `batch`, or one for each row.
           batch: the number of rows B. None: the number of entries of `rows`.
-          stop_ids: ids that `min_tokens` bans in addition to the row's own `stop_token_ids`, such as the end token.
-          protected_ids: ids that `xtc` must not remove, such as the end token and the line break.
+          stop_ids: ids that `min_tokens` bans in addition to the row's own `stop_token_ids`, such as the EOS token.
+          protected_ids: ids that `xtc` must not remove, such as the EOS token and the line break.
           sample_index: the index of a row among the samples of its prompt; part of the random key, like the seed.
           vocab_size: if given, ids outside the vocabulary raise an error.
           measured: the calibration of the model, for rows with `router_preset: calibrated`.

@@ -14,7 +14,7 @@ from dantinox.studies.kv_bench import NEAR_KEYS
 from dantinox.studies.kv_tasks import SEEDS
 from dantinox.studies.statistics import verdict
 
-# A marker for each method, in Okabe and Ito's colours, which colour-blind readers can distinguish.
+# A marker for each method, in Okabe and Ito's colors, which color-blind readers can distinguish.
 MARKS = {
     "streaming": ("v", "#56b4e9"), "uniform": ("o", "#999999"), "entropy": ("s", "#d55e00"), "coverage": ("^", "#009e73"),
     "distance": ("P", "#0072b2"),
@@ -174,9 +174,9 @@ def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
     for name in dict.fromkeys(cache.name for cache in every):
         own = [cache for cache in every if cache.name == name]
         y, low, high = np.transpose([column.value(cache) for cache in own])
-        shape, colour = MARKS.get(name, (".", "#000000"))
+        shape, color = MARKS.get(name, (".", "#000000"))
         axes.errorbar(
-            [cache.ratio for cache in own], y, yerr=[y - low, high - y], marker=shape, color=colour, markersize=6,
+            [cache.ratio for cache in own], y, yerr=[y - low, high - y], marker=shape, color=color, markersize=6,
             linewidth=1.2, elinewidth=0.8, linestyle="--" if name == "oracle" else "-",
             label="oracle (upper bound)" if name == "oracle" else name,
         )  # fmt: skip

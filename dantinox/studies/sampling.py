@@ -80,7 +80,7 @@ class SamplingMethod(NamedTuple):
 
 
 # For the router: first fewer candidates than the guide's 12 at its base temperature, then a higher temperature with a single
-# candidate. Temperature alone may not reach the diversity of real text: the best of 12 candidates favours likely text at any
+# candidate. Temperature alone may not reach the diversity of real text: the best of 12 candidates favors likely text at any
 # temperature.
 FEWER_CANDIDATES = (TunedSetting("candidates", 12, 1, integer=True), TunedSetting("base_temperature", 0.666, 4.0))
 CALIBRATED = {"strategy": "entropy", "router_preset": "calibrated"}
@@ -227,7 +227,7 @@ def evaluate_sampling(
     """Tunes sampling methods, generates text with each of them, and compares the texts.
 
     Args:
-      reference: the run of the reference model; None: the run itself, which favours its own most likely texts.
+      reference: the run of the reference model; None: the run itself, which favors its own most likely texts.
       quick: start from `QUICK_SIZE` instead of `StudySize()`.
       methods: names of `METHODS`; None: all.
       data_path: the text that prompts are taken from, in the form of `data.path`; None: the validation tokens that training

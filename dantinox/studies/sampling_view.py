@@ -25,7 +25,7 @@ def _difference(name: str) -> Column:
 
 MEASURES, DIFFERENCES = [*map(_measure, HEADINGS)], [*map(_difference, HEADINGS)]
 SPEED = Column("tok_per_s", "tok/s", lambda method: method.tok_per_s, ".0f", interval=True, spread=False)
-# A marker for each method, in Okabe and Ito's colours, which colour-blind readers can distinguish. Other methods are black.
+# A marker for each method, in Okabe and Ito's colors, which color-blind readers can distinguish. Other methods are black.
 MARKS = {
     "human": ("*", "#000000"), "greedy": ("x", "#000000"), "temperature": ("o", "#999999"), "top_p": ("v", "#56b4e9"),
     "min_p": ("s", "#0072b2"), "typical": ("^", "#009e73"), "top_n_sigma": ("D", "#b59f00"), "router_guide": ("p", "#e69f00"),
@@ -107,12 +107,12 @@ def _draw(axes: Any, study: SamplingStudy) -> None:
             color="#888888", annotation_clip=True,
         )  # fmt: skip
     for method in study.methods:
-        shape, colour = MARKS.get(method.name, (".", "#000000"))
+        shape, color = MARKS.get(method.name, (".", "#000000"))
         (x, *x_ends), (y, *y_ends) = (method.measures[key] for key in ("bits_per_byte", "diversity"))
         bars = [[[abs(end - at)] for end in ends] for at, ends in ((x, x_ends), (y, y_ends))]
         axes.errorbar(
-            x, y, xerr=bars[0], yerr=bars[1], fmt=shape, color=colour, markersize=14 if shape == "*" else 7,
-            elinewidth=1, markeredgecolor=colour if shape == "x" else "white", markeredgewidth=1.5 if shape == "x" else 0.6,
+            x, y, xerr=bars[0], yerr=bars[1], fmt=shape, color=color, markersize=14 if shape == "*" else 7,
+            elinewidth=1, markeredgecolor=color if shape == "x" else "white", markeredgewidth=1.5 if shape == "x" else 0.6,
             label=method.name, zorder=3,
         )  # fmt: skip
     axes.set(xlabel="bits per byte under the reference (left: more likely)", ylabel="diversity (up: more varied)")
@@ -128,7 +128,7 @@ def _around(intervals: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 def _description(study: SamplingStudy) -> str:
     judge = (
-        "The reference is the model itself, which favours its own most likely texts: low temperatures look better than they "
+        "The reference is the model itself, which favors its own most likely texts: low temperatures look better than they "
         "are (select another model with --reference)."
         if study.reference is None
         else f"The reference is {study.reference}."

@@ -2,7 +2,7 @@
 
 Texts are encoded as the harness does for Hugging Face models. Trailing spaces of a context move to its continuation. Context
 and continuation are encoded together, and the tokens after the length of the context alone are those of the continuation. The
-begin token precedes every text if `bos_ids` returns one. An empty context becomes the begin token, or else the end token. The
+BOS token precedes every text if `bos_ids` returns one. An empty context becomes the BOS token, or else the EOS token. The
 beginning of a text that is too long for the model's context is dropped.
 """
 
@@ -41,7 +41,7 @@ class LMEvalModel:
           settings: `weights`, `matmul_dtype` and `tensor_parallel` of the section `generation`.
 
         Raises:
-          UserError: the tokenizer has neither a begin nor an end token to use as an empty context.
+          UserError: the tokenizer has neither a BOS nor an EOS token to use as an empty context.
         """
         self.run, self.progress = run, progress
         self.context = run.model.config.max_context
@@ -52,7 +52,7 @@ class LMEvalModel:
         self._bos_ids = bos_ids(run.tokenizer)
         self._empty_context = [token for token in (run.tokenizer.bos_id, run.tokenizer.eos_id) if token is not None][:1]
         if not self._empty_context:
-            raise UserError("eval tasks needs a tokenizer with a begin or an end token, to score the first token of a text")
+            raise UserError("eval tasks needs a tokenizer with a BOS or an EOS token, to score the first token of a text")
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Returns for each (context, continuation) ln p of the continuation, and whether all its tokens are the most likely."""

@@ -61,7 +61,7 @@ def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int) -> "Pa
       ids: the tokens of a source.
       start: the index of its first token in the store.
       length: targets per row, T.
-      eos_id: the end token of documents.
+      eos_id: the EOS token of documents.
 
     Raises:
       UserError: no document has two tokens.
@@ -116,7 +116,7 @@ class PairRows:
 
 
 def document_ends(ids: np.ndarray, eos_id: int) -> np.ndarray:
-    """Returns the index after the end token of each document; the last document ends with the tokens."""
+    """Returns the index after the EOS token of each document; the last document ends with the tokens."""
     starts = range(0, len(ids), SCAN_TOKENS)
     ends = np.concatenate([np.flatnonzero(ids[start : start + SCAN_TOKENS] == eos_id) + start + 1 for start in starts])
     return ends if len(ends) and ends[-1] == len(ids) else np.append(ends, len(ids))

@@ -264,7 +264,7 @@ def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, 
 
 
 def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Encoded]:
-    """Yields the tokens of texts; begin and end tokens are separate items."""
+    """Yields the tokens of texts; BOS and EOS tokens are separate items."""
     begin, end = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
     part, document, done = 0, (-1, 0), 0
     for batch in _batch_chunks(_split_chunks(plan, tokenizer)):

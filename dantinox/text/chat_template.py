@@ -26,7 +26,7 @@ RENDERER = Path(__file__).with_name("rendering.py")
 # The limits of one rendering: seconds of CPU time, bytes of memory, characters of output.
 CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = 5, 1 << 30, 1 << 24
 
-# Ordinary text, with the end token after each turn of the assistant.
+# Ordinary text, with the EOS token after each turn of the assistant.
 PLAIN = """\
 {{ bos_token }}
 {%- for message in messages %}
@@ -137,7 +137,7 @@ class ChatTemplate:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """The special tokens that end a turn of the assistant, including the end token of the vocabulary."""
+        """The special tokens that end a turn of the assistant, including the EOS token of the vocabulary."""
         ids = set() if self._tokenizer.eos_id is None else {self._tokenizer.eos_id}
         try:
             tokens, mask = self.encode_with_loss_mask([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])

@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     Attributes:
       tokens_BT: int32, the inputs.
       targets_BT: int32, the token after each input.
-      segments_BT: int32, the index of the document within the row, from 0. Attention does not cross segments. An end token
+      segments_BT: int32, the index of the document within the row, from 0. Attention does not cross segments. An EOS token
         belongs to the document that it ends.
       mask_BT: float32, 1 where the target is in the loss; 0 for the first token of the next document and for padding.
     """
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The size of one part of a corpus. `tokens` includes begin and end tokens; characters and bytes are those of the text."""
+    """The size of one part of a corpus. `tokens` includes BOS and EOS tokens; characters and bytes are those of the text."""
 
     tokens: int
     documents: int
@@ -72,7 +72,7 @@ class TokenStore:
           train, val: token ids of the two parts.
           batch_size, sequence_length: B and T.
           seed: of the order of rows.
-          eos_id: the end token, which separates documents. None: all tokens are one document.
+          eos_id: the EOS token, which separates documents. None: all tokens are one document.
           pad_id: the padding token; None: 0.
           counts: the sizes of the two parts. None: only the numbers of tokens are known.
           packing: pack rows with whole documents instead of using windows of consecutive tokens.
@@ -159,7 +159,7 @@ class TokenStore:
         if not self.packing:
             return WindowRows(start, end, self.sequence_length)
         if self._eos is None:
-            raise UserError("data.packing: best_fit requires a tokenizer with an end token, which this one lacks")
+            raise UserError("data.packing: best_fit requires a tokenizer with an EOS token, which this one lacks")
         return pack_documents(self.training_ids[start:end], start, self.sequence_length, self._eos)
 
     def _make_batch(self, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Batch:

@@ -47,8 +47,8 @@ class Tokenizer:
       kind: `char`, `byte`, `bpe` (byte-level, as trained by this package), or `other` for any other tokenizer.json.
       vocab_size: the largest id plus one, including special tokens.
       pad_id, bos_id, eos_id: ids of the special tokens; None if the vocabulary has no such token.
-      stop_ids: ids that end a text: the end token and similar tokens.
-      add_bos: whether the model expects the begin token before every prompt.
+      stop_ids: ids that end a text: the EOS token and similar tokens.
+      add_bos: whether the model expects the BOS token before every prompt.
       special_tokens, special_ids: ids of all special tokens by name, and as a set. By default text never encodes to a special
         token. Decoding skips special tokens.
 
@@ -119,7 +119,7 @@ class Tokenizer:
 
     @cached_property
     def token_pieces(self) -> TokenPieces | None:
-        """The bytes each id spells, or None for a decoder that looks at neighbouring tokens."""
+        """The bytes each id spells, or None for a decoder that looks at neighboring tokens."""
         return build_token_pieces(self.core, self._decoder, self.special_ids)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:

@@ -21,7 +21,7 @@ class LossSums(NamedTuple):
 
     Attributes:
       nats: −log p(target); for preference pairs, the losses of the pairs.
-      penalty: squared log-normalisers (the z-loss of Chowdhery et al. 2022, section 5).
+      penalty: squared log-normalizers (the z-loss of Chowdhery et al. 2022, section 5).
       targets: number of counted targets; for preference pairs, the number of pairs.
       routing: for models with experts: balance loss and z-loss, each the mean over layers with experts times `targets`, and the
         tokens of each expert of each layer, `[L, E]`.
@@ -103,7 +103,7 @@ def _per_token_losses(
     """Returns per-token losses of the batch, or of this device's tokens if devices share them.
 
     Returns:
-      −ln p of the targets and squared log-normalisers, both 0 for uncounted targets; the mask; the model's auxiliary outputs.
+      −ln p of the targets and squared log-normalizers, both 0 for uncounted targets; the mask; the model's auxiliary outputs.
     """
     B, T = batch.tokens_BT.shape
     # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
@@ -131,12 +131,12 @@ def _token_losses(
     model: Transformer, rounded_DV: jax.Array | None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     logits_NV = model.logits(x_ND, rounded_DV)
-    normaliser_N = jax.nn.logsumexp(logits_NV, axis=-1)
+    normalizer_N = jax.nn.logsumexp(logits_NV, axis=-1)
     if get_platform(model.config.platform).name == "cpu":
         target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
     else:  # the gradient of a gather is a scatter, which would write the gradients of all logits again in float32
         target_N = jnp.sum(jnp.where(jnp.arange(logits_NV.shape[-1]) == targets_N[:, None], logits_NV, 0), axis=-1)
-    return mask_N * (normaliser_N - target_N), mask_N * jnp.square(normaliser_N)
+    return mask_N * (normalizer_N - target_N), mask_N * jnp.square(normalizer_N)
 
 
 def _chunked_token_losses(

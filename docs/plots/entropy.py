@@ -108,7 +108,7 @@ def draw_candidates(d: Distribution, record: dict[str, Any], count: int = 10_000
             places[won], share_V[order][won], "o", color=INK, markerfacecolor="white", markersize=2.6, markeredgewidth=0.7
         )
         axes.set_title(f"{preset}: temperature {T:.2f}")
-        boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (BEFORE, AFTER)]
+        boxes = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (BEFORE, AFTER)]
         names = ["model", f"best of {n} candidates, closed form", "drawn from", f"{count:,} times, by drawing {n}"]
         axes.legend([*boxes, *axes.lines[-2:]], names, loc="upper right")
     panels[-1].set_ylabel("")
@@ -116,7 +116,7 @@ def draw_candidates(d: Distribution, record: dict[str, Any], count: int = 10_000
 
 
 def save_small(path: Path, picture: bytes) -> None:
-    """A PNG of 256 colours."""
+    """A PNG of 256 colors."""
     with Image.open(io.BytesIO(picture)) as image:
         image.convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
 

@@ -196,9 +196,9 @@ def draw_slope() -> Any:
     P, R = 1.2, 64
     d = np.arange(R)
     u = 1 - 2 * d / (R - 1)
-    for slope, colour, line in ((1.0, BEFORE, "-"), (3.0, AFTER, "-"), (0.3, ACCENT, "--")):
+    for slope, color, line in ((1.0, BEFORE, "-"), (3.0, AFTER, "-"), (0.3, ACCENT, "--")):
         y = slope * u / (1 + np.abs(u) * (slope - 1))
-        axes.plot(d, 1 + (P - 1) * (y + 1) / 2, line, color=colour, linewidth=1.4, label=f"repetition_slope {slope:g}")
+        axes.plot(d, 1 + (P - 1) * (y + 1) / 2, line, color=color, linewidth=1.4, label=f"repetition_slope {slope:g}")
     axes.plot([0, R - 1, R - 1, 110], [P, P, 1, 1], ":", color=INK, linewidth=0.8, label="repetition_slope 0")
     axes.set_xlabel("distance of the token from the end of the text")
     axes.set_ylabel("penalty")
@@ -227,7 +227,7 @@ def draw_draws(d: Distribution, count: int = 10_000) -> Any:
 
 
 def write(figure: Any, path: Path) -> None:
-    """A PNG of few colours: flat pictures need no more, and a third of the bytes."""
+    """A PNG of few colors: flat pictures need no more, and a third of the bytes."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     plt.close(figure)

@@ -77,7 +77,7 @@ def test_no_new_tokens_returns_the_input():
 
 
 def test_prompt_then_continuation_then_padding():
-    """An end token is kept, padding follows it, and the other rows continue."""
+    """An EOS token is kept, padding follows it, and the other rows continue."""
     model = builder.model()
     tokens, lengths = builder.padded(PROMPTS)
     free = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths)

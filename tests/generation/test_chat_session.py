@@ -48,7 +48,7 @@ def joined(pieces):
 
 
 def decode_with_specials(run, ids):
-    """Returns text with the begin and end tokens shown."""
+    """Returns text with the BOS and EOS tokens shown."""
     names = {run.tokenizer.bos_id: "<bos>", run.tokenizer.eos_id: "<eos>"}
     return b"".join(names[i].encode() if i in names else bytes([i]) for i in ids).decode()
 

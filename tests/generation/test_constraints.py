@@ -351,7 +351,7 @@ def test_finish_reasons(runs):
     run = runs("byte")
     of = lambda source, **more: run.generate("a", constraint=Constraint("regex", source), **{"seed": 1} | HOT | more)  # noqa: E731
     complete = of("a{5}")
-    assert (complete.text, complete.finish_reason, len(complete.tokens)) == ("aaaaa", "eos", 5), "no end token is needed"
+    assert (complete.text, complete.finish_reason, len(complete.tokens)) == ("aaaaa", "eos", 5), "no EOS token is needed"
     assert of("a{5}", max_new_tokens=5).finish_reason == "eos"
     cut = of("a{5}", max_new_tokens=4)
     assert (cut.text, cut.finish_reason) == ("aaaa", "length")

@@ -180,14 +180,14 @@ def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
 
 
 @pytest.mark.parametrize("ratio", [0.5, pytest.param(0.3, marks=pytest.mark.exhaustive)])
-def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimised):
+def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimized):
     """No leaf and no tensor of the compiled program has an axis of N; temporaries are small and the cache is not copied."""
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
     running = session(model, [[1] * 5] * 2, 9)
     plan = plan_of(2048, config, make_calibration(np.linspace(0.5, 3, 16).reshape(4, 4)), budget=ratio, signal="entropy")
     cache = create_cache(config, 2, 2048, jnp.float32, plan.compression)
-    program = optimised(
+    program = optimized(
         _generate_toks.lower(model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None)
     )
     sizes = {int(size) for shape in re.findall(r"\[([\d,]+)\]", program.as_text()) for size in shape.split(",")}
@@ -200,12 +200,12 @@ def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimised):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "int8", "int4"])
-def test_quantized_keys_are_never_dequantized_all_together(dtype, optimised):
+def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
     running = session(model, [[1] * 5] * 2, 9)
     cache = create_cache(config, 2, 2048, jnp.dtype(dtype))
-    program = optimised(
+    program = optimized(
         _generate_toks.lower(model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None)
     )
     held = cache.report()["bytes"]

@@ -154,7 +154,7 @@ def test_a_stream_closed_early_has_no_effect(run):
 
 
 def test_finished_rows_do_not_affect_others(ending):
-    """Rows end by the end token, by a stop string, by their limit; each has the same text as alone."""
+    """Rows end by the EOS token, by a stop string, by their limit; each has the same text as alone."""
     requests = [
         ("a", {"greedy": True, "max_new_tokens": 40}),
         ("€", {"greedy": True, "stop": ["b"], "max_new_tokens": 40}),

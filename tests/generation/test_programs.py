@@ -120,9 +120,9 @@ def decode_program(model, settings, rows=2, slots=2048):
 @pytest.mark.parametrize(
     "settings", [{"greedy": True}, {"seed": 1, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "temperature": 0.8}]
 )
-def test_decoding_copies_neither_cache_nor_weights(wide, settings, optimised):
+def test_decoding_copies_neither_cache_nor_weights(wide, settings, optimized):
     program, cache = decode_program(wide, settings)
-    report, memory = cache.report(), optimised(program).memory_analysis()
+    report, memory = cache.report(), optimized(program).memory_analysis()
     assert report["slots"] == [[[4, 2048]]] * 4
     assert memory.temp_size_in_bytes < 0.1 * report["bytes"]
     assert memory.alias_size_in_bytes >= report["bytes"]
@@ -158,19 +158,19 @@ def positions_with_logits(program):
     return max(int(np.prod(shape)) // V for shape in shapes if V in shape and sorted(shape)[-2:] != [D, V])
 
 
-def test_prefill_computes_logits_of_the_last_position_only(wide, optimised):
+def test_prefill_computes_logits_of_the_last_position_only(wide, optimized):
     """No array of logits has a second position, whatever is reported of the new tokens."""
-    assert positions_with_logits(optimised(prefill_program(wide, 500, report=3))) == 1
+    assert positions_with_logits(optimized(prefill_program(wide, 500, report=3))) == 1
 
 
 @pytest.mark.exhaustive
-def test_logits_of_prompt_tokens_are_computed_in_parts(wide, monkeypatch, optimised):
+def test_logits_of_prompt_tokens_are_computed_in_parts(wide, monkeypatch, optimized):
     """511 positions by 1,031 tokens are never held together, and the results equal those of a single pass."""
     V, found = wide.config.vocab_size, {}
     for limit in (V * 512, V * 100):
         monkeypatch.setitem(scoring.map_positions.__kwdefaults__, "max_logits", limit)
         _generate_toks.jitted_fn.clear_cache()
-        assert positions_with_logits(optimised(prefill_program(wide, 500, report=0, echo=True))) == min(limit // V, 511)
+        assert positions_with_logits(optimized(prefill_program(wide, 500, report=0, echo=True))) == min(limit // V, 511)
         session = prompt_session(wide, 500, report=0, echo=True)
         session.start()
         found[limit] = session.echo
@@ -178,20 +178,20 @@ def test_logits_of_prompt_tokens_are_computed_in_parts(wide, monkeypatch, optimi
     _generate_toks.jitted_fn.clear_cache()
 
 
-def test_prefill_processes_the_padded_prompt_only(wide, optimised):
+def test_prefill_processes_the_padded_prompt_only(wide, optimized):
     """Version 0 processed all of `max_context` for a prompt of ten tokens."""
-    text = optimised(prefill_program(wide, 10)).as_text()
+    text = optimized(prefill_program(wide, 10)).as_text()
     sizes = {int(size) for shape in re.findall(r"\[([\d,]+)\]", text) for size in shape.split(",")}
     assert 16 in sizes and 4096 not in sizes
-    short, long = (optimised(prefill_program(wide, length)).cost_analysis()["flops"] for length in (10, 500))
+    short, long = (optimized(prefill_program(wide, length)).cost_analysis()["flops"] for length in (10, 500))
     assert short * 15 < long
 
 
-def test_cost_of_a_decode_step(wide, optimised):
+def test_cost_of_a_decode_step(wide, optimized):
     """It grows with the cache of the request, not with `max_context`."""
-    small = optimised(decode_program(wide, {"greedy": True}, slots=32)[0])
+    small = optimized(decode_program(wide, {"greedy": True}, slots=32)[0])
     same = builder.model(builder.config(vocab_size=1031, head_size=32, kv_heads=4, windows=(None,) * 4, max_context=64))
-    expected = optimised(decode_program(same, {"greedy": True}, slots=32)[0])
+    expected = optimized(decode_program(same, {"greedy": True}, slots=32)[0])
     assert small.cost_analysis()["flops"] == expected.cost_analysis()["flops"]
     assert small.memory_analysis().temp_size_in_bytes == expected.memory_analysis().temp_size_in_bytes
 

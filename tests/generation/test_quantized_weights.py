@@ -211,12 +211,12 @@ def test_a_row_of_zeros_stays_zero():
     assert np.isfinite(np.asarray(low_precision.scale[...])).all() and not np.asarray(low_precision.kernel[3]).any()
 
 
-def test_decoding_writes_no_float32_copy_of_low_precision_weights(optimised):
+def test_decoding_writes_no_float32_copy_of_low_precision_weights(optimized):
     """Temporaries of a decode program stay far below the float32 size of the low-precision weights."""
     config = builder.config(dim=256, hidden_dim=768, head_size=32, n_heads=8, vocab_size=1031)
     model = builder.model(config)
     low_precision = prepare(model, "int8")
-    program = optimised(decoding(low_precision, SamplingParams.build({"greedy": True})))
+    program = optimized(decoding(low_precision, SamplingParams.build({"greedy": True})))
     largest = max(node.kernel[...].nbytes for _, node in nnx.iter_graph(model) if isinstance(node, Linear))
     assert program.memory_analysis().temp_size_in_bytes < largest / 4
 

@@ -61,8 +61,8 @@ def test_we_read_the_file_of_the_library(tmp_path):
     for name, (array, kind) in ARRAYS.items():
         kind = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind, raw_shape=None)
-    quantised = RNG.normal(size=(2, 256)).astype(np.float32)
-    writer.add_tensor("q6", *_packed(quantised, "Q4_0"))
+    quantized = RNG.normal(size=(2, 256)).astype(np.float32)
+    writer.add_tensor("q6", *_packed(quantized, "Q4_0"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -74,7 +74,7 @@ def test_we_read_the_file_of_the_library(tmp_path):
     np.testing.assert_array_equal(read_tensor(file, "half", 1), ARRAYS["half"][0][1].astype(np.float16))
     np.testing.assert_array_equal(read_tensor(file, "brain"), ARRAYS["brain"][0].astype(ml_dtypes.bfloat16))
     assert np.abs(read_tensor(file, "blocks") - ARRAYS["blocks"][0]).max() < np.abs(ARRAYS["blocks"][0]).max() / 200
-    assert np.abs(read_tensor(file, "q6") - quantised).max() < np.abs(quantised).max() / 7
+    assert np.abs(read_tensor(file, "q6") - quantized).max() < np.abs(quantized).max() / 7
     assert not read_tensor(file, "matrix").flags.writeable
 
 

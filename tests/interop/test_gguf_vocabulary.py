@@ -248,7 +248,7 @@ def test_tokenizer_that_gguf_cannot_represent_is_rejected():
         vocabulary_metadata(train_tokenizer(OURS[1], lambda: iter(["a▁ b"])), 400)
     tree = json.loads(byte.to_json())
     tree["added_tokens"] = []
-    with pytest.raises(UserError, match=ERRORS["has_no_end_token"]):
+    with pytest.raises(UserError, match=ERRORS["has_no_eos_token"]):
         vocabulary_metadata(Tokenizer(json.dumps(tree)), 259)
     core = Core(models.WordLevel({"a": 0}, unk_token="a"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()

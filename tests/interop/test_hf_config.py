@@ -159,14 +159,14 @@ PUBLISHED = {
          "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
                           "original_max_position_embeddings": 4096, "type": "yarn"}},
         {"latent": LatentConfig(24, 8, 12, norm_epsilon=1e-6), "hidden_dim": 40, "head_size": 16,
-         "experts": ExpertsConfig(8, 3, 80, normalise=False, dense_layers=(0,), dense_dim=96)},
+         "experts": ExpertsConfig(8, 3, 80, normalize=False, dense_layers=(0,), dense_dim=96)},
     ),
     "qwen 1.5 moe": (
         {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
          "shared_expert_intermediate_size": 72, "norm_topk_prob": False, "decoder_sparse_step": 2, "max_window_layers": 21,
          "sliding_window": 32768, "num_key_value_heads": 4},
         {"qkv_bias": True,
-         "experts": ExpertsConfig(8, 4, 72, normalise=False, shared_gate=True, dense_layers=(0, 2), dense_dim=96)},
+         "experts": ExpertsConfig(8, 4, 72, normalize=False, shared_gate=True, dense_layers=(0, 2), dense_dim=96)},
     ),
 }  # fmt: skip
 

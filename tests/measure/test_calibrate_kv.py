@@ -109,7 +109,7 @@ def test_split_half():
 
 
 def documents_of(ids):
-    """Returns start and end of every document, without its end token."""
+    """Returns start and end of every document, without its EOS token."""
     ends = [place for place, token in enumerate(ids) if token == EOS] + [len(ids)]
     return [(begin, end) for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False) if end > begin]
 

@@ -319,9 +319,9 @@ def test_no_distribution_has_more_varentropy(n):
     assert H_line.max() == pytest.approx(math.log2(n), abs=0.01) and H_line.min() < 1e-6 and np.all(np.diff(H_line) <= 1e-9)
     random = np.random.default_rng(n)
     found = [random.dirichlet(np.full(n, concentration)) for concentration in (0.01, 0.1, 0.5, 1, 5) for _ in range(40)]
-    for favourites in {1, 2, n // 2, n - 1} - {n}:  # two probabilities
+    for favorites in {1, 2, n // 2, n - 1} - {n}:  # two probabilities
         for p in np.linspace(0.01, 0.99, 60):
-            found.append(np.repeat([p / favourites, (1 - p) / (n - favourites)], [favourites, n - favourites]))
+            found.append(np.repeat([p / favorites, (1 - p) / (n - favorites)], [favorites, n - favorites]))
     for p_V in found:
         p_V = p_V[p_V > 0]
         bits_V = -np.log2(p_V)

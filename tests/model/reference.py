@@ -22,14 +22,14 @@ def float64(weights: Any) -> Any:
     return np.asarray(weights, np.float64)
 
 
-def normalise(kind: str, x_D: Array, weights: Weights, epsilon: float) -> Array:
+def normalize(kind: str, x_D: Array, weights: Weights, epsilon: float) -> Array:
     """LayerNorm (Ba et al. 2016, eq. 3) or RMSNorm (Zhang & Sennrich 2019, eq. 4) of one vector."""
     size, scale, bias = len(x_D), weights.get("scale", np.ones(1)).reshape(-1), weights.get("bias", 0)
     if kind == "layernorm":
         mean = sum(x_D) / size
         variance = sum((x_D - mean) ** 2) / size
         return (x_D - mean) / math.sqrt(variance + epsilon) * scale + bias
-    return x_D / math.sqrt(sum(x_D**2) / size + epsilon) * (scale + (kind == "zero-centred rmsnorm"))
+    return x_D / math.sqrt(sum(x_D**2) / size + epsilon) * (scale + (kind == "zero-centered rmsnorm"))
 
 
 def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> float:
@@ -123,11 +123,11 @@ def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
     rule, experts = config.experts, weights["experts"]
 
     def norm(x_D: Array, name: str) -> Array:
-        return normalise(rms_kind(config), x_D, weights[name], config.norm_epsilon) if rule.branch_norms else x_D
+        return normalize(rms_kind(config), x_D, weights[name], config.norm_epsilon) if rule.branch_norms else x_D
 
     read_D = x_D
     if rule.branch_norms:
-        read_D = normalise("rmsnorm", x_D, {}, config.norm_epsilon) * weights["router"]["scale"] / math.sqrt(config.dim)
+        read_D = normalize("rmsnorm", x_D, {}, config.norm_epsilon) * weights["router"]["scale"] / math.sqrt(config.dim)
     logits_E = read_D @ weights["router"]["kernel"] + weights["router"].get("logit_bias", 0)
     scores_E = np.exp(logits_E) / np.exp(logits_E).sum() if rule.score == "softmax" else sigmoid(logits_E)
     chosen_by_E = scores_E + (weights["router"]["bias"] if rule.bias else 0)
@@ -136,7 +136,7 @@ def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
     members.sort(key=lambda group: -sum(sorted((chosen_by_E[e] for e in group), reverse=True)[:best]))
     allowed = [e for group in members[: rule.top_groups] for e in group]
     chosen = sorted(allowed, key=lambda e: -chosen_by_E[e])[: rule.top_k]
-    whole = (sum(scores_E[e] for e in chosen) if rule.normalise else 1) / rule.scaling
+    whole = (sum(scores_E[e] for e in chosen) if rule.normalize else 1) / rule.scaling
     shared_D, out_D = np.zeros_like(x_D), np.zeros_like(x_D)
     if rule.shared_dim:
         shared_D = norm(feed_forward(config, norm(x_D, "shared_norm"), weights["shared"]), "shared_post_norm")
@@ -209,22 +209,22 @@ def attention(
 def norm_and_rotate(config: ModelConfig, layer: int, x: Array, norm: Weights, positions: Array) -> Array:
     """Normalizes and rotates queries or keys `[T, …, H]`."""
     if config.qk_norm and not config.qk_norm_after_rope:
-        x = normalise_heads(config, x, norm)
+        x = normalize_heads(config, x, norm)
     if config.position == "rope" and layer not in config.unrotated:
         heads = x.reshape(len(x), -1, x.shape[-1])
         rows = zip(heads, positions, strict=True)
         x = np.array([[rotate_head(config, layer, h, p) for h in row] for row, p in rows]).reshape(x.shape)
-    return normalise_heads(config, x, norm) if config.qk_norm and config.qk_norm_after_rope else x
+    return normalize_heads(config, x, norm) if config.qk_norm and config.qk_norm_after_rope else x
 
 
 def rms_kind(config: ModelConfig) -> str:
-    return "zero-centred rmsnorm" if config.norm_zero_centered else "rmsnorm"
+    return "zero-centered rmsnorm" if config.norm_zero_centered else "rmsnorm"
 
 
-def normalise_heads(config: ModelConfig, x: Array, weights: Weights) -> Array:
+def normalize_heads(config: ModelConfig, x: Array, weights: Weights) -> Array:
     """Normalizes queries or keys `[T, …, H]`, per head or over all heads of a token."""
     rows = x.reshape(len(x), -1) if config.qk_norm_scope == "layer" else x.reshape(-1, x.shape[-1])
-    return np.array([normalise(rms_kind(config), row, weights, config.norm_epsilon) for row in rows]).reshape(x.shape)
+    return np.array([normalize(rms_kind(config), row, weights, config.norm_epsilon) for row in rows]).reshape(x.shape)
 
 
 def rotate_head(config: ModelConfig, layer: int, x_H: Array, position: int) -> Array:
@@ -248,7 +248,7 @@ def latent_attention(
         return np.array([rotary(x, p, config.rope_theta, config.rope_scaling) for x, p in rows])
 
     def norm(x_TD: Array, name: str) -> Array:
-        return np.array([normalise(rms_kind(config), x, weights[name], config.latent.norm_epsilon) for x in x_TD])
+        return np.array([normalize(rms_kind(config), x, weights[name], config.latent.norm_epsilon) for x in x_TD])
 
     kv_TC = x_TD @ weights["kv_a"]["kernel"]
     latent_TR, shared_TP = norm(kv_TC[:, :R], "kv_norm"), rotate_all(kv_TC[:, R:])
@@ -276,7 +276,7 @@ def per_layer_inputs(config: ModelConfig, weights: Weights, tokens: Array, x_TD:
     """Returns the inputs `[T, L, P]` of all layers (`project_per_layer_inputs` of Gemma 4 in transformers)."""
     P = config.per_layer_dim
     made_TLP = np.einsum("TD,DLP->TLP", x_TD, weights["projection"]["kernel"]) / math.sqrt(config.dim)
-    rows = [normalise(rms_kind(config), row, weights["norm"], config.norm_epsilon) for row in made_TLP.reshape(-1, P)]
+    rows = [normalize(rms_kind(config), row, weights["norm"], config.norm_epsilon) for row in made_TLP.reshape(-1, P)]
     return (np.reshape(rows, made_TLP.shape) + weights["embed"][tokens] * math.sqrt(P)) / math.sqrt(2)
 
 
@@ -300,7 +300,7 @@ def forward(
     kind = rms_kind(config) if config.norm == "rmsnorm" else config.norm
 
     def norm(x_TD: Array, part: Weights) -> Array:
-        return np.array([normalise(kind, x_D, part, config.norm_epsilon) for x_D in x_TD])
+        return np.array([normalize(kind, x_D, part, config.norm_epsilon) for x_D in x_TD])
 
     before, after = config.norm_placement != "after", config.norm_placement != "before"
     x_TD = weights["embed"][tokens] * (math.sqrt(config.dim) if config.scale_embeddings else 1) * config.embedding_multiplier

@@ -278,12 +278,12 @@ def test_a_bfloat16_cache_is_close_to_float32():
     [config(windows=(4, None), head_size=32), replace(SHARED, head_size=32, global_head_size=64)],
     ids=["own keys", "shared keys"],
 )
-def test_a_donated_cache_is_written_in_place(optimised, architecture):
+def test_a_donated_cache_is_written_in_place(optimized, architecture):
     """A decode step must not copy the cache: the output aliases all of it, and temporaries are small in comparison."""
     built = build(architecture)
     cache = make_cache(built.config, ROWS, 4096, jnp.float32)
     step = jax.jit(built.run.__wrapped__, donate_argnums=(3,))
-    memory = optimised(step.lower(built.state, texts((ROWS, 1)), places(ROWS, 1), cache)).memory_analysis()
+    memory = optimized(step.lower(built.state, texts((ROWS, 1)), places(ROWS, 1), cache)).memory_analysis()
     assert memory.alias_size_in_bytes == cache.report()["bytes"]
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 10_000
     assert memory.temp_size_in_bytes < cache.report()["bytes"] / 10

@@ -210,7 +210,7 @@ def test_chunks_of_any_length_and_between_steps(policy):
 
 
 def test_pooling_across_chunks():
-    """The last cached token and the first new one are neighbours, whatever slots are empty.
+    """The last cached token and the first new one are neighbors, whatever slots are empty.
 
     Here the tokens have weights 1, 2, 1 and then 30, 1. For the last query of the first chunk 0, 1 and 2 have 2/4 after
     pooling. For that of the second chunk 3 has 30/35, and so has 2.

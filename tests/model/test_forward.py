@@ -64,7 +64,7 @@ GRID = {
     },
     "experts": {"experts": ExpertsConfig(5, 2)},
     "experts of every kind": {
-        "experts": ExpertsConfig(4, 3, shared_dim=32, score="sigmoid", normalise=False, bias=True),
+        "experts": ExpertsConfig(4, 3, shared_dim=32, score="sigmoid", normalize=False, bias=True),
         "activation": "relu2",
     },
     "experts with biases, in groups, a gated shared layer": {
@@ -98,7 +98,7 @@ GRID = {
     },
     "biases, plain": {"mlp_bias": True, "activation": "gelu", "norm": "layernorm", "position": "learned", "qkv_bias": True},
     "norms behind, of all heads": {"norm_placement": "after", "qk_norm": True, "qk_norm_scope": "layer"},
-    "norms on both sides, centred at zero": {"norm_placement": "both", "norm_zero_centered": True, "qk_norm": True},
+    "norms on both sides, centered at zero": {"norm_placement": "both", "norm_zero_centered": True, "qk_norm": True},
     "layernorms on both sides": {"norm_placement": "both", "norm": "layernorm", "experts": ExpertsConfig(3, 2)},
     "scaled embeddings and scores": {
         "scale_embeddings": True,

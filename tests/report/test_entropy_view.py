@@ -1,4 +1,4 @@
-"""Tests shaded text at the terminal: parses its colours, recovers the text, and checks that no text controls the terminal."""
+"""Tests shaded text at the terminal: parses its colors, recovers the text, and checks that no text controls the terminal."""
 
 import io
 import math
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from dantinox.report.entropy_view import escape_character, shade_256, shade_rgb, show_entropy, terminal_colours
+from dantinox.report.entropy_view import escape_character, shade_256, shade_rgb, show_entropy, terminal_colors
 
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 SUPERSCRIPTS = "ᵍᶜᵉʳᵃ"
@@ -34,9 +34,9 @@ def document(tokens, prompt="", seed=3):
     }  # fmt: skip
 
 
-def body(tokens, prompt="", width=80, colours="truecolor"):
+def body(tokens, prompt="", width=80, colors="truecolor"):
     """Returns the lines of the text, without the legend before the first empty line and the totals after the last one."""
-    lines = list(show_entropy([document(tokens, prompt)], width, colours))
+    lines = list(show_entropy([document(tokens, prompt)], width, colors))
     first = lines.index("")
     last = len(lines) - 1 - lines[::-1].index("")
     return lines[first + 1 : last]
@@ -48,7 +48,7 @@ def parse_styles(line):
     for sequence in SGR.finditer(line):
         found += [(c, style) for c in line[end : sequence.start()]]
         style, end = sequence[1].removeprefix("0"), sequence.end()
-    assert style == "", "a line must reset the colours"
+    assert style == "", "a line must reset the colors"
     return found + [(c, style) for c in line[end:]]
 
 
@@ -63,14 +63,14 @@ def luminance(rgb):
 
 
 def xterm(index):
-    """Returns the colour of a number from 16 to 231, a cube of 6 × 6 × 6."""
+    """Returns the color of a number from 16 to 231, a cube of 6 × 6 × 6."""
     steps = (0, 95, 135, 175, 215, 255)
     return tuple(steps[(index - 16) // size % 6] for size in (36, 6, 1))
 
 
-def front_and_back(style, colours):
+def front_and_back(style, colors):
     numbers = [int(n) for n in style.split(";")]
-    if colours == "256":
+    if colors == "256":
         assert numbers[:2] == [38, 5] and numbers[3:5] == [48, 5]
         return xterm(numbers[2]), xterm(numbers[5])
     assert numbers[:2] == [38, 2] and numbers[5:7] == [48, 2]
@@ -80,13 +80,13 @@ def front_and_back(style, colours):
 ENTROPIES = [0.0, 0.01, 0.1, 0.4, 0.7, 1.1, 1.7, 2.4, 3.3, 4.1, 5.5, 7.0, 8.0, 15.0]
 
 
-@pytest.mark.parametrize("colours", ["truecolor", "256"])
-def test_higher_entropy_is_lighter_and_letters_have_enough_contrast(colours):
-    (line,) = body([token("x", entropy) for entropy in ENTROPIES], colours=colours)
-    pairs = [front_and_back(style, colours) for _, style in parse_styles(line)]
+@pytest.mark.parametrize("colors", ["truecolor", "256"])
+def test_higher_entropy_is_lighter_and_letters_have_enough_contrast(colors):
+    (line,) = body([token("x", entropy) for entropy in ENTROPIES], colors=colors)
+    pairs = [front_and_back(style, colors) for _, style in parse_styles(line)]
     lights = [luminance(back) for _, back in pairs]
     assert lights == sorted(lights) and lights[0] < 0.05 and lights[-1] > 0.75
-    assert len({back for _, back in pairs}) >= (9 if colours == "256" else 13)
+    assert len({back for _, back in pairs}) >= (9 if colors == "256" else 13)
     for front, back in pairs:
         dark, light = sorted((luminance(front), luminance(back)))
         assert (light + 0.05) / (dark + 0.05) >= 4.5
@@ -143,8 +143,8 @@ def test_the_text_is_recovered(pieces, prompt, width):
     tokens = [token(*piece) for piece in pieces]
     text = prompt + "".join(t["text"] for t in tokens)
     safe = "".join("\n" if c == "\n" else escape_character(c) for c in text)
-    for colours in ("truecolor", "256"):
-        lines = strip_styles(body(tokens, prompt, width, colours))
+    for colors in ("truecolor", "256"):
+        lines = strip_styles(body(tokens, prompt, width, colors))
         shown = re.sub(f"[{SUPERSCRIPTS}◌]", "", "".join(lines)).replace("↵", "\n")
         assert shown == safe
         assert all(line.endswith("↵") for line in lines if "↵" in line)
@@ -152,8 +152,8 @@ def test_the_text_is_recovered(pieces, prompt, width):
 
 
 @given(st.lists(st.tuples(WORDS, st.floats(0, 12)), max_size=8), WORDS, st.sampled_from(["truecolor", "256", "none"]))
-def test_no_text_controls_the_terminal(pieces, prompt, colours):
-    for line in body([token(*piece) for piece in pieces], prompt, 40, colours):
+def test_no_text_controls_the_terminal(pieces, prompt, colors):
+    for line in body([token(*piece) for piece in pieces], prompt, 40, colors):
         kinds = {unicodedata.category(c) for c in SGR.sub("", line) if c not in "\u200c\u200d"}
         assert not kinds & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
@@ -190,12 +190,12 @@ def test_a_mark_has_its_own_cell():
     assert (first, second) == ("ᵍ" + "x" * 19, "ᵉy")
 
 
-def test_without_colours_digits_and_letters_are_below_the_text():
+def test_without_colors_digits_and_letters_are_below_the_text():
     tokens = [
         token(" di", 0.2, "greedy"), token(" nos", 1.6, "greedy"), token("tra", 2.5, "adaptive"), token("漢", 14.0, "adaptive"),
         token("\n", 0.0, "greedy"), token("vita", None, "greedy"),
     ]  # fmt: skip
-    assert body(tokens, prompt="cammin", colours="none") == [
+    assert body(tokens, prompt="cammin", colors="none") == [
         "cammin di nostra漢↵",
         "      0  2   3  9 0",
         "      g      a    g",
@@ -206,7 +206,7 @@ def test_without_colours_digits_and_letters_are_below_the_text():
 
 
 @given(st.lists(st.tuples(WORDS, st.floats(0, 12)), max_size=8), st.integers(20, 60))
-def test_without_colours_there_is_no_escape_sequence(pieces, width):
+def test_without_colors_there_is_no_escape_sequence(pieces, width):
     lines = list(show_entropy([document([token(*piece) for piece in pieces])], width, "none"))
     assert "\x1b" not in "".join(lines)
     assert all(cell_len(line) <= width for line in lines)
@@ -227,8 +227,8 @@ def test_totals_summarize_the_tokens():
 
 def test_missing_and_infinite_numbers_are_handled():
     tokens = [token("a", None, logprob=None), token("b", math.nan, logprob=-math.inf)]
-    for colours in ("truecolor", "256", "none"):
-        lines = list(show_entropy([document(tokens)], 80, colours))
+    for colors in ("truecolor", "256", "none"):
+        lines = list(show_entropy([document(tokens)], 80, colors))
         assert lines[-1] == "2 tokens, perplexity inf" and "ab" in lines
     assert list(show_entropy([document([])], 80, "truecolor"))[-1] == "0 tokens"
 
@@ -245,7 +245,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stream", "environment", "colours"),
+    ("stream", "environment", "colors"),
     [
         (Terminal, {"TERM": "xterm-256color", "COLORTERM": "truecolor"}, "truecolor"),
         (Terminal, {"TERM": "xterm-256color"}, "256"),
@@ -256,9 +256,9 @@ class Terminal(io.StringIO):
         (io.StringIO, {"TERM": "xterm-256color", "FORCE_COLOR": "1"}, "256"),
     ],
 )
-def test_colours_are_used_if_the_terminal_supports_them(stream, environment, colours, monkeypatch):
+def test_colors_are_used_if_the_terminal_supports_them(stream, environment, colors, monkeypatch):
     for name in ("TERM", "COLORTERM", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert terminal_colours(stream()) == colours
+    assert terminal_colors(stream()) == colors

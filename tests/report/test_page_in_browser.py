@@ -166,7 +166,7 @@ def test_tokens_are_shaded_by_the_chosen_metric(opened, long_trace):
     browser = opened(long_trace)
     shares = {}
     for name in ("varentropy", "surprisal", "entropy"):
-        find(browser, f"#colours input[value={name}] + span").click()
+        find(browser, f"#colors input[value={name}] + span").click()
         shares[name] = browser.execute_script(
             "return state.nodes.map((node) => parseInt(node.style.getPropertyValue('--share')))"
         )
@@ -181,7 +181,7 @@ def test_tokens_are_shaded_by_the_chosen_metric(opened, long_trace):
         end = float(re.search(r"≥ ([\d.]+)", find(browser, "#legend .ticks").text)[1])
         assert np.quantile(expected, 0.97) <= end <= 2 * np.quantile(expected, 0.99)
         np.testing.assert_allclose(shares[name], np.minimum(1, np.array(expected) / end) * 100, atol=0.51)
-    find(browser, "#colours input[value=strategy] + span").click()
+    find(browser, "#colors input[value=strategy] + span").click()
     shown = {name: find(browser, f".token.{name}").value_of_css_property("background-color") for name in STRATEGY_NAMES}
     assert len(set(shown.values())) == 5
 
@@ -279,8 +279,8 @@ def test_a_click_in_a_plot_selects_a_token(opened, long_trace):
 
 CONTRAST = """
 const pen = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-const rgb = (colour) => {
-  pen.fillStyle = colour;
+const rgb = (color) => {
+  pen.fillStyle = color;
   pen.fillRect(0, 0, 1, 1);
   return [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)];
 };
@@ -292,13 +292,13 @@ const right = (one) => one.getBoundingClientRect().right;
 const isTooWide = (one) => right(one) > right(one.closest('.panel')) - 8;
 return state.nodes.some((_, i) => {
   select(i);
-  return [...document.querySelectorAll('table, td, canvas, #colours')].some(isTooWide);
+  return [...document.querySelectorAll('table, td, canvas, #colors')].some(isTooWide);
 });
 """
 
 
 def contrast(pair):
-    """Returns the contrast ratio of WCAG 2 between two sRGB colours."""
+    """Returns the contrast ratio of WCAG 2 between two sRGB colors."""
     linear = [
         np.where(np.array(c) / 255 <= 0.04045, np.array(c) / 255 / 12.92, ((np.array(c) / 255 + 0.055) / 1.055) ** 2.4)
         for c in pair
@@ -317,7 +317,7 @@ def test_text_has_enough_contrast_on_every_shade(opened, theme):
     assert dark == (theme == "dark")
     browser.execute_script("state.nodes[0].style.setProperty('--share', '100%')")
     assert contrast(browser.execute_script(CONTRAST, token(browser, 0))) >= 4.5
-    find(browser, "#colours input[value=strategy] + span").click()
+    find(browser, "#colors input[value=strategy] + span").click()
     for name in STRATEGY_NAMES:
         assert contrast(browser.execute_script(CONTRAST, find(browser, f".token.{name}"))) >= 4.5
 
@@ -368,7 +368,7 @@ def test_a_trace_without_the_router_shows_no_strategies(opened):
     browser = opened(trace(50, routed=False, attention=False))
     shown = find(browser, "body").text
     assert "Strategies" not in shown and "greedy" not in shown and "Sampling parameters" not in shown
-    assert [radio.get_attribute("value") for radio in browser.find_elements("css selector", "#colours input")] == [
+    assert [radio.get_attribute("value") for radio in browser.find_elements("css selector", "#colors input")] == [
         "entropy", "varentropy", "surprisal",
     ]  # fmt: skip
     strips = [value.get_attribute("data-of") for value in browser.find_elements("css selector", "#strips .value")]

@@ -177,8 +177,8 @@ def test_extreme_penalties_on_repeated_tokens_stay_finite():
 def test_nan_and_inf_are_repaired_at_the_start(row, repaired):
     assert one(row) == repaired
     assert one(row, {"name": "banned_tokens", "ids": []}) == repaired
-    neighbours = process(np.float32([[1.0, 2.0, 3.0], row, [0.0, -1.0, -2.0]]))
-    np.testing.assert_array_equal(neighbours, [[1.0, 2.0, 3.0], repaired, [0.0, -1.0, -2.0]])
+    neighbors = process(np.float32([[1.0, 2.0, 3.0], row, [0.0, -1.0, -2.0]]))
+    np.testing.assert_array_equal(neighbors, [[1.0, 2.0, 3.0], repaired, [0.0, -1.0, -2.0]])
 
 
 def test_other_dtypes_of_logits():

@@ -186,9 +186,9 @@ def test_changing_the_number_of_candidates_does_not_recompile():
         np.testing.assert_allclose(row_V, BEST(x_V, raw_V, n), rtol=1e-6)
 
 
-def test_a_large_row_is_not_sorted(optimised):
+def test_a_large_row_is_not_sorted(optimized):
     rows_BV, n_B = jax.ShapeDtypeStruct((2, 50_000), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
-    program = optimised(jax.jit(jax.vmap(module.best_of_n)).lower(rows_BV, rows_BV, n_B))
+    program = optimized(jax.jit(jax.vmap(module.best_of_n)).lower(rows_BV, rows_BV, n_B))
     assert not re.search(r"50000\]\S* sort\(", program.as_text())
 
 

@@ -161,10 +161,10 @@ def test_a_row_outside_its_window_does_not_change_other_rows():
     narrow, wide = {"top_k": 5, "seed": 1}, {"top_k": 3000, "top_p": 0.999, "seed": 1}
     logits_BV = jnp.asarray(np.stack([language(3), language(4)]))
     outcomes = []
-    for neighbour in (narrow, wide):
-        params = SamplingParams.build([mine, neighbour])
+    for neighbor in (narrow, wide):
+        params = SamplingParams.build([mine, neighbor])
         state, tokens = started(params), []
-        assert bool(flags(logits_BV, params, state)[1].any()) == (neighbour is wide)
+        assert bool(flags(logits_BV, params, state)[1].any()) == (neighbor is wide)
         for _ in range(40):
             token_B, state, info = step(logits_BV, params, state)
             tokens.append([int(token_B[0]), *np.float32([info.token.logprob_sampled[0], state.mu[0]]).view(np.uint32).tolist()])
@@ -209,9 +209,9 @@ def test_the_window_contains_the_largest_logits_and_sums_of_the_others():
     assert [float(part[0]) for part in take(few)[2]] == [0.0] * 5
 
 
-def test_the_selection_does_not_sort_the_row(optimised):
+def test_the_selection_does_not_sort_the_row(optimized):
     params = SamplingParams.build({"top_p": 0.9, "seed": 0})
-    text = optimised(step.lower(jnp.zeros((1, V)), params, started(params))).as_text()
+    text = optimized(step.lower(jnp.zeros((1, V)), params, started(params))).as_text()
     assert "TopK" in text and f"[1,{V}]{{1,0}} sort" not in text and f"[{V}]{{0}} sort" not in text
 
 

@@ -93,8 +93,8 @@ def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine,
         alone = await generate(engine, STORY, **DRAWN)
         assert alone == [run.generate(STORY, max_new_tokens=16, **DRAWN).text]
         for number in range(12):
-            neighbours = [("a" * (1 + 40 * n), {"n": 1 + (n == 1), **others[(number + n) % 3]}) for n in range(number % 4)]
-            tasks = [asyncio.create_task(generate(engine, prompt, **settings)) for prompt, settings in neighbours]
+            neighbors = [("a" * (1 + 40 * n), {"n": 1 + (n == 1), **others[(number + n) % 3]}) for n in range(number % 4)]
+            tasks = [asyncio.create_task(generate(engine, prompt, **settings)) for prompt, settings in neighbors]
             await asyncio.sleep(0.01 * (number % 3))
             assert await generate(engine, STORY, **DRAWN) == alone
             await asyncio.gather(*tasks)

@@ -311,7 +311,7 @@ def sentences(count, seed):
 
 
 def make_run(path, tokenizer, draw, **sections):
-    """Creates a run with weights from `draw` by shape; normalisations keep their scale of 1."""
+    """Creates a run with weights from `draw` by shape; normalizations keep their scale of 1."""
     size = {"dim": 16, "n_heads": 2, "num_blocks": 1, "max_context": CONTEXT, "weight_tying": False, "dtype": "float32"}
     config, run = build_config({"model": size, **sections}), create_run(path)
     shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]

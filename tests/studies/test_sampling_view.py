@@ -87,7 +87,7 @@ def test_conclusions_contain_their_numbers(record):
 
 
 def test_description_warns_if_the_model_is_its_own_reference(record):
-    warning = "The reference is the model itself, which favours its own most likely texts: low temperatures look better"
+    warning = "The reference is the model itself, which favors its own most likely texts: low temperatures look better"
     assert warning in " ".join(sampling_lines(record)) and warning in sampling_markdown(record)
     record = replace(record, reference="/somewhere/runs/large")
     text = sampling_markdown(record)

@@ -88,7 +88,7 @@ def mistral(specials):
     return core
 
 
-# Maps a name to (template, tokenizer.json, begin token, end token).
+# Maps a name to (template, tokenizer.json, BOS token, EOS token).
 CASES = {
     "llama3": (
         LLAMA3,

@@ -38,9 +38,9 @@ def reference(model, batch):
     positions = np.broadcast_to(np.arange(8), (3, 8))
     read = jax.jit(lambda model, batch: model(batch.tokens_BT, positions, segments_BT=batch.segments_BT)[0])
     logits = np.asarray(read(model, batch), np.float64)
-    normaliser = np.log(np.exp(logits).sum(-1))
-    nats = normaliser - np.take_along_axis(logits, batch.targets_BT[..., None], -1)[..., 0]
-    return (nats * batch.mask_BT).sum(), (normaliser**2 * batch.mask_BT).sum(), batch.mask_BT.sum()
+    normalizer = np.log(np.exp(logits).sum(-1))
+    nats = normalizer - np.take_along_axis(logits, batch.targets_BT[..., None], -1)[..., 0]
+    return (nats * batch.mask_BT).sum(), (normalizer**2 * batch.mask_BT).sum(), batch.mask_BT.sum()
 
 
 @pytest.mark.parametrize("chunk_logits", [1 << 24, 7 * VOCABULARY, 8 * VOCABULARY, 1])
@@ -70,7 +70,7 @@ def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
         np.testing.assert_allclose(whole, parts, atol=2e-5)
 
 
-def test_chunks_do_not_allocate_all_logits(optimised):
+def test_chunks_do_not_allocate_all_logits(optimized):
     config = small_config().architecture(4096)
     model = Transformer(config, rngs=nnx.Rngs(0))
     ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
@@ -81,7 +81,7 @@ def test_chunks_do_not_allocate_all_logits(optimised):
             return next_token_losses(nnx.merge(graph, state), batch, chunk_logits=chunk_logits).nats
 
         batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((4, 64), jnp.float32))
-        return optimised(jax.jit(jax.grad(loss)).lower(state, batch)).memory_analysis().temp_size_in_bytes
+        return optimized(jax.jit(jax.grad(loss)).lower(state, batch)).memory_analysis().temp_size_in_bytes
 
     all_logits = 4 * 64 * 4096 * 4
     assert temporary(1 << 24) >= all_logits > temporary(8 * 4096)

@@ -177,7 +177,7 @@ def _summed(model, batch):
 
 
 def test_end_tokens_of_the_template_become_stop_tokens(base, tmp_path):
-    """No special token of this vocabulary has the name of an end token. The end token of the template becomes one."""
+    """No special token of this vocabulary has the name of an EOS token. The EOS token of the template becomes one."""
     content = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json()
     (tmp_path / "t.json").write_text(content.replace("<eos>", "<turn>"))
     (tmp_path / "t.jinja").write_text(

@@ -49,7 +49,7 @@ def test_accumulation_weighs_tokens_not_parts():
     np.testing.assert_allclose(losses[0].grad_norm, losses[1].grad_norm, rtol=1e-5)
 
 
-def test_z_loss_reduces_the_normaliser_and_is_not_reported():
+def test_z_loss_reduces_the_normalizer_and_is_not_reported():
     (_, plain), (_, pulled) = (after(20, training__z_loss=z, model__dropout_rate=0.0) for z in (0.0, 1.0))
     assert plain[0].loss == pulled[0].loss
     config = small_config()
@@ -86,11 +86,11 @@ def test_evaluation_has_no_dropout():
     assert float(make_eval_step(model)(parameters, batch).nats) == float(plain.nats)
 
 
-def test_step_donates_its_state_and_plans_its_memory(optimised):
+def test_step_donates_its_state_and_plans_its_memory(optimized):
     config = small_config()
     model = config.architecture(VOCABULARY)
     abstract = TrainStep(config, model, 24).shapes
-    compiled = optimised(TrainStep(config, model, 24).program.lower(abstract, abstract_batch(4, 8)))
+    compiled = optimized(TrainStep(config, model, 24).program.lower(abstract, abstract_batch(4, 8)))
     plan = plan_memory(compiled, abstract)
     state = TrainStep(config, model, 24).initial_state()
     assert plan.parameters == sum(p.nbytes for p in state.parameters.values())

@@ -58,7 +58,7 @@ async function* readEvents(response) {
   }
 }
 
-/** What a part contributes to a prompt: known token ids, so that the model reads the tokens that it wrote, without its end token. */
+/** What a part contributes to a prompt: known token ids, so that the model reads the tokens that it wrote, without its EOS token. */
 function promptOf(part) {
   if (!isModel(part) || !part.tokens.length) return part.ids ?? [part.text];
   return part.tokens.filter((token) => !token.ends).map((token) => (token.cut ? token.text : token.id));
@@ -159,7 +159,7 @@ function onTokens(part, {tokens, text, finish_reason: reason}, clock) {
   appendTokens(part, tokens);
 }
 
-/** Removes the text that a stop string removed, and marks an end token, which is not sent when the text is continued. */
+/** Removes the text that a stop string removed, and marks an EOS token, which is not sent when the text is continued. */
 function trimEnd(part) {
   const added = part.tokens.slice(part.kept);
   const last = added.at(-1);

@@ -163,7 +163,7 @@ function listenToButtons() {
   byId("chat-label").addEventListener("click", () => !hasChat() && showStatus(NO_CHAT));
   byId("settings").addEventListener("change", () => (showProblem(null), settingsChanged()));
   byId("draft").addEventListener("change", saveState);
-  byId("colours").addEventListener("change", saveState);
+  byId("colors").addEventListener("change", saveState);
   byId("theme").addEventListener("click", saveState);
   isNarrow.addEventListener("change", () => openPanel(isNarrow.matches ? null : "settings"));
   addEventListener("pagehide", () => {

@@ -90,7 +90,7 @@ class CountBody(StrictBody):
 
     Attributes:
       prompt: text to encode.
-      special: false leaves out the begin token.
+      special: false leaves out the BOS token.
     """
 
     prompt: str | None = None
@@ -120,8 +120,8 @@ class GenerateBody(StrictBody):
       sampler_seed: seed of the sampler; 0 and below choose a new one.
       stop_sequence: strings that end the answer.
       trim_stop: remove the stop string from the answer.
-      bypass_eos: continue after the end token.
-      ban_eos_token: never sample the end token.
+      bypass_eos: continue after the EOS token.
+      ban_eos_token: never sample the EOS token.
       replace_instruct_placeholders: false keeps the placeholders of prompt, memory and stop strings.
       logprobs: report log-probabilities.
       grammar: GBNF grammar of the answer.

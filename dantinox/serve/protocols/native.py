@@ -175,7 +175,7 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
         texts: list[list[int]] = []
         for number, part in enumerate(prompt):
             if isinstance(part, str):
-                # Only the first string may need a begin token.
+                # Only the first string may need a BOS token.
                 at_start = number == 0 and body.messages is None
                 texts.append(model.prompt_ids(part) if at_start else tokenizer.encode(part))
             ids += texts[-1] if isinstance(part, str) else [part]
