@@ -87,7 +87,7 @@ ERRORS = {
     "the_context_of_128_tokens": "the context of 128 tokens is full: the oldest turn is dropped from now on",
     "the_conversation_has_no_messages": "the conversation has no messages yet",
     "the_lark_grammar_cannot_be": "the Lark grammar cannot be used: no text satisfies it",
-    "the_message_makes_tokens_but": r"the message makes [0-9]+ tokens, but the model's context is 128: shorten it",
+    "the_message_has_tokens_but": r"the message has [0-9]+ tokens, but the model's context is 128: shorten it",
     "the_prompt_has_128_tokens": "the prompt has 128 tokens and fills the model's context of 128",
     "the_prompt_has_200_tokens": "the prompt has 200 tokens",
     "the_prompt_is_empty_and": "the prompt is empty and the tokenizer has no BOS token",

@@ -1,6 +1,6 @@
 """Budgets of a compressed cache: how many slots each key head gets.
 
-Budgets are computed before anything is compiled, because they are the shapes of the buffers.
+The budgets are computed before compilation, because they set the shapes of the buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,23 +8,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-UNIT = 8  # slots are allocated in multiples of this
+UNIT = 8  # slots are allocated in multiples of `UNIT`
 HALVING_PENALTY = 3e-4  # nats per token for each halving of the slots of a head, in `allocate_by_loss`
-SIZES_PER_DOUBLING = 4  # sizes per doubling of the slots
+SIZES_PER_DOUBLING = 4  # candidate sizes between one slot count and its double
 KNAPSACK_STEPS = 4096  # resolution of the knapsack in `allocate_by_loss`
 
 GROUPINGS: dict[str, Callable[..., np.ndarray]] = {"max": np.max, "mean": np.mean, "min": np.min}
 
 Groups = tuple[tuple[int, int], ...]
-Layer = list[tuple[int, int]]  # one layer while it is being changed
+Layer = list[tuple[int, int]]  # the groups `(heads, slots)` of one layer, mutable
 
 
 class Allocation(NamedTuple):
     """The slots of every key head.
 
     Attributes:
-      order: the key heads of each layer, those with more slots first.
-      groups: one or two groups `(heads, slots)` per layer, the one with more slots first; its heads come first in `order`.
+      order: the indices of the key heads of each layer, sorted by descending slots.
+      groups: one or two groups `(heads, slots)` per layer, in the order of `order`: the group with more slots is first.
     """
 
     order: tuple[tuple[int, ...], ...]
@@ -42,36 +42,38 @@ def reduce_query_heads(signal_LN: np.ndarray, kv_heads: int, grouping: str) -> n
 
 
 def head_weights(signal_LK: np.ndarray, scale_min: float, scale_max: float) -> np.ndarray:
-    """Returns the relative share of each head `[L, K]`: its signal over the mean of all, within [scale_min, scale_max]."""
+    """Returns the relative share of each head `[L, K]`: its signal divided by the mean signal, clipped to
+    [scale_min, scale_max].
+    """
     signal_LK = np.asarray(signal_LK, np.float64)
     mean = signal_LK.mean()
     return np.clip(signal_LK / mean, scale_min, scale_max) if mean > 0 else np.ones_like(signal_LK)
 
 
 def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float, floor: int) -> np.ndarray:
-    """Returns the slots of each key head `[L, K]` that raise the loss least, for a share of all slots and two sizes per layer.
+    """Returns the slots of each key head `[L, K]` that minimize the estimated loss, with at most two sizes per layer.
 
-    Rises are summed over heads. Between the measured sizes they are interpolated linearly in log₂ of the slots, and
-    `HALVING_PENALTY` is added each time the slots are halved: heads that lose slots together cost more than each alone, and
-    other texts attend further back. A dynamic program over the layers (multiple-choice knapsack, Kellerer, Pferschy and
-    Pisinger 2004, ch. 11) then finds the best pair of sizes, `SIZES_PER_DOUBLING` per doubling, and the heads that get the
-    larger size. It counts slots in `KNAPSACK_STEPS` parts of the total and rounds each layer up, so that a few slots may be
-    unused.
+    The estimate adds up the loss increases of the heads. Each increase is interpolated linearly in log₂ of the slots between
+    the measured sizes. `HALVING_PENALTY` is added for each halving of the slots, for two reasons: heads that lose slots
+    together cost more than the sum of their separate increases, and other texts may attend further back. A dynamic program
+    over the layers (multiple-choice knapsack, Kellerer, Pferschy and Pisinger 2004, ch. 11) then finds the best pair of sizes
+    of each layer, and the heads that get the larger size. It divides the total into `KNAPSACK_STEPS` steps and rounds the
+    slots of each layer up to whole steps, so a few slots may stay unused.
 
     Args:
-      rises_LKC: the rise of the loss, in nats per token, if this head alone has C slots.
-      slots_C: the sizes, ascending; the last one is an uncompressed head.
+      rises_LKC: the loss increase, in nats per token, if only this head is reduced to the c-th size of `slots_C`.
+      slots_C: the measured sizes, ascending; the last size is that of an uncompressed head.
       share: the fraction of L · K · `slots_C[-1]` slots to use.
-      floor: the minimum per head; no head gets less than this or less than `slots_C[0]`, whatever the share.
+      floor: the minimum per head. Every head gets at least this and at least `slots_C[0]`, even if the share is exceeded.
     """
     L, K, _ = rises_LKC.shape
     size_S, curves_LKS = _loss_curves(rises_LKC, slots_C, floor)
     S = len(size_S)
-    # All splits of a layer: h heads have the larger size, those that gain most from it.
+    # All splits of a layer: the h heads that gain most have the larger size.
     large_X, small_X, heads_X = (x.ravel() for x in np.indices((S, S, K)))
     slots_X = heads_X * size_S[large_X] + (K - heads_X) * size_S[small_X]
     steps_X = np.ceil(slots_X * KNAPSACK_STEPS / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
-    # The smallest rise of the layers so far for up to W steps, and the choice that gives it.
+    # For each number of steps: the smallest increase over the layers so far, and the split of this layer that achieves it.
     min_rise_W, choices = np.zeros(KNAPSACK_STEPS + 1), []
     for curve_KS in curves_LKS:
         gain_SSK = -np.sort(curve_KS.T[:, None] - curve_KS.T, axis=-1)
@@ -95,7 +97,10 @@ def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float
 
 
 def _loss_curves(rises_LKC: np.ndarray, slots_C: Sequence[int], floor: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sizes from the floor on, and the cost of each for every head `[L, K, S]`, non-increasing in the size."""
+    """Returns the sizes that are at least the floor, and the cost of each size for every head `[L, K, S]`.
+
+    The cost does not increase with the size.
+    """
     C = len(slots_C)
     log_C = np.log2(np.asarray(slots_C, np.float64))
     log_S = np.interp(np.linspace(0, C - 1, SIZES_PER_DOUBLING * (C - 1) + 1), np.arange(C), log_C)
@@ -105,7 +110,7 @@ def _loss_curves(rises_LKC: np.ndarray, slots_C: Sequence[int], floor: int) -> t
 
 
 def _pareto_optimal(cost_X: np.ndarray, value_X: np.ndarray) -> np.ndarray:
-    """Returns the choices that no other choice beats in both cost and value, within `KNAPSACK_STEPS`."""
+    """Returns the Pareto-optimal choices (lower cost and lower value are better) that cost at most `KNAPSACK_STEPS`."""
     order_X = np.lexsort((value_X, cost_X))
     lowest_X = np.minimum.accumulate(value_X[order_X])
     better_X = np.concatenate([[True], lowest_X[1:] < lowest_X[:-1]])
@@ -118,20 +123,21 @@ def min_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:
 
 
 def allocate_by_weight(weights_LK: np.ndarray, caps_L: Sequence[int], total: int, floor: int) -> Allocation:
-    """Returns slots in proportion to the weights. Their sum is `total` minus less than `UNIT`, or the sum of the caps if that
-    is smaller.
+    """Allocates slots in proportion to the weights.
 
-    Water-filling: a head requests level · weight slots, at least its floor and at most the cap of its layer, in whole units.
-    The level is the highest at which the requests fit. Every head of a group counts with the request of the first one.
+    The slots add up to `total`, less a remainder smaller than `UNIT`, or to the sum of the caps if the caps are smaller.
+
+    Water-filling: each head requests level · weight slots, clipped to [floor, cap of its layer] and rounded to whole units.
+    The level is the highest value at which all requests fit. Every head of a group gets the request of its first head.
 
     Args:
       weights_LK: positive numbers.
-      caps_L: the most slots that a head of the layer can use. A cap may be reached exactly; other sizes are whole units.
-      floor: the fewest slots of a head, rounded up to whole units, or the cap if that is lower.
+      caps_L: the largest useful number of slots per head of each layer. A cap need not be a multiple of `UNIT`.
+      floor: the fewest slots of a head, rounded up to whole units; the cap of the layer if the cap is lower.
 
     Returns:
-      Within a layer a larger weight never has fewer slots than a smaller one. The order is that of the weights and does not
-      depend on the total.
+      An allocation in which, within a layer, a head with a larger weight has at least as many slots. The order of the heads
+      depends on the weights only, not on the total.
 
     Raises:
       ValueError: `total` is below `min_total`.
@@ -156,14 +162,17 @@ def _floors(caps: np.ndarray, floor: int) -> np.ndarray:
 
 
 def _round_to_units(shares_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.ndarray) -> np.ndarray:
-    """Rounds to the nearest whole unit, but keeps a cap that is reached exactly."""
+    """Rounds to the nearest whole unit; a share at the cap stays at the cap."""
     units_LK = np.floor(shares_LK / UNIT + 0.5).astype(np.int64) * UNIT
     exact_LK: np.ndarray = np.where(shares_LK >= caps_L1, caps_L1, np.clip(units_LK, floors_L1, caps_L1))
     return exact_LK
 
 
 def _padded_totals(requests_LK: np.ndarray) -> np.ndarray:
-    """Returns the padded total of a layer for every split `[L, K]`: h heads in the first group, or one group for h = 0."""
+    """Returns the slots of a layer for every split `[L, K]`, with each group padded to the request of its first head.
+
+    Split h has h heads in the first group; split 0 has a single group.
+    """
     K = requests_LK.shape[-1]
     heads_K = np.arange(K)
     totals_LK: np.ndarray = heads_K * requests_LK[..., :1] + (K - heads_K) * requests_LK
@@ -178,7 +187,7 @@ def _split_heads(requests_K: np.ndarray) -> Layer:
 
 
 def _water_level(weights_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.ndarray, total: int) -> float:
-    """Returns the highest level whose padded requests fit, exact to the last bit."""
+    """Returns the highest level at which the padded requests fit, by bisection to the last bit."""
     low, high = 0.0, 2 * float((caps_L1 / weights_LK).max())
     while low < (middle := (low + high) / 2) < high:
         requests_LK = _round_to_units(np.clip(middle * weights_LK, floors_L1, caps_L1), floors_L1, caps_L1)
@@ -202,17 +211,18 @@ def _shortfall(shares_K: np.ndarray, slots_XK: np.ndarray) -> np.ndarray:
 def _distribute_remainder(
     layers: list[Layer], shares_LK: np.ndarray, floors_L: list[int], caps_L: list[int], total: int
 ) -> None:
-    """Distributes the slots that the level left over: first a unit to whole groups, those with the largest shortfall first.
+    """Distributes the slots that remain after water-filling.
 
-    At the next level no head would request more than one unit more, and the total would be exceeded. So one unit for every
-    group is more than there is. The rest is then less than a unit for a skipped group, and the layer of that group can use it
-    after a new split. The layer that gains most gets it.
+    First, each group gets one more unit per head if that fits, in descending order of the shortfall. One unit for every group
+    never fits: at the next higher level each head requests at most one unit more, and the requests exceed the total. So at
+    least one group is skipped, and the remainder is smaller than one unit per head of that group. Then the remainder goes to
+    the one layer whose new split in two reduces the shortfall most.
     """
     remaining = total - sum(int(_slots_per_head(layer).sum()) for layer in layers)
-    places = [(number, i) for number, layer in enumerate(layers) for i in range(len(layer))]
+    group_keys = [(number, i) for number, layer in enumerate(layers) for i in range(len(layer))]
     # The first head of a group has the largest share in it.
-    surplus = {(number, i): layers[number][i][1] - shares_LK[number, layers[number][0][0] * i] for number, i in places}
-    for number, i in sorted(places, key=lambda place: surplus[place]):
+    surplus = {(number, i): layers[number][i][1] - shares_LK[number, layers[number][0][0] * i] for number, i in group_keys}
+    for number, i in sorted(group_keys, key=lambda group: surplus[group]):
         heads, slots = layers[number][i]
         step = min(UNIT, caps_L[number] - slots)
         if heads * step <= remaining:
@@ -220,30 +230,32 @@ def _distribute_remainder(
             remaining -= heads * step
     if remaining < UNIT:
         return
-    found = [
-        (*cut, number)
+    candidates = [
+        (*split, number)
         for number, layer in enumerate(layers)
-        if (cut := _resplit(layer, shares_LK[number], floors_L[number], caps_L[number], remaining))
+        if (split := _resplit(layer, shares_LK[number], floors_L[number], caps_L[number], remaining))
     ]
-    if found:
-        _, layer, number = min(found, key=lambda cut: cut[0])
+    if candidates:
+        _, layer, number = min(candidates, key=lambda candidate: candidate[0])
         layers[number] = layer
 
 
 def _resplit(layer: Layer, shares_K: np.ndarray, floor: int, cap: int, remaining: int) -> tuple[float, Layer] | None:
-    """Splits a layer in two with `remaining` slots more, minus less than a unit, so that the shortfall is small.
+    """Splits a layer into two groups that use up to `remaining` more slots, so that the shortfall is small.
+
+    Fewer than `UNIT` of these slots stay unused.
 
     Returns:
-      The change of the shortfall, and the groups; None if the cap leaves no space. There is a split whenever there is space:
-      moving heads one by one from one size to the next makes steps of a unit or less.
+      The change of the shortfall, and the groups; None if the heads would reach the cap. Otherwise a split always exists:
+      moving one head from one size to the next adds at most a unit.
     """
     K, slots_K = len(shares_K), _slots_per_head(layer)
     total = int(slots_K.sum()) + remaining
     if total >= K * cap:
         return None
     heads_H1 = np.arange(1, K)[:, None]
-    # Start where both groups are equally far from their mean shares. The second sizes that leave whole units to the first group
-    # repeat within K units.
+    # Search around the sizes at which both groups differ equally from their mean shares. K units to either side suffice: the
+    # second sizes that leave whole units for the first group repeat with a period of at most K units.
     first_H1 = np.cumsum(shares_K)[:-1, None]
     middle_H1 = (shares_K.sum() - first_H1) / (K - heads_H1) + (total - shares_K.sum()) / K
     middle_H1 = np.clip(middle_H1, np.maximum(floor, (total - heads_H1 * cap) / (K - heads_H1)), total / K)

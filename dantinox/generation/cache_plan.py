@@ -23,11 +23,11 @@ from dantinox.model import Compression, compute_dtype
 from dantinox.model.cache import uncompressed_slots
 from dantinox.run import KVCalibration
 
-ENTROPY_LIFETIME = 16.0  # lifetime in tokens of an importance under `decay: entropy` for a head that attends to one key
+ENTROPY_LIFETIME = 16.0  # with `decay: entropy`: the decay time of an importance, in tokens, for a head of entropy 0
 
 
 class CachePlan(NamedTuple):
-    """What determines a cache, and so a compiled program: its slots for a full sequence, its dtype, and its compression."""
+    """The slots for a full sequence, the dtype and the compression of a cache; a static argument of compiled programs."""
 
     slots: int
     dtype: str
@@ -37,37 +37,39 @@ class CachePlan(NamedTuple):
 def plan_cache(
     config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None = None, round_up: bool = False
 ) -> CachePlan:
-    """Returns the plan for sequences of up to `slots` tokens; the heads of the model must be in the `head_order` of the same
-    settings.
+    """Returns the plan for sequences of up to `slots` tokens.
+
+    The heads of the model must be in the `head_order` of the same settings.
 
     Args:
       calibration: the measurements of the model, if a signal or the decay reads them.
-      round_up: raise a `kv.budget` that is too small to the smallest possible one, with a warning.
+      round_up: if `kv.budget` is too small, use the smallest possible budget and print a warning.
 
     Raises:
-      UserError: the budget is below the minimum per head, its signal was not measured, or the dtype does not fit the size of
-        the heads.
+      UserError: the budget is below the minimum per head, the `kv.signal` was not measured, or int4 is requested with an odd
+        head size.
     """
     if kv.compresses and config.latent is not None:
-        what = "kv.budget does not support latent caches: all heads share one latent, which cannot be evicted per head"
-        raise UserError(what, key="kv.budget")
+        message = "kv.budget does not support latent caches: all heads share one latent, which cannot be evicted per head"
+        raise UserError(message, key="kv.budget")
     if kv.compresses and (uneven := uneven_keys(config)) is not None:
-        what = f"kv.budget must be null with {uneven}: it needs layers with keys of the same shape"
-        raise UserError(what, key="kv.budget")
+        message = f"kv.budget must be null with {uneven}: it needs layers with keys of the same shape"
+        raise UserError(message, key="kv.budget")
     dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
     latent = config.latent
     sizes = (latent.rotated_size, latent.rank) if latent is not None else (
         config.head_size, config.global_head_size or config.head_size
     )  # fmt: skip
     if dtype == "int4" and any(size % 2 for size in sizes):
-        what = f"kv.dtype int4 packs two numbers into a byte and needs even head sizes, got {max(sizes)}"
-        raise UserError(what, key="kv.dtype")
+        message = f"kv.dtype int4 packs two numbers into a byte and needs even head sizes, got {max(sizes)}"
+        raise UserError(message, key="kv.dtype")
     return CachePlan(slots, dtype, _compression(config, kv, slots, calibration, round_up) if kv.compresses else None)
 
 
 def head_order(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None = None) -> HeadOrder | None:
-    """Returns the key heads of each layer, those with the largest share first, as a compressed cache needs them; None without
-    compression.
+    """Returns the key heads of each layer by descending share of the cache, the order that a compressed cache requires.
+
+    None without compression.
     """
     if not kv.compresses:
         return None
@@ -75,17 +77,17 @@ def head_order(config: ModelConfig, kv: KVSection, calibration: KVCalibration | 
 
 
 def fall_back_to_uniform(kv: KVSection, calibration: KVCalibration | None, remedy: str) -> KVSection:
-    """Returns the settings with equal shares, and warns, if the signal of the shares was not measured.
+    """Returns the settings, with a warning and `kv.signal` set to uniform if the signal was not measured.
 
     Args:
-      remedy: what to do if there is no calibration at all.
+      remedy: the end of the warning without any calibration: how to get one.
     """
     if not kv.compresses or kv.signal == "uniform":
         return kv
-    lacking = remedy if calibration is None else calibration.missing_signal(kv.signal)
-    if not lacking:
+    reason = remedy if calibration is None else calibration.missing_signal(kv.signal)
+    if not reason:
         return kv
-    warnings.warn(f"all heads get the same share of the cache: {lacking}", stacklevel=4)
+    warnings.warn(f"all heads get the same share of the cache: {reason}", stacklevel=4)
     return kv.model_copy(update={"signal": "uniform"})
 
 
@@ -130,9 +132,9 @@ def _compression(
             + (f"{np.ceil(1000 * minimum / full) / 1000:g}" if tokens is None else f"{floor}"),
             key="kv.budget" if tokens is None else "kv.budget_tokens",
         )
-    # While anything is compressed, no buffer is as long as the sequence, if the budget can be spent without it.
-    below_L = [cap - UNIT if cap == slots and cap - UNIT >= floor else cap for cap in caps_L]
-    caps = below_L if K * sum(below_L) >= total else caps_L
+    # If the budget permits, every full-length buffer is shortened by one unit, so that no buffer is as long as the sequence.
+    shorter_L = [cap - UNIT if cap == slots and cap - UNIT >= floor else cap for cap in caps_L]
+    caps = shorter_L if K * sum(shorter_L) >= total else caps_L
     weights_LK = _head_shares(config, kv, calibration)
     window, pool, decay, fixed = {
         "snapkv+ema": (kv.window, kv.pool, kv.decay, None),
@@ -143,7 +145,7 @@ def _compression(
         "streaming": (None, 1, 0.0, "position"),
         "random": (None, 1, 0.0, "hash"),
     }[kv.policy]
-    expects = kv.policy == "expected_attention"
+    is_expected = kv.policy == "expected_attention"
     return Compression(
         groups=allocate_by_weight(-np.sort(-weights_LK, axis=1), caps, total, floor).groups,
         decays=_decays(config, kv, calibration) if decay == "entropy" else ((decay,) * K,) * len(caps_L),
@@ -151,8 +153,8 @@ def _compression(
         pool=pool,
         fixed=fixed,
         prompt={"expected_attention": "expected", "kvzip": "reconstruction"}.get(kv.policy, "attention"),
-        rotations=tuple(config.rotation(layer) for layer in range(config.num_blocks)) if expects else (),
-        rotated=config.rotated_size if expects else 0,
+        rotations=tuple(config.rotation(layer) for layer in range(config.num_blocks)) if is_expected else (),
+        rotated=config.rotated_size if is_expected else 0,
         recency=kv.policy in AVERAGES,
         sinks=kv.sinks,
         recent=kv.recent,
@@ -161,7 +163,7 @@ def _compression(
 
 
 def _decays(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> tuple[tuple[float, ...], ...]:
-    """Returns the factor g of every head from its entropy, in the order of `head_order`."""
+    """Returns the decay factor of every head from its attention entropy, with the heads in the order of `head_order`."""
     if calibration is None:
         raise UserError(
             "kv.decay entropy needs the heads' entropies: run `dantinox calibrate --run_dir … --what kv`", key="kv.decay"

@@ -30,13 +30,13 @@ class Template(Protocol):
         """The tokens that end an answer."""
 
     def encode(self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False) -> list[int]:
-        """Encodes the conversation; with a generation prompt, up to where the assistant starts."""
+        """Encodes the conversation; with a generation prompt, up to the start of the assistant message."""
 
 
 class PlainTextTemplate:
-    """The template of a model without a chat template: the messages form one text, which the model continues.
+    """The template for a model without a chat template: it joins the messages into one text, which the model continues.
 
-    A user message begins a new line, unless the text is empty or ends with a line break.
+    Each user message starts on a new line.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -55,28 +55,28 @@ class Chat:
     """A conversation.
 
     Attributes:
-      messages: all messages, user and assistant in turn.
+      messages: all messages, alternately from the user and the assistant.
       system: the system message, or "".
-      config: the settings; `overrides` are those that differ from the run, by name.
-      entropy: whether parts come token by token, each with its entropy.
+      config: the settings; `overrides` holds the settings that differ from the run, by name.
+      entropy: whether answers are streamed token by token, each token with its entropy.
       finish_reason: why the last answer ended: `eos`, `stop`, `length` (max_new_tokens), `context` (the context is full), or
         `interrupted`.
-      is_completion: whether the model has no template and continues a plain text.
+      is_completion: whether the model continues plain text, because it has no chat template.
     """
 
     def __init__(self, run: LoadedModel, template: Template | None = None, overrides: Mapping[str, object] | None = None):
         """Starts a conversation.
 
         Args:
-          template: None: the messages are one plain text.
-          overrides: settings that override those of the run, as in `LoadedModel.generate`.
+          template: converts messages to tokens; None: `PlainTextTemplate`.
+          overrides: settings that override the settings of the run, as in `LoadedModel.generate`.
         """
         self.model, self.is_completion = run, template is None
         self.template: Template = PlainTextTemplate(run) if template is None else template
         self._base = with_generation(run.config, n=1)
         self.messages: list[Message] = []
         self.system, self.entropy, self.finish_reason = "", False, ""
-        self._num_dropped = 0  # number of the oldest messages that do not fit the context
+        self._num_dropped = 0  # how many of the oldest messages are left out, because the context is full
         self._answers = 0
         self._file: Path | None = None
         self._apply(overlay(self._base, overrides or {}))
@@ -89,7 +89,7 @@ class Chat:
         Earlier overrides that no longer have an effect are dropped with a warning.
 
         Raises:
-          UserError: the setting does not exist, or its value is not allowed together with the others.
+          UserError: the setting does not exist, or its value is not allowed with the other settings.
         """
         self._apply(overlay(self._base, {name: value}, under=self.overrides))
 
@@ -101,23 +101,25 @@ class Chat:
     def _apply(self, config: Config) -> None:
         if config.generation.n != 1:
             raise UserError(f"generation.n must be 1 in a conversation, got {config.generation.n}")
-        own, new = settings_of(self._base), settings_of(config)
+        base, new = settings_of(self._base), settings_of(config)
         self.config = config
-        self.overrides: dict[str, Any] = {name: value for name, value in new.items() if value != own[name]}
+        self.overrides: dict[str, Any] = {name: value for name, value in new.items() if value != base[name]}
 
     # --- turns
 
     def answer(self, text: str) -> Generator[TextPart]:
-        """Adds a user message and yields the answer as it is generated. If the iterator is closed early, the partial answer is
-        kept.
+        """Adds a user message and yields the answer as it is generated.
+
+        If the iterator is closed early, the conversation contains the partial answer.
 
         Raises:
-          UserError: the template rejects the messages, or this message alone does not fit the context; nothing is added then.
+          UserError: the template rejects the messages, or this message alone does not fit the context. The conversation is then
+            unchanged.
         """
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         ids, room = self._build_prompt(turn)
         generation = self.config.generation
-        # With a seed a conversation is repeatable, and each answer has its own draws, also a second answer to the same message.
+        # With a seed a conversation is reproducible. Every answer, also a second answer to the same message, has another seed.
         seed = None if generation.seed is None else (generation.seed + self._answers) % 2**32
         config = with_generation(self.config, max_new_tokens=min(generation.max_new_tokens, room), seed=seed)
         config = self.model.with_stop_ids(config, self.template.end_ids)
@@ -139,20 +141,20 @@ class Chat:
             self.messages = [*turn, {"role": "assistant", "content": "".join(texts)}]
 
     def retry(self) -> Generator[TextPart]:
-        """Generates the answer to the last message again and replaces the existing answer."""
-        before = self.messages
+        """Generates a new answer to the last message, in place of its current answer."""
+        previous = self.messages
         text = self.undo()
         try:
             return self.answer(text)
         except UserError:
-            self.messages = before
+            self.messages = previous
             raise
 
     def undo(self) -> str:
         """Removes the last user message and its answer, and returns the message.
 
         Raises:
-          UserError: there is no message.
+          UserError: the conversation has no messages.
         """
         if not self.messages:
             raise UserError("the conversation has no messages yet")
@@ -175,23 +177,24 @@ class Chat:
         self.system, self._num_dropped = text, 0
 
     def _build_prompt(self, turn: Sequence[Message]) -> tuple[list[int], int]:
-        """Returns the prompt tokens, with as many of the newest turns as leave room for the answer, and the tokens of that
-        room.
+        """Returns the prompt tokens and the number of tokens left for the answer.
+
+        The prompt contains as many of the newest turns as fit next to the answer.
 
         Raises:
           UserError: the newest message alone fills the context.
         """
         context = self.model.model.config.max_context
-        wanted = min(self.config.generation.max_new_tokens, context // 2)
-        before: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        answer_tokens = min(self.config.generation.max_new_tokens, context // 2)
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         first = self._num_dropped
         while True:
-            ids = self.template.encode([*before, *turn[first:]], generation_prompt=True)
-            if len(ids) + wanted <= context or first + 2 >= len(turn):
+            ids = self.template.encode([*system, *turn[first:]], generation_prompt=True)
+            if len(ids) + answer_tokens <= context or first + 2 >= len(turn):
                 break
             first += 2
         if len(ids) >= context:
-            raise UserError(f"the message makes {len(ids)} tokens, but the model's context is {context}: shorten it")
+            raise UserError(f"the message has {len(ids)} tokens, but the model's context is {context}: shorten it")
         if first > self._num_dropped:
             turns = "turn is" if first == 2 else f"{first // 2} turns are"
             warnings.warn(f"the context of {context} tokens is full: the oldest {turns} dropped from now on", stacklevel=4)
@@ -201,10 +204,10 @@ class Chat:
     def _pad(self, length: int) -> int:
         return min(max(MIN_PADDED_LENGTH, 1 << (length - 1).bit_length()), padded_length(self.model.model.config.max_context))
 
-    # --- its file
+    # --- the file of the conversation
 
     def save(self, path: str | Path) -> None:
-        """Writes the conversation as one line of JSON, `{"messages": […]}`, which is also a training example.
+        """Writes the conversation as one line of JSON, `{"messages": […]}`, which can also be used as a training example.
 
         Raises:
           UserError: the file cannot be written, or it exists and this conversation was not saved to it or loaded from it.
@@ -213,26 +216,26 @@ class Chat:
         check_writable(path)
         if path.exists() and path.absolute() != self._file:
             raise UserError(f"{path} exists already: choose another name")
-        before = [{"role": "system", "content": self.system}] if self.system else []
-        atomic_write(path, json.dumps({"messages": [*before, *self.messages]}, ensure_ascii=False) + "\n")
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        atomic_write(path, json.dumps({"messages": [*system, *self.messages]}, ensure_ascii=False) + "\n")
         self._file = path.absolute()
 
     def load(self, path: str | Path) -> None:
         """Loads a saved conversation to continue it.
 
         Raises:
-          UserError: the file cannot be read, or does not hold a conversation of complete turns.
+          UserError: the file cannot be read, or does not hold a conversation in which every user message has an answer.
         """
         path = Path(path)
         messages = _read_messages(path)
-        before = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
-        turns = messages[1:] if before else messages
+        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+        turns = messages[1:] if system else messages
         roles = [message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise UserError(
                 f"{path} must alternate user and assistant messages, after an optional system message, got {quote(roles)}"
             )
-        self.set_system(before)
+        self.set_system(system)
         self.messages, self._file = turns, path.absolute()
 
 

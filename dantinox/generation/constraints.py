@@ -15,9 +15,9 @@ from dantinox.text import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_SOURCE_BYTES = 64 << 10  # bytes
-# Limits of llguidance for a grammar and for each token, in its own units. With a vocabulary of 100,000 the worst of the tested
-# grammars takes .2 s to compile and .15 s per token.
+MAX_SOURCE_BYTES = 64 << 10
+# Limits per grammar and per token, in the units of llguidance. With a vocabulary of 100,000 tokens, the slowest of the tested
+# grammars takes 0.2 s to compile and 0.15 s per token.
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 500_000,
@@ -27,9 +27,9 @@ LIMITS = {
     "step_max_items": 50_000,
     "verbose_errors": False,
 }
-# Phrases in its messages when a limit is reached.
+# Phrases in the messages of llguidance when a limit is reached.
 LIMIT_PHRASES = ("too many", "too complex", "too large", "too big", "max is", "fuel", "limit", "precomputation", "exceed")
-# Whitespace in JSON: nothing, a space, or a line break with indentation. Without a bound a sequence might never end.
+# Whitespace in JSON: nothing, a space, or a line break with indentation. Unbounded whitespace might never end.
 WHITESPACE = r"( |\n[ \t]{0,16})?"
 DISPLAY_NAMES = {
     "json_schema": "the JSON schema",
@@ -45,7 +45,7 @@ KINDS = tuple(DISPLAY_NAMES)
 class Constraint:
     """A schema, regex or grammar that a generated text must satisfy.
 
-    It is checked when it is used; a wrong one raises a UserError. It needs the extra `serve`.
+    Constraints need the extra `serve`. Generation checks the constraint and raises a UserError if it is invalid.
 
     Attributes:
       kind: `json_schema`, `json_object` (any JSON object), `regex`, `lark` or `gbnf`.
@@ -63,7 +63,7 @@ class Constraint:
 
 
 def check_constraint(constraint: Constraint) -> None:
-    """Checks a constraint as far as that is possible without a tokenizer.
+    """Checks everything about a constraint that can be checked without a tokenizer.
 
     Raises:
       UserError: llguidance is not installed, or the constraint is invalid or too large.
@@ -72,19 +72,19 @@ def check_constraint(constraint: Constraint) -> None:
     text = _to_grammar(library, constraint)
     problem = library.LLMatcher.validate_grammar(text, limits=library.LLParserLimits(**LIMITS))
     if problem and not library.LLMatcher.validate_grammar_with_warnings(text)[0]:
-        return  # only a warning
+        return  # the problem is only a warning
     if problem:
         raise _to_user_error(constraint.kind, problem)
 
 
 class ConstraintCompiler:
-    """Compiles constraints for one vocabulary; its matchers compute token masks."""
+    """Compiles constraints for one vocabulary to matchers, which compute token masks."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None):
-        """Builds the vocabulary in the form that llguidance reads.
+        """Converts the vocabulary to the format of llguidance.
 
         Args:
-          vocab_size: the number of logits, if a model has more than the tokenizer has tokens; the extra tokens are never
+          vocab_size: the number of logits, if it is larger than the vocabulary of the tokenizer. The extra tokens are never
             allowed.
 
         Raises:
@@ -105,30 +105,30 @@ class ConstraintCompiler:
 
         Args:
           kind, source: as in `Constraint`.
-          ends: ids that end the sequence besides those of the tokenizer.
+          ends: ids that end the sequence, in addition to the EOS tokens of the tokenizer.
 
         Raises:
           UserError: the source is invalid or too large, or no sequence of this vocabulary satisfies it.
         """
         library = self._import_llguidance
         grammar = _to_grammar(library, Constraint(kind, source))
-        found = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS))
-        if found.is_error():
-            raise _to_user_error(kind, found.get_error())
-        matcher = Matcher(found, kind, self._size, self._vocab_size, (*self._stop_ids, *ends))
-        matcher.mask()  # some errors only occur here
+        ll_matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS))
+        if ll_matcher.is_error():
+            raise _to_user_error(kind, ll_matcher.get_error())
+        matcher = Matcher(ll_matcher, kind, self._size, self._vocab_size, (*self._stop_ids, *ends))
+        matcher.mask()  # llguidance reports some errors only for the first mask
         return matcher
 
 
 class Matcher:
-    """Computes which tokens may come next in one sequence.
+    """Computes the tokens that a constraint allows next in one sequence.
 
     Attributes:
-      ended: whether an EOS token has been consumed, after which no token is allowed.
+      ended: whether an EOS token has been consumed; no token is allowed after it.
     """
 
     def __init__(self, matcher: "LLMatcher", kind: str, end: int, vocab_size: int, ends: Sequence[int]):
-        """Created by `ConstraintCompiler.matcher`; `end` is the EOS token of llguidance."""
+        """Created by `ConstraintCompiler.matcher`; `end` is the EOS token that llguidance uses, `ends` the EOS tokens here."""
         self._matcher, self._kind, self._end = matcher, kind, end
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         self._words = -(-vocab_size // 32)
@@ -138,8 +138,8 @@ class Matcher:
     def mask(self) -> np.ndarray:
         """Returns bits [⌈V/32⌉] uint32: bit i mod 32 of word ⌊i/32⌋ is set if token i may come next.
 
-        EOS tokens are allowed where the sequence is complete. If the constraint allows only one continuation, only the token is
-        allowed that the tokenizer encodes it with.
+        EOS tokens are allowed where the sequence is complete. If the constraint allows only one continuation, only the first
+        token of its encoding by the tokenizer is allowed.
 
         Raises:
           UserError: no token can satisfy the constraint, or the computation takes too long.
@@ -153,7 +153,7 @@ class Matcher:
         return self.ended or (complete and not np.any(bits & ~self._bits(self._ends)))
 
     def consume(self, token: int) -> None:
-        """Advances by one token; if llguidance fails, the next `mask` or `done` raises.
+        """Advances by one token. If llguidance fails here, the next `mask` or `done` raises the error.
 
         Raises:
           ValueError: the token is not allowed here.
@@ -173,12 +173,12 @@ class Matcher:
             bits = np.zeros(self._words, np.uint32)
             complete = self.ended
             if not self.ended:
-                found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32).copy()
+                allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32).copy()
                 if self._matcher.is_error():
                     raise _to_user_error(self._kind, self._matcher.get_error())
-                complete = bool(found[self._end // 32] >> np.uint32(self._end % 32) & 1)
-                found[self._end // 32] &= ~np.uint32(1 << self._end % 32)
-                bits[: len(found)] = found[: self._words]
+                complete = bool(allowed[self._end // 32] >> np.uint32(self._end % 32) & 1)
+                allowed[self._end // 32] &= ~np.uint32(1 << self._end % 32)
+                bits[: len(allowed)] = allowed[: self._words]
                 bits &= ~self._bits(self._ends)
             if complete:
                 bits |= self._bits(self._ends)
@@ -195,7 +195,7 @@ class Matcher:
 
 
 class _VocabularyAdapter:
-    """A vocabulary in the form that llguidance reads, with its own EOS token after the others."""
+    """A vocabulary in the format of llguidance, with an extra EOS token for llguidance as the last token."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -211,21 +211,22 @@ class _VocabularyAdapter:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Encodes a forced text: as the tokenizer does, or else with the longest token at each position."""
+        """Encodes a text that the constraint forces, with the tokenizer or, if that fails, greedily with the longest tokens."""
         data = text.encode()
         try:
             ids = self._tokenizer.encode(text)
-        except UserError:  # the vocabulary lacks a character
+        except UserError:  # a character is not in the vocabulary
             ids = []
         if b"".join(self._pieces[i] for i in ids) == data:  # false if the tokenizer adds a space in front
             return ids
-        ids, at = [], 0
-        while at < len(data):
-            size = next((n for n in range(min(self._longest, len(data) - at), 0, -1) if data[at : at + n] in self._ids), None)
-            if size is None:
+        ids, start = [], 0
+        while start < len(data):
+            ends = range(min(start + self._longest, len(data)), start, -1)
+            end = next((end for end in ends if data[start:end] in self._ids), None)
+            if end is None:
                 break
-            ids.append(self._ids[data[at : at + size]])
-            at += size
+            ids.append(self._ids[data[start:end]])
+            start = end
         return ids
 
 
@@ -271,7 +272,7 @@ def _parse_schema(source: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"the JSON schema is not valid JSON in {where}: {error.msg}") from None
-    except (RecursionError, ValueError):  # ValueError: a number with thousands of digits
+    except (RecursionError, ValueError):  # ValueError: a number has thousands of digits
         raise UserError("the JSON schema is nested too deeply or contains a number that is too long") from None
     if schema is True:
         return {}
@@ -298,7 +299,7 @@ def _gbnf_to_lark(source: str) -> str:
 
 
 def _convert_escape(escape: re.Match[str]) -> str:
-    """Converts an escape to a form that the conversion keeps: `\\x41` for ASCII, other characters as they are."""
+    """Converts an escape to a form that the GBNF converter preserves: `\\x41` for ASCII, else the character."""
     digits = next((digits for digits in escape.groups() if digits), None)
     if digits is None:
         return escape[0]
@@ -309,7 +310,7 @@ def _convert_escape(escape: re.Match[str]) -> str:
 
 
 def _to_user_error(kind: str, message: str) -> UserError:
-    """Converts an error message of llguidance to a sentence."""
+    """Converts an error message of llguidance to a `UserError`."""
     error_line = re.search(r"^error: (.+)$", message, re.MULTILINE)
     caret = re.search(r"regex parse error:\n.*\n {4}( *)\^+\n", message)
     line = re.match(r"(?:at )?(\d+)\((\d+)\): ", message)
@@ -318,12 +319,12 @@ def _to_user_error(kind: str, message: str) -> UserError:
         where = f" at character {len(caret[1]) + 1}"
     elif line and kind == "lark":
         where = f" in line {line[1]}"
-    what = error_line[1] if error_line else first_line(ValueError(message[line.end() :] if line else message))
-    what = what.removesuffix("<non-verbose/>").strip()
-    if "NoExtension" in what:
-        what = "no text satisfies it"
-    elif "recursion" in what or "nest" in what:
-        what = "it is nested too deeply"
-    elif any(words in what.lower() for words in LIMIT_PHRASES):
-        what = "it takes too long to evaluate: simplify it"
-    return UserError(f"{DISPLAY_NAMES[kind]} cannot be used{where}: {what}")
+    reason = error_line[1] if error_line else first_line(ValueError(message[line.end() :] if line else message))
+    reason = reason.removesuffix("<non-verbose/>").strip()
+    if "NoExtension" in reason:
+        reason = "no text satisfies it"
+    elif "recursion" in reason or "nest" in reason:
+        reason = "it is nested too deeply"
+    elif any(words in reason.lower() for words in LIMIT_PHRASES):
+        reason = "it takes too long to evaluate: simplify it"
+    return UserError(f"{DISPLAY_NAMES[kind]} cannot be used{where}: {reason}")

@@ -1,7 +1,7 @@
-"""The compiled decode program, `_generate_toks`: prefill, then cached decoding in `fori_loop`; batches call it chunk by chunk.
+"""`_generate_toks`, the compiled program for prefill and decoding. A batch calls it once per chunk of tokens.
 
-Everything that a row needs is an array with a batch axis: token, position, limit, EOS tokens, random key, sampling parameters.
-So rows of different lengths and different settings share one compiled program.
+Decoding is a `fori_loop` with a KV cache. The whole state of a row (token, position, limit, EOS tokens, random key, sampling
+parameters) is in arrays with a batch axis, so rows of different lengths and settings share one compiled program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from dantinox.programs import shared_trace
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine_layers, layer_attention
 
-CHUNK = 32
-COMPRESSED_PREFILL_CHUNK = 2048  # longest part of a prompt that a compressed cache reads in one pass
-# Prompt tokens in one forward pass, of one prompt or of several: the memory for activations grows with them.
+CHUNK = 32  # tokens
+COMPRESSED_PREFILL_CHUNK = 2048  # longest part of a prompt that a compressed cache processes at a time
+# The most prompt tokens in one forward pass over several prompts, because the activations take memory for each token.
 PREFILL_BATCH_TOKENS = 1 << 14
 
 
@@ -38,11 +38,11 @@ class DecodeState:
     """The state of a batch between two tokens.
 
     Attributes:
-      token_B: the newest token, which the model has not processed yet, and `position_B` its position.
-      remaining_B: the number of tokens that the row may still generate.
-      done_B: finished rows; they emit padding and write nothing.
-      eos_BE: the ids that end a row; −1 fills unused entries.
-      sequence_BS: the whole sequence so far, stored only without a cache.
+      token_B: the newest token of each row, which the model has not processed yet; `position_B` is its position.
+      remaining_B: the most tokens that each row may still generate.
+      done_B: whether the row is finished; a finished row emits padding and does not write to the cache.
+      eos_BE: the ids that end a row, padded with −1.
+      sequence_BS: all tokens so far; only for decoding without a cache.
     """
 
     token_B: jax.Array
@@ -55,15 +55,15 @@ class DecodeState:
 
 
 class Emitted(NamedTuple):
-    """The result of one step `[B]`, or of a chunk of steps `[B, steps]`; `active` marks the tokens that are real."""
+    """The tokens of one step `[B]`, or of a chunk of steps `[B, steps]`; `active` is false for padding."""
 
     tokens: jax.Array
     active: jax.Array
     info: StepInfo | None
 
 
-# `graph_updates=False`: otherwise the model is an output of the program, and every call copies all weights.
-# `graph=False`: arguments are plain trees, which nnx traverses once instead of several times.
+# With `graph_updates=True` the model would be an output of the program, and every call would copy all weights.
+# With `graph=False` nnx treats the arguments as plain trees and traverses them once instead of several times.
 _jit: Any = partial(
     nnx.jit,
     static_argnames=("use_cache", "report", "echo", "chunk", "plan", "samples"),
@@ -89,14 +89,17 @@ def _generate_toks(
     plan: CachePlan | None = None,
     samples: int = 1,
 ) -> tuple[KVCache | None, DecodeState, Emitted, jax.Array | None]:
-    """Generates up to `chunk` tokens per row: the first one after a prefill of `prompt` if it is given, else `steps` more.
+    """Generates up to `chunk` tokens per row.
+
+    With `prompt`, it prefills the prompts and generates the first token of each row; without, the next `steps` tokens.
 
     Args:
-      model: a `SplitModel` makes a call much cheaper on the host.
-      cache: keys and values up to `state`; donated. None with a prompt, which creates it, and without `use_cache`.
-      steps: the number of tokens to decode, at most `chunk`; traced, so that a short chunk does not need another program.
+      model: a `SplitModel` reduces the host overhead of a call considerably.
+      cache: keys and values of the tokens before `state`; donated. None with a prompt (the program creates the cache) and
+        without `use_cache`.
+      steps: the number of tokens to decode, at most `chunk`. It is traced, so short chunks use the same program.
       prompt: (tokens `[P, T]` right-padded, lengths `[P]`), with `P · samples` rows in total.
-      report: None, or the number of alternatives to report next to the log-probabilities.
+      report: the number of alternatives to report per token; None: report nothing.
       echo: report the log-probabilities of the prompt tokens.
       plan: the plan of the cache to create.
 
@@ -125,17 +128,17 @@ def _generate_toks(
         cache, state, emitted = step(cache, state)
         return cache, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
 
-    # Called as in `step`, so that both share a trace.
+    # The call has the same form as in `step`, so that both share a trace.
     shapes = jax.eval_shape(lambda *inputs: sample_step(*inputs, params, report), abstract_logits(model, params), state)[1]
     buffers = jax.tree.map(lambda x: jnp.zeros((rows, chunk, *x.shape[1:]), x.dtype), shapes)
-    most = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))  # the most tokens that any row has left
-    steps = jnp.minimum(jnp.minimum(steps, chunk), most)
+    max_remaining = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))
+    steps = jnp.minimum(jnp.minimum(steps, chunk), max_remaining)
     cache, state, emitted = jax.lax.fori_loop(0, steps, body, (cache, state, buffers))
     return cache, state, emitted, None
 
 
 class StepLogits(NamedTuple):
-    """The output of the model for the newest token of each row: logits `[B, V]`, and attention metrics `[B]` if read."""
+    """The output of the model for the newest token of each row: logits `[B, V]`, and attention metrics `[B]` if used."""
 
     logits: jax.Array
     attention: AttentionMetrics | None
@@ -150,37 +153,37 @@ def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
 
 
 def make_probe(params: SamplingParams) -> Probe | None:
-    """Returns the probe that measures the attention of each layer; None unless the router reads it."""
+    """Returns the probe that measures the attention of each layer; None if the router does not use attention."""
     return jax.vmap(layer_attention) if params.uses_attention else None
 
 
 def attention_metrics(params: SamplingParams, aux: Mapping[str, Sequence[LayerAttention]]) -> AttentionMetrics | None:
-    """Returns the metrics `[B]` from the results of that probe in all layers, or None."""
+    """Combines the results of the probe in all layers into metrics `[B]`; None without a probe."""
     return jax.vmap(combine_layers)(aux["probe"]) if params.uses_attention else None
 
 
 def _prefill(
     model: Transformer, params: SamplingParams, prompt: tuple[jax.Array, jax.Array], plan: CachePlan | None
 ) -> tuple[StepLogits, jax.Array, KVCache | None]:
-    """Returns the logits after the prompts, their residual stream `[P, T, D]`, and the new cache.
+    """Returns the logits after each prompt, the final hidden states `[P, T, D]`, and the new cache.
 
-    Many long prompts are processed in several passes.
+    A batch with more than `PREFILL_BATCH_TOKENS` tokens is processed in several passes, each over some of the prompts.
     """
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
     index_T = jnp.arange(T)
     positions_PT = jnp.where(index_T < lengths_P[:, None], index_T, -1)
 
-    def read(prompts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
+    def prefill(prompts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
         rows_RT, positions_RT = prompts
         cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
         return _prefill_rows(model, params, rows_RT, positions_RT, cache)
 
     rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL_BATCH_TOKENS))
     if rows == P:
-        x_PTD, cache, attention = read((tokens_PT, positions_PT))
+        x_PTD, cache, attention = prefill((tokens_PT, positions_PT))
     else:
-        results = jax.lax.map(read, jax.tree.map(lambda x: x.reshape(-1, rows, T), (tokens_PT, positions_PT)))
+        results = jax.lax.map(prefill, jax.tree.map(lambda x: x.reshape(-1, rows, T), (tokens_PT, positions_PT)))
         x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
     return StepLogits(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
 
@@ -188,11 +191,10 @@ def _prefill(
 def prefill_hidden(
     model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache | None, probe: Probe | None = None
 ) -> tuple[jax.Array, KVCache | None, dict[str, Any]]:
-    """Runs `Transformer.hidden` on a prompt or part of one, with any cache; a cache that needs two passes gets the tokens
-    twice.
+    """Runs `Transformer.hidden` on a prompt or a part of a prompt, with any cache.
 
-    The repetition has the positions after the tokens, so that attention treats it as a repetition (Kim et al. 2025). Its
-    outputs are dropped.
+    If the cache needs two passes, the tokens are repeated at the positions that follow them, so that attention reads them as a
+    repetition (Kim et al. 2025). The outputs of the repetition are dropped.
     """
     if cache is None or not cache.needs_two_passes or tokens_BT.shape[1] == 1:
         return model.hidden(tokens_BT, positions_BT, cache=cache, probe=probe)
@@ -210,10 +212,10 @@ def prompt_logprobs(model: Transformer, x_PTD: jax.Array, tokens_PT: jax.Array) 
 def _prefill_rows(
     model: Transformer, params: SamplingParams, tokens_PT: jax.Array, positions_PT: jax.Array, cache: KVCache | None
 ) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
-    """Returns the residual stream of the prompts `[P, T, D]`, the cache after them, and the attention metrics of their last
-    tokens.
+    """Returns the final hidden states `[P, T, D]`, the cache after the prompts, and the attention metrics of their last tokens.
 
-    A compressed cache reads long prompts in parts, so that it evicts a key only after all keys before it.
+    With a compressed cache, long prompts are processed in parts of at most `COMPRESSED_PREFILL_CHUNK` tokens, and the cache
+    evicts tokens after each part.
     """
     P, T = tokens_PT.shape
     parts = -(-T // COMPRESSED_PREFILL_CHUNK) if cache is not None and cache.compressed else 1
@@ -226,12 +228,12 @@ def _prefill_rows(
     padding = ((0, 0), (0, parts * size - T))
     padded = jnp.pad(tokens_PT, padding), jnp.pad(positions_PT, padding, constant_values=-1)
 
-    def read(cache: KVCache | None, part: tuple[jax.Array, ...]) -> Any:
+    def prefill_part(cache: KVCache | None, part: tuple[jax.Array, ...]) -> Any:
         x_PtD, cache, aux = prefill_hidden(model, part[0], part[1], cache, make_probe(params))
         return cache, (x_PtD, attention_metrics(params, aux))
 
     split = [x.reshape(P, parts, size).transpose(1, 0, 2) for x in padded]
-    cache, (x_NPtD, attention_NP) = jax.lax.scan(read, cache, tuple(split))
+    cache, (x_NPtD, attention_NP) = jax.lax.scan(prefill_part, cache, tuple(split))
     last_P = jnp.max(positions_PT, axis=1) // size
     attention = jax.tree.map(lambda metric_NP: metric_NP[last_P, jnp.arange(P)], attention_NP)
     return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache, attention
@@ -240,12 +242,12 @@ def _prefill_rows(
 def forward_step(
     model: Transformer, cache: KVCache | None, state: DecodeState, params: SamplingParams, use_cache: bool
 ) -> tuple[StepLogits, KVCache | None]:
-    """Returns the logits after the newest token of every row, and the cache with that token."""
+    """Returns the logits after the newest token of every row, and the cache updated with this token."""
     if use_cache:
         positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
         x_B1D, cache, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=make_probe(params))
         return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(params, aux)), cache
-    assert state.sequence_BS is not None  # without a cache the whole sequence is stored
+    assert state.sequence_BS is not None  # decoding without a cache reads the whole sequence
     B, S = state.sequence_BS.shape
     index_S = jnp.arange(S)
     positions_BS = jnp.where(index_S <= state.position_B[:, None], index_S, -1)

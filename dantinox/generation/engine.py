@@ -7,10 +7,10 @@
             print(output.text, end="")
 
 `LoadedModel` uses it with a `StaticBatch`, whose prompts start together. `serve.AsyncEngine` runs it on a thread with a
-`SlotBatch`, whose slots are refilled. Everything after the prefill of a request is the same code.
+`SlotBatch`, whose slots are refilled. After the prefill, both run the same code.
 
 Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel` and `load` may be called from any thread. `lock`
-guards the scheduler and the table of jobs, which both sides use.
+guards the scheduler and the table of jobs, which all of these threads use.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ STREAM_CHUNK_SECONDS = 0.08  # approximate duration of a chunk when the output i
 MAX_SAMPLES = 16
 STEPS_WHILE_PREFILLING = 4  # tokens of a decode chunk while prompts are prefilled
 PREFILL_CHUNKS_PER_STEP = 2  # prefill chunks between two decode chunks
-MAX_FAILURES = 3  # failing steps in a row before the engine gives up
+MAX_FAILURES = 3  # failing steps in a row before `step` raises the exception
 
 log = logging.getLogger("dantinox.generation")
 
@@ -52,9 +52,9 @@ class Output(NamedTuple):
 
     Attributes:
       parts: new text, one part per token if the request reports log-probabilities.
-      ids: the new tokens, and `steps` their reports.
+      ids: the new tokens; `steps` holds their reports.
       finish_reason: `eos`, `stop`, `length` or `cancelled` in the last output of the sample.
-      ended: the request has ended, because of `error` if there is one.
+      ended: whether the request has ended; `error` is set if it failed.
     """
 
     job: "Job"
@@ -89,7 +89,7 @@ class Job:
         self.rows: dict[int, int] = {}  # slot → sample
         self.prompt_steps: StepInfo | None = None
         self.prepared = self.cancelled = False
-        self.error: Exception | None = None  # an error of its preparation or of its prefix match
+        self.error: Exception | None = None  # an error in the preparation of the request or in its prefix match
         self._start_time = time.monotonic()
 
     def seconds(self) -> float:
@@ -118,8 +118,8 @@ class Engine:
     Attributes:
       idle: whether `step` has nothing to do until a request is added, prepared or cancelled, or a program is ready.
       counters: totals by name: `finished`, `cancelled`, `failed`, `reused_tokens`, `new_tokens`.
-      compile: called with the settings of a request whose program is missing, and whether it echoes; the request waits until
-        the batch is `ready`. By default it compiles immediately.
+      compile: called with the settings and `echo` of a request whose programs are not compiled. The request waits until the
+        batch is `ready` for it. The default compiles the programs immediately.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Engine:
           queue: the most requests that may wait for a slot.
           chunk_seconds: the approximate duration of a chunk; None: `max_steps` ≤ 32 tokens per chunk.
           dispatch_ahead: dispatch a chunk before the previous one is returned, so that the device does not wait for the host.
-          isolate: an unexpected exception ends the request that raised it, or the running requests, and the engine continues.
-            Otherwise `step` raises it.
+          isolate: continue after an unexpected exception: it ends only the request that raised it, or all running requests if
+            it belongs to no single request. Without `isolate`, `step` raises the exception.
         """
         self.model, self.batch, self.counters = model, batch, Counter[str]()
         self.lock = threading.RLock()
@@ -171,7 +171,7 @@ class Engine:
         return bool(self._jobs)
 
     def add(self, request: GenerationRequest) -> Job:
-        """Adds a request; its outputs come from `step`.
+        """Adds a request; `step` returns its outputs.
 
         Raises:
           UserError: the request does not fit the context or exceeds a limit, or its settings or its constraint are invalid.
@@ -187,7 +187,7 @@ class Engine:
         return job
 
     def reserve(self, request: GenerationRequest) -> Job:
-        """Checks sizes and queues the request, the cheap half of `add`; the job waits until it is prepared."""
+        """Checks the sizes and adds the request to the queue, where it waits for `prepare`: the fast part of `add`."""
         self._check(request)
         job = Job(request, min(request.config.generation.max_new_tokens, self._slots.context - len(request.ids)))
         with self.lock:
@@ -196,7 +196,7 @@ class Engine:
         return job
 
     def prepare(self, job: Job) -> None:
-        """Creates sampling parameters, constraint and text of each sample, the slow half of `add` (up to a second).
+        """Creates the sampling parameters and the constraint and text of each sample: the slow part of `add` (up to a second).
 
         Raises:
           UserError: the settings or the constraint are invalid.
@@ -206,7 +206,7 @@ class Engine:
         job.prepared = True
 
     def cancel(self, job: Job) -> None:
-        """Ends a request in the next step; unfinished samples get `cancelled`. Does nothing if all have ended."""
+        """Ends a request in the next step; unfinished samples get the finish reason `cancelled`."""
         job.cancelled = True
 
     def fail(self, job: Job, error: Exception) -> None:
@@ -233,7 +233,7 @@ class Engine:
         if request.echo and request.logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: set logprobs too")
 
-    # --- the thread of `step`
+    # --- only the thread of `step`
 
     @property
     def _slots(self) -> SlotBatch:
@@ -277,8 +277,8 @@ class Engine:
             self._admit()
             self._prefill_prompts()
         pending, jobs = self._pending, self._pending_jobs
-        # Dispatch a chunk before the previous one is returned. Exceptions: the previous chunk decides which tokens are allowed
-        # next, or the decode program may have to be compiled while the first tokens wait.
+        # Dispatch the next chunk before collecting the previous one, with two exceptions: the tokens allowed next depend on the
+        # previous chunk, or compiling the decode program might delay the first tokens.
         wait = pending is not None and (not self._dispatch_ahead or pending.is_prefill or self._constrained())
         self._pending, self._pending_jobs = (None, {}) if wait else self._dispatch()
         if pending is not None:
@@ -354,14 +354,14 @@ class Engine:
     def _prefix(self, job: Job) -> PrefixMatch:
         try:
             return NO_PREFIX if job.request.echo else self._slots.match_prefix(job.request.ids)
-        except Exception as error:  # the scheduler matches the prefixes of all jobs
+        except Exception as error:  # the scheduler calls this for any job, so only this job must fail
             job.error = error
             return NO_PREFIX
 
     def _prefill_prompts(self) -> None:
-        """Prefills prompts: the first one entirely if no request is decoding, else two chunks between two decode chunks.
+        """Prefills prompts: the whole first prompt if no request is decoding, else a few chunks between two decode chunks.
 
-        The budget is larger if more requests wait for their first token than for their next one.
+        The budget of tokens grows with the number of requests in prefill per decoding request.
         """
         batch, prefilling = self._slots, self._scheduler.prefilling
         budget = PREFILL_CHUNKS_PER_STEP * batch.prefill_chunk * max(1, len(prefilling) // max(1, len(batch.remaining())))
@@ -374,12 +374,12 @@ class Engine:
 
     def _start(self, job: Job) -> None:
         """Starts to decode a request whose prompt is in the cache."""
-        first, *others = self._scheduler.slots_of(job)
+        first, *copies = self._scheduler.slots_of(job)
         if job.request.echo:
             job.prompt_steps = self._slots.prompt_steps(first)
         with self.lock:
             self._scheduler.finish_prefill(job)
-        for slot in others:
+        for slot in copies:
             self._slots.copy_prompt(first, slot)
         self._start_rows(job)
 
@@ -398,7 +398,7 @@ class Engine:
                 self.batch.set_token_mask(slot, text.matcher.mask())
 
     def _constrained(self) -> bool:
-        """Whether the tokens that a row may have next depend on its last token."""
+        """Whether any decoding row has a constraint, so that its last token decides which tokens are allowed next."""
         return any(
             job.texts[job.rows[slot]].matcher is not None
             for slot in self.batch.remaining()
@@ -431,7 +431,7 @@ class Engine:
         steps = min(steps, *remaining.values())
         if self._scheduler.prefilling:
             return min(steps, STEPS_WHILE_PREFILLING)
-        # Return the first token immediately. While requests wait for a slot, it is a small part of the total time.
+        # A chunk of one token returns the first token sooner. If requests wait for slots, throughput matters more.
         first = not self._scheduler.waiting and any(not job.texts[job.rows[slot]].tokens for slot, job in jobs.items())
         return 1 if first else steps
 
@@ -448,12 +448,12 @@ class Engine:
                     self.batch.set_token_mask(output.slot, text.matcher.mask())
 
     def _add_tokens(self, job: Job, slot: int, ids: list[int], done: bool = True, steps: StepInfo | None = None) -> None:
-        """Adds tokens to a sample; releases its slot when it ends, and ends the job with its last sample."""
+        """Adds tokens to a sample. Releases the slot when the sample ends, and ends the job when its last sample ends."""
         number = job.rows[slot]
         text = job.texts[number]
-        before = len(text.tokens)
+        old_length = len(text.tokens)
         parts = text.add_tokens(ids, done, steps)
-        new = text.tokens[before:]
+        new = text.tokens[old_length:]
         steps = jax.tree.map(lambda x: x[: len(new)], steps)
         if new and job.stats.new_tokens == 0:
             job.stats.first_token_seconds = job.seconds()

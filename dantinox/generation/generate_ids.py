@@ -21,7 +21,7 @@ from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.params import ScoreFn
 
 DEFAULTS = Config().generation
-# These settings need a tokenizer or change the weights, which are used as they are.
+# These settings need a tokenizer, or they change the weights, which `generate` does not do.
 UNSUPPORTED_SETTINGS = ("stop", "keep_stop", "weights", "matmul_dtype", "tensor_parallel")
 
 
@@ -74,33 +74,33 @@ def generate(
     router_calibration: str | Path | Mapping[str, float] | None = None,
     **settings: object,
 ) -> np.ndarray | tuple[np.ndarray, dict[str, object]]:
-    """Continues sequences of token ids, with a model and without a tokenizer.
+    """Continues sequences of token ids with a model; no tokenizer is needed.
 
     Args:
-      model: the model, as it is or after `prepare`.
-      input_ids: prompts: an array `[B, T]` of ids, right-padded if the prompts differ in length, or a list of lists of ids.
+      model: the model; `prepare` can quantize its weights first.
+      input_ids: the prompts, as a list of lists of ids or as an array `[B, T]`, right-padded if the prompts differ in length.
       max_new_tokens: new tokens per row, at least 0; 0 returns the input. If `max_context` allows fewer, a warning says so.
-        `max_generations` is its former name.
+        `max_generations` is the former name of this argument.
       prompt_lengths: `[B]`, number of valid tokens of each row; None: all.
-      eos_ids: ids that end a row; the id itself is kept.
+      eos_ids: ids that end a row; the result includes them.
       pad_id: id that fills a row after its end.
-      logprobs: alternatives to report per token with `return_info`; None reports nothing.
-      return_info: return a dict of statistics too.
+      logprobs: with `return_info`, the number of alternatives to report per token; None reports nothing.
+      return_info: also return a dict of statistics.
       score_fn, show_candidates: as for `LoadedModel.generate`.
       router_calibration: for `router_preset="calibrated"`: the file that `dantinox calibrate --what router` wrote for this
-        model, or its numbers by name.
+        model, or a mapping with the values of that file.
       settings: settings of the sections `generation` (`temperature`, `top_p`, `greedy`, `seed`, `n` samples per prompt),
-        `router` and `kv` (`kv_budget` and so on). Tokens are named by id. Measurements of the heads are read from the file that
-        `kv_calibration` names. Without `seed`, a random seed is used.
+        `router` and `kv` (`kv_budget` and so on). Settings that name tokens must use ids. `kv_calibration` is the path of the
+        file with measurements of the heads. Without `seed`, a random seed is used.
 
     Returns:
-      int32 `[B · n, T + new]`, where `new` is `max_new_tokens` or what the context allows: in each row the prompt, its
-      continuation, then `pad_id`. The `n` samples of a prompt are consecutive rows. With `return_info` also a dict: `lengths`
-      (of prompt and continuation), `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a `StepInfo`
-      `[B · n, new, …]` or None.
+      int32 `[B · n, T + new]`. Each row holds the prompt, its continuation, and padding with `pad_id`. `new` is
+      `max_new_tokens`, or less if the context is shorter. The `n` samples of a prompt are consecutive rows. With `return_info`
+      also a dict: `lengths` (prompt plus continuation), `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a
+      `StepInfo` `[B · n, new, …]` or None.
 
     Raises:
-      UserError: an id is outside the vocabulary, a prompt is empty or too long, or a setting is wrong.
+      UserError: an id is outside the vocabulary, a prompt is empty or too long, or a setting is invalid.
 
     Example:
       >>> model = dantinox.load("runs/quickstart").model
@@ -129,8 +129,8 @@ def generate(
     start = time.perf_counter()
     results = ids_model.complete([ids_model.request(ids, config, **report) for ids in prompts])
     seconds = time.perf_counter() - start
-    room = min(config.generation.max_new_tokens, model.config.max_context - min(map(len, prompts)))
-    out = np.full((len(results), T + room), pad_id, np.int32)
+    max_new = min(config.generation.max_new_tokens, model.config.max_context - min(map(len, prompts)))
+    out = np.full((len(results), T + max_new), pad_id, np.int32)
     lengths = []
     for row, (result, ids) in enumerate(
         zip(results, [ids for ids in prompts for _ in range(config.generation.n)], strict=True)
@@ -139,12 +139,12 @@ def generate(
         out[row, : lengths[-1]] = [*ids, *result.tokens]
     reasons = ["eos" if result.finish_reason == "stop" else result.finish_reason for result in results]
     info = _stack_steps([result.steps for result in results])
-    found = {"lengths": np.array(lengths), "reasons": reasons, "seed": results[0].seed, "seconds": seconds, "info": info}
-    return (out, found) if return_info else out
+    statistics = {"lengths": np.array(lengths), "reasons": reasons, "seed": results[0].seed, "seconds": seconds, "info": info}
+    return (out, statistics) if return_info else out
 
 
 class _NoTokenizer:
-    """Replaces the tokenizer where there is none: tokens have no text, and no text can be encoded."""
+    """A stand-in for the tokenizer: every token has an empty text, and encoding a text raises an error."""
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int]):
         self.vocab_size, self.stop_ids = vocab_size, tuple(eos_ids)
@@ -164,11 +164,11 @@ class _NoTokenizer:
     token_text = decode
 
     def encode(self, text: str) -> list[int]:
-        raise UserError(f"tokens must be values as ids without a tokenizer, got {text!r}")
+        raise UserError(f"without a tokenizer, tokens must be token ids, got {text!r}")
 
 
 class _IdsModel(LoadedModel):
-    """A bare transformer whose weights are used as they are."""
+    """A `LoadedModel` of a bare transformer; it does not convert the weights."""
 
     def __init__(
         self,
@@ -176,12 +176,12 @@ class _IdsModel(LoadedModel):
         model: Transformer,
         eos_ids: Sequence[int],
         calibration: str | Path | Mapping[str, float] | None,
-        needs_signal: bool,
+        has_signal: bool,
     ):
         if calibration is not None and config.router.router_preset != "calibrated":
             raise UserError("router_calibration has no effect unless router_preset is calibrated")
         super().__init__(config, model, _NoTokenizer(model.config.vocab_size, eos_ids))  # type: ignore[arg-type]
-        self._router_calibration, self._needs_signal = calibration, needs_signal
+        self._router_calibration, self._has_signal = calibration, has_signal
 
     def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Any) -> SamplingParams:
         source, eos = self._router_calibration, self.tokenizer.stop_ids
@@ -197,9 +197,9 @@ class _IdsModel(LoadedModel):
             return kv, None
         if kv.calibration is not None:
             return kv, load_kv_calibration(kv.calibration, self.model.config, None)
-        if self._needs_signal or kv.decays_by_entropy:
+        if self._has_signal or kv.decays_by_entropy:
             raise UserError(
-                "kv.signal and kv.decay need measurements of the heads of the model: set kv_calibration to their file"
+                "kv.signal and kv.decay need measurements of the heads of the model: set kv_calibration to a file of them"
             )
         remedy = "set kv_calibration to the file of the measurements of the heads, or set kv_signal to uniform"
         return fall_back_to_uniform(kv, None, remedy), None
@@ -209,10 +209,10 @@ class _IdsModel(LoadedModel):
 
 
 def _stack_steps(steps: Sequence[StepInfo | None]) -> StepInfo | None:
-    """Returns the reports of all rows, `[B, new, …]`; zeros after the end of a row."""
-    if any(one is None for one in steps):
+    """Stacks the reports of all rows to `[B, new, …]`, padded with zeros; None without reports."""
+    if any(row is None for row in steps):
         return None
-    width = max(len(one.logprob) for one in steps if one is not None)
+    width = max(len(row.logprob) for row in steps if row is not None)
     stacked: StepInfo = jax.tree.map(
         lambda *rows: np.stack([np.pad(x, [(0, width - len(x)), *[(0, 0)] * (x.ndim - 1)]) for x in rows]), *steps
     )
@@ -226,7 +226,7 @@ def _integer_array(name: str, values: Any) -> np.ndarray:
     except ValueError:
         array = np.empty(0)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
-        raise UserError(f"{name} must be a list of integers, at least one, got {quote(values)}")
+        raise UserError(f"{name} must be a non-empty list of integers, got {quote(values)}")
     return array
 
 
@@ -234,7 +234,7 @@ def _parse_prompts(input_ids: Any, prompt_lengths: Any) -> tuple[list[tuple[int,
     """Returns the prompts without padding, and the length of the longest row.
 
     Raises:
-      UserError: they are not integers, or a length does not fit its row.
+      UserError: the prompts are not integers, or a length is larger than its row.
     """
     values = input_ids if isinstance(input_ids, list | tuple) else np.atleast_1d(np.asarray(input_ids))
     rows = [_integer_array("each row of input_ids", row) for row in values]

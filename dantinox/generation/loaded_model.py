@@ -1,4 +1,4 @@
-"""Text in, text out: `load` a run directory; `generate` or `stream` continues a prompt."""
+"""The Python API for text: `load` reads a run directory; `generate`, `stream` and `chat` continue text."""
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,10 +42,10 @@ from dantinox.sampling import params as sampling
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import ChatTemplate, Tokenizer
 
-# Settings that are equal for all rows of a batch, together with router.use_attention, all of kv, and the reports of the
-# request.
+# Requests in one batch must agree in these settings, and also in router.use_attention, in all settings of kv, and in the
+# reports they ask for.
 PER_BATCH_SETTINGS = ("use_cache", "weights", "matmul_dtype", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
-ALIAS_ALIGNMENT = 64  # bytes: on a CPU `jax.device_put` does not copy NumPy arrays with this alignment
+ALIAS_ALIGNMENT = 64  # bytes; on a CPU `jax.device_put` creates an alias of a NumPy array with this alignment, not a copy
 
 
 class GenerateOptions(RequestSettings, total=False):
@@ -62,11 +62,11 @@ class LoadedModel(ModelBundle):
     """A trained model with its tokenizer and the defaults of its run, ready to generate text.
 
     Attributes:
-      config: the settings of the run, a `Config`; settings of a request override its `generation`, `router` and `kv`.
+      config: the settings of the run, a `Config`. A request may override the sections `generation`, `router` and `kv`.
       model: the `Transformer`, with the weights as they are stored: float32 or bfloat16.
       tokenizer: the `Tokenizer` of the run.
       parameters: the number of weights, including embeddings.
-      calibration, kv_calibration, chat_template: functions, see `ModelBundle`.
+      calibration, kv_calibration, chat_template: functions that read files of the run, see `ModelBundle`.
 
     Example:
       >>> model = dantinox.load("runs/quickstart")
@@ -118,15 +118,17 @@ class LoadedModel(ModelBundle):
         Args:
           prompt: a string, or a list of strings. An empty prompt stands for the BOS token.
           n: samples per prompt, in [1, 4096]; None: `generation.n` of the run.
-          logprobs: alternatives to report per token, in [0, vocabulary], with log-probabilities in nats; None reports nothing.
-          echo: with `logprobs`, report the tokens of the prompt too.
-          score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`. The entropy router draws all its candidates and keeps
-            the one with the highest score (`dantinox.sampling.best_of_n.guide_score` is the score of the entropix guide).
+          logprobs: the number of alternatives to report per token, in [0, vocabulary], with log-probabilities in nats; None
+            reports nothing.
+          echo: with `logprobs`, also report the tokens of the prompt.
+          score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`. The entropy router scores all
+            candidates that it draws and keeps the best (`dantinox.sampling.best_of_n.guide_score`: the score of the entropix
+            guide).
           show_candidates: with `logprobs`, report the candidates of the entropy router; the text stays the same.
-          constraint: a schema, regex or grammar that every text satisfies. A complete text ends with the reason `eos`; a text
-            that `max_new_tokens` truncates is a prefix of a valid one.
-          settings: settings of the sections `generation`, `router` and `kv` (`kv_budget` and so on), which override those of
-            the run. `dantinox settings --section generation` lists them.
+          constraint: a schema, regex or grammar that every text satisfies. A complete text has the finish reason `eos`; a text
+            that `max_new_tokens` truncates is a prefix of a valid text.
+          settings: settings of the sections `generation`, `router` and `kv` (`kv_budget` and so on), which override the
+            settings of the run. `dantinox settings --section generation` lists them.
 
         Returns:
           A `Result` for one prompt, or a list in the order of the prompts. With `n` above 1 it is always a list, with the
@@ -161,7 +163,7 @@ class LoadedModel(ModelBundle):
     ) -> Iterator[str]:
         """Yields the continuation of one prompt in parts while it is generated.
 
-        The parts together equal the text of `generate`.
+        The parts add up to the text that `generate` returns.
 
         Args:
           prompt: a string.
@@ -195,17 +197,17 @@ class LoadedModel(ModelBundle):
         """Answers a conversation, formatted by the model's chat template.
 
         Args:
-          messages: one message of the user, or a list of `{"role": "system" | "user" | "assistant", "content": text}`.
+          messages: a user message as a string, or a list of `{"role": "system" | "user" | "assistant", "content": text}`.
           template: formats the conversation; None: the template of the run.
           logprobs: as for `generate`.
           constraint: as for `generate`.
-          settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override the run's own.
+          settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override the settings of the run.
 
         Returns:
-          The answer. Its text ends before the token that ends a message.
+          The answer, without the token that ends the message.
 
         Raises:
-          UserError: the model has no chat template, the template rejects the messages, or a setting is wrong.
+          UserError: the model has no chat template, the template rejects the messages, or a setting is invalid.
 
         Example:
           >>> model = dantinox.load("runs/quickstart")
@@ -229,14 +231,14 @@ class LoadedModel(ModelBundle):
         """Decodes requests and returns their results.
 
         Args:
-          requests: prompts with their settings, see `request`.
+          requests: prompts with their settings, as returned by `request`.
           pad: as for `start`.
 
         Returns:
-          The results in the order of the requests, the samples of each request next to each other.
+          The results in the order of the requests; the samples of a request are consecutive.
 
         Raises:
-          UserError: there is no request, or a prompt does not fit into the context.
+          UserError: `requests` is empty, or a prompt does not fit into the context.
 
         Example:
           >>> model = dantinox.load("runs/quickstart")
@@ -261,7 +263,7 @@ class LoadedModel(ModelBundle):
         show_candidates: bool = False,
         constraint: Constraint | None = None,
     ) -> GenerationRequest:
-        """Returns a prompt with its validated settings, for `complete` and `start`.
+        """Returns a request, the argument of `complete` and `start`: a prompt with validated settings.
 
         Args:
           prompt: a string, or token ids in [0, vocabulary).
@@ -296,21 +298,21 @@ class LoadedModel(ModelBundle):
     ) -> list[BatchRun]:
         """Groups requests into batches that are ready to be decoded.
 
-        All requests are in one batch unless they differ in something that a program is compiled for: order of the steps,
-        caches, number of samples, precision or reports.
+        Requests share a batch if they can share a compiled program: they must have the same order of sampling steps, cache
+        settings, number of samples, precision and reports.
 
         Args:
-          requests: prompts with their settings, see `request`.
-          stream: decode in chunks short enough for a reader; otherwise in chunks of the fastest length.
-          pad: function that returns the padded length of a prompt, or of a prompt with its continuation. Each length needs a
-            compiled program.
-          steps: tokens per chunk, with no chunk dispatched ahead; None: as `stream` says.
+          requests: prompts with their settings, as returned by `request`.
+          stream: decode in short chunks, so that the text appears smoothly; otherwise in chunks of the fastest length.
+          pad: function from the length of a prompt, or of a prompt with its continuation, to the padded length. Each padded
+            length needs a compiled program.
+          steps: tokens per chunk; each chunk is collected before the next is dispatched. None: `stream` decides.
 
         Returns:
-          The batches. `BatchRun.parts` decodes one and yields its parts; then `BatchRun.results` has its results.
+          The batches. `BatchRun.parts` decodes a batch and yields its text; afterwards `BatchRun.results` holds the results.
 
         Raises:
-          UserError: there is no request, or a prompt does not fit into the context.
+          UserError: `requests` is empty, or a prompt does not fit into the context.
         """
         if not requests:
             raise UserError("at least one prompt is required")
@@ -329,7 +331,7 @@ class LoadedModel(ModelBundle):
 
 
 def results_in_order(runs: Sequence[BatchRun]) -> list[Result]:
-    """Returns the results of finished batches in the order of the requests, the samples of each request together."""
+    """Returns the results of finished batches in the order of the requests; the samples of a request are consecutive."""
     numbered = [pair for run in runs for pair in zip(run.numbers, run.results, strict=True)]
     return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]
 
@@ -345,7 +347,7 @@ def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
       The model with its tokenizer and the defaults of the run.
 
     Raises:
-      UserError: a file is missing or damaged, or the weights do not fit the settings or the tokenizer.
+      UserError: a file is missing or damaged, or the weights do not match the settings or the tokenizer.
 
     Example:
       >>> model = dantinox.load("runs/quickstart")
@@ -374,8 +376,8 @@ def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
 
 
 def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int = 1) -> Transformer:
-    """Returns the transformer of a run with its weights; each weight is put on its devices as it is read."""
-    # The kernel belongs to the machine that trained, and decoding uses separate layers.
+    """Returns the transformer of a run with its weights; each weight is moved to its devices when it is read."""
+    # The attention kernel of the run was chosen for the training machine, and decoding uses separate layers.
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
     build, shapes = abstract_model(model)
     shardings = weight_shardings(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}

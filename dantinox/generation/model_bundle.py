@@ -19,7 +19,8 @@ from dantinox.run import KVCalibration
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import ChatTemplate, Tokenizer
 
-# Prepared models in memory besides the model of the run, one per order of heads: each budget by loss has its own order.
+# The most prepared models in memory, besides the model of the run. Each order of heads needs a separate prepared model. With
+# `kv.signal: loss` each budget has another order.
 MAX_PREPARED = 4
 
 
@@ -29,7 +30,7 @@ class ModelBundle:
     Attributes:
       model: the transformer as stored in its file, float32 or bfloat16.
       calibration: returns the router thresholds measured on this model, or None.
-      kv_calibration: returns the measurements of the attention heads, from a file or, with None, of this run.
+      kv_calibration: returns the measurements of the attention heads from the file at a path; None: the file of this run.
     """
 
     def __init__(
@@ -50,31 +51,29 @@ class ModelBundle:
         """The number of weights, embeddings included."""
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.model, nnx.Param)))
 
-    def settings(self, given: Mapping[str, object] | Config) -> Config:
-        """Returns the settings of the run, overridden by keys of `generation`, `router` and `kv` (`kv_budget` and so on),
-        validated.
-        """
-        return given if isinstance(given, Config) else overlay(self.config, given)
+    def settings(self, overrides: Mapping[str, object] | Config) -> Config:
+        """Returns the settings of the run with validated overrides of `generation`, `router` and `kv`, such as `kv_budget`."""
+        return overrides if isinstance(overrides, Config) else overlay(self.config, overrides)
 
     def with_stop_ids(self, config: Config, ids: Iterable[int]) -> Config:
-        """Returns the settings with more tokens that end a sequence; those of the tokenizer always do."""
+        """Returns the settings with more ids that end a sequence, in addition to the EOS tokens of the tokenizer."""
         extra = sorted(set(ids).difference(self.tokenizer.stop_ids))
         return with_generation(config, stop_token_ids=(*config.generation.stop_token_ids, *extra)) if extra else config
 
     def params(
         self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Unpack[ProgramOptions]
     ) -> SamplingParams:
-        """Returns the sampling parameters of a batch with these settings; reads the calibration if one of them needs it.
+        """Returns the sampling parameters of a batch with one `Config` per row; reads the calibration if a row needs it.
 
         Args:
-          more: the options of the compiled program in `SamplingParams.build`.
+          more: options of the compiled program, passed to `SamplingParams.build`.
         """
         reads_calibration = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
         measured, size = self.calibration() if reads_calibration else None, self.model.config.vocab_size
         return sampling_params(self.tokenizer, configs, sample_index, vocab_size=size, measured=measured, **more)
 
     def kv(self, config: Config) -> tuple[KVSection, KVCalibration | None]:
-        """Returns the settings of the cache, and the measurements of the heads if the settings read them."""
+        """Returns the settings of the cache, and the measurements of the heads if the settings use them."""
         kv = config.kv
         if not kv.compresses or not kv.reads_calibration:
             return kv, None
@@ -102,7 +101,7 @@ class ModelBundle:
         return ConstraintCompiler(self.tokenizer, self.model.config.vocab_size)
 
     def matcher(self, constraint: Constraint, section: GenerationSection) -> Matcher:
-        """Returns a matcher of a constraint at the start of a sequence.
+        """Returns a matcher for a constraint, at the start of a sequence.
 
         Raises:
           UserError: the constraint is invalid or too large, or no sequence of this vocabulary satisfies it.
@@ -110,10 +109,13 @@ class ModelBundle:
         return self.grammars.matcher(constraint.kind, constraint.source, stop_token_ids(self.tokenizer, section))
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
-        """Returns the token ids of a prompt, after the BOS token if the model expects it; an empty prompt is the BOS token.
+        """Returns the token ids of a prompt, with a leading BOS token if the tokenizer adds one.
+
+        An empty prompt becomes the BOS token alone.
 
         Args:
-          parse_special: read the names of special tokens as tokens; a BOS token at the start is not duplicated.
+          parse_special: encode the names of special tokens in the text as these tokens. A BOS token at the start is not
+            duplicated.
 
         Raises:
           UserError: the prompt is empty and the tokenizer has no BOS token, or the tokenizer cannot encode the text.

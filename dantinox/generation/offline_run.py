@@ -1,4 +1,4 @@
-"""`BatchRun`: offline requests that start together, run on an engine; one `Result` per sample."""
+"""`BatchRun`: runs a batch of offline requests on an engine and returns one `Result` per sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,12 +21,14 @@ from dantinox.sampling import StepInfo
 
 
 class BatchRun:
-    """Requests of one program on a separate engine; `parts` runs them, `results` holds their results.
+    """A batch of requests that share a compiled program, on an engine of its own.
+
+    `parts` runs the batch; afterwards `results` holds the results.
 
     Attributes:
       numbers: for each result, the index of its request.
-      batch: the rows that are decoded; other `params` assigned to it apply from the next chunk on.
-      times: the times of the run, once it has ended.
+      batch: the rows that are decoded. New `params` assigned to it apply from the next chunk on.
+      times: the times of the run, after its end.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class BatchRun:
         pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
     ):
-        """Creates the batch; the arguments are those of `LoadedModel.start`.
+        """Creates the batch; the arguments are described in `LoadedModel.start`.
 
         Raises:
           UserError: a prompt fills the context, or the settings or the constraint of a request are invalid.
@@ -88,7 +90,7 @@ class BatchRun:
         self._samples = [(job, number) for job in self._jobs for number in range(n)]
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:
-        """Decodes to the end, yielding (row, text) as text becomes final; then sets `results` and `times`."""
+        """Decodes the batch and yields `(row, text)` when text becomes final; sets `results` and `times` at the end."""
         rows = {key: row for row, key in enumerate(self._samples)}
         texts: list[list[str]] = [[] for _ in rows]
         reports: list[list[StepInfo]] = [[] for _ in rows]
@@ -112,7 +114,7 @@ class BatchRun:
         self.results = self._build_results(["".join(parts) for parts in texts], reports)
 
     def summary(self) -> str:
-        """Returns one line about a finished run: tokens, time to the first one, speed, compile time, seeds."""
+        """Returns one line about a finished run: tokens, time to first token, speed, compile time, seeds."""
         stats = self.results[0].stats
         prompt = sum(len(request.ids) for request in self._requests)
         new = sum(result.stats["new_tokens"] for result in self.results)
@@ -158,13 +160,13 @@ class BatchRun:
 
     def _info(self, job: Job, tokens: Sequence[int], steps: StepInfo) -> TokenColumns:
         tokenizer = self._model.tokenizer
-        found = token_columns(tokenizer, tokens, steps)
+        columns = token_columns(tokenizer, tokens, steps)
         if self.batch.echo is not None:
             ids = job.request.ids
             logprobs = self.batch.echo[self._jobs.index(job), : len(ids)].tolist()
-            found["prompt_tokens"] = [tokenizer.decode([token]) for token in ids]
-            found["prompt_logprobs"] = [None, *logprobs[1:]]
-        return found
+            columns["prompt_tokens"] = [tokenizer.decode([token]) for token in ids]
+            columns["prompt_logprobs"] = [None, *logprobs[1:]]
+        return columns
 
 
 def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
@@ -177,5 +179,5 @@ def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
         return size
     if cache["bytes"] == cache["full_bytes"]:
         return f"{size} (uncompressed: nothing can be evicted from at most {slots[-1]} tokens)"
-    held = f"{slots[0]} slots per head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots per head"
-    return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {held})"
+    per_head = f"{slots[0]} slots per head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots per head"
+    return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {per_head})"

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 
 class PrefixMatch(NamedTuple):
-    """A slot that holds a prefix of a prompt, and the length of the prefix in tokens, a multiple of a chunk; None and 0 without
-    a match.
+    """A slot that holds a prefix of a prompt, and the length of this prefix in tokens, a multiple of the chunk size.
+
+    Without a match the slot is None and the length is 0.
     """
 
     slot: int | None
@@ -17,11 +18,11 @@ NO_PREFIX = PrefixMatch(None, 0)
 
 
 def longest_prefix(ids: Sequence[int], cached: Iterable[tuple[int, Sequence[int], int]], chunk: int) -> PrefixMatch:
-    """Returns the longest cached prefix of `ids` in whole chunks, excluding the last token.
+    """Returns the longest cached prefix of `ids` in whole chunks. The prefix never includes the last token.
 
     Args:
-      cached: (slot, its token ids, the number of them that were prefilled in whole chunks).
-      chunk: tokens per prefill chunk. A chunk that was prefilled for an earlier request is bitwise equal to a new prefill.
+      cached: for each slot `(slot, token ids, length)`, where `length` tokens were prefilled in whole chunks.
+      chunk: tokens per prefill chunk. Only whole chunks are reused, because they are bitwise equal to a new prefill.
     """
     best = NO_PREFIX
     for slot, tokens, prefilled_in_chunks in cached:

@@ -10,14 +10,14 @@ Prompts = list[tuple[str, Config]]  # prompts with their settings, for `LoadedMo
 
 
 def read_prompts(path: Path, settings: Mapping[str, object], base: Config) -> Prompts:
-    """Reads the requests of a file, skipping empty lines. In a JSON object the key `prompt` holds the text.
+    """Reads the prompts of a file and skips empty lines. In a JSON object, the key `prompt` holds the text.
 
     Args:
-      settings: settings for all lines; the settings in a JSON object override them.
-      base: the settings of the run, for validation.
+      settings: settings for all lines. The other keys of a JSON object override them.
+      base: the settings of the run, which `settings` override.
 
     Raises:
-      UserError: the file cannot be read, or a line is invalid; the message names the line.
+      UserError: the file cannot be read, or a line is invalid; the error message contains its number.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` would also split at other Unicode line breaks

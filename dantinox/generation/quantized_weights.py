@@ -22,8 +22,8 @@ from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform
 HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8")
 MATMUL_DTYPES = ("auto", "float32", "bfloat16")
-# From this many inputs (16 KiB) on, XLA no longer fuses a conversion into a matrix multiplication and writes float32 weights
-# for each row.
+# With this many inputs (16 KiB) or more, XLA does not fuse the conversion into the matrix multiplication; it would write a
+# float32 copy of the weights for each row.
 LONG_INPUT = 4096
 # Up to this many rows, a matrix-vector loop per row is faster on a CPU than one matrix multiplication with float32 weights.
 MAX_MATVEC_ROWS = 4
@@ -36,15 +36,15 @@ def _matvec(row_I: jax.Array, weights_OI: jax.Array) -> jax.Array:
 
 
 class LowPrecisionLinear(nnx.Module):
-    """A `Linear` with bfloat16 weights, or int8 weights with a scale per output, stored one output per row: `[O, I]`.
+    """A `Linear` with bfloat16 weights, or int8 weights with a scale per output. The kernel is stored as `[O, I]`.
 
-    On a CPU the conversion fuses into the matrix-vector loop, so fewer bytes mean less time. Two precautions against XLA are
-    needed. A barrier keeps XLA from moving the conversion out of the decoding loop, where it would write a float32 copy of all
-    weights. A division by `one`, whose value XLA does not know, keeps XLA from fusing the computation of the row into the loop,
-    where it would be repeated for every weight (3 times slower).
+    On a CPU the conversion to float32 fuses into the matrix-vector loop, so fewer bytes mean less time. Two XLA optimizations
+    must be prevented. A barrier keeps XLA from hoisting the conversion out of the decoding loop, because it would then write a
+    float32 copy of all weights. A division by the parameter `one`, whose value XLA does not know, keeps XLA from fusing the
+    computation of the row into the loop, because it would then repeat that computation for every weight (3 times slower).
 
-    From `min_bfloat16_rows` rows on, weights and rows are multiplied in bfloat16, with float32 sums, in one matrix
-    multiplication. It is None where bfloat16 is slow: the model then has to be dequantized for many rows.
+    With at least `min_bfloat16_rows` rows, all rows are multiplied in one bfloat16 matrix multiplication with float32 sums. The
+    value is None where bfloat16 is slow; such a model must be dequantized for inputs with many rows.
     """
 
     def __init__(self, linear: Linear, dtype: str, min_bfloat16_rows: int | None = None):
@@ -59,12 +59,12 @@ class LowPrecisionLinear(nnx.Module):
         self.kernel = nnx.Param(weights_OI.astype(dtype))
 
     def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
-        lead = x.shape[: x.ndim - len(self.shape_in)]
-        rows_RI = x.reshape(math.prod(lead), -1)
+        batch_shape = x.shape[: x.ndim - len(self.shape_in)]
+        rows_RI = x.reshape(math.prod(batch_shape), -1)
         use_matmul = self.min_bfloat16_rows is not None and len(rows_RI) >= self.min_bfloat16_rows
         y_RO = (self._matmul if use_matmul else self._matvec_rows)(rows_RI)
         y_RO = y_RO if self.scale is None else y_RO * self.scale[...]
-        return add_bias(reduce(y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)), self.bias)
+        return add_bias(reduce(y_RO.reshape(*batch_shape, *self.shape_out).astype(self.out_dtype)), self.bias)
 
     def _matvec_rows(self, rows_RI: jax.Array) -> jax.Array:
         rows_RI = jax.lax.optimization_barrier(rows_RI.astype(jnp.float32)) / self.one[...]
@@ -76,7 +76,7 @@ class LowPrecisionLinear(nnx.Module):
         return jnp.einsum("RI,OI->RO", rows_RI.astype(jnp.bfloat16), weights_OI, preferred_element_type=jnp.float32)
 
     def dequantize(self) -> Linear:
-        """Returns a plain projection with the same numbers in float32."""
+        """Returns a `Linear` with the dequantized float32 weights."""
         weights_OI = self.kernel[...].astype(jnp.float32)
         if self.scale is not None:
             weights_OI = weights_OI * self.scale[...][:, None]
@@ -86,7 +86,7 @@ class LowPrecisionLinear(nnx.Module):
 
 
 class LowPrecisionExperts(nnx.Module):
-    """An `ExpertLinear` with bfloat16 or int8 weights `[E, O, I]`, computed in the same ways as a `LowPrecisionLinear`."""
+    """An `ExpertLinear` with bfloat16 or int8 weights `[E, O, I]`, computed as in `LowPrecisionLinear`."""
 
     def __init__(self, linear: ExpertLinear, dtype: str, min_bfloat16_rows: int | None = None):
         self.min_bfloat16_rows, self.platform = min_bfloat16_rows, linear.platform
@@ -114,7 +114,7 @@ class LowPrecisionExperts(nnx.Module):
         return grouped_matmul(x_MI.astype(jnp.bfloat16), weights_EIO, rows, self.platform)
 
     def dequantize(self) -> ExpertLinear:
-        """Returns plain experts with the same numbers in float32."""
+        """Returns an `ExpertLinear` with the dequantized float32 weights."""
         weights_EOI = self.kernel[...].astype(jnp.float32)
         if self.scale is not None:
             weights_EOI = weights_EOI * self.scale[...][:, :, None]
@@ -127,9 +127,9 @@ class LowPrecisionExperts(nnx.Module):
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["merge"])
 @dataclass(frozen=True)
 class SplitModel:
-    """A model split into arrays and structure: a call passes its arrays on without traversing its modules.
+    """A model split into arrays and structure, so that a jitted call need not traverse the modules.
 
-    `merge(leaves)` is the model. Models of the same structure have the same `merge`, and so share their programs.
+    `merge(leaves)` returns the model. Models of the same structure have the same `merge`, so they share compiled programs.
     """
 
     leaves: tuple[jax.Array, ...]
@@ -137,7 +137,7 @@ class SplitModel:
 
 
 def split_model(model: Transformer) -> SplitModel:
-    """Splits a model; the arrays are shared with it."""
+    """Splits a model; the result shares the arrays of the model."""
     graph, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
     return SplitModel(tuple(leaves), _merge(graph, structure))
@@ -149,17 +149,17 @@ def _merge(graph: Any, structure: Any) -> Callable[[tuple[jax.Array, ...]], Tran
 
 
 def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto") -> Transformer:
-    """Returns a copy of a model for decoding. Unchanged arrays are shared with `model`, which is not modified.
+    """Returns a copy of a model for decoding. `model` is not modified and shares the unchanged arrays with the copy.
 
     Args:
-      model: the model, with separate layers (without `scan_layers`).
+      model: the model; its layers must be separate (no `scan_layers`).
       weights: dtype of the projections and the output layer: `float32`, `bfloat16` or `int8` (symmetric, one scale per output
         row). Norms and embeddings keep their dtype. `auto` is the compute dtype of the model.
       matmul_dtype: dtype of matrix multiplications with bfloat16 or int8 weights: `float32` or `bfloat16`. `auto` is bfloat16
         on an accelerator, and on a CPU if a measurement shows that it is faster.
 
     Raises:
-      UserError: a dtype has another name.
+      UserError: a dtype is unknown.
 
     Example:
       >>> model = dantinox.load("runs/quickstart").model
@@ -176,10 +176,10 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         model.head = nnx.eval_shape(lambda: make_output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
         model.head.kernel = nnx.Param(model.embed[...].T)
     if weights == "auto":
-        # With `[I, O]` and a single row a GPU would use elementwise sums, and transpose the weights for them on every call.
+        # On a GPU, XLA would compute a single row times `[I, O]` as elementwise sums and transpose the weights on every call.
         low_precision = "compute" if get_platform(model.config.platform).name == "cpu" else "bfloat16"
         weights = "float32" if model.dtype == jnp.float32 else low_precision
-    # Learned positions are added to the embedding before it is rounded.
+    # Learned positions are added to the float32 embedding, so the embedding is cast only without them.
     if weights != "float32" and model.config.position in ("rope", "none"):
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
     if weights != "float32" and model.per_layer is not None:
@@ -198,13 +198,13 @@ LOW_PRECISION: dict[type, type] = {Linear: LowPrecisionLinear, ExpertLinear: Low
 
 
 def _min_bfloat16_rows(platform: str, weights: str, matmul_dtype: str) -> int | None:
-    """Returns the number of rows from which low-precision weights are multiplied in bfloat16; None: never."""
-    on = get_platform(platform)
+    """Returns the smallest number of rows for which low-precision weights are multiplied in bfloat16; None: never."""
+    target = get_platform(platform)
     if matmul_dtype == "float32" or weights not in ("bfloat16", "int8"):
         return None
-    if matmul_dtype == "auto" and on.name == "cpu" and bfloat16_gain() < MIN_BFLOAT16_GAIN:
+    if matmul_dtype == "auto" and target.name == "cpu" and bfloat16_gain() < MIN_BFLOAT16_GAIN:
         return None
-    return 1 + on.max_matvec_rows[weights == "int8"]
+    return 1 + target.max_matvec_rows[weights == "int8"]
 
 
 def dequantize(model: Transformer) -> Transformer:
@@ -216,9 +216,9 @@ def dequantize(model: Transformer) -> Transformer:
 
 
 def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
-    """Returns the same function with the key heads of each layer, and their query heads, in another order.
+    """Returns an equivalent model in which each layer has its key heads, with their query heads, in another order.
 
-    `order[l]` lists the old indices of the heads of layer l; None keeps the order.
+    `order[l]` lists the current indices of the key heads of layer l in the new order; None keeps the order.
     """
     if order is None or all(list(layer) == sorted(layer) for layer in order):
         return model
@@ -238,12 +238,12 @@ def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
 
 
 def weight_bytes(model: Transformer) -> int:
-    """Returns the bytes of all parameters as stored."""
+    """Returns the size of all parameters in bytes, in their stored dtypes."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
 def _permute_linear(linear: Linear | LowPrecisionLinear, index_K: jax.Array, by_output: bool) -> Linear | LowPrecisionLinear:
-    """Permutes the outputs or inputs of a projection whose first such axis is the key head."""
+    """Permutes the outputs (`by_output`) or the inputs of a projection, whose first output or input axis is the key head."""
     linear = nnx.clone(linear)
     if by_output and linear.bias is not None:
         linear.bias = nnx.Param(linear.bias[...][index_K])
@@ -265,9 +265,9 @@ def _cast_kernel(linear: Any, dtype: Any) -> Any:
 
 
 def _with_kernel(like: Any, kernel: jax.Array) -> Any:
-    """Returns a plain projection with the axes and dtypes of `like` and another kernel."""
+    """Returns a plain projection with this kernel, and with the axes and dtypes of `like`."""
 
-    def shapes() -> Linear | ExpertLinear:
+    def abstract_linear() -> Linear | ExpertLinear:
         dtype, rngs = like.dtype, nnx.Rngs(0)
         if isinstance(like, ExpertLinear | LowPrecisionExperts):
             E, I = kernel.shape[:2]  # noqa: E741
@@ -278,7 +278,7 @@ def _with_kernel(like: Any, kernel: jax.Array) -> Any:
             like.shape_in, like.shape_out, dtype=dtype, rngs=rngs, out_dtype=like.out_dtype, bias=like.bias is not None
         )
 
-    linear = nnx.eval_shape(shapes)
+    linear = nnx.eval_shape(abstract_linear)
     linear.kernel = nnx.Param(kernel)
     linear.bias = like.bias
     return linear

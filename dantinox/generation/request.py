@@ -8,7 +8,7 @@ from dantinox.config import Config
 from dantinox.generation.constraints import Constraint
 from dantinox.sampling.params import ScoreFn
 
-TokenRecord = dict[str, Any]  # JSON record of a token: `id`, `text` and what was reported (`generation.trace`)
+TokenRecord = dict[str, Any]  # JSON record of a token: `id`, `text` and its reports (see `generation.trace`)
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class GenerationRequest:
 
     Attributes:
       ids: the tokens of the prompt, at least one.
-      config: all settings: `generation.n` samples of at most `max_new_tokens` each.
-      logprobs: None, or the number of alternatives to report with each token; 0 reports the token alone.
-      echo: report the prompt tokens too; needs `logprobs`.
-      constraint: the constraint on the output, None if it is free.
-      prompt: the text of the ids, if the caller has it; part of a `Result`.
+      config: all settings. The engine generates `generation.n` samples of at most `max_new_tokens` each.
+      logprobs: the number of alternatives to report per token; 0 reports only the generated token, None nothing.
+      echo: also report the prompt tokens; needs `logprobs`.
+      constraint: the constraint on the output; None: no constraint.
+      prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
     """
 
@@ -41,7 +41,7 @@ class Delta(NamedTuple):
     Attributes:
       sample: the index of the sample, from 0.
       text: new text of the response; "" if the new tokens do not complete any text yet.
-      tokens: one record per new token, with more than `id` and `text` only if log-probabilities were requested.
+      tokens: one record per new token: `id` and `text`, and the reports if log-probabilities were requested.
       finish_reason: `eos`, `stop`, `length` or `cancelled` in the last delta of the sample, else None.
     """
 
@@ -56,10 +56,10 @@ class RequestStats:
     """Statistics of a request; complete once it has ended.
 
     Attributes:
-      prompt_tokens, reused_tokens: the prompt tokens, and how many of them came from the prefix cache.
-      new_tokens: tokens of all samples.
-      queued_seconds, first_token_seconds, seconds: from the request until it got a slot, until its first token, and until its
-        end.
+      prompt_tokens, reused_tokens: the number of prompt tokens, and of those the number that came from the prefix cache.
+      new_tokens: the number of generated tokens of all samples.
+      queued_seconds, first_token_seconds, seconds: the time from the arrival of the request to its slot, to its first token,
+        and to its end.
     """
 
     prompt_tokens: int

@@ -18,15 +18,18 @@ class TokenColumns(TypedDict, total=False):
 
     Attributes:
       tokens: the text of each token.
-      logprobs, ranks, entropy, varentropy: under the distribution of the model, in nats, from 0, in bits and bits².
-      sampled_logprobs: under the distribution that was drawn from; null if the token has probability 0 there.
-      survivors: the number of tokens in this distribution.
+      logprobs, ranks, entropy, varentropy: under the distribution of the model: log-probability in nats, rank from 0, entropy
+        in bits, varentropy in bits².
+      sampled_logprobs: the log-probability under the distribution after all sampling steps, from which the token was drawn;
+        null if the token has probability 0 there.
+      survivors: the number of tokens with nonzero probability in that distribution.
       top: the most likely alternatives: `ids`, `tokens` and `logprobs`.
-      candidates: with the router, if requested: `ids`, `tokens`, `logprobs` and `scores`.
+      candidates: the candidates of the router, if requested: `ids`, `tokens`, `logprobs` and `scores`.
       strategy, forced, temperature, top_p, top_k, min_p: the decisions of the router.
       attn_entropy, attn_entropy_norm, attn_varentropy, attn_disagreement, attn_agreement, interaction_strength: the attention
-        metrics of the router, if it reads them.
-      prompt_tokens, prompt_logprobs: with `echo`, those of the prompt; the first token has no log-probability.
+        metrics of the router, if it uses attention.
+      prompt_tokens, prompt_logprobs: with `echo`, the tokens of the prompt and their log-probabilities; the first token has no
+        log-probability.
     """
 
     tokens: list[str]
@@ -55,7 +58,7 @@ class TokenColumns(TypedDict, total=False):
 
 
 class GenerationStats(TypedDict):
-    """Counts and times of a sample; the seconds are those of its whole batch."""
+    """Token counts of a sample, and times of the whole batch in seconds."""
 
     prompt_tokens: int
     new_tokens: int
@@ -71,15 +74,15 @@ class Result:
     """One generated sample.
 
     Attributes:
-      prompt, text: the prompt, and its continuation alone.
-      tokens: ids of the continuation, including the EOS token.
+      prompt, text: the prompt, and the continuation without the prompt.
+      tokens: the ids of the continuation, including the EOS token.
       finish_reason: `eos`, `stop` or `length`.
       seed: seed of the sampler; the same seed reproduces the text.
-      info: with `logprobs`: one list per quantity with an entry per token, see `TokenColumns`; otherwise empty.
-      stats: number of tokens, seconds and tokens per second of the batch, see `GenerationStats`.
-      steps: with `logprobs`: the reports of the tokens, arrays `[steps, …]`.
-      settings: settings that differ from the defaults, by name.
-      router: the settings that the entropy router used, None without it.
+      info: with `logprobs`: one list per quantity with one entry per token, see `TokenColumns`; otherwise empty.
+      stats: token counts, and seconds and tokens per second of the batch, see `GenerationStats`.
+      steps: with `logprobs`: the same reports as a `StepInfo` of arrays `[steps, …]`.
+      settings: the settings that differ from the defaults, by name.
+      router: the settings of the entropy router; None if the router is off.
 
     Example:
       >>> result = dantinox.load("runs/quickstart").generate("def ", max_new_tokens=4, greedy=True, logprobs=2)
@@ -105,6 +108,6 @@ class Result:
         return html_text(self.prompt, self.text, f"{speed}, seed {self.seed}, {self.finish_reason}")
 
     def to_dict(self) -> dict[str, object]:
-        """Returns one flat, JSON-ready dict of the `RESULT_FIELDS`, with `logprobs` if they were requested."""
+        """Returns a flat dict of the `RESULT_FIELDS`, ready for JSON, with `logprobs` if they were requested."""
         known = {**vars(self), **self.stats}
         return {name: known[name] for name in RESULT_FIELDS} | ({"logprobs": self.info} if self.info else {})

@@ -12,11 +12,11 @@ from dantinox.model import KVCache
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 
-NO_ID = -1  # fills unused entries of a row of end ids
+NO_ID = -1  # pads lists of end ids
 
 
 class SlotOutput(NamedTuple):
-    """New tokens of one slot; `done` after the last one; `steps` holds the `StepInfo` of each token if the row reports."""
+    """New tokens of one slot. `done`: the row has ended. `steps`: a `StepInfo` with one entry per token, if requested."""
 
     slot: int
     tokens: np.ndarray
@@ -25,7 +25,7 @@ class SlotOutput(NamedTuple):
 
 
 class HostChunk(NamedTuple):
-    """A chunk on the host: tokens and whether they are real `[B, N]`, the rows that ended `[B]`, and the reports."""
+    """A chunk on the host: tokens `[B, N]`, false `active_BN` for padding, the rows that ended `[B]`, and the reports."""
 
     tokens_BN: np.ndarray
     active_BN: np.ndarray
@@ -35,12 +35,12 @@ class HostChunk(NamedTuple):
 
 @dataclass(eq=False)
 class Row:
-    """The host state of a row.
+    """The state of a row on the host.
 
     Attributes:
-      program: the key of the program that decodes it; None before decoding starts and after it ends.
-      remaining: the new tokens that it may still have in chunks that are not dispatched yet.
-      reports: whether its tokens come with a `StepInfo`.
+      program: the key of the program that decodes the row; None before decoding starts and after it ends.
+      remaining: the most new tokens in chunks that are not dispatched yet.
+      reports: whether to return a `StepInfo` with the tokens.
     """
 
     program: Hashable = None
@@ -49,10 +49,11 @@ class Row:
 
 
 class PendingChunk(NamedTuple):
-    """A chunk of `steps` tokens that the device is computing: per program its output, and its rows by slot.
+    """A chunk of `steps` tokens that the device is computing.
 
     Attributes:
-      is_prefill: the chunk holds the first tokens of prompts that are prefilled in the same call.
+      parts: for each program its output, its finished rows, and its rows by slot.
+      is_prefill: whether the call also prefills the prompts; the chunk then holds the first token of each row.
     """
 
     parts: list[tuple[Emitted, jax.Array, dict[int, Row]]]
@@ -61,12 +62,12 @@ class PendingChunk(NamedTuple):
 
 
 class RunningBatch:
-    """Rows, their cache, and for each program the sampling parameters and the state of all rows.
+    """The rows of a batch, their cache, and for each decode program the sampling parameters and the state of all rows.
 
     Attributes:
       count: the number of rows.
       cache: keys and values of all rows; donated to each program that writes it.
-      refills: whether a new request may use the slot of a finished one.
+      refills: whether a new request may use the slot of a finished request.
     """
 
     refills = False
@@ -76,7 +77,7 @@ class RunningBatch:
         self.cache: KVCache | None = None
         self._rows = [Row() for _ in range(count)]
         self._states: dict[Hashable, tuple[SamplingParams, DecodeState]] = {}
-        # Changes between two chunks are written to the device once, before the next chunk.
+        # Changes are collected on the host and written to the device in one operation before the next chunk.
         self._stopped: dict[Hashable, set[int]] = {}
         self._masks: dict[Hashable, np.ndarray] = {}
 
@@ -86,7 +87,7 @@ class RunningBatch:
         return bool(self.remaining())
 
     def remaining(self) -> dict[int, int]:
-        """Returns, for each decoding slot, the new tokens that it may still have in chunks that are not dispatched yet."""
+        """Returns, for each decoding slot, the most new tokens in chunks that are not dispatched yet."""
         return {slot: row.remaining for slot, row in enumerate(self._rows) if row.program is not None and row.remaining > 0}
 
     def set_token_mask(self, slot: int, bits_W: np.ndarray | None) -> None:
@@ -105,9 +106,9 @@ class RunningBatch:
             row.program = None
 
     def dispatch(self, steps: int) -> PendingChunk:
-        """Starts a chunk of at most `steps` ≤ 32 tokens for all decoding rows; returns without waiting.
+        """Starts a chunk of at most `steps` ≤ 32 tokens for all decoding rows and returns without waiting for the device.
 
-        A row whose last token is in the chunk counts as finished, so its slot may be refilled.
+        A row that reaches its limit in this chunk counts as finished immediately, so its slot may be refilled.
         """
         self._write_changes()
         remaining = self.remaining()
@@ -123,7 +124,7 @@ class RunningBatch:
         return PendingChunk(parts, steps)
 
     def collect(self, pending: PendingChunk) -> list[SlotOutput]:
-        """Waits for a chunk and returns the tokens of its rows, except rows that were stopped in the meantime."""
+        """Waits for a chunk and returns the tokens of its rows, without the rows that were stopped in the meantime."""
         outputs = []
         for part in pending.parts:
             chunk, rows = self._fetch(part), part[2]
@@ -153,5 +154,5 @@ class RunningBatch:
         self._masks, self._stopped = {}, {}
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
-        """Runs a program for all rows; returns its output and the rows that are done after it."""
+        """Runs a program for all rows; returns its output and a mask of the rows that are done."""
         raise NotImplementedError

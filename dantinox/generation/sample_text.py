@@ -1,4 +1,4 @@
-"""One continuation on the host: detokenization, stop strings, constraint and finish reason."""
+"""`SampleText`: detokenization, stop strings, constraint and finish reason of one sample, on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from dantinox.text import Tokenizer
 
 
 class TextPart(NamedTuple):
-    """New text, with the largest entropy, in bits, of its tokens; None without a report."""
+    """New text, and the largest entropy of its tokens in bits; None if the tokens have no reports."""
 
     text: str
     entropy: float | None = None
@@ -35,7 +35,7 @@ class SampleText:
         self._stop_ids, self._keep_stop = stop_token_ids(tokenizer, section), section.keep_stop
         self._min_tokens = section.min_tokens
         self._detokenizer = tokenizer.detokenizer()
-        # The first new token continues the prompt: at the start of a text some vocabularies drop a space.
+        # Decode the new tokens as a continuation of the prompt, because some tokenizers drop a space at the start of a text.
         self._detokenizer.push(prompt)
         self._stops = StopFinder(section.stop, section.keep_stop)
         self._entropy = 0.0  # the largest entropy since the last part
@@ -46,11 +46,12 @@ class SampleText:
         return self.matcher is not None and self.matcher.done
 
     def add_tokens(self, ids: Sequence[int], done: bool, steps: StepInfo | None = None) -> list[TextPart]:
-        """Adds new tokens up to the end of the text; returns the text that is now final, one part per token if there are
-        `steps`.
+        """Adds new tokens, ignoring tokens after the end of the text, and returns the text that has become final.
+
+        With `steps`, the text is returned in parts, each with its entropy.
 
         Args:
-          done: no more tokens will come.
+          done: whether these are the last tokens.
 
         Raises:
           UserError: the constraint takes too long to evaluate, or no token can satisfy it.
@@ -81,7 +82,7 @@ class SampleText:
         return text
 
     def _finish(self, done: bool) -> str:
-        """Returns the remaining text if the continuation ends here."""
+        """If the continuation has ended, sets the finish reason and returns the remaining text; otherwise returns ""."""
         if self.finish_reason is not None or not (done or self.complete):
             return ""
         text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()

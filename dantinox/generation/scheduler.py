@@ -1,4 +1,4 @@
-"""The request queue: assigns free slots in order of arrival; raises `QueueFull` when too many requests wait."""
+"""The request queue: assigns free slots in order of arrival; raises `QueueFull` if too many requests wait."""
 
 from collections import deque
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class QueueFull(Exception):
-    """All slots and all places of the queue are taken."""
+    """All slots are in use and the queue is full."""
 
 
 class Job(Protocol):
@@ -19,20 +19,19 @@ J = TypeVar("J", bound=Job)
 
 
 class Scheduler(Generic[J]):
-    """Jobs wait in a queue and then hold slots: first while their prompts are prefilled, one after the other, then while they
-    decode.
+    """Holds jobs in a queue until they get slots. Jobs with slots are prefilled one after the other and then decode.
 
-    A job at the head of the queue that needs more slots than are free blocks the jobs after it, so that it gets its turn. A job
-    that is not ready, because its program is being compiled, is passed by jobs that are.
+    If the first job in the queue needs more slots than are free, the jobs after it wait too; otherwise it might never get its
+    slots. But a job whose program is still being compiled does not block the jobs after it.
 
     Attributes:
-      waiting: jobs without slots, the oldest first.
-      prefilling: jobs whose prompts have to be prefilled, the oldest first.
-      holders: for each slot the job that holds it, or None.
+      waiting: the jobs without slots, oldest first.
+      prefilling: the jobs with slots whose prompts are not completely prefilled, oldest first.
+      holders: for each slot, the job that holds it, or None.
     """
 
     def __init__(self, slots: int, queue: int):
-        """Creates a scheduler; `slots` is the number of slots, `queue` the most jobs that may wait when no slot is free."""
+        """Creates a scheduler for this number of slots; at most `queue` jobs may wait for slots."""
         self.queue = queue
         self.waiting: list[J] = []
         self.prefilling: deque[J] = deque()
@@ -46,7 +45,7 @@ class Scheduler(Generic[J]):
 
     @property
     def jobs(self) -> list[J]:
-        """All jobs, those without slots last."""
+        """All jobs: first the jobs with slots, then the waiting jobs."""
         return [*dict.fromkeys(job for job in self.holders if job is not None), *self.waiting]
 
     def slots_of(self, job: J) -> list[int]:
@@ -57,14 +56,14 @@ class Scheduler(Generic[J]):
         """Checks whether a job with this many samples can be added.
 
         Raises:
-          ValueError: it needs more slots than there are.
-          QueueFull: it would have to wait, and the queue is full.
+          ValueError: the job needs more slots than exist.
+          QueueFull: the job would have to wait, and the queue is full.
         """
         if samples > len(self.holders):
             raise ValueError(f"a job of {samples} samples does not fit {len(self.holders)} slots")
         free, waiting = self.free, 0  # jobs that fit into the free slots start immediately and do not count as waiting
-        for wanted in [*(other.samples for other in self.waiting), samples]:
-            free -= wanted
+        for needed in [*(job.samples for job in self.waiting), samples]:
+            free -= needed
             waiting += free < 0
         if waiting > self.queue:
             raise QueueFull
@@ -79,8 +78,8 @@ class Scheduler(Generic[J]):
 
         Args:
           ready: whether the program of a job is compiled.
-          prefer: the preferred slot of a job, used if it is free; the other slots are those that have been free for the longest
-            time.
+          prefer: returns the preferred slot of a job, which the job gets if the slot is free. Its other slots are the slots
+            that have been free longest.
         """
         job = next(filter(ready, self.waiting), None)
         if job is None or job.samples > self.free:

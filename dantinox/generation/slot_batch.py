@@ -1,9 +1,8 @@
-"""`SlotBatch`: continuous batching, the batch of a server; free slots are refilled with new requests.
+"""`SlotBatch`: the batch of a server, with continuous batching: new requests refill the slots of finished requests.
 
-The number of slots is fixed, and a request gets the same tokens in any slot and in any mixed batch. Each program is compiled
-for all slots and every sampling step, whatever the slots hold; a step that no row uses is skipped at run time. Prompts are
-prefilled in chunks of a fixed length, each by the same program, so a chunk that was prefilled for an earlier request is bitwise
-equal to a new prefill.
+The number of slots is fixed. A request gets the same tokens in any slot and next to any other requests, because each program
+is compiled for all slots and all sampling steps; a step that no row uses is skipped at run time. Prompts are prefilled in
+chunks of a fixed length by the same program, so a chunk from an earlier request is bitwise equal to a new prefill.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -37,25 +36,26 @@ from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.params import CHOICE_SETTINGS
 from dantinox.sampling.report import step_info
 
-# Tokens of a prefill chunk. Longer chunks were not faster on a CPU, and with them less of a repeated prompt comes from the
-# prefix cache.
+# Tokens per prefill chunk. Longer chunks were not faster on a CPU, and the prefix cache, which reuses whole chunks only, would
+# cover less of a repeated prompt.
 SLOT_PREFILL_CHUNK = 64
 MIN_PADDED_CHUNK = 16
 COMPILE_THREADS = 2  # programs compiled in parallel
-MAX_ALTERNATIVES = 20  # the most alternatives that are reported
-CACHED_SETTINGS = 64  # settings whose arrays are cached
+MAX_ALTERNATIVES = 20  # the most alternatives reported per token
+CACHED_SETTINGS = 64  # different request settings whose parameter arrays are cached
 DEFAULT_SLOTS = 8
 MEMORY_SHARE = 4  # the caches of all slots take at most this fraction (1/4) of the free memory
-# The most entries in a list of a request, sequences, tokens per sequence, and end ids. A request with more would need a
-# separate program.
+# The most entries of a list in the settings of a request, sequences in a list, tokens per sequence, and end ids. Lists are
+# padded to these sizes, so that all requests share the same programs.
 MAX_ENTRIES, MAX_SEQUENCES, MAX_SEQUENCE_LENGTH, MAX_END_IDS = 1024, 256, 16, 32
 MAX_ENTRIES_BY_SETTING = {"stop_ids": MAX_END_IDS, "protected_ids": MAX_END_IDS, "dry_breakers": 8192}
 
 
 class ProgramKey(NamedTuple):
-    """The key of a decode program: requests with the same key are decoded together. There are few keys.
+    """The key of a decode program; requests with the same key are decoded together.
 
-    One program reads the order of the steps, and the tie and top_p rules, from arrays; the router has separate programs.
+    All requests without the router share one program, which reads the order of the sampling steps and the rules for ties and
+    top_p from arrays. With the router, different rules need different programs.
     """
 
     strategy: str
@@ -64,7 +64,7 @@ class ProgramKey(NamedTuple):
 
 
 class RowParams(NamedTuple):
-    """How a request is decoded: the parameters of a batch of one, lists padded to a common length, and its end ids."""
+    """The settings of a request as arrays: sampling parameters with a batch of one and padded lists, and end ids."""
 
     program: ProgramKey
     params: SamplingParams
@@ -73,11 +73,12 @@ class RowParams(NamedTuple):
 
 @dataclass(eq=False)
 class _SlotRow(Row):
-    """The host state of a request in a slot.
+    """The state of a request in a slot, on the host.
 
     Attributes:
-      prefilled: tokens in the cache, `prefilled_in_chunks` of them in whole chunks.
-      max_written: the number of positions that may have been written.
+      prefilled: the number of prompt tokens in the cache.
+      prefilled_in_chunks: the number of prompt tokens that were prefilled in whole chunks.
+      max_written: the largest number of positions that may have been written to the slot.
       prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
     """
 
@@ -92,7 +93,7 @@ T = TypeVar("T")
 
 
 class CacheKey(Generic[T]):
-    """A value with a hashable key: two are equal if their `parts` have equal representations."""
+    """A hashable wrapper of a value; two keys are equal if the `repr` of their `parts` is equal."""
 
     def __init__(self, value: T, *parts: object):
         self.value, self.text = value, repr(parts)
@@ -105,13 +106,13 @@ class CacheKey(Generic[T]):
 
 
 class SlotBatch(RunningBatch):
-    """A running batch with refilled slots.
+    """A running batch whose free slots are refilled.
 
-    Its methods are for one thread, except `program_key`, `row_params`, `ready` and `compile`.
+    Only one thread may call its methods, except `program_key`, `row_params`, `ready` and `compile`, which any thread may call.
 
     Attributes:
-      context: the most tokens of a request with its continuation.
-      prefill_chunk: tokens of a prompt that are prefilled at a time.
+      context: the most tokens of a prompt plus its continuation.
+      prefill_chunk: the most prompt tokens that one call of `prefill` processes.
     """
 
     refills = True
@@ -121,10 +122,10 @@ class SlotBatch(RunningBatch):
 
         Args:
           count: the number of slots; None: 8, or fewer if their caches would take over a quarter of the free memory.
-          config: the settings of the server, which determine weights and caches; None: those of the run.
+          config: the settings of the server for weights and caches; None: the settings of the run.
 
         Raises:
-          UserError: the context of the model is shorter, these settings cannot be served, or not even one slot fits into the
+          UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
             memory.
         """
         config = config or model.config
@@ -144,7 +145,7 @@ class SlotBatch(RunningBatch):
         compiled = jax.jit(make_cache, static_argnums=range(6))
         self._make_cache: Callable[[int], KVCache] = lambda rows: compiled(self._architecture, rows, *plan, segmented)
         self._cache_shapes: KVCache = jax.eval_shape(lambda: self._make_cache(self.count))
-        # Only a compressed cache holds state that a new request must not read.
+        # Only in a compressed cache must a slot be cleared before a new request.
         self._empty_row: KVCache | None = self._make_cache(1) if self._cache_shapes.compressed else None
         self._min_ring_slots = min(self._cache_shapes.uncompressed_slots)
         chunk = COMPRESSED_PREFILL_CHUNK if self._cache_shapes.compressed else SLOT_PREFILL_CHUNK
@@ -152,7 +153,7 @@ class SlotBatch(RunningBatch):
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
-        # Creating the arrays takes about ten milliseconds next to a running program, and clients repeat their settings.
+        # Clients repeat their settings, and creating the arrays takes about 10 ms while a program is running.
         self._cached_row_params = lru_cache(CACHED_SETTINGS)(self._row_params)
 
     # --- programs
@@ -161,48 +162,49 @@ class SlotBatch(RunningBatch):
         """Returns the key of the program that decodes with these settings.
 
         Raises:
-          UserError: they differ from those of the server in settings of weights or caches.
+          UserError: a setting of weights or caches differs from that of the server.
         """
         for section, names in (
             ("generation", ("weights", "matmul_dtype", "tensor_parallel", "use_cache")),
             ("kv", type(config.kv).model_fields),
         ):
             for name in names:
-                requested, own = (getattr(getattr(c, section), name) for c in (config, self._config))
-                if requested != own:
+                requested, served = (getattr(getattr(c, section), name) for c in (config, self._config))
+                if requested != served:
                     key = f"{section}.{name}"
-                    raise UserError(f"{key} is {quote(own)} in this server, got {quote(requested)}", key=key, value=requested)
+                    message = f"{key} is {quote(served)} in this server, got {quote(requested)}"
+                    raise UserError(message, key=key, value=requested)
         g = config.generation
         if g.strategy == "chain":
             return ProgramKey("chain")
         return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS), config.router.use_attention)
 
     def ready(self, program: ProgramKey, echo: bool = False) -> bool:
-        """Returns whether a request with this key needs no compilation."""
+        """Returns whether all programs for requests with this key are compiled."""
         return all(key in self._programs for key in self._keys(program, echo))
 
     def compile(self, config: Config, echo: bool = False) -> None:
-        """Compiles the programs for requests with these settings, which takes seconds; callable from any thread, one at a time.
+        """Compiles the programs for requests with these settings, which takes seconds. The first call also allocates the cache.
 
-        The first call allocates the cache after compiling.
+        Any thread may call it; simultaneous calls run one after the other.
         """
         program = self.program_key(config)
         with self._compiling:
             if program not in self._states:
                 self._states[program] = self._idle_rows(config)
             missing = [key for key in self._keys(program, echo) if key not in self._programs]
-            with ThreadPoolExecutor(COMPILE_THREADS) as pool:  # XLA compiles large parts of a program on one core
+            with ThreadPoolExecutor(COMPILE_THREADS) as pool:  # XLA compiles a program mostly on one core
                 self._programs |= zip(missing, pool.map(lambda key: self._compile(config, *key), missing), strict=True)
             if self.cache is None:
-                release_free_memory()  # free the memory of the compilation, so that the two peaks do not add up
+                release_free_memory()  # free the memory of the compiler before the cache is allocated
                 self.cache = self._make_cache(self.count)
 
     def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
-        reads = [("read", length, reports) for length in self._lengths() for reports in {False, echo}]
-        return [("decode", program), ("insert", program), ("init", program), ("copy",), *reads]
+        prefills = [("prefill", length, reports) for length in self._lengths() for reports in {False, echo}]
+        return [("decode", program), ("insert", program), ("init", program), ("copy",), *prefills]
 
     def _lengths(self) -> list[int]:
-        """Returns the lengths that a chunk may be padded to."""
+        """Returns the padded lengths of prefill chunks, ascending."""
         lengths = [MIN_PADDED_CHUNK]
         while lengths[-1] < self.prefill_chunk:
             lengths.append(min(4 * lengths[-1], self.prefill_chunk))
@@ -211,10 +213,10 @@ class SlotBatch(RunningBatch):
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
         zero, V = jnp.int32(0), self._architecture.vocab_size
         cache, report = self._cache_shapes, min(MAX_ALTERNATIVES, V)
-        if kind == "copy":  # one program per array, so that only one copy exists at a time
-            kinds = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(cache)}
-            return {kind: _copy_slot.lower(leaf, zero, zero).compile() for kind, leaf in kinds.items()}
-        if kind == "read":
+        if kind == "copy":  # one program per array, so that only one array is copied at a time
+            leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(cache)}
+            return {shape: _copy_slot.lower(leaf, zero, zero).compile() for shape, leaf in leaves.items()}
+        if kind == "prefill":
             length, reports = key
             tokens_1T = jnp.zeros((1, length), jnp.int32)
             args = self._model, cache, zero, tokens_1T, zero, zero, tokens_1T
@@ -230,7 +232,7 @@ class SlotBatch(RunningBatch):
         return _insert_row.lower((params, state), (row, initial), zero).compile()
 
     def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
-        """Returns the parameters and the state of all rows without requests."""
+        """Returns the sampling parameters and the decode state of a batch without requests."""
         (_, row, end_ids_1E), V = self.row_params(config), self._architecture.vocab_size
         tokens_1S = np.zeros((1, self.context), np.int32)
         state = _init_row(row, tokens_1S, jnp.int32(1), jnp.int32(0), end_ids_1E, vocab_size=V)
@@ -239,17 +241,17 @@ class SlotBatch(RunningBatch):
         return rows
 
     def row_params(self, config: Config) -> RowParams:
-        """Returns how a request with these settings is decoded; callable from any thread.
+        """Returns the settings of a request as arrays; any thread may call it.
 
         Raises:
           UserError: as in `program_key`, or a list in the settings is too long for a server or has an invalid token.
         """
-        same = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # no array but the seed depends on these
-        generation = config.generation.model_copy(update=same)
+        ignored = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # of the arrays, only the seed depends on these
+        generation = config.generation.model_copy(update=ignored)
         key = CacheKey(config.model_copy(update={"generation": generation}), generation, config.router, config.kv)
-        made = self._cached_row_params(key)
-        own: dict[str, Any] = {"seed": np.asarray([config.generation.seed or 0], np.uint32)}
-        return made._replace(params=replace(made.params, **own))
+        cached = self._cached_row_params(key)
+        seed: dict[str, Any] = {"seed": np.asarray([config.generation.seed or 0], np.uint32)}
+        return cached._replace(params=replace(cached.params, **seed))
 
     def _row_params(self, key: "CacheKey[Config]") -> RowParams:
         config, tokenizer = key.value, self._bundle.tokenizer
@@ -264,29 +266,29 @@ class SlotBatch(RunningBatch):
         options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDIT_STEPS, *section_order(section))}
         params, V = self._bundle.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
-        own: dict[str, Any] = {
+        changes: dict[str, Any] = {
             "report_rows": np.zeros(1, bool),
             "allowed_bits": np.full((1, -(-V // 32)), ALL_ALLOWED, np.uint32),
         }
         end_ids_1E = np.asarray([[*ends, *[NO_ID] * (MAX_END_IDS - len(ends))]], np.int32)
-        return RowParams(program, replace(params, tables=tables, **own), end_ids_1E)
+        return RowParams(program, replace(params, tables=tables, **changes), end_ids_1E)
 
     # --- requests
 
     def match_prefix(self, ids: Sequence[int]) -> PrefixMatch:
-        """Returns the longest prefix of a prompt that is already in a slot."""
+        """Returns the longest prefix of a prompt that a slot already holds."""
         if self._empty_row is not None:
             return NO_PREFIX
-        # If a row is longer than the ring of a windowed layer, its beginning has been overwritten.
+        # A row that is longer than the ring buffer of a windowed layer has lost its beginning.
         valid = ((slot, row) for slot, row in enumerate(self._rows) if row.max_written <= self._min_ring_slots)
         cached = ((slot, row.ids, row.prefilled_in_chunks) for slot, row in valid)
         return longest_prefix(ids, cached, self.prefill_chunk)
 
     def assign_prompt(self, slot: int, ids: Sequence[int], match: PrefixMatch = NO_PREFIX, echo: bool = False) -> None:
-        """Assigns a prompt to a slot and discards its earlier request; `prefill` then prefills it.
+        """Assigns a prompt to a slot and discards the previous request of the slot. Call `prefill` next.
 
         Args:
-          match: from `match_prefix`, valid until the next `assign_prompt`; with `echo` no match.
+          match: the result of `match_prefix`, which is valid until the next `assign_prompt`; with `echo` use `NO_PREFIX`.
           echo: report the prompt tokens.
         """
         self._rows[slot], source = _SlotRow(ids=tuple(ids)), self._rows[match.slot or 0]
@@ -300,7 +302,10 @@ class SlotBatch(RunningBatch):
         row.prompt_reports = [] if echo else None
 
     def prefill(self, slot: int) -> int:
-        """Prefills the next chunk of a prompt, all but its last token; returns the number of tokens left to prefill."""
+        """Prefills the next chunk of a prompt and returns the number of tokens left to prefill.
+
+        The last token of the prompt is not prefilled, because the first decode step processes it.
+        """
         row = self._rows[slot]
         remaining = len(row.ids) - 1 - row.prefilled
         if remaining == 0:
@@ -310,9 +315,9 @@ class SlotBatch(RunningBatch):
         tokens_2T = np.zeros((2, length), np.int32)
         tokens_2T[0, :count] = row.ids[row.prefilled : row.prefilled + count]
         tokens_2T[1, :count] = row.ids[row.prefilled + 1 : row.prefilled + 1 + count]
-        program = self._programs["read", length, row.prompt_reports is not None]
-        numbers = _int32(slot), tokens_2T[:1], _int32(row.prefilled), _int32(count), tokens_2T[1:]
-        self.cache, info = program(self._model, self.cache, *numbers)
+        program = self._programs["prefill", length, row.prompt_reports is not None]
+        args = _int32(slot), tokens_2T[:1], _int32(row.prefilled), _int32(count), tokens_2T[1:]
+        self.cache, info = program(self._model, self.cache, *args)
         if row.prompt_reports is not None:
             row.prompt_reports.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
         elif row.prefilled_in_chunks == row.prefilled and count == self.prefill_chunk:
@@ -338,8 +343,8 @@ class SlotBatch(RunningBatch):
         )
 
     def _copy(self, slot: int, to: int) -> None:
-        programs, numbers = self._programs["copy",], (_int32(slot), _int32(to))
-        self.cache = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *numbers), self.cache)
+        programs, slots = self._programs["copy",], (_int32(slot), _int32(to))
+        self.cache = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *slots), self.cache)
 
     def start_decoding(
         self, slot: int, row_params: RowParams, *, limit: int, sample_index: int = 0, report: bool = False
@@ -347,18 +352,18 @@ class SlotBatch(RunningBatch):
         """Starts to decode a prefilled prompt.
 
         Args:
-          row_params: from `row_params`; its program is ready.
-          limit: the number of new tokens, at most the remaining context.
-          report: return a `StepInfo` with the tokens.
+          row_params: the result of `row_params`; its program must be ready.
+          limit: the most new tokens, at most the remaining context.
+          report: whether to return a `StepInfo` with the tokens.
         """
         row, program = self._rows[slot], row_params.program
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(row.ids)] = row.ids
-        own: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
-        params = replace(row_params.params, **own)
+        changes: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
+        params = replace(row_params.params, **changes)
         state = self._programs["init", program](params, tokens_1S, _int32(len(row.ids)), _int32(limit), row_params.end_ids_1E)
         self._states[program] = self._programs["insert", program](self._states[program], (params, state), _int32(slot))
-        # Pending changes of the earlier request of this slot must not reach this request.
+        # Drop pending changes that were meant for the previous request of this slot.
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
             self._masks[program][slot] = ALL_ALLOWED
@@ -372,7 +377,7 @@ class SlotBatch(RunningBatch):
         return emitted, state.done_B
 
     def reset(self) -> None:
-        """Empties all slots after a program failed, which may have consumed the cache."""
+        """Empties all slots and allocates a new cache, for use after a program failed."""
         self.cache = self._make_cache(self.count)
         self._rows = [_SlotRow() for _ in range(self.count)]
         self._masks, self._stopped = {}, {}
@@ -381,15 +386,15 @@ class SlotBatch(RunningBatch):
 
     @property
     def cache_is_valid(self) -> bool:
-        """Whether the cache exists: a program that fails after it consumed the donated cache leaves none."""
+        """Whether the cache still exists. A program that fails may already have consumed the donated cache."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache))
 
 
 def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
-    """Returns the number of slots whose caches fit into the memory.
+    """Returns the number of slots whose caches fit into memory, at most `DEFAULT_SLOTS`.
 
     Raises:
-      UserError: not even one does.
+      UserError: not even one slot fits.
     """
     needed = tree_bytes(jax.eval_shape(partial(make_cache, architecture, 1, *plan)))
     free = available_bytes(jax.devices()[0])
@@ -404,7 +409,7 @@ def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
 
 
 def _int32(value: int) -> np.ndarray:
-    return np.asarray(value, np.int32)  # jnp.int32 would run a separate operation of a third of a millisecond
+    return np.asarray(value, np.int32)  # jnp.int32 would run a separate operation, which takes a third of a millisecond
 
 
 def _next_power_of_two(length: int, minimum: int = 1) -> int:
@@ -412,7 +417,7 @@ def _next_power_of_two(length: int, minimum: int = 1) -> int:
 
 
 def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], vocab_size: int) -> Any:
-    """Pads a list of the sampling steps to the most entries that any request may have."""
+    """Pads a list of a sampling step to the maximum number of entries per request."""
     if table.dtype == bool:
         return table
     key = name.removesuffix("_before").removesuffix("_by")
@@ -425,7 +430,7 @@ def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], voc
         raise UserError(f"generation.{key} must have at most {limit} {unit} in a server", key=f"generation.{key}")
     # The prefix of a sequence is right-aligned.
     padding = [(0, 0), (0, padding_sizes[0]), *((before, 0) for before in padding_sizes[1:])]
-    # NumPy, because jax would compile an operation for every length of a list.
+    # Use NumPy, because jax would compile an operation for every length of a list.
     return np.pad(np.asarray(table), padding, constant_values=0 if name.endswith("_by") else NO_ID)
 
 
@@ -449,15 +454,16 @@ def _prefill_part(
     *,
     report: int | None,
 ) -> tuple[KVCache, StepInfo | None]:
-    """Writes `count` tokens of a sequence to the cache, after `first` others; returns the cache and a report on the tokens
-    after them.
+    """Prefills `count` tokens of a sequence from position `first` on; returns the cache and reports on the `next_1T` tokens.
+
+    `next_1T` holds the token after each of `tokens_1T`.
     """
     transformer = dequantize(model.merge(model.leaves))
-    places_T = jnp.arange(tokens_1T.shape[1])
-    positions_1T = jnp.where(places_T < count, first + places_T, -1)[None]
-    x_1TD, read, _ = prefill_hidden(transformer, tokens_1T, positions_1T, cache.at_slot(slot))
-    assert read is not None
-    cache = read.without_slot()
+    index_T = jnp.arange(tokens_1T.shape[1])
+    positions_1T = jnp.where(index_T < count, first + index_T, -1)[None]
+    x_1TD, updated, _ = prefill_hidden(transformer, tokens_1T, positions_1T, cache.at_slot(slot))
+    assert updated is not None
+    cache = updated.without_slot()
     if report is None:
         return cache, None
 
@@ -471,15 +477,15 @@ def _prefill_part(
 
 @partial(jax.jit, donate_argnames=("leaf",))
 def _copy_slot(leaf: jax.Array, source: jax.Array, to: jax.Array) -> jax.Array:
-    """Copies one slot of an array of the cache to another slot."""
+    """Copies slot `source` of one array of the cache to slot `to`."""
     return jax.lax.dynamic_update_slice_in_dim(leaf, jax.lax.dynamic_slice_in_dim(leaf, source, 1), to, 0)
 
 
 def _write_row(rows: Any, row: Any, slot: jax.Array) -> Any:
-    return jax.tree.map(lambda x, one: jax.lax.dynamic_update_slice_in_dim(x, one, slot, 0), rows, row)
+    return jax.tree.map(lambda x, x_row: jax.lax.dynamic_update_slice_in_dim(x, x_row, slot, 0), rows, row)
 
 
-_write_cache_row = jax.jit(_write_row, donate_argnums=0)  # for caches, which are donated
+_write_cache_row = jax.jit(_write_row, donate_argnums=0)  # donates the cache
 _insert_row = jax.jit(_write_row)
 
 
@@ -487,7 +493,7 @@ _insert_row = jax.jit(_write_row)
 def _init_row(
     params: SamplingParams, tokens_1S: jax.Array, length: jax.Array, limit: jax.Array, end_ids_1E: jax.Array, *, vocab_size: int
 ) -> DecodeState:
-    """Returns the state of one row after a prompt whose tokens are all prefilled but the last."""
+    """Returns the decode state of one row after the prefill of its prompt, which excludes the last token."""
     S = tokens_1S.shape[1]
     valid_1S = (jnp.arange(S) < length)[None]
     return DecodeState(

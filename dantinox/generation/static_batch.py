@@ -1,4 +1,4 @@
-"""`StaticBatch`: the batch of offline generation; prompts are padded, prefilled in one call and decoded to their end."""
+"""`StaticBatch`: the batch of offline generation. All prompts are padded, prefilled in one call, and decoded to the end."""
 
 import time
 import warnings
@@ -27,47 +27,47 @@ T = TypeVar("T")
 
 
 class ToShapes(Protocol):
-    """Maps every array or shape of a tree to its shape on a device."""
+    """Maps every array or shape of a pytree to a shape with the sharding of the target device."""
 
     def __call__(self, tree: T, /) -> T: ...
 
 
 def padded_length(length: int) -> int:
-    """Returns the padded length: the next power of two from 16, above 256 the next multiple of 256."""
+    """Returns the padded length: the next power of two (at least 16), or above 256 the next multiple of 256."""
     return max(16, 1 << (length - 1).bit_length()) if length <= 256 else -(-length // 256) * 256
 
 
 def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = padded_length) -> int:
-    """Returns the slots of a cache for rows with these numbers of prompt tokens and new tokens."""
+    """Returns the cache slots per row: the padded length of the longest row of `lengths` prompt and `limits` new tokens."""
     return pad(int(np.max(lengths + limits)))
 
 
-def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: int) -> np.ndarray:
-    """Returns the new tokens per row that still fit into the context; warns once if some do not.
+def clamp_to_context(lengths_B: np.ndarray, requested_B: np.ndarray, max_context: int) -> np.ndarray:
+    """Returns the new tokens per row, reduced to what fits into the context; prints one warning if any row is reduced.
 
     Raises:
       UserError: a prompt fills the context.
     """
     room_B = max_context - lengths_B
-    if (room_B <= 0).any() and (wanted_B > 0).any():
+    if (room_B <= 0).any() and (requested_B > 0).any():
         raise UserError(
             f"the prompt has {int(lengths_B.max())} tokens and fills the model's context of {max_context}: shorten it"
         )
     room_B = np.maximum(room_B, 0)
-    excess = int(np.max(wanted_B - room_B, initial=0))
+    excess = int(np.max(requested_B - room_B, initial=0))
     if excess > 0:
-        row = int(np.argmax(wanted_B - room_B))
+        row = int(np.argmax(requested_B - room_B))
         warnings.warn(
             f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens after a prompt of "
             f"{lengths_B[row]}: {excess} fewer than requested",
             stacklevel=3,
         )
-    limits_B: np.ndarray = np.minimum(wanted_B, room_B)
+    limits_B: np.ndarray = np.minimum(requested_B, room_B)
     return limits_B
 
 
 class Chunk(NamedTuple):
-    """A chunk of all rows: `tokens[b, :counts[b]]` are the new tokens of row b, `done` marks the rows that have ended."""
+    """The new tokens of all rows: `tokens[b, :counts[b]]` for row b. `done` marks the rows that have ended."""
 
     tokens: np.ndarray
     counts: np.ndarray
@@ -76,7 +76,7 @@ class Chunk(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a whole run and until its first tokens, and the compile time in each."""
+    """The seconds of a whole run and up to its first tokens, and the compile time within each of the two."""
 
     total: float = 0.0
     first: float = 0.0
@@ -90,16 +90,16 @@ class Times(NamedTuple):
 
 
 class StaticBatch(RunningBatch):
-    """Prompts that start together, in a program with exactly the steps that their settings use.
+    """A batch of prompts that start together, in a program that contains only the sampling steps that their settings use.
 
-    `generation.engine.Engine` drives it. Code that works on token ids calls `start` for the first token of every row and
-    `advance` for the next ones, or `run` for all of them.
+    `generation.engine.Engine` runs it. Code that works on token ids calls `run`, or `start` for the first token of every row
+    and `advance` for the next tokens.
 
     Attributes:
       echo: log-probabilities `[P, T]` of the prompt tokens, if requested; available after the first chunk.
-      no_steps: an empty report, available after the first chunk; None without a report.
-      before_dispatch: called before each chunk; it may assign other `params`.
-      times: the times of `run`, once it has ended.
+      no_steps: a `StepInfo` of zero steps, available after the first chunk; None without reports.
+      before_dispatch: called before each chunk; it may assign new `params`.
+      times: the times of `run`, after its end.
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class StaticBatch(RunningBatch):
         pad: Callable[[int], int] = padded_length,
         constrained: bool = False,
     ):
-        """Creates `P · samples` rows, with the samples of a prompt next to each other.
+        """Creates `P · samples` rows; the samples of a prompt are consecutive rows.
 
         Args:
-          prompt_PT: right-padded to any length; `lengths_P` are the true lengths.
-          limits_B: the new tokens of each row.
-          eos_ids: for each row the ids that end it.
-          report: None, or the number of alternatives to report with each token.
-          plan: the plan of the cache; None: every key and value in the dtype of the model.
-          pad: maps the length of the prompts to their padded length.
-          constrained: whether `set_token_mask` may restrict the tokens of a row.
+          prompt_PT: the prompts, right-padded to any length; `lengths_P` holds their true lengths.
+          limits_B: the most new tokens of each row.
+          eos_ids: for each row, the ids that end it.
+          report: the number of alternatives to report per token; None: report nothing.
+          plan: the plan of the cache; None: an uncompressed cache in the dtype of the model.
+          pad: function from the length of the longest prompt to the padded length.
+          constrained: whether `set_token_mask` will be called.
         """
         P, T = prompt_PT.shape
         super().__init__(P * samples)
@@ -168,7 +168,7 @@ class StaticBatch(RunningBatch):
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling parameters; other values assigned here apply from the next chunk on."""
+        """The sampling parameters. New parameters assigned here apply from the next chunk on."""
         return self._states[PROGRAM][0]
 
     @params.setter
@@ -186,11 +186,11 @@ class StaticBatch(RunningBatch):
 
     @property
     def has_work(self) -> bool:
-        """Whether `dispatch` has something to compute: new tokens, or the log-probabilities of the prompts."""
+        """Whether new tokens or the log-probabilities of the prompts remain to be computed."""
         return bool(self.remaining()) or (self._prefill_options["echo"] and not self._prefilled)
 
     def dispatch(self, steps: int) -> PendingChunk:
-        """Starts a chunk, as in `RunningBatch`; the first chunk prefills the prompts and has one token of every row."""
+        """Starts a chunk, as in `RunningBatch`. The first chunk prefills the prompts and has one token per row."""
         is_prefill = not self._prefilled
         self.before_dispatch()
         if is_prefill and not self.remaining():  # only the log-probabilities of the prompts are needed
@@ -210,14 +210,13 @@ class StaticBatch(RunningBatch):
             self._prefilled = True
         return emitted, state.done_B
 
-    # --- token ids alone
+    # --- without an engine
 
     def run(self, steps: int = CHUNK, *, dispatch_ahead: bool = False) -> Iterator[Chunk]:
-        """Decodes to the end, chunk by chunk. The first chunk has one token of each row; without rows to decode there is no
-        chunk.
+        """Decodes to the end and yields chunks. The first chunk has one token per row. Yields nothing if no row may decode.
 
         Args:
-          steps: tokens of a chunk, at most 32.
+          steps: tokens per chunk, at most 32.
           dispatch_ahead: dispatch a chunk before the previous one is returned, so that the device does not wait for the host.
         """
         if not self.has_work:
@@ -242,7 +241,7 @@ class StaticBatch(RunningBatch):
         return self._to_chunk(self.dispatch(steps))
 
     def resume(self, cache: KVCache) -> None:
-        """Sets a cache that already holds the prompts, instead of a prefill."""
+        """Sets a cache that already holds the prompts, so that the prefill is skipped."""
         self.cache, self._prefilled = cache, True
 
     def finish(self, rows_B: np.ndarray) -> None:
@@ -264,10 +263,10 @@ class StaticBatch(RunningBatch):
         return Chunk(fetched.tokens_BN[:, :steps], counts_B, self.done, info)
 
     def trace(self, to_shapes: ToShapes) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-        """Traces the programs of `start` and `advance` without lowering them; the model may consist of shapes.
+        """Traces the programs of `start` and `advance` without lowering them; the model may hold shapes instead of arrays.
 
         Args:
-          to_shapes: maps arrays and shapes to shapes on the target device.
+          to_shapes: maps arrays and shapes to shapes for the target device.
         """
         trace = _generate_toks.jitted_fn.trace
         model, state, params, prompt = to_shapes((self._model, self.state, self.params, self._prompt))
@@ -278,7 +277,7 @@ class StaticBatch(RunningBatch):
 
 
 class RunTimer:
-    """Measures a run from entry to exit: its seconds, those until the first tokens, and the compile time in each."""
+    """A context manager that measures the `Times` of a run."""
 
     def __init__(self) -> None:
         self.times = Times()

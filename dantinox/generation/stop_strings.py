@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Passes text through until a stop string appears; holds back text that may be the start of one.
+    """Passes text through until a stop string appears; holds back text that may be the beginning of a stop string.
 
     Attributes:
       found: the stop string that ended the text, or None.
@@ -16,10 +16,10 @@ class StopFinder:
         self.found: str | None = None
 
     def push(self, text: str, active: bool = True) -> str:
-        """Adds `text` and returns the text that is now final.
+        """Adds `text` and returns the text that has become final.
 
         Args:
-          active: whether a complete stop string ends the text; otherwise it is passed through like any other text.
+          active: whether a stop string ends the text; if false, stop strings are passed through like other text.
         """
         if self.found is not None:
             return ""
@@ -39,12 +39,12 @@ class StopFinder:
         return passed
 
     def flush(self) -> str:
-        """Returns the text that was held back, at the end of the text."""
+        """Returns the text that is still held back; call it at the end of the text."""
         buffered, self._buffer = self._buffer, ""
         return buffered
 
     def _find_first(self) -> tuple[int, str] | None:
-        """Returns the position and the stop string that is complete first; the longest if several end at the same position."""
+        """Returns the position and value of the stop string that ends first; of several with the same end, the longest."""
         hits = [(at + len(stop), at, stop) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         return min(hits)[1:] if hits else None
 

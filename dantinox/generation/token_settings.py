@@ -1,4 +1,4 @@
-"""Settings that name tokens by text (banned words, biases, DRY breakers, stop tokens), resolved to token ids."""
+"""Converts settings that name tokens by text (banned words, biases, DRY breakers, stop tokens) to token ids."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -19,15 +19,15 @@ def sampling_params(
     measured: Mapping[str, float] | None = None,
     **more: Unpack[ProgramOptions],
 ) -> SamplingParams:
-    """Returns the sampling parameters of rows with these settings; tokens that are named by text are resolved to ids.
+    """Returns the sampling parameters of a batch with one `Config` per row; converts tokens that are named by text to ids.
 
     Args:
-      vocab_size: the number of logits, if a model has more than the tokenizer has tokens.
-      measured: the thresholds of a calibration, for the router.
-      more: the options of the compiled program in `SamplingParams.build`.
+      vocab_size: the number of logits, if it is larger than the vocabulary of the tokenizer.
+      measured: the thresholds from a calibration of the router.
+      more: options of the compiled program, passed to `SamplingParams.build`.
 
     Raises:
-      UserError: a text is not one token, or an id is not in the vocabulary.
+      UserError: a text is not a single token, or an id is not in the vocabulary.
     """
     rows = [_resolve_config(config, tokenizer) for config in configs]
     eos = list(tokenizer.stop_ids)
@@ -43,46 +43,46 @@ def sampling_params(
 
 
 def stop_token_ids(tokenizer: Tokenizer, section: GenerationSection) -> tuple[int, ...]:
-    """Returns the ids that end a sequence besides the EOS token."""
+    """Returns the ids that end a sequence, in addition to the EOS tokens."""
     return _token_ids(tokenizer, section, "stop_token_ids")
 
 
 def with_default_seed(config: Config, seed: int) -> Config:
-    """Returns the settings, with this seed if they have none."""
+    """Returns the settings, with `seed` filled in if they have none."""
     if config.generation.seed is not None:
         return config
     return with_generation(config, seed=seed)
 
 
 def _resolve_config(config: Config, tokenizer: Tokenizer) -> Config:
-    found: dict[str, Any] = {"generation": resolve_token_ids(config.generation, tokenizer)}
+    changes: dict[str, Any] = {"generation": resolve_token_ids(config.generation, tokenizer)}
     if config.router.clarify_token is not None:
         token = _token_id(tokenizer, config.router.clarify_token, "router.clarify_token")
-        found["router"] = config.router.model_copy(update={"clarify_token": token})
-    return config.model_copy(update=found)
+        changes["router"] = config.router.model_copy(update={"clarify_token": token})
+    return config.model_copy(update=changes)
 
 
 def resolve_token_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSection:
     """Returns the settings with token ids in place of texts."""
-    found: dict[str, Any] = {"stop_token_ids": stop_token_ids(tokenizer, section)}
+    resolved: dict[str, Any] = {"stop_token_ids": stop_token_ids(tokenizer, section)}
     for key, setting in SETTINGS.items():
         if setting.kind == Tokens:
-            found[key] = _token_ids(tokenizer, section, key)
+            resolved[key] = _token_ids(tokenizer, section, key)
         elif setting.kind == Biases:
             biases: dict[str, float] = {}
             for token, bias in getattr(section, key).items():
                 token_id = str(_token_id(tokenizer, token, f"generation.{key}"))
                 biases[token_id] = biases.get(token_id, 0.0) + bias
-            found[key] = biases
+            resolved[key] = biases
         elif setting.kind == Sequences:
-            found[key] = tuple(words for item in getattr(section, key) for words in _token_sequences(tokenizer, item, key))
+            resolved[key] = tuple(words for item in getattr(section, key) for words in _token_sequences(tokenizer, item, key))
         elif setting.kind == SequenceBiases:
             pairs = getattr(section, key)
-            found[key] = tuple((words, bias) for item, bias in pairs for words in _token_sequences(tokenizer, item, key))
+            resolved[key] = tuple((words, bias) for item, bias in pairs for words in _token_sequences(tokenizer, item, key))
         elif setting.kind == Breakers:
-            on = any(key in STEPS[name].indirect for name in active_steps(section))
-            found[key] = tokens_containing(tokenizer, tuple(getattr(section, key))) if on else ()
-    return section.model_copy(update=found)
+            is_active = any(key in STEPS[name].indirect for name in active_steps(section))
+            resolved[key] = tokens_containing(tokenizer, tuple(getattr(section, key))) if is_active else ()
+    return section.model_copy(update=resolved)
 
 
 def _token_ids(tokenizer: Tokenizer, section: GenerationSection, key: str) -> tuple[int, ...]:
@@ -90,30 +90,30 @@ def _token_ids(tokenizer: Tokenizer, section: GenerationSection, key: str) -> tu
 
 
 def _token_id(tokenizer: Tokenizer, token: int | str, key: str) -> int:
-    """Returns the id of a token that is named by its id (also as digits) or by its text."""
+    """Returns the id of a token; `token` is the id (an integer or a string of digits) or the text of the token."""
     if isinstance(token, int) or is_digits(token):
         return int(token)
     ids = _encode(tokenizer, token, key)
     if len(ids) == 1:
         return ids[0]
-    # If the tokenizer adds a space in front of every text, a symbol alone is two tokens, although it is in the vocabulary.
-    same = [i for i, text in enumerate(_vocabulary(tokenizer)) if text == token]
-    if len(same) != 1:
+    # A tokenizer that adds a space in front of every text encodes a single symbol as two tokens: search the vocabulary for it.
+    matches = [i for i, text in enumerate(_vocabulary(tokenizer)) if text == token]
+    if len(matches) != 1:
         raise UserError(
             f"{key} must hold token ids or texts of one token: {token!r} is {len(ids)} tokens", key=key, value=token
         )
-    return same[0]
+    return matches[0]
 
 
 def _encode(tokenizer: Tokenizer, text: str, key: str) -> list[int]:
     try:
         return tokenizer.encode(text)
-    except UserError as error:  # the vocabulary lacks a character
+    except UserError as error:  # a character is not in the vocabulary
         raise UserError(f"{key}: {error}", key=key, value=text) from None
 
 
 def _token_sequences(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> list[tuple[int, ...]]:
-    """Returns a text as tokens, and also as encoded after a space, if that is not the same sequence after one more token."""
+    """Returns the tokens of a text, and the tokens of the text after a space if they do not end with the same tokens."""
     if not isinstance(word, str):
         return [word]
     plain = tuple(_encode(tokenizer, word, f"generation.{key}"))
@@ -128,15 +128,15 @@ def _token_sequences(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str
 
 @lru_cache(maxsize=16)
 def tokens_containing(tokenizer: Tokenizer, breakers: tuple[str | int, ...]) -> tuple[int, ...]:
-    """Returns the given ids and those of every token that contains one of the texts, ascending.
+    """Returns the ids in `breakers` and the ids of all tokens that contain one of its texts, ascending.
 
-    Looks up every substring of every token of the vocabulary, so the time does not depend on the number of texts.
+    It looks up every substring of every token in a set of the texts, so the time does not depend on the number of texts.
     """
     ids = {token for token in breakers if isinstance(token, int)}
     texts = {text for text in breakers if isinstance(text, str)}
     lengths = sorted({len(text) for text in texts})
-    for token, spelt in enumerate(_vocabulary(tokenizer)):
-        if any(spelt[at : at + length] in texts for length in lengths for at in range(len(spelt) - length + 1)):
+    for token, token_text in enumerate(_vocabulary(tokenizer)):
+        if any(token_text[i : i + length] in texts for length in lengths for i in range(len(token_text) - length + 1)):
             ids.add(token)
     return tuple(sorted(ids))
 

@@ -1,4 +1,4 @@
-"""Result records: one column per quantity (`--json`), or one record per token (`--trace`, log-probabilities)."""
+"""Converts results to JSON: one column per quantity (`--json`), or one record per token (`--trace`, log-probabilities)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,7 +14,7 @@ from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.entropy_router import ADAPTIVE
 from dantinox.text import Tokenizer
 
-EXCLUDED_SETTINGS = ("seed", "max_new_tokens", "n")  # a document has these in other fields
+EXCLUDED_SETTINGS = ("seed", "max_new_tokens", "n")  # a trace document holds these in other fields
 
 
 def changed_settings(config: Config) -> dict[str, object]:
@@ -30,11 +30,11 @@ def changed_settings(config: Config) -> dict[str, object]:
 def token_columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> TokenColumns:
     """Returns the reports of one row, one list per quantity: the `logprobs` of `generate.py --json`."""
 
-    def texts_of(some: Sequence[int]) -> list[str]:
-        return [tokenizer.token_text(token) for token in some]
+    def texts_of(token_ids: Sequence[int]) -> list[str]:
+        return [tokenizer.token_text(token) for token in token_ids]
 
     top = zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), strict=True)
-    found: TokenColumns = {
+    columns: TokenColumns = {
         "tokens": texts_of(ids),
         "logprobs": steps.logprob.tolist(),
         "sampled_logprobs": _finite_or_none(steps.logprob_sampled),
@@ -42,25 +42,26 @@ def token_columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> 
         "survivors": steps.survivors.tolist(),
         "entropy": steps.entropy.tolist(),
         "varentropy": steps.varentropy.tolist(),
-        "top": [{"ids": some, "tokens": texts_of(some), "logprobs": values} for some, values in top],
+        "top": [{"ids": top_ids, "tokens": texts_of(top_ids), "logprobs": logprobs} for top_ids, logprobs in top],
     }
     drawn = _candidates(steps)
     if drawn is not None:
-        found["candidates"] = [
-            {"ids": some, "tokens": texts_of(some), "logprobs": logprobs, "scores": scores} for some, logprobs, scores in drawn
+        columns["candidates"] = [
+            {"ids": drawn_ids, "tokens": texts_of(drawn_ids), "logprobs": logprobs, "scores": scores}
+            for drawn_ids, logprobs, scores in drawn
         ]
     routed: Any = _router_columns(steps)
-    return {**found, **routed}
+    return {**columns, **routed}
 
 
 def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, object]:
-    """Returns a sample with one record per token, the input of `--trace`, `--show_entropy` and `--report`.
+    """Returns the document that `--trace` writes and that `--show_entropy` and `--report` read: a sample with token records.
 
     A record has `id`, `text` (the text that the token added), `entropy` and `varentropy` of the distribution of the model
-    (bits, bits²), `survivors`, `rank` (0: the most likely), `logprob`, `logprob_sampled` (null: probability 0 under the
-    distribution that was drawn from) and `alternatives`. With the router it also has `strategy`, the settings of the router,
-    `forced`, attention metrics if they are read, and `candidates` if requested. Candidates are in the order of their draws; the
-    first one with the highest score is chosen.
+    (bits, bits²), `survivors`, `rank` (0: the most likely), `logprob`, `logprob_sampled` (null: the token has probability 0
+    in the distribution after all sampling steps) and `alternatives`. With the router, a record also has `strategy`, the
+    settings of the router, `forced`, the attention metrics if the router uses attention, and `candidates` if requested.
+    Candidates are in drawing order; the first candidate with the highest score is chosen.
 
     Args:
       result: a sample that was generated with `logprobs`.
@@ -94,9 +95,11 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
 def token_records(
     ids: Sequence[int], texts: Sequence[str], steps: StepInfo, tokenizer: Tokenizer, count: int | None = None
 ) -> list[dict[str, object]]:
-    """Returns one record per token, from its id, the text that it added, and its reports, `[tokens, …]` per field.
+    """Returns one record per token.
 
     Args:
+      texts: the text that each token added.
+      steps: the reports of the tokens, `[tokens, …]` per field.
       count: the number of alternatives to list; None: all.
     """
     scalars = {
@@ -108,39 +111,42 @@ def token_records(
         "logprob": steps.logprob.tolist(),
         "logprob_sampled": _finite_or_none(steps.logprob_sampled),
     }
-    after = map(_finite_or_none, steps.top_logprobs_sampled[:, :count])
+    sampled_logprobs = map(_finite_or_none, steps.top_logprobs_sampled[:, :count])
     top = steps.top_ids[:, :count].tolist(), steps.top_logprobs[:, :count].tolist()
-    lists = {"alternatives": [*zip(*top, after, strict=True)]}
+    lists = {"alternatives": [*zip(*top, sampled_logprobs, strict=True)]}
     drawn = _candidates(steps)
     if drawn is not None:
         lists["candidates"] = drawn
     token_text = lru_cache(None)(tokenizer.token_text)
 
-    def listed(kind: str, n: int) -> list[dict[str, object]]:
+    def entries(kind: str, n: int) -> list[dict[str, object]]:
         return [dict(zip(LISTS[kind], (i, token_text(i), p, q), strict=True)) for i, p, q in zip(*lists[kind][n], strict=True)]
 
     return [
         {"id": token, "text": texts[n]}
         | {name: values[n] for name, values in scalars.items()}
-        | {kind: listed(kind, n) for kind in lists}
+        | {kind: entries(kind, n) for kind in lists}
         for n, token in enumerate(ids)
     ]
 
 
 def _candidates(steps: StepInfo) -> list[tuple[list[int], list[float], list[float | None]]] | None:
-    """Returns ids, ln p and scores of the candidates of every token (empty without a draw); None if not requested."""
+    """Returns ids, ln p and scores of the candidates of every token; None if not requested.
+
+    The lists of a token are empty if the router drew no candidates for it.
+    """
     if steps.routed is None or steps.routed.candidates is None:
         return None
     strategy, forced, drawn = steps.routed.route.strategy, steps.routed.forced, steps.routed.candidates
     real = (drawn.ids >= 0) & (np.asarray(strategy) == ADAPTIVE)[:, None] & ~np.asarray(forced)[:, None]
     return [
-        (ids[scalars].tolist(), logprobs[scalars].tolist(), _finite_or_none(scores[scalars]))
-        for ids, logprobs, scores, scalars in zip(drawn.ids, drawn.logprobs, drawn.scores, real, strict=True)
+        (ids[is_real].tolist(), logprobs[is_real].tolist(), _finite_or_none(scores[is_real]))
+        for ids, logprobs, scores, is_real in zip(drawn.ids, drawn.logprobs, drawn.scores, real, strict=True)
     ]
 
 
 def router_values(params: SamplingParams, row: int) -> dict[str, float | None] | None:
-    """Returns the settings of the router of one row, null for an infinite bound; None without a router."""
+    """Returns the settings of the router for one row, with None for an infinite bound; None without a router."""
     if params.router is None:
         return None
     names = [name for name in RouterSection.model_fields if hasattr(params.router, name)]
@@ -153,11 +159,11 @@ def _router_columns(steps: StepInfo) -> dict[str, list[object]]:
     if steps.routed is None:
         return {}
     attention, route, forced, _ = steps.routed
-    read = {} if attention is None else {name: values.tolist() for name, values in attention._asdict().items()}
+    metrics = {} if attention is None else {name: values.tolist() for name, values in attention._asdict().items()}
     numbers = {name: values.tolist() for name, values in route._asdict().items()}
-    return {**read, **numbers, "strategy": [STRATEGIES[i] for i in numbers["strategy"]], "forced": forced.tolist()}
+    return {**metrics, **numbers, "strategy": [STRATEGIES[i] for i in numbers["strategy"]], "forced": forced.tolist()}
 
 
 def _finite_or_none(values: Any) -> list[float | None]:
-    """Converts log-probabilities for JSON: null for probability 0."""
+    """Converts log-probabilities for JSON: −∞ (probability 0) becomes null."""
     return [value if value > -np.inf else None for value in values.tolist()]

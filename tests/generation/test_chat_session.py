@@ -135,7 +135,7 @@ def test_a_full_context_drops_the_oldest_turns(run, chat):
     read = decode_with_specials(run, chat.read[-1])
     assert read.startswith("<bos>System:\nS\n\nUser:\nbbbb") and len(chat.read[-1]) + 13 <= 128
     assert len(chat.messages) == 6, "dropped turns stay in the messages"
-    with pytest.raises(UserError, match=ERRORS["the_message_makes_tokens_but"]):
+    with pytest.raises(UserError, match=ERRORS["the_message_has_tokens_but"]):
         chat.answer("d" * 120)
     assert len(chat.messages) == 6
 
