@@ -5,7 +5,7 @@
     model = dantinox.load("runs/quickstart")
     print(model.generate("def ", top_p=0.9).text)
 
-The names below are the public API; they are imported when first used, so that `import dantinox` costs nothing.
+The names below are the public API. Each name is imported on first use, so `import dantinox` itself is fast.
 """
 
 from importlib import import_module

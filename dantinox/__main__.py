@@ -2,5 +2,5 @@
 
 from dantinox.cli import entry
 
-if __name__ == "__main__":  # a process of a sweep imports this file again
+if __name__ == "__main__":  # worker processes of a sweep import this file, and must not run the command
     entry()

@@ -11,7 +11,7 @@ MAX_QUOTED = 60  # characters of a value in a message
 
 
 class UserError(Exception):
-    """A user's mistake in one sentence: what is wrong, where, and what is allowed.
+    """An error that the user can correct. Its one-sentence message says what is wrong, where, and what is allowed.
 
     Attributes:
       key: the dotted path of the wrong setting, such as `generation.top_p`; None if the error is not about a setting.
@@ -103,7 +103,7 @@ def read_json(path: str | Path, limit: int, what: str = "") -> dict[str, Any]:
     """Returns the JSON object in a file; the arguments are those of `read_text`.
 
     Raises:
-      UserError: `read_text` raises it, the text is not JSON, or it is not an object.
+      UserError: `read_text` fails, the text is not valid JSON, or the JSON value is not an object.
     """
     name, text = f"{what} {path}".lstrip(), read_text(path, limit, what)
     try:
@@ -135,7 +135,7 @@ def staged_write(path: str | Path, chunks: Iterable[bytes | memoryview]) -> Iter
     `path` is unchanged if producing a chunk fails or the block raises.
 
     Raises:
-      UserError: as `atomic_write` raises it.
+      UserError: the file cannot be written (see `atomic_write`).
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -156,10 +156,10 @@ def staged_write(path: str | Path, chunks: Iterable[bytes | memoryview]) -> Iter
 
 
 def check_writable(path: str | Path, flag: str = "") -> None:
-    """Checks that a file can be written at a path, before the work whose result it will hold.
+    """Checks that a file can be written at a path, before a long computation produces its content.
 
     Args:
-      flag: the command-line flag that gave the path, for the message.
+      flag: the command-line flag that set the path; the error message names it.
 
     Raises:
       UserError: the directory does not exist or is read-only, or the path exists and is not a regular file.

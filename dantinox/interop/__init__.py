@@ -1,1 +1,1 @@
-"""Foreign checkpoint formats (Hugging Face, GGUF, PEFT): one table per model family, used for import and export."""
+"""Import and export of Hugging Face, GGUF and PEFT checkpoints, with one table per model family for both directions."""

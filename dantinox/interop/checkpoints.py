@@ -1,4 +1,4 @@
-"""`import_checkpoint` converts a checkpoint of another program to a run directory; `export_checkpoint` does the opposite."""
+"""`import_checkpoint` converts a checkpoint in another format to a run directory; `export_checkpoint` does the opposite."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from dantinox.text.tokenizer import ROLES
 DTYPES = ("auto", "float32", "bfloat16")
 FORMATS = {"hf": tuple(TYPES), "gguf": (*TYPES, "q8_0")}  # export formats and their number types
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of generation_config.json
-# The settings of `generation` for a model with a chat template whose checkpoint has no sampling settings.
+# Generation settings for a model that has a chat template and whose checkpoint sets no sampling parameters.
 INSTRUCT_DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "max_new_tokens": 512}
 
 
@@ -66,18 +66,20 @@ def import_checkpoint(
     max_context: int | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Imported:
-    """Writes a run directory from a checkpoint. It appears only after everything was read and checked.
+    """Writes a run directory from a checkpoint. The directory appears only after the whole checkpoint was read and checked.
 
     Args:
       source: a Hugging Face model folder, a .gguf file, a run directory of DantinoX 0, a repository `owner/model` on the
         Hugging Face Hub, or a key of `interop.packaged_checkpoints.PACKAGED` ("smollm2").
       run_dir: the run directory to create.
-      dtype: the dtype of stored matrices: float32, bfloat16, or `auto`, which is bfloat16 where the checkpoint has it.
-      max_context: the longest sequence in tokens; None: the checkpoint's, with longrope its original context.
-      note: a function that is called with one line before a download, and with one line about parts that are not imported.
+      dtype: the dtype of stored matrices: float32, bfloat16, or `auto`, which keeps bfloat16 and converts all other dtypes to
+        float32.
+      max_context: the longest sequence in tokens; None: the length in the checkpoint, or for longrope
+        its original context length.
+      note: a function that receives a one-line message before a download, and another one if parts are not imported.
 
     Raises:
-      UserError: the checkpoint cannot be represented exactly, or a file cannot be read or written; the message names it.
+      UserError: the model cannot be represented exactly, or a file cannot be read or written; the message names the cause.
 
     Example:
       >>> dantinox.export_checkpoint("runs/quickstart", "exported", "hf")
@@ -142,7 +144,7 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
 
 
 def _sampling_defaults(source: Source, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the checkpoint's settings of `generation`, or `INSTRUCT_DEFAULTS` for a model with a chat template."""
+    """Returns generation settings from the checkpoint, or `INSTRUCT_DEFAULTS` if it has none and has a chat template."""
     settings = {key: source.generation_config.get(key) for key in SAMPLING_KEYS if source.generation_config.get("do_sample")}
     settings = {key: value for key, value in settings.items() if value is not None}
     if settings or source.chat_template is None:
@@ -174,7 +176,7 @@ def import_v0(folder: Path, run_dir: str | Path, dtype: str, max_context: int | 
 
 
 def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: str) -> dict[str, dict[str, Any]]:
-    """Returns the settings of a model with `rows` rows of embeddings, possibly more than the tokenizer has tokens."""
+    """Returns the vocabulary settings of a model whose embedding has `rows` rows, possibly more than there are tokens."""
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but {where} has vocab_size: {rows}: "
@@ -193,7 +195,7 @@ def check_new(path: Path) -> None:
 
 @contextmanager
 def _staged_directory(path: Path) -> Iterator[Path]:
-    """Provides a temporary folder, which is moved to `path` when the block ends, or deleted if it raises."""
+    """Provides a temporary folder. When the block ends, the folder is moved to `path`; if the block raises, it is deleted."""
     check_new(path)
     with wrap_os_errors(f"cannot create {path}"):
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +239,7 @@ def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _origin(source: Source) -> dict[str, Any]:
-    """Returns the content of `origin.json`: what a run does not store of its checkpoint, and an export needs."""
+    """Returns the content of `origin.json`: data of the checkpoint that an export needs and no other file of the run has."""
     usual = Counter(tensor.dtype for tensor in source.tensors.tensors.values()).most_common(1)[0][0]
     others = {name: tensor.dtype for name, tensor in source.tensors.tensors.items() if tensor.dtype != usual}
     return {
@@ -253,19 +255,19 @@ def _origin(source: Source) -> dict[str, Any]:
 
 
 def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: str | None = None) -> str:
-    """Writes a run as a checkpoint of another program.
+    """Writes a run as a Hugging Face or GGUF checkpoint.
 
     Args:
       run_dir: the run directory.
       dest: the folder (`hf`) or file (`gguf`) to create.
-      format: `hf`, a Hugging Face model folder, or `gguf`, a file of llama.cpp.
-      kind: the number type: f32, f16 or bf16, for GGUF also q8_0. None: unchanged for `hf`, f32 for `gguf`.
+      format: `hf` for a Hugging Face model folder, or `gguf` for a llama.cpp file.
+      kind: the number type: f32, f16 or bf16, and for GGUF also q8_0. None: `hf` keeps the dtypes, `gguf` uses f32.
 
     Returns:
       The model family, transformers' `model_type`.
 
     Raises:
-      UserError: the format cannot represent the run, or a file cannot be read or written; the message names it.
+      UserError: the format cannot represent the run, or a file cannot be read or written; the message names the cause.
 
     Example:
       >>> dantinox.export_checkpoint("runs/quickstart", "quickstart.gguf", "gguf", "q8_0")
@@ -290,7 +292,7 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
 
 
 def export_bundle(run_dir: str | Path) -> ExportBundle:
-    """Returns a run in the format of transformers. An unchanged imported run keeps the contents of its checkpoint's files.
+    """Returns a run in the format of transformers. An imported run with an unchanged architecture keeps its original files.
 
     Raises:
       UserError: the run is damaged, or no Transformers class represents its architecture.
@@ -321,7 +323,7 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
         made = tensors
         tensors = LazyArrays(kinds, lambda name: made[table if name == "lm_head.weight" else name])
     dtypes = {name: origin["other_dtypes"].get(name, origin["dtype"]) for name in tensors}
-    # Without a tokenizer_config.json, transformers assumes the family's usual type of tokenizer.
+    # Without a tokenizer_config.json, transformers would load the default tokenizer class of the family.
     original = origin["tokenizer_config"] if origin["format"] == "hf" else {}
     files = origin["generation_config"], original or _tokenizer_config(tokenizer, config)
     return ExportBundle(config, hf_config, *files, tensors, dtypes, tokenizer, template)
@@ -356,7 +358,8 @@ def export_hf(run_dir: str | Path, dest: str | Path, kind: str | None = None) ->
     Args:
       run_dir: the run directory.
       dest: the folder to create.
-      kind: f32, f16 or bf16 for all tensors; None: the dtypes of the imported checkpoint, or else of the run.
+      kind: f32, f16 or bf16 for all tensors; None: the dtypes of the imported checkpoint, or those of the run
+        if it was not imported.
 
     Returns:
       The content of `config.json`.

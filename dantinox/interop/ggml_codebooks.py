@@ -1,7 +1,8 @@
-"""The codebooks of ggml's IQ types: the values of each code.
+"""The codebooks of ggml's IQ types: a codebook maps each code to a short vector of values.
 
-They are constants of the format, from ggml's `src/ggml-common.h` (MIT license). Here they are packed: the index of each value
-among the values of its codebook has 2 or 4 bits, the first index in the lowest bits, compressed with zlib, in base 85.
+The codebooks are constants of the format, from ggml's `src/ggml-common.h` (MIT license). This module stores them packed: every
+value is a 2-bit or 4-bit index into the possible values of its codebook, with the first index in the lowest bits of a byte. The
+bytes are compressed with zlib and written in base 85.
 """
 
 import base64
@@ -10,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-# For each type: the number of values of a code, the possible values, and the packed codebook.
+# For each type: the number of values per code, the possible values, and the packed codebook.
 PACKED: dict[str, tuple[int, tuple[int, ...], str]] = {
     "IQ2_XXS": (8, (8, 25, 43), (
         "c-jTQ!D`|_7y#gZhJR$tX-1;NJ&h6<w@>jWBoccXi<N9oi72>lF$tq|dy2(Ed$Ywu_bvDP05}Mc5P*gd3`}7TcaT5^7D}jL2M$_zfiGYTnPNjm%(Hg}o"
@@ -111,7 +112,7 @@ PACKED: dict[str, tuple[int, tuple[int, ...], str]] = {
 
 @cache
 def codebook(name: str) -> np.ndarray:
-    """Returns the codebook of a type, float32 `[codes, values of a code]`."""
+    """Returns the codebook of a type, float32 `[codes, values per code]`."""
     width, values, encoded = PACKED[name]
     packed = np.frombuffer(zlib.decompress(base64.b85decode(encoded)), np.uint8)
     bits = 2 if len(values) <= 4 else 4

@@ -1,7 +1,7 @@
 """GGUF checkpoints (llama.cpp): import of settings, weights and tokenizer, and export.
 
-Three conversions change the stored numbers: the rows of queries and keys of the Llama family are stored for the rotary pairs
-(x₀, x₁), (x₂, x₃), …; norms of Gemma are stored as 1 + w; and GPT-2's matrices are transposed.
+Three conversions change tensors. GGUF orders the query and key rows of the Llama family for the rotary pairs (x₀, x₁),
+(x₂, x₃), …. GGUF stores Gemma's norm weights as 1 + w. GGUF stores GPT-2's matrices transposed.
 """
 
 import math
@@ -32,22 +32,22 @@ from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.source import LazyArrays, Source, Tensor
 from dantinox.text import Tokenizer
 
-# For each value of the flag `--type`: GGUF's name of the type, and llama.cpp's number of the file type.
+# For each value of the flag `--type`: the GGUF type name, and llama.cpp's file type number.
 TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
-# Routers and positions. Biases and tensors with one axis are float32, too.
+# Routers and position embeddings, which are stored as float32. Biases and one-dimensional tensors are also float32.
 ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
 # Architectures for which llama.cpp requires an output layer, even if it equals the embeddings.
 NEEDS_OUTPUT_LAYER = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1", "phi2")
-# Text models with multimodal rotary positions (M-RoPE), and the plain architecture of each.
+# Text models with multimodal rotary positions (M-RoPE), and the equivalent architectures without M-RoPE.
 MROPE_ARCHITECTURES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
-Q8_0_BLOCK = 32  # numbers that share a scale in q8_0; rows whose length is not a multiple are f16
+Q8_0_BLOCK = 32  # values that share a scale in q8_0; a matrix whose row length is not a multiple is stored as f16
 
 
 def source_from_gguf(file: GGUFFile) -> Source:
     """Returns a GGUF file as a checkpoint to import. Tensors are read on access.
 
     Raises:
-      UserError: the architecture or an entry of the metadata is not supported.
+      UserError: the architecture or a metadata entry is not supported.
     """
     path = file.path
     if file.metadata.get("general.architecture") == "clip" or file.metadata.get("general.type") == "mmproj":
@@ -98,10 +98,10 @@ def source_from_gguf(file: GGUFFile) -> Source:
 
 
 def _drop_mrope(file: GGUFFile) -> GGUFFile:
-    """Converts the metadata of a Qwen-VL text model to its plain architecture.
+    """Converts the metadata of a Qwen-VL text model to the equivalent architecture without M-RoPE.
 
-    The three position axes of a text token are equal, so plain rotary positions give the same rotations. A fourth section must
-    be 0.
+    M-RoPE gives a token one position per axis (time, height, width). The three positions of a text token are equal, so plain
+    RoPE gives the same rotations. A fourth section must be 0.
     """
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in MROPE_ARCHITECTURES:
@@ -119,9 +119,9 @@ def _drop_mrope(file: GGUFFile) -> GGUFFile:
 
 
 def _split_qkv(file: GGUFFile) -> GGUFFile:
-    """Splits `attn_qkv` into queries, keys and values, if the family has three tensors.
+    """Splits `attn_qkv` into queries, keys and values if the family has a separate tensor for each.
 
-    llama.cpp reads both forms. The rows of the three tensors are contiguous, so each tensor is a range of bytes.
+    llama.cpp reads both layouts. The rows of each tensor are contiguous, so each tensor is one range of bytes.
     """
     arch = file.metadata.get("general.architecture")
     families = [family for family in FAMILIES if family.arch == arch]
@@ -147,7 +147,7 @@ def _split_qkv(file: GGUFFile) -> GGUFFile:
 
 
 def _merged_shape(merged: MergedTensor, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str) -> tuple[int, ...]:
-    """Returns the shape of a merged tensor, given the shapes of its parts; `what` is the beginning of an error message."""
+    """Returns the shape of a merged tensor, given the shapes of its parts; `what` begins the error message."""
     try:
         shape = merged.shape(config, *shapes)
         parts = merged.parts(np.broadcast_to(np.uint8(0), shape), config)
@@ -159,12 +159,12 @@ def _merged_shape(merged: MergedTensor, config: Mapping[str, Any], shapes: list[
 
 
 def _generalize(name: str) -> str:
-    """Replaces the index of the layer in a name of transformers with `{}`."""
+    """Replaces the layer index in a transformers tensor name with `{}`."""
     return re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
 
 
 def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str, ...], int | None]]:
-    """Returns, for every name in transformers, the names in the file, and the index of the expert if experts are stacked."""
+    """Maps each transformers name to the tensor names in the file, and to the expert index if the file stacks the experts."""
     locations: dict[str, tuple[tuple[str, ...], int | None]] = {}
     merged = {stored: hf_name for hf_name, tensor in family.merged.items() for stored in tensor.stored}
     meta = Metadata(file)
@@ -203,7 +203,7 @@ def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str
 
 
 def _same_bytes(file: GGUFFile, one: Any, other: Any) -> bool:
-    """Returns whether two tensors have equal bytes: some programs write tied embeddings twice."""
+    """Returns whether two tensors have equal bytes. Some converters write tied embeddings twice."""
     if one[:2] != other[:2]:
         return False
     a, b = (file.content[stored.offset : stored.offset + stored.size] for stored in (one, other))
@@ -212,12 +212,12 @@ def _same_bytes(file: GGUFFile, one: Any, other: Any) -> bool:
 
 
 def _is_transposed(family: Family, name: str, axes: int) -> bool:
-    """Returns whether GGUF stores the transpose of a tensor: matrices of GPT-2's layers, but not its embeddings."""
+    """Returns whether GGUF stores a tensor transposed, as it does for GPT-2's matrices other than the embeddings."""
     return family.arch == "gpt2" and axes == 2 and ".h." in name
 
 
 def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray, back: bool) -> np.ndarray:
-    """Converts a tensor from GGUF to transformers, or with `back` from transformers to GGUF."""
+    """Converts a tensor from GGUF to transformers, or if `back` from transformers to GGUF."""
     if _is_transposed(family, name, array.ndim):
         return array.T
     if family.norms_plus_one and name.endswith("norm.weight"):
@@ -252,7 +252,7 @@ def export_gguf(
     Args:
       path: the file to create.
       config: the settings of the model.
-      hf_config: the content of transformers' `config.json`, which gives the family.
+      hf_config: the content of transformers' `config.json`, which determines the family.
       tensors: the tensors, with transformers' names.
       tokenizer: the tokenizer.
       kind: the type of matrices: f32, f16, bf16 or q8_0. Vectors are float32.
@@ -272,7 +272,7 @@ def export_gguf(
         raise UserError(f"llama.cpp's {family.arch} does not support {feature}")
     context = hf_config.get("max_position_embeddings", model.max_context)
     if not family.full_every and all(window is None or window >= model.max_context for window in model.windows):
-        # Windows as long as the context have no effect. The file must not claim a longer context.
+        # A window as long as the context has no effect, so the file must not state a longer context than the run.
         context = context if model.windows.count(None) == model.num_blocks else model.max_context
         model = replace(model, windows=(None,) * model.num_blocks)
     extra = frequency_tensors(config, model, family)
@@ -298,7 +298,7 @@ def export_gguf(
 
 
 def _group_by_stored(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Returns, for every tensor of GGUF, its tensors in transformers: one, or one per expert in order."""
+    """Maps each GGUF tensor to its transformers tensors: a single one, or one per expert in order."""
     names = {hf_name: stored for stored, hf_name in family.names.items()}
     sources: dict[str, dict[int, str]] = {}
     for name in tensors:
@@ -319,7 +319,7 @@ def _group_by_stored(family: Family, tensors: Iterable[str]) -> dict[str, list[s
 
 
 def _generalize_stored(name: str) -> str:
-    """Replaces the index of the layer in a name of GGUF with `{}`."""
+    """Replaces the layer index in a GGUF tensor name with `{}`."""
     return re.sub(r"^blk\.\d+\.", "blk.{}.", name)
 
 
@@ -360,7 +360,7 @@ def _check_roundtrip(
 
 
 def _close(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal; floats may differ by the rounding of float32."""
+    """Returns whether two values are equal; floats may differ by float32 rounding."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, tuple) and isinstance(other, tuple):

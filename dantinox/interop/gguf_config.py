@@ -1,6 +1,6 @@
-"""GGUF metadata of each model family, mapped to the keys of Hugging Face's `config.json` and back.
+"""Conversion between the GGUF metadata of each model family and the keys of Hugging Face's `config.json`.
 
-The properties of an architecture are those of llama.cpp, `conversion/` and `src/models/`.
+The properties of each architecture are taken from llama.cpp (`conversion/` and `src/models/`).
 """
 
 import math
@@ -24,7 +24,7 @@ GPT2_SIZES = {
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
-WITH_SCORE_FUNCTION = ("deepseek2", "dots1", "glm4moe")  # architectures whose files have the score function of the router
+WITH_SCORE_FUNCTION = ("deepseek2", "dots1", "glm4moe")  # architectures whose files name the router's score function
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's `llama_expert_gating_func_type`
 PARTIAL_ROPE = ("glm4moe", "glm4", "stablelm", "chatglm", "phi2")
 HEADS_SPAN_WIDTH = (
@@ -38,11 +38,11 @@ HEADS_SPAN_WIDTH = (
     "olmo",
     "chatglm",
     "phi2",
-)  # n_heads × head_size must equal the width of the model
-GLM_FLASH = (47, 48), 154880  # layers and vocabulary for which llama.cpp assumes sigmoid scores in a deepseek2
-LARGE_MODEL_LAYERS = 64  # layers from which llama.cpp assumes that a command-r normalizes queries and keys
-DEEPSEEK_LITE_LAYERS = (26, 27)  # layers for which llama.cpp reads a deepseek2 without a latent of queries
-OLMO_EPSILON = 1e-5  # constant in transformers
+)  # n_heads × head_size must equal the model dimension
+GLM_FLASH = (47, 48), 154880  # layer counts and vocabulary size for which llama.cpp assumes sigmoid scores in a deepseek2
+LARGE_MODEL_LAYERS = 64  # from this number of layers on, llama.cpp assumes that a command-r normalizes queries and keys
+DEEPSEEK_LITE_LAYERS = (26, 27)  # layer counts for which llama.cpp reads a deepseek2 without a query latent (`q_lora_rank`)
+OLMO_EPSILON = 1e-5  # transformers has this value as a constant
 
 
 def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
@@ -99,7 +99,7 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     if family.arch in ("gemma2", "gemma3"):
         wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
-    if family.arch in ("olmo", "olmo2", "olmoe", "stablelm", "cohere2", "phi2"):  # transformers does not have the key there
+    if family.arch in ("olmo", "olmo2", "olmoe", "stablelm", "cohere2", "phi2"):  # not a key in transformers
         del config["head_dim"]
     if family.arch == "olmo" and (epsilon := config.pop("layer_norm_eps")) != OLMO_EPSILON:
         raise UserError(f"{file.path} has olmo.attention.layer_norm_epsilon: {epsilon}; only {OLMO_EPSILON} is supported")
@@ -127,7 +127,7 @@ def _find_family(meta: Metadata, file: GGUFFile) -> Family:
         family = family._replace(model_type="mistral")
     if meta.arch == "granitemoe" and meta.has("expert_shared_feed_forward_length"):
         family = known["granitemoeshared"]
-    # In these architectures the flag means that positions are not rotary.
+    # In these architectures, `rope.scaling.finetuned: false` means that the model has no rotary positions.
     if meta.arch in ("granite", "granitemoe") and not meta("rope.scaling.finetuned", True, bool):
         if meta.arch == "granitemoe":
             raise UserError(f"{file.path} has granitemoe.rope.scaling.finetuned: false, which is not supported")
@@ -158,7 +158,7 @@ def select_family(hf_config: Mapping[str, Any]) -> Family:
 
 
 def count_mtp_layers(meta: Metadata) -> int:
-    """Returns the number of multi-token prediction layers, which are the last layers of a file and are not imported."""
+    """Returns the number of multi-token prediction layers. They are the last layers of a file and are not imported."""
     return meta("nextn_predict_layers", 0) if meta.arch in WITH_SCORE_FUNCTION else 0
 
 
@@ -169,7 +169,7 @@ def _check_head_lengths(meta: Metadata, head_size: int) -> None:
 
 
 def _latent_config(meta: Metadata, heads: int, key_heads: int) -> dict[str, Any]:
-    """Returns the sizes of latent attention. llama.cpp describes its cache as one key head of rank + rotated elements."""
+    """Returns the sizes of latent attention. llama.cpp describes its cache as one key head of latent rank + rotary elements."""
     if key_heads != 1:
         raise UserError(f"{meta.name} must have {meta.arch}.attention.head_count_kv: 1, got {key_heads}")
     rank, rotated = meta("attention.kv_lora_rank"), meta("rope.dimension_count")
@@ -270,14 +270,14 @@ def _rope_config(meta: Metadata, family: Family, file: GGUFFile, config: dict[st
             rope["truncate"] = False
         if family.arch == "mistral3":
             rope |= _query_scaling(meta)
-        if family.names is LATENT_ATTENTION:  # llama.cpp has one number for both
+        if family.names is LATENT_ATTENTION:  # llama.cpp has one key for both values
             rope["mscale"] = rope["mscale_all_dim"] = round(10 * meta("rope.scaling.yarn_log_multiplier", kind=float), 6)
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear"):
         raise UserError(f"{file.path} has {meta.arch}.rope.scaling.type: {quote(kind)}, expected none, linear or yarn")
     if family.model_type in ("gemma3_text", "olmo3"):
-        local = {"rope_type": "default", "rope_theta": theta}  # for olmo3, llama.cpp uses one base for all layers
+        local = {"rope_type": "default", "rope_theta": theta}  # for olmo3, llama.cpp uses the same base in all layers
         if family.model_type == "gemma3_text":
             local["rope_theta"] = meta("rope.freq_base_swa", 10000.0, float)
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
@@ -287,7 +287,7 @@ def _rope_config(meta: Metadata, family: Family, file: GGUFFile, config: dict[st
 
 
 def _query_scaling(meta: Metadata) -> dict[str, Any]:
-    """Returns the factors on queries and scores of a mistral3 with YaRN; llama.cpp assumes `mscale` 1."""
+    """Returns the query and score factors of a mistral3 with YaRN; llama.cpp assumes an `mscale` of 1."""
     found: dict[str, Any] = {}
     if meta.has("attention.temperature_scale"):
         found["llama_4_scaling_beta"] = meta("attention.temperature_scale", kind=float)
@@ -312,19 +312,19 @@ def _longrope_config(meta: Metadata, file: GGUFFile, config: Mapping[str, Any], 
 
 
 def _longrope_attention_factor(context: int, original: int) -> float:
-    """Returns the factor on queries and keys (Ding et al. 2024, LongRoPE)."""
+    """Returns the factor that longrope applies to queries and keys (Ding et al. 2024, LongRoPE)."""
     return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
 
 
 def llama3_factors(size: int, theta: float, factor: float, original: int, low: float = 1.0, high: float = 4.0) -> np.ndarray:
-    """Returns the divisors of `size` rotary frequencies with llama3 scaling, float32 [size] (Llama 3.1, `rope_scaling`)."""
+    """Returns the divisors of `size` rotary frequencies with llama3 scaling, float32 [size] (Llama 3.1's `rope_scaling`)."""
     turns = original * theta ** (-np.arange(size) / size) / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     return np.asarray(1 / ((1 - smooth) / factor + smooth), np.float32)
 
 
 def _fit_llama3(factors: np.ndarray, theta: float, file: GGUFFile) -> dict[str, Any]:
-    """Finds the parameters of llama3 scaling that give these divisors, because GGUF stores only the divisors."""
+    """Finds the llama3 scaling parameters that give these divisors. GGUF stores only the divisors."""
     for factor in dict.fromkeys((float(str(factors.max())), 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)):
         for original in (2**n for n in range(4, 21)):
             if np.allclose(llama3_factors(len(factors), theta, factor, original), factors, rtol=1e-5):
@@ -334,7 +334,7 @@ def _fit_llama3(factors: np.ndarray, theta: float, file: GGUFFile) -> dict[str, 
 
 
 def frequency_tensors(config: Config, model: ModelConfig, family: Family) -> dict[str, np.ndarray]:
-    """Returns the divisors of rotary frequencies, which GGUF stores as tensors."""
+    """Returns the rotary frequency divisors that GGUF stores as tensors."""
     scaling, half = model.rope_scaling, model.rotated_size // 2
     if family.arch == "gemma4":
         half = (model.global_head_size or model.head_size) // 2
@@ -350,12 +350,12 @@ def frequency_tensors(config: Config, model: ModelConfig, family: Family) -> dic
 
 
 def gguf_metadata(model: ModelConfig, family: Family, context: int) -> dict[str, Any]:
-    """Returns the metadata of a model, without the prefix of the architecture.
+    """Returns the metadata of a model, with keys that lack the architecture prefix.
 
     Args:
       model: the architecture.
-      family: its family.
-      context: the context of the checkpoint, which may be longer than that of the run.
+      family: the model's family.
+      context: the context length of the checkpoint, which may be longer than the run's.
     """
     norm = "layer_norm_epsilon" if model.norm == "layernorm" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {
@@ -372,7 +372,7 @@ def gguf_metadata(model: ModelConfig, family: Family, context: int) -> dict[str,
         found |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
         found |= {"rope.dimension_count": model.rotated_size, "rope.freq_base": model.rope_theta}
     if family.arch == "granite" and model.position != "rope":
-        found["rope.scaling.finetuned"] = False  # llama.cpp then uses no rotary positions
+        found["rope.scaling.finetuned"] = False  # with this flag, llama.cpp uses no rotary positions
     if family.arch == "mistral3":
         found["attention.temperature_scale"] = model.query_scaling_beta
         if model.rope_scaling is not None:
@@ -417,7 +417,7 @@ def _expert_metadata(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _latent_metadata(model: ModelConfig) -> dict[str, Any]:
-    """Returns the metadata for `_latent_config`."""
+    """Returns the metadata that `_latent_config` reads."""
     if model.latent is None:
         return {}
     rank, rotated = model.latent.rank, model.latent.rotated_size
@@ -434,7 +434,7 @@ def _latent_metadata(model: ModelConfig) -> dict[str, Any]:
 
 
 def unsupported_feature(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> str | None:
-    """Returns a setting that llama.cpp's architecture does not support, although metadata and tensors can be written."""
+    """Returns a setting that llama.cpp does not support for this family although GGUF can store it, or None."""
     experts = model.experts
     if family.arch == "deepseek2" and experts is not None and experts.groups > 1 and experts.group_score == "max":
         return "moe.group_score: max (it uses the sum of the best two)"
@@ -478,7 +478,7 @@ def unsupported_feature(model: ModelConfig, family: Family, hf_config: Mapping[s
 
 
 def _window_metadata(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the metadata for `_window_config`."""
+    """Returns the metadata that `_window_config` reads."""
     if not family.full_every:
         return {}
     found: dict[str, Any] = {
@@ -493,7 +493,7 @@ def _window_metadata(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _rope_metadata(model: ModelConfig, context: int) -> dict[str, Any]:
-    """Returns the metadata of RoPE scaling, for scalings that are not stored as tensors."""
+    """Returns the metadata of RoPE scaling types that are not stored as tensors."""
     scaling = model.rope_scaling
     if scaling is None or scaling.kind in ("llama3", "proportional"):
         return {}

@@ -1,6 +1,6 @@
-"""The model families of GGUF: for each one the names of its tensors in GGUF and in transformers, and its fixed settings.
+"""The GGUF model families: for each family, the tensor names in GGUF and in transformers, and the fixed settings.
 
-The properties of an architecture are those of llama.cpp, `conversion/` and `src/models/`.
+The properties of each architecture are taken from llama.cpp (`conversion/` and `src/models/`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,12 +38,12 @@ def _expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str]:
 
 
 class MergedTensor(NamedTuple):
-    """A tensor of transformers that GGUF stores as one or several tensors with other axes.
+    """A transformers tensor that GGUF stores as one or several tensors with a different axis order.
 
     Attributes:
-      stored: the names of the tensors in GGUF, with `{}` for the index of the layer.
+      stored: the names of the tensors in GGUF, with `{}` for the layer index.
       shape: a function of `config.json` and the shapes in GGUF that returns the shape in transformers.
-      parts: a function of the tensor and `config.json` that returns a view for each tensor in GGUF, with the axes of GGUF.
+      parts: a function of the tensor and `config.json` that returns one view per GGUF tensor, in GGUF's axis order.
     """
 
     stored: tuple[str, ...]
@@ -52,7 +52,7 @@ class MergedTensor(NamedTuple):
 
 
 def _split_latent_kv(tensor: np.ndarray, config: Mapping[str, Any]) -> list[np.ndarray]:
-    """Splits the projection of a latent to keys and values, `[N (H+V), R]`, into `[N, R, H]` and `[N, V, R]`."""
+    """Splits the projection from a latent vector to keys and values, `[N (H+V), R]`, into `[N, R, H]` and `[N, V, R]`."""
     heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
     H = config["qk_nope_head_dim"]
     return [heads[:, :H].transpose(0, 2, 1), heads[:, H:]]
@@ -109,7 +109,7 @@ DENSE_GATE_UP = MergedTensor(
 
 
 def _rename_tensor(stored: str) -> MergedTensor:
-    """Returns a tensor with another name in GGUF and an equal shape."""
+    """Returns the entry of a tensor that has another name in GGUF and the same shape."""
     return MergedTensor((stored,), lambda config, shape: shape, lambda t, config: [t])
 
 
@@ -117,19 +117,19 @@ EXPERT_DOWN = _rename_tensor("blk.{}.ffn_down_exps.weight")
 
 
 class Family(NamedTuple):
-    """A family of transformers in GGUF.
+    """A transformers model family and its GGUF representation.
 
     Attributes:
       model_type: the name of the family in transformers.
       arch: the name of the architecture in llama.cpp.
-      names: maps module names of GGUF to those of transformers, with `{}` for the layer and `{e}` for the expert.
+      names: maps module names of GGUF to those of transformers, with `{}` for the layer index and `{e}` for the expert index.
       fixed: keys of `config.json` whose values the architecture implies.
-      interleaved_rope: whether the rows of queries and keys are stored for the rotary pairs (x₀, x₁), (x₂, x₃), ….
-      norms_plus_one: whether norms are stored as 1 + w.
-      full_every: every n-th layer has no sliding window; 0: llama.cpp supports no windows for this architecture.
+      interleaved_rope: whether GGUF orders query and key rows for the rotary pairs (x₀, x₁), (x₂, x₃), ….
+      norms_plus_one: whether GGUF stores norm weights as 1 + w.
+      full_every: n if every n-th layer has no sliding window; 0 if llama.cpp supports no windows for this architecture.
       epsilon_key: the key of `config.json` for the epsilon of norms; a key other than `rms_norm_eps` means layer norms.
-      keys: maps metadata keys to a key of `config.json`, its type, and its default (None: the key is required).
-      merged: tensors of transformers, with `{}` for the layer, whose axes differ in GGUF.
+      keys: maps each metadata key to a key of `config.json`, a type, and a default (None: the metadata key is required).
+      merged: transformers tensors that GGUF splits or stores with other axes, by name, with `{}` for the layer index.
     """
 
     model_type: str
@@ -268,7 +268,7 @@ GRANITE_MOE_SHARED = Family(
     keys=GRANITE_SHARED_KEYS,
     merged=GRANITE_MERGED | {LAYER + "shared_mlp.input_linear.weight": SHARED_GATE_UP},
 )
-# A file is read as the first family with its architecture, unless `gguf_config` selects another one.
+# A file is read as the first family with its architecture, unless `gguf_config` selects another family.
 FAMILIES = (
     Family("llama", "llama", DENSE, SILU, interleaved_rope=True),
     Family("mistral", "llama", DENSE, SILU, interleaved_rope=True),

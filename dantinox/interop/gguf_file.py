@@ -18,19 +18,19 @@ from dantinox.files import UserError, check_writable, escape_name, staged_write,
 from dantinox.interop.ggml_types import TYPES, UNSUPPORTED_TYPES, dequantize, quantize_q8_0
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
-# The numbers of value types in the format: NumPy types of numbers, then strings and arrays.
+# The type codes of metadata values: first numbers, with their NumPy types, then strings and arrays.
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 MAX_AXES = 4
-MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 13, 24  # in the file; they bound the counts in a header
-MAX_ENTRIES, MAX_STRING_BYTES = 1 << 22, 1 << 26  # of a list and of a string, regardless of the file's size
+MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 13, 24  # smallest sizes in a file; they limit the counts that a header can state
+MAX_ENTRIES, MAX_STRING_BYTES = 1 << 22, 1 << 26  # limits for a list and for a string, whatever the file's size
 PLAIN_TYPES = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}  # memory-mapped, not copied
 TYPE_NAMES = {kind.number: name for name, kind in TYPES.items()}
-Shape = tuple[tuple[int, ...], str]  # the shape in NumPy's order, and the name of the type
+Shape = tuple[tuple[int, ...], str]  # the shape in NumPy's axis order, and the type name
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its shape in NumPy's order, the name of its type, and its range of bytes."""
+    """A tensor in a file: its shape in NumPy's axis order, its type name, and its byte range."""
 
     shape: tuple[int, ...]
     kind: str
@@ -68,7 +68,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
 
 
 def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarray:
-    """Returns a tensor, or entry `part` of its first axis.
+    """Returns a tensor, or the slice with index `part` along its first axis.
 
     Tensors of float32, float16 or bfloat16 are memory-mapped and read-only. Quantized tensors are converted to float32.
     """
@@ -88,11 +88,12 @@ def write_gguf(
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     arrays: Iterable[np.ndarray],
 ) -> None:
-    """Writes a file tensor by tensor. After an error there is no file.
+    """Writes a file tensor by tensor. No file remains after an error.
 
     Args:
       path: the file to create.
-      metadata: integers are written as uint32, floats as float32. A list has one type; its integers are written as int32.
+      metadata: the entries. Integers are written as uint32, floats as float32. The elements of a list have one type;
+        integers in a list are written as int32.
       shapes: the shape (in NumPy's order) and type (`F32`, `F16`, `BF16`, `Q8_0`) of every tensor.
       arrays: the tensors in the order of `shapes`, with any float dtype.
 
@@ -132,7 +133,7 @@ def _encode_string(text: str) -> bytes:
 
 
 def _encode_value(value: Any) -> bytes:
-    """Encodes a value, with the number of its type before it."""
+    """Encodes a value, preceded by its type code."""
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _encode_string(value)
     if not isinstance(value, list):
@@ -182,7 +183,7 @@ class _Reader:
         return np.frombuffer(self.content, kind, 1, self.skip(kind.itemsize, what))[0].item()
 
     def count(self, what: str, smallest: int) -> int:
-        """Reads the number of items that need at least `smallest` bytes each."""
+        """Reads a count of items that occupy at least `smallest` bytes each, and checks that the file can hold them."""
         (count,) = struct.unpack_from("<Q", self.content, self.skip(8, what))
         if count * smallest > len(self.content) - self.position:
             raise self.damaged(f"it claims {count} {what}, more than it has room for")
@@ -215,7 +216,7 @@ class _Reader:
         return np.frombuffer(self.content, kind, count, self.skip(count * kind.itemsize, what)).tolist()
 
     def damaged(self, why: str) -> UserError:
-        return UserError(f"{self.path} is damaged: {repr(why)[1:-1][:200]}")  # names in a file may have any characters
+        return UserError(f"{self.path} is damaged: {repr(why)[1:-1][:200]}")  # names in a file may contain any character
 
 
 def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

@@ -11,7 +11,7 @@ from dantinox.interop.gguf_keys import LLAMA3, MAX_NUMBER, SIZES, Metadata, key_
 
 
 def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `config.json` of a Gemma 4; `windows` has its keys of sliding windows."""
+    """Returns the `config.json` of a Gemma 4 model; `windows` contains the sliding-window keys."""
     per_layer = ("feed_forward_length", "attention.head_count_kv")
     found = {hf_key: meta(key, kind=key_type(key)) for key, hf_key in SIZES.items() if key not in per_layer}
     layers = found["num_hidden_layers"]
@@ -72,7 +72,7 @@ def _expert_config(meta: Metadata, width: int) -> dict[str, Any]:
 
 
 def _per_layer_values(meta: Metadata, key: str, layers: int) -> list[int]:
-    """Returns a positive integer for each layer, from a list or from one number for all layers."""
+    """Returns one positive integer per layer, from a list or from a single number for all layers."""
     meta.used.add(key)
     value = meta.entries.get(f"{meta.arch}.{key}")
     values: list[Any] = value if isinstance(value, list) else [value] * layers
@@ -84,7 +84,7 @@ def _per_layer_values(meta: Metadata, key: str, layers: int) -> list[int]:
 def _proportional_rope(file: GGUFFile, size: int) -> dict[str, Any]:
     """Returns the RoPE scaling of full layers.
 
-    The file has the divisor of each frequency, which is a huge number for elements that are not rotated.
+    The file stores a divisor for each frequency. Frequencies that are not rotated have a huge divisor.
     """
     if LLAMA3 not in file.tensors:
         raise UserError(f"{file.path} lacks {LLAMA3}")
@@ -99,7 +99,7 @@ def _proportional_rope(file: GGUFFile, size: int) -> dict[str, Any]:
 
 
 def gemma4_metadata(model: ModelConfig) -> dict[str, Any]:
-    """Returns the metadata for `gemma4_config`."""
+    """Returns the metadata that `gemma4_config` reads."""
     size, layers = model.global_head_size or model.head_size, [model.of_layer(i) for i in range(model.num_blocks)]
     experts = model.experts
     found: dict[str, Any] = {

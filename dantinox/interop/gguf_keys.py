@@ -1,4 +1,4 @@
-"""Metadata keys of GGUF, and a reader of an architecture's metadata that checks every value."""
+"""GGUF metadata keys, and a reader that checks every metadata value of an architecture."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from dantinox.files import UserError, escape_name, quote
 from dantinox.interop.gguf_file import GGUFFile, StoredTensor
 
-# Maps metadata keys, without the prefix of the architecture, to keys of `config.json`.
+# Maps metadata keys, without the architecture prefix, to keys of `config.json`.
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -18,7 +18,7 @@ SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-# Keys whose values are the sizes of axes, or of parts of axes.
+# Keys whose values are tensor dimensions, or parts of a dimension.
 AXIS_KEYS = (
     *("embedding_length", "feed_forward_length", "expert_feed_forward_length", "expert_count", "expert_used_count"),
     *("attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.dimension_count"),
@@ -36,7 +36,7 @@ LONG, SHORT, LLAMA3 = "rope_factors_long.weight", "rope_factors_short.weight", "
 
 
 class Metadata:
-    """The metadata of a file's architecture, which records the keys that were read."""
+    """The metadata of a file's architecture. The object records which keys were read."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.name, self.entries = str(file.path), file.metadata
@@ -44,7 +44,7 @@ class Metadata:
         self.used: set[str] = set()
 
     def __call__(self, key: str, default: Any = None, kind: type[Any] = int) -> Any:
-        """Returns a value of type `kind`; numbers must be positive. A list of equal values for the layers becomes one value.
+        """Returns a value of type `kind`; numbers must be positive. A per-layer list of equal values becomes one value.
 
         Raises:
           UserError: the value has another type, or it is absent and there is no `default`.
@@ -53,13 +53,13 @@ class Metadata:
         value: Any = self.entries.get(f"{self.arch}.{key}")
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
-        absent = value is None or (kind is not bool and value == 0)  # llama.cpp treats a zero as absent, too
+        absent = value is None or (kind is not bool and value == 0)  # llama.cpp also treats a zero as absent
         if absent and default is not None:
             return default
         if type(value) is not kind or (kind in (int, float) and not 0 < value < MAX_NUMBER):
             found = "nothing" if value is None else quote(value)
             raise UserError(f"{self.name} must have {self.arch}.{key} as a {TYPE_NAMES[kind]}, got {found}")
-        # A float32 in the file represents the shortest decimal number that rounds to it.
+        # Converts a float32 to the shortest decimal number that rounds to it.
         return float(str(np.float32(value))) if kind is float else value
 
     def has(self, key: str) -> bool:
@@ -75,7 +75,7 @@ class Metadata:
                     raise UserError(f"{self.name} has {self.arch}.{key}: {quote(value)}, but its tensors allow at most {limit}")
 
     def check_all_used(self) -> None:
-        """Raises a `UserError` for the first entry of the architecture that was not read and is not ignored."""
+        """Raises a `UserError` for the first key with the architecture prefix that was neither read nor ignored."""
         for key, value in self.entries.items():
             arch, _, rest = key.partition(".")
             if arch == self.arch and rest not in self.used | IGNORED_KEYS | IGNORED_KEYS_OF.get(arch, set()):

@@ -1,9 +1,9 @@
-"""Tokenizers in GGUF metadata: import and export of byte-level BPE and SentencePiece vocabularies.
+"""Import and export of tokenizers in GGUF metadata: byte-level BPE and SentencePiece vocabularies.
 
-Three kinds of tokenizer are supported. `gpt2` is byte-level BPE: a list of merges, and a name (`pre`) of the rule that splits
-text into words (`pre_tokenizers.py`). `llama` is SentencePiece BPE: the space is ▁, adjacent pieces whose concatenation is a
-token are merged in the order of the tokens' scores, and the rest is encoded as byte tokens. `gemma4` has SentencePiece tokens
-and a list of merges. Source: llama.cpp, `src/llama-vocab.cpp`.
+Three kinds of tokenizer are supported. `gpt2` is byte-level BPE: it has a list of merges, and the name (`pre`) of the rule that
+splits text into words (`pre_tokenizers.py`). `llama` is SentencePiece BPE: ▁ stands for a space, adjacent pieces whose
+concatenation is a token are merged in the order of the token scores, and unknown characters become byte tokens. `gemma4` has
+SentencePiece tokens and a list of merges. Source: llama.cpp, `src/llama-vocab.cpp`.
 """
 
 import difflib
@@ -24,7 +24,7 @@ from dantinox.text.token_pieces import BYTE_TOKEN, byte_letters
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
 KEY = "tokenizer.ggml."
-# The supported keys of a tokenizer. Other keys could change the tokens.
+# The supported tokenizer keys. An unknown key is an error, because it could change the tokens.
 KNOWN_KEYS = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", "token_type_count", "add_space_prefix", "add_bos_token"),
     *("add_eos_token", "add_sep_token", "remove_extra_whitespaces"),
@@ -32,7 +32,7 @@ KNOWN_KEYS = {
     *(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep")),
     "fim_sep_token_id",
 }
-# Names of tokens that always end the generation (`special_eog_ids` in llama.cpp's llama-vocab.cpp).
+# Names of tokens that always end generation (`special_eog_ids` in llama.cpp's llama-vocab.cpp).
 END_TOKENS = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
@@ -44,7 +44,7 @@ SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer in the form of a `Source`."""
+    """A tokenizer in the form in which `Source` holds it."""
 
     tokenizer: str
     tokenizer_config: dict[str, Any]
@@ -53,7 +53,7 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_metadata(tokenizer: Tokenizer, size: int, chat_template: str | None = None) -> dict[str, Any]:
-    """Returns the metadata of a tokenizer for a model with `size` rows of embeddings.
+    """Returns the metadata of a tokenizer for a model whose embedding has `size` rows.
 
     Raises:
       UserError: GGUF cannot represent the tokenizer.
@@ -77,10 +77,10 @@ def vocabulary_metadata(tokenizer: Tokenizer, size: int, chat_template: str | No
         found = _byte_level_metadata(tree, names)
     else:
         found = _sentencepiece_metadata(tree, names, kinds)
-    # Without a BOS token in the file, llama.cpp would use a default one.
+    # If the file had no BOS token, llama.cpp would use a default.
     bos_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     ids = {"bos_token_id": bos_id, "eos_token_id": tokenizer.eos_id, "padding_token_id": tokenizer.pad_id}
-    # A file has three stop tokens. llama.cpp recognizes further ones by their names.
+    # A file can list three stop tokens. llama.cpp recognizes more stop tokens by their names.
     others = [index for index in tokenizer.stop_ids if index != tokenizer.eos_id]
     ids |= dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
     listed = [names.get(i, f"[PAD{i}]") for i in range(size)]
@@ -100,9 +100,12 @@ def vocabulary_metadata(tokenizer: Tokenizer, size: int, chat_template: str | No
 
 
 def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """Returns the metadata of byte-level BPE. Without merges, an unused merge is added, because llama.cpp requires one."""
+    """Returns the metadata of byte-level BPE. A vocabulary without merges gets a merge that never applies.
+
+    llama.cpp requires at least one merge.
+    """
     model, steps = tree["model"], _list_steps(tree["pre_tokenizer"], "pretokenizers")
-    complete = not model["unk_token"] or model["vocab"].keys() >= set(byte_letters())  # no text gives the unknown token
+    complete = not model["unk_token"] or model["vocab"].keys() >= set(byte_letters())  # no text is then encoded as <unk>
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if not complete or any(model[key] for key in options):
         raise UserError(
@@ -110,7 +113,7 @@ def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict
         )
     rules = [name for name, rule in RULES.items() if _matches_rule(rule, steps, tree["normalizer"], model["ignore_merges"])]
     if not model["merges"] and [step["type"] for step in steps] == ["ByteLevel"] and tree["normalizer"] is None:
-        rules = ["gpt-2"]  # without merges the rule does not matter
+        rules = ["gpt-2"]  # the rule has no effect without merges
     if not rules:
         shape = json.dumps(tree["pre_tokenizer"], ensure_ascii=False)
         raise UserError(f"GGUF has no name for the pre-tokenizer {quote(shape)}")
@@ -121,7 +124,8 @@ def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict
 def _matches_rule(rule: Rule, steps: list[dict[str, Any]], normalizer: Any, whole_words: bool) -> bool:
     """Returns whether a tokenizer splits text by this rule.
 
-    `trim_offsets` does not change the tokens. The rules match all text, so inverted `Removed` equals `Isolated`.
+    `trim_offsets` does not change the tokens. The rules' expressions match all text, so `Removed` with `invert` is equivalent
+    to `Isolated`.
     """
     isolated: dict[str, Any] = {"behavior": "Isolated", "invert": False}
 
@@ -133,7 +137,7 @@ def _matches_rule(rule: Rule, steps: list[dict[str, Any]], normalizer: Any, whol
 
 
 def _character_metadata_as_bytes(names: dict[int, str], kinds: Mapping[int, int]) -> dict[str, Any]:
-    """Returns the metadata of a character vocabulary as byte-level BPE, whose merges build each character from its bytes.
+    """Returns a character vocabulary as byte-level BPE metadata. The merges build each character from its bytes.
 
     llama.cpp drops characters that are not in the vocabulary.
     """
@@ -148,7 +152,7 @@ def _character_metadata_as_bytes(names: dict[int, str], kinds: Mapping[int, int]
 
 
 def _unused_merge(names: Mapping[int, str]) -> str:
-    """Returns a merge that never applies: of the longest token with itself. llama.cpp requires at least one merge."""
+    """Returns a merge that never applies: the longest token with itself. llama.cpp requires at least one merge."""
     longest = max(names.values(), key=len)
     return f"{longest} {longest}"
 
@@ -168,7 +172,7 @@ def _character_metadata(names: dict[int, str], kinds: dict[int, int]) -> dict[st
 
 
 def _sentencepiece_metadata(tree: dict[str, Any], names: dict[int, str], kinds: dict[int, int]) -> dict[str, Any]:
-    """Returns the metadata of SentencePiece BPE, with scores that give the order of the merges."""
+    """Returns the metadata of SentencePiece BPE, with token scores that determine the order of the merges."""
     model = tree["model"]
     if not model["byte_fallback"] or model["ignore_merges"] or model["dropout"] or model["continuing_subword_prefix"]:
         raise UserError("GGUF cannot represent this tokenizer: llama.cpp supports only BPE of bytes or with byte fallback")
@@ -187,10 +191,10 @@ def _sentencepiece_metadata(tree: dict[str, Any], names: dict[int, str], kinds: 
 
 
 def tokens_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str] | None:
-    """Returns the merged tokens, best first, if merging by token score is equivalent to these merges; else None.
+    """Returns the merged tokens in merge order if merging by token score is equivalent to these merges, else None.
 
-    Hugging Face sorts the merges of runs of one character by their halves. With any order that has longer runs first, these
-    runs grow from the left.
+    Hugging Face sorts the merges of a repeated character by the two halves. Any order that has longer repetitions first gives
+    the same tokens: repetitions grow from the left.
     """
     merged = [token for token, _ in groupby(left + right for left, right in merges)]
     runs = {token for token, count in Counter(merged).items() if count > 1}
@@ -200,24 +204,24 @@ def tokens_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str
         order += sorted(set(tokens), key=len, reverse=True) if tied else tokens
     if len(order) != len(set(order)) or any(len(set(token)) > 1 for token in runs):
         return None
-    # llama.cpp starts with single characters, even if they are not tokens.
+    # llama.cpp begins with single characters, even those that are not tokens.
     symbols = pieces.union(*pieces)
     return order if set(merges) == {pair for piece in pieces for pair in _split_pairs(piece, symbols)} else None
 
 
 def _split_pairs(piece: str, pieces: Any) -> list[tuple[str, str]]:
-    """Returns the splits of a piece into two other pieces."""
+    """Returns all ways to split a piece into two pieces of the vocabulary."""
     splits = ((piece[:n], piece[n:]) for n in range(1, len(piece)))
     return [(left, right) for left, right in splits if left in pieces and right in pieces]
 
 
 def _adds_space_prefix(tree: dict[str, Any]) -> bool:
-    """Returns whether a tokenizer adds a space before a text; raises a `UserError` for any other normalization."""
+    """Returns whether a tokenizer adds a space before the text; raises a `UserError` for unsupported normalization."""
     normalizers = _list_steps(tree["normalizer"], "normalizers")
     splits = _list_steps(tree["pre_tokenizer"], "pretokenizers")
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
-    # This step has no effect, because all spaces are replaced before.
+    # This step has no effect, because an earlier step has replaced all spaces.
     no_split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     if normalizers in ([replace], [prepend, replace]) and splits in ([], [no_split]):
         return prepend in normalizers
@@ -273,7 +277,7 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
         index = given.get(key)
         if index is not None and (type(index) is not int or not (0 <= index < len(tokens) or index in ABSENT_IDS)):
             raise UserError(f"{name} has {KEY}{key}: {quote(index)}, which is not one of its {len(tokens)} tokens")
-    # BOS and EOS tokens are special even if their type in the file is another one.
+    # BOS and EOS tokens are special, even if the file gives them another type.
     special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
     special |= {index for index, code in enumerate(types) if code in (CONTROL, UNKNOWN)}
     special |= {index for index, code in enumerate(types) if code == USER_DEFINED and tokens[index] in (*END_TOKENS, "</s>")}
@@ -288,7 +292,7 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
     ends = END_TOKENS - (
         {"<|end|>"} if "<|return|>" in tokens else set()
-    )  # in the harmony format it ends a message, not the response
+    )  # in the harmony format, <|end|> ends a message, not the response
     stops += [index for index in added if tokens[index] in ends]
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
@@ -302,21 +306,21 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
 
 
 def _tokens_stripping_right(metadata: Mapping[str, Any], tokens: list[str], added: Iterable[int]) -> set[int]:
-    """Returns the tokens that absorb the white space after them: those of Phi-3, which llama.cpp recognizes by the name."""
+    """Returns the tokens that remove the white space after them. Only Phi-3 has such tokens; llama.cpp detects it by name."""
     if metadata.get("general.architecture") != "phi3" and not re.search("phi-?3", str(metadata.get("general.name")).lower()):
         return set()
     return {index for index in added if tokens[index] not in ("<unk>", "<s>", "<|endoftext|>")}
 
 
 def _build(tree: dict[str, Any], tokens: list[str], types: list[int], name: str) -> Core:
-    """Builds the tokenizer, and checks that every token has its id in the file."""
+    """Builds the tokenizer, and checks that every token keeps its id from the file."""
     vocab, added = tree["model"]["vocab"], [token["id"] for token in tree["added_tokens"]]
     outside = [index for index in added if tokens[index] not in vocab]
-    if outside != list(range(len(vocab), len(vocab) + len(outside))):  # the library always assigns consecutive ids
+    if outside != list(range(len(vocab), len(vocab) + len(outside))):  # the library can only assign consecutive ids
         vocab |= {tokens[index]: index for index in outside}
     try:
         core = Core.from_str(json.dumps(tree))
-    except Exception as error:  # the library raises plain exceptions
+    except Exception as error:  # the library raises `Exception` itself, not a subclass
         raise UserError(f"{name} has an inconsistent tokenizer: {first_line(error)}") from None
     wrong = [
         token for index, token in enumerate(tokens) if types[index] != UNUSED and core.token_to_id(token) not in (index, None)
@@ -331,7 +335,7 @@ def _is_list_of(kind: type | tuple[type, ...], values: Any) -> bool:
 
 
 def _tokenizer_tree(vocab: dict[str, int], merges: list[tuple[str, str]], decoder: Any, **more: Any) -> dict[str, Any]:
-    """Returns a `tokenizer.json` without added tokens; `more` are its parts, or options of its model."""
+    """Returns a `tokenizer.json` without added tokens; `more` contains further top-level parts, or options of the model."""
     options: dict[str, Any] = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
     options |= dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     parts: dict[str, Any] = {"version": "1.0"}
@@ -367,7 +371,7 @@ def _read_merges(given: Mapping[str, Any], special: set[str], name: str) -> list
     """Returns the merges of a file, without those of special tokens, which cannot occur in text."""
     if not _is_list_of(str, given.get("merges", [])):
         raise UserError(f"{name} has merges that are not strings")
-    # The first character may be a space: like llama.cpp, look for the separator after it.
+    # The first token may begin with a space. Like llama.cpp, search for the separator from the second character on.
     pairs = [(merge[:1] + left, right) for merge in given.get("merges", []) for left, _, right in [merge[1:].partition(" ")]]
     return [pair for pair in pairs if not special & set(pair)]
 
@@ -388,7 +392,7 @@ def _decode_characters(vocab: Mapping[str, int]) -> dict[str, int] | None:
 
 
 def _unsplit_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
-    """Returns a `tokenizer.json` of SentencePiece tokens with a list of merges: the text is one word, with ▁ as its space."""
+    """Returns a `tokenizer.json` of SentencePiece tokens with a list of merges. ▁ replaces spaces; text is not split."""
     vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
     merges = _read_merges(given, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -413,7 +417,7 @@ def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[in
     if not prefix and all(len(token) == 1 for token in normal):
         plain = {" " if token == SPACE else token: index for token, index in vocab.items()}
         return _tokenizer_tree(plain, [], {"type": "Sequence", "decoders": fall_back}, byte_fallback=True)
-    # Runs of spaces have equal scores. Longer ones are merged first, as in llama.cpp, which starts at the left.
+    # Tokens of several spaces have equal scores. Longer tokens come first, which gives the order of llama.cpp (from the left).
     order = sorted(normal, key=lambda token: (-scores[vocab[token]], -len(token), vocab[token]))
     merges = [pair for token in order for pair in _split_pairs(token, normal)]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
