@@ -1,7 +1,7 @@
-"""The target hardware: preferred dtypes, the form of a matmul, the attention kernel. Only this module queries the hardware.
+"""The target hardware: preferred dtypes, matmul implementation and attention kernel. Only this module queries the hardware.
 
-A model carries the name of its platform in its `ModelConfig`. A program can therefore be compiled for another machine than the
-one that runs the compiler. `auto` is the machine that runs the process.
+A `ModelConfig` contains the name of the target platform, so the machine that compiles a program can differ from its target.
+`auto` is the machine that runs the process.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from dantinox.files import atomic_write
 
 LARGE_MODEL_BYTES = 1 << 25  # bytes of weights
-# From this `bfloat16_gain` on, bfloat16 and int8 weights are multiplied in bfloat16: it also saves their conversion to float32.
+# From this `bfloat16_gain` on, matmuls with bfloat16 and int8 weights run in bfloat16, which also avoids a float32 conversion.
 MIN_BFLOAT16_GAIN = 0.8
 
 
@@ -64,7 +64,7 @@ class Platform:
         return dict(self.float32_options * float32 + self.large_model_options * (bytes_of_weights > LARGE_MODEL_BYTES))
 
 
-# YNNPACK for matmuls only: its reductions make a small step 10 % slower than XLA's own.
+# YNNPACK for matmuls only: with its reductions, a small step is 10 % slower than with XLA's reductions.
 YNNPACK_MATMULS = ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_DOT")
 # XLA's default scheduler starts every operation as early as possible, which keeps the cores busy in a small step. In a large
 # step the cores are busy anyway, and early results occupy memory. With this scheduler a step of 124 M parameters needs a third
@@ -97,16 +97,17 @@ def cache_folder() -> Path:
 
 
 def release_free_memory() -> None:
-    """Returns freed memory that the C library keeps to the operating system. It works on Linux with glibc only."""
+    """Gives freed memory that the C library holds back to the operating system (only on Linux with glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache directory, so that the second start is fast.
+    """Caches compiled programs in the user's cache directory, so that later starts are fast.
 
-    A cache directory that is configured in jax is kept, and so are thresholds other than jax's defaults.
+    The function does not change a cache directory that is already configured in jax, or thresholds that differ from jax's
+    defaults.
     The environment variable `DANTINOX_COMPILATION_CACHE=off` disables the cache.
     """
     if os.environ.get("DANTINOX_COMPILATION_CACHE") == "off":
@@ -114,7 +115,7 @@ def use_compilation_cache() -> None:
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
         compilation_cache.reset_cache()  # jax decides at its first compilation whether it uses a cache
-    # By default jax keeps only programs that took over a second to compile.
+    # By default, jax caches only programs whose compilation took over a second.
     for name, default, value in (("min_compile_time_secs", 1.0, 0), ("min_entry_size_bytes", 0, -1)):
         if jax.config.values[f"jax_persistent_cache_{name}"] == default:
             jax.config.update(f"jax_persistent_cache_{name}", value)
@@ -125,8 +126,8 @@ def bfloat16_gain() -> float:
     """Returns how many times faster this CPU multiplies eight rows with bfloat16 weights than with float32 weights.
 
     The measurement takes under a second. It runs once for each CPU and version of jaxlib, and the result is kept in the user's
-    cache. CPUs without bfloat16 units are many times slower in bfloat16; those with AVX512-BF16 or AMX are up to three times
-    faster.
+    cache. CPUs without bfloat16 units are many times slower in bfloat16; CPUs with AVX512-BF16 or AMX are up to three
+    times faster.
     """
     file, key = cache_folder() / "products.json", f"{_cpu_name()}, jaxlib {jax.lib.__version__}"
     known: dict[str, float] = {}
@@ -142,7 +143,7 @@ def bfloat16_gain() -> float:
 
 
 def _measure_gain(size: int = 2048, copies: int = 4, repeats: int = 8) -> float:
-    """Times both dtypes in turn. The weights are larger than the CPU's caches."""
+    """Measures both dtypes alternately. The weights are larger than the CPU's caches."""
     runs = []
     for dtype, axes in (("float32", "ri,io->ro"), ("bfloat16", "ri,oi->ro")):
 

@@ -1,4 +1,4 @@
-"""Compiled programs: shared traces, target chips and memory analysis; and `exit_now`, which ends the process immediately."""
+"""Helpers for compiled programs (shared traces, target chips, memory analysis), and `exit_now`."""
 
 import functools
 import math
@@ -16,8 +16,8 @@ _shares_traces = True
 def shared_trace(*static_argnames: str) -> Callable[[Callable], Callable]:
     """Returns a decorator that traces a function once for equal arguments and inlines the trace at every call.
 
-    The compiled program is the same as without the decorator. Its operations have the source line of the call instead of their
-    own: see `separate_traces`.
+    The compiled program is the same as without the decorator. Its operations have the source line of the call instead of the
+    line in the function: see `separate_traces`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -34,11 +34,11 @@ def shared_trace(*static_argnames: str) -> Callable[[Callable], Callable]:
 
 @contextmanager
 def separate_traces() -> Iterator[None]:
-    """Gives every operation of a program traced inside its own source line, also within functions of `shared_trace`.
+    """Makes programs that are traced in the block keep the source line of every operation, even inside `shared_trace`.
 
-    Tracing takes longer. The block drops all earlier programs of the process, and at its end the programs traced inside.
-    Programs in the persistent compilation cache may have the source lines of another version. The block therefore uses only
-    cached programs with equal source lines.
+    Tracing takes longer. The block clears the traces of this process when it starts and when it ends. Programs in the
+    persistent compilation cache may have the source lines of another version, so the block uses a cached program only if its
+    source lines are equal.
     """
     global _shares_traces
     key_has_lines = "jax_compilation_cache_include_metadata_in_key"
@@ -56,17 +56,17 @@ def separate_traces() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Chip:
-    """The manufacturer's figures of an accelerator.
+    """The published specifications of an accelerator.
 
     Attributes:
-      platform: its platform in jax, `gpu` or `tpu`.
-      kind: its name in the driver, jax's `device_kind`.
-      flops: floating-point operations per second of dense bfloat16 matmuls.
+      platform: jax's platform name, `gpu` or `tpu`.
+      kind: jax's `device_kind`, the name that the driver reports.
+      flops: floating-point operations per second in dense bfloat16 matmuls.
       memory: bytes of memory.
       bandwidth: memory bandwidth in bytes per second.
-      link: bytes per second that all its links together can send to other chips. Manufacturers count both directions; this is
-        half of that.
-      source: the publication of the figures.
+      link: bytes per second that all links of the chip together can send. Manufacturers publish the sum of both directions;
+        this is half of the published number.
+      source: the publication that contains the numbers.
     """
 
     platform: str
@@ -90,7 +90,7 @@ CHIPS = {
 
 
 def find_chip(device: jax.Device) -> Chip | None:
-    """Returns the figures of a device, or None if `CHIPS` does not have it."""
+    """Returns the specifications of a device, or None if `CHIPS` does not contain it."""
     return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
 
 
@@ -148,7 +148,7 @@ def _meminfo_available() -> int | None:
 
 
 def _container_available() -> int | None:
-    """Returns the bytes that a cgroup v2 limit leaves, or None without a limit."""
+    """Returns the bytes that remain below the cgroup v2 memory limit, or None if there is no limit."""
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open("/sys/fs/cgroup/memory.current") as current:
             return int(limit.read()) - int(current.read())

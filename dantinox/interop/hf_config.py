@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json`: mapped to the model settings and back."""
+"""Conversion between Hugging Face's `config.json` and the model settings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from dantinox.files import escape_name, quote
 from dantinox.interop.hf_families import CONVERSIONS, FAMILIES, Family
 from dantinox.interop.hf_unsupported import IGNORED_KEYS, SUPPORTED_VALUES, UNSUPPORTED_FAMILIES
 
-# For each type of RoPE scaling, the keys in transformers and their settings.
+# For each RoPE scaling type, the keys in transformers and the settings that they map to.
 FACTOR = {"factor": "attention.rope_factor"}
 LLAMA3 = FACTOR | {"low_freq_factor": "attention.low_freq_factor", "high_freq_factor": "attention.high_freq_factor"}
 YARN = FACTOR | {
@@ -51,7 +51,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 class _Keys:
-    """The keys of a `config.json` that are not converted yet."""
+    """The keys of a `config.json` that have not been converted yet."""
 
     def __init__(self, config: Mapping[str, Any], family: Family):
         self.remaining, self.family = deepcopy(dict(config)), family
@@ -78,11 +78,11 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
 
     Args:
       config: the content of the file.
-      max_context: the longest sequence in tokens; None: the checkpoint's, with longrope its original context. A value above the
-        original context selects longrope's long factors for every sequence, even a short one.
+      max_context: the longest sequence in tokens; None: the length in the checkpoint, or for longrope its original context length.
+        A value above the original context length selects longrope's long factors for every sequence, even a short one.
 
     Raises:
-      UserError: the family is unknown, or a key has no equivalent here; the message names it.
+      UserError: the family is unknown, or a key has no equivalent setting; the message names the key.
     """
     family = find_family(config)
     keys = _Keys(config, family)
@@ -148,7 +148,7 @@ def _check_positive(value: Any, key: str) -> float:
 
 
 def _check_object(value: Any, key: str) -> dict[str, Any]:
-    """Returns a copy of an object, which is empty for None."""
+    """Returns a copy of an object, or an empty dict for None."""
     if not isinstance(value or {}, dict):
         raise UserError(f"config.json has {key}: {quote(value)}, expected an object")
     return dict(value or {})
@@ -204,7 +204,7 @@ def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[st
     kinds = scaling.pop("rope_type", None), scaling.pop("type", None)
     kind = kinds[0] or kinds[1] or "default"
     longrope = keys.family.rope == "longrope"
-    if longrope and kind in ("su", "yarn"):  # names in older files of this family
+    if longrope and kind in ("su", "yarn"):  # older files of this family use these names for longrope
         kind = "longrope"
     model_original = keys.take(ORIGINAL) if longrope else None
     if keys.family.query_scaling:
@@ -232,7 +232,7 @@ def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[st
 
 
 def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of sliding windows: the window and the layers that have it."""
+    """Returns the sliding-window settings: the window length and the layers that have a window."""
     family = keys.family
     if family.window is None:
         return {}
@@ -278,7 +278,7 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _head_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the heads of full layers, if they differ from those of sliding layers."""
+    """Returns the head settings of full layers, if they differ from the head settings of sliding layers."""
     if not keys.family.per_layer_heads:
         return {}
     L: int = settings["model.num_blocks"]
@@ -299,7 +299,7 @@ def _head_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the keys for `_head_settings`, and `vocab_size_per_layer_input`."""
+    """Returns the keys that `_head_settings` reads, and `vocab_size_per_layer_input`."""
     if not family.per_layer_heads:
         return {}
     size, heads = model.global_head_size or model.head_size, model.global_kv_heads
@@ -312,7 +312,7 @@ def _head_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _check_vocabulary(keys: _Keys, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raises a `UserError` if the per-layer embeddings have another vocabulary."""
+    """Raises a `UserError` if the per-layer embeddings have a different vocabulary size."""
     found, expected = keys.take("vocab_size_per_layer_input"), config.get("vocab_size", 262144)
     if settings["model.per_layer_dim"] and found != expected:
         raise UserError(
@@ -366,7 +366,7 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _optional_expert_settings(keys: _Keys) -> dict[str, Any]:
-    """Returns the settings of experts with a shared expert, or of a dense model if there are no experts."""
+    """Returns the settings of a model with routed experts and a shared expert, or of a dense model if there are no experts."""
     names = ("num_local_experts|num_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size")
     count, top_k, width, shared = (keys.take(name) for name in names)
     if not count:
@@ -376,7 +376,7 @@ def _optional_expert_settings(keys: _Keys) -> dict[str, Any]:
 
 
 def _parallel_expert_settings(keys: _Keys) -> dict[str, Any]:
-    """Returns the settings of experts in parallel with a dense branch, or of a dense model without `enable_moe_block`."""
+    """Returns the settings of experts next to a dense branch, or of a dense model if `enable_moe_block` is false."""
     names = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
     enabled = keys.take("enable_moe_block", False)
     count, top_k, width, dense = (keys.take(name) for name in names)
@@ -389,7 +389,7 @@ def _parallel_expert_settings(keys: _Keys) -> dict[str, Any]:
 
 
 def _expert_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the keys for `_expert_settings`."""
+    """Returns the keys that `_expert_settings` reads."""
     written: dict[str, Any]
     if family.dense_layers == "all or none":
         written = {"position_embedding_type": "rope" if model.position == "rope" else None}
@@ -437,16 +437,16 @@ def _per_layer(values: Any, count: int, key: str) -> list[Any]:
 
 
 def _shortest_period(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the shortest pattern whose repetition gives these values."""
+    """Returns the shortest pattern that gives these values when it is repeated."""
     lengths = range(1, len(values) + 1)
     size = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
     return tuple(values[:size])
 
 
 def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = None) -> dict[str, Any]:
-    """Returns the `config.json` of a model in the first family that supports it, or in the given one.
+    """Returns the `config.json` of a model, for the given family or for the first family that supports the model.
 
-    The result is converted back to settings, to check that it describes exactly this architecture.
+    The function converts the result back to settings, and checks that they describe exactly this architecture.
 
     Args:
       config: the settings of the model.
@@ -479,7 +479,7 @@ def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = 
 
 
 def _required_differences(model: ModelConfig, family: Family) -> list[str]:
-    """Returns the settings that exclude a model from a family, whatever its other settings are."""
+    """Returns the settings that make a family unusable for a model, whatever the model's other settings are."""
     experts, latents = "moe.use_moe" in family.settings, "kv_lora_rank" in family.keys
     pairs = {"moe.use_moe": (model.experts is not None, experts), "attention.kv_lora_rank": (model.latent is not None, latents)}
     if family.dense_layers in ("all or none", "parallel"):  # the family has models with and without experts
@@ -564,7 +564,7 @@ def _window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
     if window is None and family.per_layer_heads:
         window = family.defaults["sliding_window"]  # transformers requires a number, even if no layer has a window
     if window is None and (family.rope == "sliding layers" or (family.rope == "windowed layers" and model.unrotated)):
-        window = family.defaults["sliding_window"]  # no layer has it, but with it transformers does not rotate full layers
+        window = family.defaults["sliding_window"]  # no layer has it; transformers then rotates no full layers
     written: dict[str, Any] = {"sliding_window": window}
     if "optional" in family.window:
         written["use_sliding_window"] = window is not None
@@ -574,7 +574,7 @@ def _window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _changed_settings(written: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Returns the settings that change if a written `config.json` is converted back."""
+    """Returns the settings that change when a written `config.json` is converted back to settings."""
     try:
         converted = build_config(hf_config_to_settings(written, model.max_context)).architecture(model.vocab_size)
     except UserError:
@@ -585,7 +585,7 @@ def _changed_settings(written: Mapping[str, Any], model: ModelConfig) -> list[st
 
 
 def _nearly_equal(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal; floats may differ by the rounding of a conversion."""
+    """Returns whether two values are equal; floats may differ by rounding in the conversion."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-12)
     return bool(one == other)

@@ -43,7 +43,7 @@ from dantinox.interop.hf_tensors import (
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
 UNGATED = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu2": "relu2"}
-# Keys whose number is converted: the function from the key to the setting, and its inverse.
+# Keys whose value is not the value of the setting: the function from key to setting, and its inverse.
 CONVERSIONS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
     "logit_scale": (lambda factor: 1 / factor, lambda divisor: 1 / divisor),
 }
@@ -66,37 +66,38 @@ class Family:
 
     Attributes:
       architecture: the model class in transformers.
-      tensors: the tensors of all members. A model has those whose parameters it has.
-      keys: keys of `config.json`, and the setting or settings that each gives. `a|b` are two names of one key; export writes
-        the first one.
-      defaults: transformers' value of an absent key, if it differs from the default here or there is none here.
-      settings: the settings that all members share.
-      activation: the key of the activation, and its names.
-      rope: which layers and which part of a head use rotary positions; None: no layer.
+      tensors: the tensors of all models of the family. A model has a tensor if it has the tensor's parameter.
+      keys: keys of `config.json`, and the setting or settings that each key determines. `a|b` are two names of one key; export
+        writes the first name.
+      defaults: transformers' values of absent keys, where DantinoX has another default or no default.
+      settings: the settings that all models of the family share.
+      activation: the key that names the activation, and the supported names.
+      rope: which layers use rotary positions, and for which part of a head; None: no layer.
         `whole`: all layers, the whole head.
-        `partial`: all layers, the part of a head that `partial_rotary_factor` gives.
+        `partial`: all layers, the fraction of a head in `partial_rotary_factor`.
         `longrope`: as `partial`, with the numbers of longrope in `original_max_position_embeddings`.
-        `local`: all layers; sliding layers have their own frequencies.
+        `local`: all layers; sliding layers have separate frequencies.
         `listed layers`: the layers in `no_rope_layers`.
         `sliding layers`: the sliding layers.
-        `windowed layers`: the sliding layers if the model has a window, else all.
+        `windowed layers`: the sliding layers if the model has a window, else all layers.
         `optional`: all layers, if `position_embedding_type` is `rope`.
       window: which layers have a sliding window; None: no layer. `all`: all layers. `optional`: all layers, if
         `use_sliding_window` is true. `layers`: the layers in `layer_types`. `optional layers`: both conditions.
       full_every: without `layer_types`, every n-th layer has full attention.
-      dense_layers: how `config.json` gives the layers without experts; None: there are no such layers.
-        `first`: the number of leading layers. `steps`: all but every n-th layer, and a list of others. `range`: the layers
-        outside a range. `all or none`: all layers if there are 0 experts. `types`: the layers in `mlp_layer_types`.
-        `parallel`: no layer; `enable_moe_block` gives whether layers have experts next to a dense branch.
-      group_score: the score of a group of experts, for models that route a token to the best groups: the `max` of its experts,
-        or the sum of its `top2`.
+      dense_layers: how `config.json` specifies the dense layers of a model with experts; None: there are no dense layers.
+        `first`: as the number of dense layers at the start. `steps`: all but every n-th layer are dense, and the layers of a
+        list. `range`: the layers outside a range. `all or none`: all layers if the number of experts is 0. `types`: the
+        dense layers in `mlp_layer_types`.
+        `parallel`: no layer; `enable_moe_block` says whether every layer has experts next to a dense branch.
+      group_score: for models that route a token to the best groups of experts, the score of a group: `max` is the score of its
+        best expert, `top2` the sum of its two best scores.
       interleaved_rope: name suffixes of tensors whose rows are stored for the pairs (x₀, x₁), (x₂, x₃), … of a head.
       reversed_rope: name suffixes of tensors whose rows are stored for the pairs (x_{i+R/2}, x_i).
-      query_scaling: whether queries are scaled by their positions, with `llama_4_scaling_beta`.
-      ntk_alpha: whether an `alpha` in RoPE scaling of type `dynamic` changes the base of the frequencies.
-      per_layer_heads: whether `per_layer_config` gives full layers another head size and number of key heads.
-      supported: keys of this family that must have a certain value, besides `SUPPORTED_VALUES`.
-      ignored: keys of this family that change nothing, besides `IGNORED_KEYS`.
+      query_scaling: whether queries are scaled by a factor that grows with their position (`llama_4_scaling_beta`).
+      ntk_alpha: whether `alpha` in RoPE scaling of type `dynamic` changes the frequency base.
+      per_layer_heads: whether `per_layer_config` sets a different head size and number of key heads for full layers.
+      supported: keys of this family that must have a fixed value, in addition to `SUPPORTED_VALUES`.
+      ignored: keys of this family that have no effect, in addition to `IGNORED_KEYS`.
       buffers: name suffixes of tensors in older files that are not weights.
     """
 
@@ -150,7 +151,7 @@ EXPERT_KEYS: dict[str, str | tuple[str, ...]] = {
 }
 TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 KEYS_WITHOUT_MLP_SIZE = {key: path for key, path in HEAD_SIZES.items() if key != "intermediate_size"}
-# For mixture-of-experts models with some dense layers.
+# For mixture-of-experts models in which some layers are dense.
 MOE_KEYS = KEYS_WITHOUT_MLP_SIZE | {
     "moe_intermediate_size": "model.hidden_dim",
     "intermediate_size": "moe.dense_hidden_dim",
@@ -190,7 +191,7 @@ MAMBA_KEYS = ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "c
 SIGMOID_ROUTER = {"moe.use_moe": True, "moe.score_function": "sigmoid", "moe.choice_bias": True}
 LATENT_NORMS = {"attention.latent_norm_epsilon": 1e-6}
 LATENT_ROPE_TENSORS = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
-# Training of the router, placement of the experts, and multi-token prediction layers, which are not imported.
+# Ignored keys: router training, expert placement, and multi-token prediction layers, which are not imported.
 DEEPSEEK_IGNORED = (
     *TRAINING_KEYS, "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "head_dim",
     "qk_head_dim",
@@ -202,12 +203,12 @@ LAYER_NORM_KEYS = {key: path for key, path in SIZES.items() if key != "rms_norm_
 LAYER_NORM = {"model.norm": "layernorm"}
 COHERE_DEFAULTS = TIED | {"logit_scale": 0.0625, "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
 COHERE_SETTINGS = LAYER_NORM | {"model.norm_bias": False, "model.parallel_blocks": True}
-# Keys of older files with a property of every model of the family, or of its training.
+# Keys of older files for properties that all models of the family share, or for training.
 COHERE_SUPPORTED = {"use_gated_activation": True, "use_parallel_block": True, "use_qk_norm": False, "rotary_pct": 1.0,
                "position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first"}  # fmt: skip
 COHERE_IGNORED = ("use_parallel_embedding", "use_embedding_sharing", "layer_switch")
 
-# In the order in which export tries the families for a model that was not imported.
+# For a model that was not imported, export tries the families in this order.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -284,7 +285,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         DENSE + NORMS_BOTH + HEAD_NORMS,
-        {key: path for key, path in GEMMA_KEYS.items() if key != "attn_logit_softcapping"},  # which transformers never uses
+        {key: path for key, path in GEMMA_KEYS.items() if key != "attn_logit_softcapping"},  # transformers never uses it
         GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_key_value_heads": 4,
                           "max_position_embeddings": 131072},
         GEMMA_SETTINGS | {"model.qk_norm": True},
@@ -350,7 +351,7 @@ FAMILIES: dict[str, Family] = {
         HEAD_SIZES | {"attention_bias": BIASES},
         TIED | {"head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192, "hidden_act": "gelu_pytorch_tanh"},
         {"model.norm_zero_centered": True, "model.scale_embeddings": True},
-        ("hidden_act", GATED | {"gelu": "geglu"}),  # transformers reads it as the tanh form
+        ("hidden_act", GATED | {"gelu": "geglu"}),  # transformers uses the tanh approximation for this name
         supported={"hidden_activation": "gelu_pytorch_tanh"},
     ),
     "ministral3": Family(

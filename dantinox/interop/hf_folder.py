@@ -27,7 +27,7 @@ MAX_JSON_BYTES = 128 << 20
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-# The files of a repository that are downloaded.
+# The files that are downloaded from a repository.
 DOWNLOAD_PATTERNS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json", "*.safetensors", "model.safetensors.index.json",
@@ -35,7 +35,7 @@ DOWNLOAD_PATTERNS = (
 
 
 def open_folder(folder: str | Path) -> Source:
-    """Opens a checkpoint in a folder: `config.json`, `tokenizer.json`, safetensors files, and optional further files.
+    """Opens a checkpoint in a folder: `config.json`, `tokenizer.json`, safetensors files, and optional files.
 
     Quantized tensors are dequantized when they are read (`hf_quantized`), and the returned config has no quantization keys. For
     a vision–language model, the text model is returned (`hf_multimodal`).
@@ -61,8 +61,8 @@ def open_folder(folder: str | Path) -> Source:
         raise UserError(f"{folder} has no tokenizer.json{f', only {slow}' if slow else ''}: {remedy}")
     tokenizer_config = settings("tokenizer_config.json")
     template = text("chat_template.jinja") or tokenizer_config.get("chat_template")
-    template = template or settings("chat_template.json").get("chat_template")  # written by processors for images and text
-    if isinstance(template, list):  # several named templates
+    template = template or settings("chat_template.json").get("chat_template")  # the file that multimodal processors write
+    if isinstance(template, list):  # a list of named templates
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
     return Source(
@@ -87,7 +87,7 @@ def download_repository(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(DOWNLOAD_PATTERNS)))
     except (HFValidationError, HfHubHTTPError) as error:
         raise UserError(f"there is no folder {name}, and the Hub has no such repository: {first_line(error)}") from None
-    except Exception as error:  # network errors have many classes
+    except Exception as error:  # network errors have many exception classes
         raise UserError(
             f"there is no folder {name}, and the Hub cannot be reached: {first_line(error)}. "
             "To import without network access, copy the checkpoint's folder to this machine and give its path"
@@ -95,7 +95,7 @@ def download_repository(name: str) -> Path:
 
 
 def write_folder(folder: Path, bundle: ExportBundle) -> None:
-    """Writes a checkpoint that transformers can read.
+    """Writes a model folder that transformers can read.
 
     Raises:
       UserError: a number is too large for float16, or a file cannot be written.
@@ -121,7 +121,7 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
 
 
 def open_tensors(folder: Path) -> LazyArrays:
-    """Opens the tensors of `model.safetensors` in a folder, or of the files in its index.
+    """Opens the tensors of `model.safetensors` in a folder, or of the shards that the index lists.
 
     Raises:
       UserError: both are missing, a file is damaged, or the files contradict the index.
@@ -138,7 +138,7 @@ def open_tensors(folder: Path) -> LazyArrays:
 
 
 def _list_files(folder: Path) -> dict[str, set[str]]:
-    """Returns the safetensors files of a checkpoint, with the names of the tensors that the index lists for each."""
+    """Maps each safetensors file of a checkpoint to the tensor names that the index lists for it."""
     index = folder / INDEX
     if (folder / ONE_FILE).is_file():
         return {ONE_FILE: set()}
@@ -162,11 +162,11 @@ def _list_files(folder: Path) -> dict[str, set[str]]:
 
 
 def write_tensors(folder: Path, arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor]) -> None:
-    """Writes `model.safetensors`, or above `SHARD_BYTES` several files and their index.
+    """Writes `model.safetensors`, or several shards and an index if the size exceeds `SHARD_BYTES`.
 
     Args:
       folder: the target folder.
-      arrays: the arrays, accessed once each and in order.
+      arrays: the arrays. Each array is accessed once, in order.
       tensors: the shape and dtype of each array.
 
     Raises:

@@ -1,7 +1,7 @@
 """Text models inside vision–language checkpoints of Hugging Face.
 
-Such a checkpoint contains a text model, an image encoder, and a projector between them. Only the text model is read: its part
-of `config.json`, and its tensors with the names that a checkpoint of the text model alone has.
+A vision–language checkpoint contains a text model, an image encoder, and a projector between them. This module reads only the
+text model: its part of `config.json`, and its tensors, renamed as in a checkpoint that contains only the text model.
 """
 
 from collections import Counter
@@ -18,10 +18,10 @@ class Multimodal(NamedTuple):
 
     Attributes:
       architecture: the model class in transformers.
-      text: the `model_type` of its text model, if `text_config` does not have one.
-      others: the parts that are not imported: the first component of their tensors' names, without the prefix `model.`.
-      flat: for models whose older files have the text model's keys at the top level of `config.json`: the keys of the other
-        parts there.
+      text: the `model_type` of the text model, used if `text_config` has no `model_type`.
+      others: the parts that are not imported, as the first component of their tensor names after the prefix `model.`.
+      flat: the top-level keys of `config.json` that belong to other parts, for models whose older files also have the text
+        model's keys at the top level.
     """
 
     architecture: str
@@ -54,11 +54,11 @@ MULTIMODAL = {
     "qwen2_5_vl": Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ("visual",), QWEN_KEYS),
     "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ("visual",)),
 }
-# Text models with multimodal rotary positions (M-RoPE), and the plain family of each. The three positions of a text token are
-# equal, so plain rotary positions give the same rotations.
+# Text models with multimodal rotary positions (M-RoPE), and the equivalent families without M-RoPE. The three positions of a
+# text token are equal, so plain RoPE gives the same rotations.
 MROPE_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 SECTIONS = ("mrope_section", "mrope_interleaved")
-# Transformers' defaults for a `text_config`. Older versions do not write values that are equal to them.
+# Transformers' defaults for a `text_config`. Older versions do not write keys that have the default value.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 QWEN_VL: dict[str, Any] = dict(zip(SIZES, (152064, 8192, 29568, 80, 64), strict=True)) | {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6,
@@ -83,10 +83,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # Keys in the `text_config` of Idefics and SmolVLM that do not change the text model, and keys with the supported value.
 IGNORED_KEYS = ("_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor")
 SUPPORTED_VALUES = {"use_resampler": False, "qk_layer_norms": False}
-# Keys that the text model inherits from the whole model.
+# Top-level keys that also apply to the text model.
 INHERITED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = ("dtype", "torch_dtype")  # of the tensors in the file
-# Prefixes of the text model's tensors in different classes and versions of transformers, and the prefixes in a text model.
+# Tensor name prefixes of the text model in transformers' classes and versions, and the prefixes in a text-only model.
 PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -98,11 +98,11 @@ HEAD = "lm_head.weight"
 
 
 def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[dict[str, Any], LazyArrays, str | None]:
-    """Extracts the text model of a multimodal checkpoint; returns the checkpoint of a text model unchanged.
+    """Extracts the text model of a multimodal checkpoint; returns a text-only checkpoint unchanged.
 
     Returns:
-      The `config.json` of the text model, its tensors with the names of a text model, and one line about the parts that are not
-      imported, or None if there are none.
+      The `config.json` of the text model, its renamed tensors, and a one-line message about the parts that are not imported
+      (None if all parts are imported).
 
     Raises:
       UserError: the family of the text model is not supported, or a tensor belongs to no known part.
@@ -123,7 +123,7 @@ def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[
 
 
 def _text_names(tensors: LazyArrays, whole: Multimodal) -> tuple[dict[str, str], Counter[str]]:
-    """Maps the names of the text model's tensors to those in the checkpoint, and counts the tensors of each other part."""
+    """Maps the text model's tensor names to the names in the checkpoint, and counts the tensors of every other part."""
     names: dict[str, str] = {}
     skipped: Counter[str] = Counter()
     for stored in tensors:
@@ -170,8 +170,8 @@ def _text_config(config: Mapping[str, Any], whole: Multimodal, has_head: bool) -
         text = {key: value for key, value in text.items() if key not in DTYPES} | stored
     if kind in MROPE_MODELS:
         text |= {key: _drop_mrope(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
-    # Some versions of transformers read the key of the text model, others that of the whole model. If the two differ, the
-    # presence of an output layer decides.
+    # Some versions of transformers read the text model's `tie_word_embeddings`, other versions the top-level key. If the two
+    # differ, the embeddings count as tied if the checkpoint has no output layer.
     ties = [value for value in (text_config.get("tie_word_embeddings"), config.get("tie_word_embeddings")) if value is not None]
     text["tie_word_embeddings"] = ties[0] if ties and ties.count(ties[0]) == len(ties) else not has_head
     return text | {"model_type": family, "architectures": [FAMILIES[family].architecture]}

@@ -1,8 +1,8 @@
-"""Quantized tensors of Hugging Face checkpoints, dequantized when they are read.
+"""Reads quantized Hugging Face checkpoints: each tensor is dequantized on access.
 
-The key `quantization_config` of `config.json` gives the method. Each method stores a matrix as several tensors. The formats are
-those of Transformers for fp8 and mxfp4 (`integrations/finegrained_fp8.py`, `mxfp4.py`), of its library for compressed-tensors
-(`compressors/`), of AutoAWQ for AWQ (`gemm`), and of AutoGPTQ for GPTQ. Every product is rounded to float32 once.
+The key `quantization_config` of `config.json` names the method. Each method stores a matrix as several tensors. The formats are
+defined by Transformers for fp8 and mxfp4 (`integrations/finegrained_fp8.py`, `mxfp4.py`), by the library compressed-tensors
+(`compressors/`), by AutoAWQ for AWQ (`gemm`), and by AutoGPTQ for GPTQ. Every product is rounded to float32 once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 # The value of each code of a 4-bit float (E2M1).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of its eight outputs
-# Suffixes of scales for activations and caches, which are not imported.
+# Suffixes of activation and cache scales, which are not imported.
 ACTIVATION_SCALES = (
     ".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
     ".k_scale", ".v_scale", ".q_scale",
@@ -41,8 +41,8 @@ class Method(NamedTuple):
 
     Attributes:
       find: a function that returns all quantized tensors of a checkpoint, by their names in an unquantized checkpoint.
-      supported: options that change the weights, and their supported values, or () if `find` checks the value. A null option
-        is treated as absent.
+      supported: options that change the weights, and the supported values of each option; () means that `find` checks the
+        value. A null option is treated as absent.
       ignored: options that do not change the weights.
     """
 
@@ -57,7 +57,7 @@ def dequantize_checkpoint(config: Mapping[str, Any], tensors: LazyArrays) -> tup
     Each tensor is dequantized when it is read, to float32, or for mxfp4 to bfloat16, which represents its values exactly.
 
     Raises:
-      UserError: the method or an option is not supported, or the tensors do not fit together; the message names it.
+      UserError: the method or an option is not supported, or the tensors are inconsistent; the message names the cause.
     """
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     options = config.get("quantization_config")
@@ -114,7 +114,7 @@ def _number(options: Mapping[str, Any], key: str, default: int | None = None, le
 
 
 def _stored_tensor(tensors: LazyArrays, name: str, companion: str, dtypes: tuple[str, ...]) -> Tensor:
-    """Returns the shape and dtype of a stored tensor, which must exist with its `companion` and have one of these dtypes."""
+    """Returns the shape and dtype of a stored tensor, which must accompany `companion` and have one of these dtypes."""
     if name not in tensors.tensors:
         raise UserError(f"the checkpoint has {escape_name(companion)} without {escape_name(name)}")
     tensor = tensors.tensors[name]
@@ -142,7 +142,7 @@ def _unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     words = np.ascontiguousarray(words).view(np.uint32)
     position = np.arange(count, dtype=np.uint32) * np.uint32(bits)
     word, shift = position >> np.uint32(5), position & np.uint32(31)
-    split = shift > 32 - bits  # fields that end in the next word
+    split = shift > 32 - bits  # fields that continue in the next word
     result = np.empty((len(words), count), np.uint8)
     step = max(1, CHUNK // max(count, 1))
     for start in range(0, len(words), step):
@@ -162,8 +162,8 @@ def _scale_block(
     Args:
       name: the name of the matrix, for messages.
       shape: the shape of the matrix.
-      grid: the shape of its scales: one scale for the matrix, for a row, for a group of columns in a row, or for a block.
-      block: the shape of a block, if the config gives one.
+      grid: the shape of the scales. A scale applies to the whole matrix, a row, a group of columns in a row, or a block.
+      block: the block shape in the config, or None.
     """
     if block is not None and tuple(-(-size // length) for size, length in zip(shape, block, strict=True)) == grid:
         return block
@@ -204,7 +204,7 @@ def _apply_scales(
 
 
 def _fp8(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """A matrix `X` in 8 bits, and its factors in `X_scale_inv` or `X_scale`."""
+    """Finds 8-bit float matrices `X` with scales in `X_scale_inv` or `X_scale`."""
     block = _block_size(options.get("weight_block_size"), "weight_block_size")
     found = {}
     for name, tensor in tensors.tensors.items():
@@ -227,7 +227,7 @@ def _block_size(block: Any, key: str) -> tuple[int, int] | None:
 def _scaled_matrix(
     tensors: LazyArrays, name: str, scale: str, dtypes: tuple[str, ...], block: tuple[int, int] | None, zero: str | None = None
 ) -> Dequantized:
-    """A matrix, or one per expert, whose elements are stored unpacked, with scales and zero points."""
+    """Returns a matrix, or a stack of matrices (one per expert), that is stored unpacked with scales and zero points."""
     weight = _stored_tensor(tensors, name, scale, dtypes)
     scales = _stored_tensor(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
     if len(weight.shape) not in (2, 3):
@@ -252,7 +252,7 @@ def _scaled_matrix(
 
 
 def _compressed_tensors(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """The names and dtypes of a module's tensors determine its format."""
+    """Finds quantized modules. The names and dtypes of a module's tensors determine its format."""
     widths, block = _schemes(options)
     found = {}
     for module in _modules(tensors, ".weight_scale"):
@@ -292,7 +292,7 @@ def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | No
 
 
 def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequantized:
-    """Integers with an offset, packed into int32 words along the columns; zero points are packed along the rows."""
+    """Returns a matrix of offset integers. They are packed into int32 words along the columns, zero points along the rows."""
     packed, scale, size, zero, order = (
         f"{module}.weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx")
     )
@@ -333,7 +333,10 @@ def _group_numbers(tensors: LazyArrays, name: str, groups: int) -> np.ndarray:
 
 
 def _packed_fp4(tensors: LazyArrays, module: str) -> Dequantized:
-    """Two 4-bit floats per byte, the first in the low half, with E4M3 scales divided by a global scale, or E8M0 scales."""
+    """Returns a matrix of 4-bit floats, two per byte with the first in the low half.
+
+    The scales are E4M3 numbers divided by a global scale, or E8M0 numbers.
+    """
     packed, scale, global_scale = (f"{module}.weight_{part}" for part in ("packed", "scale", "global_scale"))
     codes = _stored_tensor(tensors, packed, scale, ("uint8",)).shape
     scales = _stored_tensor(tensors, scale, packed, ("float8_e4m3fn", "float8_e8m0fnu", "uint8"))
@@ -402,7 +405,8 @@ def _grouped_sizes(
     """Returns the sizes of a matrix from the shapes of `qweight`, `qzeros` and `scales`.
 
     Args:
-      along_inputs: whether a word of `qweight` contains several inputs of one output, instead of several outputs of one input.
+      along_inputs: whether a word of `qweight` packs several inputs of one output. If false, it packs several outputs of one
+        input.
     """
     qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     words = _stored_tensor(tensors, qweight, scales, ("int32",)).shape

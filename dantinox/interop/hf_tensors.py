@@ -1,4 +1,4 @@
-"""Tensor names of Hugging Face checkpoints, and the parameters that contain the tensors.
+"""Tensor names of Hugging Face checkpoints, and the parameter that contains each tensor.
 
 Axes: V vocabulary, D model, K key heads, G query heads per key head, H head size, F feed-forward, C gate and up, P positions,
 E experts, N heads of latent attention, R rank of a latent vector, L layers, O one.
@@ -14,11 +14,11 @@ WHOLE = np.s_[...]
 
 
 class Axes(NamedTuple):
-    """The axes of a tensor of transformers and of the part of a parameter that equals it.
+    """The axes of a transformers tensor, and of the part of a parameter that has the same values.
 
     Attributes:
-      parameter: the axes of that part of the parameter.
-      tensor: the same axes in the tensor's order. Axes without a space between them are merged into one in the tensor.
+      parameter: the axes of this part of the parameter.
+      tensor: the same axes in the tensor's order. Axes written without a space between them form one axis of the tensor.
       index: the index of the part in the parameter, or in one expert's parameter.
     """
 
@@ -41,11 +41,11 @@ class Row(NamedTuple):
     """A tensor and the parameter that contains it.
 
     Attributes:
-      tensor: the name of the tensor, with `{i}` for the index of a layer and `{e}` for that of an expert.
+      tensor: the name of the tensor, with `{i}` for the layer index and `{e}` for the expert index.
       parameter: the path of the parameter, with `{i}` for the index of a layer.
       parts: the parts of the parameter that the tensor concatenates along its first axis.
-      condition: a path. The row applies to layers whose model has this parameter, or with `!` does not have it.
-      kv_projections: the row applies to layers that project this many of keys and values: both, only keys, or none.
+      condition: the path of a parameter. The row applies only if this parameter exists, or after `!` only if it does not exist.
+      kv_projections: the row applies to layers that project both keys and values (2), only keys (1), or neither (0).
     """
 
     tensor: str
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 def rows(prefix: str, tensors: Mapping[str, tuple[str, Axes | list[Axes]]], path: str = "") -> tuple[Row, ...]:
-    """Returns rows for these tensors, with a prefix for the names of the tensors and one for the paths of the parameters."""
+    """Returns rows for these tensors; `prefix` precedes the tensor names, and `path` precedes the parameter paths."""
     return tuple(
         Row(prefix + tensor, path + parameter, tuple(parts) if isinstance(parts, list) else (parts,))
         for tensor, (parameter, parts) in tensors.items()
@@ -110,7 +110,7 @@ FUSED_PROJECTIONS = rows(LAYER, {
 
 
 def with_condition(row: Row, condition: str) -> Row:
-    """Returns a row that applies if the layer has this parameter, or with `!` does not have it."""
+    """Returns a row with this condition: the path of a parameter that must exist, or after `!` must not exist."""
     return row._replace(condition=condition.replace("!", "!" + BLOCK) if "!" in condition else BLOCK + condition)
 
 
@@ -163,7 +163,7 @@ GRANITE_EXPERTS = rows(LAYER + "block_sparse_moe.", {
     "input_linear.weight": ("experts/gate_up/kernel", Axes("EDCF", "E CF D")),
     "output_linear.weight": ("experts/down/kernel", Axes("EFD", "E D F")),
 }, BLOCK + "ffn/")  # fmt: skip
-# The shared expert. In a model without experts it is the whole feed-forward layer.
+# The shared expert. In a model without routed experts, it is the whole feed-forward layer.
 GRANITE_SHARED = tuple(
     row for module in ("ffn/shared/", "ffn/") for row in rows(LAYER + "shared_mlp.", {
         "input_linear.weight": ("gate_up/kernel", Axes("DCF", "CF D")), "output_linear.weight": ("down/kernel", DOWN),
@@ -198,7 +198,7 @@ NORMS_GLM4 = NORMS_BEFORE + rows(LAYER, {
 }, BLOCK)  # fmt: skip
 
 
-# Layers that project keys and values, layers whose values are their keys, and layers that read the cache of another layer.
+# Layers that project keys and values, layers that use their keys as values, and layers that read another layer's cache.
 GEMMA4_ATTENTION = rows(LAYER + "self_attn.", {"o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")),
                                               "o_proj.bias": ("out/bias", VECTOR)}, BLOCK + "attention/") + tuple(
     row._replace(kv_projections=count) for count, end in ((2, -2), (1, -1), (0, None))

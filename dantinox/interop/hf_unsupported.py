@@ -1,4 +1,4 @@
-"""Parts of a `config.json` that are ignored, that must have a certain value, and model families that are not supported."""
+"""Keys of `config.json` that are ignored or must have a fixed value, and model families that are not supported."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ IGNORED_KEYS = frozenset((
     "_attn_implementation", "_attn_implementation_autoset", "cache_implementation", "task_specific_params", "tokenizer_class",
     "transformers.js_config", "torchscript", "tf_legacy_loss", "use_bfloat16", "finetuning_task", "prefix",
 ))  # fmt: skip
-# The generation settings that older versions wrote into every config.json.
+# Generation settings that older versions of transformers wrote into every config.json.
 IGNORED_KEYS |= frozenset((
     "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
@@ -19,7 +19,7 @@ IGNORED_KEYS |= frozenset((
     "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens",
 ))  # fmt: skip
-# Keys that must have this value, or one of these values.
+# Keys that must have the listed value, or one of the listed values.
 SUPPORTED_VALUES: dict[str, Any] = {
     "is_encoder_decoder": False, "is_decoder": False, "add_cross_attention": False, "cross_attention_hidden_size": None,
     "use_bidirectional_attention": (None, False), "pruned_heads": {}, "tie_encoder_decoder": False, "quantization_config": None,
@@ -27,7 +27,7 @@ SUPPORTED_VALUES: dict[str, Any] = {
     "clip_qkv": None,
 }  # fmt: skip
 
-# Families that are not supported: the most similar supported one, and the features that are missing.
+# Unsupported families: the most similar supported family, and the missing features.
 UNSUPPORTED_FAMILIES = {
     "qwen3_next": ("qwen3_moe", "gated DeltaNet layers, which have a recurrent state instead of a KV cache"),
     "qwen3_5_text": ("qwen3", "gated DeltaNet layers, which have a recurrent state instead of a KV cache"),

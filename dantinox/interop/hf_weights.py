@@ -1,4 +1,4 @@
-"""Conversion between the tensors of Hugging Face checkpoints and parameters, by the tables in `hf_families`."""
+"""Conversion between Hugging Face tensors and parameters, according to the tables in `hf_families`."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ __all__ = ["from_hf", "hf_config_to_settings", "to_hf"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("float32", "bfloat16", "float16")
-MAX_ELEMENTS = 1 << 48  # of one parameter
+MAX_ELEMENTS = 1 << 48  # limit for one parameter
 TABLE, HEAD = "embed", "head/kernel"
 ROWS = 256  # copied at a time
 EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # these bits are all ones in NaN and Inf
@@ -32,7 +32,7 @@ class Location(NamedTuple):
     Attributes:
       parameter: the parameter that contains the tensor.
       parts: the parts of the parameter that the tensor concatenates along its first axis.
-      expert: the index of the expert, if the tensor belongs to one.
+      expert: the index of the expert to which the tensor belongs, or None.
     """
 
     parameter: str
@@ -69,7 +69,7 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, 
     expected = model.num_blocks
     if model.experts is not None and any("{e}" in row.tensor for row in family.tensors):
         expected = (model.num_blocks - len(model.experts.dense_layers)) * model.experts.count
-    if expected > len(tensors):  # checked first: building so large a model would exhaust the memory
+    if expected > len(tensors):  # checked first, because building a model with too many layers could exhaust the memory
         raise UserError(f"the checkpoint has {len(tensors)} tensors, but its config has {expected} layers or experts")
     shapes = parameter_shapes(model)
     if large := next((name for name, shape in shapes.items() if math.prod(shape) > MAX_ELEMENTS), None):
@@ -112,7 +112,7 @@ def to_hf(
       config: the settings of the run.
       vocab_size: the number of tokens in the tokenizer.
       parameters: float32 or bfloat16 arrays by parameter path.
-      like: the `config.json` of an imported checkpoint, used instead of a new one.
+      like: the `config.json` of the imported checkpoint; None: a new `config.json` is derived from the settings.
 
     Returns:
       The content of `config.json`, and the tensors by name, each in the dtype of its parameter.
@@ -148,7 +148,7 @@ def to_hf(
 
 
 def rope_row_order(family: Family, config: Mapping[str, Any], model: ModelConfig, name: str, count: int) -> np.ndarray | None:
-    """Returns the order of a tensor's `count` rows in the parameter, or None if it is unchanged.
+    """Returns the order of a tensor's `count` rows in the parameter, or None if tensor and parameter have the same order.
 
     Models here rotate the pairs (x₀, x_{R/2}), (x₁, x_{R/2+1}), … of a head. Some families rotate the pairs (x₀, x₁), (x₂, x₃),
     … instead; reordering the rows of queries and keys gives the same scores. Families that rotate in the opposite direction
@@ -170,7 +170,7 @@ def rope_row_order(family: Family, config: Mapping[str, Any], model: ModelConfig
 
 
 def count_mtp_layers(config: Mapping[str, Any]) -> int:
-    """Returns the number of multi-token prediction layers, which follow the others and are not imported."""
+    """Returns the number of multi-token prediction layers, which come after all other layers and are not imported."""
     count = next((config[key] for key in MTP.split("|") if config.get(key)), 0)
     if type(count) is not int or not 0 <= count < MAX_LAYERS:
         raise UserError(f"config.json has num_nextn_predict_layers: {escape_name(str(count))}, expected a number")
@@ -201,16 +201,16 @@ def _locate(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 
 def _kv_projections(shapes: Mapping[str, tuple[int, ...]], layer: int) -> int:
-    """Returns how many of keys and values a layer projects, see `ModelConfig.kv_projections`."""
+    """Returns whether a layer projects keys and values (2), only keys (1) or neither (0), see `ModelConfig.kv_projections`."""
     projections, groups = shapes[f"blocks/{layer}/attention/qkv/kernel"][2], shapes[f"blocks/{layer}/attention/out/kernel"][1]
     return projections - groups
 
 
 def _stored_names(tensors: LazyArrays, family: Family, locations: Mapping[str, Location], ignored: range) -> dict[str, str]:
-    """Maps the full name of each tensor to its name in the checkpoint. Known buffers and ignored layers are left out."""
+    """Maps the full name of each tensor to its name in the checkpoint. Known buffers and ignored layers are omitted."""
     skipped = tuple(f"model.layers.{layer}." for layer in ignored)
     stored = {name: name for name in tensors if not name.endswith(family.buffers) and not name.startswith(skipped)}
-    prefix = next(iter(locations)).partition(".")[0] + "."  # a checkpoint of a base model without head lacks the prefix
+    prefix = next(iter(locations)).partition(".")[0] + "."  # absent from checkpoints of headless base models
     if not any(name.startswith(prefix) for name in stored):
         stored = {name if name in locations else prefix + name: name for name in stored}
     return stored

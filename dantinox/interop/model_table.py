@@ -36,7 +36,7 @@ def cache_compression(family: Family) -> str:
 
 
 def _cells(name: str, family: Family) -> tuple[str, ...]:
-    # The tables of tensors are used in both directions, and every parameter has a sharding rule.
+    # Import and export use the same tensor tables, and every parameter has a sharding rule.
     return (YES, YES, *_gguf(name), lora_support(family), cache_compression(family), YES)
 
 
@@ -49,14 +49,14 @@ def _gguf(name: str) -> tuple[str, str]:
 
 
 def _read_as(stored: gguf_families.Family) -> str:
-    """Returns the architecture of a family, or the first family whose files are identical in form."""
+    """Returns a family's architecture, or "as" and the family as which its files are imported if they are indistinguishable."""
     same_names = (family for family in gguf_families.FAMILIES if (family.arch, family.names) == (stored.arch, stored.names))
     imported = next(family for family in same_names if family.keys == stored.keys)
     return f"`{stored.arch}`" if imported is stored else f"as `{imported.model_type}`"
 
 
 def insert_table(page: str) -> str:
-    """Replaces the table between the marks of a page; raises a ValueError if the page has no marks."""
+    """Replaces the table between the `BEGIN` and `END` comments of a page; raises a ValueError if a comment is missing."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{model_table()}\n{END}{rest.split(END)[1]}"
 

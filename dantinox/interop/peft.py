@@ -1,4 +1,4 @@
-"""The PEFT adapter format (Hugging Face): reading adapters, and merging them into the weights of a run."""
+"""Reads adapters in Hugging Face's PEFT format, and merges them into the weights of a run."""
 
 import math
 import re
@@ -32,16 +32,16 @@ IGNORED_KEYS = {
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 READ_KEYS = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
-# Keys with supported values. Every other key must be null, false or empty.
+# Keys and their supported values. Every key that is not listed must be null, false or empty.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # other methods change the base weights
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # methods that are not listed change the base weights
 }
 
 
 def load_adapter(folder: str | Path, model: ModelConfig) -> AdapterDeltas:
-    """Reads the adapters in a PEFT folder, as deltas for the kernels of a model.
+    """Reads the adapters in a PEFT folder and returns their changes to the kernels of a model.
 
     Raises:
       UserError: a file is missing or damaged, uses an unsupported feature, or does not fit the model.
@@ -57,7 +57,7 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> AdapterDeltas:
 
 
 def _match_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns the value of the first pattern that is a suffix of a module's name, as in PEFT, or the default."""
+    """Returns the value of the first pattern that is a suffix of a module name, as PEFT does, or the default."""
     for pattern, value in patterns.items():
         if f".model.{name}".endswith(f".{pattern}"):
             return value
@@ -91,7 +91,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _patterns(path: Path, key: str, patterns: Any) -> dict[str, Any]:
-    """Returns patterns as suffixes of module names.
+    """Converts patterns to suffixes of module names.
 
     PEFT allows any regular expression, but writes plain names, possibly with `^`, `$` and escapes.
     """
@@ -111,7 +111,7 @@ def merge_adapter(out: str | Path, source: RunDirectory, adapter: str | Path | N
 
     Args:
       out: the run directory to create.
-      source: the run with the adapters, or with `adapter` the run of the base model.
+      source: the run with the adapters, or if `adapter` is given, the run of the base model.
       adapter: a PEFT folder.
 
     Raises:

@@ -1,9 +1,9 @@
-"""The rules by which byte-level BPE vocabularies split text into words, by their names in GGUF (`tokenizer.ggml.pre`).
+"""Rules that split text into words for byte-level BPE, by their names in GGUF (`tokenizer.ggml.pre`).
 
-The names are those of llama.cpp's `src/llama-vocab.cpp` (July 2026). A rule is the pre-tokenizer of the publisher's
-`tokenizer.json`. llama.cpp uses its own regular expressions, which split some texts differently;
-`tests/interop/tokenizers_live.py` lists the differences. For names without a known publisher's file (`afmoe`, `chameleon`,
-`default`, `jais-2`, `superbpe`, `ufakzeka`, `youtu`, and all aliases), the rules are those of llama.cpp.
+The names come from llama.cpp's `src/llama-vocab.cpp` (July 2026). A rule is the pre-tokenizer in the `tokenizer.json` that the
+model's publisher provides. llama.cpp uses its own regular expressions, which split some texts differently;
+`tests/interop/tokenizers_live.py` lists the differences. For names without a known `tokenizer.json` (`afmoe`, `chameleon`,
+`default`, `jais-2`, `superbpe`, `ufakzeka`, `youtu`, and all aliases), the rules are llama.cpp's.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ NFC: Mapping[str, Any] = {"type": "NFC"}
 BYTE_LEVEL_WORDS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTE_LEVEL = BYTE_LEVEL_WORDS | {"use_regex": False}
 DIGITS = {"type": "Digits", "individual_digits": True}
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as `WORDS` splits
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the same rule as `WORDS`
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + BREAKS
 PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + BREAKS
-# Words that change from upper case to lower case at most once. {0} is an optional ending, {1} restricts the letters.
+# Words that change from upper case to lower case at most once. {0}: an optional ending; {1}: a restriction of the letters.
 CASED_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}{1}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}{1}]+{0}"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}{1}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}{1}]*{0}"
@@ -124,7 +124,7 @@ RULES = {
         )
     ),
     "youtu": Rule(_splits(YOUTU, _cased(CONTRACTIONS + "?") + r"|\p{N}" + PATHS), whole_words=True),
-    # The first expression keeps a number's first digits with the text before them; the third one separates them.
+    # The first expression leaves the first digits of a number attached to the preceding text; the third separates them.
     "afmoe": Rule(
         _splits(r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", THAI_TO_HANGUL, DEEPSEEK_WORDS + r"[\r\n]*" + BREAKS)
     ),
@@ -136,7 +136,7 @@ RULES = {
     ),
     "default": Rule(_splits(r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }  # fmt: skip
-# Other names of the rules.
+# Aliases of the rules.
 ALIASES = {
     name: rule
     for rule, names in {

@@ -1,4 +1,4 @@
-"""`Source`: a checkpoint in any supported format, with Hugging Face's names for settings, tensors and tokenizer."""
+"""`Source`: a checkpoint in any supported format, with Hugging Face's names for settings, tensors and tokenizer keys."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from dantinox.text import Tokenizer
 
 
 class LazyArrays(Mapping[str, np.ndarray]):
-    """A mapping from names to arrays. Every access makes or reads the array again; nothing is cached.
+    """A mapping from names to arrays. Every access computes or reads the array again; nothing is cached.
 
     Attributes:
       tensors: the shape and dtype of each array.
@@ -41,7 +41,7 @@ def storage_dtype(parameter: str, requested: str, found: set[str]) -> str:
       found: the dtypes of the parameter's tensors in the checkpoint.
     """
     if parameter != "embed" and not parameter.endswith(("/embed", "/kernel")):
-        return "float32"  # rounding them would change the output, and they are small
+        return "float32"  # these arrays are small, and rounding them would change the output
     return requested if requested != "auto" else "bfloat16" if found == {"bfloat16"} else "float32"
 
 
@@ -50,10 +50,10 @@ class Source:
     """A checkpoint to import.
 
     Attributes:
-      path: its path, for messages.
+      path: the checkpoint's path, for messages.
       format: `hf` or `gguf`, for `origin.json`.
-      config: its settings, with the keys of transformers' `config.json`; `model_type` is the family.
-      tensors: its tensors, with transformers' names. bfloat16 arrays have the dtype of `ml_dtypes`.
+      config: the model settings, with the keys of transformers' `config.json`; `model_type` is the family.
+      tensors: the tensors, with transformers' names. bfloat16 arrays have the dtype of `ml_dtypes`.
       tokenizer: the text of a `tokenizer.json`.
       tokenizer_config: the keys of transformers' `tokenizer_config.json`: `bos_token`, `eos_token`, `pad_token` (special tokens
         as strings) and `add_bos_token`. An absent key is looked up in `generation_config`, then in the tokenizer.

@@ -1,7 +1,7 @@
-"""Low-rank adapters of a run: writes them, reads them, and merges them into the weights of the base run.
+"""Writes and reads the low-rank adapters of a run, and merges them into the weights of the base run.
 
-PEFT can read the folder `adapter` of a run: `adapter_model.safetensors` holds A `[r, in]` and B `[out, r]` of every projection
-under the names of Llama in Transformers. The weights of such a run are those of its base plus scale · B A.
+PEFT can read the folder `adapter` of a run: `adapter_model.safetensors` holds A `[r, in]` and B `[out, r]` of every projection,
+with the module names of Llama in Transformers. The weights of a run with adapters are the base weights plus scale · B A.
 """
 
 import json
@@ -36,7 +36,7 @@ class AdapterDelta(NamedTuple):
     scale: float
 
 
-AdapterDeltas = Mapping[str, list[AdapterDelta]]  # by the path of the kernel
+AdapterDeltas = Mapping[str, list[AdapterDelta]]  # keyed by kernel path
 
 
 def merge_adapters(array: np.ndarray, deltas: list[AdapterDelta]) -> np.ndarray:
@@ -54,7 +54,7 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
     Args:
       parameters: `lora_a` and `lora_b` of every adapter by path, with separate layers.
       model: the architecture with its `lora` settings.
-      facts: what the adapters were made with, for the manifest; must contain `base_sha256`.
+      facts: provenance for the manifest, such as settings and versions; must contain `base_sha256`.
 
     Raises:
       UserError: the files cannot be written, or the manifest is damaged.
@@ -104,7 +104,7 @@ def read_adapter(
       scaling: returns rank and scale of a module, given its name in Transformers, such as `layers.0.self_attn.q_proj`.
 
     Returns:
-      The changes by the path of the kernel, and the metadata of the file.
+      The changes, keyed by kernel path, and the metadata of the file.
 
     Raises:
       UserError: the file cannot be read, is damaged, or does not fit the model.
@@ -147,7 +147,7 @@ def load_run_weights(
     vocab_size: int,
     place: Callable[[str, np.ndarray], Any] = lambda path, array: array,
 ) -> dict[str, Any]:
-    """Loads the weights of a run, or those of its base with the adapters of the run merged into them.
+    """Loads the weights of a run. For a run with adapters, loads the base weights and merges the adapters into them.
 
     Args:
       config: the settings of the run.
@@ -155,7 +155,7 @@ def load_run_weights(
       vocab_size: the vocabulary size of the model.
 
     Raises:
-      UserError: a file is missing or damaged, or the base run is missing or has other weights than in training.
+      UserError: a file is missing or damaged, or the base run is missing or its weights have changed since training.
     """
     if config.lora.rank is None:
         return load_weights(run.weights, shapes, place)

@@ -46,11 +46,11 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.manifest = self.path / MANIFEST
         self.tokenizer = self.path / "tokenizer.json"
-        self.tokenizer_config = self.path / "tokenizer_config.json"  # BOS and EOS tokens, if their names do not identify them
-        self.origin = self.path / "origin.json"  # of an imported model: metadata of its checkpoint
+        self.tokenizer_config = self.path / "tokenizer_config.json"  # BOS and EOS tokens whose names do not reveal their roles
+        self.origin = self.path / "origin.json"  # only in imported runs: metadata of the checkpoint
         self.chat_template = self.path / "chat_template.jinja"
         self.weights = self.path / "model_weights.msgpack"
-        self.adapter = self.path / "adapter" / "adapter_model.safetensors"  # instead of the weights
+        self.adapter = self.path / "adapter" / "adapter_model.safetensors"  # replaces the weights in a run with adapters
         self.data = self.path / "data"  # the token store
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
@@ -69,7 +69,7 @@ class RunDirectory:
 
     @property
     def weights_or_adapter(self) -> Path:
-        """The file that the training writes: the adapters if the run has any, else the weights."""
+        """The file that training writes: the adapters of a run with adapters, else the weights."""
         return self.adapter if self.adapter.is_file() else self.weights
 
     def log(self, config: Config) -> Path:
@@ -81,7 +81,7 @@ class RunDirectory:
         return self.path / config.logging.summary_file
 
     def tokens(self, recorded: bool = False) -> list[str]:
-        """Returns the relative paths of the token files on disk, or with `recorded` of those listed in the manifest."""
+        """Returns the relative paths of the token files on disk, or if `recorded` of the files in the manifest."""
         if recorded:
             found = list(read_manifest(self.manifest)["files"])
         else:
@@ -124,7 +124,7 @@ class RunDirectory:
             for leftover in (
                 *self.path.glob(".*.tmp"),
                 *self.path.glob("*/.*.tmp"),
-            ):  # of an `atomic_write` in a killed process
+            ):  # temporary files of an `atomic_write` in a killed process
                 with contextlib.suppress(OSError):
                     leftover.unlink()
             yield
@@ -144,7 +144,7 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
         run.path.mkdir(parents=True, exist_ok=True)
         if path is None:
             return RunDirectory(_make_numbered(run.path / time.strftime("run_%Y%m%d_%H%M%S")))
-        # A run that was killed before it wrote anything leaves only its lock file.
+        # A run that was killed before it wrote any file leaves only its lock file.
         occupied = any(child.name != ".lock" for child in run.path.iterdir())
     except OSError as error:
         reason = "a file with this name exists" if isinstance(error, FileExistsError) else error.strerror
@@ -208,11 +208,11 @@ def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:
 
 
 def open_base(init_from: str | None, run: RunDirectory | None = None) -> RunDirectory:
-    """Opens the run whose weights a training starts from.
+    """Opens the run whose weights initialize a training run.
 
     Args:
       init_from: the path of the base run.
-      run: the run that was trained from it. If nothing exists at `init_from`, the base is looked up by its name in the
+      run: the run that was trained from the base. If nothing exists at `init_from`, the base is looked up by its name in the
         directory that contains this run.
 
     Raises:
@@ -228,7 +228,7 @@ def open_base(init_from: str | None, run: RunDirectory | None = None) -> RunDire
 
 
 def save_config(run: RunDirectory, config: Config) -> None:
-    """Writes all settings, including defaults, so that other defaults in a later version do not change the run."""
+    """Writes all settings, including defaults, so that new defaults in a later version do not change the run."""
     write_file(run.path, run.config.name, dump_config(config))
 
 
@@ -245,7 +245,7 @@ def save_tokenizer(run: RunDirectory, content: str, roles: Mapping[str, Any] | N
 
 
 def find_chat_template(run: RunDirectory) -> Path | None:
-    """Returns the path of the run's chat template, or None. A template that the user added counts.
+    """Returns the path of the run's chat template, or None. The user may have added the template.
 
     Raises:
       UserError: the template was written by the run and is damaged.
@@ -268,6 +268,6 @@ def load_run_config(run: RunDirectory) -> Config:
     Raises:
       UserError: config.yaml is not valid, or differs from what was written.
     """
-    config = load_config(run.config)  # first, so that a wrong line in an edited file is reported as such
+    config = load_config(run.config)  # before the manifest check, which would hide the error of an invalid line
     run.check(run.config)
     return config

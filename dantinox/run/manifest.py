@@ -1,9 +1,9 @@
 """Manifests record the SHA-256 and the size of every file that a run writes, so that damage can be detected.
 
 A manifest is a JSON object, followed by one line with the SHA-256 of the lines above. The object holds the SHA-256 and the size
-of each file, and what the files were made with: settings, tokenizer, versions. The run directory has one manifest for its own
-files, and every checkpoint has one. A manifest reveals files that are changed, truncated, empty, missing or swapped. The last
-line reveals a damaged manifest.
+of each file, and the provenance of the files: settings, tokenizer, versions. The run directory has a manifest for the files
+outside of checkpoints, and every checkpoint has its own manifest. A manifest reveals files that are changed, truncated, empty,
+missing or swapped. The last line reveals damage to the manifest itself.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ READ_BYTES = 8 << 20  # bytes per read
 
 
 class DamagedFile(UserError):
-    """A file differs from what was written."""
+    """A file differs from its recorded content."""
 
 
 class Entry(NamedTuple):
-    """The size of a file, or of the leading part that was recorded, in bytes, and the SHA-256 (hex) of these bytes."""
+    """The SHA-256 (hex) of a file, or of its first bytes, and the number of bytes that were hashed."""
 
     sha256: str
     size: int
@@ -90,7 +90,7 @@ def write_manifest(path: Path, record: Mapping[str, Any]) -> None:
 
     Args:
       record: `files` maps each name to the list of entries that are valid for it; a null entry means that the file may be
-        absent. The other keys record what the files were made with.
+        absent. The other keys record the provenance of the files.
 
     Raises:
       UserError: the manifest cannot be written, for example to a full or read-only disk.
@@ -145,7 +145,7 @@ def write_file(
       folder: the run directory.
       name: the path of the file relative to `folder`.
       data: the content, or an iterable of its parts.
-      facts: what the file was made with; added to the manifest.
+      facts: the provenance of the file; added to the manifest.
 
     Raises:
       UserError: the file cannot be written, in which case the old file is intact; or the manifest is damaged.
@@ -165,7 +165,7 @@ def write_file(
         before = record["files"].get(name, [None])[0]
         with staged_write(folder / name, read()):
             new = Entry(digest.hexdigest(), size)
-            # File and manifest cannot be replaced in one operation: in between, both the old and the new file are valid.
+            # File and manifest cannot be replaced in one operation. In between, the old and the new file are valid.
             _write_sorted(folder, record | {"files": record["files"] | {name: [new, before]}})
         _write_sorted(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
 
@@ -212,7 +212,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     """Compares files of a run with its manifest.
 
     Raises:
-      DamagedFile: a file differs from its entry, or has none; the message names it. Or the manifest is damaged.
+      DamagedFile: a file differs from its entry or has no entry (the message names the file), or the manifest is damaged.
     """
     files = read_manifest(folder / MANIFEST)["files"]
     for name in names:
@@ -221,7 +221,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def recorded_file_damage(path: Path) -> str:
-    """Returns `describe_damage` for a file, or "" if no manifest lists it, as for a file that the user added."""
+    """Returns `describe_damage` for a file, or "" if no manifest lists the file, for example because the user added it."""
     manifest = path.parent / MANIFEST
     expected = read_manifest(manifest)["files"].get(path.name) if manifest.exists() else None
     return describe_damage(path.parent, path.name, expected) if expected else ""
@@ -230,10 +230,11 @@ def recorded_file_damage(path: Path) -> str:
 def describe_damage(
     folder: Path, name: str, expected: Iterable[Any] | None, entry: Callable[[Path], Entry] = hash_file, quick: bool = False
 ) -> str:
-    """Returns a sentence that says how a file differs from what was written, or "" if it does not.
+    """Returns a sentence that says how a file differs from its recorded content, or "" if the file is unchanged.
 
     Args:
-      expected: the entries that are valid for the file, null if it may be absent. None: no manifest lists it.
+      expected: the entries that are valid for the file; a null entry means that the file may be absent. None: no manifest lists
+        the file.
       entry: computes the actual entry of the file.
       quick: compare only the size of files of more than 1 MiB.
 
@@ -273,7 +274,7 @@ def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path
 
     Args:
       step: the directory of the checkpoint; its name is the step number.
-      facts: what the checkpoint was made with.
+      facts: the provenance of the checkpoint.
       logs: the size in bytes of each log when the step was saved.
 
     Raises:
@@ -320,6 +321,6 @@ def recorded_logs(step: Path) -> Iterator[tuple[str, int, Any]]:
 
 
 def _files(step: Path) -> list[str]:
-    """Returns the relative paths of everything but directories; a link to a directory counts as a file."""
+    """Returns the relative paths of all files; a symbolic link to a directory counts as a file."""
     found = (path for path in step.rglob("*") if path.name != MANIFEST or path.parent != step)
     return sorted(str(path.relative_to(step)) for path in found if path.is_symlink() or not path.is_dir())

@@ -50,7 +50,7 @@ class SafetensorsFile:
           UserError: the file cannot be read, is damaged, or holds an array of an unknown dtype.
         """
         try:
-            with open(path, "rb") as file:  # an OSError of `open` names the reason, unlike the library's error
+            with open(path, "rb") as file:  # unlike the library's error, an OSError of `open` contains the reason
                 length = int.from_bytes(file.read(8), "little")
                 if MAX_HEADER_BYTES < length <= os.fstat(file.fileno()).st_size:
                     raise UserError(f"{path} has a header of {length} bytes, the maximum is {MAX_HEADER_BYTES}")
@@ -79,7 +79,7 @@ class SafetensorsFile:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds a JSON object and refuses duplicate names; the library would use the last of them."""
+    """Builds a JSON object and rejects duplicate names, for which the library would use the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -95,11 +95,11 @@ def safetensors_pieces(
     The library's own writer needs all arrays of a file in memory, and writes metadata in random order.
 
     Args:
-      arrays: arrays by name; may hold more than the file.
+      arrays: arrays by name; arrays that are not in `tensors` are not written.
       tensors: the names, shapes and dtypes of the arrays in the file.
       metadata: strings for the header, added to `format: pt`.
     """
-    # The order of the library, for alignment: largest item size first, then by name.
+    # The same order as the library's, which keeps the data aligned: largest item size first, then by name.
     order = sorted(tensors, key=lambda name: (-DTYPES[CODES[tensors[name].dtype]].itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0

@@ -1,7 +1,7 @@
 """The weights file of a run in Flax's msgpack format, written array by array and read through a memory map.
 
-An array is msgpack extension 1: the packed triple (shape, dtype name, bytes). A large array is a map of flat chunks. Reading
-executes nothing in the file, and compares every size with the remaining bytes before it allocates anything.
+An array is msgpack extension 1: the packed triple (shape, dtype name, bytes). A large array is a map of flat chunks. The
+reader never executes code from the file, and compares every size with the remaining bytes before it allocates memory.
 """
 
 import math
@@ -41,7 +41,7 @@ def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping
     Args:
       parameters: arrays by path, such as "blocks/0/norm1/scale". The file holds them as nested dicts: bfloat16 arrays
         unchanged, all others as float32.
-      facts: what the weights were made with, for the manifest.
+      facts: the provenance of the weights, for the manifest.
 
     Raises:
       UserError: the file cannot be written, or the manifest is damaged.
@@ -53,7 +53,7 @@ def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping
 def load_weights(
     path: str | Path, expected: Mapping[str, Any], place: Callable[[str, np.ndarray], Any] = lambda path, array: array
 ) -> dict[str, Any]:
-    """Reads a file that `save_weights` wrote. The file is memory-mapped, and nothing in it is executed.
+    """Reads a file that `save_weights` wrote. The file is memory-mapped. Loading never executes code.
 
     Args:
       expected: for every path, an object with a `shape`.
@@ -91,14 +91,14 @@ def read_arrays(path: Path) -> tuple[dict[str, "StoredArray"], int]:
         return MsgpackReader(content).arrays(), size
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, struct.error) as error:  # any of these can result from invalid bytes
+    except (ValueError, KeyError, TypeError, struct.error) as error:  # invalid bytes can cause any of these
         raise UserError(f"the weights {path} are damaged or not a weights file: {first_line(error)}") from None
 
 
 def weights_digest(run: RunDirectory) -> str:
     """Returns the SHA-256 (hex) of the weights of a run, or of its adapters, which contain the digest of their base.
 
-    It is computed once as long as the file does not change.
+    The digest is computed again only if the file changes.
 
     Raises:
       UserError: the file cannot be read.
@@ -132,7 +132,7 @@ def msgpack_pieces(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview
     """Yields the bytes of a weights file in parts: the arrays as nested dicts with sorted names.
 
     Args:
-      parameters: arrays by path, such as "blocks/0/norm1/scale", each read when its bytes are due. bfloat16 arrays stay
+      parameters: arrays by path, such as "blocks/0/norm1/scale", each read just before it is written. bfloat16 arrays stay
         unchanged, all others become float32.
     """
     return _tree_pieces(_nested({name: name for name in parameters}), parameters)
@@ -196,7 +196,7 @@ class StoredArray:
         return sum(part.nbytes for part in self.parts)
 
     def array(self) -> np.ndarray:
-        """Returns the read-only array; a copy only if the file stores it in several parts."""
+        """Returns the read-only array; it is a copy only if the file stores the array in several parts."""
         flat = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
         flat.flags.writeable = False
         return flat.reshape(self.shape)
@@ -220,7 +220,7 @@ def _compare(path: Path, found: Mapping[str, StoredArray], shapes: dict[str, tup
 
 
 class MsgpackReader:
-    """Reads the part of msgpack that a tree of arrays needs. Arrays are views of the content.
+    """Reads the subset of msgpack that a tree of arrays uses. Arrays are views of the file content.
 
     Every size is compared with the remaining bytes before anything is allocated. Invalid content raises a ValueError, KeyError,
     TypeError or struct.error.
@@ -242,7 +242,7 @@ class MsgpackReader:
         return value
 
     def _length(self, short: range, type_bytes: tuple[int, ...], what: str) -> int:
-        """Reads a length: it is part of the type byte (`short`), or in the 1, 2 or 4 bytes after it."""
+        """Reads a length, from the type byte itself (`short`) or from the 1, 2 or 4 bytes after the type byte."""
         kind = self._take(">B")
         if kind in short:
             return kind - short.start
