@@ -78,8 +78,8 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
 
     Args:
       config: the content of the file.
-      max_context: the longest sequence in tokens; None: the length in the checkpoint, or for longrope its original context length.
-        A value above the original context length selects longrope's long factors for every sequence, even a short one.
+      max_context: the longest sequence in tokens; None: the length in the checkpoint, or for longrope its original context
+        length. A value above the original context length selects longrope's long factors for every sequence, even a short one.
 
     Raises:
       UserError: the family is unknown, or a key has no equivalent setting; the message names the key.
