@@ -1,4 +1,4 @@
-"""The multi-head attention layer, and scaled dot-product attention over a store of keys and values.
+"""The attention layer, and scaled dot-product attention over a `Store` of keys and values.
 
 Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H head size.
 """
@@ -24,12 +24,14 @@ Probe = Callable[[jax.Array, jax.Array], Any]
 
 
 class Attention(nnx.Module):
-    """Causal attention with grouped queries.
+    """Causal grouped-query attention.
 
-    `qkv [D, K, G+2, H]` holds the G query heads of each key head, then its key, then its value. `out` is `[K, G, H, D]`. With
-    `k_eq_v` the key is also the value, and `qkv` is `[D, K, G+1, H]`. In a layer that reuses the keys and values of another
-    layer it is `[D, K, G, H]`. Scores are divided by √H. If the config asks for another divisor, the queries are multiplied by
-    the ratio of the two. `layer` is the index of the layer, from 0.
+    `qkv` projects to the queries, keys and values. Its kernel `[D, K, G+2, H]` holds, for each key head, the G query heads, the
+    key and the value. With `k_eq_v` the key is also the value, and the kernel is `[D, K, G+1, H]`. In a layer that reuses the
+    keys and values of another layer the kernel is `[D, K, G, H]`. The kernel of `out` is `[K, G, H, D]`.
+
+    Scores are divided by √H. To get the other divisor of `query_pre_attn_scalar`, the queries are scaled first. `layer` is the
+    index of the layer, from 0.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
@@ -89,7 +91,7 @@ class Attention(nnx.Module):
 
 
 class AttentionOutput(NamedTuple):
-    """The output of attention, the scores before the mask and the softmax, and the float32 weights of the softmax."""
+    """The output of attention, the scores before mask and softmax, and the float32 softmax weights."""
 
     out_BTKGH: jax.Array
     scores_BKGTS: jax.Array
@@ -100,8 +102,8 @@ def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softma
     """Computes scaled dot-product attention (Vaswani et al. 2017, eq. 1) of grouped queries, with a float32 softmax.
 
     Args:
-      valid_BKTS: the mask of the keys that each query attends to (the K axis may be 1). A query without any valid key gets
-        the average of all values, or zeros if there are sinks; callers ignore it.
+      valid_BKTS: the mask of the keys that each query attends to (the K axis may be 1). A query without valid keys gets
+        the average of all values, or zeros if there are sinks; callers ignore the outputs of these queries.
     """
     if not isinstance(store, SegmentedStore):
         return _attention(q_BTKGH, store, valid_BKTS, softmax)
@@ -130,9 +132,9 @@ def _attention(q_BTKGH: jax.Array, store: ContiguousStore, valid_BKTS: jax.Array
 
 
 def _softmax_weights(scores_BKGTS: jax.Array, sinks_KG: jax.Array | None, ends: list[int] | None) -> jax.Array:
-    """Computes the softmax over the scores, and over a sink where there is one, without returning the weight of the sink.
+    """Computes the softmax over the scores and the sink logits, and returns the weights without those of the sinks.
 
-    With `ends` the exponentials are summed segment by segment; `ends` holds the end of each segment.
+    With `ends`, the end of each segment, the exponentials are summed segment by segment.
     """
     if sinks_KG is None and ends is None:
         return jax.nn.softmax(scores_BKGTS, axis=-1)
@@ -145,7 +147,7 @@ def _softmax_weights(scores_BKGTS: jax.Array, sinks_KG: jax.Array | None, ends: 
 
 
 def causal_mask(query_BT: jax.Array, key_BKS: jax.Array, window: int | None) -> jax.Array:
-    """Returns the mask `[B, K, T, S]` of positions: causal, within the window (the query included), without padding keys."""
+    """Returns the mask `[B, K, T, S]`: causal, limited to the window (which includes the query), without padding keys."""
     query, key = query_BT[:, None, :, None], key_BKS[:, :, None, :]
     mask = (key <= query) & (key >= 0)
     return mask if window is None else mask & (query - key < window)
@@ -155,8 +157,8 @@ class StoreReadout(NamedTuple):
     """The result of attention over a store.
 
     Attributes:
-      received_BKS: the weights that each key received from the counted queries: summed over queries and averaged over query
-        heads, or their maximum. None if no queries are counted.
+      received_BKS: the attention that each key received from the counted queries: the weights, summed over queries and
+        averaged over the query heads of the key head, or the largest weight. None if no queries are counted.
       probed: the result of the probe for the newest query of each row.
     """
 
@@ -176,12 +178,12 @@ def attend(
     softmax: Softmax = PLAIN_SOFTMAX,
     use_max: bool = False,
 ) -> StoreReadout:
-    """Computes attention over a store. Many queries are split into blocks, so that their scores are never held together.
+    """Computes attention over a store. Many queries are processed in blocks, which bounds the memory for scores.
 
     Args:
       key_positions_BKS: the position in each slot (the B and K axes may be 1), negative for an empty slot.
       counted_BT: marks the queries that count for `received_BKS`.
-      use_max: `received_BKS` is the maximum over queries and query heads instead of the sum.
+      use_max: compute `received_BKS` as the maximum over queries and query heads.
     """
     B, T, K, G, H = q_BTKGH.shape
 
@@ -210,16 +212,17 @@ def attend(
 
 
 def _split_into_blocks(x_BT: jax.Array) -> jax.Array:
-    """[B, T, …] -> [n, B, BLOCK, …]; pads the last block with queries whose results are dropped."""
+    """[B, T, …] -> [n, B, BLOCK, …]; pads the last block with queries, whose results the caller drops."""
     B, T = x_BT.shape[:2]
     padded = jnp.pad(x_BT, [(0, 0), (0, -T % BLOCK)] + [(0, 0)] * (x_BT.ndim - 2))
     return jnp.moveaxis(padded.reshape(B, -1, BLOCK, *x_BT.shape[2:]), 1, 0)
 
 
 def run_probe(probe: Probe | None, output: AttentionOutput, valid_BKTS: jax.Array, positions_BT: jax.Array) -> Any:
-    """Calls `probe(scores_BNS, valid_BS)` for the newest query of each row, or with `valid_BNS` if heads hold different keys.
+    """Calls the probe for the newest query of each row: `probe(scores_BNS, valid_BS)`, N being the number of query heads.
 
-    The newest query is the last token that is not padding. In a row of padding it is the first token.
+    If the heads have different masks, the second argument is `valid_BNS`. The newest query of a row is its last token that is
+    not padding, or its first token if all tokens are padding.
     """
     if probe is None:
         return None
@@ -239,7 +242,7 @@ def run_probe_on_store(
     window: int | None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Any:
-    """Calls `run_probe` after a kernel that returns no scores: computes the scores of the newest queries again."""
+    """Recomputes the scores of the newest queries and calls `run_probe`; for kernels that do not return scores."""
     if probe is None:
         return None
     rows, newest_B = jnp.arange(q_BTKGH.shape[0]), jnp.argmax(positions_BT, axis=1)

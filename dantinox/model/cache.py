@@ -1,12 +1,12 @@
 """`KVCache` and `NoCache`: the keys and values that attention reads.
 
-Every kind of layer has one method, `attend(q, k, v, positions, window, probe, softmax) -> (out, updated layer, probed)`. It
-writes the new keys and values, computes attention for the queries, and returns the updated layer, so attention has no branch
-per kind. A layer is a pytree of arrays whose first axis is the batch. `attend` keeps their shapes, because the cache is
-repeated for samples and carried through loops.
+Every kind of layer cache has the method `attend(q, k, v, positions, window, probe, softmax) -> (out, updated layer, probed)`.
+It writes the new keys and values, computes attention for the queries, and returns the updated layer, so the attention module
+needs no branch per kind. A layer cache is a pytree of arrays whose first axis is the batch. `attend` keeps the shapes of these
+arrays, because the cache is repeated for samples and carried through loops.
 
-A position of −1 marks padding: it writes nothing and no query attends to it. The valid positions of a row are consecutive and
-precede its padding.
+Position −1 marks padding: a padding token is not written to the cache, and no query attends to it. The valid positions of a
+row are consecutive and precede its padding.
 """
 
 from dataclasses import dataclass, replace
@@ -44,13 +44,13 @@ class CacheReport(TypedDict):
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])
 @dataclass(frozen=True)
 class FullLayer:
-    """A layer with one slot per position: slot s holds position s."""
+    """A layer cache with one slot per position: slot s holds position s."""
 
     store: AnyStore
-    is_prefill: ClassVar[bool] = False  # whether it attends only to the tokens of this call
+    is_prefill: ClassVar[bool] = False  # whether `attend` reads only the tokens of this call
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX, row=None):
-        """Writes the new keys and values and attends; with `row`, the single sequence is written to and read from this row."""
+        """Writes the new keys and values and attends. With `row`, the inputs are one sequence, which belongs to this row."""
         updated = self.append(k_BTKH, v_BTKH, positions_BT, row)
         store = updated.store if row is None else updated.store.select_row(row)
         positions_11S = jnp.arange(self.store.slots)[None, None]
@@ -58,8 +58,9 @@ class FullLayer:
         return out_BTKGH, updated, probed
 
     def contents(self, last_B: jax.Array) -> tuple[Store, jax.Array]:
-        """Returns all slots as one store, and the position in each `[B, 1, S]` (negative: empty) if `last_B` is the newest
-        position written.
+        """Returns all slots as one store, and the position in each slot `[B, 1, S]`, negative for an empty slot.
+
+        `last_B` is the newest position that was written to each row.
         """
         store = reduce(Store.join, self.store.segments) if isinstance(self.store, SegmentedStore) else self.store
         positions_S = jnp.arange(store.slots)
@@ -68,7 +69,7 @@ class FullLayer:
     def append(
         self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array, row: jax.Array | None = None
     ) -> "FullLayer":
-        """Returns the layer with new keys and values written to it, or to one `row` of it."""
+        """Returns the layer with new keys and values; with `row`, they are written to this row only."""
         slots_BT = jnp.where(positions_BT < 0, self.store.slots, positions_BT)
         return FullLayer(self.store.write(k_BTKH, v_BTKH, slots_BT[:, :, None], row))
 
@@ -76,7 +77,7 @@ class FullLayer:
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])
 @dataclass(frozen=True)
 class RingLayer:
-    """The last W positions of a sliding-window layer: slot p mod W holds the newest position p that was written there."""
+    """The last W positions of a sliding-window layer, in a ring buffer: position p is in slot p mod W."""
 
     store: Store
     is_prefill: ClassVar[bool] = False
@@ -84,8 +85,8 @@ class RingLayer:
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         """Writes the new keys and values and attends.
 
-        Several queries read the old ring joined with the new keys: a write before the read would overwrite keys that the first
-        queries need.
+        With several queries, attention reads the old ring and the new keys side by side, because writing first would overwrite
+        keys that the first queries need.
         """
         updated = self.append(k_BTKH, v_BTKH, positions_BT)
         if positions_BT.shape[1] == 1:
@@ -101,16 +102,16 @@ class RingLayer:
         return self.store, self._slot_positions(last_B)
 
     def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "RingLayer":
-        """Returns the layer with the newest of these keys and values written to it."""
+        """Returns the layer with these keys and values; of more than W, only the newest are written."""
         if positions_BT.shape[1] == 1:
             slots_B1 = jnp.where(positions_BT < 0, self.store.slots, positions_BT % self.store.slots)
             return RingLayer(self.store.write(k_BTKH, v_BTKH, slots_B1[:, :, None]))
-        wanted_B1S, first_B11 = self._slot_positions(jnp.max(positions_BT, axis=1)), positions_BT[:, :1, None]
-        new = type(self.store).from_kv(k_BTKH, v_BTKH, self.store.dtype).gather_slots(jnp.clip(wanted_B1S - first_B11, 0))
-        return RingLayer(new.select_slots((wanted_B1S >= first_B11) & (wanted_B1S >= 0), self.store))
+        newest_B1S, first_B11 = self._slot_positions(jnp.max(positions_BT, axis=1)), positions_BT[:, :1, None]
+        new = type(self.store).from_kv(k_BTKH, v_BTKH, self.store.dtype).gather_slots(jnp.clip(newest_B1S - first_B11, 0))
+        return RingLayer(new.select_slots((newest_B1S >= first_B11) & (newest_B1S >= 0), self.store))
 
     def _slot_positions(self, last_B: jax.Array) -> jax.Array:
-        """Returns the position in each slot `[B, 1, W]` if `last_B` is the newest one written; negative: empty."""
+        """Returns the position in each slot `[B, 1, W]`, negative for an empty slot; `last_B` is the newest position."""
         W = self.store.slots
         return (last_B[:, None] - (last_B[:, None] - jnp.arange(W)) % W)[:, None]
 
@@ -122,13 +123,14 @@ class RingLayer:
 )
 @dataclass(frozen=True)
 class NoCache:
-    """A layer without earlier tokens: the keys are those of this call. With `segments_BT`, attention never crosses documents.
+    """A layer cache without earlier tokens: attention reads only the keys and values of this call.
 
     Attributes:
-      kernel, platform: those of the `ModelConfig`.
-      parallelism: that of the model.
-      destination: the empty layer to which the keys and values are written; attention reads them as rounded by its dtype. None
-        if they are not stored.
+      segments_BT: document numbers; attention never crosses documents. None: one document per row.
+      kernel, platform: from the `ModelConfig`.
+      parallelism: the parallelism of the model.
+      destination: the empty layer to which the keys and values are written. Attention then reads them as rounded to the dtype
+        of this layer. None: they are not stored.
     """
 
     segments_BT: jax.Array | None = None
@@ -139,7 +141,7 @@ class NoCache:
     is_prefill: ClassVar[bool] = True
 
     def round_trip(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values as they are when they are read back from the destination."""
+        """Returns the keys and values after rounding to the dtype of the destination."""
         if self.destination is None:
             return k_BTKH, v_BTKH
         store = self.destination.store
@@ -147,9 +149,7 @@ class NoCache:
         return kind.from_kv(k_BTKH, v_BTKH, store.dtype).dequantize(k_BTKH.dtype)
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX, stored_kv=None):
-        """Attends to the tokens of this call; `stored_kv` are the keys and values to store, if they differ from those that
-        attention reads.
-        """
+        """Attends to the tokens of this call; `stored_kv` are the keys and values to store, if they differ from `k` and `v`."""
         dtype = k_BTKH.dtype if self.destination is None or stored_kv is not None else self.destination.store.dtype
         store, positions_B1T = Store.from_kv(k_BTKH, v_BTKH, dtype), positions_BT[:, None]
         new_k, new_v = stored_kv or (k_BTKH, v_BTKH)
@@ -169,9 +169,9 @@ class NoCache:
 @partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
 @dataclass(frozen=True)
 class TwoPassLayer:
-    """A layer of a cache for one call, in which the second half of the tokens repeats the first half at later positions.
+    """Wraps a layer cache for a call in which the second half of the tokens repeats the first half at later positions.
 
-    The layer stores only the first half. A compressed layer chooses which tokens to keep by the attention of the second half.
+    The layer stores only the first half. A compressed layer ranks its tokens by the attention from the second half.
     """
 
     layer: FullLayer | RingLayer | CompressedLayer
@@ -180,11 +180,11 @@ class TwoPassLayer:
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         if isinstance(self.layer, CompressedLayer):
             return self.layer.attend_two_pass(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax)
-        (q, q_again), (k, k_again), (v, v_again), (once_BT, again_BT) = (
+        (q, q_again), (k, k_again), (v, v_again), (first_BT, again_BT) = (
             jnp.split(x, 2, axis=1) for x in (q_BTKGH, k_BTKH, v_BTKH, positions_BT)
         )
-        out_BTKGH, updated, probed = self.layer.attend(q, k, v, once_BT, window, probe, softmax)
-        store, positions_B1S = updated.contents(jnp.max(once_BT, axis=1))
+        out_BTKGH, updated, probed = self.layer.attend(q, k, v, first_BT, window, probe, softmax)
+        store, positions_B1S = updated.contents(jnp.max(first_BT, axis=1))
         store = store.join(type(store).from_kv(k_again, v_again, store.dtype))
         positions_B1S = jnp.concatenate([positions_B1S, again_BT[:, None]], axis=2)
         repeated, _, _ = attend(q_again, store, again_BT, positions_B1S, window, None, softmax=softmax)
@@ -194,7 +194,7 @@ class TwoPassLayer:
 @partial(jax.tree_util.register_dataclass, data_fields=["layer", "slot"], meta_fields=[])
 @dataclass(frozen=True)
 class SlotLayer:
-    """A layer of a cache for one call with a single sequence, whose keys and values are in row `slot` of the layer."""
+    """Wraps a layer cache for a call with a single sequence, whose keys and values are in row `slot` of the layer."""
 
     layer: FullLayer | RingLayer | CompressedLayer
     slot: jax.Array
@@ -202,7 +202,7 @@ class SlotLayer:
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         inputs = q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax
-        if isinstance(self.layer, FullLayer):  # the layer is large: write only the new slots and copy only the used ones
+        if isinstance(self.layer, FullLayer):  # the layer is large, so do not copy the whole row
             out_BTKGH, layer, probed = self.layer.attend(*inputs, row=self.slot)
             return out_BTKGH, replace(self, layer=layer), probed
         row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, self.slot, 1), self.layer)
@@ -214,9 +214,9 @@ class SlotLayer:
 @partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
 @dataclass(frozen=True)
 class RecordingLayer:
-    """A layer of a cache, or `NoCache`, for one call whose keys and values other layers read too.
+    """Wraps a layer cache or `NoCache` whose keys and values other layers read too.
 
-    Its `attend` returns the updated layer together with the `SharedKeys` of this call.
+    Its `attend` returns `(updated layer, SharedKeys of this call)` in place of the updated layer.
     """
 
     layer: Any
@@ -233,14 +233,14 @@ class RecordingLayer:
 @partial(jax.tree_util.register_dataclass, data_fields=["layer", "k_BTKH", "v_BTKH"], meta_fields=[])
 @dataclass(frozen=True)
 class SharedKeys:
-    """The keys and values of another layer, for a layer that has none.
+    """The layer cache of a layer without keys and values, which reads those of an earlier source layer and stores nothing.
 
-    It attends as the other layer did, from the same state and the same new keys, and stores nothing. The compiler computes the
-    update, which is the same expression in both layers, only once.
+    `attend` repeats the update of the source layer, from the same state and the same new keys. The compiler recognizes the
+    common expression and computes it only once.
 
     Attributes:
-      layer: the state of the other layer before this call.
-      k_BTKH, v_BTKH: the keys and values of the other layer in this call.
+      layer: the cache of the source layer before this call.
+      k_BTKH, v_BTKH: the keys and values of the source layer in this call.
     """
 
     layer: Any
@@ -252,7 +252,7 @@ class SharedKeys:
         return bool(self.layer.is_prefill)
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
-        """Attends to the keys and values of the other layer; `k_BTKH` and `v_BTKH` are None."""
+        """Attends to the keys and values of the source layer; the arguments `k_BTKH` and `v_BTKH` are None."""
         out_BTKGH, _, probed = self.layer.attend(q_BTKGH, self.k_BTKH, self.v_BTKH, positions_BT, window, probe, softmax)
         return out_BTKGH, None, probed
 
@@ -260,12 +260,12 @@ class SharedKeys:
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["uncompressed_slots", "requested"])
 @dataclass(frozen=True)
 class KVCache:
-    """The caches of all layers, a pytree that is donated from step to step.
+    """The caches of all layers, a pytree that each decode step donates to the next.
 
     Attributes:
-      layers: None for a layer that reads the keys and values of another.
-      uncompressed_slots: the slots that each layer has without compression.
-      requested: the requested fraction of those slots.
+      layers: the cache of each layer; None for a layer that reads the keys and values of another layer.
+      uncompressed_slots: the slots that each layer would have without compression.
+      requested: the requested fraction of these slots.
     """
 
     layers: tuple[FullLayer | RingLayer | CompressedLayer | None, ...]
@@ -273,28 +273,26 @@ class KVCache:
     requested: float = 1.0
 
     def for_prefill(self, config: ModelConfig, parallelism: Parallelism = SINGLE_DEVICE) -> "KVCache":
-        """Returns this empty cache for one call that reads sequences from their beginning, with the attention kernel of the
-        model.
-        """
+        """Wraps this empty cache for one call with sequences from their beginning, which may use the kernel of the config."""
         no_cache = partial(NoCache, None, config.kernel, config.platform, parallelism=parallelism)
         layers = tuple(layer if isinstance(layer, CompressedLayer) else no_cache(destination=layer) for layer in self.layers)
         return replace(self, layers=layers)  # type: ignore[arg-type]
 
     @property
     def needs_two_passes(self) -> bool:
-        """Whether any layer chooses which prompt tokens to keep by a second pass over the prompt."""
+        """Whether any layer needs a second pass over the prompt to choose which prompt tokens to keep."""
         return any(isinstance(layer, CompressedLayer) and layer.needs_two_passes for layer in self.layers)
 
     def for_two_passes(self) -> "KVCache":
-        """Returns this cache for one call with tokens and their repetition, see `TwoPassLayer`."""
+        """Wraps this cache for one call with tokens and their repetition, see `TwoPassLayer`."""
         return replace(self, layers=tuple(map(TwoPassLayer, self.layers)))  # type: ignore[arg-type]
 
     def at_slot(self, slot: jax.Array) -> "KVCache":
-        """Returns this cache for one call with row `slot` alone, see `SlotLayer`."""
+        """Wraps this cache for one call with a single sequence in row `slot`, see `SlotLayer`."""
         return replace(self, layers=tuple(None if layer is None else SlotLayer(layer, slot) for layer in self.layers))  # type: ignore[misc]
 
     def without_slot(self) -> "KVCache":
-        """Returns the cache after a call with `at_slot`."""
+        """Undoes `at_slot` after the call."""
         return replace(self, layers=tuple(None if layer is None else layer.layer for layer in self.layers))  # type: ignore[union-attr]
 
     @property
@@ -303,29 +301,30 @@ class KVCache:
         return any(isinstance(layer, CompressedLayer) for layer in self.layers)
 
     def report(self) -> CacheReport:
-        """Returns the allocated bytes (the sum of `nbytes` over all leaves) and compares them with an uncompressed cache.
+        """Returns the size of the cache in comparison with an uncompressed cache.
 
-        `payload_bytes` counts keys and values; `metadata_bytes` counts scales, positions and importances. `full_bytes` is the
-        size of an uncompressed cache of the same dtype, `full_bytes_bfloat16` of one in bfloat16. `slots` lists `[key heads,
-        slots]` for each group of heads of each layer.
+        `bytes` is the sum of `nbytes` over all leaves. `payload_bytes` counts keys and values; `metadata_bytes` counts scales,
+        positions and importances. `full_bytes` is the size of an uncompressed cache of the same dtype, and
+        `full_bytes_bfloat16` that of an uncompressed cache in bfloat16. `slots` lists `[key heads, slots]` for each group of
+        heads of each layer.
         """
         groups = [_stores(layer) for layer in self.layers]
         stores = [store for layer in groups for store in layer]
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self))
         payload = sum(store.payload_bytes for store in stores)
         B, dtype = jax.tree.leaves(stores)[0].shape[0], stores[0].dtype
-        places = [
+        slot_counts = [
             (B * span * store.heads, store.sizes)
             for span, layer in zip(self.uncompressed_slots, groups, strict=True)
             for store in layer
         ]
-        full = sum(count * _slot_bytes(sizes, dtype) for count, sizes in places)
+        full = sum(count * _slot_bytes(sizes, dtype) for count, sizes in slot_counts)
         return {
             "bytes": total,
             "payload_bytes": payload,
             "metadata_bytes": total - payload,
             "full_bytes": full,
-            "full_bytes_bfloat16": sum(count * 2 * sum(sizes) for count, sizes in places),
+            "full_bytes_bfloat16": sum(count * 2 * sum(sizes) for count, sizes in slot_counts),
             "requested_ratio": self.requested,
             "ratio": total / full,
             "dtype": {BFLOAT16_BITS: "bfloat16", INT4_PACKED: "int4"}.get(dtype, dtype.name),
@@ -334,7 +333,7 @@ class KVCache:
 
 
 def _slot_bytes(sizes: tuple[int, int], dtype: jnp.dtype) -> int:
-    """Returns the bytes of a slot with two vectors of these sizes, scales included."""
+    """Returns the bytes of a slot with a key and a value of these sizes, scales included."""
     if dtype == INT4_PACKED:
         return sum(size // 2 + 2 * size // group_size(size) * BFLOAT16_BITS.itemsize for size in sizes)
     return sum(sizes) * dtype.itemsize + (2 * 4 if dtype == jnp.int8 else 0)
@@ -347,7 +346,7 @@ def _stores(layer: FullLayer | RingLayer | CompressedLayer | None) -> list[Any]:
 
 
 def uncompressed_slots(config: ModelConfig, slots: int) -> tuple[int, ...]:
-    """Returns the slots that each layer needs for sequences of `slots` positions; a windowed layer needs at most its window."""
+    """Returns the slots per layer for sequences of `slots` positions: `slots`, or the window of the layer if it is shorter."""
     return tuple(slots if window is None else min(window, slots) for window in config.windows)
 
 
@@ -359,10 +358,10 @@ def make_cache(
     compression: Compression | None = None,
     segmented: bool = False,
 ) -> KVCache:
-    """Returns an empty cache for `batch` rows of up to `slots` positions; a layer with a shorter window gets a ring.
+    """Returns an empty cache for `batch` rows of up to `slots` positions; a layer with a shorter window gets a `RingLayer`.
 
     Args:
-      dtype: of keys and values, or latents: float32, bfloat16, int8 or int4.
+      dtype: the dtype of keys and values, or of latents: float32, bfloat16, int8 or int4.
       compression: the slots of every head and the eviction policy; None: keep all tokens.
       segmented: use a `SegmentedStore` for layers that keep all tokens.
     """
@@ -384,7 +383,7 @@ def make_cache(
         layer_slots = all_slots[index]
         if config.kv_source(index) is not None:
             return None
-        if compression is not None and any(kept < layer_slots for _, kept in compression.groups[index]):
+        if compression is not None and any(head_slots < layer_slots for _, head_slots in compression.groups[index]):
             return CompressedLayer.empty(B, config.head_size, compression, index, stored_dtype)
         if layer_slots < slots:
             return RingLayer(empty(index, layer_slots))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# bfloat16 stored as bits, on platforms that prefer it (see `Platform.bfloat16_cache_as_bits`).
+# The dtype of bfloat16 numbers stored as integers of the same bits (see `Platform.bfloat16_cache_as_bits`).
 BFLOAT16_BITS = jnp.dtype(jnp.uint16)
 INT4_PACKED = jnp.dtype(jnp.uint8)  # two int4 numbers per byte
 MAX_GROUP_SIZE = 32  # largest number of elements of an int4 vector that share a scale
@@ -23,14 +23,18 @@ MIN_SEGMENT, MAX_SEGMENTS = 128, 4
 class Store:
     """Keys and values of S slots.
 
-    Keys are stored as `[B, K, H, S]`, with the slots in the last axis. Scores are then q · k without a transpose, which takes a
-    CPU less than two thirds of the time of q · kᵀ. In int8 every key and every value has its own scale, so that its largest
-    magnitude is 127. The scales are multiplied into the operands or the results of the matrix multiplications. With dtype
-    `BFLOAT16_BITS` keys and values are bfloat16, stored as the integers of their bits.
+    Keys are stored as `[B, K, H, S]`, with the slots in the last axis, so that the scores q · k need no transpose: on a CPU
+    they take less than two thirds of the time of q · kᵀ.
 
-    With dtype `INT4_PACKED` they are int4: byte h of a vector holds number h in its lower four bits and number H/2 + h in its
-    upper four bits. `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits: first the
-    scales of all groups, then their minima. Their shape is `[B, K, 2 H/32, S]` for keys and `[B, K, S, 2 H/32]` for values.
+    The dtype is one of:
+
+    * float32 or bfloat16.
+    * `BFLOAT16_BITS`: bfloat16, stored as integers of the same bits.
+    * int8: every key and every value has a scale, which maps its largest magnitude to 127. The scales are applied to the
+      operands or the results of the matrix multiplications.
+    * `INT4_PACKED`: int4. Byte h of a vector holds number h in its lower four bits and number H/2 + h in its upper four bits.
+      `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits, the scales of all groups
+      before their minima. The shape of scales and minima is `[B, K, 2 H/32, S]` for keys and `[B, K, S, 2 H/32]` for values.
     """
 
     k_BKHS: jax.Array
@@ -40,10 +44,10 @@ class Store:
 
     @classmethod
     def empty(cls, batch: int, heads: int, sizes: tuple[int, int], slots: int, dtype: DTypeLike) -> Self:
-        """Returns a store of zeros; `sizes` are the sizes of the key and of the value of a slot."""
-        quantize_int4 = 2 if dtype == INT4_PACKED else 1
-        k = jnp.zeros((batch, heads, sizes[0] // quantize_int4, slots), dtype)
-        v = jnp.zeros((batch, heads, slots, sizes[1] // quantize_int4), dtype)
+        """Returns a store of zeros; `sizes` are the sizes of a key and of a value."""
+        numbers_per_element = 2 if dtype == INT4_PACKED else 1
+        k = jnp.zeros((batch, heads, sizes[0] // numbers_per_element, slots), dtype)
+        v = jnp.zeros((batch, heads, slots, sizes[1] // numbers_per_element), dtype)
         if dtype == INT4_PACKED:
             k_groups, v_groups = (2 * size // group_size(size) for size in sizes)
             k_scales = jnp.zeros((batch, heads, k_groups, slots), BFLOAT16_BITS)
@@ -54,7 +58,7 @@ class Store:
 
     @classmethod
     def from_kv(cls, k_BTKH: jax.Array, v_BTKH: jax.Array, dtype: DTypeLike) -> Self:
-        """Returns a store of new keys and values, token t in slot t."""
+        """Returns a store that holds the key and value of token t in slot t."""
         k, k_scale_BTK = quantize(cls._key(k_BTKH, v_BTKH), dtype)
         v, v_scale_BTK = quantize(v_BTKH, dtype)
         keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
@@ -66,7 +70,7 @@ class Store:
 
     @staticmethod
     def _key(k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-        """Returns the part of a key that is stored next to the value."""
+        """Returns the part of the keys that is stored in `k_BKHS`."""
         return k_BTKH
 
     @property
@@ -79,9 +83,9 @@ class Store:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The sizes of the two vectors in a slot of a head."""
-        quantize_int4 = 2 if self.dtype == INT4_PACKED else 1
-        return quantize_int4 * self.k_BKHS.shape[2], quantize_int4 * self.v_BKSH.shape[3]
+        """The sizes of the stored key and value of a slot and head."""
+        numbers_per_element = 2 if self.dtype == INT4_PACKED else 1
+        return numbers_per_element * self.k_BKHS.shape[2], numbers_per_element * self.v_BKSH.shape[3]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -104,13 +108,13 @@ class Store:
         return _matmul(q_BKMH, self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1) * q_BKMH.shape[-1] ** -0.5
 
     def weighted_values(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Returns the sums of the values `[B, K, M, H]`, weighted by `weights_BKMS`."""
+        """Returns the weighted sums of the values, `[B, K, M, H]`."""
         return _matmul(weights_BKMS, self.v_BKSH, self.v_scale_BKS, dtype, slots=-2)
 
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array, row: jax.Array | None = None) -> Self:
-        """Writes each new key and value to its slot (the K axis may be 1); slots outside the store are dropped.
+        """Writes each new key and value to its slot in `slots_BTK` (the K axis may be 1), unless the slot is out of range.
 
-        With `row`, the input is a single sequence, which is written to this row of the store.
+        With `row`, the inputs are one sequence, which is written to this row of the store.
         """
         B, K = self.v_BKSH.shape[:2]
         rows, heads = (jnp.arange(B) if row is None else row[None])[:, None, None], jnp.arange(K)[None, None, :]
@@ -120,11 +124,11 @@ class Store:
         values = self.v_BKSH.at[rows, heads, slots_BTK].set(v, mode="drop")
         if self.k_scale_BKS is None or self.v_scale_BKS is None:
             return type(self)(keys, values)
-        of_keys = (rows, heads, slice(None), slots_BTK) if self.dtype == INT4_PACKED else (rows, heads, slots_BTK)
+        k_scale_index = (rows, heads, slice(None), slots_BTK) if self.dtype == INT4_PACKED else (rows, heads, slots_BTK)
         return type(self)(
             keys,
             values,
-            self.k_scale_BKS.at[of_keys].set(k_scale_BTK, mode="drop"),
+            self.k_scale_BKS.at[k_scale_index].set(k_scale_BTK, mode="drop"),
             self.v_scale_BKS.at[rows, heads, slots_BTK].set(v_scale_BTK, mode="drop"),
         )
 
@@ -133,25 +137,25 @@ class Store:
         return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row, 1), self)
 
     def join(self, other: Self) -> Self:
-        """Returns the slots of both stores, those of this store first."""
+        """Returns a store with the slots of this store, followed by the slots of the other store."""
         return self._map_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
 
     def gather_slots(self, index_BKS: jax.Array) -> Self:
         """Returns the slots at `index_BKS` (the K axis may be 1), in that order."""
 
-        def taken(axis: int, leaf: jax.Array) -> jax.Array:
+        def take_leaf(axis: int, leaf: jax.Array) -> jax.Array:
             index = index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
             return jnp.take_along_axis(leaf, index, axis=axis)
 
-        return self._map_slots(taken)
+        return self._map_slots(take_leaf)
 
     def select_slots(self, chosen_BKS: jax.Array, other: Self) -> Self:
-        """Returns the slots of this store where `chosen_BKS` (the K axis may be 1) is true, else those of the other store."""
+        """Returns a store with the slots of this store where `chosen_BKS` is true (the K axis may be 1), else of the other."""
 
-        def picked(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
+        def select_leaf(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.where(chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3), a, b)
 
-        return self._map_slots(picked, other)
+        return self._map_slots(select_leaf, other)
 
     def _map_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
         """Applies `function(slot axis, leaf, …)` to every leaf."""
@@ -163,10 +167,11 @@ class Store:
 @partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
 @dataclass(frozen=True)
 class LatentStore(Store):
-    """Latents of S slots, stored as the values; the keys hold only the rotated part that follows the latent in every key.
+    """Latents of S slots, for multi-head latent attention.
 
-    A latent with its rotated part is the single key of all query heads, and the latent alone is their value, so the axis K is
-    1. In int8 and int4 the latent and the rotated part have separate scales.
+    All query heads share one key and one value, so the K axis is 1. The value is the latent, which is stored in `v_BKSH`. The
+    key is the latent followed by a rotated part, and only the rotated part is stored in `k_BKHS`. In int8 and int4 the latent
+    and the rotated part have separate scales.
     """
 
     @staticmethod
@@ -193,7 +198,7 @@ class StorePrefix(NamedTuple):
 
     @property
     def ends(self) -> list[int]:
-        """The number of slots up to the end of each segment."""
+        """The index of the first slot after each segment."""
         return [*accumulate(segment.slots for segment in self.segments)]
 
     def scores(self, q_BKMH: jax.Array) -> jax.Array:
@@ -201,7 +206,7 @@ class StorePrefix(NamedTuple):
         return jnp.concatenate([segment.scores(q_BKMH) for segment in self.segments], axis=-1)
 
     def weighted_values(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Returns the sums of the values `[B, K, M, H]`, weighted by `weights_BKMS`."""
+        """Returns the weighted sums of the values, `[B, K, M, H]`."""
         weights = jnp.split(weights_BKMS, self.ends[:-1], axis=-1)
         sums = (
             segment.weighted_values(segment_weights, dtype).astype(jnp.float32)
@@ -214,15 +219,15 @@ class StorePrefix(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["segments", "used_B", "row"], meta_fields=[])
 @dataclass(frozen=True)
 class SegmentedStore:
-    """A store in segments, of which a CPU reads only those that some row has reached; slot s of the whole store holds position
-    s.
+    """A store that is split into segments along the slots; attention on a CPU skips segments that no row has reached.
 
-    The result of a row is bitwise the same however far the other rows have come: the segments are the same, sums are computed
-    segment by segment, and segments after the end of a row add zeros. Only a `FullLayer` uses this store.
+    Slot s of the whole store holds position s. The result of a row does not depend, to the last bit, on the length of the other
+    rows: sums are computed segment by segment, and segments after the end of the row add zeros. Only `FullLayer` uses this
+    store.
 
     Attributes:
-      used_B: the number of slots of each row up to the newest one that the last `write` filled; 0 for a row that wrote nothing.
-      row: the only row that is read, see `select_row`.
+      used_B: for each row, the number of slots up to the newest slot of the last `write`; 0 if it wrote nothing to the row.
+      row: the only row to read, see `select_row`; None: all rows.
     """
 
     segments: tuple[Store, ...]
@@ -231,7 +236,9 @@ class SegmentedStore:
 
     @classmethod
     def empty(cls, batch: int, slots: int, segment: Callable[[int], Store]) -> "SegmentedStore":
-        """Returns segments made by `segment(slots)`: a half, a quarter and two eighths of all slots, none shorter than
+        """Returns an empty store; `segment(slots)` creates a segment.
+
+        In order, the segments have 1/8, 1/8, 1/4 and 1/2 of all slots. There are fewer segments if one would be shorter than
         `MIN_SEGMENT`.
         """
         ends = [slots]
@@ -250,7 +257,7 @@ class SegmentedStore:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The sizes of the two vectors in a slot of a head."""
+        """The sizes of the stored key and value of a slot and head."""
         return self.segments[0].sizes
 
     @property
@@ -268,7 +275,7 @@ class SegmentedStore:
         return [sum(segment.slots for segment in self.segments[:number]) for number in range(len(self.segments))]
 
     def select_row(self, row: jax.Array) -> "SegmentedStore":
-        """Returns one row as a store with a batch of one, for reading: a segment is copied only when it is used."""
+        """Returns one row as a read-only store with a batch of one; a segment of the row is copied only when it is read."""
         return replace(self, row=row)
 
     def write(
@@ -285,8 +292,9 @@ class SegmentedStore:
         return SegmentedStore(tuple(map(write_segment, self._starts, self.segments)), used_B)
 
     def apply_to_used(self, function: Callable[[StorePrefix], Any]) -> Any:
-        """Applies a function to the segments that some row has reached; its result must have the same shape for any number of
-        them.
+        """Applies a function to the segments that some row has reached.
+
+        The shape of its result must not depend on the number of segments.
         """
         used = jnp.max(self.used_B) if self.row is None else self.used_B[self.row]
 
@@ -311,13 +319,15 @@ def _matmul(
     slots: int,
     transposed: bool = False,
 ) -> jax.Array:
-    """Multiplies x by w for every row and head, in whatever dtype w is stored; `transposed`: x · wᵀ with `w_BKOI`.
+    """Multiplies x by w for every row and head; w may have any storage dtype.
 
     Args:
-      x_BKMI: queries, or the attention weights of the slots.
+      x_BKMI: queries or attention weights.
+      w_BKIO: keys or values; `[B, K, O, I]` if `transposed`.
       scale: the scales of w: one per slot in int8, one per group of numbers in int4.
-      out_dtype: the dtype of the result; attention weights are cast to it first.
-      slots: the axis of the slots in w.
+      out_dtype: the dtype of the result; attention weights are cast to it before the multiplication.
+      slots: the axis of the slots in w, −1 or −2.
+      transposed: compute x · wᵀ.
     """
     sums_slots = (slots == -2) != transposed  # whether the matrix multiplication sums over slots
     if scale is not None and w_BKIO.dtype == jnp.int8 and sums_slots:
@@ -348,10 +358,10 @@ def _batched_matmul(
 def _matmul_per_head(
     x_BKMI: jax.Array, w_BKIO: jax.Array, groups: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
 ) -> jax.Array:
-    """Multiplies head by head, so that on a CPU the converted values stay in the caches of the cores.
+    """Multiplies head by head, so that the converted keys or values of a head fit into the cache of a CPU core.
 
-    A batched multiplication would write a float32 copy of the whole layer. The barrier keeps XLA from moving the conversion out
-    of the loop, which would have the same effect.
+    A batched multiplication would write a float32 copy of the whole layer. So would XLA if it hoisted the conversion out of the
+    loop; the barrier prevents this.
     """
     B, K = w_BKIO.shape[:2]
     flat = jax.tree.map(lambda leaf: leaf.reshape(B * K, *leaf.shape[2:]), (x_BKMI, w_BKIO, groups))
@@ -367,7 +377,7 @@ def _matmul_per_head(
 
 
 def _dequantize(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
-    """Converts stored vectors to float32; `axis` is the axis of the vector elements, which int8 scales do not have."""
+    """Converts stored vectors to float32; `axis` is the axis of the vector elements, an axis that int8 scales lack."""
     if w.dtype == INT4_PACKED:
         numbers = jnp.concatenate([w & 15, w >> 4], axis=axis).astype(jnp.float32)
         assert scale is not None
@@ -379,8 +389,9 @@ def _dequantize(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
 
 
 def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Converts vectors `[..., H]` to a storage dtype; the scales are `[...]` in int8 and `[..., 2 H / group_size]` with
-    `INT4_PACKED`.
+    """Converts vectors `[..., H]` to a storage dtype and returns them with their scales.
+
+    The scales are `[...]` in int8, `[..., 2 H / group_size]` with `INT4_PACKED`, and None otherwise.
     """
     if dtype == INT4_PACKED:
         return quantize_int4(x.astype(jnp.float32))
@@ -390,15 +401,16 @@ def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | Non
 
 
 def quantize_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes float32 vectors `[..., H]` to symmetric int8; their scales `[...]` map the largest magnitude to 127."""
+    """Quantizes float32 vectors `[..., H]` to symmetric int8; the scales `[...]` map the largest magnitude to 127."""
     largest = jnp.max(jnp.abs(x), axis=-1)
     scale = jnp.where(largest > 0, largest, 1.0) / 127
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
 
 
 def group_size(size: int) -> int:
-    """Returns how many elements of an int4 vector of this size share a scale: 32, or the largest power of two that divides the
-    size.
+    """Returns how many elements of an int4 vector of this size share a scale.
+
+    This is 32, or the largest power of two that divides the size if that is smaller.
 
     Raises:
       ValueError: the size is odd.
@@ -409,10 +421,11 @@ def group_size(size: int) -> int:
 
 
 def quantize_int4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes float32 vectors `[..., H]` to int4 as bytes `[..., H/2]`, with the bits of scales and minima `[..., 2 H/32]`.
+    """Quantizes float32 vectors `[..., H]` to int4.
 
-    The minimum of a group becomes 0 and the maximum 15, up to the rounding of scale and minimum to bfloat16. Apart from that
-    rounding no element is off by more than half a scale. See `Store` for the order of the elements.
+    Returns bytes `[..., H/2]`, and the bfloat16 bits of scales and minima `[..., 2 H/32]`. `Store` documents the order of the
+    elements. The minimum of a group becomes 0 and its maximum 15. The error of an element is at most half the scale, apart from
+    the rounding of scale and minimum to bfloat16.
     """
     H = x.shape[-1]
     groups = x.reshape(*x.shape[:-1], -1, group_size(H))

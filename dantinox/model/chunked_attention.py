@@ -1,10 +1,10 @@
 """Causal attention in blocks of queries and keys, so that memory grows linearly with the length.
 
-The scores are never held at once. The backward pass computes them again from the log-normalizers (Rabe & Staats 2021; Dao et
-al. 2022, algorithm 4). Blocks skip the keys after them, which saves almost half of the matrix multiplications.
+Only the scores of a few blocks are in memory at a time. The backward pass recomputes them from the log-normalizers (Rabe &
+Staats 2021; Dao et al. 2022, algorithm 4). A block skips the keys after it, which saves almost half of the matrix
+multiplications.
 
-Shapes: N rows times key heads, G query heads per key head, T time, R queries of a block, S keys they may attend to, H head
-size.
+Shapes: N rows times key heads, G query heads per key head, T time, R queries of a block, S keys of a group, H head size.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 
-BLOCK = 128  # queries
+BLOCK = 128  # queries per block
 NUM_GROUPS = 8  # groups of blocks; the blocks of a group share one slice of the keys
 MAX_SCORES = 1 << 23  # the most scores held at a time (32 MiB), which limits how many heads run together
 
@@ -30,11 +30,13 @@ def chunked_attention(
     window: int | None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
-    """Computes causal attention of tokens in order, `[B, T, K, G, H]`; the head size of values may differ from that of keys.
+    """Computes causal attention `[B, T, K, G, H]` of tokens at consecutive positions.
+
+    The head size of the values may differ from H.
 
     Args:
       segments_BT: document numbers; attention never crosses documents. None: one document per row.
-      window: the number of keys that a query attends to, its own included; None: all keys up to its own.
+      window: the number of keys that a query attends to, including the key of its own token; None: no limit.
     """
     B, T, K, G, _ = q_BTKGH.shape
     blocks = -(-T // BLOCK)
@@ -42,20 +44,20 @@ def chunked_attention(
     padding = -T % span
     segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
 
-    def flat(x: Array) -> Array:  # [B, T, K, …] -> [B · K, T, …]
+    def flatten_heads(x: Array) -> Array:  # [B, T, K, …] -> [B · K, T, …]
         padded = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(padded, 1, 2).reshape(B * K, T + padding, *x.shape[3:])
 
-    q_NGTH = flat(q_BTKGH).swapaxes(1, 2)
-    segments_NT = flat(jnp.broadcast_to(segments_BT[:, :, None], (B, T, K)))
+    q_NGTH = flatten_heads(q_BTKGH).swapaxes(1, 2)
+    segments_NT = flatten_heads(jnp.broadcast_to(segments_BT[:, :, None], (B, T, K)))
     sinks_NG = None if softmax.sinks_KG is None else jnp.tile(softmax.sinks_KG, (B, 1))
-    out_NGTH = _attend(window, span, softmax.cap, q_NGTH, flat(k_BTKH), flat(v_BTKH), segments_NT, sinks_NG)
+    out_NGTH = _attend(window, span, softmax.cap, q_NGTH, flatten_heads(k_BTKH), flatten_heads(v_BTKH), segments_NT, sinks_NG)
     return out_NGTH[:, :, :T].reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(window: int | None, span: int, cap: float | None, *inputs: Array | None) -> Array:
-    """Computes attention of `q_NGTH` over `k_NTH` and `v_NTH`, with `segments_NT`, and `sinks_NG` or None."""
+    """Computes attention; `inputs` are `q_NGTH`, `k_NTH`, `v_NTH`, `segments_NT`, and `sinks_NG` or None."""
     return _forward(window, span, cap, *inputs)[0]
 
 
@@ -100,7 +102,7 @@ def _backward(
         d_out_GTH: Array,
     ) -> tuple[Array, Array, Array, Array | None]:
         size = q_GTH.shape[-1]
-        # Σ over keys of weight · d weight, which the derivative of the softmax subtracts.
+        # The derivative of the softmax subtracts Σ over keys of weight · d_weight, which equals out · d_out.
         mean_GT = jnp.sum(out_GTH.astype(jnp.float32) * d_out_GTH.astype(jnp.float32), axis=-1)
         d_q, d_k_TH, d_v_TH = [], jnp.zeros(k_TH.shape, jnp.float32), jnp.zeros(v_TH.shape, jnp.float32)
         for first, low, high in _groups(k_TH.shape[0], span, window):
@@ -136,7 +138,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _groups(length: int, span: int, window: int | None) -> list[tuple[int, int, int]]:
-    """Returns (first query, first key, end of queries and keys) of each group."""
+    """Returns `(first query, first key, end)` of each group; queries and keys have the same end."""
     return [(first, 0 if window is None else max(0, first - window + 1), first + span) for first in range(0, length, span)]
 
 
@@ -147,8 +149,9 @@ def _starts(first: int, span: int) -> Array:
 def _scores(
     q_GRH: Array, k_SH: Array, segments_T: Array, start: Array, low: int, window: int | None, cap: float | None
 ) -> tuple[Array, Array | None]:
-    """Returns the scaled scores `[G, R, S]`, float32, with the float32 minimum where masked, and the derivative of the cap or
-    None.
+    """Returns the scaled scores `[G, R, S]` in float32 and the derivative of the cap; None without a cap.
+
+    Masked scores are the float32 minimum.
     """
     R, H, S = *q_GRH.shape[1:], k_SH.shape[0]
     query_R1, key_S = (start + jnp.arange(R))[:, None], low + jnp.arange(S)
@@ -169,7 +172,7 @@ def _einsum(axes: str, x: Array, y: Array) -> Array:
 
 
 def _block_rows(x_GT: Array, start: Array) -> Array:
-    """Returns the queries of the block that begins at `start`, from [G, T, …]."""
+    """Slices the queries of the block that begins at `start` from an array [G, T, …]."""
     return lax.dynamic_slice_in_dim(x_GT, start, min(BLOCK, x_GT.shape[1]), axis=1)
 
 

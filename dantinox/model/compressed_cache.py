@@ -1,16 +1,23 @@
 """The compressed KV cache: a fixed number of slots per key head, and the eviction policies that choose which tokens to keep.
 
-The slot counts are known before compilation, so the memory is really saved: the heads of a layer form at most two groups, each
-with buffers of its own size. Positions are stored with the keys (which are rotated before they are stored), so eviction does
-not change them.
+The slot counts are known before compilation, so smaller buffers are allocated: the heads of a layer form at most two groups,
+and each group has buffers of its own size. Each slot stores the position of its token. Keys are rotated before they are stored,
+so eviction does not change the positions of other tokens.
 
-Policies: `snapkv+ema` ranks the tokens of a prompt by the attention of its last queries, pooled over neighboring tokens
-(SnapKV, Li et al. 2024), and during decoding by a moving average of the attention that each token receives.
-`expected_attention` ranks prompt tokens by the attention that later queries are expected to pay (Devoto et al. 2025), and
-`kvzip` by the largest attention during a second pass over the prompt (Kim et al. 2025); both use the same moving average during
-decoding. `tova` uses the newest query alone (Oren et al. 2024), `h2o` the sum over all queries (Zhang et al. 2023), `streaming`
-keeps the newest tokens (Xiao et al. 2024), and `random` ranks by a hash. All policies keep the first tokens and the most recent
-ones.
+The policies rank tokens by:
+
+* `snapkv+ema`: in a prompt, the attention from its last queries, pooled over neighboring tokens (SnapKV, Li et al. 2024);
+  during decoding, a moving average of the attention that each token receives.
+* `expected_attention`: in a prompt, the attention expected from later queries (Devoto et al. 2025); during decoding, the same
+  moving average.
+* `kvzip`: in a prompt, the largest attention during a second pass over the prompt (Kim et al. 2025); during decoding, the same
+  moving average.
+* `tova`: the attention from the newest query (Oren et al. 2024).
+* `h2o`: the sum of the attention from all queries (Zhang et al. 2023).
+* `streaming`: the position, so that the newest tokens are kept (Xiao et al. 2024).
+* `random`: a hash of the position.
+
+All policies keep the first and the most recent tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -28,28 +35,28 @@ from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.model.positions import rotary_angles, rotate
 
 MAX_DECAY = 0.999
-FUTURE = 512  # positions after a prompt over which `expected_attention` averages the rotation
+FUTURE = 512  # the number of positions after a prompt over which `expected_attention` averages the rotation
 Rotation = tuple[float, RopeScaling | None] | None  # the rotation of a layer, as returned by `ModelConfig.rotation`
 
 
 @dataclass(frozen=True)
 class Compression:
-    """The settings of a compressed cache; hashable, because each value compiles its own program.
+    """The settings of a compressed cache; hashable, because they are a static argument of compiled programs.
 
     Attributes:
-      groups: the key heads of each layer in groups, `((heads, slots), …)`, in the order of the heads in the model.
-      decays: for each layer and key head the factor g by which an importance shrinks with every token.
-      window: the number of last queries of a prompt whose attention ranks its tokens; None: all.
-      pool: the number of tokens over which a large importance in a prompt is spread, an odd number.
-      fixed: `position` or `hash` if the importance does not depend on attention.
-      prompt: how the tokens of a prompt get their importance: `attention` of its own queries, `expected` attention of the
-        queries after it, or `reconstruction`, the largest attention during a second pass.
+      groups: for each layer, the groups of key heads, `((heads, slots), …)`, in the order of the heads in the model.
+      decays: for each layer and key head, the factor by which an importance is multiplied at every new token.
+      window: the number of last queries of a prompt whose attention ranks the prompt tokens; None: all queries.
+      pool: the width of the max pooling over the importances of a prompt, an odd number of tokens.
+      fixed: `position` or `hash` if the importance does not depend on attention, else None.
+      prompt: the importance of prompt tokens: `attention` (from the queries of the prompt), `expected` (attention expected from
+        the queries after the prompt), or `reconstruction` (the largest attention during a second pass).
       rotations, rotated: for `expected`, the rotation of each layer and the number of rotated elements of a head.
-      recency: rank tokens as if every query had also paid 1 / age to each of them; prompt tokens only if `prompt` is
-        `attention`. If a head attends to few tokens, the attention to all others is noise, and the newer ones are more likely
-        to be needed.
-      sinks, recent: the number of first and of newest tokens, which are never evicted.
-      ratio: the requested fraction of all slots.
+      recency: rank tokens as if each query had also given attention 1 / age to every token. Prompt tokens are ranked this way
+        only if `prompt` is `attention`. In a head that attends to few tokens, the attention to all other tokens is noise, and
+        the newer of these tokens are more likely to be needed.
+      sinks, recent: the numbers of first and of newest tokens that are never evicted.
+      ratio: the requested fraction of the slots of an uncompressed cache.
     """
 
     groups: tuple[tuple[tuple[int, int], ...], ...]
@@ -67,7 +74,7 @@ class Compression:
 
 
 class QKV(NamedTuple):
-    """Queries, keys, values and positions of tokens that are read together."""
+    """The queries, keys, values and positions of the tokens of one call."""
 
     q_BTKGH: jax.Array
     k_BTKH: jax.Array
@@ -82,12 +89,12 @@ class QKV(NamedTuple):
 )
 @dataclass(frozen=True)
 class HeadGroup:
-    """Key heads with the same number of slots; position −1 marks an empty slot.
+    """The cache of key heads with the same number of slots; position −1 marks an empty slot.
 
     Attributes:
-      importance_BKS: None if the importance is a function of the position.
+      importance_BKS: the importance of each token; None if it is a function of the position.
       first_head: the index of the first head of the group in its layer.
-      rotation: the rotation of the layer, if the compression reads it.
+      rotation: the rotation of the layer, if the policy uses it.
     """
 
     store: Store
@@ -108,11 +115,11 @@ class HeadGroup:
 
     @property
     def _effective_queries_K1(self) -> jax.Array:
-        """The number of queries over which an importance is effectively summed."""
+        """The effective number of queries in the sum of an importance: 1 / (1 − decay)."""
         return 1 / (1 - jnp.minimum(self._decay_K1, MAX_DECAY))
 
     def _priority(self, position_BKS: jax.Array, importance_BKS: jax.Array | None, last_B11: jax.Array) -> jax.Array:
-        """Returns the values by which tokens are ranked."""
+        """Returns the priority of each token; tokens with the lowest priority are evicted first."""
         if self.compression.fixed == "position":
             return position_BKS.astype(jnp.float32)
         if importance_BKS is None:
@@ -125,7 +132,7 @@ class HeadGroup:
         return (position_BKS < self.compression.sinks) | (position_BKS > last_B11 - self._num_recent)
 
     def attend_token(self, q_B1KGH, k_B1KH, v_B1KH, positions_B1, window, probe, softmax) -> tuple["HeadGroup", StoreReadout]:
-        """Writes the new token, evicting another one if the slots are full, then attends to all tokens in the cache."""
+        """Writes the new token, evicting a cached token if all slots are full, and attends to all cached tokens."""
         B, K, C = self.position_BKS.shape
         t_B11 = positions_B1[:, :, None]
         valid = self.position_BKS >= 0
@@ -143,17 +150,17 @@ class HeadGroup:
         counted_B1 = None if importance_BKS is None else positions_B1 >= 0
         readout = attend(q_B1KGH, store, positions_B1, position_BKS, window, probe, counted_B1, softmax)
         if importance_BKS is not None:
-            before = importance_BKS.at[rows, heads, slot_BK].set(0, mode="drop")
-            importance_BKS = jnp.where(t_B11 >= 0, self._decay_K1 * before + readout.received_BKS, before)
+            previous = importance_BKS.at[rows, heads, slot_BK].set(0, mode="drop")
+            importance_BKS = jnp.where(t_B11 >= 0, self._decay_K1 * previous + readout.received_BKS, previous)
         return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), readout
 
     def attend_prompt(
         self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, again: QKV | None = None
     ) -> tuple["HeadGroup", StoreReadout]:
-        """Reads part of a prompt: its queries attend to the cache and to each other, then the tokens to keep are chosen.
+        """Processes a part of a prompt: attends to the cache and to the part, and then chooses the tokens to keep.
 
         Args:
-          again: the same tokens in a second pass, for `reconstruction`; their output is appended to the output.
+          again: the same tokens in the second pass, for `reconstruction`; their output is appended to the output.
         """
         B, K, C = self.position_BKS.shape
         sorted_group = self._in_order()
@@ -173,13 +180,13 @@ class HeadGroup:
         elif again is not None and sorted_group.importance_BKS is not None:
             second = self._second_pass(union, position_BKU, again, window, softmax)
             readout = readout._replace(out_BTKGH=jnp.concatenate([readout.out_BTKGH, second.out_BTKGH], axis=1))
-            before_BKU = jnp.pad(sorted_group.importance_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
-            importance_BKU = pooled_BKU = jnp.maximum(before_BKU, second.received_BKS[..., : position_BKU.shape[2]])
-        elif sorted_group.importance_BKS is not None:  # the decayed importance of the cached tokens plus what they receive now
-            read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
-            decayed_BKS = sorted_group.importance_BKS * sorted_group._decay_K1**read_B11
-            before_BKU = jnp.pad(decayed_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
-            importance_BKU = jnp.where(position_BKU >= 0, before_BKU + readout.received_BKS, 0)
+            previous_BKU = jnp.pad(sorted_group.importance_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
+            importance_BKU = pooled_BKU = jnp.maximum(previous_BKU, second.received_BKS[..., : position_BKU.shape[2]])
+        elif sorted_group.importance_BKS is not None:  # decayed importance plus attention from this part
+            num_read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
+            decayed_BKS = sorted_group.importance_BKS * sorted_group._decay_K1**num_read_B11
+            previous_BKU = jnp.pad(decayed_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
+            importance_BKU = jnp.where(position_BKU >= 0, previous_BKU + readout.received_BKS, 0)
             # Max pooling over neighboring tokens.
             width, sides = (1, 1, self.compression.pool), ((0, 0), (0, 0), (self.compression.pool // 2,) * 2)
             pooled_BKU = jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), sides)
@@ -205,8 +212,9 @@ class HeadGroup:
         return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), readout
 
     def _second_pass(self, union: Store, position_BKU, again: QKV, window, softmax) -> StoreReadout:
-        """Attends from the repeated tokens to the union and to each other, with the largest weight that each key receives from
-        them.
+        """Computes attention from the repeated tokens to the union and to each other.
+
+        `received_BKS` holds the largest weight that each key receives.
         """
         B, K, _ = position_BKU.shape
         store = union.join(Store.from_kv(again.k_BTKH, again.v_BTKH, self.store.dtype))
@@ -216,7 +224,7 @@ class HeadGroup:
         return attend(again.q_BTKGH, store, again.positions_BT, position, window, None, counted_BT, softmax, use_max=True)
 
     def _in_order(self) -> "HeadGroup":
-        """Returns the group sorted by position, empty slots first, so that new tokens follow without a gap."""
+        """Returns the group sorted by position, with empty slots first, so that no gap precedes new tokens."""
         index_BKS = jnp.argsort(self.position_BKS, axis=2)
         position_BKS = jnp.take_along_axis(self.position_BKS, index_BKS, axis=2)
         importance_BKS = self.importance_BKS
@@ -225,7 +233,7 @@ class HeadGroup:
         return replace(self, store=self.store.gather_slots(index_BKS), position_BKS=position_BKS, importance_BKS=importance_BKS)
 
     def _counted(self, positions_BT: jax.Array, last_B11: jax.Array) -> jax.Array | None:
-        """Marks the queries of a prompt whose attention counts."""
+        """Returns a mask of the prompt queries whose attention determines the importance; None if no attention does."""
         if self.importance_BKS is None or self.compression.prompt != "attention":
             return None
         counted_BT = positions_BT >= 0
@@ -236,7 +244,7 @@ class HeadGroup:
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=[])
 @dataclass(frozen=True)
 class CompressedLayer:
-    """A layer whose key heads form groups, in the order of the heads in the model."""
+    """The cache of one layer: groups of key heads, in the order of the heads in the model."""
 
     groups: tuple[HeadGroup, ...]
 
@@ -259,7 +267,7 @@ class CompressedLayer:
         return self.groups[0].compression.prompt == "reconstruction"
 
     def attend_two_pass(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
-        """Runs `attend` on the first half of T tokens, which the second half repeats at later positions."""
+        """Runs `attend` for tokens whose second half repeats the first half at later positions."""
         return self._attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, twice=True)
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
@@ -294,12 +302,12 @@ class CompressedLayer:
 
 
 def _return_scores(scores_BNS: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A probe that returns its arguments, both `[B, N, S]`, also for a single key head."""
+    """A probe that returns its arguments, both expanded to `[B, N, S]`."""
     return scores_BNS, jnp.broadcast_to(valid if valid.ndim == 3 else valid[:, None], scores_BNS.shape)
 
 
 def position_hash(position: jax.Array, head: jax.Array) -> jax.Array:
-    """Returns a number in [0, 1) that depends on position and head only (the finalizer of MurmurHash3)."""
+    """Returns a pseudorandom number in [0, 1) from position and head (the finalizer of MurmurHash3)."""
     x = position.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + head.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -316,16 +324,16 @@ def expected_attention(
     rotated: int,
     sinks: int,
 ) -> jax.Array:
-    """Returns the attention `[B, K, U]` that each key is expected to receive from later queries (Devoto et al. 2025, section
-    3).
+    """Returns the attention `[B, K, U]` that each key is expected to receive from later queries.
 
-    Queries before their rotation are modelled as Gaussian, with the mean μ and the covariance Σ of the queries of the prompt.
-    Let R be the mean of the rotations to the `FUTURE` positions after the prompt. Then E exp(qᵀk / √H) = exp(μᵀRᵀk / √H +
-    kᵀRΣRᵀk / 2H), which a softmax over the keys normalizes. The mean over query heads is multiplied by the norm of the value,
-    relative to the mean norm. The first `sinks` tokens are excluded from the statistics and get zero.
+    This follows Devoto et al. 2025, section 3. Queries before their rotation are modeled as Gaussian, with the mean μ and the
+    covariance Σ of the prompt queries. Let R be the mean rotation over the `FUTURE` positions after the prompt. Then
+    E exp(qᵀk / √H) = exp(μᵀRᵀk / √H + kᵀRΣRᵀk / 2H). A softmax over the keys normalizes this expectation. Its mean over the
+    query heads is multiplied by the norm of the value, divided by the mean norm. The first `sinks` tokens are excluded from
+    the statistics and get zero.
 
     Args:
-      q_BTKGH, k_BUKH: after their rotation.
+      q_BTKGH, k_BUKH: queries and keys after rotation.
       positions_BT: −1 marks padding.
       position_BKU: the positions of the keys, −1 for an empty slot.
       rotation: the rotation of the layer; None: no rotation.
@@ -335,7 +343,7 @@ def expected_attention(
     q, k_BUKH = q_BTKGH.astype(jnp.float32), k_BUKH.astype(jnp.float32)
     if rotation is not None:
         cos, sin = rotary_angles(positions_BT, rotated, *rotation)
-        gain = cos**2 + sin**2  # scaled rotations also change the length
+        gain = cos**2 + sin**2  # scaled rotations also change the norm
         q = rotate(q, (cos / gain, -sin / gain))
         future_BF = jnp.max(positions_BT, axis=1)[:, None] + 1 + jnp.arange(FUTURE)
         cos, sin = (jnp.mean(part, axis=1, keepdims=True) for part in rotary_angles(future_BF, rotated, *rotation))

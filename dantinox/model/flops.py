@@ -7,9 +7,9 @@ from dantinox.model.lora import layer_projections, projection_sizes
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """Returns N, the weights that a token is multiplied by: attention `D·Q·(2H + 2K)`, feed-forward, and `D·V`.
+    """Returns N, the number of matrix weights used per token: attention `D·Q·(2H + 2K)`, feed-forward, and `D·V`.
 
-    Of a mixture of experts it counts the experts that a token uses and the router; of per-layer inputs `3·L·D·P`.
+    A mixture of experts counts with its router and the experts that a token uses, per-layer inputs with `3·L·D·P`.
     """
     D, L, P = model.dim, model.num_blocks, model.per_layer_dim
     layers = sum(_layer_parameters(model.of_layer(layer), model.kv_projections(layer)) for layer in range(L))
@@ -17,7 +17,7 @@ def matrix_parameters(model: ModelConfig) -> int:
 
 
 def _layer_parameters(model: ModelConfig, kv_projections: int) -> int:
-    """Returns N of one layer of a model whose layers are all like it, see `ModelConfig.of_layer`."""
+    """Returns N of one layer; `model` is the result of `ModelConfig.of_layer`, whose layers are all equal."""
     D, Q, F = model.dim, model.head_size, model.hidden_dim
     attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * kv_projections * model.kv_heads
     if model.latent is not None:  # down-projection to latents, up-projection, queries, output
@@ -32,10 +32,9 @@ def _layer_parameters(model: ModelConfig, kv_projections: int) -> int:
 
 
 def attention_flops(model: ModelConfig, keys: int) -> int:
-    """Returns `4·L·H·Q·T` for one query: the scores and the weighted values of `keys` keys, at most the window in windowed
-    layers.
+    """Returns the FLOPs of attention for one query, `4·L·H·Q·T`: the scores and weighted values of `keys` keys.
 
-    Keys that the causal mask hides count too, as in the sources of the formulas.
+    In a windowed layer at most the window counts. Keys that the causal mask hides count too, as in the cited formulas.
     """
     if model.latent is not None:
         size = model.head_size + model.latent.rotated_size + model.latent.value_size
@@ -46,16 +45,16 @@ def attention_flops(model: ModelConfig, keys: int) -> int:
 def training_flops(model: ModelConfig, length: int) -> int:
     """Returns the FLOPs of a training step per token, for sequences of `length` tokens: `3·(2·N + 4·L·H·Q·T)`.
 
-    The forward pass counts once and the backward pass twice (Chowdhery et al. 2022, "PaLM", appendix B). Recomputation to save
-    memory, the optimizer and norms do not count. Frozen weights next to adapters have no gradients and cost `2·2·N`; the
-    adapters cost `3·2·n`.
+    The backward pass costs twice the forward pass (Chowdhery et al. 2022, "PaLM", appendix B). Rematerialization, the
+    optimizer and norms do not count. With adapters, the frozen weights have no gradients and cost `2·2·N`, and the adapters
+    cost `3·2·n`.
     """
     times = 3 if model.lora is None else 2
     return 2 * times * matrix_parameters(model) + 6 * adapter_parameters(model) + 3 * attention_flops(model, length)
 
 
 def adapter_parameters(model: ModelConfig) -> int:
-    """Returns n, the weights of the adapters of all layers: `r·(in + out)` per projection."""
+    """Returns n, the number of adapter weights in all layers: `r·(in + out)` per projection."""
     if model.lora is None:
         return 0
     return model.lora.rank * sum(

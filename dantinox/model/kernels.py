@@ -1,7 +1,7 @@
 """Attention kernels: XLA, chunked, cuDNN (GPU) and splash (TPU), and the choice between them.
 
-A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, softmax) -> out_BTKGH` of tokens in order. The XLA form
-is used where the scores themselves are needed: it computes all of them.
+A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, softmax) -> out_BTKGH` of tokens at consecutive
+positions. Code that needs the scores uses plain XLA attention (`attention.attention`), which computes all scores at once.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 from dantinox.platform import get_platform
 
 Kernel = Callable[..., Array]
-LANES = 128  # the lanes of a TPU; splash needs lengths that are multiples of it
+LANES = 128  # the number of lanes of a TPU; splash needs lengths that are multiples of it
 
 
 def cudnn_attention(
@@ -29,8 +29,9 @@ def cudnn_attention(
     window: int | None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
-    """Runs the fused attention of cuDNN, with a plain softmax; documents are masked by a bias `[B, 1, T, T]` in the dtype of
-    the queries.
+    """Runs the fused attention of cuDNN, with a plain softmax.
+
+    Documents are separated by an additive bias `[B, 1, T, T]` in the dtype of the queries.
     """
     B, T, K, G, H = q_BTKGH.shape
     mask = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
@@ -55,7 +56,7 @@ def splash_attention(
     window: int | None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
-    """Runs the Pallas kernel of JAX for TPUs, which skips fully masked blocks."""
+    """Runs splash attention, the Pallas kernel of JAX for TPUs, which skips fully masked blocks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     B, T, K, G, H = q_BTKGH.shape
@@ -72,7 +73,7 @@ def splash_attention(
 
 @lru_cache(maxsize=16)
 def _splash(length: int, heads: int, window: int | None, cap: float | None) -> Callable:
-    """Returns the kernel for the query heads of one key head."""
+    """Returns the splash kernel for the query heads of one key head."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -93,12 +94,12 @@ def kernel_for(
     softmax: Softmax = PLAIN_SOFTMAX,
     value_size: int | None = None,
 ) -> Kernel | None:
-    """Returns the kernel for queries `[B, T, K, G, H]` of a dtype; None: compute all scores at once.
+    """Returns the kernel for queries `[B, T, K, G, H]` of a dtype; None: use plain XLA attention.
 
     Args:
-      name: `auto` uses the kernel of the platform if it supports the queries, else the chunked kernel for sequences longer than
-        one block, else all scores at once.
-      softmax: what the kernel must support besides a plain softmax.
+      name: the kernel. `auto` uses the kernel of the platform if it supports the queries. Otherwise it uses the chunked kernel
+        for sequences longer than one block, and plain XLA attention for shorter sequences.
+      softmax: the softmax options that the kernel must support.
       value_size: the head size of the values, if it differs from H.
 
     Raises:

@@ -1,11 +1,11 @@
 """Multi-head latent attention (DeepSeek-AI 2024, section 2.1).
 
-A call that reads a sequence from its beginning computes the keys and values of all heads from the latents, as in the figures of
-the paper. A cache stores only the latents. With a cache, the up-projection of the keys is applied to the queries, and that of
-the values to the output of attention. All heads then read the same vectors, and keys and values are never expanded
-("absorbed").
+A cache stores only the latents. There are two forms of the computation. In a prefill or in training, the keys and values of all
+heads are computed from the latents, as in the figures of the paper. With a cache, the "absorbed" form applies the
+up-projection of the keys to the queries, and the up-projection of the values to the output of attention. All heads then attend
+to the latents themselves.
 
-Shapes: B batch, T time, D model, N heads, R size of the latent, P size of a rotated part, H of an unrotated part, V of a value.
+Shapes: B batch, T time, D model, N heads. Sizes: R latent, P rotated part of a key, H unrotated part of a key, V value.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from dantinox.model.positions import rotate, yarn_gain
 
 
 class UpProjection(nnx.Module):
-    """`kernel [R, N, H + V]`: computes the keys and values of every head from a latent."""
+    """Computes the keys and values of every head from a latent; `kernel` is `[R, N, H + V]`."""
 
     def __init__(self, rank: int, heads: int, key_size: int, value_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.key_size, self.dtype = key_size, dtype
@@ -37,11 +37,11 @@ class UpProjection(nnx.Module):
         return both[..., : self.key_size], both[..., self.key_size :]
 
     def queries(self, q_BTNH: jax.Array) -> jax.Array:
-        """Returns `[B, T, N, R]`, whose dot products with latents equal those of the queries with the keys."""
+        """Maps queries to `[B, T, N, R]`, so that their dot products with latents equal those of the queries with the keys."""
         return self._by_head("BTNH,RNH->BTNR", q_BTNH, self.kernel[..., : self.key_size])
 
     def values(self, latent_BTNR: jax.Array) -> jax.Array:
-        """Returns the weighted values `[B, T, N, V]` from the weighted latents."""
+        """Computes the weighted values `[B, T, N, V]` from the weighted latents."""
         return self._by_head("BTNR,RNV->BTNV", latent_BTNR, self.kernel[..., self.key_size :])
 
     def _by_head(self, axes: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -52,10 +52,10 @@ class UpProjection(nnx.Module):
 class LatentAttention(nnx.Module):
     """Multi-head latent attention.
 
-    `kv_a [D, R + P]` computes the latent and the rotated part of the key, which all heads share. `kv_b` computes the rest of
-    keys and values. Queries come from `q [D, N, H + P]`, or through their own latent.
+    `kv_a [D, R + P]` computes the latent and the rotated part of the key, which all heads share. `kv_b` computes
+    the unrotated part of the keys, and the values. Queries come from `q [D, N, H + P]`, or from a latent of their own.
 
-    Scores are divided by √(H + P). With `mscale_all_dim` they are multiplied by the square of its gain (DeepSeek-V2).
+    Scores are divided by √(H + P). With `mscale_all_dim` they are multiplied by the square of its YaRN gain (DeepSeek-V2).
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
@@ -113,8 +113,9 @@ class LatentAttention(nnx.Module):
         return out[:, :, :, 0], layer_cache, probed
 
     def _absorbed(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, layer_cache, probe):
-        """Attends with the latent as the single key and value of all heads; the scale corrects the divisor √(R + P) of
-        attention to √(H + P).
+        """Attends with one key (latent and rotated part) and one value (latent) for all heads.
+
+        The queries are rescaled, because `attend` divides by √(R + P) instead of √(H + P).
         """
         scale = ((self.rank + self.rotated_size) / (self.head_size + self.rotated_size)) ** 0.5
         q_BT1NC = (jnp.concatenate([self.kv_b.queries(q_BTNH), rotated_BTNP], axis=-1) * scale)[:, :, None]

@@ -14,22 +14,21 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.parallelism import Parallelism
 
-LINEAR_OUTPUT = "product"  # checkpoint name of the output of a `Linear`, for remat policies that save it
+LINEAR_OUTPUT = "product"  # checkpoint name of the output of a `Linear`, for remat policies
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def cast_tensordot(
     x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike, cast_w: jax.Array | None = None
 ) -> jax.Array:
-    """Contracts the last `axes` axes of x with the first axes of w: casts both to `dtype`, sums in float32, returns
-    `out_dtype`.
+    """Contracts the last `axes` axes of x with the first axes of w.
 
-    The backward pass works in the same way: the incoming gradient is cast to `dtype`. Otherwise a float32 gradient, such as
-    that of the logits, would turn all later matrix multiplications into float32. CPUs with bfloat16 units also prefer float32
-    sums.
+    Both operands are cast to `dtype`, the sums are in float32, and the result has the dtype `out_dtype`. The backward pass also
+    casts the incoming gradient to `dtype`. Otherwise a float32 gradient, such as that of the logits, would turn all later
+    matrix multiplications of the backward pass into float32. CPUs with bfloat16 units are also faster with float32 sums.
 
     Args:
-      cast_w: w in `dtype`, for callers that multiply by it many times; the gradient is still that of w.
+      cast_w: w in `dtype`, for callers that multiply by w many times; the gradient still goes to w.
     """
     w = w.astype(dtype) if cast_w is None else cast_w
     return jnp.tensordot(x.astype(dtype), w, axes, preferred_element_type=jnp.float32).astype(out_dtype)
@@ -45,7 +44,7 @@ def _cast_tensordot_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, 
     def weight_gradient(dtype: DTypeLike, x: jax.Array, d_y: jax.Array) -> jax.Array:
         return jnp.tensordot(x.astype(dtype), d_y.astype(dtype), (lead, lead), preferred_element_type=jnp.float32)
 
-    # Equal results in float32: on CPUs XLA has no fast bfloat16 kernel for this form, and no kernel at all if it is transposed.
+    # The float32 results are equal. On CPUs XLA has no fast bfloat16 kernel for this form, and none at all for its transpose.
     branches = {"cpu": partial(weight_gradient, jnp.float32), "default": partial(weight_gradient, dtype)}
     if dtype == jnp.float32:
         d_w = weight_gradient(dtype, x, d_y)
@@ -58,11 +57,11 @@ cast_tensordot.defvjp(lambda x, w, *others: (cast_tensordot(x, w, *others), (x, 
 
 
 class Linear(nnx.Module):
-    """A projection from axes `shape_in` to axes `shape_out`.
+    """A linear projection from axes `shape_in` to axes `shape_out`.
 
-    `kernel` has the shape `[*shape_in, *shape_out]` and is initialized from a normal distribution with standard deviation `gain
-    / sqrt(fan in)`. A `bias` has the shape `shape_out` and starts at zero. Operands are cast to `dtype` and sums to `out_dtype`
-    (default: `dtype`).
+    `kernel` has the shape `[*shape_in, *shape_out]`. It is initialized from a normal distribution with the standard deviation
+    `gain / sqrt(fan in)`. `bias` has the shape `shape_out` and is initialized to zero. The operands are cast to `dtype` and the
+    result to `out_dtype` (default: `dtype`).
     """
 
     def __init__(
@@ -97,9 +96,8 @@ class Softmax(NamedTuple):
     """Options of the softmax over scores.
 
     Attributes:
-      cap: bound of the scores, see `softcap`.
-      sinks_KG: float32, one logit per query head that takes part in the softmax and has no value (Agarwal et al. 2025,
-        gpt-oss).
+      cap: the bound of the scores, see `softcap`; None: no bound.
+      sinks_KG: float32, one extra logit in the softmax of each query head, without a value (Agarwal et al. 2025, gpt-oss).
     """
 
     cap: float | None = None
@@ -117,7 +115,7 @@ def softcap(scores: jax.Array, cap: float) -> jax.Array:
 class RMSNorm(nnx.Module):
     """x / rms(x) · scale over the last axes (Zhang & Sennrich 2019, eq. 4), computed in float32.
 
-    `scale` has the shape of these axes, or is None. With `zero_centered` x is multiplied by 1 + scale.
+    `scale` has the shape of these axes; without `scaled` it is None. With `zero_centered` the factor is 1 + scale.
     """
 
     def __init__(self, shape: int | tuple[int, ...], epsilon: float, zero_centered: bool = False, scaled: bool = True):
@@ -155,12 +153,12 @@ class LayerNorm(nnx.Module):
 
 
 def make_rms_norm(config: ModelConfig, shape: int | tuple[int, ...]) -> RMSNorm:
-    """Returns the RMS normalization of vectors of this shape."""
+    """Returns an `RMSNorm` over axes of this shape, with the options of the config."""
     return RMSNorm(shape, config.norm_epsilon, config.norm_zero_centered, config.norm_scale)
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """Returns the normalization of the residual stream, as `config.norm` names it."""
+    """Returns the normalization layer for the residual stream, of the kind `config.norm`."""
     if config.norm == "rmsnorm":
         return make_rms_norm(config, config.dim)
     return LayerNorm(config.dim, config.norm_epsilon, config.norm_scale, config.norm_bias)
@@ -180,9 +178,7 @@ def relu2(x: jax.Array) -> jax.Array:
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
-    """Returns (u + 1) · g σ(alpha g), where g is the gate, at most `limit`, and u is `up` within ±`limit` (OpenAI 2025,
-    gpt-oss).
-    """
+    """Returns (u + 1) · g σ(alpha g), with g = min(gate, limit) and u = clip(up, −limit, limit) (OpenAI 2025, gpt-oss)."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
@@ -196,7 +192,7 @@ def gated_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], ja
     return _cached_gated_activation(config.activation, config.swiglu_limit, config.swiglu_alpha)
 
 
-@cache  # return the same function for all layers: only layers with equal attributes share a trace
+@cache  # all layers get the same function object, because only layers with equal attributes share a trace
 def _cached_gated_activation(activation: str, limit: float, alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
     if activation == "clamped_swiglu":
         return partial(clamped_swiglu, limit=limit, alpha=alpha)
@@ -205,7 +201,7 @@ def _cached_gated_activation(activation: str, limit: float, alpha: float) -> Cal
 
 
 class GatedFeedForward(nnx.Module):
-    """down(f(gate(x)) · up(x)) (Shazeer 2020, eq. 6); gate and up are one kernel `gate_up [D, 2, F]`, gate first."""
+    """down(f(gate(x)) · up(x)) (Shazeer 2020, eq. 6); the kernel `gate_up [D, 2, F]` holds gate and up."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, F = config.dim, config.hidden_dim

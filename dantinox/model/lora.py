@@ -1,7 +1,7 @@
 """Low-rank adapters on the projections of a frozen model (Hu et al. 2021, "LoRA").
 
-A projection with kernel W computes W x + scale · B A dropout(x) (equation 3). Some projections share one kernel here. They have
-one adapter each, under the names that PEFT (Hugging Face) uses.
+A projection with kernel W computes W x + scale · B A dropout(x) (equation 3). If several projections share one kernel, each
+projection has its own adapter. The adapters have the names that PEFT (Hugging Face) uses.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,27 +19,28 @@ from dantinox.config import LoraConfig, ModelConfig
 from dantinox.model.layers import LINEAR_OUTPUT, PLAIN, Linear, add_bias, cast_tensordot, dropout
 from dantinox.model.moe import ExpertLinear
 
-ADAPTER_SUFFIXES = ("lora_a", "lora_b")  # suffixes of the names of all trained parameters
-DROPOUT_SEED = 0x10FA  # keeps it separate from the dropout of the model
+ADAPTER_SUFFIXES = ("lora_a", "lora_b")  # suffixes of the names of adapter parameters
+DROPOUT_SEED = 0x10FA  # makes the random keys of adapter dropout differ from those of the model
 
 
 class Projection(NamedTuple):
-    """The location of a projection: the module of its layer, and its slice (start, stop) of the second to last output axis."""
+    """The location of a projection: a module of the layer, and a slice (start, stop) of its second to last output axis."""
 
     module: str
     part: tuple[int | None, int | None] | None = None
 
     def shape_out(self, outputs: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the output axes of the projection, given those of the module."""
+        """Returns the output shape of the projection from the output shape of the module."""
         if self.part is None:
             return outputs
         return *outputs[:-2], len(range(*slice(*self.part).indices(outputs[-2]))), outputs[-1]
 
 
 def projections(activation: str, kv_projections: int = 2) -> dict[str, Projection]:
-    """Returns every projection of a dense layer by name. `qkv` is `[D, K, G+2, H]`, `gate_up` is `[D, 2, F]`.
+    """Returns the location of every projection of a dense layer, by name.
 
-    `kv_projections` replaces the 2 in `G+2`, see `ModelConfig.kv_projections`.
+    The kernels are `qkv [D, K, G+n, H]`, where n is `kv_projections` (see `ModelConfig.kv_projections`), and
+    `gate_up [D, 2, F]`.
     """
     n = kv_projections
     attention = {"q_proj": Projection("attention/qkv", (None, -n or None))}
@@ -58,9 +59,9 @@ def layer_projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
     """Returns the projections of a layer that can have adapters."""
     if model.latent is not None:
         return {}
-    known = projections(model.activation, model.kv_projections(layer))
-    routes = model.experts is not None  # dense layers of such a model have no feed-forward adapters either
-    return {name: projection for name, projection in known.items() if not routes or projection.module.startswith("attention")}
+    dense = projections(model.activation, model.kv_projections(layer))
+    has_experts = model.experts is not None  # the dense layers of such a model have no feed-forward adapters either
+    return {name: p for name, p in dense.items() if not has_experts or p.module.startswith("attention")}
 
 
 def projection_sizes(model: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
@@ -73,12 +74,13 @@ def projection_sizes(model: ModelConfig, layer: int) -> dict[str, tuple[int, int
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def frozen_tensordot(x: jax.Array, w: jax.Array, scale: jax.Array | None, axes: int, dtype: DTypeLike) -> jax.Array:
-    """Computes `cast_tensordot` in float32 with weights that have no gradient; neither the weights nor x are saved for the
-    backward pass.
+    """Computes `cast_tensordot` with float32 results and frozen weights, which have no gradient.
+
+    The backward pass needs neither x nor a copy of the weights in `dtype`.
 
     Args:
       w: float32, bfloat16 or int8; converted to `dtype` for this operation only.
-      scale: of int8, one per output.
+      scale: the scales of int8 weights, one per output; otherwise None.
     """
     x, w = _cast_operands(x, w, dtype)
     y = jnp.tensordot(x, w, axes, preferred_element_type=jnp.float32)
@@ -86,8 +88,10 @@ def frozen_tensordot(x: jax.Array, w: jax.Array, scale: jax.Array | None, axes: 
 
 
 def _cast_operands(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Casts both to `dtype`, w only once x is available: otherwise the compiler converts all weights at the start and keeps
-    them.
+    """Casts both operands to `dtype`.
+
+    A barrier delays the cast of w until x is available. Otherwise the compiler casts the weights of all layers at the start of
+    the program and keeps the copies in memory.
     """
     if w.dtype != dtype:
         x, w = jax.lax.optimization_barrier((x, w))
@@ -109,7 +113,10 @@ frozen_tensordot.defvjp(
 
 
 class LowRank(nnx.Module):
-    """`lora_a [*shape_in, r]`, uniform in ±1/√(fan in) as in PEFT, and `lora_b [r, *shape_out]`, zero."""
+    """The matrices of an adapter: `lora_a [*shape_in, r]` and `lora_b [r, *shape_out]`.
+
+    `lora_a` is initialized uniformly in ±1/√(fan in), as in PEFT, and `lora_b` to zero.
+    """
 
     def __init__(self, shape_in: tuple[int, ...], shape_out: tuple[int, ...], rank: int, *, rngs: nnx.Rngs):
         bound = float(np.prod(shape_in)) ** -0.5
@@ -118,9 +125,9 @@ class LowRank(nnx.Module):
 
 
 class AdaptedLinear(nnx.Module):
-    """A `Linear` with frozen weights and an adapter for each of its projections that has one.
+    """A `Linear` with frozen weights, and an adapter for each of its projections in `targets`.
 
-    `kernel` is stored in the dtype `lora.held`, in int8 with a `scale` per output. With a `key`, dropout is on.
+    `kernel` is stored in the dtype `lora.held`; int8 has a `scale` per output. Dropout is on if `key` is set.
     """
 
     def __init__(self, linear: Linear, targets: Mapping[str, Projection], lora: LoraConfig, *, rngs: nnx.Rngs):
@@ -136,15 +143,16 @@ class AdaptedLinear(nnx.Module):
         self.key: Any = nnx.data(None)
 
     def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
-        """Returns the output of the `Linear` plus the adapters. `reduce` adds up the partial results of the devices before the
-        bias is added.
+        """Returns the output of the `Linear` plus the outputs of the adapters.
+
+        `reduce` adds up the partial results of the devices before the bias is added.
         """
         axes, scale = len(self.shape_in), None if self.scale is None else self.scale[...]
         y = frozen_tensordot(x, self.kernel[...], scale, axes, self.dtype)
-        read = dropout(x, self.rate, None if self.key is None else self.key[...])
+        dropped = dropout(x, self.rate, None if self.key is None else self.key[...])
         for name, part in self.parts:
             adapter = getattr(self, name)
-            inner = cast_tensordot(read, adapter.lora_a[...], axes, self.dtype, self.dtype)
+            inner = cast_tensordot(dropped, adapter.lora_a[...], axes, self.dtype, self.dtype)
             added = self.factor * cast_tensordot(inner, adapter.lora_b[...], 1, self.dtype, jnp.float32)
             y = y + (added if part is None else _pad_to_outputs(added, part, y.shape[-2]))
         return add_bias(reduce(checkpoint_name(y.astype(self.out_dtype), LINEAR_OUTPUT)), self.bias)
@@ -157,7 +165,7 @@ def _pad_to_outputs(added: jax.Array, part: tuple[int | None, int | None], size:
 
 
 def add_adapters(layer: nnx.Module, number: int, model: ModelConfig, *, rngs: nnx.Rngs) -> None:
-    """Replaces every `Linear` of a layer by an `AdaptedLinear`, and casts its other matrices to the dtype of frozen weights.
+    """Replaces every `Linear` of a layer by an `AdaptedLinear`, and casts the kernels of experts as `cast_frozen_table` does.
 
     `number` is the index of the layer, from 0.
     """
@@ -176,7 +184,7 @@ def add_adapters(layer: nnx.Module, number: int, model: ModelConfig, *, rngs: nn
 
 
 def cast_frozen_table(table: Any, lora: LoraConfig | None) -> None:
-    """Casts a matrix outside the projections of a layer to bfloat16, if the projections are stored in bfloat16 or int8."""
+    """Casts a matrix that has no adapters to bfloat16, if the projections are stored in bfloat16 or int8."""
     if lora is not None and lora.held != "float32":
         table.set_value(table[...].astype(jnp.bfloat16))
 
@@ -189,13 +197,13 @@ def adapted_linears(model: nnx.Module) -> Iterator[AdaptedLinear]:
 
 
 def enable_dropout(model: Any, key: jax.Array) -> None:
-    """Enables the dropout of the adapters for one forward pass with this key."""
+    """Enables the dropout of the adapters, with this random key, for one forward pass."""
     if model.config.lora is None or model.config.lora.dropout == 0:
         return
     layers = model.config.num_blocks // model.config.period if model.config.scan_layers else None
     for number, part in enumerate(adapted_linears(model)):
-        own = jax.random.fold_in(jax.random.fold_in(key, DROPOUT_SEED), number)
-        part.key = nnx.Variable(own if layers is None else jax.random.split(own, layers))
+        adapter_key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT_SEED), number)
+        part.key = nnx.Variable(adapter_key if layers is None else jax.random.split(adapter_key, layers))
 
 
 def is_adapter(name: str) -> bool:
@@ -204,7 +212,7 @@ def is_adapter(name: str) -> bool:
 
 
 def trainable_parameters(parameters: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Returns the parameters that are trained: all, or those of the adapters."""
+    """Returns the trained parameters: all parameters, or with LoRA only the adapters."""
     return {name: p for name, p in parameters.items() if model.lora is None or is_adapter(name)}
 
 
@@ -214,10 +222,12 @@ def frozen_parameters(parameters: Mapping[str, Any], model: ModelConfig) -> dict
 
 
 def to_frozen_dtype(name: str, array: np.ndarray, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Converts a weight from a file to the dtype of frozen weights; for int8, symmetric, with the scales of its outputs.
+    """Converts a weight from a file to the dtype of frozen weights; returns it by name.
+
+    For int8 the quantization is symmetric, and the result includes the scales, one per output.
 
     Args:
-      shapes: of the parameters of the model with separate layers.
+      shapes: the abstract parameters of the model with separate layers, by name.
     """
     dtype, scale_name = shapes[name].dtype, f"{name.removesuffix('kernel')}scale"
     if dtype != jnp.int8:

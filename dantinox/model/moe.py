@@ -1,7 +1,7 @@
 """Mixture of experts: routing, dispatch, combine, and the balancing losses.
 
 Each token is copied once for each of its experts, and the copies are sorted by expert. Each expert then multiplies its own
-contiguous rows. The cost is that of the chosen experts, however many there are.
+contiguous rows. The cost depends on K, not on the number of experts.
 
 Shapes: N tokens, K experts per token, M = N · K rows, E experts, D model, F the width of an expert.
 """
@@ -23,20 +23,20 @@ from dantinox.model.parallelism import GATHERED, Parallelism
 from dantinox.platform import get_platform
 
 TILE = 64  # rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer
-# Up to this many rows each row is multiplied by itself, if there are as many experts: the case of decoding.
+# With at most this many rows, and at most as many rows as experts, each row is multiplied separately (as in decoding).
 MAX_MATVEC_ROWS = 16
 
 
 class Routing(NamedTuple):
-    """How a batch is distributed over the experts of a layer; for all layers, with a leading layer axis.
+    """Statistics of the distribution of a batch over the experts of a layer, or of all layers with a leading layer axis.
 
     Attributes:
-      balance: E · Σ over experts of (share of the rows) · (mean score), 1 for a uniform distribution (Fedus et al. 2022, eq.
-        4).
-      z: the mean squared log-normalizer of the scores (Zoph et al. 2022, eq. 5).
-      counts_E: rows of each expert, int32.
+      balance: the balancing loss, E · Σ over experts of (share of the rows) · (mean score); 1 for a uniform distribution (Fedus
+        et al. 2022, eq. 4).
+      z: the z-loss, the mean squared log-normalizer of the logits (Zoph et al. 2022, eq. 5).
+      counts_E: the number of rows of each expert, int32.
 
-    All are zero for a dense layer in a model with experts.
+    For a dense layer in a model with experts, all values are zero.
     """
 
     balance: Array
@@ -59,14 +59,14 @@ class ExpertRows(NamedTuple):
 class Router(nnx.Module):
     """Chooses the experts of each token and their weights, in float32.
 
-    `bias` is added to the scores only for the choice of experts. It has no gradient: training raises it for experts with fewer
-    rows than others (Wang et al. 2024, algorithm 1).
+    `bias` is added to the scores for the choice of experts, but not for their weights. It has no gradient: training raises the
+    bias of experts with fewer rows than the mean (Wang et al. 2024, algorithm 1).
 
-    With several groups of experts, a token uses experts of the best groups only (DeepSeek-AI 2024, "DeepSeek-V2", section
+    With several groups of experts, a token uses only experts of its best groups (DeepSeek-AI 2024, "DeepSeek-V2", section
     2.2.2).
 
-    With `branch_norms` the router reads norm(x) · scale / √D, where the norm has no scale, and the weights of the experts of a
-    token are multiplied by their `expert_scale [E]` (Gemma 4).
+    With `branch_norms` the input of the router is norm(x) · scale / √D, where the norm has no scale of its own, and the weight
+    of each expert is multiplied by its `expert_scale [E]` (Gemma 4).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -89,8 +89,8 @@ class Router(nnx.Module):
         if self.logit_bias is not None:
             logits_NE = logits_NE + self.logit_bias[...]
         scores_NE = jax.nn.softmax(logits_NE) if self.rule.score == "softmax" else jax.nn.sigmoid(logits_NE)
-        chosen_by_NE = scores_NE if self.bias is None else scores_NE + self.bias[...]
-        _, experts_NK = lax.top_k(self._mask_other_groups(lax.stop_gradient(chosen_by_NE)), K)
+        selection_NE = scores_NE if self.bias is None else scores_NE + self.bias[...]
+        _, experts_NK = lax.top_k(self._mask_other_groups(lax.stop_gradient(selection_NE)), K)
         weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=1)
         if self.rule.normalize:
             weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
@@ -105,7 +105,7 @@ class Router(nnx.Module):
         return experts_NK, weights_NK, Routing(balance, z, counts_E)
 
     def _mask_other_groups(self, scores_NE: Array) -> Array:
-        """Returns the scores, with −∞ for experts in groups that a token does not use."""
+        """Returns the scores, with −∞ for the experts of groups that the token does not use."""
         groups, E = self.rule.groups, self.rule.count
         if groups == 1:
             return scores_NE
@@ -123,7 +123,7 @@ def count_rows(experts: Array, E: int) -> Array:
 class ExpertLinear(nnx.Module):
     """A projection per expert, `kernel [E, I, *shape_out]`, applied to rows sorted by expert.
 
-    A `bias [E, *shape_out]` is stored for the caller, who adds it.
+    The `bias [E, *shape_out]` is not added here; the caller adds it.
     """
 
     def __init__(
@@ -172,8 +172,9 @@ class Experts(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """The weighted sum of the outputs of the experts of a token (Shazeer et al. 2017, eq. 1), plus shared experts for all
-    tokens.
+    """A mixture-of-experts layer: the weighted sum of the outputs of the experts of each token, plus shared experts.
+
+    See Shazeer et al. 2017, eq. 1. All tokens use the shared experts.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
@@ -211,23 +212,23 @@ class MixtureOfExperts(nnx.Module):
 
     def _local_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
         """Returns the contribution of the experts on this device to each token: float32 `[N, D]`."""
-        here = self.router.rule.count // parallelism.groups
+        E_local = self.router.rule.count // parallelism.groups
         expert_M = experts_NK.reshape(-1)
-        if parallelism.groups > 1:  # rows of experts on other devices come last, after all sizes
-            own = expert_M - parallelism.first_expert(here)
-            expert_M = jnp.where((own >= 0) & (own < here), own, here)
+        if parallelism.groups > 1:  # index `E_local` sorts the rows of experts on other devices to the end
+            local_M = expert_M - parallelism.first_expert(E_local)
+            expert_M = jnp.where((local_M >= 0) & (local_M < E_local), local_M, E_local)
         order_M = jnp.argsort(expert_M)
         inverse_M = jnp.zeros_like(order_M).at[order_M].set(jnp.arange(len(order_M), dtype=order_M.dtype))
-        rows = ExpertRows(expert_M[order_M], count_rows(expert_M, here))
+        rows = ExpertRows(expert_M[order_M], count_rows(expert_M, E_local))
         y_MD = self.experts(dispatch(experts_NK.shape[1], x_ND, order_M, inverse_M), rows)
         if parallelism.groups > 1:
-            y_MD = jnp.where((rows.expert_M < here)[:, None], y_MD, 0)
+            y_MD = jnp.where((rows.expert_M < E_local)[:, None], y_MD, 0)
         y_NKD = combine(y_MD, order_M, inverse_M).reshape(*experts_NK.shape, -1)
         return jnp.einsum("NKD,NK->ND", y_NKD, weights_NK.astype(y_NKD.dtype), preferred_element_type=jnp.float32)
 
 
 class BranchedExperts(MixtureOfExperts):
-    """norm(shared(norm(x))) + norm(experts(norm(x))), where the router reads x: four norms, as in Gemma 4."""
+    """norm(shared(norm(x))) + norm(experts(norm(x))) with four separate norms; the router reads x (Gemma 4)."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         super().__init__(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
@@ -242,9 +243,9 @@ class BranchedExperts(MixtureOfExperts):
 
 
 def weighted_biases(bias_ED: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
-    """Returns the weighted sum of the biases of the experts of a token that are on this device: float32 `[N, D]`."""
-    here = jnp.arange(len(bias_ED)) + parallelism.first_expert(len(bias_ED))
-    weights_NE = jnp.sum(jnp.where(experts_NK[:, :, None] == here, weights_NK[:, :, None], 0), axis=1)
+    """Returns, for each token, the weighted sum of the biases of its experts on this device: float32 `[N, D]`."""
+    local_E = jnp.arange(len(bias_ED)) + parallelism.first_expert(len(bias_ED))
+    weights_NE = jnp.sum(jnp.where(experts_NK[:, :, None] == local_E, weights_NK[:, :, None], 0), axis=1)
     return jnp.matmul(weights_NE, bias_ED, precision="highest")
 
 
@@ -252,7 +253,7 @@ def weighted_biases(bias_ED: Array, experts_NK: Array, weights_NK: Array, parall
 def dispatch(K: int, x_ND: Array, order_M: Array, inverse_M: Array) -> Array:
     """Copies each token once for each of its experts, sorted by expert: row m is token `order_M[m] // K`.
 
-    The gradient is a gather too: that of a plain gather would be a scatter, a slow loop on a CPU.
+    Its custom gradient is also a gather; the default gradient of a gather is a scatter, which is a slow loop on a CPU.
     """
     return x_ND[order_M // K]
 
@@ -265,7 +266,7 @@ dispatch.defvjp(
 
 @jax.custom_vjp
 def combine(y_MD: Array, order_M: Array, inverse_M: Array) -> Array:
-    """Puts the rows back into token order, with the inverse of the permutation of `dispatch`."""
+    """Returns the rows to token order, with the inverse of the permutation of `dispatch`."""
     return y_MD[inverse_M]
 
 
@@ -274,10 +275,10 @@ combine.defvjp(lambda y_MD, order_M, inverse_M: (y_MD[inverse_M], order_M), lamb
 
 def grouped_matmul(x_MI: Array, w_EIO: Array, rows: ExpertRows, platform: str) -> Array:
     """Multiplies every row by the weights of its expert, with float32 sums: `[M, O]`."""
-    if len(x_MI) <= min(MAX_MATVEC_ROWS, len(w_EIO)):  # rows of other devices use the last expert; their result is dropped
+    if len(x_MI) <= min(MAX_MATVEC_ROWS, len(w_EIO)):  # rows of other devices use the last expert; the caller drops them
         chosen = [lax.dynamic_index_in_dim(w_EIO, expert, keepdims=False) for expert in rows.expert_M]
         return jnp.stack([jnp.matmul(x, w, preferred_element_type=jnp.float32) for x, w in zip(x_MI, chosen, strict=True)])
-    if get_platform(platform).name == "cpu":  # there `ragged_dot` multiplies all rows by all experts
+    if get_platform(platform).name == "cpu":  # on a CPU `ragged_dot` multiplies all rows by all experts
         return tiled_matmul(x_MI, w_EIO, rows.sizes_E)
     return lax.ragged_dot(x_MI, w_EIO, rows.sizes_E, preferred_element_type=jnp.float32)
 
@@ -286,7 +287,7 @@ def grouped_matmul(x_MI: Array, w_EIO: Array, rows: ExpertRows, platform: str) -
 def tiled_matmul(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
     """Computes `ragged_dot` expert by expert, in tiles of rows.
 
-    The last tile of an expert reaches into the rows of the next expert, which overwrites them.
+    The last tile of an expert may extend into the rows of the next expert, which then overwrites these rows.
     """
     return _over_tiles(x_MI, w_EIO, sizes_E)
 
@@ -299,9 +300,9 @@ def _over_tiles(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
         w_IO, start, size = part
 
         def tile(i: Array, y: Array) -> Array:
-            at = start + i * R
-            rows = lax.dynamic_slice_in_dim(padded, at, R)
-            return lax.dynamic_update_slice_in_dim(y, jnp.matmul(rows, w_IO, preferred_element_type=jnp.float32), at, 0)
+            first = start + i * R
+            rows = lax.dynamic_slice_in_dim(padded, first, R)
+            return lax.dynamic_update_slice_in_dim(y, jnp.matmul(rows, w_IO, preferred_element_type=jnp.float32), first, 0)
 
         return lax.fori_loop(0, -(-size // R), tile, y), None
 
@@ -320,8 +321,8 @@ def _tiled_matmul_backward(residuals: Any, d_MO: Array):
 
         def tile(i: Array, d_w: Array) -> Array:
             x_RI, d_RO = (lax.dynamic_slice_in_dim(a, start + i * R, R) for a in (x_padded, d_padded))
-            own_R1 = (jnp.arange(R) < size - i * R)[:, None]
-            return d_w + jnp.matmul(jnp.where(own_R1, x_RI, 0).T, d_RO, preferred_element_type=jnp.float32)
+            valid_R1 = (jnp.arange(R) < size - i * R)[:, None]
+            return d_w + jnp.matmul(jnp.where(valid_R1, x_RI, 0).T, d_RO, preferred_element_type=jnp.float32)
 
         return None, lax.fori_loop(0, -(-size // R), tile, jnp.zeros(w_EIO.shape[1:], jnp.float32))
 

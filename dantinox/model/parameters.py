@@ -19,8 +19,9 @@ Parameters = dict[str, jax.Array]
 
 
 def abstract_model(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer], dict[str, jax.ShapeDtypeStruct]]:
-    """Returns `build(parameters) -> Transformer`, which also works inside jit, and the shape of every parameter; allocates
-    nothing.
+    """Returns `build(parameters) -> Transformer`, which also works inside jit, and the shape of every parameter.
+
+    No arrays are allocated.
     """
     abstract = nnx.eval_shape(lambda: Transformer(config, rngs=_ConstantKey()))  # type: ignore[arg-type]
     graph, state = nnx.split(abstract)
@@ -45,7 +46,7 @@ class _ConstantKey:
 
 
 def stack_layers(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Converts the weights of a model with separate layers to those of one with `scan_layers`; the values are the same."""
+    """Stacks the weights of separate layers as in a model with `scan_layers`; the values are the same."""
     result: dict[str, Any] = {name: array for name, array in parameters.items() if not name.startswith("blocks/")}
     for name in parameters:
         head, _, rest = name.partition("/")
@@ -53,13 +54,13 @@ def stack_layers(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str
         if head == "blocks" and int(layer) < config.period:
             kind = int(layer)
             layers = [parameters[f"blocks/{i}/{leaf}"] for i in range(kind, config.num_blocks, config.period)]
-            stack = np.stack if isinstance(layers[0], np.ndarray) else jnp.stack  # arrays in host memory stay there
+            stack = np.stack if isinstance(layers[0], np.ndarray) else jnp.stack  # NumPy arrays stay in host memory
             result[f"rolled/{kind}/{leaf}"] = stack(layers)
     return result
 
 
 def unstack_layers(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the weights to separate layers, as in files and for decoding; returns other weights unchanged."""
+    """Splits stacked weights into separate layers, as in files and for decoding; other weights are unchanged."""
     result: dict[str, Any] = {}
     period = 1 + max((int(name.split("/")[1]) for name in parameters if name.startswith("rolled/")), default=0)
     for name, array in parameters.items():
@@ -73,17 +74,17 @@ def unstack_layers(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def init_parameters(config: ModelConfig, seed: int) -> Parameters:
-    """Returns new random weights, equal for equal seeds on the same kind of device."""
+    """Returns new random weights; the same seed gives the same weights on the same kind of device."""
     return get_parameters(Transformer(config, rngs=nnx.Rngs(params=random_key(seed))))
 
 
 def random_key(seed: int) -> jax.Array:
-    """Returns the root key of a run. XLA's own generator takes a fraction of the time of Threefry to compile and to run."""
+    """Returns the root key of a run, for the generator of XLA, which compiles and runs much faster than Threefry."""
     return jax.random.key(seed, impl="rbg")
 
 
 def get_parameters(model: Transformer) -> Parameters:
-    """Returns the weights of a model, path to array."""
+    """Returns the weights of a model as a dict from path to array."""
     return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 

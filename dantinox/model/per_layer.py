@@ -16,10 +16,10 @@ from dantinox.model.parallelism import Parallelism
 
 
 class PerLayerEmbedding(nnx.Module):
-    """Computes the inputs of all layers: (√P · embed[token] + norm(projection(x) / √D)) / √2, where x is the embedding of the
-    token.
+    """Computes the per-layer inputs of all layers: (√P · embed[token] + norm(projection(x) / √D)) / √2.
 
-    `embed` is `[V, L, P]`, `projection/kernel` is `[D, L, P]`; the norm is over P (transformers, `project_per_layer_inputs`).
+    x is the embedding of the token. `embed` is `[V, L, P]`, `projection/kernel` is `[D, L, P]`, and the norm is over P. This is
+    `project_per_layer_inputs` of Hugging Face transformers.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -30,7 +30,7 @@ class PerLayerEmbedding(nnx.Module):
         self.norm = make_rms_norm(config, P)
 
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
-        """Returns the inputs `[L, B, T, P]` of the layers; `x_BTD` are the embeddings that the first layer reads."""
+        """Returns the per-layer inputs `[L, B, T, P]`; `x_BTD` holds the embeddings that the first layer reads."""
         own_BTLP = parallelism.all_gather(self.embed[...][tokens_BT].astype(self.dtype)) * jnp.asarray(
             math.sqrt(self.size), self.dtype
         )

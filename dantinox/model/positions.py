@@ -12,7 +12,10 @@ from dantinox.config import RopeScaling
 def rotary_angles(
     positions_BT: jax.Array, head_size: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines `[B, T, H/2]` of position · theta^(−2i/H) (Su et al. 2021, eq. 15), or of scaled angles."""
+    """Returns cosines and sines `[B, T, H/2]` of the angles position · theta^(−2i/H) (Su et al. 2021, eq. 15).
+
+    With `scaling`, the frequencies and a gain come from `scaled_frequencies`.
+    """
     if scaling is None:
         frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
         angles = positions_BT[..., None].astype(jnp.float32) * frequencies
@@ -23,17 +26,19 @@ def rotary_angles(
 
 
 def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tuple[np.ndarray, float]:
-    """Returns the rotary frequencies `[H/2]` in float64 for a context `scaling.factor` times as long, and a gain for cosines
-    and sines.
+    """Returns the rotary frequencies `[H/2]` in float64 for a context `scaling.factor` times as long, and a gain.
 
-    * `linear` divides all frequencies (Chen et al. 2023).
-    * `llama3` divides those with a wavelength above the original context / `low_freq_factor`, keeps those with a wavelength
-      below the original context / `high_freq_factor`, and interpolates between them (Llama 3.1).
-    * `yarn` divides those with fewer than `beta_slow` turns in the original context, keeps those with more than `beta_fast`
-      turns, and interpolates linearly in the index between them. The scores are multiplied by the square of the gain (Peng et
-      al. 2023, sections 3.2 to 3.4). With `mscale` and `mscale_all_dim` the gain is the quotient of their gains (DeepSeek-V2).
-    * `longrope` divides each by its own factor, with a similar gain (Ding et al. 2024, section 3.2).
-    * `proportional` divides all frequencies and sets those after the first `share` to 0 (Gemma 4).
+    Cosines and sines are multiplied by the gain, so the scores are multiplied by its square. The scaling rules divide
+    frequencies by `scaling.factor`:
+
+    * `linear`: all frequencies (Chen et al. 2023).
+    * `llama3`: frequencies with a wavelength above (original context) / `low_freq_factor`. It keeps frequencies with a
+      wavelength below (original context) / `high_freq_factor` and interpolates between the two (Llama 3.1).
+    * `yarn`: frequencies with fewer than `beta_slow` turns in the original context. It keeps frequencies with more than
+      `beta_fast` turns, and interpolates linearly in the index between the two (Peng et al. 2023, sections 3.2 to 3.4). With
+      `mscale` and `mscale_all_dim` the gain is the quotient of the gains for these two weights (DeepSeek-V2).
+    * `longrope`: each frequency, but by a separate factor, with a gain similar to `yarn` (Ding et al. 2024, section 3.2).
+    * `proportional`: all frequencies. It sets the frequencies after the first `share` of them to 0 (Gemma 4).
     """
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     slow, turns = frequencies / scaling.factor, scaling.original_context * frequencies / (2 * math.pi)
@@ -50,7 +55,7 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
         return (1 - kept) * slow + kept * frequencies, 1.0
 
     def index(turns: float) -> float:
-        """Returns the pair index (a real number) at which a frequency makes this number of turns in the original context."""
+        """Returns the real-valued index of the frequency that makes this number of turns in the original context."""
         return head_size * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     down, up = (math.floor, math.ceil) if scaling.truncate else (float, float)
@@ -66,12 +71,12 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
 
 
 def yarn_gain(scaling: RopeScaling, weight: float = 1.0) -> float:
-    """Returns 0.1 · weight · ln factor + 1 (Peng et al. 2023, equation 22; the weight is that of DeepSeek-V2)."""
+    """Returns 0.1 · weight · ln factor + 1 (Peng et al. 2023, equation 22; DeepSeek-V2 adds the weight)."""
     return 0.1 * weight * math.log(scaling.factor) + 1
 
 
 def query_scaling(positions_BT: jax.Array, beta: float, context: int) -> jax.Array:
-    """Returns 1 + β ln(1 + ⌊position / context⌋), float32 `[B, T]`: sharper scores beyond `context` positions (Llama 4)."""
+    """Returns 1 + β ln(1 + ⌊position / context⌋), float32 `[B, T]`, the factor of the queries (Llama 4)."""
     return 1 + beta * jnp.log1p((jnp.clip(positions_BT, 0) // context).astype(jnp.float32))
 
 
@@ -86,7 +91,7 @@ def rotate(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     extra = tuple(range(2, x_BTNH.ndim - 1))
     cos, sin = (jnp.expand_dims(part, extra).astype(jnp.float32) for part in angles)
     x = x_BTNH.astype(jnp.float32)
-    # A roll swaps the two halves: it is cheaper than split and concatenate, in the backward pass too.
+    # A roll swaps the two halves. It is cheaper than split and concatenate, also in the backward pass.
     swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)
     rotated = x * jnp.concatenate([cos, cos], axis=-1) + swapped * jnp.concatenate([-sin, sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)

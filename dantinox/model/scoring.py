@@ -11,10 +11,10 @@ MAX_LOGITS = 1 << 22  # 16 MiB in float32
 
 
 def map_positions(function: Callable[..., Any], vocab_size: int, *values_BT: Any, max_logits: int = MAX_LOGITS) -> Any:
-    """Applies `function` to the values at each position, batched so that at most `max_logits` logits exist at a time.
+    """Applies `function` to the values at each position, in batches with at most `max_logits` logits.
 
     Args:
-      values_BT: arrays `[B, T, …]`; the function gets `[…]` of each and returns arrays of any shape.
+      values_BT: arrays `[B, T, …]`. The function receives the slice `[…]` of each array and returns arrays of any shape.
 
     Returns:
       The results of the function, with leading axes `[B, T]`.
@@ -26,9 +26,7 @@ def map_positions(function: Callable[..., Any], vocab_size: int, *values_BT: Any
 
 
 def token_logprobs(model: Transformer, x_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Returns ln p `[B, T]` of each token under the distribution at the position before it.
-
-    Runs inside `jax.jit`.
+    """Returns ln p `[B, T]` of each token, given the hidden state of the position before it. Call it inside `jax.jit`.
 
     Args:
       x_BTD: the final hidden states, as `model.hidden` returns them.

@@ -35,13 +35,13 @@ from dantinox.programs import shared_trace
 
 
 def _save_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """A remat policy that saves everything except gathered weights, under their name and in every form before it."""
+    """A remat policy that saves everything except gathered weights, both before and after they get their checkpoint name."""
     inner = getattr(parameters.get("call_jaxpr"), "eqns", ())
-    made = {primitive.name, *(operation.primitive.name for operation in inner)}
-    return not made & {"all_gather", "reshape"} and parameters.get("name") != GATHERED
+    primitives = {primitive.name, *(operation.primitive.name for operation in inner)}
+    return not primitives & {"all_gather", "reshape"} and parameters.get("name") != GATHERED
 
 
-# What is saved for the backward pass. With "none", only weights that are sharded over several devices are gathered again.
+# Policies for the values saved for the backward pass. With "none", all are saved except weights gathered from several devices.
 REMAT = {
     "full": None,
     "dots": jax.checkpoint_policies.save_only_these_names(LINEAR_OUTPUT),
@@ -59,11 +59,12 @@ def _identity(x_BTD: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """x + post_norm(attention(norm(x))), then the same with the feed-forward layer. `norm_placement` may omit either norm.
+    """A transformer block: x + post_norm(attention(norm(x))), then the same form with the feed-forward layer.
 
-    With `parallel_blocks` the block is x + attention(y) + feed_forward(y), where y = norm(x). `residual_multiplier` scales what
-    is added to x. With `per_layer_dim` the block then adds its per-layer input, and with `layer_scalar` its output is
-    multiplied by a number. `layer` is the index of the layer, from 0.
+    `norm_placement` may omit either norm. With `parallel_blocks` the block is x + attention(y) + feed_forward(y), where
+    y = norm(x). `residual_multiplier` scales the terms that are added to x. With `per_layer_dim` the block also adds its
+    per-layer input, and with `layer_scalar` its output is multiplied by a learned number. `layer` is the index of the layer,
+    from 0.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -122,7 +123,7 @@ class Block(nnx.Module):
 
 @shared_trace("probe", "parallelism")
 def _apply(block: Block, *args: Any, probe: Probe | None, parallelism: Parallelism) -> tuple[jax.Array, Any, tuple[Any, Any]]:
-    """Calls a block. Blocks with equal attributes and shapes are traced once, and the trace is inlined for each of them."""
+    """Calls a block. Blocks with equal attributes and shapes share one trace, which is inlined for each block."""
     return block(*args, probe, parallelism)  # type: ignore[call-arg]
 
 
@@ -140,11 +141,11 @@ def stack_blocks(blocks: list[Block]) -> Block:
 class Transformer(nnx.Module):
     """A decoder-only transformer, built from its `ModelConfig` alone.
 
-    Its layers are `blocks`, or with `scan_layers` the stacks `rolled`: layer i is the (i // period)-th of stack i mod period.
-    Weights are float32; activations have the compute dtype; logits are float32.
+    Its layers are in `blocks`. With `scan_layers` they are in the stacks `rolled`: layer i has index i // period in stack
+    i mod period. Weights and logits are float32; activations have the compute dtype.
 
     Attributes:
-      parallelism: the communication between devices, set by the code that knows their mesh.
+      parallelism: the collectives; code that places the model on a mesh sets it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -204,14 +205,14 @@ class Transformer(nnx.Module):
         Args:
           tokens_BT: token ids, int32.
           positions_BT: the position of each token, int32; −1 marks padding, which must follow the tokens of a row.
-          cache: keys and values of the earlier tokens; without a cache, attention reads these tokens only.
-          segments_BT: document numbers; attention never crosses documents (only without a cache).
-          rngs: with a `dropout` stream, dropout is on; None: off.
+          cache: keys and values of the earlier tokens; None: attention reads only the tokens of this call.
+          segments_BT: document numbers; attention never crosses documents. Must be None with a cache.
+          rngs: dropout is on if it has a `dropout` stream; None: off.
           probe: called per layer as `probe(scores_BNS, valid_BS)` for the newest query of each row, before the softmax.
 
         Returns:
           `(x_BTD, cache, aux)`; `aux["probe"]` is a tuple with the result of the probe in each layer, and `aux["routing"]` is
-          the `Routing` of all layers if there are experts.
+          the `Routing` of all layers, if the model has experts.
         """
         if cache is not None and segments_BT is not None:
             raise ValueError("segments_BT must be None with a cache: each row of a cache holds one document")
@@ -233,7 +234,7 @@ class Transformer(nnx.Module):
             x_BTD, routing = self._run_stacked(x_BTD, (positions_BT, angles, no_cache), keys[:L], inputs)
             return self.norm_f(x_BTD), None, {} if routing is None else {"routing": routing}
         layer_caches: list[Any] = []
-        shared: dict[int, SharedKeys] = {}  # keys and values that later layers read, by the layer that computes them
+        shared: dict[int, SharedKeys] = {}  # keys and values that later layers read too, by the index of the source layer
         probed, routings = [], []
         sources = [self.config.kv_source(layer) for layer in range(L)]
         for layer, block in enumerate(self.blocks):
@@ -273,20 +274,21 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Any, tuple[Any, Any]]:
         """Computes the output of a layer with its full weights.
 
-        With `share_trace` equal layers are traced once. The backward pass would then lose the source lines of its operations.
+        With `share_trace` equal layers are traced once. Training does not use it, because the operations of the backward pass
+        would lose their source lines.
         """
-        whole = self.parallelism.gather_weights(block)
+        gathered = self.parallelism.gather_weights(block)
         if share_trace:
-            return _apply(whole, *args, probe=probe, parallelism=self.parallelism)
-        output: tuple[jax.Array, Any, tuple[Any, Any]] = whole(*args, probe, self.parallelism)
+            return _apply(gathered, *args, probe=probe, parallelism=self.parallelism)
+        output: tuple[jax.Array, Any, tuple[Any, Any]] = gathered(*args, probe, self.parallelism)
         return output
 
     def _run_stacked(self, x_BTD: jax.Array, shared: tuple[Any, ...], keys: list[Any], inputs: Any) -> tuple[jax.Array, Any]:
         """Returns the residual stream after all layers, and their routing; each loop iteration runs one period of layers.
 
         Args:
-          shared: positions, the angles of each layer, and the layer cache.
-          inputs: the per-layer input of each layer.
+          shared: the positions, the rotary angles of each layer, and the layer cache.
+          inputs: the per-layer inputs of all layers.
         """
         period, (positions_BT, angles, no_cache) = self.config.period, shared
         graphs, states = zip(*(nnx.split(block) for block in self.rolled), strict=True)
@@ -311,10 +313,10 @@ class Transformer(nnx.Module):
         return x_BTD, jax.tree.map(lambda *kinds: jnp.stack(kinds, axis=1).reshape(-1, *kinds[0].shape[1:]), *routings)
 
     def logits(self, x_BTD: jax.Array, cast_weights_DV: jax.Array | None = None) -> jax.Array:
-        """Returns the scores of the next token, float32 `[..., V]`.
+        """Returns the logits of the next token, float32 `[..., V]`.
 
         Args:
-          cast_weights_DV: the `output_weights` in the compute dtype, for callers that use them many times.
+          cast_weights_DV: the `output_weights` in the compute dtype, for callers that compute logits many times.
         """
         if self.head is not None and cast_weights_DV is None:
             logits = self.head(x_BTD)
@@ -326,7 +328,7 @@ class Transformer(nnx.Module):
         return logits if self.config.final_softcap is None else softcap(logits, self.config.final_softcap)
 
     def output_weights(self) -> jax.Array:
-        """Returns the weights `[D, V]` of the logits."""
+        """Returns the weights `[D, V]` of the output layer, or the transposed embedding if it is tied."""
         return self.embed[...].T if self.head is None else self.head.kernel[...]
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
