@@ -83,10 +83,10 @@ def source_from_gguf(file: GGUFFile) -> Source:
         if merged is None:
             return _convert(family, config, name, read_tensor(file, stored_names[0], expert), back=False)
         arrays = [read_tensor(file, stored_name) for stored_name in stored_names]
-        whole = np.empty(tensors[name].shape, arrays[0].dtype if len({a.dtype for a in arrays}) == 1 else np.float32)
-        for part, array in zip(merged.parts(whole, config), arrays, strict=True):
+        merged_array = np.empty(tensors[name].shape, arrays[0].dtype if len({a.dtype for a in arrays}) == 1 else np.float32)
+        for part, array in zip(merged.parts(merged_array, config), arrays, strict=True):
             part[...] = array
-        return whole
+        return merged_array
 
     return Source(
         path=path,
@@ -202,11 +202,11 @@ def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str
     return locations
 
 
-def _same_bytes(file: GGUFFile, one: Any, other: Any) -> bool:
+def _same_bytes(file: GGUFFile, first: Any, second: Any) -> bool:
     """Returns whether two tensors have equal bytes. Some converters write tied embeddings twice."""
-    if one[:2] != other[:2]:
+    if first[:2] != second[:2]:
         return False
-    a, b = (file.content[stored.offset : stored.offset + stored.size] for stored in (one, other))
+    a, b = (file.content[stored.offset : stored.offset + stored.size] for stored in (first, second))
     step = 1 << 24
     return all(np.array_equal(a[start : start + step], b[start : start + step]) for start in range(0, len(a), step))
 
@@ -359,12 +359,12 @@ def _check_roundtrip(
             )
 
 
-def _close(one: Any, other: Any) -> bool:
+def _close(left: Any, right: Any) -> bool:
     """Returns whether two values are equal; floats may differ by float32 rounding."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_close, one, other))
-    if hasattr(one, "__dataclass_fields__") and type(one) is type(other):
-        return all(_close(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
-    return bool(one == other)
+    if isinstance(left, float) and isinstance(right, float):
+        return math.isclose(left, right, rel_tol=1e-6)
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_close, left, right))
+    if hasattr(left, "__dataclass_fields__") and type(left) is type(right):
+        return all(_close(getattr(left, field.name), getattr(right, field.name)) for field in fields(left))
+    return bool(left == right)

@@ -180,9 +180,9 @@ def _latent_config(meta: Metadata, heads: int, key_heads: int) -> dict[str, Any]
             f"{meta.name} has key and value lengths {lengths} and a key length of {key}, which do not fit its latent of {rank} "
             f"and {rotated} rotated elements"
         )
-    found = {"kv_lora_rank": rank, "qk_rope_head_dim": rotated, "qk_nope_head_dim": key - rotated, "v_head_dim": value}
-    found["q_lora_rank"] = meta("attention.q_lora_rank") if meta.has("attention.q_lora_rank") else None
-    return found | {"num_key_value_heads": heads, "head_dim": rotated}
+    sizes = {"kv_lora_rank": rank, "qk_rope_head_dim": rotated, "qk_nope_head_dim": key - rotated, "v_head_dim": value}
+    sizes["q_lora_rank"] = meta("attention.q_lora_rank") if meta.has("attention.q_lora_rank") else None
+    return sizes | {"num_key_value_heads": heads, "head_dim": rotated}
 
 
 def _bias_config(file: GGUFFile, family: Family) -> dict[str, Any]:

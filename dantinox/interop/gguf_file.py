@@ -186,7 +186,7 @@ class _Reader:
         """Reads a count of items that occupy at least `smallest` bytes each, and checks that the file can hold them."""
         (count,) = struct.unpack_from("<Q", self.content, self.skip(8, what))
         if count * smallest > len(self.content) - self.position:
-            raise self.damaged(f"it claims {count} {what}, more than it has room for")
+            raise self.damaged(f"it claims {count} {what}, more than the file can hold")
         if count > (MAX_STRING_BYTES if what.startswith("bytes of") else MAX_ENTRIES):
             raise self.damaged(f"it claims {count} {what}")
         return int(count)

@@ -24,7 +24,7 @@ def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> di
     if "token_embd.weight" not in file.tensors:
         raise UserError(f"{meta.name} has no embeddings: token_embd.weight is missing")
     rows = file.tensors["token_embd.weight"].shape[0]
-    own, widths, heads = range(layers - shared), *(_per_layer_values(meta, key, layers) for key in per_layer)
+    kv_layers, widths, heads = range(layers - shared), *(_per_layer_values(meta, key, layers) for key in per_layer)
     wider = [i for i in range(layers) if widths[i] != widths[0]]
     if {heads[i] for i in sliding} != {heads[sliding[0]]} or {heads[i] for i in full} != {heads[full[0]]}:
         raise UserError(f"{meta.name} has layers of one kind with different numbers of key heads, which is not supported")
@@ -35,7 +35,7 @@ def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> di
     rotated = meta("rope.dimension_count", size), meta("rope.dimension_count_swa", local)
     if sizes[""] or sizes["_swa"] or rotated != (size, local):
         raise UserError(f"{meta.name} has different sizes of keys, values and rotations in one kind of layer")
-    has_values = {i: f"blk.{i}.attn_v.weight" in file.tensors for i in full if i in own}
+    has_values = {i: f"blk.{i}.attn_v.weight" in file.tensors for i in full if i in kv_layers}
     if len(set(has_values.values())) > 1:
         raise UserError(f"{meta.name} has a value projection in some full layers and not in others, which is not supported")
     theta = meta("rope.freq_base", 10000.0, float)
@@ -103,8 +103,8 @@ def gemma4_metadata(model: ModelConfig) -> dict[str, Any]:
     size, layers = model.global_head_size or model.head_size, [model.of_layer(i) for i in range(model.num_blocks)]
     experts = model.experts
     found: dict[str, Any] = {
-        "feed_forward_length": [own.experts.shared_dim if own.experts else own.hidden_dim for own in layers],
-        "attention.head_count_kv": [own.kv_heads for own in layers],
+        "feed_forward_length": [layer.experts.shared_dim if layer.experts else layer.hidden_dim for layer in layers],
+        "attention.head_count_kv": [layer.kv_heads for layer in layers],
         "attention.shared_kv_layers": model.kv_shared_layers,
         "embedding_length_per_layer_input": model.per_layer_dim,
         "attention.sliding_window": next((window for window in model.windows if window is not None), 512),

@@ -246,35 +246,35 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     Raises:
       UserError: the tokenizer is not supported, or the metadata is inconsistent.
     """
-    given = {key.removeprefix(KEY): value for key, value in metadata.items() if key.startswith(KEY)}
-    for key, value in given.items():
+    entries = {key.removeprefix(KEY): value for key, value in metadata.items() if key.startswith(KEY)}
+    for key, value in entries.items():
         if key not in KNOWN_KEYS or (key in ("add_eos_token", "add_sep_token", "remove_extra_whitespaces") and value):
             raise UserError(f"{name} has {KEY}{escape_name(key)}: {quote(value)}, which is not supported")
-    tokens, kind = given.get("tokens"), given.get("model")
+    tokens, kind = entries.get("tokens"), entries.get("model")
     if not tokens or not _is_list_of(str, tokens):
         raise UserError(f"{name} has no vocabulary: {KEY}tokens is missing")
-    types = given.get("token_type", [NORMAL] * len(tokens))
+    types = entries.get("token_type", [NORMAL] * len(tokens))
     if not _is_list_of(int, types) or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise UserError(f"{name} has {len(tokens)} tokens that do not match its token types, or has a token twice")
-    if kind == "gemma4" or (kind == "gpt2" and given.get("pre") in UNSPLIT_NAMES):
-        tree = _unsplit_tree(given, tokens, types, name)
+    if kind == "gemma4" or (kind == "gpt2" and entries.get("pre") in UNSPLIT_NAMES):
+        tree = _unsplit_tree(entries, tokens, types, name)
         add_bos = kind == "gemma4"
     elif kind == "gpt2":
-        tree = _byte_level_tree(given, tokens, types, name)
-        add_bos = given["pre"] in ADDS_BOS
+        tree = _byte_level_tree(entries, tokens, types, name)
+        add_bos = entries["pre"] in ADDS_BOS
     elif kind == "llama":
-        given = SENTENCEPIECE_IDS | given
-        tree = _sentencepiece_tree(given, tokens, types, name)
+        entries = SENTENCEPIECE_IDS | entries
+        tree = _sentencepiece_tree(entries, tokens, types, name)
         add_bos = True
     else:
         raise UserError(f"{name} has a tokenizer of the kind {quote(kind)}, expected gpt2, llama or gemma4")
     ids = {
         key: index
-        for key, index in given.items()
+        for key, index in entries.items()
         if key.endswith("_token_id") and type(index) is int and 0 <= index < len(tokens) and types[index] != UNUSED
     }
     for key in ID_KEYS.values():
-        index = given.get(key)
+        index = entries.get(key)
         if index is not None and (type(index) is not int or not (0 <= index < len(tokens) or index in ABSENT_IDS)):
             raise UserError(f"{name} has {KEY}{key}: {quote(index)}, which is not one of its {len(tokens)} tokens")
     # BOS and EOS tokens are special, even if the file gives them another type.
@@ -299,7 +299,7 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
         raise UserError(f"{name} has tokenizer.chat_template: {quote(template)}, expected a string")
     return Vocabulary(
         core.to_str(pretty=True),
-        config | {"add_bos_token": bool(given.get("add_bos_token", add_bos))},
+        config | {"add_bos_token": bool(entries.get("add_bos_token", add_bos))},
         template,
         {"eos_token_id": list(dict.fromkeys(stops))} if stops else {},
     )
@@ -345,17 +345,17 @@ def _tokenizer_tree(vocab: dict[str, int], merges: list[tuple[str, str]], decode
     return parts | {"decoder": decoder, "model": {"type": "BPE", **model, "vocab": vocab, "merges": [list(m) for m in merges]}}
 
 
-def _byte_level_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
-    rule = RULES.get(ALIASES.get(str(given.get("pre")), str(given.get("pre"))))
+def _byte_level_tree(entries: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
+    rule = RULES.get(ALIASES.get(str(entries.get("pre")), str(entries.get("pre"))))
     if rule is None:
         known = {*RULES, *ALIASES, *UNSPLIT_NAMES}
-        similar = difflib.get_close_matches(str(given.get("pre")), known, 1)
+        similar = difflib.get_close_matches(str(entries.get("pre")), known, 1)
         hint = f"; the most similar is {similar[0]}" if similar else ""
         raise UserError(
-            f"{name} has tokenizer.ggml.pre: {quote(given.get('pre'))}, expected one of {len(known)} supported names{hint}"
+            f"{name} has tokenizer.ggml.pre: {quote(entries.get('pre'))}, expected one of {len(known)} supported names{hint}"
         )
     vocab = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}
-    merges = _read_merges(given, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)
+    merges = _read_merges(entries, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)
     characters = _decode_characters(vocab)
     if characters is not None:
         return _tokenizer_tree(characters, [], {"type": "Fuse"})
@@ -367,12 +367,12 @@ def _byte_level_tree(given: dict[str, Any], tokens: list[str], types: list[int],
     return _tokenizer_tree(vocab, merges, decoder, **more)
 
 
-def _read_merges(given: Mapping[str, Any], special: set[str], name: str) -> list[tuple[str, str]]:
+def _read_merges(entries: Mapping[str, Any], special: set[str], name: str) -> list[tuple[str, str]]:
     """Returns the merges of a file, without those of special tokens, which cannot occur in text."""
-    if not _is_list_of(str, given.get("merges", [])):
+    if not _is_list_of(str, entries.get("merges", [])):
         raise UserError(f"{name} has merges that are not strings")
     # The first token may begin with a space. Like llama.cpp, search for the separator from the second character on.
-    pairs = [(merge[:1] + left, right) for merge in given.get("merges", []) for left, _, right in [merge[1:].partition(" ")]]
+    pairs = [(merge[:1] + left, right) for merge in entries.get("merges", []) for left, _, right in [merge[1:].partition(" ")]]
     return [pair for pair in pairs if not special & set(pair)]
 
 
@@ -391,24 +391,24 @@ def _decode_characters(vocab: Mapping[str, int]) -> dict[str, int] | None:
     return found
 
 
-def _unsplit_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
+def _unsplit_tree(entries: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
     """Returns a `tokenizer.json` of SentencePiece tokens with a list of merges. ▁ replaces spaces; text is not split."""
     vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
-    merges = _read_merges(given, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)
+    merges = _read_merges(entries, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoder = {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]}
-    unk = _unknown_token(given, tokens, vocab)
+    unk = _unknown_token(entries, tokens, vocab)
     return _tokenizer_tree(vocab, merges, decoder, normalizer=replace, unk_token=unk, fuse_unk=True, byte_fallback=True)
 
 
-def _unknown_token(given: Mapping[str, Any], tokens: list[str], vocab: Mapping[str, int]) -> str | None:
-    index = given.get("unknown_token_id")
+def _unknown_token(entries: Mapping[str, Any], tokens: list[str], vocab: Mapping[str, int]) -> str | None:
+    index = entries.get("unknown_token_id")
     return tokens[index] if type(index) is int and 0 <= index < len(tokens) and tokens[index] in vocab else None
 
 
-def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
-    scores, prefix = given.get("scores"), given.get("add_space_prefix", True)
+def _sentencepiece_tree(entries: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
+    scores, prefix = entries.get("scores"), entries.get("add_space_prefix", True)
     if not isinstance(scores, list) or not _is_list_of((int, float), scores) or len(scores) != len(tokens):
         raise UserError(f"{name} must have a score for each of its {len(tokens)} tokens")
     vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
@@ -424,7 +424,7 @@ def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[in
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     normal_form = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replace]} if prefix else replace
-    unk = _unknown_token(given, tokens, vocab)
+    unk = _unknown_token(entries, tokens, vocab)
     decoder = {"type": "Sequence", "decoders": [spaces, *fall_back, *strip]}
     more = {"normalizer": normal_form, "unk_token": unk, "fuse_unk": True, "byte_fallback": True}
     return _tokenizer_tree(vocab, merges, decoder, **more)

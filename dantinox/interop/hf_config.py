@@ -584,8 +584,8 @@ def _changed_settings(written: Mapping[str, Any], model: ModelConfig) -> list[st
     )
 
 
-def _nearly_equal(one: Any, other: Any) -> bool:
+def _nearly_equal(left: Any, right: Any) -> bool:
     """Returns whether two values are equal; floats may differ by rounding in the conversion."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-12)
-    return bool(one == other)
+    if isinstance(left, float) and isinstance(right, float):
+        return math.isclose(left, right, rel_tol=1e-12)
+    return bool(left == right)

@@ -110,30 +110,32 @@ def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[
     name = config.get("model_type")
     if not isinstance(name, str) or name not in MULTIMODAL:
         return dict(config), tensors, None
-    whole = MULTIMODAL[name]
-    classes = config.get("architectures") or [whole.architecture]
-    if classes != [whole.architecture]:
-        raise UserError(f"config.json has architectures: {quote(classes)}; only {whole.architecture} of {name} generates text")
-    names, skipped = _text_names(tensors, whole)
-    text = _text_config(config, whole, HEAD in names)
+    multimodal = MULTIMODAL[name]
+    classes = config.get("architectures") or [multimodal.architecture]
+    if classes != [multimodal.architecture]:
+        raise UserError(
+            f"config.json has architectures: {quote(classes)}; only {multimodal.architecture} of {name} generates text"
+        )
+    names, skipped = _text_names(tensors, multimodal)
+    text = _text_config(config, multimodal, HEAD in names)
     kinds = {plain: tensors.tensors[stored] for plain, stored in names.items()}
     parts = ", ".join(f"{part} ({count})" for part, count in skipped.items()) or "no other part"
     line = f"{name}: its text model, {text['model_type']}, is imported; tensors left out: {parts}"
     return text, LazyArrays(kinds, lambda plain: tensors[names[plain]]), line
 
 
-def _text_names(tensors: LazyArrays, whole: Multimodal) -> tuple[dict[str, str], Counter[str]]:
+def _text_names(tensors: LazyArrays, multimodal: Multimodal) -> tuple[dict[str, str], Counter[str]]:
     """Maps the text model's tensor names to the names in the checkpoint, and counts the tensors of every other part."""
     names: dict[str, str] = {}
     skipped: Counter[str] = Counter()
     for stored in tensors:
         part = stored.removeprefix("model.").partition(".")[0]
-        if part in whole.others:
+        if part in multimodal.others:
             skipped[part] += 1
             continue
         prefix = next((prefix for prefix in PREFIXES if stored.startswith(prefix)), None)
-        if prefix is None and not (whole.flat and stored.startswith("model.")):
-            known = ", ".join(whole.others)
+        if prefix is None and not (multimodal.flat and stored.startswith("model.")):
+            known = ", ".join(multimodal.others)
             raise UserError(f"the checkpoint has {escape_name(stored)}, which belongs neither to its text model nor to {known}")
         plain = stored if prefix is None else PREFIXES[prefix] + stored.removeprefix(prefix)
         if plain in names:
@@ -144,17 +146,19 @@ def _text_names(tensors: LazyArrays, whole: Multimodal) -> tuple[dict[str, str],
     return names, skipped
 
 
-def _text_config(config: Mapping[str, Any], whole: Multimodal, has_head: bool) -> dict[str, Any]:
+def _text_config(config: Mapping[str, Any], multimodal: Multimodal, has_head: bool) -> dict[str, Any]:
     """Returns the `config.json` of the text model, with transformers' defaults for absent sizes."""
     text_config = config.get("text_config")
-    if text_config is None and whole.flat:
-        text_config = {key: value for key, value in config.items() if key not in (*whole.flat, "model_type", "architectures")}
+    if text_config is None and multimodal.flat:
+        text_config = {
+            key: value for key, value in config.items() if key not in (*multimodal.flat, "model_type", "architectures")
+        }
     if not isinstance(text_config, dict):
         raise UserError(f"config.json has text_config: {quote(text_config)}, expected an object")
-    kind = text_config.get("model_type", whole.text)
+    kind = text_config.get("model_type", multimodal.text)
     family = MROPE_MODELS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(family, str) or family not in FAMILIES:
-        known = ", ".join(sorted({whole.text} | FAMILIES.keys()))
+        known = ", ".join(sorted({multimodal.text} | FAMILIES.keys()))
         raise UserError(f"config.json has a text_config of model_type: {quote(kind)}, expected one of {known}")
     for key, value in SUPPORTED_VALUES.items():
         if text_config.get(key, value) != value:

@@ -111,7 +111,7 @@ def read_adapter(
     """
     file = SafetensorsFile(path)
     known = [layer_projections(model, layer) for layer in range(model.num_blocks)]
-    found: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+    pairs: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     for name in file.tensors:
         match = TENSOR.fullmatch(name)
         if match is None or int(match[1]) >= model.num_blocks or match[2] not in known[int(match[1])]:
@@ -120,11 +120,11 @@ def read_adapter(
                 f"{path} holds {escape_name(name)}, but this model has {model.num_blocks} layers with "
                 f"{targets or 'no projections that support adapters'}"
             )
-        found.setdefault((match[1], match[2]), {})[match[3]] = file.read(name)
-    if not found:
+        pairs.setdefault((match[1], match[2]), {})[match[3]] = file.read(name)
+    if not pairs:
         raise UserError(f"{path} holds no adapters")
     deltas: dict[str, list[AdapterDelta]] = {}
-    for (layer, target), pair in sorted(found.items()):
+    for (layer, target), pair in sorted(pairs.items()):
         projection, (ins, outs) = known[int(layer)][target], projection_sizes(model, int(layer))[target]
         module = f"layers.{layer}.{MODULES[projection.module.partition('/')[0]]}.{target}"
         rank, scale = scaling(module)

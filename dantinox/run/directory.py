@@ -64,8 +64,8 @@ class RunDirectory:
 
     def _repr_html_(self) -> str:
         files = {name: path for name, path in vars(self).items() if name != "path"}
-        found = {name: path.name for name, path in files.items() if path.exists()}
-        return html_table(f"run directory {self.path}", {"exists": ", ".join(found.values()) or "no file yet"})
+        existing = {name: path.name for name, path in files.items() if path.exists()}
+        return html_table(f"run directory {self.path}", {"exists": ", ".join(existing.values()) or "no file yet"})
 
     @property
     def weights_or_adapter(self) -> Path:
@@ -83,10 +83,10 @@ class RunDirectory:
     def tokens(self, recorded: bool = False) -> list[str]:
         """Returns the relative paths of the token files on disk, or if `recorded` of the files in the manifest."""
         if recorded:
-            found = list(read_manifest(self.manifest)["files"])
+            names = list(read_manifest(self.manifest)["files"])
         else:
-            found = [str(path.relative_to(self.path)) for path in self.data.iterdir()]
-        return [name for name in found if name.startswith(f"{self.data.name}/tokens")]
+            names = [str(path.relative_to(self.path)) for path in self.data.iterdir()]
+        return [name for name in names if name.startswith(f"{self.data.name}/tokens")]
 
     def check(self, *paths: Path) -> None:
         """Compares files of the run with the manifest.

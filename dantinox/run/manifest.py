@@ -259,14 +259,14 @@ def describe_damage(
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if found in allowed:
         return ""
-    if not any(one and one[1] == found.size for one in allowed):
+    if not any(item and item[1] == found.size for item in allowed):
         return _size_differs(path, found.size, allowed)
     sha256 = next(one[0] for one in allowed if one)
     return f"{path} is damaged: its SHA-256 is {found.sha256[:12]}…, expected {sha256[:12]}…"
 
 
 def _size_differs(path: Path, size: int, allowed: list[Any]) -> str:
-    return f"{path} is damaged: it has {size} bytes, expected {next(one[1] for one in allowed if one)}"
+    return f"{path} is damaged: it has {size} bytes, expected {next(item[1] for item in allowed if item)}"
 
 
 def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path, int]) -> None:

@@ -67,15 +67,15 @@ def load_weights(
     """
     path = Path(path)
     shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
-    found, size = read_arrays(path)
-    _compare(path, found, shapes)
-    total = sum(leaf.nbytes for leaf in found.values())
+    arrays, size = read_arrays(path)
+    _compare(path, arrays, shapes)
+    total = sum(leaf.nbytes for leaf in arrays.values())
     overhead = 1024 + sum(256 + len(name) for name in shapes)
     if size > total + overhead:
         raise UserError(
             f"the weights {path} are damaged: {size} bytes, expected {total} for the arrays and at most {overhead} more"
         )
-    return {name: place(name, found.pop(name).array()) for name in shapes}
+    return {name: place(name, arrays.pop(name).array()) for name in shapes}
 
 
 def read_arrays(path: Path) -> tuple[dict[str, "StoredArray"], int]:
@@ -202,17 +202,17 @@ class StoredArray:
         return flat.reshape(self.shape)
 
 
-def _compare(path: Path, found: Mapping[str, StoredArray], shapes: dict[str, tuple[int, ...]]) -> None:
+def _compare(path: Path, arrays: Mapping[str, StoredArray], shapes: dict[str, tuple[int, ...]]) -> None:
     """Raises a UserError for the first parameter that is missing, unexpected, or has a wrong shape or dtype."""
     for name, shape in shapes.items():
-        if name not in found:
+        if name not in arrays:
             raise UserError(f"the weights {path} lack {name} of shape {shape}, which this model needs")
-        array = found[name]
+        array = arrays[name]
         if array.shape != shape:
             raise UserError(f"the weights {path} hold {name} with shape {array.shape}, but this model has {shape}")
         if array.dtype.name not in ("float32", BFLOAT16):
             raise UserError(f"the weights {path} hold {name} as {array.dtype}, expected float32 or bfloat16")
-    for name, array in found.items():
+    for name, array in arrays.items():
         if name not in shapes:
             raise UserError(
                 f"the weights {path} hold {escape_name(name)} of shape {array.shape}, which this model does not have"
