@@ -126,7 +126,7 @@ class BatchRun:
         )
 
     def _build_results(self, texts: Sequence[str], reports: Sequence[Sequence[StepInfo]]) -> list[Result]:
-        # Tokens after the first one of each sample.
+        # The number of tokens without the first token of each sample.
         new = sum(len(job.texts[number].tokens) for job, number in self._samples) - len(texts)
         decoding = self.times.decoding
         stats: GenerationStats = {

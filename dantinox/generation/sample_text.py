@@ -77,7 +77,7 @@ class SampleText:
         self.tokens.append(token)
         hidden = token in self._stop_ids and not self._keep_stop
         text = self._stops.push("" if hidden else self._detokenizer.push([token]), active=len(self.tokens) >= self._min_tokens)
-        if self._stops.found is not None:
+        if self._stops.matched_stop is not None:
             self.finish_reason = "stop"
         return text
 
@@ -87,6 +87,6 @@ class SampleText:
             return ""
         text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         last = self.tokens[-1] if self.tokens else None
-        stopped = self._stops.found is not None or last in self._stop_ids
+        stopped = self._stops.matched_stop is not None or last in self._stop_ids
         self.finish_reason = "stop" if stopped else "eos" if self.complete or last in self._eos else "length"
         return text

@@ -7,13 +7,13 @@ class StopFinder:
     """Passes text through until a stop string appears; holds back text that may be the beginning of a stop string.
 
     Attributes:
-      found: the stop string that ended the text, or None.
+      matched_stop: the stop string that ended the text, or None.
     """
 
     def __init__(self, stops: Sequence[str], keep: bool = False):
         self._stops, self._keep = tuple(stops), keep
         self._buffer = ""
-        self.found: str | None = None
+        self.matched_stop: str | None = None
 
     def push(self, text: str, active: bool = True) -> str:
         """Adds `text` and returns the text that has become final.
@@ -21,19 +21,19 @@ class StopFinder:
         Args:
           active: whether a stop string ends the text; if false, stop strings are passed through like other text.
         """
-        if self.found is not None:
+        if self.matched_stop is not None:
             return ""
         self._buffer += text
         passed = ""
         while (hit := self._find_first()) is not None:
-            at, stop = hit
+            start, stop = hit
             if active:
-                self.found = stop
-                passed += self._buffer[: at + len(stop) if self._keep else at]
+                self.matched_stop = stop
+                passed += self._buffer[: start + len(stop) if self._keep else start]
                 self._buffer = ""
                 return passed
-            passed += self._buffer[: at + len(stop)]
-            self._buffer = self._buffer[at + len(stop) :]
+            passed += self._buffer[: start + len(stop)]
+            self._buffer = self._buffer[start + len(stop) :]
         split = len(self._buffer) - self._held_back_length()
         passed, self._buffer = passed + self._buffer[:split], self._buffer[split:]
         return passed
@@ -45,7 +45,7 @@ class StopFinder:
 
     def _find_first(self) -> tuple[int, str] | None:
         """Returns the position and value of the stop string that ends first; of several with the same end, the longest."""
-        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
+        hits = [(start + len(stop), start, stop) for stop in self._stops if (start := self._buffer.find(stop)) >= 0]
         return min(hits)[1:] if hits else None
 
     def _held_back_length(self) -> int:

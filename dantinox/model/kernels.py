@@ -78,9 +78,9 @@ def _splash(length: int, heads: int, window: int | None, cap: float | None) -> C
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = length, length
-    one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     with jax.ensure_compile_time_eval():
-        return splash.make_splash_mqa_single_device(masks.MultiHeadMask([one] * heads), attn_logits_soft_cap=cap)
+        return splash.make_splash_mqa_single_device(masks.MultiHeadMask([mask] * heads), attn_logits_soft_cap=cap)
 
 
 KERNELS: dict[str, Kernel] = {"chunked": chunked_attention, "cudnn": cudnn_attention, "splash": splash_attention}

@@ -51,8 +51,8 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
         return frequencies / np.array(scaling.factors), gain if scaling.attention_factor is None else scaling.attention_factor
     if scaling.kind == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        return (1 - kept) * slow + kept * frequencies, 1.0
+        unscaled_share = np.clip((turns - low) / (high - low), 0, 1)
+        return (1 - unscaled_share) * slow + unscaled_share * frequencies, 1.0
 
     def index(turns: float) -> float:
         """Returns the real-valued index of the frequency that makes this number of turns in the original context."""
@@ -60,14 +60,14 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
 
     down, up = (math.floor, math.ceil) if scaling.truncate else (float, float)
     first, last = max(down(index(scaling.beta_fast)), 0), min(up(index(scaling.beta_slow)), head_size - 1)
-    kept = 1 - np.clip((np.arange(head_size // 2) - first) / max(last - first, 1e-3), 0, 1)
+    unscaled_share = 1 - np.clip((np.arange(head_size // 2) - first) / max(last - first, 1e-3), 0, 1)
     if scaling.attention_factor is not None:
         gain = scaling.attention_factor
     elif scaling.mscale and scaling.mscale_all_dim:
         gain = yarn_gain(scaling, scaling.mscale) / yarn_gain(scaling, scaling.mscale_all_dim)
     else:
         gain = yarn_gain(scaling)
-    return (1 - kept) * slow + kept * frequencies, gain
+    return (1 - unscaled_share) * slow + unscaled_share * frequencies, gain
 
 
 def yarn_gain(scaling: RopeScaling, weight: float = 1.0) -> float:

@@ -21,8 +21,8 @@ def map_positions(function: Callable[..., Any], vocab_size: int, *values_BT: Any
     """
     B, T = values_BT[0].shape[:2]
     rows = tuple(x.reshape(B * T, *x.shape[2:]) for x in values_BT)
-    found = jax.lax.map(lambda row: function(*row), rows, batch_size=min(B * T, max(1, max_logits // vocab_size)))
-    return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), found)
+    outputs = jax.lax.map(lambda row: function(*row), rows, batch_size=min(B * T, max(1, max_logits // vocab_size)))
+    return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), outputs)
 
 
 def token_logprobs(model: Transformer, x_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:

@@ -68,17 +68,17 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        has_norm, has_post_norm = config.norm_placement != "after", config.norm_placement != "before"
         out_gain = 1 / math.sqrt(2 * config.num_blocks)
         self.dropout_rate, self.multiplier = config.dropout_rate, config.residual_multiplier
-        self.norm1 = make_norm(config) if before else _identity
-        self.post_norm1 = make_norm(config) if after else _identity
+        self.norm1 = make_norm(config) if has_norm else _identity
+        self.post_norm1 = make_norm(config) if has_post_norm else _identity
         attention_type = Attention if config.latent is None else LatentAttention
         self.attention = attention_type(config, layer, dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.parallel = config.parallel_blocks
         branched = config.routes(layer) and config.experts is not None and config.experts.branch_norms
-        self.norm2 = make_norm(config) if before and not self.parallel and not branched else _identity
-        self.post_norm2 = make_norm(config) if after else _identity
+        self.norm2 = make_norm(config) if has_norm and not self.parallel and not branched else _identity
+        self.post_norm2 = make_norm(config) if has_post_norm else _identity
         ffn_type: Callable = make_feed_forward
         if config.routes(layer):
             ffn_type = BranchedExperts if branched else MixtureOfExperts

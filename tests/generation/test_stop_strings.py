@@ -34,14 +34,14 @@ def test_any_split_of_a_text_gives_the_same_result(pieces, stops, keep):
     finder, out = StopFinder(stops, keep), ""
     for n, piece in enumerate(pieces, 1):
         out += finder.push(piece)
-        if finder.found is None:
+        if finder.matched_stop is None:
             held = "".join(pieces[:n])[len(out) :]
             assert "".join(pieces[:n]) == out + held, "nothing is lost or changed"
             assert not held or any(stop.startswith(held) for stop in stops), "text is held back only if necessary"
     out += finder.flush()
-    assert (out, finder.found) == expected("".join(pieces), stops, keep)
-    assert finder.push("more") == "" or finder.found is None
-    assert finder.flush() == "" or finder.found is None
+    assert (out, finder.matched_stop) == expected("".join(pieces), stops, keep)
+    assert finder.push("more") == "" or finder.matched_stop is None
+    assert finder.flush() == "" or finder.matched_stop is None
 
 
 @settings(max_examples=300, deadline=None)
@@ -50,16 +50,16 @@ def test_an_inactive_finder_passes_everything(early, late, stops):
     """A stop string that is complete before `min_tokens` is ordinary text; one that is complete later ends it."""
     finder = StopFinder(stops)
     out = "".join(finder.push(piece, active=False) for piece in early)
-    assert finder.found is None
+    assert finder.matched_stop is None
     out += "".join(finder.push(piece) for piece in late)
     out += finder.flush()
     whole = "".join(early) + "".join(late)
     assert whole.startswith(out)
-    if finder.found is None:
+    if finder.matched_stop is None:
         assert out == whole
     else:
-        assert whole[len(out) :].startswith(finder.found)
-        assert len(out) + len(finder.found) > len("".join(early)), "it was complete before the finder was active"
+        assert whole[len(out) :].startswith(finder.matched_stop)
+        assert len(out) + len(finder.matched_stop) > len("".join(early)), "it was complete before the finder was active"
 
 
 def test_the_edges_by_hand():
@@ -67,7 +67,7 @@ def test_the_edges_by_hand():
     assert [finder.push(piece) for piece in ("x\n", "y", "\n", "E", "N", "d", "E", "ND z")] == [
         "x", "\ny", "", "\n", "", "ENd", "", "",
     ]  # fmt: skip
-    assert finder.found == "END"
+    assert finder.matched_stop == "END"
     assert StopFinder(["aab"]).push("aaab") == "a"
     assert StopFinder(["ab", "b"]).push("xab") == "x", "the longest of those that end together"
     assert StopFinder(["abcd", "bc"]).push("xabcd") == "xa", "the one that is complete first"
