@@ -90,7 +90,7 @@ class ConstraintCompiler:
         Raises:
           UserError: llguidance is not installed, or the text of a token depends on its neighbors.
         """
-        self._import_llguidance = _import_llguidance()
+        self._library = _import_llguidance()
         if tokenizer.token_pieces is None:
             raise UserError(
                 "constraints need a tokenizer whose tokens have the same text next to any others; this tokenizer does not"
@@ -98,7 +98,7 @@ class ConstraintCompiler:
         self._stop_ids, self._size = tokenizer.stop_ids, tokenizer.vocab_size
         self._vocab_size = vocab_size or tokenizer.vocab_size
         adapter = _VocabularyAdapter(tokenizer, tokenizer.token_pieces.inner)
-        self._tokenizer = self._import_llguidance.LLTokenizer(adapter, n_vocab=self._size + 1)
+        self._tokenizer = self._library.LLTokenizer(adapter, n_vocab=self._size + 1)
 
     def matcher(self, kind: str, source: str, ends: Sequence[int] = ()) -> "Matcher":
         """Returns a matcher at the start of a sequence.
@@ -110,7 +110,7 @@ class ConstraintCompiler:
         Raises:
           UserError: the source is invalid or too large, or no sequence of this vocabulary satisfies it.
         """
-        library = self._import_llguidance
+        library = self._library
         grammar = _to_grammar(library, Constraint(kind, source))
         ll_matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS))
         if ll_matcher.is_error():
