@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from dantinox.cli.common import backend_problem, choose_run, plain_warnings
 from dantinox.config.flags import Parser
+from dantinox.config.help_pages import first_page
 from dantinox.files import UserError, escape_name
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -35,7 +37,15 @@ def main(argv: Sequence[str]) -> int:
         plain_warnings()
     try:
         try:
-            options = parser_of([next((word for word in argv if not word.startswith("-")), "")]).parse(argv)
+            if not argv:
+                print(first_page(parser_of([])), end="")
+                return USER_ERROR
+            command = next((word for word in argv if not word.startswith("-")), "")
+            if command and command not in COMMANDS:
+                near = difflib.get_close_matches(command, COMMANDS, 1)
+                hint = f", did you mean {near[0]}?" if near else ": dantinox --help lists the commands"
+                raise UserError(f"unknown command {escape_name(command)}{hint}")
+            options = parser_of([command]).parse(argv)
             choose_run(options)
             code: int = options.run(options)
         finally:

@@ -70,7 +70,10 @@ def choose_run(options: argparse.Namespace) -> None:
         raise UserError(f"RUN and --run_dir both name a run: {options.run_path} and {options.run_dir}")
     options.run_dir = options.run_path or options.run_dir
     if options.run_dir is None:
-        raise UserError("a run directory is missing: give RUN, or --run_dir RUN")
+        from dantinox.run import newest_run
+
+        newest = newest_run()
+        raise UserError(f"a run directory is missing: give RUN{f', for example {newest}' if newest else ', or --run_dir RUN'}")
 
 
 def add_chat_template(command: Parser | FlagSection, condition: str = "") -> None:

@@ -124,10 +124,13 @@ def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, A
 def explain_flags(command: Parser) -> None:
     add_run(command)
     command.add_argument("--prompt", help=f"text whose next token is explained; {PROMPT_HELP}")
+    command.add_argument("--chat", action="store_true", help="format the prompt as a user message with the chat template")
     command.add_argument("--show", type=whole_number, default=20, metavar="K", help="number of tokens to show (default: 20)")
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot how each sampling step changes the distribution")
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    add_config_flags(command, ("generation", "router"), ("prompt", "show", "plot", "json", "temperature", "top_k", "top_p"))
+    add_config_flags(
+        command, ("generation", "router"), ("prompt", "chat", "show", "plot", "json", "temperature", "top_k", "top_p")
+    )
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -144,7 +147,9 @@ def explain(options: argparse.Namespace) -> int:
     from dantinox.measure.explain import explain
     from dantinox.measure.explain_view import draw_explanation, explanation_lines
 
-    found = explain(load(options.run_dir), prompt, settings, options.show)
+    model = load(options.run_dir)
+    text = model.chat_prompt(prompt)[1] if options.chat else prompt
+    found = explain(model, text, settings, options.show)
     return _show(options, found, lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
 
 

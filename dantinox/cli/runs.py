@@ -71,7 +71,7 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     yield "next:"
     if templated:
         yield f"  dantinox chat {run.path}"
-        yield f'  dantinox generate {run.path} --chat --prompt "Write a short story about a lighthouse."'
+        yield f'  dantinox generate {run.path} --chat --greedy --prompt "What is the capital of France?"'
     else:
         yield f'  dantinox generate {run.path} --prompt "Once upon a time"'
     yield f"  dantinox serve {run.path}"
@@ -105,8 +105,11 @@ def export(options: argparse.Namespace) -> int:
         what = "a .gguf file" if options.format == "gguf" else "a folder, whose name does not end in .gguf"
         raise UserError(f"--format {options.format} writes {what}: DEST cannot be {dest}")
     from dantinox.interop.checkpoints import export_checkpoint
+    from dantinox.report.tables import human_bytes
 
-    print(f"{dest}: {export_checkpoint(run_dir, dest, named, options.type)}")
+    family = export_checkpoint(run_dir, dest, named, options.type)
+    written = sum(path.stat().st_size for path in (dest.rglob("*") if dest.is_dir() else [dest]))
+    print(f"{dest}: {family}, {human_bytes(written)}")
     return 0
 
 

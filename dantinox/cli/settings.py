@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dantinox.cli.common import print_lines
 from dantinox.config.flags import Parser
 from dantinox.config.help_pages import setting_entry
+from dantinox.config.names import OTHER_NAMES
 from dantinox.config.reference import SettingRecord, section_titles, setting_records
 from dantinox.config.setting_groups import GROUPS
 from dantinox.files import UserError, escape_name
@@ -32,7 +33,9 @@ def settings(options: argparse.Namespace) -> int:
 
 
 def find_settings(pattern: str, section: str | None = None) -> list[SettingRecord]:
-    """Returns the settings whose name, help, type, default or prerequisites contain a substring or match a glob pattern.
+    """Returns the settings that match a substring or a glob pattern.
+
+    The pattern is compared with name, former names, names in other programs, help, type, default and prerequisites.
 
     Raises:
       UserError: there is no such section or group.
@@ -50,7 +53,9 @@ def find_settings(pattern: str, section: str | None = None) -> list[SettingRecor
 
 
 def _texts(record: SettingRecord) -> Iterator[str]:
-    texts = (record.key, record.name, record.flag, *record.aliases, record.type, record.default_text, record.help)
+    elsewhere = [name for name, key in OTHER_NAMES.items() if key == record.key]
+    names = (record.key, record.name, record.flag, *record.aliases, *elsewhere)
+    texts = (*names, record.type, record.default_text, record.help)
     yield from (text.lower() for text in (*texts, *record.prerequisites))
 
 

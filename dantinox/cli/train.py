@@ -57,12 +57,16 @@ def train(options: argparse.Namespace) -> int:
         print(dump_config(config, complete=True), end="")
         return 0
     use_compilation_cache()
+    from dantinox.distributed import is_rank0
     from dantinox.training import dry_run, launch
 
     if options.dry_run:
         dry_run(config, lambda line: print(line, flush=True))
         return 0
-    launch(config, run_dir=options.run_dir, resume=options.resume)
+    run = launch(config, run_dir=options.run_dir, resume=options.resume)
+    if is_rank0():
+        command = "chat" if run.chat_template.is_file() else "generate"
+        print(f"next: dantinox {command} {run.path}", file=sys.stderr)
     return 0
 
 

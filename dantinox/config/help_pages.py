@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dantinox.config.names import flat_name
+from dantinox.config.names import REQUEST_SECTIONS, flat_name
 from dantinox.config.reference import SettingRecord, section_titles
 from dantinox.config.setting_groups import GROUPS
 from dantinox.files import UserError, escape_name
@@ -192,8 +192,14 @@ def _most_used(parser: LayeredParser) -> Iterator[list[str]]:
         else:
             record = settings[name]
             text = record.default_text
-            default = "" if f"({text}:" in record.help else f" (default: {text})"
+            of_run = "run's, else " if _has_run(parser) and record.section in REQUEST_SECTIONS else ""
+            default = "" if f"({text}:" in record.help and not of_run else f" (default: {of_run}{text})"
             yield _entry(f"  --{name} {_metavar(record)}", record.help + default)
+
+
+def _has_run(parser: LayeredParser) -> bool:
+    """Tells whether the command reads its default settings from a run."""
+    return any(action.dest == "run_path" for action in parser.own)
 
 
 def _titles(parser: LayeredParser) -> dict[str, str]:

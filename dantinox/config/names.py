@@ -1,5 +1,7 @@
 """Names of settings: their flags, their former names, and names that other programs use."""
 
+REQUEST_SECTIONS = ("generation", "router", "kv")  # sections that a request may change; no weight depends on them
+
 # Names of DantinoX 0, accepted without a warning.
 V0_NAMES = {
     "generation.max_generations": "generation.max_new_tokens",
@@ -19,11 +21,25 @@ OTHER_NAMES = {
     "max_steps": "training.steps",
     "max_iters": "training.steps",
     "gradient_accumulation_steps": "training.grad_accum",
+    "num_train_epochs": "training.epochs",
+    "per_device_train_batch_size": "training.batch_size",
     "n_layers": "model.num_blocks",
+    "n_layer": "model.num_blocks",
+    "num_layers": "model.num_blocks",
+    "num_hidden_layers": "model.num_blocks",
+    "n_head": "model.n_heads",
+    "num_attention_heads": "model.n_heads",
+    "num_key_value_heads": "model.kv_heads",
     "n_embd": "model.dim",
     "hidden_size": "model.dim",
+    "intermediate_size": "model.hidden_dim",
     "block_size": "model.max_context",
+    "n_ctx": "model.max_context",
+    "max_position_embeddings": "model.max_context",
     "max_tokens": "generation.max_new_tokens",
+    "max_length": "generation.max_new_tokens",
+    "do_sample": "generation.greedy",
+    "num_return_sequences": "generation.n",
 }
 
 

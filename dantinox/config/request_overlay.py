@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from dantinox.config.generation_settings import ROUTED_STEPS
-from dantinox.config.names import ALIASES, flat_name
+from dantinox.config.names import ALIASES, REQUEST_SECTIONS, flat_name
 from dantinox.config.sections import FIELDS, Config, find_inactive, flatten_config, reset_settings
-from dantinox.config.yaml_files import REQUEST_SECTIONS, check_text, did_you_mean, nearest_key, validate_settings, warn_inactive
+from dantinox.config.yaml_files import check_text, did_you_mean, nearest_key, validate_settings, warn_inactive
 from dantinox.files import UserError, escape_name
 
 # Name without section → dotted path.

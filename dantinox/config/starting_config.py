@@ -8,17 +8,20 @@ from dantinox.config.yaml_files import build_config
 from dantinox.files import quote
 
 ESSENTIAL = {
-    "model": ("dim", "n_heads", "kv_heads", "num_blocks", "max_context"),
+    "model": ("dim", "n_heads", "kv_heads", "num_blocks", "max_context", "qk_norm"),
     "tokenizer": ("tokenizer_type", "vocab_size"),
     "data": ("path", "val_fraction"),
-    "training": ("epochs", "batch_size", "lr", "warmup_steps", "eval_every", "sample_every"),
-    "generation": ("max_new_tokens", "temperature", "top_p"),
+    "training": ("epochs", "batch_size", "optimizer", "lr", "warmup_steps", "eval_every", "sample_every"),
+    "generation": ("max_new_tokens", "temperature", "top_p", "min_p"),
 }
 SMALL = {
     "model.dim": 128, "model.n_heads": 4, "model.kv_heads": 2, "model.num_blocks": 4, "model.max_context": 128,
-    "tokenizer.vocab_size": 1024, "training.batch_size": 16,
+    "model.qk_norm": True, "tokenizer.vocab_size": 1024, "training.batch_size": 16, "training.optimizer": "muon",
+    "training.lr": 4e-3, "training.eval_every": 100, "generation.max_new_tokens": 100,
 }  # fmt: skip
-NOT_DEFAULT: dict[str, Any] = {"data.path": "builtin:python", "training.sample_every": 250}
+NOT_DEFAULT: dict[str, Any] = {
+    "data.path": "builtin:python", "training.sample_every": 250, "generation.temperature": 0.7, "generation.min_p": 0.1,
+}  # fmt: skip
 
 
 def starting_config(path: str | Path, cpus: int | None = None) -> str:
@@ -39,7 +42,7 @@ def starting_config(path: str | Path, cpus: int | None = None) -> str:
     ]
     if small:
         why = f"# The model is small because this machine has {cpus} CPU cores and no accelerator. Leave out dim, n_heads,"
-        lines += ["#", why, "# kv_heads, num_blocks, max_context and batch_size for larger defaults."]
+        lines += ["#", why, "# kv_heads, num_blocks, max_context, batch_size, optimizer and lr for larger defaults."]
     for section, names in ESSENTIAL.items():
         lines += ["", f"{section}:"]
         for name in names:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dantinox.config.names import REQUEST_SECTIONS
 from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.config.sections import FIELDS, Config
 from dantinox.config.yaml_files import (
-    REQUEST_SECTIONS,
     allowed_values,
     build_training,
     did_you_mean,

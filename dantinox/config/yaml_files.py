@@ -14,14 +14,13 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dantinox.config.model import WEIGHT_FIELDS
-from dantinox.config.names import ALIASES, FORMER_NAMES, OTHER_NAMES, flat_name
+from dantinox.config.names import ALIASES, FORMER_NAMES, OTHER_NAMES, REQUEST_SECTIONS, flat_name
 from dantinox.config.packaged import CONFIGS
 from dantinox.config.reference import PREREQUISITES, type_in_words
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
 from dantinox.files import UserError, escape_name, quote, read_text
 
 INHERITED_SECTIONS = ("model", "moe", "attention", "tokenizer")  # sections that a training takes from training.init_from
-REQUEST_SECTIONS = ("generation", "router", "kv")  # sections that a request may change; no weight depends on them
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -106,7 +105,9 @@ def find_config(name: str | Path) -> Path:
     if not path.is_file() and str(path) in own:
         return own[str(path)]
     if len(path.parts) == 1 and not path.suffix and not os.path.exists(path):
-        raise UserError(f"no config file at {escape_name(str(path))}: use a file, or a packaged config ({', '.join(own)})")
+        hint = did_you_mean(next(iter(difflib.get_close_matches(str(path), own, 1)), ""))
+        advice = f"{hint} The packaged configs are " if hint else ": use a file, or one of the packaged configs "
+        raise UserError(f"no config file at {escape_name(str(path))}{advice}{', '.join(own)}")
     return path
 
 
@@ -346,7 +347,8 @@ def nearest_key(name: str) -> str:
     with_prefix = [key for key in by_name if len(last) > 2 and key.startswith(last)]
     hit = difflib.get_close_matches(last, same, 1) or with_prefix or difflib.get_close_matches(last, by_name, 1)
     if not hit:
-        return ""
+        similar = difflib.get_close_matches(last, OTHER_NAMES, 1)
+        return OTHER_NAMES[similar[0]] if similar else ""
     key = f"{section}.{hit[0]}"
     return key if key in FIELDS else by_name[hit[0]]
 

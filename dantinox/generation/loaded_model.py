@@ -217,15 +217,25 @@ class LoadedModel(ModelBundle):
           >>> model.chat(messages, max_new_tokens=8).finish_reason in ("eos", "stop", "length")
           True
         """
+        template, ids = self.chat_prompt(messages, template)
+        config = self.with_stop_ids(self.settings(settings), template.end_ids)
+        if config.generation.n != 1:
+            raise UserError(f"n must be 1 in a chat, got {config.generation.n}: use request and complete for several samples")
+        return self.complete([self.request(ids, config, logprobs=logprobs, constraint=constraint)])[0]
+
+    def chat_prompt(
+        self, messages: str | Sequence[Mapping[str, object]], template: ChatTemplate | None = None
+    ) -> tuple[ChatTemplate, list[int]]:
+        """Returns the chat template and the token ids of a conversation, up to the beginning of the answer.
+
+        Raises:
+          UserError: the model has no chat template, or the template rejects the messages.
+        """
         template = template or self.chat_template()
         if template is None:
             raise UserError("this model has no chat template: use generate, or pass a ChatTemplate as template")
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        config = self.with_stop_ids(self.settings(settings), template.end_ids)
-        if config.generation.n != 1:
-            raise UserError(f"n must be 1 in a chat, got {config.generation.n}: use request and complete for several samples")
-        ids = template.encode(conversation, generation_prompt=True)
-        return self.complete([self.request(ids, config, logprobs=logprobs, constraint=constraint)])[0]
+        return template, template.encode(conversation, generation_prompt=True)
 
     def complete(self, requests: Sequence[GenerationRequest], pad: Callable[[int], int] = padded_length) -> list[Result]:
         """Decodes requests and returns their results.

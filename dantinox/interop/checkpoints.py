@@ -92,7 +92,7 @@ def import_checkpoint(
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     if max_context is not None and max_context < 1:
         raise UserError(f"max_context must be at least 1, got {max_context}")
-    path = Path(source)
+    path, sampling = Path(source), dict[str, float]()
     if (path / "config.yaml").is_file() and not (path / "config.json").exists():
         if RunDirectory(path).manifest.is_file():
             raise UserError(f"{path} is already a run directory of this version: no import is needed")
@@ -100,19 +100,29 @@ def import_checkpoint(
         return Imported(run, path, "DantinoX 0", arrays)
     if not path.exists() and str(source) in PACKAGED:
         check_new(Path(run_dir))
-        path = find_packaged_checkpoint(str(source), note)
+        path, sampling = find_packaged_checkpoint(str(source), note), dict(PACKAGED[str(source)].sampling)
     if path.suffix == ".gguf":
         checkpoint = source_from_gguf(open_gguf(path))
     else:
         checkpoint = open_folder(path if path.exists() else download_repository(str(source)))
-    run = import_run(checkpoint, run_dir, dtype, max_context)
+    run = import_run(checkpoint, run_dir, dtype, max_context, sampling)
     if checkpoint.skipped is not None:
         note(checkpoint.skipped)
     return Imported(run, checkpoint.path, checkpoint.config["model_type"], len(checkpoint.tensors))
 
 
-def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> RunDirectory:
-    """Writes a run directory from an open checkpoint; the other arguments and errors are those of `import_checkpoint`."""
+def import_run(
+    source: Source,
+    run_dir: str | Path,
+    dtype: str = "auto",
+    max_context: int | None = None,
+    sampling: Mapping[str, float] | None = None,
+) -> RunDirectory:
+    """Writes a run directory from an open checkpoint; the other arguments and errors are those of `import_checkpoint`.
+
+    Args:
+      sampling: generation settings that override the sampling parameters of the checkpoint.
+    """
     tokenizer = Tokenizer(source.tokenizer, str(source.path))
     where = "config.json" if source.format == "hf" else str(source.path)
     rows = source.config.get("vocab_size")
@@ -129,7 +139,7 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
     path, settings = Path(run_dir), hf_config_to_settings(source.config, max_context)
     vocabulary = _vocabulary_settings(tokenizer, rows, path, where)
     settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
-    settings["generation"] = _sampling_defaults(source, settings["model"])
+    settings["generation"] = _sampling_defaults(source, settings["model"]) | dict(sampling or {})
     config = build_config(settings, source=where)
     arrays = from_hf(source.config, config.architecture(tokenizer.vocab_size), source.tensors, dtype)
     with _staged_directory(path) as folder:

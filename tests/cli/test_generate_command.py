@@ -385,6 +385,10 @@ def test_an_error_is_one_sentence(generate, argv, parts):
 
 
 def test_no_command_and_an_unknown_one(dantinox):
-    assert_one_sentence(dantinox(), "command")
-    assert_one_sentence(dantinox("genrate"), "genrate", "generate")
+    code, out, err = dantinox()
+    assert code == 2 and out.startswith("usage: dantinox COMMAND") and "\n  generate " in out and err == ""
+    assert_one_sentence(dantinox("genrate"), "unknown command genrate, did you mean generate?")
+    assert_one_sentence(dantinox("xyzzy"), "unknown command xyzzy: dantinox --help lists the commands")
+    assert_one_sentence(dantinox("train", "--config", "quikstart"), "no config file at quikstart, did you mean quickstart?")
+    assert_one_sentence(dantinox("train", "--num_hidden_layers", "3"), "did you mean --num_blocks?")
     assert_one_sentence(dantinox("generate"), "--run_dir")

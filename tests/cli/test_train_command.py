@@ -84,7 +84,7 @@ def test_packaged_configs_are_found_by_name_in_every_directory(dantinox, tmp_pat
         assert "data:\n  path: builtin:python\n" in dantinox("train", *chosen, "--print_config")[1]
     (tmp_path / "dante").write_text("model: {dim: 8, n_heads: 1}")  # a file has priority
     assert "  dim: 8\n" in dantinox("train", "--config", "dante", "--print_config")[1]
-    says = "no config file at quick: use a file, or a packaged config (dante, gpt2_124m, llama_1b, llama_8b, lora, moe_2b, "
+    says = "no config file at quick, did you mean quickstart? The packaged configs are dante, gpt2_124m, llama_1b, "
     assert_one_sentence(dantinox("train", "--config", "quick"), says)
 
 
@@ -95,8 +95,14 @@ def test_init_writes_a_config_that_trains(dantinox, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert dantinox("init", "new.yaml") == (0, "", "")
     changed = {"data.path": "builtin:python", "training.sample_every": 250}
+    changed |= {
+        "generation.max_new_tokens": 100,
+        "generation.temperature": 0.7,
+        "generation.min_p": 0.1,
+        "training.eval_every": 100,
+    }
     small = ("model.dim", "model.n_heads", "model.kv_heads", "model.num_blocks", "model.max_context", "tokenizer.vocab_size",
-             "training.batch_size")  # fmt: skip
+             "training.batch_size", "training.optimizer", "training.lr", "model.qk_norm")  # fmt: skip
     changed |= {key: flatten_config(load_config("quickstart"))[key] for key in small}  # because this machine has no accelerator
     assert load_config("new.yaml") == build_config({}, changed)
     lines = (tmp_path / "new.yaml").read_text(encoding="utf-8").splitlines()

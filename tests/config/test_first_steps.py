@@ -126,6 +126,7 @@ def test_init_writes_a_model_for_this_machine(tmp_path):
     (tmp_path / "large.yaml").write_text(starting_config(tmp_path / "large.yaml"))
     small, large = load_training(tmp_path / "small.yaml"), load_training(tmp_path / "large.yaml")
     assert (small.model.dim, large.model.dim) == (128, 256) and small.training.batch_size == 16
+    assert (small.training.optimizer, small.training.lr) == ("muon", 4e-3) and small.generation.max_new_tokens < 128
     assert "2 CPU cores and no accelerator" in (tmp_path / "small.yaml").read_text()
 
 

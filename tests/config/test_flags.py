@@ -104,7 +104,7 @@ def test_no_flag_changes_nothing():
     [
         ("--seed 3", "--seed is a key of two sections: write --training.seed or --generation.seed"),
         ("--seed", "--seed is a key of two sections: write --training.seed or --generation.seed"),
-        ("--learning_rte 3", "unknown flag --learning_rte"),
+        ("--learning_rte 3", "unknown flag --learning_rte, did you mean --lr?"),
         ("--learning_rate 3", "unknown flag --learning_rate, did you mean --lr?"),
         ("--batchsize 3", "unknown flag --batchsize, did you mean --batch_size?"),
         ("--training.batchsize=3", "unknown flag --training.batchsize, did you mean --training.batch_size?"),

@@ -15,7 +15,13 @@ from tests.error_texts import ERRORS
 
 CONTENT = b"GGUF and so on"
 CHECKPOINT = PackagedCheckpoint(
-    "dantinox-no-such-package", "1.0", "folder/tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "tiny, 14 bytes"
+    "dantinox-no-such-package",
+    "1.0",
+    "folder/tiny.gguf",
+    len(CONTENT),
+    hashlib.sha256(CONTENT).hexdigest(),
+    "tiny, 14 bytes",
+    {},
 )
 
 

@@ -296,3 +296,8 @@ def test_router_is_explained(run):
     forced = explain(run, PROMPT, settings | forced_settings)
     assert (forced.strategy, forced.forced, forced.drawn) == ("clarify", True, [65])
     assert "emitted by the router" in "\n".join(explanation_lines(forced, 120))
+
+
+def test_a_prompt_of_token_ids_equals_its_text(run):
+    by_text, by_ids = (explain(run, prompt, {"top_k": 5, "seed": 1}) for prompt in (PROMPT, run.prompt_ids(PROMPT)))
+    assert by_ids.tokens == by_text.tokens and by_ids.steps == by_text.steps and by_ids.drawn == by_text.drawn

@@ -63,10 +63,10 @@ def test_import_prints_the_model_and_the_next_commands(imported):
     path, printed = imported
     for part in ("llama: 30 layers, width 576, 135M parameters", "272 tensors, 98.4 MB read, 538 MB written", "8,192 tokens"):
         assert part in printed
-    assert "<|im_end|> <|endoftext|>" in printed and "temperature 0.7, top_p 0.9, min_p 0.05" in printed
+    assert "<|im_end|> <|endoftext|>" in printed and "temperature 0.2, top_p 0.9, min_p 0.05" in printed
     assert f"  dantinox chat {path}\n" in printed
     generation = load_run_config(open_run(path)).generation
-    assert (generation.temperature, generation.top_p, generation.min_p, generation.max_new_tokens) == (0.7, 0.9, 0.05, 512)
+    assert (generation.temperature, generation.top_p, generation.min_p, generation.max_new_tokens) == (0.2, 0.9, 0.05, 512)
 
 
 def test_tokens_equal_those_of_llama_cpp(model):
