@@ -1,6 +1,6 @@
 """Typed settings, their YAML files and their command-line flags. No module here imports jax.
 
-The names below are imported when first used: help pages and flags need no pydantic, which takes most of an import.
+A name below is imported when it is first used. Help pages and flags do not need pydantic, which takes most of the import time.
 """
 
 from importlib import import_module
@@ -24,7 +24,7 @@ _MODULES = {
     "request_overlay": ("overlay", "settings_of", "with_generation"),
     "sections": ("Config", "DataSection", "TokenizerSection"),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Config",
@@ -50,8 +50,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'dantinox.config' has no attribute {name!r}")
-    found = getattr(import_module(f"dantinox.config.{_HOME[name]}"), name)
-    globals()[name] = found
-    return found
+    attribute = getattr(import_module(f"dantinox.config.{_MODULE_OF[name]}"), name)
+    globals()[name] = attribute
+    return attribute

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def as_tuple(value: object) -> object:
-    """Returns a list as a tuple, and a string as a tuple of one string."""
+    """Converts a list to a tuple, and a string to a tuple of one string. Returns other values unchanged."""
     return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
 
 
@@ -25,17 +25,18 @@ CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
-Conflict = tuple[str, str]  # a setting (dotted path), and the rest of the sentence that describes its error
+# The dotted path of a setting, and the rest of an error message that begins with this path.
+Conflict = tuple[str, str]
 
 
 class Section(BaseModel):
-    """A frozen section of settings. It refuses unknown names, and converts no types except integers to floats."""
+    """A frozen section of settings. It rejects unknown names, and the only type conversion is from integers to floats."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
     needs: ClassVar[tuple[Needs, ...]] = ()  # prerequisites of all settings of the section
 
 
 def field(default: T, text: str) -> T:
-    """Returns a pydantic field with the default of a setting and its help text."""
-    found: T = Field(default, description=text)
-    return found
+    """Returns the pydantic field of a setting with its default and its help text."""
+    info: T = Field(default, description=text)
+    return info

@@ -1,4 +1,4 @@
-"""The values of command-line flags, as settings."""
+"""Converts the values of command-line flags to values of settings."""
 
 import argparse
 import contextlib
@@ -13,28 +13,28 @@ from dantinox.files import UserError
 
 
 def overrides(namespace: argparse.Namespace) -> dict[str, object]:
-    """Returns the settings given as flags: dotted path → value.
+    """Returns the settings value as flags: dotted path → value.
 
     Raises:
-      UserError: a flag without a section names a setting of two sections.
+      UserError: a flag without a section name matches settings of two sections.
     """
-    found: dict[str, object] = {}
-    for dest, given in vars(namespace).items():
+    settings: dict[str, object] = {}
+    for dest, value in vars(namespace).items():
         kind, colon, name = dest.partition(":")
-        if given is None or not colon or kind not in ("config", "ambiguous"):
+        if value is None or not colon or kind not in ("config", "ambiguous"):
             continue
         if kind == "ambiguous":
             paths = [key for key in FIELDS if flat_name(key) == name]
             raise UserError(f"--{name} is a key of two sections: write {' or '.join('--' + path for path in paths)}")
-        found[name] = _value(ALIASES.get(name, name), given)
-    return found
+        settings[name] = _value(ALIASES.get(name, name), value)
+    return settings
 
 
 def value_of(key: str, words: list[str]) -> object:
     """Returns the value of a setting (dotted path) from the words after its flag.
 
     Raises:
-      UserError: there are several words, and the setting has one value.
+      UserError: there are several words, but the setting takes one value.
     """
     kinds = _members(FIELDS[key].annotation)
     if any(get_origin(kind) in (tuple, dict) for kind in kinds):
@@ -53,26 +53,26 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return () if annotation is type(None) else (annotation,)
 
 
-def _value(key: str, given: str | list[str]) -> Any:
+def _value(key: str, value: str | list[str]) -> Any:
     kinds = _members(FIELDS[key].annotation)
-    if isinstance(given, list):
-        if len(given) == 1 and given[0].lstrip()[:1] in ("{", "["):
-            with contextlib.suppress(ValueError, RecursionError):  # JSON, as in the body of a request
-                found = json.loads(given[0])
-                strings = isinstance(found, list) and found and all(isinstance(item, str) for item in found)
-                if strings or not any(get_args(kind)[:1] == (str,) for kind in kinds if get_origin(kind) is tuple):
-                    return found  # a list of strings may contain the string `[1]` or `[]`
-        texts = [_unescape(text) for text in given] if key.startswith("generation.") else given
+    if isinstance(value, list):
+        if len(value) == 1 and value[0].lstrip()[:1] in ("{", "["):
+            with contextlib.suppress(ValueError, RecursionError):  # JSON, as in a request body
+                parsed = json.loads(value[0])
+                is_string_list = isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed)
+                if is_string_list or not any(get_args(kind)[:1] == (str,) for kind in kinds if get_origin(kind) is tuple):
+                    return parsed  # a setting of strings takes other JSON, such as `[1]`, as one string
+        texts = [_unescape(text) for text in value] if key.startswith("generation.") else value
         if all(get_origin(kind) is tuple and set(_members(get_args(kind)[0])) <= {int, float, bool} for kind in kinds):
             return [parse_value(text) for text in texts]
         if len(texts) > 1 or str not in kinds:
             return texts
-        given = texts[0]
+        value = texts[0]
     optional = type(None) in get_args(FIELDS[key].annotation)
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     if str in kinds or (float not in kinds and any(isinstance(word, str) for word in words)):
-        return None if optional and given == "null" else given
-    return parse_value(given)
+        return None if optional and value == "null" else value
+    return parse_value(value)
 
 
 def _unescape(text: str) -> str:

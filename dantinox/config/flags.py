@@ -1,6 +1,6 @@
-"""The parser of a command, with a flag for every setting: flat (`--lr`) and by path (`--training.lr`).
+"""The parser of a command. Every setting has a flat flag (`--lr`) and a flag with its path (`--training.lr`).
 
-Nothing here imports pydantic before it has to, so that help pages are quick.
+This module imports pydantic only where it is needed, so that help pages are fast.
 """
 
 import argparse
@@ -24,9 +24,9 @@ class Parser(LayeredParser):
         raise UserError(message)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Parses all of `argv`; the error about an unknown flag names the nearest known one."""
+        """Parses all of `argv`. The error about an unknown flag suggests the most similar known flag."""
         namespace, unknown = self.parse_known_args(argv)
-        # argparse decides that an optional positional argument after the first flag is absent.
+        # argparse treats an optional positional argument as absent if it comes after a flag.
         if unknown and not unknown[0].startswith("-") and getattr(namespace, "run_path", "") is None:
             namespace.run_path = Path(unknown.pop(0))
         if unknown:
@@ -41,7 +41,7 @@ def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, mo
     """Adds a flag for every setting of `sections` (default: all); `overrides` reads them back.
 
     Args:
-      most_used: flags of the first layer of help, of the command itself or of settings, without dashes.
+      most_used: the flags that the first help page shows, without dashes; a flag of the command or of a setting.
     """
     records = {record.key: record for record in setting_records()}
     keys = {key: key for key in records} | ALIASES
@@ -72,10 +72,10 @@ def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, mo
 
 
 def _nearest_flag(flag: str, known: list[str]) -> str:
-    """Returns `, did you mean --lr?` for a misspelt flag, if the command has a similar one."""
+    """Returns `, did you mean --lr?` for a misspelled flag, or an empty string if the command has no similar flag."""
     from dantinox.config.yaml_files import did_you_mean, nearest_key
 
     key = nearest_key(flag.lstrip("-"))
     short, long = f"--{flat_name(key)}", f"--{key}"
-    likely = [*((long, short) if "." in flag else (short, long)), *difflib.get_close_matches(flag, known, 1, cutoff=0.75)]
-    return did_you_mean(next((name for name in likely if name in known), ""))
+    candidates = [*((long, short) if "." in flag else (short, long)), *difflib.get_close_matches(flag, known, 1, cutoff=0.75)]
+    return did_you_mean(next((name for name in candidates if name in known), ""))

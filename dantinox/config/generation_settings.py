@@ -18,7 +18,7 @@ from dantinox.config.sampling_steps import (
     is_digits,
 )
 
-GREEDY_BELOW = 1e-5  # a temperature
+GREEDY_BELOW = 1e-5  # a lower temperature means greedy decoding
 
 
 def _as_order(value: Any) -> Any:
@@ -35,7 +35,7 @@ Preset = Literal["default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"]
 
 
 class _Request(Section):
-    """Length, end, caches and precision of a request, and the order of the sampling steps."""
+    """Length, stop conditions, cache and precision of a request, and the order of the sampling steps."""
 
     max_new_tokens: CountOrZero = field(150, "maximum number of new tokens")
     n: Annotated[int, Field(ge=1, le=4096)] = field(1, "samples per prompt")
@@ -81,7 +81,7 @@ class GenerationSection(StepSettings, _Request):
     """Settings of a request, and of all sampling steps."""
 
 
-# The steps after the edits, in the order in which they run. A preset has only the steps of the program it is named after.
+# The steps that run after the edits, in order. A preset has only the steps that exist in the program of the same name.
 PRESETS: dict[str, tuple[str, ...]] = {
     "default": tuple(name for name in STEPS if name not in EDIT_STEPS),
     "hf": (
@@ -93,7 +93,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
         *MIROSTAT_STEPS,
     ),
 }  # fmt: skip
-ROUTED_STEPS = ("temperature", "top_k", "top_p", "min_p")  # steps whose numbers the entropy router sets
+ROUTED_STEPS = ("temperature", "top_k", "top_p", "min_p")  # steps whose values the entropy router sets
 KOBOLD_CODES = ("top_k", "top_a", "top_p", "tail_free", "typical", "temperature", "repetition_penalty")
 KOBOLD_ORDERS = {"kobold": (6, 0, 1, 2, 3, 4, 5), "koboldcpp": (6, 0, 1, 3, 4, 2, 5)}
 KOBOLDCPP_SLOTS = {
@@ -104,68 +104,68 @@ KOBOLDCPP_SLOTS = {
 
 
 def active_steps(g: GenerationSection) -> frozenset[str]:
-    """Returns the steps that the values of a section switch on, in any order. Greedy rows have no temperature step."""
+    """Returns the steps that a section's values switch on, as a set. Greedy rows do not run the temperature step."""
     return frozenset(name for name, step in STEPS.items() if any(on(getattr(g, key)) for key, on in step.on.items()))
 
 
 def kobold_order(codes: Sequence[int]) -> tuple[str, ...]:
-    """Returns the step names of a KoboldAI `sampler_order`. Lists of the six older codes begin with the repetition penalty.
+    """Returns the step names of a KoboldAI `sampler_order`. With the six older codes, the repetition penalty runs first.
 
     Raises:
       ValueError: the codes are not a permutation of 0…5 or 0…6.
     """
     codes = list(codes) if isinstance(codes, Sequence) else [codes]
-    plain = all(isinstance(code, int) and not isinstance(code, bool) for code in codes)
-    if plain and sorted(codes) == list(range(6)):
+    are_integers = all(isinstance(code, int) and not isinstance(code, bool) for code in codes)
+    if are_integers and sorted(codes) == list(range(6)):
         codes = [6, *codes]
-    if not plain or sorted(codes) != list(range(7)):
+    if not are_integers or sorted(codes) != list(range(7)):
         raise ValueError(f"a Kobold sampler order must be a permutation of 0…5 or 0…6, got {codes}")
     return tuple(KOBOLD_CODES[code] for code in codes)
 
 
 def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[str, ...]:
-    """Returns the steps after the edits, in order.
+    """Returns the steps that run after the edits, in order.
 
     Raises:
-      ValueError: the order is invalid or excludes the preset; the message continues a sentence that begins with the key.
+      ValueError: the order is invalid or cannot be combined with the preset. The message continues the setting's name.
     """
-    given = () if sampler_order is None else tuple(sampler_order)
-    if sampler_order is None or all(isinstance(code, int) for code in given):
+    order = () if sampler_order is None else tuple(sampler_order)
+    if sampler_order is None or all(isinstance(code, int) for code in order):
         if preset not in KOBOLD_ORDERS:
             if sampler_order is not None:
                 raise ValueError(f"as codes needs generation.preset kobold or koboldcpp, got {preset}: use names of steps")
             return PRESETS[preset]
         try:
-            names = kobold_order(KOBOLD_ORDERS[preset] if sampler_order is None else given)  # type: ignore[arg-type]
+            names = kobold_order(KOBOLD_ORDERS[preset] if sampler_order is None else order)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"is invalid: {error}") from None
         if preset == "kobold":
             return names
         return "dry", *(step for name in names for step in KOBOLDCPP_SLOTS.get(name, (name,))), "xtc", *MIROSTAT_STEPS
-    return _named_order(preset, given)
+    return _named_order(preset, order)
 
 
 def section_order(g: GenerationSection) -> tuple[str, ...]:
-    """Returns the steps after the edits, in the order of a section. Raises the errors of `step_order`."""
+    """Returns the steps that run after the edits, in the order that a section sets. Raises the errors of `step_order`."""
     return (*PENALTY_STEPS, *ROUTED_STEPS) if g.strategy == "entropy" else step_order(g.preset, g.sampler_order)
 
 
 def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
     known = tuple(dict.fromkeys("mirostat" if name in MIROSTAT_STEPS else name for name in PRESETS["default"]))
-    wrong = next((name for name in names if name not in known), None)
-    if wrong is not None:
-        raise ValueError(f"must hold Kobold's codes or names among {', '.join(known)}, got {wrong!r}")
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise ValueError(f"must hold Kobold's codes or names among {', '.join(known)}, got {unknown!r}")
     if len(set(names)) < len(names):
         raise ValueError(f"must name each step once, got {', '.join(map(str, names))}")
     if preset != "default":
         raise ValueError(f"as names excludes generation.preset {preset}: leave one of them out")
     if "mirostat" in names[:-1]:
-        raise ValueError("must have mirostat last, because it needs the token that is drawn right after it")
+        raise ValueError("must have mirostat last, because it needs the token that is drawn directly after it")
     return tuple(step for name in names for step in (MIROSTAT_STEPS if name == "mirostat" else (str(name),)))
 
 
 def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
-    """Yields the violated rules among settings of the section."""
+    """Yields an error for each contradiction among the settings of the section."""
     on, greedy = active_steps(g), g.greedy or g.temperature < GREEDY_BELOW
     for key in ("stop", "dry_breakers"):
         if "" in getattr(g, key):
@@ -175,14 +175,17 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     except ValueError as error:
         yield "generation.sampler_order", str(error)
         return
-    off = on - {*EDIT_STEPS, *order} - ({"temperature"} if greedy else set())
-    lacking = sorted({f"generation.{key}" for name in off for key, on_for in STEPS[name].on.items() if on_for(getattr(g, key))})
-    if lacking:
-        whose = f"generation.preset {g.preset}" if g.sampler_order is None else "generation.sampler_order"
-        whose = "generation.strategy entropy" if g.strategy == "entropy" else whose
-        them = "it" if len(lacking) == 1 else "them"
-        also = "".join(f"and {key} " for key in lacking[1:])
-        yield lacking[0], f"{also}cannot be used with {whose}, which has no such step: leave {them} out or switch {them} off"
+    missing_steps = on - {*EDIT_STEPS, *order} - ({"temperature"} if greedy else set())
+    unsupported = sorted(
+        {f"generation.{key}" for name in missing_steps for key, on_for in STEPS[name].on.items() if on_for(getattr(g, key))}
+    )
+    if unsupported:
+        order_setting = f"generation.preset {g.preset}" if g.sampler_order is None else "generation.sampler_order"
+        order_setting = "generation.strategy entropy" if g.strategy == "entropy" else order_setting
+        pronoun = "it" if len(unsupported) == 1 else "them"
+        further = "".join(f"and {key} " for key in unsupported[1:])
+        remedy = f"leave {pronoun} out or switch {pronoun} off"
+        yield unsupported[0], f"{further}cannot be used with {order_setting}, which has no such step: {remedy}"
     low, high = g.dynatemp_low, g.dynatemp_high
     if low > high:
         yield "generation.dynatemp_low", f"must be at most generation.dynatemp_high, got {low:g} and {high:g}"

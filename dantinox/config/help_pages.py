@@ -1,4 +1,4 @@
-"""Help in layers: the first page of a command, the page of one section of its flags, and all pages together."""
+"""Layered help: the first page of a command, a page for each section of flags, and all pages together."""
 
 import argparse
 import difflib
@@ -12,13 +12,13 @@ from dantinox.config.reference import SettingRecord, section_titles
 from dantinox.config.setting_groups import GROUPS
 from dantinox.files import UserError, escape_name
 
-COMMAND = "command"  # the section of the flags that belong to no other one
-COLUMN = 24  # where descriptions begin
+COMMAND = "command"  # the section of flags that are in no other section
+COLUMN = 24  # the column in which descriptions begin
 WIDEST = 110
 
 
 class FlagSection:
-    """Flags of a command that help shows together under a name."""
+    """Flags of a command that the help shows together under one name."""
 
     def __init__(self, parser: "LayeredParser", name: str, title: str):
         self.title = title
@@ -26,21 +26,21 @@ class FlagSection:
         self._parser, self._group = parser, parser.add_argument_group(name, title)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Adds a flag, as `argparse.ArgumentParser.add_argument`."""
+        """Adds a flag like `argparse.ArgumentParser.add_argument`."""
         self._parser.flags += names
         self.actions.append(self._group.add_argument(*names, **options))
         return self.actions[-1]
 
 
 class LayeredParser(argparse.ArgumentParser):
-    """An ArgumentParser with help in layers that abbreviates nothing.
+    """An ArgumentParser with layered help. It does not accept abbreviated flags.
 
     Attributes:
-      flags: all flags that were added, with their dashes.
+      flags: all flags, with their dashes.
       sections: the command's own flags by section.
       own: the command's own flags that are in no section.
       settings: dotted path (of a setting or an alias) → its record and flag.
-      most_used: the flags of the first layer of help, without dashes; empty: every flag that is not a setting.
+      most_used: the flags that the first help page shows, without dashes; if empty, every flag that is not a setting.
     """
 
     def __init__(self, **options: Any):
@@ -59,9 +59,9 @@ class LayeredParser(argparse.ArgumentParser):
         return self.own[-1]
 
     def add_subparsers(self, **options: Any) -> Any:
-        found = super().add_subparsers(**options)
-        self.own.append(found)
-        return found
+        action = super().add_subparsers(**options)
+        self.own.append(action)
+        return action
 
     def section(self, name: str, title: str) -> FlagSection:
         """Returns a new section of the command's own flags."""
@@ -69,7 +69,7 @@ class LayeredParser(argparse.ArgumentParser):
         return self.sections[name]
 
     def section_names(self) -> list[str]:
-        """Returns the names that `--help` accepts: sections, and groups of settings."""
+        """Returns the names that `--help` accepts, which are sections and groups of settings."""
         titles = _titles(self)
         return [*titles, *(key for key, group in GROUPS.items() if group.section in titles)]
 
@@ -116,16 +116,16 @@ def first_page(parser: LayeredParser) -> str:
         lines += ["", *textwrap.wrap(text, _width())]
     elif commands:
         lines += ["", f"{parser.prog} {next(iter(commands))} --help describes a command, here {next(iter(commands))}."]
-    return _joined(lines)
+    return _join_lines(lines)
 
 
 def section_page(parser: LayeredParser, name: str) -> str:
     """Returns the flags of a section or of a group of settings, with type or choices, range, default and prerequisites.
 
-    On a parser of several commands `name` is a command, and its first page is returned.
+    If the parser has subcommands, `name` is a subcommand, and the function returns the first page of its help.
 
     Raises:
-      UserError: the command has no such section; the error lists those that it has.
+      UserError: the command has no section of this name; the error lists its sections.
     """
     choices = next((action.choices for action in parser.own if isinstance(action, argparse._SubParsersAction)), {})
     if isinstance(choices.get(name), LayeredParser):
@@ -133,9 +133,9 @@ def section_page(parser: LayeredParser, name: str) -> str:
     titles = _titles(parser)
     group = GROUPS.get(name)
     if name in titles or (group is not None and group.section in titles):
-        return _joined(_section_lines(parser, name))
+        return _join_lines(_section_lines(parser, name))
     if not titles:
-        raise UserError(f"{parser.prog} has no sections of help: leave {escape_name(name)} out")
+        raise UserError(f"{parser.prog} has no help sections: leave {escape_name(name)} out")
     near = difflib.get_close_matches(name, parser.section_names(), 1)
     hint = f", did you mean {near[0]}?" if near else ""
     raise UserError(f"no section {escape_name(name)} of {parser.prog}{hint} (the sections are {', '.join(titles)})")
@@ -144,11 +144,11 @@ def section_page(parser: LayeredParser, name: str) -> str:
 def all_pages(parser: LayeredParser) -> str:
     """Returns the first page and the pages of all sections."""
     pages = [_section_lines(parser, name) for name in _titles(parser)]
-    return first_page(parser) + "".join("\n" + _joined(page) for page in pages)
+    return first_page(parser) + "".join("\n" + _join_lines(page) for page in pages)
 
 
 def setting_entry(record: SettingRecord, flag: str = "") -> list[str]:
-    """Returns the lines about a setting: flag (or name) and help, then type, range, default and prerequisites."""
+    """Returns the lines that describe a setting: its flag (or name) and help, then type, range, default and prerequisites."""
     needs = "; needs " + " and ".join(record.prerequisites) if record.prerequisites else ""
     detail = f"{record.type}; default: {record.default_text}{needs}"
     return [*_entry(f"  {flag or record.name}", record.help), *_wrapped(detail, COLUMN + 2)]
@@ -158,8 +158,8 @@ def _section_lines(parser: LayeredParser, name: str) -> list[str]:
     group = GROUPS.get(name)
     titles = _titles(parser)
     if name not in titles and group is not None:
-        of = f"; a group of {group.section}; each also as --{group.section}.NAME:"
-        return [f"{name}: {group.title}{of}", *_setting_lines(parser, group.section, name)]
+        suffix = f"; a group of {group.section}; each also as --{group.section}.NAME:"
+        return [f"{name}: {group.title}{suffix}", *_setting_lines(parser, group.section, name)]
     lines = [f"{name}: {titles[name]}"]
     if name in parser.sections or name == COMMAND:
         actions = parser.sections[name].actions if name in parser.sections else _unsectioned(parser)
@@ -183,12 +183,13 @@ def _setting_lines(parser: LayeredParser, section: str, group: str) -> Iterator[
 
 
 def _most_used(parser: LayeredParser) -> Iterator[list[str]]:
-    own = {action.option_strings[-1].lstrip("-"): action for action in _own(parser) if action.option_strings}
+    flags = [action for action in _command_actions(parser) if action.option_strings]
+    command_flags = {action.option_strings[-1].lstrip("-"): action for action in flags}
     settings = {flag.lstrip("-"): record for record, action in parser.settings.values() for flag in action.option_strings}
-    titled = bool(parser.settings or parser.sections)
-    for name in parser.most_used or [name for name, action in own.items() if action.help != argparse.SUPPRESS]:
-        if name in own:
-            yield _own_entry(own[name]) if name != "help" or titled else _entry("  --help", "show this help")
+    has_sections = bool(parser.settings or parser.sections)
+    for name in parser.most_used or [name for name, action in command_flags.items() if action.help != argparse.SUPPRESS]:
+        if name in command_flags:
+            yield _own_entry(command_flags[name]) if name != "help" or has_sections else _entry("  --help", "show this help")
         else:
             record = settings[name]
             text = record.default_text
@@ -203,16 +204,16 @@ def _has_run(parser: LayeredParser) -> bool:
 
 
 def _titles(parser: LayeredParser) -> dict[str, str]:
-    """Returns the sections that `--help` accepts, each with its title and the groups in it."""
+    """Returns the sections that `--help` accepts: name → title, followed by the groups of the section."""
     if not parser.settings and not parser.sections:
         return {}
-    found = {name: section.title for name, section in parser.sections.items()}
-    found |= {COMMAND: "Other flags of this command" if found else "Flags of this command"} if _unsectioned(parser) else {}
+    titles = {name: section.title for name, section in parser.sections.items()}
+    titles |= {COMMAND: "Other flags of this command" if titles else "Flags of this command"} if _unsectioned(parser) else {}
     for name, title in section_titles().items():
         if any(record.section == name for record, _ in parser.settings.values()):
             groups = [key for key, group in GROUPS.items() if group.section == name]
-            found[name] = title.rstrip(".") + (f" (groups: {', '.join(groups)})" if groups else "")
-    return found
+            titles[name] = title.rstrip(".") + (f" (groups: {', '.join(groups)})" if groups else "")
+    return titles
 
 
 def _count(parser: LayeredParser, name: str) -> int:
@@ -223,7 +224,7 @@ def _count(parser: LayeredParser, name: str) -> int:
     return sum(path == record.key and record.section == name for path, (record, _) in parser.settings.items())
 
 
-def _own(parser: LayeredParser) -> list[argparse.Action]:
+def _command_actions(parser: LayeredParser) -> list[argparse.Action]:
     """Returns all flags that are not settings, and the positional arguments."""
     return [*parser.own, *(action for section in parser.sections.values() for action in section.actions)]
 
@@ -245,8 +246,8 @@ def _usage(parser: LayeredParser) -> str:
         if _is_commands(action):
             words.append(str(action.metavar or "command").upper())
         elif not action.option_strings:
-            many = action.nargs in ("+", "*")
-            name = f"{action.metavar or action.dest.upper()}{' …' if many else ''}"
+            repeats = action.nargs in ("+", "*")
+            name = f"{action.metavar or action.dest.upper()}{' …' if repeats else ''}"
             words.append(f"[{name}]" if action.nargs in ("?", "*") else name)
         elif action.required:
             words.append(_names(action))
@@ -258,7 +259,7 @@ def _is_commands(action: argparse.Action) -> bool:
 
 
 def _names(action: argparse.Action) -> str:
-    """Returns the flag as help shows it, without the path of a setting that has a short flag."""
+    """Returns a flag with its value, as the help shows it. The path of a setting is left out if it has a flat flag."""
     long = [name for name in action.option_strings if name.startswith("--")]
     flag = next((name for name in long if "." not in name), long[0])
     if action.nargs == 0:
@@ -294,5 +295,5 @@ def _width() -> int:
     return min(max(shutil.get_terminal_size((100, 24)).columns, 60), WIDEST)
 
 
-def _joined(lines: Iterable[str]) -> str:
+def _join_lines(lines: Iterable[str]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"

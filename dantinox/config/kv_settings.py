@@ -1,6 +1,6 @@
 """The `kv` section: budget, eviction policy and dtype of the KV cache.
 
-Their flags and keyword arguments are called `kv_budget`, `kv_policy` and so on.
+The flags and keyword arguments of these settings are called `kv_budget`, `kv_policy` and so on.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,8 @@ Signal = Literal["uniform", "entropy", "coverage", "distance", "loss"]
 BUDGET = Needs(("kv.budget", is_set), ("kv.budget_tokens", is_set))
 SNAPKV = BUDGET, Needs(("kv.policy", "snapkv+ema"))
 AVERAGE = BUDGET, Needs(*(("kv.policy", policy) for policy in AVERAGES))
-BY_HEAD = tuple(
-    ("kv.signal", signal) for signal in ("entropy", "coverage", "distance")
-)  # signals that are measured per query head
+# Signals that are measured per query head.
+BY_HEAD = tuple(("kv.signal", signal) for signal in ("entropy", "coverage", "distance"))
 
 
 class KVSection(Section):
@@ -67,7 +66,7 @@ class KVSection(Section):
 
     @property
     def has_budget(self) -> bool:
-        """Whether a budget is set, even if it keeps everything."""
+        """Whether a budget is set, even a budget that keeps every token."""
         return self.budget is not None or self.budget_tokens is not None
 
     @property
@@ -87,7 +86,7 @@ class KVSection(Section):
 
 
 def kv_conflicts(kv: KVSection) -> Iterator[Conflict]:
-    """Yields the violated rules among settings of the section."""
+    """Yields an error for each contradiction among the settings of the section."""
     if kv.budget is not None and kv.budget_tokens is not None:
         yield "kv.budget", f"and kv.budget_tokens exclude each other: give one, got {kv.budget} and {kv.budget_tokens}"
     if kv.pool % 2 == 0:

@@ -35,22 +35,22 @@ def projections(m: ModelSection, moe: MoESection) -> tuple[Projection, ...]:
 
 
 def lora_config(lora: LoraSection, m: ModelSection, moe: MoESection) -> LoraConfig | None:
-    """Returns the resolved adapters of these settings, or None without adapters."""
+    """Returns the resolved adapter settings, or None if the model has no adapters."""
     if lora.rank is None:
         return None
     scale = 2.0 if lora.alpha is None else lora.alpha / lora.rank
-    there = projections(m, moe)
-    targets = there if lora.targets is None else tuple(name for name in there if name in lora.targets)
+    available = projections(m, moe)
+    targets = available if lora.targets is None else tuple(name for name in available if name in lora.targets)
     return LoraConfig(lora.rank, scale, targets, lora.dropout, lora.base_weights)
 
 
 def lora_conflicts(
     lora: LoraSection, init_from: str | None, m: ModelSection, moe: MoESection, a: AttentionSection
 ) -> Iterator[Conflict]:
-    """Yields the violated rules among these settings."""
+    """Yields an error for each contradiction among these settings."""
     if lora.rank is None:
         return
-    there = projections(m, moe)
+    available = projections(m, moe)
     if init_from is None:
         yield "lora.rank", "needs training.init_from, the run with the base weights"
     if a.kv_lora_rank is not None:
@@ -60,6 +60,6 @@ def lora_conflicts(
     if lora.targets == ():
         yield "lora.targets", "must name at least one projection, got []"
     for name in lora.targets or ():
-        if name not in there:
+        if name not in available:
             why = "experts cannot have adapters" if moe.use_moe else f"model.activation {m.activation} has no such projection"
-            yield "lora.targets", f"cannot contain {name}: {why} (allowed: {', '.join(there)})"
+            yield "lora.targets", f"cannot contain {name}: {why} (allowed: {', '.join(available)})"

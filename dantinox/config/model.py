@@ -13,7 +13,7 @@ from dantinox.files import UserError
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # names of PEFT
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # the names that PEFT uses
 
 
 CLAMPED = Needs(("model.activation", "clamped_swiglu"))
@@ -260,9 +260,9 @@ class AttentionSection(Section):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rotary frequencies for contexts `factor` times as long as `original_context` (see `model.positions`).
+    """Scaling of rotary frequencies for contexts that are `factor` times as long as `original_context` (see `model.positions`).
 
-    Each `kind` uses the other numbers that are part of its formula.
+    Each `kind` uses only the fields that appear in its formula.
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
@@ -286,11 +286,12 @@ class ExpertsConfig:
 
     Attributes:
       count: experts per layer; each token uses `top_k` of them.
-      shared_dim: width of the shared expert layer, 0 without one; `shared_gate`: whether it has a gate.
-      score: function of the router logits; with `normalize` the weights of a token sum to 1, and `scaling` multiplies them.
+      shared_dim: width of the shared expert layer (0: no such layer); `shared_gate`: whether this layer has a gate.
+      score: function that turns router logits into scores. `normalize`: whether the weights of a token sum to 1. `scaling`:
+        factor on the weights.
       bias: whether a bias affects the choice of experts (see `model.moe.Router`); `logit_bias`: whether the logits have a bias.
       branch_norms: whether experts and the shared layer have separate norms (see `model.moe.BranchedExperts`).
-      groups: groups of experts; a token uses experts of its best `top_groups` groups by `group_score`.
+      groups: number of expert groups; a token uses experts of the `top_groups` groups with the highest `group_score`.
       dense_layers: layers without experts; their feed-forward layer is `dense_dim` wide.
     """
 
@@ -327,7 +328,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The resolved adapters of a model: `scale` multiplies their output, and `held` is the dtype of the frozen weights."""
+    """The resolved adapter settings: `scale` multiplies the adapter output, and `held` is the dtype of the frozen weights."""
 
     rank: int
     scale: float
@@ -338,12 +339,12 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The resolved architecture: everything that a `Transformer` is built from.
+    """The resolved architecture, from which a `Transformer` is built.
 
-    `scan_layers` stacks the layers that recur, for training; models that decode have separate layers. `windows` has for each
-    layer the number of keys that a query sees, including its own, or None for all keys. `unrotated` lists the layers without
-    rotary positions. `of_layer` resolves the differences between layers. `platform` is the compilation target; `auto` is this
-    machine.
+    `scan_layers` stacks repeated layers for training; a model that decodes has separate layers. `windows` contains, for each
+    layer, the number of keys that a query sees, including the key of its own position, or None for all keys. `unrotated` lists
+    the layers without rotary positions. `of_layer` returns the architecture of one layer. `platform` is the compilation target;
+    `auto` is this machine.
     """
 
     vocab_size: int
@@ -427,20 +428,20 @@ class ModelConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def kv_source(self, layer: int) -> int | None:
-        """Returns the layer whose keys and values a layer reuses, or None if it computes its own."""
+        """Returns the index of the layer whose keys and values `layer` reuses, or None if `layer` computes its own."""
         first = self.num_blocks - self.kv_shared_layers
         if layer < first:
             return None
         return max(i for i in range(first) if (self.windows[i] is None) == (self.windows[layer] is None))
 
     def kv_projections(self, layer: int) -> int:
-        """Returns the key and value projections per key head: 2, or 1 if values equal keys, or 0 if another layer has them."""
+        """Returns the number of projections per key head: 2, or 1 if values equal keys, or 0 if the layer reuses both."""
         if self.kv_source(layer) is not None:
             return 0
         return 1 if self.k_eq_v and self.windows[layer] is None else 2
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """Returns the architecture in which all layers have the heads and the feed-forward layer of this layer."""
+        """Returns an architecture in which every layer has the heads and the feed-forward layer of `layer`."""
         changes: dict[str, Any] = {"global_head_size": None, "global_kv_heads": None, "double_wide_mlp": False}
         if self.windows[layer] is None:
             changes["head_size"] = self.global_head_size or self.head_size
@@ -456,18 +457,18 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Number of layers after which the kinds of layers repeat; it divides the number of layers."""
+        """Number of layers after which the pattern of layer kinds repeats; it divides the number of layers."""
         L = self.num_blocks
         kinds = [(window, layer in self.unrotated, self.routes(layer)) for layer, window in enumerate(self.windows)]
         return next(p for p in range(1, L + 1) if L % p == 0 and kinds[p:] == kinds[: L - p])
 
 
-# Fields that affect compilation and execution, not the model itself.
-_RUNTIME = {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
-# Fields that may change when a model starts from the weights of another.
-_REACH = {"max_context", "windows", "rope_theta", "rope_scaling", "rope_local_theta"}
-ARCHITECTURE = tuple(field.name for field in fields(ModelConfig) if field.name not in _RUNTIME)
-WEIGHT_FIELDS = tuple(name for name in ARCHITECTURE if name not in _REACH)
+# Fields that affect compilation and execution, but not the function that the model computes.
+_RUNTIME_FIELDS = {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
+# Fields that may change when training starts from the weights of another run.
+_CONTEXT_FIELDS = {"max_context", "windows", "rope_theta", "rope_scaling", "rope_local_theta"}
+ARCHITECTURE = tuple(field.name for field in fields(ModelConfig) if field.name not in _RUNTIME_FIELDS)
+WEIGHT_FIELDS = tuple(name for name in ARCHITECTURE if name not in _CONTEXT_FIELDS)
 # Field of the architecture → the setting (dotted path) from which it is resolved.
 _PATHS = {name: f"attention.{name}" for name in AttentionSection.model_fields} | {
     name: f"model.{name}" for name in ModelSection.model_fields
@@ -480,7 +481,7 @@ SETTING_OF = {name: _PATHS[name] for name in ARCHITECTURE if name in _PATHS} | {
 
 
 def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[Conflict]:
-    """Yields the violated rules among settings of the architecture."""
+    """Yields an error for each contradiction among the settings of the architecture."""
     kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
     rotated = int(head_size * a.partial_rotary_factor)
     positions = [f"attention.{n}" for n in ("absolute_pos", "trainable_pos", "use_rotary_pos") if getattr(a, n)]
@@ -549,13 +550,13 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
 
 
 def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
-    """Returns the first setting by which layers have different keys and values or share them, or None."""
+    """Returns the first setting that makes layers share keys and values or differ in their shapes, or None."""
     keys = ("kv_shared_layers", "global_head_size", "global_kv_heads")
     return next((f"attention.{key}" for key in keys if getattr(settings, key)), None)
 
 
 def _layer_conflicts(m: ModelSection, a: AttentionSection) -> Iterator[Conflict]:
-    """Yields the violated rules among the settings by which layers differ."""
+    """Yields an error for each contradiction among the settings that make layers differ."""
     L, shared, size = m.num_blocks, a.kv_shared_layers, a.global_head_size
     if m.n_heads % (a.global_kv_heads or 1):
         yield "attention.global_kv_heads", f"must divide model.n_heads, got {a.global_kv_heads} and {m.n_heads}"
@@ -580,15 +581,15 @@ def _layer_conflicts(m: ModelSection, a: AttentionSection) -> Iterator[Conflict]
 
 
 def _expert_conflicts(layers: int, moe: MoESection) -> Iterator[Conflict]:
-    """Yields the violated rules among the settings of experts."""
+    """Yields an error for each contradiction among the settings of experts."""
     members = moe.n_experts // moe.n_groups
     if moe.n_experts % moe.n_groups:
         yield "moe.n_groups", f"must divide moe.n_experts, got {moe.n_groups} and {moe.n_experts}"
     elif moe.top_k_groups > moe.n_groups:
         yield "moe.top_k_groups", f"must be at most moe.n_groups, got {moe.top_k_groups} and {moe.n_groups}"
     elif moe.top_k_mlp > moe.top_k_groups * members:
-        there = f"the {moe.top_k_groups * members} experts of moe.top_k_groups groups"
-        yield "moe.top_k_mlp", f"must be at most {there}, got {moe.top_k_mlp}"
+        available = f"the {moe.top_k_groups * members} experts of moe.top_k_groups groups"
+        yield "moe.top_k_mlp", f"must be at most {available}, got {moe.top_k_mlp}"
     elif moe.group_score == "top2" and members < 2:
         yield "moe.group_score", f"top2 needs groups of at least 2 experts, got {members}"
     if moe.branch_norms and moe.shared_gate:
@@ -601,7 +602,7 @@ def _expert_conflicts(layers: int, moe: MoESection) -> Iterator[Conflict]:
 
 
 def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
-    """Returns the scaling of these settings with the numbers of its formula, or None without one."""
+    """Returns the RoPE scaling with the values that its formula uses, or None if there is no scaling."""
     kind = a.rope_scaling
     if kind == "none" or not a.use_rotary_pos:
         return None
@@ -622,7 +623,7 @@ def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
 
 
 def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
-    """Returns the experts of these settings; `hidden_dim` is the width of one expert."""
+    """Returns the resolved expert settings; `hidden_dim` is the width of one expert."""
     grouped = moe.top_k_groups < moe.n_groups
     return ExpertsConfig(
         moe.n_experts,
@@ -644,7 +645,7 @@ def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
 
 
 def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
-    """Returns the resolved architecture: a field equals the setting of the same name unless it is in `resolved`."""
+    """Returns the resolved architecture. A field that is not in `resolved` equals the setting of the unchanged name."""
     if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
         sentence = f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}"
         raise UserError(sentence, key="model.padded_vocab_size", value=m.padded_vocab_size)
@@ -682,5 +683,5 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         rotated_size = a.qk_rope_head_dim or head_size // 2
         epsilon = a.latent_norm_epsilon or m.norm_epsilon
         resolved["latent"] = LatentConfig(a.kv_lora_rank, rotated_size, a.v_head_dim or head_size, a.q_lora_rank, epsilon)
-    same = {name: value for name, value in (vars(m) | vars(a)).items() if name in ModelConfig.__dataclass_fields__}
-    return ModelConfig(**same | resolved)
+    unchanged = {name: value for name, value in (vars(m) | vars(a)).items() if name in ModelConfig.__dataclass_fields__}
+    return ModelConfig(**unchanged | resolved)

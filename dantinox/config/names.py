@@ -15,7 +15,7 @@ ALIASES = V0_NAMES | FORMER_NAMES  # old dotted path → new dotted path
 # Additional flags of settings: name → dotted path.
 SHORT_NAMES = {"data_path": "data.path"}
 
-# Names in other programs that are not spelled like the setting they mean.
+# Names in other programs → the setting with the same meaning and another name.
 OTHER_NAMES = {
     "learning_rate": "training.lr",
     "max_steps": "training.steps",
@@ -44,6 +44,6 @@ OTHER_NAMES = {
 
 
 def flat_name(key: str) -> str:
-    """Returns the name of a setting without its section, as a flag or a keyword argument has it: `lr`, but `kv_budget`."""
+    """Returns the name of a setting as a flag or a keyword argument. It has no section (`lr`) except for `kv` (`kv_budget`)."""
     section, _, name = key.partition(".")
     return f"kv_{name}" if section == "kv" else name

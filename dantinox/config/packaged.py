@@ -1,6 +1,6 @@
-"""Where the package keeps its own configs."""
+"""The location of the packaged configs."""
 
 from pathlib import Path
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-DEFAULT_CONFIG = "quickstart"  # trained when no config is given
+DEFAULT_CONFIG = "quickstart"  # the config that `dantinox train` uses if none is given

@@ -1,7 +1,7 @@
 """Prerequisites of settings, and the settings that are inactive because a prerequisite is missing.
 
-The marks are part of the types of the settings. An inactive setting is refused in a flag or an argument, and reported in one
-line in a file.
+Prerequisites are `Needs` objects in the type annotations of the settings. An inactive setting is an error in a flag or an
+argument, and prints one warning if it is in a file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,13 @@ from dantinox.files import quote
 
 
 class Condition:
-    """A test of a setting's value, with the words for it: `is set`."""
+    """A test of a setting's value, with its text for messages, such as `is set`."""
 
-    def __init__(self, words: str, holds: Callable[[Any], bool]):
-        self.words, self.holds = words, holds
+    def __init__(self, words: str, predicate: Callable[[Any], bool]):
+        self.words, self.predicate = words, predicate
 
     def __call__(self, value: Any) -> bool:
-        return self.holds(value)
+        return self.predicate(value)
 
 
 is_set = Condition("is set", lambda value: value is not None)
@@ -26,43 +26,43 @@ nonempty = Condition("is not empty", bool)
 
 
 def equals(value: object) -> Condition:
-    """A condition: the setting has this value."""
-    return Condition(f"is {format_value(value)}", lambda found: found == value)
+    """Returns the condition that the setting has this value."""
+    return Condition(f"is {format_value(value)}", lambda actual: actual == value)
 
 
 def differs(value: object) -> Condition:
-    """A condition: the setting has another value."""
-    return Condition(f"is not {format_value(value)}", lambda found: found != value)
+    """Returns the condition that the setting has a different value."""
+    return Condition(f"is not {format_value(value)}", lambda actual: actual != value)
 
 
 def one_of(*values: object) -> Condition:
-    """A condition: the setting has one of these values."""
-    return Condition(f"is {' or '.join(map(format_value, values))}", lambda found: found in values)
+    """Returns the condition that the setting has one of these values."""
+    return Condition(f"is {' or '.join(map(format_value, values))}", lambda actual: actual in values)
 
 
 class Needs:
-    """Marks the type of a setting that has no effect unless one of `others` has the value it must have.
+    """A prerequisite in a type annotation: the setting has an effect only if one of `others` meets its condition.
 
-    If a setting has several marks, each must hold.
+    If a setting has several prerequisites, all of them must be met.
     """
 
     def __init__(self, *others: tuple[str, object]):
-        """`others`: the dotted path of a setting, and the value that it must have or a `Condition`."""
-        self.others = tuple((key, want if isinstance(want, Condition) else equals(want)) for key, want in others)
+        """`others`: pairs of a dotted path and the required value or a `Condition`."""
+        self.others = tuple((key, value if isinstance(value, Condition) else equals(value)) for key, value in others)
 
     def met(self, value_of: Callable[[str], object]) -> bool:
-        return any(want(value_of(key)) for key, want in self.others)
+        return any(condition(value_of(key)) for key, condition in self.others)
 
     def __str__(self) -> str:
-        """`training.optimizer is adamw or muon`; settings with the same condition share its words."""
+        """Returns text such as `training.optimizer is adamw or muon`, or `a or b is set` for a shared condition."""
         keys: dict[str, list[str]] = {}
         words: dict[str, list[str]] = {}
-        for key, want in self.others:
-            words.setdefault(key, []).append(want.words)
-        for key, wanted in words.items():
-            same = wanted[0] + "".join(f" or {text.removeprefix('is ')}" for text in wanted[1:])
-            keys.setdefault(same, []).append(key)
-        return " or ".join(f"{' or '.join(names)} {same}" for same, names in keys.items())
+        for key, condition in self.others:
+            words.setdefault(key, []).append(condition.words)
+        for key, alternatives in words.items():
+            joined = alternatives[0] + "".join(f" or {text.removeprefix('is ')}" for text in alternatives[1:])
+            keys.setdefault(joined, []).append(key)
+        return " or ".join(f"{' or '.join(names)} {joined}" for joined, names in keys.items())
 
 
 def inactive_settings(
@@ -70,7 +70,7 @@ def inactive_settings(
 ) -> dict[str, str]:
     """Returns the settings that differ from their default and have no effect: dotted path → reason (`while … is …`).
 
-    For the prerequisites of other settings, a setting without effect counts as its default.
+    An inactive setting counts as its default when the prerequisites of other settings are checked.
     """
     reasons: dict[str, str] = {}
 
@@ -92,5 +92,5 @@ def inactive_settings(
 
 
 def format_value(value: object) -> str:
-    """Returns a value as a sentence shows it: a string without quotes."""
+    """Returns a value as messages show it. Strings have no quotes."""
     return value if isinstance(value, str) and value else quote(value)

@@ -1,4 +1,7 @@
-"""Every setting as a record, read from `configs/schema.json`: help pages, searches and documentation need no pydantic."""
+"""Every setting as a record that is read from `configs/schema.json`.
+
+Help pages, searches and the documentation use these records and do not need pydantic.
+"""
 
 import json
 import re
@@ -10,7 +13,7 @@ from dantinox.config.names import ALIASES, flat_name
 from dantinox.config.setting_groups import GROUP_OF
 
 SCHEMA = Path(__file__).parents[1] / "configs" / "schema.json"
-PREREQUISITES = "x-prerequisites"  # the key of the schema that holds them
+PREREQUISITES = "x-prerequisites"  # the schema key of a setting's prerequisites
 TYPE_NAMES = {
     "null": "null", "boolean": "true or false", "string": "text", "integer": "an integer", "number": "a number",
 }  # fmt: skip
@@ -20,17 +23,17 @@ class SettingRecord(NamedTuple):
     """A setting.
 
     Attributes:
-      section: the YAML section, as `training`.
-      group: the group inside the section, as `optimizer`; empty in a section without groups.
-      name: the key in the YAML file, as `lr`.
-      type: the type with its range or choices, as `number > 0` or `integer in [1, 2^31), or null`.
-      range: the range of a number alone, as `> 0`; empty for other types.
+      section: the YAML section, such as `training`.
+      group: the group inside the section, such as `optimizer`; empty in a section without groups.
+      name: the key in the YAML file, such as `lr`.
+      type: the type with its range or choices, such as `number > 0` or `integer in [1, 2^31), or null`.
+      range: the range of a number without its type, such as `> 0`; empty for other types.
       choices: the values of an enumeration.
-      default: the default as JSON has it (a tuple is a list).
+      default: the default as a JSON value (a tuple is a list).
       prerequisites: conditions on other settings; the setting has no effect unless all of them hold.
       help: one line that describes the setting.
-      aliases: other dotted paths that set it.
-      arity: how many words its flag takes: `one`, `many`, or `switch` for a flag that may stand alone.
+      aliases: other dotted paths of the same setting.
+      arity: number of values of its flag: `one`, `many`, or `switch` for a flag that may be given without a value.
     """
 
     section: str
@@ -47,17 +50,17 @@ class SettingRecord(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The dotted path, as `training.lr`."""
+        """The dotted path, such as `training.lr`."""
         return f"{self.section}.{self.name}"
 
     @property
     def flag(self) -> str:
-        """The short flag, as `--lr`. A name that two sections have needs the dotted path instead."""
+        """The short flag, such as `--lr`. A name that occurs in two sections needs the dotted path instead."""
         return f"--{flat_name(self.key)}"
 
     @property
     def default_text(self) -> str:
-        """The default as one writes it in YAML."""
+        """The default in YAML syntax."""
         is_plain = isinstance(self.default, str) and self.default.isprintable() and self.default
         return self.default if is_plain else json.dumps(self.default, ensure_ascii=False)
 
@@ -78,14 +81,14 @@ def setting_records() -> tuple[SettingRecord, ...]:
 
 @cache
 def section_titles() -> dict[str, str]:
-    """Returns section → what it holds, in one sentence."""
+    """Returns section → one-sentence description."""
     return {section: definition["description"].split("\n")[0] for section, definition in _sections(_schema()).items()}
 
 
 @cache
 def _schema() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    return found
+    schema: dict[str, Any] = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    return schema
 
 
 def _sections(schema: dict[str, Any]) -> dict[str, Any]:

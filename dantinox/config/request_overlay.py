@@ -1,4 +1,4 @@
-"""Applies the settings of a request, by setting name without section, to those of a run."""
+"""Applies the settings of a request, whose names have no section, to the settings of a run."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from dantinox.files import UserError, escape_name
 
 # Name without section → dotted path.
 REQUEST_KEYS = {flat_name(key): key for key in FIELDS if key.partition(".")[0] in REQUEST_SECTIONS}
-# Settings that exclude each other: a name in a request → the setting below it that it replaces.
+# Pairs of settings that exclude each other. A request that sets one of them removes the other from the settings below.
 PAIRS = [
     ("kv_budget", "kv_budget_tokens"),
     *((key, f"base_{key}") for key in ROUTED_STEPS),
@@ -20,7 +20,7 @@ SUPERSEDES = {"preset": "sampler_order", **dict(PAIRS), **{b: a for a, b in PAIR
 
 
 def settings_of(config: Config) -> dict[str, object]:
-    """Returns all settings that a request may change, by the names that `overlay` accepts."""
+    """Returns name → value of all settings that a request may change, with the names that `overlay` accepts."""
     values = flatten_config(config)
     return {name: values[key] for name, key in REQUEST_KEYS.items()}
 
@@ -28,19 +28,19 @@ def settings_of(config: Config) -> dict[str, object]:
 def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: Mapping[str, object] | None = None) -> Config:
     """Returns a config with the settings of a request applied to its `generation`, `router` and `kv` sections.
 
-    A setting of the base that has no effect together with the request is reported in one line and reset to its default. Some
-    settings replace each other:
+    If a base setting has no effect together with the request, it prints one warning and is reset to its default. Some settings
+    replace each other:
 
-    * a preset replaces the base's `sampler_order`, and an order of names replaces the base's preset;
+    * a preset replaces the base's `sampler_order`, and a `sampler_order` of step names replaces the base's preset;
     * `strategy: entropy` replaces `greedy`;
-    * each unit of the KV budget replaces the other;
-    * a base value of the router replaces the number that would hide it, and the other way round.
+    * `kv_budget` replaces `kv_budget_tokens`, and the reverse;
+    * a base value of the router (`base_top_k`) replaces the chain's value (`top_k`), and the reverse.
 
-    With the router, a given temperature of 1 and a given min_p of 0 are base values of the router.
+    With `strategy: entropy`, a request's temperature of 1 and min_p of 0 become base values of the router.
 
     Args:
-      given: settings by name without section; those of `kv` are called `kv_budget` and so on.
-      origin: for errors, where the values were written.
+      given: name without section → value; the names of the `kv` section are `kv_budget` and so on.
+      origin: source of the request's values, for error messages.
       under: settings of all requests, applied after the base and before `given`.
 
     Raises:
@@ -48,12 +48,12 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
     """
     for name in given:
         _check_name(name, origin)
-    own = {name: value for name, value in settings_of(base).items() if value != FIELDS[REQUEST_KEYS[name]].default}
+    base_values = {name: value for name, value in settings_of(base).items() if value != FIELDS[REQUEST_KEYS[name]].default}
     if under:
-        own = _without_superseded(own, under) | _with_bases(under, own)
-    strict = _with_bases(given, own)
+        base_values = _without_superseded(base_values, under) | _with_bases(under, base_values)
+    strict = _with_bases(given, base_values)
     tree: dict[str, dict[str, object]] = {}
-    for name, value in _without_superseded(own, given).items():
+    for name, value in _without_superseded(base_values, given).items():
         section, _, key = REQUEST_KEYS.get(name, f"generation.{name}").partition(".")
         tree.setdefault(section, {})[key] = value
     changed = {REQUEST_KEYS.get(name, f"generation.{name}"): value for name, value in strict.items()}
@@ -70,22 +70,23 @@ def with_generation(config: Config, **changes: object) -> Config:
     return config.model_copy(update={"generation": config.generation.model_copy(update=changes)})
 
 
-def _without_superseded(own: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-    """Returns the settings below a request without those that it replaces."""
-    order = given.get("sampler_order")
-    gone = {SUPERSEDES.get(name) for name in given}
+def _without_superseded(below: Mapping[str, object], request: Mapping[str, object]) -> dict[str, object]:
+    """Returns the settings below a request, without the settings that the request replaces."""
+    order = request.get("sampler_order")
+    replaced = {SUPERSEDES.get(name) for name in request}
     if isinstance(order, list | tuple) and any(isinstance(name, str) for name in order):
-        gone.add("preset")
-    if given.get("strategy") == "entropy":
-        gone.add("greedy")
-    return {name: value for name, value in own.items() if name not in gone or name in given}
+        replaced.add("preset")
+    if request.get("strategy") == "entropy":
+        replaced.add("greedy")
+    return {name: value for name, value in below.items() if name not in replaced or name in request}
 
 
-def _with_bases(given: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
-    """Returns a request's settings; with the router, numbers that equal the chain's default become base values."""
-    if given.get("strategy", own.get("strategy")) != "entropy":
-        return dict(given)
-    return {f"base_{key}": off for key, off in (("temperature", 1), ("min_p", 0)) if given.get(key) == off} | dict(given)
+def _with_bases(request: Mapping[str, object], below: Mapping[str, object]) -> dict[str, object]:
+    """Returns a request's settings. With `strategy: entropy`, values that equal chain defaults also set base values."""
+    if request.get("strategy", below.get("strategy")) != "entropy":
+        return dict(request)
+    defaults = {"temperature": 1, "min_p": 0}
+    return {f"base_{key}": default for key, default in defaults.items() if request.get(key) == default} | dict(request)
 
 
 def _check_name(name: str, origin: str) -> None:

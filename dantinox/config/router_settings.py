@@ -21,11 +21,11 @@ Coefficient = Annotated[float, Field(ge=-1000, le=1000)]
 ATTENTION = Needs(("router.use_attention", True))
 AttentionTerm = Annotated[float, Field(ge=-1000, le=1000), ATTENTION]  # a coefficient of attention metrics
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
-WindowCount = Annotated[int, Field(ge=1, le=256)]  # candidates come from a window of this many tokens
+WindowCount = Annotated[int, Field(ge=1, le=256)]  # candidates come from the window of most likely tokens
 KEEP_ALL = 2**30  # a top_k that keeps every token
 
-# Strategies in the order of their ids, with their conditions on metrics (metric, relation, threshold). The router uses the
-# first strategy whose conditions hold, else `adaptive`.
+# Strategies in the order of their ids. A condition is (metric, relation, threshold). The router uses the first strategy whose
+# conditions all hold, or `adaptive` if there is none.
 RULES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "greedy": (("entropy", "<", "low_entropy"), ("varentropy", "<", "low_varentropy")),
     "clarify": (("entropy", ">", "clarify_entropy"), ("varentropy", "<", "low_varentropy")),
@@ -37,7 +37,7 @@ THRESHOLDS = tuple(dict.fromkeys(threshold for conditions in RULES.values() for 
 MEASURED = (
     "low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy", "entropy_scale", "varentropy_scale",
 )  # fmt: skip
-# Numbers of each preset; `calibrated` reads the measured numbers from a file of the run.
+# Values of each preset. `calibrated` reads the values of `MEASURED` from a file in the run directory.
 PRESET_NUMBERS: dict[str, dict[str, float]] = {
     "guide": {
         **dict(zip(MEASURED, (0.1, 0.1, 3.0, 5.0, 5.0, 1.0, 1.0), strict=True)),
@@ -144,19 +144,19 @@ class RouterSection(Section):
     score_interaction: AttentionTerm = field(0.6, "candidate score: weight of interaction_strength")
 
     def numbers(self, measured: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Returns every number of the router by setting name, with null replaced by the number of the preset.
+        """Returns setting name → value for every number of the router. The preset supplies the values that are null.
 
         Args:
-          measured: the numbers of `MEASURED` from a calibration of the model; only the preset `calibrated` uses them.
+          measured: values of `MEASURED` from a calibration of the model; only the preset `calibrated` uses them.
 
         Raises:
-          UserError: the preset is `calibrated` and a number is neither measured nor set.
+          UserError: the preset is `calibrated`, and a value is neither measured nor set.
         """
         preset = PRESET_NUMBERS[self.router_preset]
         if self.router_preset == "calibrated":
             preset = preset | {name: (measured or {})[name] for name in MEASURED if name in (measured or {})}
-        own = self.model_dump(exclude={"router_preset", "use_attention", "clarify_token"}, exclude_none=True)
-        missing = [f"router.{name}" for name in MEASURED if name not in preset | own]
+        set_values = self.model_dump(exclude={"router_preset", "use_attention", "clarify_token"}, exclude_none=True)
+        missing = [f"router.{name}" for name in MEASURED if name not in preset | set_values]
         if missing:
             raise UserError(
                 "router.router_preset calibrated needs thresholds measured on this model: run `dantinox calibrate "
@@ -164,14 +164,14 @@ class RouterSection(Section):
                 key="router.router_preset",
                 value=self.router_preset,
             )
-        return {name: float(value) for name, value in (preset | own).items()}
+        return {name: float(value) for name, value in (preset | set_values).items()}
 
 
 ATTENTION_TERMS = tuple(name for name, field in RouterSection.model_fields.items() if ATTENTION in field.metadata)
 
 
 class Bases(TypedDict, total=False):
-    """The arguments of `bases_of`."""
+    """The arguments of `router_bases`."""
 
     temperature: float
     top_p: float | None
@@ -180,41 +180,41 @@ class Bases(TypedDict, total=False):
 
 
 def with_request_bases(numbers: Mapping[str, float], **request: Unpack[Bases]) -> dict[str, float]:
-    """Returns the router's numbers with T₀, p₀, k₀ and m₀ of a request (see `bases_of`)."""
+    """Returns the router's numbers with the T₀, p₀, k₀ and m₀ of a request (see `router_bases`)."""
     return {**numbers, **router_bases(**request)}
 
 
 def router_bases(
     temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, min_p: float = 0.0
 ) -> dict[str, float]:
-    """Returns the base values of the router that a request sets, by setting name.
+    """Returns setting name → value of the router's base values that a request sets.
 
-    A value that equals the default of the `generation` section (temperature 1, top_p and top_k null, min_p 0) sets nothing: the
-    router's base value stays. A top_k of 0 or less keeps every token.
+    A value that equals the default of the `generation` section (temperature 1, top_p and top_k null, min_p 0) does not
+    change the router's base value. A top_k of 0 or less keeps every token.
     """
-    own = dict[str, float]()
+    bases = dict[str, float]()
     if temperature != 1:
-        own["base_temperature"] = temperature
+        bases["base_temperature"] = temperature
     if top_p is not None:
-        own["base_top_p"] = top_p
+        bases["base_top_p"] = top_p
     if top_k is not None:
-        own["base_top_k"] = min(top_k, KEEP_ALL) if top_k > 0 else KEEP_ALL
+        bases["base_top_k"] = min(top_k, KEEP_ALL) if top_k > 0 else KEEP_ALL
     if min_p > 0:
-        own["base_min_p"] = min_p
-    return own
+        bases["base_min_p"] = min_p
+    return bases
 
 
 def strategy_intervals(strategy: str, numbers: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Returns where the conditions of a strategy of `RULES` hold: metric → open interval (0: no lower bound)."""
-    found = dict.fromkeys(("entropy", "varentropy"), (0.0, inf))
+    """Returns metric → open interval in which the conditions of a strategy of `RULES` hold (0: no lower bound)."""
+    intervals = dict.fromkeys(("entropy", "varentropy"), (0.0, inf))
     for metric, relation, threshold in RULES[strategy]:
-        low, high = found[metric]
-        found[metric] = (low, numbers[threshold]) if relation == "<" else (numbers[threshold], high)
-    return found
+        low, high = intervals[metric]
+        intervals[metric] = (low, numbers[threshold]) if relation == "<" else (numbers[threshold], high)
+    return intervals
 
 
 def forcing_thresholds(strategy: str) -> dict[str, float]:
-    """Returns values of `THRESHOLDS` that always select a strategy: −1 is below every metric, ∞ above."""
+    """Returns values of `THRESHOLDS` that always select a strategy. Every metric is above −1 and below ∞."""
     for values in product((-1.0, inf), repeat=len(THRESHOLDS)):
         numbers = dict(zip(THRESHOLDS, values, strict=True))
         always = {
@@ -227,7 +227,7 @@ def forcing_thresholds(strategy: str) -> dict[str, float]:
 
 
 def router_conflicts(r: RouterSection) -> Iterator[Conflict]:
-    """Yields the violated rules among settings of the section."""
+    """Yields an error for each contradiction among the settings of the section."""
     numbers = PRESET_NUMBERS[r.router_preset] | r.model_dump(exclude_none=True)
     for name in ("temperature", "adaptive_top_p", "adaptive_top_k", "adaptive_min_p"):
         low, high = numbers[f"{name}_min"], numbers[f"{name}_max"]

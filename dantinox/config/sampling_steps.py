@@ -1,8 +1,9 @@
-"""The table of sampling steps: the settings of each, when it is active, and what it reads.
+"""The table of sampling steps: the settings of each step, the condition that switches it on, and its inputs.
 
 Everything else about the steps is derived from `STEPS`: flags and help of the `generation` section, prerequisites of settings,
 the default order, the compiled chain and its window, the parameters of `process_logits`, and the table in docs/sampling.md. To
-add a step, write a function in `dantinox.sampling.steps` or `.history`, add its row and settings here, and a section there.
+add a step, write a function in `dantinox.sampling.steps` or `.history`, add its row and settings to this module, and add a
+section to docs/sampling.md.
 """
 
 import math
@@ -20,12 +21,12 @@ TINY = 1.1754943508222875e-38  # the smallest normal float32
 
 
 def is_digits(text: str) -> bool:
-    """Whether a string is a token id or a step code: ASCII digits only."""
+    """Whether a string consists of ASCII digits, like a token id or a step code."""
     return text.isascii() and text.isdecimal()
 
 
 def _as_biases(value: object) -> Any:
-    """Returns a mapping from `token=value` strings or a mapping. Null becomes -inf, which JSON cannot write."""
+    """Converts `token=value` strings or a mapping to a mapping. Null becomes -inf, because JSON has no infinity."""
     pairs = _pairs(value)
     if pairs is None or not all(isinstance(token, str | int) for token, _ in pairs):
         return value
@@ -33,13 +34,13 @@ def _as_biases(value: object) -> Any:
 
 
 def _as_sequence_biases(value: object) -> Any:
-    """Returns pairs of a sequence (string or token ids) and its bias, from strings, pairs or a mapping."""
+    """Converts strings, pairs or a mapping to pairs of a sequence (string or token ids) and its bias."""
     pairs = _pairs(value)
     return tuple((_as_sequence(words), bias) for words, bias in pairs) if pairs is not None else value
 
 
 def _pairs(value: object) -> list[tuple[Any, Any]] | None:
-    """Returns (name, bias) pairs of a mapping, of `name=bias` strings or of pairs, with -inf for null; None for other types."""
+    """Converts a mapping, `name=bias` strings or pairs to (name, bias) pairs, with -inf for null. Other types return None."""
     if isinstance(value, list | tuple):
         parts = [text.rpartition("=")[::2] if isinstance(text, str) else text for text in value]
         if any(not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] == "" for pair in parts):
@@ -60,7 +61,7 @@ def _number(bias: Any) -> Any:
 
 
 def _as_sequences(value: object) -> Any:
-    """Returns strings and lists of token ids as a tuple."""
+    """Converts a list of strings and token-id lists to a tuple."""
     items = as_tuple(value)
     return tuple(map(_as_sequence, items)) if isinstance(items, tuple) else items
 
@@ -72,7 +73,7 @@ def _as_sequence(item: Any) -> Any:
 Text = Annotated[str, Field(min_length=1)]
 Bias = Annotated[float, Field(lt=math.inf)]
 Sequence = Text | Annotated[tuple[CountOrZero, ...], Field(min_length=1)]
-# Types of the lists that steps read.
+# Types of settings that are lists.
 Tokens = Annotated[tuple[CountOrZero | Text, ...], BeforeValidator(as_tuple)]
 Breakers = Annotated[tuple[str | CountOrZero, ...], BeforeValidator(as_tuple)]
 Biases = Annotated[dict[str, Bias], BeforeValidator(_as_biases)]
@@ -83,18 +84,20 @@ Scope = Literal["all", "output"]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A sampling step: one row of the table.
+    """A sampling step, which is one row of the table.
 
     Attributes:
-      on: the settings that switch the step on, each with the condition on its value.
+      on: the settings that switch the step on, each with a condition on its value.
       arguments: parameter of the step's function → the setting that provides it.
       reads: other parameters of the function, computed by `dantinox.sampling.chain.STEP_INPUTS`.
       indirect: settings that affect the step through `reads`.
-      parameters: those of `process_logits` for values that decoding computes itself, with types and defaults (None: required).
-      group: `edit` and `penalty` steps apply to greedy decoding too; edits are not part of an order and run first.
-      keeps: the step is a filter that keeps the `likeliest` tokens, or those of `typical` surprise; empty: no such filter.
+      parameters: additional parameters in `process_logits`, for values that the decoder computes; name → type and default
+        (None: required).
+      group: `edit` and `penalty` steps also apply to greedy decoding. Edits run first and are not part of an order.
+      keeps: `likeliest` if the step keeps the most likely tokens, `typical` if it keeps tokens by their surprise; empty for
+        a step that is not such a filter.
       by_row: the step is slow, so it runs only for the rows of a batch that switch it on.
-      function: the name of the function, if it differs from that of the step.
+      function: the name of the step's function, if it differs from the step's name.
     """
 
     on: dict[str, Condition]
@@ -122,7 +125,7 @@ RANGED = (Needs(("generation.repetition_range", Condition("is above 1", lambda t
 
 
 class StepSettings(Section):
-    """The settings of all sampling steps, in the order of the help."""
+    """The settings of all sampling steps, in the order of the help pages."""
 
     no_repeat_ngram: int = field(0, "never repeat a sequence of this many tokens (0: off)")
     logit_bias: Biases = field(
@@ -188,7 +191,7 @@ class StepSettings(Section):
 
 
 class Setting(NamedTuple):
-    """Type and range of a step's setting, and its default."""
+    """The type (with its range) and the default of a step's setting."""
 
     kind: Any
     default: Any
@@ -204,7 +207,7 @@ HISTORY_INPUTS, SEQUENCE_INPUTS = ("history_S", "length"), ("prefix_WM", "last_W
 IDS, BIASES = {"ids": (Tokens, None)}, {"values": (Biases, None)}
 SEQUENCE_ARGUMENTS = {"sequences": (Sequences, None)}
 MIROSTAT_SETTINGS = ("mirostat", "mirostat_tau", "mirostat_eta")
-# In the order in which edits and the preset `default` run.
+# The order of the rows is the order in which edits and the steps of the preset `default` run.
 STEPS: dict[str, Step] = {
     "no_repeat_ngram": Step({"no_repeat_ngram": positive}, {"n": "no_repeat_ngram"}, (*HISTORY_INPUTS, "run_S"), group="edit"),
     "logit_bias": Step({"logit_bias": nonempty}, {}, ("bias_V",), ("logit_bias",), IDS | BIASES, "edit"),
@@ -284,13 +287,12 @@ STEPS: dict[str, Step] = {
 }
 EDIT_STEPS = tuple(name for name, step in STEPS.items() if step.group == "edit")
 PENALTY_STEPS = tuple(name for name, step in STEPS.items() if step.group == "penalty")
-MIROSTAT_STEPS = tuple(
-    name for name, step in STEPS.items() if "mu" in step.reads
-)  # steps that depend on the surprise of the drawn token
+# Steps that depend on the surprise of the drawn token.
+MIROSTAT_STEPS = tuple(name for name, step in STEPS.items() if "mu" in step.reads)
 
 
 def step_prerequisites(key: str) -> tuple[Needs, ...]:
-    """Returns the prerequisites of a setting that only refines steps: one of these steps must be on."""
+    """Returns the prerequisite that one of the steps with this setting is on; empty for a setting that switches a step on."""
     owners = [step for step in STEPS.values() if key in step.settings]
     if not owners or any(key in step.on for step in owners):
         return ()
@@ -298,7 +300,7 @@ def step_prerequisites(key: str) -> tuple[Needs, ...]:
 
 
 class Bounds(NamedTuple):
-    """The numbers that a type allows, both ends included; the range of a number > 0 begins at the smallest float32."""
+    """The numbers that a type allows, with both ends. The range of a number > 0 begins at the smallest normal float32."""
 
     low: float
     high: float
@@ -306,9 +308,9 @@ class Bounds(NamedTuple):
 
 
 def number_bounds(kind: object) -> Bounds | None:
-    """Returns the range of a number type; None for other types."""
-    wanted: Any = kind
-    schema = TypeAdapter(wanted).json_schema()
+    """Returns the range of a numeric type, or None for other types."""
+    annotation: Any = kind
+    schema = TypeAdapter(annotation).json_schema()
     schema = next((option for option in schema.get("anyOf", ()) if option.get("type") != "null"), schema)
     if schema.get("type") not in ("integer", "number") or "enum" in schema:
         return None
@@ -318,5 +320,5 @@ def number_bounds(kind: object) -> Bounds | None:
 
 
 NUMBER_BOUNDS: dict[str, Bounds] = {
-    key: found for key, setting in SETTINGS.items() if (found := number_bounds(setting.kind)) is not None
+    key: bounds for key, setting in SETTINGS.items() if (bounds := number_bounds(setting.kind)) is not None
 }

@@ -1,7 +1,7 @@
 """`Config` and its sections (`data`, `training`, `logging`, …), and the table of every setting.
 
 `Config` has one frozen section per YAML section. Flags, error messages, the JSON schema and the sampling parameters are derived
-from it.
+from `Config`.
 """
 
 import re
@@ -67,7 +67,7 @@ class TokenizerSection(Section):
 
 
 def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
-    """Whether a part of a corpus may be JSON Lines, judged by its name."""
+    """Whether the name of a corpus file allows it to contain JSON Lines."""
     parts = (corpus,) if isinstance(corpus, str) else corpus or ()
     return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
 
@@ -225,14 +225,17 @@ class LoggingSection(Section):
 
 
 def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
-    """Yields the violated rules among these settings."""
+    """Yields an error for each contradiction among these settings."""
     axes = {name: getattr(d, name) for name in AXES}
     for name, size in axes.items():
         if size == 0:
             yield f"distributed.{name}", "must be at least 1, or -1 for all remaining devices, got 0"
-    left = [f"distributed.{name}" for name, size in axes.items() if size == -1]
-    if len(left) > 1:
-        yield left[0], f"and {' and '.join(left[1:])} exclude each other as -1: only one axis can take the remaining devices"
+    remaining_axes = [f"distributed.{name}" for name, size in axes.items() if size == -1]
+    if len(remaining_axes) > 1:
+        yield (
+            remaining_axes[0],
+            f"and {' and '.join(remaining_axes[1:])} exclude each other as -1: only one axis can take the remaining devices",
+        )
     if is_address(d.coordinator):
         if d.processes is None or d.process is None:
             missing = "processes" if d.processes is None else "process"
@@ -241,7 +244,7 @@ def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
             yield "distributed.process", f"must be less than distributed.processes, got {d.process} and {d.processes}"
 
 
-UNCHECKED = "unchecked"  # validation context of a caller that checks the conflicts itself
+UNCHECKED = "unchecked"  # validation context of a caller that calls `conflicts` itself
 
 
 class Config(Section):
@@ -252,12 +255,12 @@ class Config(Section):
     Attributes:
       model, moe, attention: the architecture.
       tokenizer, data: the vocabulary and the corpus.
-      training, lora, distributed, logging: how the model is trained.
-      generation, router, kv: defaults of generation, which a request may override.
+      training, lora, distributed, logging: the training run.
+      generation, router, kv: generation defaults, which a request may override.
 
     Raises:
       UserError: a setting contradicts another one or has no effect.
-      pydantic.ValidationError: a setting has a wrong name, type or range; `load_config` raises a UserError instead.
+      pydantic.ValidationError: a setting has a wrong name, type or range. For these errors `load_config` raises a UserError.
 
     Example:
       >>> config = dantinox.Config()
@@ -290,7 +293,7 @@ class Config(Section):
         return self
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields the violated rules among settings of all sections."""
+        """Yields an error for each contradiction among the settings of all sections."""
         t, d, k, log = self.training, self.data, self.tokenizer, self.logging
         if t.batch_size % t.grad_accum:
             yield "training.grad_accum", f"must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
@@ -328,7 +331,7 @@ class Config(Section):
         """Returns the resolved architecture for a vocabulary of `vocab_size` tokens.
 
         Args:
-          vocab_size: tokens of the vocabulary, at least 1.
+          vocab_size: number of tokens in the vocabulary, at least 1.
           platform: the compilation target, a platform of `dantinox.platform`; auto: this machine.
 
         Raises:
@@ -337,7 +340,7 @@ class Config(Section):
         return architecture(self.model, self.moe, self.attention, vocab_size, platform)
 
     def trained_architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
-        """Returns `architecture` with the adapters of `lora`, if there are any."""
+        """Returns `architecture` with the adapters that the section `lora` defines, if any."""
         return replace(self.architecture(vocab_size, platform), lora=lora_config(self.lora, self.model, self.moe))
 
 
@@ -358,19 +361,19 @@ NEEDS = {
 
 
 def flatten_config(config: Config, changed: bool = False) -> dict[str, object]:
-    """Returns dotted path → value of every setting, or with `changed` of those that differ from their default."""
-    held = {section: vars(getattr(config, section)) for section in SECTIONS}
-    values = {key: held[section][name] for key, (section, name) in PARTS.items()}
+    """Returns dotted path → value of every setting. With `changed`, it returns only settings that differ from their default."""
+    sections = {section: vars(getattr(config, section)) for section in SECTIONS}
+    values = {key: sections[section][name] for key, (section, name) in PARTS.items()}
     return {key: value for key, value in values.items() if not changed or value != DEFAULTS[key]}
 
 
 def find_inactive(config: Config) -> dict[str, str]:
-    """Returns the settings that were set and have no effect: dotted path → reason (`while … is …`)."""
+    """Returns the settings that differ from their default and have no effect: dotted path → reason (`while … is …`)."""
     return inactive_settings(flatten_config(config), DEFAULTS, NEEDS)
 
 
 def reset_settings(config: Config, keys: Iterable[str]) -> Config:
-    """Returns the settings with those of `keys` reset to their default."""
+    """Returns a copy of the config in which the settings `keys` have their default."""
     defaults: dict[str, dict[str, Any]] = {}
     for key in keys:
         section, _, name = key.partition(".")

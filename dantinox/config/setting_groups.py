@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class SettingGroup(NamedTuple):
-    """Settings of one section that belong together; `names` are separated by spaces."""
+    """A group of settings in one section. `names` contains the setting names, separated by spaces."""
 
     section: str
     title: str

@@ -1,4 +1,4 @@
-"""Writes the config of `dantinox init`."""
+"""The config file that `dantinox init` writes."""
 
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ NOT_DEFAULT: dict[str, Any] = {
 
 
 def starting_config(path: str | Path, cpus: int | None = None) -> str:
-    """Returns the text of a config that trains unchanged: the settings that most runs change, with comments.
+    """Returns the text of a config that can be trained without changes. It lists the settings that most runs change.
 
     Args:
-      path: where the config will be written, for the comments.
-      cpus: number of cores of a machine without an accelerator, or None with one. A model for cores has the size of
-        `quickstart`, which trains in minutes.
+      path: the path of the new config, which the comments mention.
+      cpus: number of CPU cores of a machine without an accelerator. None: the machine has an accelerator. On CPU cores the
+        model has the size of `quickstart`, which trains in minutes.
     """
     small = cpus is not None
     config = build_config({}, NOT_DEFAULT | (SMALL if small else {})).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Sweep files: a YAML file with a grid or random choices of settings, validated before the first trial."""
+"""Sweep files: YAML files with a grid or random choices of settings. All trials are validated before the first one runs."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ MOST_TRIALS = 10_000
 
 @dataclass(frozen=True)
 class Trial:
-    """One training of a sweep. `chosen`: dotted path → value in this trial."""
+    """One training run of a sweep. `chosen` maps dotted paths to the values of this trial."""
 
     name: str
     chosen: dict[str, Any]
@@ -36,7 +36,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The trials of a sweep in order. `keys`: the settings in which they differ."""
+    """A sweep with its trials in order. `keys` are the settings that differ between trials."""
 
     source: Path
     runs_dir: Path
@@ -45,7 +45,9 @@ class Sweep:
 
 
 def load_sweep(path: str | Path) -> Sweep:
-    """Reads a sweep: `base` (YAML file, packaged config or sections), and `grid`, or `random` with `trials` and `seed`.
+    """Reads a sweep file.
+
+    Its keys are `base` (YAML file, packaged config or sections), and `grid`, or `random` with `trials` and `seed`.
 
     Raises:
       UserError: the file is not a sweep, or the settings of a trial are wrong, contradict each other or have no effect.
@@ -72,45 +74,48 @@ def load_sweep(path: str | Path) -> Sweep:
     return Sweep(path, Path(runs_dir or Path("runs") / path.stem), tuple(tree[kind]), tuple(trials))
 
 
-def _require(holds: Any, sentence: str, where: dict[str, str], *keys: str) -> None:
-    """Raises a UserError unless `holds`, with the place of the first of `keys` that was written."""
-    if not holds:
+def _require(condition: Any, sentence: str, where: dict[str, str], *keys: str) -> None:
+    """Raises a UserError unless `condition` is true. The error names the line of the first of `keys` that the file contains."""
+    if not condition:
         place = next((where[key] for key in keys if key in where), None)
         raise UserError(f"{sentence} ({place})" if place else sentence)
 
 
 def _check_key(key: str, values: Any, kind: str, where: dict[str, str]) -> None:
-    at = f"{kind}.{key}"
-    _require(key in FIELDS, f"unknown key {escape_name(key)}{did_you_mean(nearest_key(key))}", where, at)
-    _require(key.partition(".")[0] not in (*REQUEST_SECTIONS, "logging"), f"{key} does not affect training", where, at)
+    path = f"{kind}.{key}"
+    _require(key in FIELDS, f"unknown key {escape_name(key)}{did_you_mean(nearest_key(key))}", where, path)
+    _require(key.partition(".")[0] not in (*REQUEST_SECTIONS, "logging"), f"{key} does not affect training", where, path)
     if isinstance(values, dict) and kind == "random":
         _check_range(key, values, where)
         return
-    what = "a list of values" if kind == "grid" else "a list of values, or min and max"
-    _require(isinstance(values, list) and values, f"{key} must have {what}, got {quote(values)}", where, at)
-    twice = next((value for number, value in enumerate(values) if value in values[:number]), None)
-    _require(twice is None, f"{key} has {quote(twice)} twice", where, at)
+    expected = "a list of values" if kind == "grid" else "a list of values, or min and max"
+    _require(isinstance(values, list) and values, f"{key} must have {expected}, got {quote(values)}", where, path)
+    duplicate = next((value for number, value in enumerate(values) if value in values[:number]), None)
+    _require(duplicate is None, f"{key} has {quote(duplicate)} twice", where, path)
 
 
-def _check_range(key: str, given: dict[str, Any], where: dict[str, str]) -> None:
-    at = f"random.{key}"
-    _require(set(given) <= {"min", "max", "log"}, f"{key} may have min, max and log, got {', '.join(given)}", where, at)
+def _check_range(key: str, interval: dict[str, Any], where: dict[str, str]) -> None:
+    path = f"random.{key}"
+    _require(set(interval) <= {"min", "max", "log"}, f"{key} may have min, max and log, got {', '.join(interval)}", where, path)
     _require(
-        any(word in allowed_values(key) for word in ("integer", "number")), f"{key} is not a number: give a list", where, at
+        any(word in allowed_values(key) for word in ("integer", "number")), f"{key} is not a number: give a list", where, path
     )
-    low, high, log = given.get("min"), given.get("max"), given.get("log", False)
+    low, high, log = interval.get("min"), interval.get("max"), interval.get("log", False)
     numbers = [x for x in (low, high) if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
     _require(
-        len(numbers) == 2 and numbers[0] < numbers[1], f"{key} must have min < max, got {quote(low)}, {quote(high)}", where, at
+        len(numbers) == 2 and numbers[0] < numbers[1],
+        f"{key} must have min < max, got {quote(low)}, {quote(high)}",
+        where,
+        path,
     )
-    _require(isinstance(log, bool), f"log of {key} must be true or false, got {quote(log)}", where, at)
-    _require(not log or numbers[0] > 0, f"min of {key} must be > 0 with log: true, got {quote(low)}", where, at)
+    _require(isinstance(log, bool), f"log of {key} must be true or false, got {quote(log)}", where, path)
+    _require(not log or numbers[0] > 0, f"min of {key} must be > 0 with log: true, got {quote(low)}", where, path)
 
 
 def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yields all combinations; the last key varies fastest."""
+    """Yields all combinations of the grid; the last key varies fastest."""
     for key in ("trials", "seed"):
-        _require(key not in tree, f"{key} has no effect with grid, which tries everything", where, key)
+        _require(key not in tree, f"{key} has no effect with grid, which tries every combination", where, key)
     count = math.prod(map(len, tree["grid"].values()))
     _require(count <= MOST_TRIALS, f"grid must have at most {MOST_TRIALS} combinations, got {count}", where, "grid")
     for values in itertools.product(*tree["grid"].values()):
@@ -118,7 +123,7 @@ def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any
 
 
 def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yields different random choices. A larger `trials` continues the sequence of a smaller one."""
+    """Yields distinct random choices. With a larger `trials`, the sequence begins with the choices of a smaller `trials`."""
     trials, seed = tree.get("trials", 0), tree.get("seed", 0)
     is_count = isinstance(trials, int) and not isinstance(trials, bool) and 1 <= trials <= MOST_TRIALS
     sentence = f"trials must be an integer in [1, {MOST_TRIALS}] with random, got {quote(tree.get('trials'))}"
@@ -126,29 +131,29 @@ def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, A
     _require(isinstance(seed, int) and not isinstance(seed, bool), f"seed must be an integer, got {quote(seed)}", where, "seed")
     source, drawn = random.Random(seed), list[dict[str, Any]]()
     while len(drawn) < trials:
-        tries = (
+        candidates = (
             {key: _draw(source.random(), values, "integer" in allowed_values(key)) for key, values in tree["random"].items()}
             for _ in range(1000)
         )
-        chosen = next((one for one in tries if one not in drawn), None)
+        chosen = next((candidate for candidate in candidates if candidate not in drawn), None)
         _require(chosen, f"random has only {len(drawn)} different trials, trials is {trials}", where, "trials")
         drawn.append(chosen or {})
         yield drawn[-1]
 
 
-def _draw(at: float, values: Any, whole: bool) -> Any:
-    """Returns the element of a list, or the number of a range to four digits, at a position in [0, 1)."""
+def _draw(position: float, values: Any, is_integer: bool) -> Any:
+    """Returns the element of a list or the number of a range at a position in [0, 1). Numbers have four significant digits."""
     if isinstance(values, list):
-        return values[int(at * len(values))]
+        return values[int(position * len(values))]
     low, high = values["min"], values["max"]
-    if whole and not values.get("log"):
-        return math.floor(low + at * (high - low + 1))
-    found = low * (high / low) ** at if values.get("log") else low + at * (high - low)
-    return round(found) if whole else min(max(float(f"{found:.4g}"), low), high)
+    if is_integer and not values.get("log"):
+        return math.floor(low + position * (high - low + 1))
+    number = low * (high / low) ** position if values.get("log") else low + position * (high - low)
+    return round(number) if is_integer else min(max(float(f"{number:.4g}"), low), high)
 
 
 def _base(base: Any, path: Path, where: dict[str, str]) -> Any:
-    """Returns a function that builds the config of a trial from its choices and their place."""
+    """Returns a function (choices, their source for error messages) -> config of a trial."""
     if isinstance(base, dict):
         return lambda chosen, origin: build_training(base, chosen, {}, f"base of {path}", origin)
     _require(

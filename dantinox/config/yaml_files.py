@@ -1,4 +1,4 @@
-"""YAML config files: reading with line numbers, overrides, aliases, validation errors in one sentence, writing."""
+"""Reads and writes YAML config files, with line numbers, overrides, aliases and one-sentence validation errors."""
 
 import difflib
 import json
@@ -20,25 +20,25 @@ from dantinox.config.reference import PREREQUISITES, type_in_words
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
 from dantinox.files import UserError, escape_name, quote, read_text
 
-INHERITED_SECTIONS = ("model", "moe", "attention", "tokenizer")  # sections that a training takes from training.init_from
+INHERITED_SECTIONS = ("model", "moe", "attention", "tokenizer")  # a run inherits these sections from training.init_from
 
 MAX_FILE_BYTES = 1 << 20
 
 
-class _Refused(yaml.MarkedYAMLError):
-    """Valid YAML that a config does not allow, with its place."""
+class _RejectedYAML(yaml.MarkedYAMLError):
+    """The error for valid YAML that a config does not allow. It contains the line."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses duplicate keys and aliases of collections, and reads 5e-4 as a number."""
+    """A SafeLoader that rejects duplicate keys and aliases of collections, and reads 5e-4 as a number."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark: yaml.Mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         if is_alias and isinstance(node, yaml.CollectionNode):
-            # Nested aliases grow without bound when they are printed ("billion laughs").
-            raise _Refused(problem="an alias (*name) may stand for a single value only", problem_mark=mark)
+            # Nested aliases expand exponentially when they are printed ("billion laughs").
+            raise _RejectedYAML(problem="an alias (*name) may stand for a single value only", problem_mark=mark)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -46,10 +46,10 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key, mark = self.construct_object(key_node), key_node.start_mark
             if not isinstance(key, str):
-                raise _Refused(problem=f"a key must be a name, got {quote(key)}", problem_mark=mark)
+                raise _RejectedYAML(problem=f"a key must be a name, got {quote(key)}", problem_mark=mark)
             if key in seen:
                 problem = f"the key {quote(key)} appears twice, in lines {seen[key]} and {mark.line + 1}"
-                raise _Refused(problem=problem, problem_mark=mark)
+                raise _RejectedYAML(problem=problem, problem_mark=mark)
             seen[key] = mark.line + 1
         return super().construct_mapping(node, deep)
 
@@ -58,22 +58,22 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
             raise
-        except Exception:  # 2024-13-45, !!int "", an integer of 5,000 digits: PyYAML raises many kinds of exceptions
+        except Exception:  # PyYAML raises many types of exceptions, as for 2024-13-45, !!int "" or an integer of 5,000 digits
             kind = node.tag.rpartition(":")[2]
             value = f"{quote(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
-            raise _Refused(problem=f"{value}cannot be read as {escape_name(kind)}", problem_mark=node.start_mark) from None
+            raise _RejectedYAML(problem=f"{value}cannot be read as {escape_name(kind)}", problem_mark=node.start_mark) from None
 
     def construct_undefined(self, node: yaml.Node) -> Any:
         tag = escape_name(node.tag.replace("tag:yaml.org,2002:", "!!"))
         problem = f"the tag {tag} is not allowed: a config holds plain values only"
-        raise _Refused(problem=problem, problem_mark=node.start_mark)
+        raise _RejectedYAML(problem=problem, problem_mark=node.start_mark)
 
 
 _Loader.add_constructor(None, _Loader.construct_undefined)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A SafeDumper whose output `_Loader` reads back unchanged: quotes "5e-4", escapes Unicode line breaks."""
+    """A SafeDumper whose output `_Loader` reads back unchanged. It quotes "5e-4" and escapes Unicode line breaks."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = '"' if any(character in data for character in "\x85\u2028\u2029\ufeff") else None
@@ -88,7 +88,7 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse_value(text: str) -> object:
-    """Parses the text of a flag by the rules of the YAML files."""
+    """Parses the value of a flag with the rules of the YAML files."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, RecursionError):
@@ -96,18 +96,18 @@ def parse_value(text: str) -> object:
 
 
 def find_config(name: str | Path) -> Path:
-    """Returns the path of a config file or, if there is none, of the packaged config of that name.
+    """Returns the path of a config file. If there is no such file, returns the path of the packaged config of that name.
 
     Raises:
-      UserError: neither exists, and the name has no suffix.
+      UserError: neither of them exists, and the name has no suffix.
     """
-    path, own = Path(name), {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
-    if not path.is_file() and str(path) in own:
-        return own[str(path)]
+    path, packaged = Path(name), {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
+    if not path.is_file() and str(path) in packaged:
+        return packaged[str(path)]
     if len(path.parts) == 1 and not path.suffix and not os.path.exists(path):
-        hint = did_you_mean(next(iter(difflib.get_close_matches(str(path), own, 1)), ""))
+        hint = did_you_mean(next(iter(difflib.get_close_matches(str(path), packaged, 1)), ""))
         advice = f"{hint} The packaged configs are " if hint else ": use a file, or one of the packaged configs "
-        raise UserError(f"no config file at {escape_name(str(path))}{advice}{', '.join(own)}")
+        raise UserError(f"no config file at {escape_name(str(path))}{advice}{', '.join(packaged)}")
     return path
 
 
@@ -116,10 +116,10 @@ def load_config(path: str | Path, overrides: Mapping[str, object] | None = None)
 
     Args:
       path: a YAML file, or a name such as "quickstart".
-      overrides: dotted path → value; they replace settings of the file.
+      overrides: dotted path → value. They replace settings of the file.
 
     Returns:
-      The validated settings; those that the file does not contain have their default.
+      The validated settings. Settings that the file does not contain have their default.
 
     Raises:
       UserError: the file cannot be read or is not YAML, or a setting has a wrong name, type or range.
@@ -142,20 +142,20 @@ def build_config(
     source: str = "",
     origin: str = "command line",
 ) -> Config:
-    """Validates a tree of sections with overrides applied.
+    """Applies overrides to a tree of sections and validates the result.
 
-    An override that has no effect together with the other settings is an error; such a setting in the tree prints one warning.
-    A setting that equals its default is never reported.
+    An override that has no effect together with the other settings is an error. A setting of the tree without effect prints one
+    warning. A setting that equals its default is never reported.
 
     Args:
       tree: section → name → value.
       overrides: dotted path → value.
-      where: dotted path → place in `source`, for messages.
-      source: where the tree comes from, for messages.
-      origin: where the overrides come from, for messages.
+      where: dotted path → file and line, for messages.
+      source: the source of the tree, for messages.
+      origin: the source of the overrides, for messages.
 
     Raises:
-      UserError: a wrong name, type or range, settings that contradict each other, or an override without effect.
+      UserError: a setting has a wrong name, type or range, settings contradict each other, or an override has no effect.
     """
     config, unused = validate_settings(tree, overrides or {}, where or {}, source, origin)
     warn_inactive(unused, where or {}, source)
@@ -163,7 +163,7 @@ def build_config(
 
 
 def load_training(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
-    """Loads the config of a new training: `load_config` with the defaults of `build_training`."""
+    """Loads the config of a new training run, like `load_config` but with the defaults of `build_training`."""
     path = find_config(path)
     tree, lines = read_yaml(path)
     return build_training(tree, overrides, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path))
@@ -176,53 +176,56 @@ def build_training(
     source: str = "",
     origin: str = "command line",
 ) -> Config:
-    """Validates the settings of a new training; model and tokenizer settings default to those of `training.init_from`.
+    """Validates the settings of a new training run. Model and tokenizer settings default to those of `training.init_from`.
 
     Raises:
-      UserError: as for `build_config`, or a setting contradicts the weights of that run.
+      UserError: as for `build_config`, or a setting contradicts the weights of the run `training.init_from`.
     """
     overrides, where = overrides or {}, where or {}
     training = tree.get("training")
     init_from = overrides.get("training.init_from", training.get("init_from") if isinstance(training, dict) else None)
     file = Path(init_from) / "config.yaml" if isinstance(init_from, str) and "\0" not in init_from else None
-    if not init_from or file is None or not file.is_file():  # reading the weights reports the error
+    if not init_from or file is None or not file.is_file():  # the code that reads the weights reports the error
         return build_config(tree, overrides, where, source, origin)
     base = load_config(file)
-    given = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
-    below = {section: getattr(base, section).model_dump(mode="json") for section in INHERITED_SECTIONS}
-    filled = {name: {**below.get(name, {}), **(keys or {})} for name, keys in tree.items() if isinstance(keys, dict | None)}
-    config, unused = validate_settings({**tree, **below, **filled}, overrides, where, source, origin)
-    _check_start(base, config, sorted(given), where | dict.fromkeys(overrides, origin), str(init_from))
-    warn_inactive({key: reason for key, reason in unused.items() if key in given}, where, source)
-    return reset_settings(config, [key for key in unused if key not in given])
+    written = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
+    inherited = {section: getattr(base, section).model_dump(mode="json") for section in INHERITED_SECTIONS}
+    filled = {name: {**inherited.get(name, {}), **(keys or {})} for name, keys in tree.items() if isinstance(keys, dict | None)}
+    config, unused = validate_settings({**tree, **inherited, **filled}, overrides, where, source, origin)
+    _check_start(base, config, sorted(written), where | dict.fromkeys(overrides, origin), str(init_from))
+    warn_inactive({key: reason for key, reason in unused.items() if key in written}, where, source)
+    return reset_settings(config, [key for key in unused if key not in written])
 
 
 def inherit_settings(config: Config) -> Config:
-    """Fills the settings of model and tokenizer that were not given with those of the run `training.init_from`.
+    """Copies model and tokenizer settings that `config` does not set from the run `training.init_from`.
 
     Raises:
-      UserError: as `build_training`.
+      UserError: as for `build_training`.
     """
     return build_training(config.model_dump(mode="json", exclude_unset=True)) if config.training.init_from else config
 
 
-def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapping[str, str], init_from: str) -> None:
-    """Raises a UserError if a given setting contradicts the weights or the tokenizer of the base."""
+def _check_start(base: Config, config: Config, keys: Iterable[str], where: Mapping[str, str], init_from: str) -> None:
+    """Raises a UserError if one of the settings `keys` contradicts the weights or the tokenizer of the base."""
     before, after = flatten_config(base), flatten_config(config)
-    for key in given:
+    for key in keys:
         section, _, name = key.partition(".")
         if section not in INHERITED_SECTIONS or before.get(key) == after.get(key):
             continue
         changed = base.model_copy(update={section: getattr(base, section).model_copy(update={name: after[key]})})
-        other = config.tokenizer.tokenizer_type != "file" if section == "tokenizer" else _fixed(changed) != _fixed(base)
-        if other:
-            what = f"{key} is {quote(before[key])} in {init_from}, whose weights the training starts from"
+        if section == "tokenizer":
+            contradicts = config.tokenizer.tokenizer_type != "file"
+        else:
+            contradicts = _weight_fields(changed) != _weight_fields(base)
+        if contradicts:
+            conflict = f"{key} is {quote(before[key])} in {init_from}, whose weights the training starts from"
             place = f" ({where[key]})" if key in where else ""
-            raise UserError(f"{what}, got {quote(after[key])}: leave it out{place}", key=key, value=after[key])
+            raise UserError(f"{conflict}, got {quote(after[key])}: leave it out{place}", key=key, value=after[key])
 
 
-def _fixed(config: Config) -> list[Any]:
-    """Returns the fields of the architecture that the weights determine."""
+def _weight_fields(config: Config) -> list[Any]:
+    """Returns the values of the architecture fields that the weights determine."""
     model = config.architecture(1)
     return [getattr(model, name) for name in WEIGHT_FIELDS]
 
@@ -230,15 +233,15 @@ def _fixed(config: Config) -> list[Any]:
 def validate_settings(
     tree: Mapping[str, object], overrides: Mapping[str, object], where: dict[str, str], source: str, origin: str
 ) -> tuple[Config, dict[str, str]]:
-    """Returns the validated config, and the settings without effect: dotted path → reason.
+    """Returns the validated config, and dotted path → reason for each setting without effect.
 
-    Arguments and errors are those of `build_config`.
+    The arguments and errors are the same as for `build_config`.
     """
     where, written = dict(where), dict[str, object]()
     if len(tree) > 1 and not any(section in SECTIONS for section in tree):
-        outside = next((key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None)
-        if outside:
-            section, _, name = outside.partition(".")
+        unsectioned = next((key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None)
+        if unsectioned:
+            section, _, name = unsectioned.partition(".")
             raise UserError(
                 f"{source or origin} has no sections, like a config of DantinoX 0: write {name} under {section}: and so on "
                 "(`dantinox init FILE` writes an example, `dantinox import` converts a run of DantinoX 0)"
@@ -270,8 +273,8 @@ def validate_settings(
             raise UserError(sentence, key=key, value=changes[key])
     warmup, steps = config.training.warmup_steps or 0, config.training.steps
     if "training.steps" in changes and "training.warmup_steps" not in changes and steps is not None and warmup > steps:
-        longer = f"training.warmup_steps {warmup}{_place('training.warmup_steps', where, source)} is more than training.steps"
-        warnings.warn(f"{longer} {steps}: the learning rate warms up for a tenth of the steps", stacklevel=3)
+        conflict = f"training.warmup_steps {warmup}{_place('training.warmup_steps', where, source)} is more than training.steps"
+        warnings.warn(f"{conflict} {steps}: the learning rate warms up for a tenth of the steps", stacklevel=3)
         config = reset_settings(config, ["training.warmup_steps"])
     for key, problem in reset_settings(config, unused).conflicts():
         place = _place(key, where, origin if changes else source)
@@ -289,15 +292,15 @@ def warn_inactive(unused: Mapping[str, str], where: Mapping[str, str], source: s
 
 
 def check_text(key: str, value: object, where: dict[str, str], source: str) -> None:
-    """Raises a UserError for text with lone surrogates, and for paths that are empty or contain NUL."""
+    """Raises a UserError for a string with lone surrogates, or for a path that is empty or contains NUL."""
     is_path = key.endswith("path") or key in ("training.init_from", "kv.calibration", "data.chat_template")
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             continue
         surrogate = any("\ud800" <= character <= "\udfff" for character in text)
         if surrogate or (is_path and (not text or "\0" in text)):
-            what = "valid Unicode text" if surrogate else "a path"
-            sentence = f"{escape_name(key)} must be {what}, got {quote(text)}{_place(key, where, source)}"
+            expected = "valid Unicode text" if surrogate else "a path"
+            sentence = f"{escape_name(key)} must be {expected}, got {quote(text)}{_place(key, where, source)}"
             raise UserError(sentence, key=key, value=text)
 
 
@@ -305,7 +308,7 @@ def dump_config(config: Config, complete: bool = False) -> str:
     """Returns the settings as YAML text, which `load_config` reads back unchanged.
 
     Args:
-      complete: write every setting. Otherwise settings of a request are left out if they have their default.
+      complete: whether to write every setting. If false, defaults of the sections `REQUEST_SECTIONS` are left out.
     """
     left_out = () if complete else REQUEST_SECTIONS
     dumped = {name: getattr(config, name).model_dump(mode="json", exclude_defaults=name in left_out) for name in SECTIONS}
@@ -338,23 +341,23 @@ def allowed_values(key: str) -> str:
 
 
 def nearest_key(name: str) -> str:
-    """Returns the dotted path of the setting that is most similar to a misspelt path or key, or an empty string."""
+    """Returns the dotted path of the setting that is most similar to a misspelled path or key, or an empty string."""
     by_name = {flat_name(key): key for key in FIELDS}
     section, _, last = name[:100].lower().rpartition(".")
     if last in OTHER_NAMES:
         return OTHER_NAMES[last]
-    same = [key.partition(".")[2] for key in FIELDS if section and key.startswith(section + ".")]
+    section_names = [key.partition(".")[2] for key in FIELDS if section and key.startswith(section + ".")]
     with_prefix = [key for key in by_name if len(last) > 2 and key.startswith(last)]
-    hit = difflib.get_close_matches(last, same, 1) or with_prefix or difflib.get_close_matches(last, by_name, 1)
-    if not hit:
+    matches = difflib.get_close_matches(last, section_names, 1) or with_prefix or difflib.get_close_matches(last, by_name, 1)
+    if not matches:
         similar = difflib.get_close_matches(last, OTHER_NAMES, 1)
         return OTHER_NAMES[similar[0]] if similar else ""
-    key = f"{section}.{hit[0]}"
-    return key if key in FIELDS else by_name[hit[0]]
+    key = f"{section}.{matches[0]}"
+    return key if key in FIELDS else by_name[matches[0]]
 
 
 def did_you_mean(key: str) -> str:
-    """Returns `, did you mean X?`, or an empty string without a suggestion."""
+    """Returns `, did you mean X?`, or an empty string if `key` is empty."""
     return f", did you mean {key}?" if key else ""
 
 
@@ -362,8 +365,8 @@ def _nearest_section(name: str) -> str:
     keys = [key for key in FIELDS if flat_name(key) == name]
     if keys or name in OTHER_NAMES:  # a setting written outside of its section
         return f", did you mean {' or '.join(keys or [OTHER_NAMES[name]])}?"
-    hit = difflib.get_close_matches(name[:60].lower(), list(SECTIONS), 1)
-    return f", did you mean {hit[0]}?" if hit else f": the sections are {', '.join(SECTIONS)}"
+    matches = difflib.get_close_matches(name[:60].lower(), list(SECTIONS), 1)
+    return f", did you mean {matches[0]}?" if matches else f": the sections are {', '.join(SECTIONS)}"
 
 
 def _place(key: str, where: Mapping[str, str], source: str) -> str:
@@ -371,13 +374,13 @@ def _place(key: str, where: Mapping[str, str], source: str) -> str:
     return f" ({place})" if place else ""
 
 
-def _resolve_aliases(given: Mapping[str, object], where: dict[str, str], source: str) -> dict[str, Any]:
-    """Returns the settings by their present names; a former name prints one warning.
+def _resolve_aliases(settings: Mapping[str, object], where: dict[str, str], source: str) -> dict[str, Any]:
+    """Returns the settings with their current names. A former name prints one warning.
 
     Raises:
-      UserError: a setting is given by two names.
+      UserError: a setting is given under two names.
     """
-    values = dict[str, Any](given)
+    values = dict[str, Any](settings)
     for old, new in ALIASES.items():
         if old not in values:
             continue
@@ -404,10 +407,10 @@ def _error_of(error: ValidationError, where: dict[str, str], source: str) -> Use
 
 
 def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, object], dict[str, int]]:
-    """Returns the tree of a YAML file, and the line of every section and key.
+    """Returns the tree of a YAML file, and the line number of every section and key.
 
     Args:
-      needs: the sections that it may have, for messages.
+      needs: the sections that the file may contain, for messages.
 
     Raises:
       UserError: the file cannot be read, is not YAML, or is not a mapping.
@@ -430,7 +433,7 @@ def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[
 
 
 def _parse(text: str) -> tuple[Any, dict[str, int]]:
-    """Returns the value of a YAML text, and the lines of its sections and their keys."""
+    """Returns the value of a YAML text, and the line numbers of its sections and their keys."""
     loader = _Loader(text)  # a SafeLoader
     try:
         node = loader.get_single_node()
@@ -449,4 +452,4 @@ def _yaml_sentence(error: yaml.MarkedYAMLError, path: Path) -> str:
     if problem.startswith("but "):
         problem = f"{error.context}, {problem}"
     line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-    return f"{'' if isinstance(error, _Refused) else 'not valid YAML: '}{problem} ({path}{line})"
+    return f"{'' if isinstance(error, _RejectedYAML) else 'not valid YAML: '}{problem} ({path}{line})"

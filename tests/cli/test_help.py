@@ -154,7 +154,7 @@ def test_help_of_commands_and_of_the_commands_of_eval(dantinox):
     assert code == 0 and "--stride" in out and "--ratios" not in out
     assert dantinox("--help", "verify")[1] == dantinox("verify", "--help")[1] != ""
     code, out, err = dantinox("verify", "--help", "accept")
-    assert (code, out) == (2, "") and "has no sections" in err
+    assert (code, out) == (2, "") and "has no help sections" in err
 
 
 def test_a_parser_of_a_command_is_found_by_name():
