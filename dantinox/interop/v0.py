@@ -1,8 +1,9 @@
-"""Run directories of DantinoX 0: settings, weights and tokenizer, converted on reading.
+"""Reads run directories of DantinoX 0 and converts their settings, weights and tokenizers.
 
-In DantinoX 0, `qkv` is one matrix [q | k | v], rotary pairs are adjacent elements instead of half a head apart, gate and up of
-SwiGLU are one matrix, and names differ between versions. Dense causal models are converted. For all other models and files, the
-error message gives the reason.
+Differences of DantinoX 0: `qkv` is one matrix [q | k | v]. RoPE rotates pairs of adjacent elements, not elements half a head
+apart. The gate and up projections of SwiGLU are one matrix. Parameter names differ between its versions.
+
+Only dense causal models are supported. Other models are refused with an error message that gives the reason.
 """
 
 import json
@@ -23,16 +24,16 @@ from dantinox.run.weights import StoredArray, read_arrays
 # The weights files of a run, in order of preference.
 WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack", "model_weights.msgpack", "checkpoint_latest.msgpack")
 MAX_FILE_BYTES = 128 << 20  # of config.yaml and tokenizer.json
-EPSILON = 1e-6  # of both normalizations
+EPSILON = 1e-6  # of LayerNorm and RMSNorm
 EMBED = "embed/embedding", "wte/embedding"
-# Settings and their supported values. All of them have a default.
+# Supported values by setting. A run may omit any of these settings.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "mla": (False,), "attention": ("mha", "gqa"), "use_moe": (False,), "ffn": ("mlp",), "use_lora": (False,),
     "causal": (True,), "model_type": ("autoregressive",), "paradigm": (None, "ar"), "embed_dim": (0,),
     "activation": ("gelu",),
 }  # fmt: skip
 POSITION_SETTINGS = {"rotary": "use_rotary_pos", "learned": "trainable_pos", "absolute": "absolute_pos"}
-# Arrays in weights files that are not used: masks, angles, the state of dropout, projections to latents.
+# Arrays that the conversion ignores: attention masks, RoPE angles, dropout state, latent projections of MLA.
 UNUSED_ARRAYS = (
     "*/tril", "*/window", "*/angle", "wpe", "*/rngs/*", "emb_dropout/*", "*_dropout/*", "*/dropout/*",
     *(f"*/attention/{name}/*" for name in ("down_q", "down_kv", "up_q", "up_k", "up_v")),
@@ -43,11 +44,11 @@ class V0Run(NamedTuple):
     """A run of DantinoX 0.
 
     Attributes:
-      settings: the settings of the sections `model` and `attention`, in today's names.
-      rows: the rows of the embeddings, possibly more than there are tokens.
+      settings: the sections `model` and `attention` of a current config.
+      rows: the number of rows of the embedding matrix, which can exceed the vocabulary size.
       tokenizer: the text of a `tokenizer.json`.
-      weights: the name of its weights file.
-      arrays: the arrays in that file by name.
+      weights: the name of the weights file.
+      arrays: the arrays in the weights file, by name.
     """
 
     settings: dict[str, dict[str, Any]]
@@ -68,7 +69,7 @@ def read_v0(path: Path) -> V0Run:
     if weights is None:
         raise UserError(f"{path} has no weights of DantinoX 0, expected one of {', '.join(WEIGHTS)}")
     arrays, _ = read_arrays(weights)
-    if any(name.startswith("opt/") for name in arrays):  # a checkpoint with the state of its optimizer
+    if any(name.startswith("opt/") for name in arrays):  # a checkpoint that also contains the optimizer state
         arrays = {name.removeprefix("model/"): leaf for name, leaf in arrays.items() if name.startswith("model/")}
     settings = _settings(path / "config.yaml", config, weights, arrays)
     rows = _find(weights, arrays, *EMBED).shape[0]
@@ -76,16 +77,21 @@ def read_v0(path: Path) -> V0Run:
 
 
 def convert_parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> LazyArrays:
-    """Returns every parameter of a model, converted from the run's arrays on access; `dtype` is that of `hf_weights.from_hf`.
+    """Returns every parameter of a model, converted from the run's arrays on access.
+
+    Args:
+      run: the run.
+      model: the architecture.
+      dtype: the dtype of matrices, as in `hf_weights.from_hf`.
 
     Raises:
-      UserError: an array is missing, is not used, or has another size; the message names it.
+      UserError: an array is missing, is not used, or has a wrong shape. The message names the array.
     """
     rest = {name for name in run.arrays if not any(fnmatch(name, unused) for unused in UNUSED_ARRAYS)}
     if not model.no_sink:
         rest -= {name for name in rest if fnmatch(name, "*/attention/W/*")}
     if model.weight_tying:
-        rest -= {"head/kernel", "lm_head/kernel"}  # equal to the embeddings, else the weights would not be tied
+        rest -= {"head/kernel", "lm_head/kernel"}  # equal to the embeddings: `_settings` sets `weight_tying` only in this case
     found: dict[str, tuple[StoredArray, Callable[[np.ndarray], np.ndarray]]] = {}
     kinds: dict[str, Tensor] = {}
     for path, leaf in abstract_model(model)[1].items():
@@ -113,7 +119,7 @@ def convert_parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> L
 
 
 def _conversion(path: str, model: ModelConfig) -> tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]:
-    """Returns the possible old names of a parameter, and the function that converts its array."""
+    """Returns the names that a parameter can have in DantinoX 0, and the function that converts its array."""
     K, G, H, F = model.kv_heads, model.n_heads // model.kv_heads, model.head_size, model.hidden_dim
     conversions: dict[str, tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]] = {
         "embed": (EMBED, _unchanged),
@@ -147,7 +153,7 @@ def _unchanged(array: np.ndarray) -> np.ndarray:
 
 
 def _convert_qkv(w_DC: np.ndarray, model: ModelConfig) -> np.ndarray:
-    """Converts [q | k | v] to `[D, K, G + 2, H]`, with rotary pairs half a head apart in queries and keys."""
+    """Converts [q | k | v] to `[D, K, G + 2, H]`, and moves the elements of each rotary pair half a head apart."""
     K, G, H = model.kv_heads, model.n_heads // model.kv_heads, model.head_size
     q_DKGH, k_DK1H, v_DK1H = (
         part.reshape(len(w_DC), K, -1, H) for part in np.split(w_DC, [K * G * H, K * G * H + K * H], axis=1)
@@ -158,7 +164,7 @@ def _convert_qkv(w_DC: np.ndarray, model: ModelConfig) -> np.ndarray:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Returns the settings without their sections, which the first versions did not have."""
+    """Returns all settings as one flat mapping. The first versions of DantinoX 0 had no sections."""
     try:
         tree = yaml.load(read_text(path, MAX_FILE_BYTES), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -170,7 +176,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _settings(path: Path, config: dict[str, Any], weights: Path, arrays: dict[str, StoredArray]) -> dict[str, dict[str, Any]]:
-    """Returns the settings in today's names, from `config.yaml` and the shapes and names of the arrays."""
+    """Returns sections of a current config, derived from `config.yaml` and from the names and shapes of the arrays."""
     for name, allowed in SUPPORTED_VALUES.items():
         if name in config and config[name] not in allowed:
             raise UserError(f"{path} has {name}: {quote(config[name])}; only {quote(allowed[-1])} is supported")
@@ -188,7 +194,7 @@ def _settings(path: Path, config: dict[str, Any], weights: Path, arrays: dict[st
     head = arrays.get("head/kernel", arrays.get("lm_head/kernel"))
     bias = "head/bias" in arrays or "lm_head/bias" in arrays
     if head is None and bias:
-        raise UserError(f"{weights} has a bias of the output layer, but not its matrix")
+        raise UserError(f"{weights} has the bias of the output layer, but lacks the weight matrix")
     tied = head is None or (head.shape == embed.shape[::-1] and np.array_equal(head.array(), embed.array().T))
     model = {
         "dim": dim,
@@ -220,27 +226,28 @@ def _settings(path: Path, config: dict[str, Any], weights: Path, arrays: dict[st
 def _find(weights: Path, arrays: dict[str, StoredArray], *names: str) -> StoredArray:
     found = next((arrays[name] for name in names if name in arrays), None)
     if found is None or len(found.shape) != 2:
-        what = f"{' or '.join(names)}, a matrix" if found is None else f"{names[0]} as a matrix"
-        raise UserError(f"{weights} lacks {what}: it does not belong to a dense model of DantinoX 0")
+        problem = f"lacks {' or '.join(names)}" if found is None else f"has {names[0]} of shape {found.shape}, not a matrix"
+        raise UserError(f"{weights} {problem}: the file is not from a dense model of DantinoX 0")
     return found
 
 
 def _count(path: Path, config: dict[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < (key != "context_window"):
-        raise UserError(f"{path}: {key} must be an integer, got {quote(value)}")
+    least = 0 if key == "context_window" else 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{path}: {key} must be an integer of at least {least}, got {quote(value)}")
     return value
 
 
 def _position(path: Path, config: dict[str, Any]) -> str | None:
-    """Returns the setting of `attention` that gives the position encoding, or None if positions are not encoded."""
+    """Returns the name of the position setting in the section `attention`, or None for a model without position encoding."""
     if "pos_encoding" in config:
         if config["pos_encoding"] not in (*POSITION_SETTINGS, "none"):
             allowed = ", ".join((*POSITION_SETTINGS, "none"))
             raise UserError(f"{path} has pos_encoding: {quote(config['pos_encoding'])}, expected one of {allowed}")
         return POSITION_SETTINGS.get(config["pos_encoding"])
     if not any(key in config for key in POSITION_SETTINGS.values()):
-        raise UserError(f"{path} has no position encoding, expected one of {', '.join(POSITION_SETTINGS.values())}")
+        raise UserError(f"{path} lacks a position encoding, expected one of {', '.join(POSITION_SETTINGS.values())}")
     on = [key for key in POSITION_SETTINGS.values() if config.get(key)]
     if len(on) > 1:
         raise UserError(f"{path} has both {' and '.join(on)}, which is not supported")
@@ -248,7 +255,7 @@ def _position(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def _check_angles(theta: float, weights: Path, arrays: dict[str, StoredArray], head_size: int) -> None:
-    """Raises a `UserError` for files of the first versions, which rotated in other ways and had other layer names."""
+    """Raises a `UserError` if the rotary frequencies are unsupported, or unknown as in files of the first versions."""
     angles = arrays.get("blocks/0/attention/angle")
     if angles is not None:
         expected = theta ** (-np.arange(0, head_size, 2) / head_size)
@@ -257,13 +264,17 @@ def _check_angles(theta: float, weights: Path, arrays: dict[str, StoredArray], h
             raise UserError(f"{weights} has rotary frequencies that are not supported")
     elif "blocks/0/ln1/scale" in arrays:
         raise UserError(
-            f"{weights} is from one of the first versions of DantinoX 0, which rotated in two ways that its files do not "
-            "distinguish"
+            f"{weights} is from one of the first versions of DantinoX 0, which had two variants of RoPE; the file does not say "
+            "which one it uses"
         )
 
 
 def _tokenizer(path: Path) -> str:
-    """Returns the text of a `tokenizer.json`. The old file has characters with their ids, or a library's file as a string."""
+    """Returns the text of a `tokenizer.json` of the tokenizers library.
+
+    The file of DantinoX 0 may already have this format. Otherwise it contains a map from characters to ids, or the text of a
+    `tokenizer.json` as a string.
+    """
     tree = read_json(path, MAX_FILE_BYTES)
     if "model" in tree:
         return json.dumps(tree, ensure_ascii=False)

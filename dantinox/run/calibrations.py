@@ -31,15 +31,15 @@ HEAD_SIGNALS = {  # H: query heads, K: key heads
 }  # fmt: skip
 NonNegativeInt = Annotated[int, Field(ge=0)]
 LossIncrease = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
-Signal = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # in bits or keys; the bound keeps sums finite
+Signal = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # the bound keeps sums finite
 
 
 def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> None:
     """Writes the router calibration of a run.
 
     Args:
-      record: `weights` (SHA-256 of the weights), `measured` (the numbers of `config.router_settings.MEASURED`), and any
-        further information.
+      record: `weights` (the SHA-256 of the weights), `measured` (a value for each name in `config.router_settings.MEASURED`),
+        and any further fields.
 
     Raises:
       UserError: the file cannot be written, or the manifest is damaged.
@@ -50,38 +50,38 @@ def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> Non
 def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, float] | None:
     """Loads the router calibration of a run or from a file.
 
-    Warns if the weights of the run have changed since the calibration. A file is not compared with any weights.
+    Warns if the weights of the run have changed since the calibration. With a path as `source`, the weights are not checked.
 
     Returns:
-      The numbers of `config.router_settings.MEASURED`, or None for a run that was not calibrated.
+      The value of each name in `config.router_settings.MEASURED`, or None for a run that was not calibrated.
 
     Raises:
-      UserError: the file cannot be read, is missing although the manifest lists it, or does not hold exactly these numbers.
+      UserError: the file cannot be read or is invalid, or the manifest lists the file but it is missing.
     """
     run, path = (source, source.router) if isinstance(source, RunDirectory) else (None, Path(source))
-    again = _recalibrate_hint(path, "router")
+    hint = _recalibrate_hint(path, "router")
     if run is not None and not has_calibration(path, "router"):
         return None
-    found = _read(path, _RouterFile, MAX_ROUTER_BYTES, again)
-    if run is not None and found.weights != weights_digest(run):
-        warnings.warn(f"the calibration {path} was measured on other weights: {again}", stacklevel=2)
-    return found.measured.model_dump()
+    content = _read(path, _RouterFile, MAX_ROUTER_BYTES, hint)
+    if run is not None and content.weights != weights_digest(run):
+        warnings.warn(f"the calibration {path} was measured on other weights: {hint}", stacklevel=2)
+    return content.measured.model_dump()
 
 
-def _read(path: Path, kind: Any, limit: int, again: str) -> Any:
-    """Reads and validates a file; `again` is the part of error messages that says how to create it again."""
+def _read(path: Path, schema: Any, limit: int, hint: str) -> Any:
+    """Reads and validates a calibration file. Error messages end with `hint`, the command that recreates the file."""
     try:
-        found = kind.model_validate_json(read_text(path, limit, "the calibration"))
+        content = schema.model_validate_json(read_text(path, limit, "the calibration"))
     except UserError as error:
-        raise UserError(f"{error}: {again}") from None
+        raise UserError(f"{error}: {hint}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = escape_name(": ".join(map(str, first["loc"])))
         wrong = f"lacks {where}" if first["type"] == "missing" else f"is invalid ({where}{': ' * bool(where)}{first['msg']})"
-        raise UserError(f"the calibration {path} {wrong}: {again}") from None
+        raise UserError(f"the calibration {path} {wrong}: {hint}") from None
     if problem := recorded_file_damage(path):
-        raise UserError(f"the calibration {problem}: {again}")
-    return found
+        raise UserError(f"the calibration {problem}: {hint}")
+    return content
 
 
 class _Method(Section):
@@ -102,12 +102,14 @@ class HeadCalibrationFile(Section):
       n_layer, n_head, n_head_kv: layers, query heads per layer and key heads per layer.
       head_entropies: attention entropy of each query head in bits, by names such as `L0_H1`.
       n_ctx: tokens per sequence.
-      lengths: mean numbers of tokens up to the measured queries; `length_entropies` are the entropies at these lengths.
-      coverage: the number of keys that hold 95 % of a query head's attention.
-      distance: mean attention distance of a query head in tokens, without the first tokens of the sequence.
-      loss: for each key head (`L0_K1`), the loss increase by eviction in nats per token, for each of `loss_slots`.
-      split_half_correlation: of the heads' entropies in odd and in even sequences.
-      tokenizer, weights: SHA-256 (hex).
+      lengths: for each measured query position, the mean number of tokens up to this query.
+      length_entropies: attention entropy of each query head at each of `lengths`.
+      coverage: the smallest number of keys that hold 95 % of a query head's attention, as a mean.
+      distance: mean attention distance of a query head in tokens. Attention to the first tokens (attention sinks) is ignored.
+      loss: for each key head (`L0_K1`), the increase of the loss in nats per token if the head keeps only n cache slots, for
+        each n of `loss_slots`.
+      split_half_correlation: the correlation of the heads' entropies between odd and even sequences.
+      tokenizer, weights: the SHA-256 (hex) of the tokenizer and of the weights.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -137,15 +139,16 @@ class HeadCalibrationFile(Section):
 class KVCalibration:
     """Statistics of the attention heads that can decide how many cache slots each head gets.
 
-    There are L layers with N query heads and K key heads each. A signal that was not measured is None.
+    There are L layers with N query heads and K key heads each. A statistic is also called a signal, after the setting
+    `kv.signal` that selects it. It is None if it was not measured.
 
     Attributes:
       entropy_LN: mean attention entropy of each query head, in bits.
-      coverage_LN: mean number of keys that hold 95 % of a query head's attention.
-      loss_LKC: increase of the loss in nats per token if only this key head is limited to C different numbers of slots.
-      loss_slots: these C numbers of slots, increasing; the last one evicts nothing.
+      coverage_LN: smallest number of keys that hold 95 % of a query head's attention, as a mean.
+      loss_LKC: increase of the loss in nats per token if a single key head is limited to `loss_slots[c]` cache slots.
+      loss_slots: the C measured limits, increasing. The last limit is so large that nothing is evicted.
       path: the file, for messages.
-      distance_LN: mean attention distance of each query head in tokens, without the first tokens of the sequence.
+      distance_LN: mean attention distance of each query head in tokens. Attention to the first tokens is ignored.
     """
 
     entropy_LN: np.ndarray
@@ -201,12 +204,16 @@ def load_kv_calibration(
     """Loads the signals from a file; for arguments and errors see `read_kv_calibration`."""
     found = read_kv_calibration(path, config, weights, tokenizer)
 
-    def grid(name: str, *more: int) -> np.ndarray | None:
-        return np.array(list(found[name].values()), np.float64).reshape(config.num_blocks, -1, *more) if name in found else None
+    def by_layer(name: str, *columns: int) -> np.ndarray | None:
+        if name not in found:
+            return None
+        return np.array(list(found[name].values()), np.float64).reshape(config.num_blocks, -1, *columns)
 
-    entropy_LN, slots = grid("head_entropies"), tuple(found.get("loss_slots", ()))
+    entropy_LN, slots = by_layer("head_entropies"), tuple(found.get("loss_slots", ()))
     assert entropy_LN is not None
-    return KVCalibration(entropy_LN, grid("coverage"), grid("loss", len(slots)), slots, Path(path), grid("distance"))
+    return KVCalibration(
+        entropy_LN, by_layer("coverage"), by_layer("loss", len(slots)), slots, Path(path), by_layer("distance")
+    )
 
 
 def read_kv_calibration(
@@ -216,8 +223,8 @@ def read_kv_calibration(
 
     Args:
       config: the model that the file must match in layers and heads.
-      weights: SHA-256 of the weights that the file must be for, if it names any. None: any weights.
-      tokenizer: SHA-256 of the tokenizer that the file must be for, if it names any. None: any tokenizer.
+      weights: the expected SHA-256 of the weights. It is compared only if the file contains one. None: not compared.
+      tokenizer: the expected SHA-256 of the tokenizer, compared in the same way.
 
     Returns:
       The fields of `HeadCalibrationFile` that are not null, with the heads in order.
@@ -226,33 +233,33 @@ def read_kv_calibration(
       UserError: the file cannot be read, is invalid, or is for another model, other weights or another tokenizer.
     """
     path = Path(path)
-    again = _recalibrate_hint(path, "kv")
-    file = _read(path, HeadCalibrationFile, MAX_KV_BYTES, again)
+    hint = _recalibrate_hint(path, "kv")
+    file = _read(path, HeadCalibrationFile, MAX_KV_BYTES, hint)
     theirs, ours = (file.n_layer, file.n_head, file.n_head_kv), (config.num_blocks, config.n_heads, config.kv_heads)
     if theirs != ours:
         counted = [f"{L} layers with {N} query heads and {K} key heads" for L, N, K in (theirs, ours)]
         raise UserError(f"the calibration {path} is for another model: it has {counted[0]}, this model has {counted[1]}")
-    for what, own, other in (("other weights", weights, file.weights), ("another tokenizer", tokenizer, file.tokenizer)):
-        if None not in (own, other) and own != other:
-            raise UserError(f"the calibration {path} was measured on {what}: {again}")
+    for what, expected, stored in (("other weights", weights, file.weights), ("another tokenizer", tokenizer, file.tokenizer)):
+        if None not in (expected, stored) and expected != stored:
+            raise UserError(f"the calibration {path} was measured on {what}: {hint}")
     found: dict[str, Any] = file.model_dump(exclude_none=True)
     for key, letter in HEAD_SIGNALS.items():
         if key in found:
             names, values = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter), found[key]
             if missing := [name for name in names if name not in values]:
-                raise UserError(f"the calibration {path} lacks {missing[0]} in {key}, which this model needs: {again}")
+                raise UserError(f"the calibration {path} lacks {missing[0]} in {key}, a head of this model: {hint}")
             if surplus := values.keys() - set(names):
                 name = escape_name(min(surplus))
-                raise UserError(f"the calibration {path} holds {name} in {key}, which this model does not have: {again}")
+                raise UserError(f"the calibration {path} holds {name} in {key}, which this model does not have: {hint}")
             found[key] = {name: values[name] for name in names}
-    for name, by in (("length_entropies", "lengths"), ("loss", "loss_slots")):
-        count = len(found.get(by, []))
+    for name, axis in (("length_entropies", "lengths"), ("loss", "loss_slots")):
+        count = len(found.get(axis, []))
         for head, values in found.get(name, {}).items():
             if len(values) != count:
                 raise UserError(f"the calibration {path} has {len(values)} numbers for {head} in {name}, expected {count}")
     slots = found.get("loss_slots", [1])
     if not slots or any(a >= b for a, b in itertools.pairwise(slots)):
-        raise UserError(f"the calibration {path} has loss_slots that do not increase: {again}")
+        raise UserError(f"the calibration {path} has loss_slots that do not increase: {hint}")
     return found
 
 
@@ -269,7 +276,8 @@ def has_calibration(path: Path, what: str) -> bool:
       what: `router` or `kv`.
 
     Raises:
-      UserError: the manifest lists the file, but it is missing. Without it the run would silently generate other tokens.
+      UserError: the manifest lists the file, but it is missing. Without this error, the run would
+        silently generate different tokens.
     """
     if path.exists():
         return True
@@ -279,6 +287,6 @@ def has_calibration(path: Path, what: str) -> bool:
 
 
 def _recalibrate_hint(path: Path, what: str) -> str:
-    """Returns the advice that names the command to repeat a calibration, with the run if the file is in one."""
+    """Returns the hint to repeat a calibration with `dantinox calibrate`. It names the run directory if `path` is in one."""
     run = path.parent if path.absolute() in (RunDirectory(path.parent).kv, RunDirectory(path.parent).router) else "RUN"
     return f"run `dantinox calibrate --run_dir {run} --what {what}` again"

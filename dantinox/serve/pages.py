@@ -1,4 +1,4 @@
-"""Static pages: the web page and its files, and a copy of Kobold Lite."""
+"""Static files: DantinoX's web page with its scripts and styles, and a copy of Kobold Lite."""
 
 from importlib import resources
 from string import Template
@@ -14,13 +14,13 @@ from dantinox.serve.service import Service
 
 SCRIPTS = ("write.js", "write_settings.js", "write_files.js", "write_start.js")  # in the order they are loaded
 STATIC = {**dict.fromkeys((*SHARED, "page.css"), "report"), **dict.fromkeys((*SCRIPTS, "write.css"), "serve")}
-PUBLIC = ("/", "/page/report.html", *(f"/page/{name}" for name in STATIC))  # files without data of the model
+PUBLIC = ("/", "/page/report.html", *(f"/page/{name}" for name in STATIC))  # need no API key: they contain no data of the model
 TYPES = {"js": "text/javascript", "css": "text/css"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-# Lite has inline scripts and styles and creates more at run time. This policy still keeps it from sending a story elsewhere.
+# Lite has inline scripts and styles and creates more at run time. This policy still prevents requests to other servers.
 LITE_POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; connect-src 'self' data: blob:; "
     "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; manifest-src 'self' data:; "
@@ -62,21 +62,22 @@ def _static_route(path: str, text: str, media_type: str) -> Route:
 
 
 def lite_routes(service: Service) -> list[Route]:
-    """Returns the route `/lite` if `--lite` was given: it serves the file, or the `index.html` of the folder.
+    """Returns the route `/lite` if `--lite` is set. The route serves the file `--lite`, or `index.html` in the folder `--lite`.
 
     Raises:
-      UserError: the path has no such file.
+      UserError: `--lite` is neither a file nor a folder with an `index.html`.
     """
     lite = service.options.lite
     if lite is None:
         return []
     page = lite / "index.html" if lite.is_dir() else lite
     if not page.is_file():
-        raise UserError(f"--lite must be the file of Kobold Lite or a folder with its index.html, got {quote(str(lite))}")
+        got = quote(str(lite))
+        raise UserError(f"--lite must be the HTML file of Kobold Lite, or a folder that contains it as index.html, got {got}")
 
     async def send(request: Request) -> Response:
         """Returns the copy of Kobold Lite."""
-        if "local" not in request.query_params:  # makes the page use this server
+        if "local" not in request.query_params:  # with this parameter, Lite connects to the server that it comes from
             return RedirectResponse("/lite?local=1")
         headers = {"content-security-policy": LITE_POLICY, "cache-control": "no-cache"}
         return FileResponse(page, media_type="text/html", headers=headers)

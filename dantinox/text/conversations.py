@@ -12,10 +12,10 @@ from dantinox.text.chat_template import ChatTemplate, Message
 from dantinox.text.corpus import Corpus
 from dantinox.text.token_store import Counts
 
-IN_LOSS, FIRST_TOKEN = 1, 2  # bits of a token's mark: it is a target in the loss; it starts a conversation
+IN_LOSS, FIRST_TOKEN = 1, 2  # flags of a token: a target in the loss; the first token of a conversation
 
 Objective = Literal["sft", "dpo"]
-# A conversation, and the index of the first message whose assistant turns count in the loss.
+# A conversation, and an index: the assistant messages from this index on count in the loss.
 TrainingConversation = tuple[Sequence[Message], int]
 
 
@@ -26,7 +26,7 @@ class Encoded(NamedTuple):
       part: 0 for training, 1 for validation.
       source: the index of the corpus.
       ids: token ids, int32.
-      added: what they add to the counts of the part.
+      added: the counts of these tokens and their text; the sum over a part is its size.
       marks: uint8, combinations of `IN_LOSS` and `FIRST_TOKEN`; None for plain text.
     """
 
@@ -38,7 +38,14 @@ class Encoded(NamedTuple):
 
 
 class Conversations(NamedTuple):
-    """Corpora of conversations: for each, its SHA-256, its number of records, and the first record of the validation part."""
+    """Corpora of conversations.
+
+    Attributes:
+      corpora: the corpora.
+      digests: the SHA-256 of each corpus.
+      records: the number of records in each corpus.
+      val_starts: the index of each corpus's first validation record.
+    """
 
     corpora: tuple[Corpus, ...]
     digests: tuple[str, ...]
@@ -47,7 +54,9 @@ class Conversations(NamedTuple):
 
     @classmethod
     def scan(cls, corpora: tuple[Corpus, ...], data: DataSection) -> "Conversations":
-        """Counts the records. The last corpus is the validation part if `data.val_path` is set, else the end of each corpus.
+        """Counts the records and splits them into training and validation.
+
+        If `data.val_path` is set, the last corpus is for validation. Otherwise validation uses the last records of each corpus.
 
         Raises:
           UserError: a corpus has too few records, or is plain text.
@@ -71,13 +80,13 @@ class Conversations(NamedTuple):
         """
         done = 0
         for part in (0, 1):
-            for number, (corpus, val_start) in enumerate(zip(self.corpora, self.val_starts, strict=True)):
-                for index, (where, record) in enumerate(corpus.records(self.digests[number])):
+            for source, (corpus, val_start) in enumerate(zip(self.corpora, self.val_starts, strict=True)):
+                for index, (where, record) in enumerate(corpus.records(self.digests[source])):
                     if (index >= val_start) != part:
                         continue
                     try:
                         yield from (
-                            _encode_conversation(part, number, conversation, template)
+                            _encode_conversation(part, source, conversation, template)
                             for conversation in conversations_of_record(record, objective)
                         )
                     except UserError as error:
@@ -88,7 +97,7 @@ class Conversations(NamedTuple):
 
 
 def store_options(template: ChatTemplate, objective: Objective, data: DataSection) -> dict[str, Any]:
-    """Returns the options, besides corpus and tokenizer, on which the tokens of conversations depend."""
+    """Returns the options that determine the tokens of conversations, in addition to the corpus and the tokenizer."""
     digest = hashlib.sha256(template.source.encode()).hexdigest()
     return {"objective": objective, "template": digest, "val_fraction": data.val_fraction}
 
@@ -108,11 +117,11 @@ def conversations_of_record(record: Mapping[str, Any], objective: Objective) -> 
         prompt = _messages(record, "prompt", "user")
         return [([*prompt, *_messages(record, "completion", "assistant")], len(prompt))]
     names = quote(", ".join(record)) if record else "no field"
-    raise UserError(f"a record must have messages, or prompt and completion; this one has {names}")
+    raise UserError(f"a record must have the field messages, or the fields prompt and completion; it has {names}")
 
 
 def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
-    """Returns the messages of a field. A string is one message of this role."""
+    """Returns the messages of a field. If the field is a string, it is one message with the given role."""
     if key not in record:
         raise UserError(f"a record lacks the field {key!r}; it has {quote(', '.join(record)) if record else 'no field'}")
     value = record[key]
@@ -125,12 +134,12 @@ def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
 
 
 def _encode_conversation(part: int, source: int, conversation: TrainingConversation, template: ChatTemplate) -> Encoded:
-    messages, since = conversation
-    ids, mask = template.encode_with_loss_mask(messages, since)
+    messages, loss_start = conversation
+    ids, mask = template.encode_with_loss_mask(messages, loss_start)
     if not mask.any():
-        raise UserError("a conversation has no turn of the assistant")
+        raise UserError("a conversation has no assistant message to train on")
     marks = np.where(mask, IN_LOSS, 0).astype(np.uint8)
     marks[0] |= FIRST_TOKEN
-    answers = [message["content"] for message in messages[since:] if message["role"] == "assistant"]
-    size = sum(len(text) for text in answers), sum(len(text.encode()) for text in answers)
-    return Encoded(part, source, ids, Counts(len(ids), 1, *size), marks)
+    answers = [message["content"] for message in messages[loss_start:] if message["role"] == "assistant"]
+    characters, encoded_bytes = sum(map(len, answers)), sum(len(text.encode()) for text in answers)
+    return Encoded(part, source, ids, Counts(len(ids), 1, characters, encoded_bytes), marks)

@@ -15,12 +15,12 @@ LONGEST_CHARACTER = 4  # bytes of UTF-8
 class Detokenizer(Protocol):
     """Decodes a stream of token ids incrementally; created by `Tokenizer.detokenizer`.
 
-    The concatenation of all pushed and flushed text equals `Tokenizer.decode` of all ids. A character is returned once all of
-    its bytes are known. The cost of a token does not depend on the number of earlier tokens. Special tokens have no text.
+    The concatenated results of `push` and `flush` equal `Tokenizer.decode` of all ids. A character is returned once all of its
+    bytes are known. The cost of a token does not depend on the number of earlier tokens. Special tokens have no text.
     """
 
     def push(self, ids: Iterable[int]) -> str:
-        """Appends `ids` (a list or a 1-D array) and returns the new text that is final.
+        """Appends `ids` (a list or a 1-D array) and returns the new text that later ids cannot change.
 
         Ids outside the vocabulary have no text.
         """
@@ -30,7 +30,7 @@ class Detokenizer(Protocol):
 
 
 class TableDetokenizer:
-    """For vocabularies in which every token stands for fixed bytes."""
+    """A detokenizer for vocabularies in which every token stands for fixed bytes."""
 
     def __init__(self, pieces: TokenPieces) -> None:
         self._first, self._inner = pieces
@@ -38,13 +38,14 @@ class TableDetokenizer:
         self._started = self._first is self._inner
 
     def push(self, ids: Iterable[int]) -> str:
-        known = [i for i in ids if 0 <= i < len(self._inner)]
+        valid_ids = [i for i in ids if 0 <= i < len(self._inner)]
         start: list[bytes] = []
-        while known and not self._started:
-            head = known.pop(0)
-            start.append(self._first[head])
-            self._started = self._inner[head] != b""  # a special token does not start the text
-        return self._utf8.decode(b"".join(start) + b"".join([self._inner[i] for i in known]))
+        while valid_ids and not self._started:
+            first_id = valid_ids.pop(0)
+            start.append(self._first[first_id])
+            # A token without bytes, such as a special token, does not start the text.
+            self._started = self._inner[first_id] != b""
+        return self._utf8.decode(b"".join(start) + b"".join([self._inner[i] for i in valid_ids]))
 
     def flush(self) -> str:
         self._started = self._first is self._inner
@@ -52,7 +53,9 @@ class TableDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders that depend on adjacent tokens: decodes a short window with and without the newest token.
+    """A detokenizer for decoders that depend on adjacent tokens.
+
+    It decodes a short window of tokens with and without the newest token. The difference is the new text.
 
     Source: the two-offset scheme of text-generation-inference and vLLM (`detokenize_incrementally`).
     """
@@ -60,7 +63,7 @@ class WindowDetokenizer:
     def __init__(self, core: Core, special_ids: frozenset[int]) -> None:
         self._core, self._specials = core, special_ids
         self._window: list[int] = []
-        self._emitted = 0  # leading ids of the window whose text was returned
+        self._emitted = 0  # number of ids at the start of the window; their text was already returned
         self._emitted_text = ""
 
     def push(self, ids: Iterable[int]) -> str:

@@ -106,7 +106,7 @@ def test_loss_is_per_key_head(path):
         assert message in sentence(load_kv_calibration, path, CONFIG, None)
     changed(path, lambda tree: tree.update(loss_slots=[8, 64]))
     changed(path, lambda tree: tree["loss"].pop("L1_K1"))
-    assert "lacks L1_K1 in loss, which this model needs" in sentence(load_kv_calibration, path, CONFIG, None)
+    assert "lacks L1_K1 in loss, a head of this model" in sentence(load_kv_calibration, path, CONFIG, None)
 
 
 def test_a_missing_signal_names_the_command(path):

@@ -121,11 +121,11 @@ def test_pairs_and_their_references(prepared):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('{"text": "a"}', "a record must have messages, or prompt and completion; this one has 'text' "),
+        ('{"text": "a"}', "a record must have the field messages, or the fields prompt and completion; it has 'text' "),
         ('{"messages": "a"}', "the field 'messages' must be a list of messages, got 'a' "),
         ('{"messages": []}', "the field 'messages' must be a list of messages, got [] "),
         ('{"messages": [{"role": "bot", "content": ""}]}', "the role of message 0 must be one of system, developer, user, "),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "a conversation has no turn of the assistant "),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "a conversation has no assistant message to train on "),
         ('{"prompt": 1, "completion": "b"}', "the field 'prompt' must be a string or a list of messages, got 1 "),
         ('{"prompt": "a"}', "a record lacks the field 'completion'; it has 'prompt' "),
         ('["a"]', "a record must be a JSON object, got ['a'] "),
