@@ -35,7 +35,7 @@ def metrics(p_V: np.ndarray) -> tuple[float, float]:
     return H, float(p_V @ (bits_V - H) ** 2)
 
 
-def favourite_with_tail(H: float, size: int) -> np.ndarray:
+def likely_token_with_tail(H: float, size: int) -> np.ndarray:
     """One likely token and equal others, with this entropy."""
     low, high = 1 / size, 1.0
     for _ in range(60):
@@ -48,10 +48,10 @@ def favourite_with_tail(H: float, size: int) -> np.ndarray:
 def draw_shapes() -> Any:
     """Distributions of 256 tokens that H and V tell apart."""
     shapes = {
-        "a favourite of 0.99": np.array([0.99] + [0.01 / 7] * 7),
-        "two equal options": np.full(2, 0.5),
-        "eight equal options": np.full(8, 0.125),
-        "a favourite and a heavy tail": favourite_with_tail(3.0, 256),
+        "one token of 0.99": np.array([0.99] + [0.01 / 7] * 7),
+        "two equal tokens": np.full(2, 0.5),
+        "eight equal tokens": np.full(8, 0.125),
+        "one likely token, heavy tail": likely_token_with_tail(3.0, 256),
     }
     figure, panels = plt.subplots(1, len(shapes), figsize=(6.8, 1.7), dpi=200, layout="constrained", sharey=True)
     for axes, (name, p_V) in zip(panels, shapes.items(), strict=True):
@@ -63,7 +63,7 @@ def draw_shapes() -> Any:
         axes.text(0.97, 0.95, f"H = {H:.2f}\nV = {V:.2f}", transform=axes.transAxes, ha="right", va="top", fontsize=8)
         axes.set_xticks([])
         axes.set_ylim(0, 1)
-    more = len(shapes["a favourite and a heavy tail"]) - SHOWN
+    more = len(shapes["one likely token, heavy tail"]) - SHOWN
     panels[-1].text(0.97, 0.1, f"… and {more} more", transform=panels[-1].transAxes, ha="right", va="bottom")
     panels[0].set_ylabel("probability")
     figure.supxlabel("tokens, the most likely first", fontsize=6.5)
