@@ -70,6 +70,13 @@ class FakeEngine:
         return Status(self.state, "testing", 8, len(self.tasks), 0, 16, context, self.counters)
 
     async def _answer(self, ask, answer):
+        try:
+            await self._generate(ask, answer)
+        except Exception as error:  # a client would wait forever for a response that does not end
+            answer.end(error)
+            raise
+
+    async def _generate(self, ask, answer):
         generation, now = ask.config.generation, asyncio.get_running_loop().time
         began = now()
         if ask.echo:
@@ -87,7 +94,7 @@ class FakeEngine:
                     answer.end(self.fails)
                     return
                 text = stops.push(speech.push([token]))
-                reason = "stop" if stops.found else "length" if number == len(ids) - 1 else None
+                reason = "stop" if stops.matched_stop else "length" if number == len(ids) - 1 else None
                 text += stops.push(speech.flush()) + stops.flush() if reason == "length" else ""
                 answer.stats.new_tokens += 1
                 answer.stats.first_token_seconds = answer.stats.first_token_seconds or now() - began
