@@ -155,7 +155,7 @@ def test_missing_and_unexpected_heads_are_named(path, key):
     def change(tree):
         del tree[key]["L0_H2"], tree[key]["L1_H3"]
 
-    assert f"lacks L0_H2 in {key}, which" in sentence(load_kv_calibration, changed(path, change), CONFIG, None)
+    assert f"lacks L0_H2 in {key}, a head of this model" in sentence(load_kv_calibration, changed(path, change), CONFIG, None)
 
     def surplus(tree):
         tree[key] |= dict.fromkeys(("L0_H2", "L1_H3", "L2\n_H0" * 50), tree[key]["L0_H0"])
