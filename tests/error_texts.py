@@ -128,7 +128,7 @@ ERRORS = {
     "no_transformers_class_represents_this": "no Transformers class represents this architecture",
     "of_format_hf_must_be": r"of format hf must be one of f32, f16, bf16, got q8_0 \(it belongs to gguf\)",
     "q8_0_cannot_represent": "Q8_0 cannot represent",
-    "rope_freqs_weight_in_another_way": r"rope_freqs\.weight in another way than Llama 3",
+    "does_not_follow_llama_3": r"rope_freqs\.weight, which does not follow the frequency scaling of Llama 3",
     "sha_256_of_the_checkpoint": r"has the SHA-256 .*: delete the file and import again",
     "the_largest_of_float16_export": "the largest of float16: export bf16 or f32",
     "the_tensor_numbers_has_the": r"the tensor numbers has the type I32, expected one of F32, F16, .*, IQ1_M$",

@@ -141,7 +141,7 @@ class StepSettings(Section):
     repetition_penalty: Positive = field(
         1.0, "divide positive and multiply negative logits of earlier tokens by this number (1: off)"
     )
-    repetition_range: CountOrZero = field(0, "penalize only this many last tokens (0: all)")
+    repetition_range: CountOrZero = field(0, "penalize tokens among the last N only (0: all)")
     repetition_slope: Annotated[NonNegative, *RANGED] = field(
         0.0, "how much more the newest of the last repetition_range tokens are penalized (0: all equally)"
     )
@@ -156,7 +156,7 @@ class StepSettings(Section):
     dry_multiplier: NonNegative = field(0.0, "DRY: penalty for continuing a repeated sequence (0: off)")
     dry_base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = field(1.75, "DRY: growth of the penalty per repeated token")
     dry_allowed_length: Count = field(2, "DRY: length at which a repetition costs the multiplier; shorter ones are free")
-    dry_range: CountOrZero = field(0, "DRY: search only this many last tokens (0: all)")
+    dry_range: CountOrZero = field(0, "DRY: search the last N tokens only (0: all)")
     dry_breakers: Breakers = field(("\n", ":", '"', "*"), "DRY: tokens that contain one of these strings end a repetition")
     dynatemp_low: NonNegative = field(1.0, "dynamic temperature: value at zero entropy")
     dynatemp_high: NonNegative = field(1.0, "dynamic temperature: value at maximum entropy")

@@ -91,8 +91,9 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
         config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
     if family.arch == "ernie4_5-moe":
         shared = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
-        if meta("expert_shared_feed_forward_length", shared) != shared:
-            raise UserError(f"{file.path} has a width of the shared experts that does not fit their number")
+        if (found := meta("expert_shared_feed_forward_length", shared)) != shared:
+            expected = f"{shared} (number of shared experts × their width)"
+            raise UserError(f"{file.path} has expert_shared_feed_forward_length {found}, expected {expected}")
     config |= _bias_config(file, family)
     config |= _window_config(meta, family, config["num_hidden_layers"])
     config |= _rope_config(meta, family, file, config)
@@ -330,7 +331,7 @@ def _fit_llama3(factors: np.ndarray, theta: float, file: GGUFFile) -> dict[str, 
             if np.allclose(llama3_factors(len(factors), theta, factor, original), factors, rtol=1e-5):
                 numbers = {"factor": factor, "original_max_position_embeddings": original}
                 return numbers | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    raise UserError(f"{file.path} scales rotary frequencies with {LLAMA3} in another way than Llama 3")
+    raise UserError(f"{file.path} has {LLAMA3}, which does not follow the frequency scaling of Llama 3")
 
 
 def frequency_tensors(config: Config, model: ModelConfig, family: Family) -> dict[str, np.ndarray]:

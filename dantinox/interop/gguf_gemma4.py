@@ -92,7 +92,7 @@ def _proportional_rope(file: GGUFFile, size: int) -> dict[str, Any]:
     count = int(np.sum(factors < MAX_NUMBER / 2))
     factor, expected = float(str(factors[0])), np.where(np.arange(size // 2) < count, factors[0], factors[-1])
     if factors.shape != (size // 2,) or not count or factor < 1 or not np.array_equal(factors, expected):
-        raise UserError(f"{file.path} scales rotary frequencies with {LLAMA3} in another way than Gemma 4")
+        raise UserError(f"{file.path} has {LLAMA3}, which does not follow the frequency scaling of Gemma 4")
     if count == size // 2 and factor == 1:
         return {"rope_type": "default"}
     return {"rope_type": "proportional", "partial_rotary_factor": 2 * count / size, "factor": factor}

@@ -78,7 +78,7 @@ def dequantize_checkpoint(config: Mapping[str, Any], tensors: LazyArrays) -> tup
     used = {stored for entry in found.values() for stored in entry.stored}
     rest = {key: tensor for key, tensor in tensors.tensors.items() if key not in used and not key.endswith(ACTIVATION_SCALES)}
     if duplicates := found.keys() & rest.keys():
-        raise UserError(f"the checkpoint has {escape_name(min(duplicates))} both quantized and not")
+        raise UserError(f"the checkpoint has both a quantized and an unquantized {escape_name(min(duplicates))}")
     kinds = rest | {key: entry.tensor for key, entry in found.items()}
     if any(entry.tensor.dtype == "float32" for entry in found.values()):
         plain |= {key: "float32" for key in ("dtype", "torch_dtype") if plain.get(key) is not None}

@@ -35,7 +35,7 @@ def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, rang
     Args:
       distance_V: distance of each token's last occurrence from the end of the history (0: the last token); -1: no occurrence.
       penalty: P.
-      range: only this many last tokens count. 0: all of them, with a flat penalty.
+      range: how many tokens at the end of the history count. 0: all of them, with a flat penalty.
       slope: how steeply the penalty rises towards the end of the range (KoboldAI). 0: flat.
     """
     d_V = distance_V.astype(jnp.float32)
@@ -121,7 +121,7 @@ def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: A
     Args:
       run_S: the `repeat_lengths` of the history.
       breaker_S: positions whose token ends a repetition. No repetition contains such a token, nor is extended by one.
-      window: only this many last tokens of the history count. 0: all.
+      window: how many tokens at the end of the history are searched. 0: all.
     """
     place_S = jnp.arange(history_S.shape[0])
     length, window = jnp.asarray(length), jnp.asarray(window)

@@ -217,7 +217,7 @@ def test_llama3_factors_are_recovered_and_other_factors_rejected(tmp_path):
     assert source.config["rope_parameters"] == rope
     file = open_gguf(tmp_path / "x.gguf")
     rewrite(file, tmp_path / "y.gguf", arrays={"rope_freqs.weight": np.array([1, 7, 2, 3], np.float32)})
-    with pytest.raises(UserError, match=ERRORS["rope_freqs_weight_in_another_way"]):
+    with pytest.raises(UserError, match=ERRORS["does_not_follow_llama_3"]):
         source_from_gguf(open_gguf(tmp_path / "y.gguf"))
 
 
