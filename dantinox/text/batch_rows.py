@@ -1,6 +1,6 @@
 """Rows of training batches: which tokens of the store each row holds, and the order of the rows.
 
-Row n of a training is a pure function of (seed, n), so the position in the data is one integer.
+Row n of a training run is a pure function of (seed, n), so the position in the data is one integer.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ import numpy as np
 
 from dantinox.files import UserError
 
-CACHED_EPOCHS = 4  # orders of rows that stay in memory
-SCAN_TOKENS = 1 << 22  # tokens per block when a whole store is scanned, which may be larger than the memory
+CACHED_EPOCHS = 4  # number of epochs whose row order stays in memory
+SCAN_TOKENS = 1 << 22  # tokens per block of a scan; a whole store may be larger than the memory
 NO_TOKEN = -1  # padding in a row of token indices
-MIXTURE_CYCLE = 1000  # in this many rows of a mixture, every source has exactly its share
+MIXTURE_CYCLE = 1000  # number of consecutive rows of a mixture in which every source has its exact share
 
 
 class Rows(Protocol):
@@ -25,19 +25,19 @@ class Rows(Protocol):
 
     count: int
 
-    def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
-        """Returns the token indices of some rows, int64 [N, T + 1], for pairs [N, 2, T + 1].
+    def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
+        """Returns the token indices of some rows, int64 [N, T + 1], or [N, 2, T + 1] for pairs.
 
         Args:
           chosen_N: row numbers in [0, `count`).
-          word: the random word of the epoch.
+          epoch_random: the random integer of the epoch.
         """
 
 
 class WindowRows:
-    """Windows of T + 1 tokens that overlap by one token and start at an offset that every epoch draws.
+    """Windows of T + 1 tokens that overlap by one token. The first window starts at a random offset that differs by epoch.
 
-    The number of windows fits for every offset below T, so an epoch omits at most 2 T - 2 targets at the edges.
+    All windows fit at every offset that can be drawn. An epoch omits at most 2 T - 2 targets at the edges.
     """
 
     def __init__(self, start: int, end: int, length: int):
@@ -46,16 +46,16 @@ class WindowRows:
         self._slack = end - start - 1 - self.count * length
         self._offsets_T1 = np.arange(length + 1)
 
-    def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
-        starts_N = self._start + chosen_N * self._length + word % (self._slack + 1)
+    def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
+        starts_N = self._start + chosen_N * self._length + epoch_random % (self._slack + 1)
         return starts_N[:, None] + self._offsets_T1
 
 
 def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int) -> "PackedRows":
-    """Packs whole documents into rows by best fit, and splits none that fits into a row.
+    """Packs documents into rows by best fit. Only documents longer than a row are split.
 
-    A document longer than a row is split into chunks of T targets, and the remaining chunk is packed. Source: Ding et al. 2024,
-    "Fewer Truncations Improve Language Modeling", section 3.
+    A split document fills rows with chunks of T targets, and its shorter last chunk is packed like a document. Source: Ding et
+    al. 2024, "Fewer Truncations Improve Language Modeling", section 3.
 
     Args:
       ids: the tokens of a source.
@@ -69,30 +69,30 @@ def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int) -> "Pa
     starts_P, sizes_P = split_documents(document_ends(ids, eos_id), length)
     if not len(sizes_P):
         raise UserError("data.packing: best_fit found no document with at least two tokens: set data.path to other text")
-    room_P = sizes_P.copy()
-    if ids[-1] != eos_id:  # truncated by the validation split: no document may follow it in its row
-        room_P[starts_P + sizes_P == len(ids)] = length + 1
-    return PackedRows(start + starts_P, sizes_P, room_P, length)
+    occupied_P = sizes_P.copy()
+    if ids[-1] != eos_id:  # the validation split truncates the last document: no document may follow it in its row
+        occupied_P[starts_P + sizes_P == len(ids)] = length + 1
+    return PackedRows(start + starts_P, sizes_P, occupied_P, length)
 
 
 class PackedRows:
     """Rows of T + 1 tokens into which chunks are packed by best fit, padded with `NO_TOKEN`."""
 
-    def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, room_P: np.ndarray, length: int):
+    def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, occupied_P: np.ndarray, length: int):
         """Packs the chunks.
 
         Args:
           starts_P, sizes_P: first token and number of tokens of each chunk.
-          room_P: tokens of a row that each chunk occupies, at least its size.
+          occupied_P: the number of tokens of a row that each chunk occupies, at least its size.
           length: T.
         """
-        row_P = best_fit(room_P, length + 1)
+        row_P = best_fit(occupied_P, length + 1)
         order_P = np.argsort(row_P, kind="stable")
         self._length, self._starts_P, self._sizes_P = length, starts_P[order_P], sizes_P[order_P]
         self.count = int(row_P.max()) + 1
         self._first_R = np.searchsorted(row_P[order_P], np.arange(self.count + 1))  # the index of the first chunk of each row
 
-    def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
+    def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
         places_NT = np.full((len(chosen_N), self._length + 1), NO_TOKEN, np.int64)
         for places_T, chosen in zip(places_NT, chosen_N, strict=True):
             end = 0
@@ -110,20 +110,20 @@ class PairRows:
         self._starts_N2, self._sizes_N2 = starts_P.reshape(-1, 2, 1), sizes_P.reshape(-1, 2, 1)
         self._offsets_T1, self.count = np.arange(length + 1), len(starts_P) // 2
 
-    def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
+    def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
         places_N2T = self._starts_N2[chosen_N] + self._offsets_T1
         return np.where(self._offsets_T1 < self._sizes_N2[chosen_N], places_N2T, NO_TOKEN)
 
 
 def document_ends(ids: np.ndarray, eos_id: int) -> np.ndarray:
-    """Returns the index after the EOS token of each document; the last document ends with the tokens."""
+    """Returns the index after the EOS token of each document; the last document ends at the end of `ids`."""
     starts = range(0, len(ids), SCAN_TOKENS)
     ends = np.concatenate([np.flatnonzero(ids[start : start + SCAN_TOKENS] == eos_id) + start + 1 for start in starts])
     return ends if len(ends) and ends[-1] == len(ids) else np.append(ends, len(ids))
 
 
 def split_documents(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Splits documents into chunks of `length` targets that overlap by one token, and a remaining chunk.
+    """Splits each document into chunks of `length` targets that overlap by one token; the last chunk may be shorter.
 
     Returns:
       The starts and the sizes of all chunks with at least two tokens.
@@ -139,7 +139,7 @@ def split_documents(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarr
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Returns the row of each chunk by best-fit decreasing: longest first, each into the fullest row that has room for it."""
+    """Returns the row of each chunk by best-fit decreasing: longest first, each into the fullest row in which it fits."""
     row_of = np.empty(len(sizes), np.int64)
     open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by free space
     free_sizes = rows = 0  # bit r of `free_sizes`: some row has r tokens free
@@ -147,15 +147,15 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
         size = int(sizes[chunk])
         fitting = free_sizes >> size << size
         if fitting:
-            room = (fitting & -fitting).bit_length() - 1
-            row = open_rows[room].pop()
-            if not open_rows[room]:
-                free_sizes ^= 1 << room
+            free = (fitting & -fitting).bit_length() - 1
+            row = open_rows[free].pop()
+            if not open_rows[free]:
+                free_sizes ^= 1 << free
         else:
-            room, row, rows = capacity, rows, rows + 1
+            free, row, rows = capacity, rows, rows + 1
         row_of[chunk] = row
-        open_rows[room - size].append(row)
-        free_sizes |= 1 << (room - size)
+        open_rows[free - size].append(row)
+        free_sizes |= 1 << (free - size)
     return row_of
 
 
@@ -171,24 +171,24 @@ class ShuffledRows:
         epochs_N, offsets_N = np.divmod(numbers_N, self.rows.count)
         parts = []
         for epoch in np.unique(epochs_N).tolist():  # numbers ascend
-            word, order = self._order(epoch)
-            parts.append(self.rows.read(order[offsets_N[epochs_N == epoch]], word))
+            epoch_random, order = self._order(epoch)
+            parts.append(self.rows.read(order[offsets_N[epochs_N == epoch]], epoch_random))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _order(self, epoch: int) -> tuple[int, np.ndarray]:
-        """Returns the random word of an epoch, and its row numbers in order."""
-        known = self._epochs.get(epoch)
-        if known is not None:
-            return known
-        word, order = philox_permutation(self.rows.count, self._key, epoch)
+        """Returns the random integer of an epoch, and its row numbers in order."""
+        cached = self._epochs.get(epoch)
+        if cached is not None:
+            return cached
+        epoch_random, order = philox_permutation(self.rows.count, self._key, epoch)
         # Replaced, not mutated: another thread may be reading the old dict.
         recent = dict(list(self._epochs.items())[1 - CACHED_EPOCHS :])
-        self._epochs = recent | {epoch: (word, order)}
-        return word, order
+        self._epochs = recent | {epoch: (epoch_random, order)}
+        return epoch_random, order
 
 
 class MixtureRows:
-    """Rows of several sources. In every cycle of `MIXTURE_CYCLE` rows each source has its share, in a random order.
+    """Rows of several sources. Each source has its share of every cycle of `MIXTURE_CYCLE` rows, in a random order.
 
     Each source has its own epochs, independent of the length of the others.
     """
@@ -225,7 +225,7 @@ class MixtureRows:
 
 
 def philox_permutation(count: int, key: int, counter: int) -> tuple[int, np.ndarray]:
-    """Returns a random word and a random permutation of `count` indices.
+    """Returns a random 64-bit integer and a random permutation of `count` indices.
 
     It uses raw Philox words instead of `np.random.Generator`, because NumPy guarantees only the raw words across versions.
     """

@@ -81,9 +81,10 @@ def prepare_data(
 ) -> tuple[Tokenizer, TokenStore]:
     """Returns the tokenizer and the token store of the corpus that the settings name.
 
-    Existing tokens in `directory` are reused if corpus, tokenizer and options are unchanged; otherwise they are rebuilt. For
-    validation, a corpus of several documents is split at the document end closest to `data.val_fraction`; a single document is
-    split at that character. BPE is trained on the training part; a character vocabulary covers both parts.
+    Existing tokens in `directory` are reused if corpus, tokenizer and options are unchanged; otherwise they are rebuilt. The
+    last `data.val_fraction` of the characters is for validation. A corpus of several documents is split at the document end
+    closest to this point, a single document exactly there. BPE is trained on the training part; a character vocabulary covers
+    both parts.
 
     Args:
       directory: where the token files are.
@@ -146,18 +147,18 @@ def open_store(config: Config, directory: str | Path, tokenizer: Tokenizer) -> T
 
 
 def corpus_changed(config: Config, directory: str | Path) -> bool:
-    """Returns whether the corpus exists on this machine and differs from the one that the tokens in `directory` come from."""
+    """Returns whether the corpus exists on this machine and differs from the corpus of the tokens in `directory`."""
     if config.data.dataset_source != "local":
         return False
     try:
         sources = [corpus.digest() for corpus in _corpora(config)]
-    except UserError:  # the corpus does not exist any more
+    except UserError:  # the corpus does not exist
         return False
     return _read_header(Path(directory), {"sources": sources}) is None
 
 
 def _corpora(config: Config) -> tuple[Corpus, ...]:
-    """Opens the corpus, or those of a mixture, and the separate validation corpus if there is one."""
+    """Opens the corpus, or all corpora of a mixture, and the separate validation corpus if there is one."""
     data = config.data
     if data.path is None:
         raise UserError("no training text: set data.path in the config, or pass --data_path")
@@ -174,7 +175,7 @@ def _make_plan(config: Config) -> _CorpusPlan:
 
 
 def _find_val_start(extent: Extent, val_fraction: float) -> int:
-    """Returns the character at which validation begins: the closest end of a document, if there are several documents."""
+    """Returns the character at which validation begins; with several documents, the document end closest to it."""
     ends, total = extent.ends, extent.characters
     if len(ends) == 1:
         return int(total * (1 - val_fraction))
@@ -196,7 +197,7 @@ def _make_tokenizer(config: Config, plan: _CorpusPlan, progress: Progress | None
 
 
 def _split_chunks(plan: _CorpusPlan, tokenizer: Tokenizer) -> Iterator[Chunk]:
-    """Splits the text into chunks to encode. Only for our own BPE, splitting between lines does not change the tokens."""
+    """Splits the text into chunks to encode. They are small only for our own BPE, whose tokens do not depend on the split."""
     size = CHUNK_CHARACTERS if tokenizer.kind == "bpe" else BATCH_CHARACTERS
     return (Chunk(part, document, text) for part, document, long in plan.chunks() for text in split_text(long, size))
 
@@ -215,7 +216,7 @@ def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def _build_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
-    """Encodes everything into a file named by its content, then writes the header that refers to it."""
+    """Encodes everything into a file named by the hash of its content, then writes the header that refers to it."""
     with wrap_os_errors(f"cannot write the tokens in {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / ".lock", "w") as lock:
@@ -225,7 +226,7 @@ def _build_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, 
 
 def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    for leftover in directory.glob(".tokens*"):  # of a killed build; this process holds the lock
+    for leftover in directory.glob(".tokens*"):  # files of a killed build; this process holds the lock
         leftover.unlink()
     tokens_file, marks_file = directory / ".tokens.tmp", directory / ".tokens.marks.tmp"
     digest, counts = hashlib.sha256(), np.zeros((2, len(Counts._fields)), np.int64)

@@ -1,6 +1,6 @@
 """`builtin:instructions`: questions and answers about functions of the Python standard library.
 
-All answers have the same strict form, so that it is visible whether a model learns it:
+All answers have the same strict form, which shows whether a model has learned it:
 
     user       Summarise: textwrap.dedent(text)
     assistant  Takes: one argument
@@ -61,7 +61,7 @@ def instruction_corpus(modules: Iterable[tuple[str, str]], seed: int = 0) -> Ite
 
     Args:
       modules: (name, source code) of Python modules.
-      seed: of the order and the selection.
+      seed: determines the order and the selection.
     """
     found = [function for name, source in modules for function in functions(name, source)]
     rng = random.Random(seed)

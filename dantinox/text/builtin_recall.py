@@ -1,10 +1,10 @@
 """`builtin:recall`: synthetic recall tasks that require attention to distant tokens.
 
-A task states facts, which are pairs of a topic and one of its words, and then asks for them. The facts stand alone or between
-lines of ordinary text, in any order, or a whole record is repeated. Each topic has its own words, so one attention layer can
-find the fact: a model learns this in a few hundred steps, while matching arbitrary pairs of words takes many thousands. The
-words are common and few, so a tokenizer trained on the corpus has a token for each. Only those methods of `random.Random` are
-used that return the same numbers in every Python from 3.11 on.
+A task states facts, which are pairs of a topic and one of its words, and then asks for them. The facts form a document of their
+own, appear between lines of ordinary text, or form a record that is repeated. Each topic has its own words, so one attention
+layer can find the fact: a model learns this in a few hundred steps, while matching arbitrary pairs of words takes many
+thousands. The words are common and few, so a tokenizer trained on the corpus has a token for each. The module uses only methods
+of `random.Random` that return the same numbers in Python 3.11 and all later versions.
 """
 
 import json
@@ -68,7 +68,7 @@ def _insert_facts(rng: random.Random, lines: Sequence[str], stated: Sequence[tup
     return mixed
 
 
-def _document(rng: random.Random, lines: Sequence[str]) -> str:
+def _make_document(rng: random.Random, lines: Sequence[str]) -> str:
     """Makes a document: a repeated record, facts stated repeatedly, or facts between lines of text, each asked for twice."""
     stated = _draw_facts(rng, rng.randrange(MIN_FACTS, len(TOPICS) + 1))
     kind = rng.randrange(5)
@@ -82,7 +82,7 @@ def _document(rng: random.Random, lines: Sequence[str]) -> str:
 
 
 def recall_corpus(texts: Iterable[str], seed: int = 0) -> Iterator[bytes]:
-    """Yields records of JSON Lines: each text, followed by enough tasks that they are `SHARE` of all characters so far."""
+    """Yields records of JSON Lines: each text, then tasks until these make up `SHARE` of all characters so far."""
     rng = random.Random(seed)
     plain = made = 0
     for text in texts:
@@ -91,7 +91,7 @@ def recall_corpus(texts: Iterable[str], seed: int = 0) -> Iterator[bytes]:
         lines = text.splitlines(keepends=True)
         while made < plain * SHARE / (1 - SHARE):
             start = rng.randrange(max(1, len(lines) - 40))
-            document = _document(rng, lines[start : start + rng.randrange(4, 40)])
+            document = _make_document(rng, lines[start : start + rng.randrange(4, 40)])
             yield _record(document)
             made += len(document)
 

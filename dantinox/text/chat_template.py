@@ -55,7 +55,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, name: str = "the chat template") -> None:
-        """Stores the template. A syntax error is reported by the first call that renders."""
+        """Stores the template. The first call that renders reports syntax errors."""
         self.source, self.name, self._tokenizer = source, name, tokenizer
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock()
@@ -91,9 +91,9 @@ class ChatTemplate:
         return self._render([(messages, generation_prompt)])[0].replace("\0", "")
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> list[int]:
-        """Returns the token ids of a conversation, as `apply_chat_template` of Transformers does.
+        """Returns the token ids of a conversation, like `apply_chat_template` of Transformers.
 
-        Unlike there, text in a message never becomes a special token.
+        Unlike in Transformers, text in a message never becomes a special token.
 
         Args:
           messages: the conversation.
@@ -112,11 +112,11 @@ class ChatTemplate:
 
         Args:
           messages: the conversation.
-          since: index of the first message whose assistant turns are in the mask.
+          since: the index of a message; only assistant messages from this one on are in the mask.
 
         Raises:
-          UserError: as in `encode`; or the template renders a turn differently if other turns follow, so that training and
-            generation would see different tokens.
+          UserError: as in `encode`; or the template renders a turn differently if other turns follow. Training and generation
+            would then see different tokens.
         """
         roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
         turns = [i for i, role in enumerate(roles) if i >= since and role == "assistant"]
@@ -151,11 +151,11 @@ class ChatTemplate:
             {"messages": self._check_messages(messages), "add_generation_prompt": prompt} for messages, prompt in conversations
         ]
         with self._lock:
-            found = self._request(values)
-        if isinstance(found, dict):
-            problem = "refuses these messages" if "refusal" in found else "cannot be rendered"
-            raise UserError(f"{self.name} {problem}: {next(iter(found.values()))}")
-        return found
+            response = self._request(values)
+        if isinstance(response, dict):
+            problem = "refuses these messages" if "refusal" in response else "cannot be rendered"
+            raise UserError(f"{self.name} {problem}: {next(iter(response.values()))}")
+        return response
 
     def _check_messages(self, messages: Sequence[Message]) -> list[Any]:
         for number, message in enumerate(messages):

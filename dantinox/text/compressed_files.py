@@ -1,4 +1,4 @@
-"""Reads files that may be compressed by gzip or zstd."""
+"""Reads files that may be compressed with gzip or zstd."""
 
 import contextlib
 import gzip
@@ -14,7 +14,7 @@ SUFFIXES = (".gz", ".zst")
 
 
 def decompressed_name(name: str) -> str:
-    """Returns the name without the suffix of a compression, `a.jsonl` for `a.jsonl.zst`."""
+    """Returns the name without its compression suffix: `a.jsonl` for `a.jsonl.zst`."""
     return name.removesuffix(".gz").removesuffix(".zst") if name.endswith(SUFFIXES) else name
 
 
@@ -23,7 +23,7 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     """Opens a file for reading and decompresses it on the fly.
 
     Raises:
-      UserError: when it is opened or read: the file cannot be read, is damaged, or zstd is not installed.
+      UserError: the file cannot be read or is damaged, or zstd is not installed. Reading the stream can also raise this error.
     """
     kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
     zstd: Any = _zstd(path) if kind == "zstd" else None
@@ -48,5 +48,5 @@ def _zstd(path: Path) -> Any:
         else:
             from backports import zstd
     except ImportError:
-        raise UserError(f"{path} is compressed by zstd, which is not installed: pip install 'dantinox[zstd]'") from None
+        raise UserError(f"{path} is compressed with zstd, which is not installed: pip install 'dantinox[zstd]'") from None
     return zstd

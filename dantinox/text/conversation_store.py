@@ -17,8 +17,8 @@ class Preferences(NamedTuple):
     The first four fields are those of `Batch`.
 
     Attributes:
-      reference_P2: float32, the log-probability of each conversation under the reference model, from which training starts,
-        summed over the targets in the loss.
+      reference_P2: float32, the log-probability of each conversation under the reference model, summed over the targets in the
+        loss. The reference model is the model from which training starts.
     """
 
     tokens_P2T: np.ndarray
@@ -80,11 +80,11 @@ class ConversationStore(TokenStore):
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self.pairs, self.left_out = pairs, 0
         self.conversations = sum(part.documents for part in counts) // (2 if pairs else 1)
-        self._chosen = np.flatnonzero(self._marks & FIRST_TOKEN)[::2]  # index of the first token of each pair
-        self.reference = np.zeros((len(self._chosen) if pairs else 0, 2), np.float32)
+        self._pair_starts = np.flatnonzero(self._marks & FIRST_TOKEN)[::2]  # index of the first token of each pair
+        self.reference = np.zeros((len(self._pair_starts) if pairs else 0, 2), np.float32)
         training = self._order_rows(seed, mixture)
         self._validation_rows = self._make_rows(self.train.tokens, len(ids))
-        self._all = [*training, self._validation_rows]
+        self._all_rows = [*training, self._validation_rows]
 
     @property
     def val_bytes_per_token(self) -> float:
@@ -111,13 +111,13 @@ class ConversationStore(TokenStore):
 
         The last batch of each part is padded; its indices cover only the real pairs.
         """
-        for rows in self._all:
+        for rows in self._all_rows:
             for places in _in_order(rows, batch_size):
                 is_pair = places[:, 0, 0] != NO_TOKEN
-                yield np.searchsorted(self._chosen, places[is_pair, 0, 0]), self._gather_batch(places)
+                yield np.searchsorted(self._pair_starts, places[is_pair, 0, 0]), self._gather_batch(places)
 
     def _make_rows(self, start: int, end: int) -> Rows:
-        """Builds the rows of the conversations in a range of tokens, without those that are too long."""
+        """Builds the rows of the conversations in a range of tokens. Conversations that are too long are skipped."""
         starts = start + np.flatnonzero(self._marks[start:end] & FIRST_TOKEN)
         sizes = np.diff(np.append(starts, end))
         short = sizes <= self.sequence_length + 1
@@ -147,7 +147,7 @@ class ConversationStore(TokenStore):
         parts = np.ascontiguousarray(ids[..., :-1]), np.ascontiguousarray(ids[..., 1:]), segments, mask
         if not self.pairs:
             return Batch(*parts)
-        return Preferences(*parts, self.reference[np.searchsorted(self._chosen, places[:, 0, 0])])
+        return Preferences(*parts, self.reference[np.searchsorted(self._pair_starts, places[:, 0, 0])])
 
 
 def _in_order(rows: Rows, batch_size: int) -> Iterator[np.ndarray]:

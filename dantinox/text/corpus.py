@@ -21,9 +21,9 @@ from dantinox.text.sources import Source, find_sources
 BLOCK_BYTES = 4 << 20
 RECORD_BYTES = 1 << 28  # a record is read into memory as a whole
 # Byte-level BPE with the GPT-2 pattern starts a new word after a single line break and at a single space, so splitting there
-# changes no token. A line break next to other white space would be merged with it.
-_SAFE = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
-_NEAR = 2048
+# changes no token. The pattern merges a line break with adjacent white space, so there is no safe split point there.
+_SAFE_SPLIT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
+_SPLIT_RANGE = 2048
 
 
 class TextPiece(NamedTuple):
@@ -64,7 +64,7 @@ class Corpus:
         return cls(paths if isinstance(paths, str) else ", ".join(paths), find_sources(paths), text_field)
 
     def digest(self) -> str:
-        """Returns the SHA-256 (hex) of the SHA-256 of each file's decompressed content, without decoding the text."""
+        """Returns the SHA-256 (hex) over the SHA-256 digests of all files, decompressed but not decoded."""
         total = hashlib.sha256()
         for source, content in self._contents(total):
             for _ in _blocks(source, content):
@@ -74,7 +74,7 @@ class Corpus:
     def _contents(self, total: Any, expected: str | None = None) -> Iterator[tuple[Source, Any]]:
         """Yields every file with a hash object, which the caller updates with the content of the file.
 
-        The file type is hashed too, because the same bytes are other documents as text and as records.
+        The file type is hashed too, because the same bytes form different documents as text and as records.
 
         Args:
           total: a hash object that is updated with the digest of each file.
@@ -94,7 +94,7 @@ class Corpus:
           expected: the digest that the corpus must have.
 
         Raises:
-          UserError: a file is not text, a record is invalid, or the content no longer has the digest `expected`.
+          UserError: a file is not text, a record is invalid, or the digest of the content is not `expected`.
         """
         document = -1
         for source, content in self._contents(hashlib.sha256(), expected):
@@ -110,7 +110,7 @@ class Corpus:
         """Yields (file and line, record) of every record of JSON Lines.
 
         Raises:
-          UserError: a file is plain text, a line is not a JSON object, or the content no longer has the digest `expected`.
+          UserError: a file is plain text, a line is not a JSON object, or the digest of the content is not `expected`.
         """
         for source, content in self._contents(hashlib.sha256(), expected):
             if not source.records:
@@ -121,7 +121,7 @@ class Corpus:
         """Reads the whole corpus and returns its digest and document ends.
 
         Raises:
-          UserError: a file is not text, a record is invalid, or there is no text but white space.
+          UserError: a file is not text, a record is invalid, or the corpus has no text other than white space.
         """
         digest, sizes, blank = self.digest(), array("q"), True
         for document, text in self.read_text(digest):
@@ -143,7 +143,7 @@ def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes
 
 
 def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
-    """Yields (whether a document starts here, text) of a text file, in parts of at most three blocks."""
+    """Yields the parts of a text file, at most three blocks each, as (whether the part starts a document, text)."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     starts, text, position = True, "", 0
     for block in chain(_blocks(source, content), [b""]):
@@ -151,11 +151,11 @@ def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
             raise UserError(f"{source.path} is UTF-16 (byte order mark at byte 0), but a corpus must be UTF-8: convert it")
         if b"\0" in block:
             raise UserError(f"{source.path} is not text: byte {position + block.index(0)} is NUL")
-        begun = len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous block
+        pending = len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous block
         try:
             text += decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise UserError(f"{source.path} is not UTF-8 text: byte {position - begun + error.start} is invalid") from None
+            raise UserError(f"{source.path} is not UTF-8 text: byte {position - pending + error.start} is invalid") from None
         position += len(block)
         if block and len(text) < max(2, BLOCK_BYTES):  # a short text may have no good split point
             continue
@@ -223,9 +223,9 @@ def split_text(text: str, size: int) -> Iterator[str]:
 
 def find_split(text: str, start: int, end: int) -> int:
     """Returns the best split point in (start, end]: before a line or word near the end, else after a line break, else `end`."""
-    near = max(start + 1, end - _NEAR)
+    near = max(start + 1, end - _SPLIT_RANGE)
     lines = words = 0
-    for match in _SAFE.finditer(text, near - 1, min(end + 2, len(text))):
+    for match in _SAFE_SPLIT.finditer(text, near - 1, min(end + 2, len(text))):
         if near <= match.start() <= end:
             words = match.start()
             lines = words if text[words - 1] == "\n" else lines

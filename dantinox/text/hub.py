@@ -12,13 +12,13 @@ from dantinox.files import UserError, escape_name, first_line, require_extra, wr
 
 @contextlib.contextmanager
 def fetch_datasets(data: DataSection, directory: Path, whole: bool = False) -> Iterator[DataSection]:
-    """A context in which the datasets that the settings name exist as JSON Lines files.
+    """Context manager that writes the datasets in the settings to temporary JSON Lines files.
 
-    The temporary files are as large as the text and are deleted on exit. With `data.streaming`, Hugging Face's cache keeps no
-    copy of the datasets.
+    The files are as large as the text and are deleted on exit. With `data.streaming`, Hugging Face's cache keeps no copy of the
+    datasets.
 
     Args:
-      data: the settings. Local data are passed through.
+      data: the settings. Settings for local data are returned unchanged.
       directory: where the temporary files are written.
       whole: write all fields of the records instead of only the text.
 

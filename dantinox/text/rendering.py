@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
-import jinja2.debug  # Jinja imports it when an error occurs, but then no file can be opened
+import jinja2.debug  # Jinja imports it on the first error, when this process is already forbidden to open files
 import jinja2.ext
 import jinja2.nodes
 import jinja2.utils
@@ -43,7 +43,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class SafeNamespace(jinja2.utils.Namespace):
-    """`namespace(…)` without names that begin with an underscore."""
+    """`namespace(…)` that rejects names that begin with an underscore."""
 
     def __init__(self, *args: Any, **names: Any) -> None:
         found = dict(*args, **names)
@@ -57,6 +57,7 @@ class SafeNamespace(jinja2.utils.Namespace):
 
 
 def check_public_name(name: Any) -> None:
+    """Raises a `SecurityError` if a name begins with an underscore."""
     if str(name).startswith("_"):
         raise SecurityError(f"a namespace must not have the name {name!r}")
 
@@ -100,35 +101,36 @@ def render(template: jinja2.Template, values: dict[str, Any]) -> str:
 
 
 def limit_cpu_time(seconds: int) -> None:
-    """Limits this process to a number of further seconds of CPU time."""
+    """Lets this process use at most `seconds` more of CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     lower_limit(
         resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]
     )
 
 
-def lower_limit(what: int, most: int, hard: int) -> None:
-    """Lowers the soft and the hard limit of a resource, if the system supports the limit."""
+def lower_limit(kind: int, soft: int, hard: int) -> None:
+    """Sets the soft and the hard limit of a resource (`RLIMIT_…`), if the system supports the limit."""
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def restrict_process() -> None:
-    """Limits the memory of this process, and forbids it to write files and to start processes."""
-    time.localtime()  # reads the time zone file now
-    make_environment().from_string("{{ '\\n' }}").render()  # loads a codec now
+    """Limits the memory of this process, and forbids it to open or write files and to start processes."""
+    # These two calls load the time zone file and a codec while files can be opened.
+    time.localtime()
+    make_environment().from_string("{{ '\\n' }}").render()
     limits = {"RLIMIT_AS": MEMORY_BYTES, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 3, "RLIMIT_NPROC": 0}
-    for name, most in limits.items():
-        lower_limit(getattr(resource, name), most, most)
+    for name, limit in limits.items():
+        lower_limit(getattr(resource, name), limit, limit)
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
     """Returns the response for an error, with the message on one line."""
     if isinstance(error, MemoryError):
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB"}
-    words = " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split()) or type(error).__name__
     line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-    return {"refusal" if isinstance(error, Refusal) else "error": words[:200] + line}
+    return {"refusal" if isinstance(error, Refusal) else "error": message[:200] + line}
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ from dantinox.text.compressed_files import decompressed_name
 
 BUILTIN_PYTHON, RECALL, INSTRUCTIONS = "builtin:python", "builtin:recall", "builtin:instructions"
 BUILTIN_BYTES = 8_000_000
-# Installed packages, tests with unusual files, and tables of character codes.
+# Folders to skip: installed packages, tests with unusual files, and tables of character codes.
 _BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
 _SUFFIXES = """
 .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .srt .yaml .yml .toml .jsonl .py .pyi .c .h .cc .cpp
@@ -29,7 +29,7 @@ class Source(NamedTuple):
     Attributes:
       path: the file, or the name of a built-in corpus.
       records: whether the content is JSON Lines.
-      named: whether the user named the file itself; then it must not be empty.
+      named: whether `data.path` names the file itself instead of a folder or glob; such a file must not be empty.
       content: the content of a built-in corpus. None: read the file.
     """
 
@@ -40,10 +40,10 @@ class Source(NamedTuple):
 
 
 def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
-    """Returns the files that `data.path` names, in this order. Folders are read recursively; folders and globs are sorted by
-    name.
+    """Returns the files of the paths in `data.path`, in the order of the paths. Folders are read recursively.
 
-    In folders, names that start with a dot and files without a text suffix (`TEXT_SUFFIXES`, also compressed) are skipped.
+    The files of a folder or glob are sorted by name. In folders, names that start with a dot are skipped, and so are files
+    without a text suffix (one of `TEXT_SUFFIXES`, before a compression suffix if there is one).
 
     Raises:
       UserError: a path does not exist, cannot be read, or contains no text file.

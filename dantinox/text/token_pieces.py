@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer as Core
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_LOCAL = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+_INDEPENDENT_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 class TokenPieces(NamedTuple):
@@ -40,7 +40,7 @@ def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: fro
       decoder: the `decoder` entry of its tokenizer.json.
       specials: ids of special tokens, which have no text.
     """
-    kinds = _kinds(decoder)
+    kinds = _independent_step_types(decoder)
     if kinds is None:
         return None
     # Not get_vocab: the library decodes an added token in its normalized form.
@@ -50,13 +50,13 @@ def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: fro
         # Added tokens are plain text: ö means the character, not the byte 0xF6.
         added = core.get_added_tokens_decoder()
         table = [
-            b"" if not token else token.encode() if index in added else _from_letters(token, values)
+            b"" if not token else token.encode() if index in added else _letters_to_bytes(token, values)
             for index, token in enumerate(tokens)
         ]
         return TokenPieces(table, table)
-    raw = "ByteFallback" in kinds
-    first = [_decoded_bytes(core, [], token, raw) if token else b"" for token in tokens]
-    inner = [_decoded_bytes(core, ["a"], token, raw) if token else b"" for token in tokens]
+    byte_fallback = "ByteFallback" in kinds
+    first = [_decoded_bytes(core, [], token, byte_fallback) if token else b"" for token in tokens]
+    inner = [_decoded_bytes(core, ["a"], token, byte_fallback) if token else b"" for token in tokens]
     return TokenPieces(first, inner)
 
 
@@ -65,8 +65,8 @@ def core_vocab_size(core: Core) -> int:
     return max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def _kinds(decoder: dict[str, Any] | None) -> list[str] | None:
-    """Returns the steps of a decoder if it decodes every token but the first independently of the others, else None."""
+def _independent_step_types(decoder: dict[str, Any] | None) -> list[str] | None:
+    """Returns the types of the steps of a decoder, or None if the text of a token other than the first depends on others."""
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -74,7 +74,7 @@ def _kinds(decoder: dict[str, Any] | None) -> list[str] | None:
     if kinds == ["ByteLevel"]:
         return kinds
     independent = all(
-        step["type"] in _LOCAL
+        step["type"] in _INDEPENDENT_STEPS
         and (step["type"] != "Replace" or (len(step["pattern"].get("String", "")) == 1 and step["content"] != ""))
         and (step["type"] != "Strip" or (step["start"] <= 1 and step["stop"] == 0))
         for step in steps
@@ -83,16 +83,16 @@ def _kinds(decoder: dict[str, Any] | None) -> list[str] | None:
     return kinds if independent and not joined_early else None
 
 
-def _decoded_bytes(core: Core, before: list[str], token: str, raw: bool) -> bytes:
+def _decoded_bytes(core: Core, before: list[str], token: str, byte_fallback: bool) -> bytes:
     """Returns the bytes that `token` adds to the text of the tokens `before`."""
-    byte = BYTE_TOKEN.fullmatch(token) if raw else None
+    byte = BYTE_TOKEN.fullmatch(token) if byte_fallback else None
     if byte and int(byte[1], 16) >= 0x80:
         return bytes([int(byte[1], 16)])
     decode = core.decoder.decode
     return decode([*before, token])[len(decode(before)) :].encode()
 
 
-def _from_letters(token: str, values: dict[str, int]) -> bytes:
+def _letters_to_bytes(token: str, values: dict[str, int]) -> bytes:
     try:
         return bytes(values[letter] for letter in token)
     except KeyError:  # plain text, which some vocabularies contain

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The size of one part of a corpus. `tokens` includes BOS and EOS tokens; characters and bytes are those of the text."""
+    """The size of one part of a corpus. `tokens` includes BOS and EOS tokens; `characters` and `bytes` count only the text."""
 
     tokens: int
     documents: int
@@ -71,12 +71,12 @@ class TokenStore:
         Args:
           train, val: token ids of the two parts.
           batch_size, sequence_length: B and T.
-          seed: of the order of rows.
+          seed: determines the order of rows.
           eos_id: the EOS token, which separates documents. None: all tokens are one document.
           pad_id: the padding token; None: 0.
           counts: the sizes of the two parts. None: only the numbers of tokens are known.
           packing: pack rows with whole documents instead of using windows of consecutive tokens.
-          mixture: (number of training tokens, weight) of each source, in the order of their tokens.
+          mixture: (number of training tokens, weight) of each source, in the order of the sources in `train`.
 
         Raises:
           UserError: there are fewer training tokens than one batch needs, or no validation target.
@@ -97,7 +97,7 @@ class TokenStore:
         self._order_rows(seed, mixture)
 
     def _order_rows(self, seed: int, mixture: Sequence[tuple[int, float]]) -> list[Rows]:
-        """Builds the rows of all sources and sets the order of the training."""
+        """Builds the rows of all sources and sets the order of the training rows."""
         edges = [0, *np.cumsum([size for size, _ in mixture] or [len(self.training_ids)]).tolist()]
         sources = [ShuffledRows(self._make_rows(*part), seed, number) for number, part in enumerate(pairwise(edges))]
         self.windows_per_epoch = sum(source.rows.count for source in sources)

@@ -22,15 +22,15 @@ ROLES = ("bos_token", "eos_token", "pad_token")
 EOS_NAMES = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 BOS_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
-SEARCH_LIMIT = 1 << 16  # characters; shorter texts are searched for special tokens before they are encoded
-# Prefix of special token names inside the encoder, so that no text contains them: corpora contain no NUL.
+SEARCH_LIMIT = 1 << 16  # characters; only texts up to this length are searched for special token names before encoding
+# The encoder gives special token names this prefix. Corpora contain no NUL, so no text contains a prefixed name.
 SPECIAL_PREFIX = "\0special\0"
 
 Kind = Literal["char", "byte", "bpe", "other"]
 
 
 class UnknownCharacter(UserError):
-    """A character vocabulary lacks a character, found at `position` (in characters) of the text."""
+    """A character is not in a character vocabulary; `position` is its index in the text, in characters."""
 
     def __init__(self, character: str, position: int) -> None:
         self.character, self.position = character, position
@@ -49,8 +49,8 @@ class Tokenizer:
       pad_id, bos_id, eos_id: ids of the special tokens; None if the vocabulary has no such token.
       stop_ids: ids that end a text: the EOS token and similar tokens.
       add_bos: whether the model expects the BOS token before every prompt.
-      special_tokens, special_ids: ids of all special tokens by name, and as a set. By default text never encodes to a special
-        token. Decoding skips special tokens.
+      special_tokens, special_ids: the ids of all special tokens, as a dict by name and as a set. By default, encoding a text
+        never gives a special token. Decoding skips special tokens.
 
     Example:
       >>> tokenizer = dantinox.Tokenizer.load("runs/quickstart/tokenizer.json")
@@ -65,7 +65,7 @@ class Tokenizer:
         Args:
           content: the JSON text.
           name: the name of the tokenizer in error messages.
-          roles: the content of a `tokenizer_config.json`. Roles that it does not define are found by the names of the tokens.
+          roles: the content of a `tokenizer_config.json`. BOS, EOS and padding tokens that it lacks are recognized by name.
 
         Raises:
           UserError: the text is not a tokenizer.
@@ -119,7 +119,7 @@ class Tokenizer:
 
     @cached_property
     def token_pieces(self) -> TokenPieces | None:
-        """The bytes each id spells, or None for a decoder that looks at neighboring tokens."""
+        """The bytes that each id stands for, or None if the decoder depends on adjacent tokens."""
         return build_token_pieces(self.core, self._decoder, self.special_ids)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
@@ -127,7 +127,7 @@ class Tokenizer:
 
         Args:
           text: the text.
-          parse_special: whether names of special tokens in the text become these tokens. False: they are ordinary text.
+          parse_special: whether to encode special token names in the text as special tokens. False: as ordinary text.
 
         Raises:
           UserError: the vocabulary cannot represent a character.
@@ -158,7 +158,7 @@ class Tokenizer:
     def encode_specials(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a text in which the names of special tokens, unless escaped by `escape_special_tokens`, become those tokens.
 
-        NULs in the text are removed. Ordinary text is encoded as by the tokenizers library.
+        NULs in the text are removed. Ordinary text gives the same ids as in the tokenizers library.
 
         Returns:
           Token ids, int32 [N], and the end of each token's text as a position in `text`, int64 [N].
@@ -186,7 +186,7 @@ class Tokenizer:
         return ids_N, ends_N
 
     def encode_special_ids(self, text: str) -> list[int]:
-        """Returns the ids of `encode_specials`, faster on the first call if no ordinary text contains a special token name."""
+        """Returns the ids of `encode_specials`. The first call is faster if no ordinary text contains a special token name."""
         parts = self._special_pattern.split(text)
         parts[::2] = [part.replace("\0", "") for part in parts[::2]]
         joined = "".join(parts)
@@ -211,7 +211,7 @@ class Tokenizer:
 
     @cached_property
     def template_variables(self) -> dict[str, str]:
-        """The names of begin, end and padding token under the variable names of chat templates."""
+        """The names of the BOS, EOS and padding tokens, keyed by the variable names of chat templates."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         return {key: self.core.id_to_token(index) or "" for key, index in ids.items() if index is not None}
 
@@ -240,13 +240,13 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids. Special tokens are skipped, and invalid UTF-8 becomes U+FFFD.
 
-        For vocabularies with single bytes, invalid UTF-8 is replaced byte by byte as in Python, so streaming gives equal text.
+        With single-byte tokens, invalid UTF-8 is replaced as by Python's decoder, so streaming gives equal text.
         """
         stream = self.detokenizer()
         return stream.push(ids) + stream.flush()
 
     def token_text(self, token: int, errors: str = "replace") -> str:
-        """Returns the text of one token inside a longer text; some vocabularies drop a leading space at the start of a text.
+        """Returns the text of one token in the middle of a text. Only at the start, some vocabularies drop a leading space.
 
         Args:
           token: the id; an id outside the vocabulary returns "".

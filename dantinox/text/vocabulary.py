@@ -28,7 +28,7 @@ def train_tokenizer(settings: TokenizerSection, documents: Callable[[], Iterator
 
     Args:
       settings: the `tokenizer` section.
-      documents: returns an iterator over the text at each call, in parts of any length.
+      documents: a function; each call returns an iterator over the text, in parts of any length.
 
     Raises:
       UserError: `tokenizer_path` is missing or not a tokenizer.
@@ -83,7 +83,7 @@ def _add_special_tokens(core: Core) -> Tokenizer:
 
 
 def _sample_text(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> list[str]:
-    """Returns at most `limit` characters, sampled evenly: while there are too many, every second chunk is dropped."""
+    """Returns at most `limit` characters, sampled evenly: as long as there are too many, every second chunk is dropped."""
     chunks: list[str] = []
     stride, size = 1, 0
     for number, chunk in enumerate(c for text in documents for c in split_text(text, CHUNK_CHARACTERS)):
@@ -98,7 +98,7 @@ def _sample_text(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> li
 
 
 def _split_long_words(chunks: Iterable[str]) -> Iterator[str]:
-    """Splits long runs without white space, because the trainer needs time quadratic in their length."""
+    """Splits long runs without white space, because the time of the trainer is quadratic in their length."""
     for chunk in chunks:
         if _LONG_WORD.search(chunk):
             yield from (chunk[i : i + MAX_WORD_CHARACTERS] for i in range(0, len(chunk), MAX_WORD_CHARACTERS))

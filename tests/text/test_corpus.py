@@ -45,7 +45,7 @@ def test_every_block_size_reads_the_same_text(tmp_path_factory, text: str, block
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "BLOCK_BYTES", block)
-        patch.setattr(corpus, "_NEAR", block)
+        patch.setattr(corpus, "_SPLIT_RANGE", block)
         assert documents(path) == [text]
         pieces = [piece.text for piece in Corpus.open(str(path)).read_text()]
         # The rest after a split has at most two blocks, and one more block follows.
