@@ -32,7 +32,7 @@ class Protocol(NamedTuple):
       prefix: prefix of the paths whose errors it formats; the longest matching prefix applies.
       routes: returns its routes.
       format_error: returns the body of an error response.
-      status_of: HTTP statuses that it replaces by others.
+      status_of: maps an HTTP status to the status that this protocol sends instead.
       public: paths that need no API key.
     """
 
@@ -55,9 +55,9 @@ PROTOCOLS = (
 
 
 def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
-    """Returns the ASGI application that serves an engine by all protocols.
+    """Returns the ASGI application that serves an engine over all protocols.
 
-    It also has `/health` (200 if the server accepts requests, else 503 with its state) and `/metrics` (Prometheus).
+    It also serves `/health` (200 if the server accepts requests, else 503 with its state) and `/metrics` (Prometheus).
     """
     options = options or Options()
     metrics = Metrics(engine)
@@ -94,7 +94,7 @@ def server_routes(engine: EngineProtocol, metrics: Metrics) -> list[Route]:
         return JSONResponse(content, 200 if status.state == "ready" else 503)
 
     async def metrics_text(request: Request) -> Response:
-        """Returns the metrics in the format of Prometheus."""
+        """Returns the metrics in the Prometheus text format."""
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return [Route("/health", health), Route("/metrics", metrics_text)]
@@ -115,13 +115,13 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        problem = http_error("method", allowed, request.method, headers={"allow": allowed})
+        request_error = http_error("method", allowed, request.method, headers={"allow": allowed})
     else:
-        problem = http_error("path", error.detail.lower())
-    return _error_response(request.scope["path"], problem)
+        request_error = http_error("path", error.detail.lower())
+    return _error_response(request.scope["path"], request_error)
 
 
 async def _handle_internal_error(request: Request, error: Exception) -> Response:
-    problem = http_error("internal")
-    problem.headers["connection"] = "close"  # uvicorn closes it, and the client must not reuse it
-    return _error_response(request.scope["path"], problem)
+    request_error = http_error("internal")
+    request_error.headers["connection"] = "close"  # uvicorn closes the connection, and the client must not reuse it
+    return _error_response(request.scope["path"], request_error)

@@ -1,4 +1,4 @@
-"""The asyncio front end of the engine: a thread that steps it, and a `ResponseStream` for each request.
+"""The asyncio front end of the engine: a thread that runs its steps, and a `ResponseStream` for each request.
 
     engine = AsyncEngine(dantinox.load("runs/x"))
     engine.start()
@@ -8,14 +8,15 @@
 The threads and their responsibilities:
 
 * The event loop calls `settings`, `submit` and `status`, and reads the streams. `submit` checks sizes and reserves a place in
-  the queue. The time of these calls does not depend on the size of a vocabulary, a grammar or a model.
+  the queue. The duration of these calls does not depend on the size of the vocabulary, the grammar or the model.
 * `prepare` (one thread) builds the sampling parameters and the constraint of each request.
 * `engine` (one thread) runs `Engine.step`. Only this thread uses the batch and the cache on the device.
-* `compile` (one thread) compiles programs that a request needs and the warm-up did not compile: those of the router, and those
-  of prompt log-probabilities. There are at most a dozen; the warm-up's program covers every order of sampling steps.
+* `compile` (one thread) compiles the programs that a request needs and that the warm-up did not compile: programs for the
+  entropy router and for prompt log-probabilities. There are at most a dozen. The decode program that the warm-up compiles
+  supports every order of sampling steps.
 
 `Engine.lock` guards the scheduler and the table of jobs; `_lock` guards the state of this class. A thread that holds `_lock`
-may acquire `Engine.lock`, never the reverse. No lock is held during a computation.
+may acquire `Engine.lock`, but not the reverse. No lock is held during a computation.
 """
 
 import asyncio
@@ -137,10 +138,10 @@ class AsyncEngine:
         """Returns the server's configuration with a request's settings applied; `n` is 1 unless they set it.
 
         Raises:
-          UserError: a name or value is wrong, or belongs to the start of the server.
+          UserError: a name or value is wrong, or a setting can only be set when the server starts.
         """
         seed = overrides.get("seed")
-        has_plain_seed = type(seed) is int and 0 <= seed < 2**32  # seeds would fill the cache
+        has_plain_seed = type(seed) is int and 0 <= seed < 2**32  # the cache key omits such a seed: each one would add an entry
         rest: Mapping[str, object] = {name: value for name, value in overrides.items() if name != "seed" or not has_plain_seed}
         key = CacheKey(rest, rest)
         config: Config = self._cached_config(key) if len(key.text) <= MAX_CACHED_LENGTH else self._apply_overrides(key)
@@ -156,7 +157,7 @@ class AsyncEngine:
     def submit(self, request: GenerationRequest) -> ResponseStream:
         """Queues a request and returns its stream immediately. A request without a seed gets a random one.
 
-        Errors that only the preparation finds, such as an impossible constraint, are raised by the stream.
+        The stream raises the errors that are found only during preparation, such as a constraint that cannot be satisfied.
 
         Raises:
           UserError: the request does not fit the context or exceeds a limit.
@@ -191,7 +192,7 @@ class AsyncEngine:
         return Status(self._state, self._doing, *load, self._batch.context, counters)
 
     async def drain(self, seconds: float) -> None:
-        """Stops accepting requests and returns when all are complete. After `seconds`, ends the remaining ones."""
+        """Stops accepting requests and returns when all are complete. After `seconds`, cancels the remaining ones."""
         with self._lock:
             if self._state in ("ready", "loading"):
                 self._state, self._doing = "draining", "it accepts no more requests"
@@ -201,7 +202,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Ends the engine now. Incomplete streams end with `Unavailable`. May be called twice."""
+        """Stops the engine immediately. Incomplete streams end with `Unavailable`. Further calls have no effect."""
         with self._lock:
             self._closing = True
             if self._state in ("ready", "loading"):
@@ -224,7 +225,7 @@ class AsyncEngine:
         self._wake.set()
 
     def _request_compilation(self, config: Config, echo: bool) -> None:
-        """Queues the compilation of a request's programs once. The engine calls this for each request that waits for them."""
+        """Queues the compilation of a request's programs once. The engine calls it for each request that waits for them."""
         program = self._batch.program_key(config), echo
         if program in self._failed:
             raise RequestFailed("the programs for these settings could not be compiled")

@@ -1,4 +1,4 @@
-"""Work on a bounded number of threads, and rate-limited log lines."""
+"""Functions that run work on a bounded number of threads, and a filter that limits the rate of log lines."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.
 
 
 class Throttle(logging.Filter):
-    """Passes equal lines once per `LOG_SECONDS`, and at most `LOG_LINES` different lines in that time."""
+    """Passes each distinct line once per `LOG_SECONDS`, and at most `LOG_LINES` distinct lines in that time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,9 +16,9 @@ from dantinox.serve.limits import MAX_CONNECTIONS, Limits
 def connection_protocol(limits: Limits) -> type[H11Protocol]:
     """Returns the protocol class for `uvicorn.Config(http=…)`.
 
-    uvicorn has no timeout for the first request of a connection, for an incomplete head, or for a client that stops reading.
-    Its responses to too many connections (`limit_concurrency`) and to malformed requests are plain text. The size of an
-    incomplete head is limited by `h11_max_incomplete_event_size`, the size of a complete one by `middleware.Guard`.
+    It adds what uvicorn lacks: timeouts for the first request of a connection, for an incomplete request head, and for a client
+    that stops reading, and JSON responses to too many connections and to malformed requests. uvicorn's option
+    `h11_max_incomplete_event_size` limits the size of an incomplete head; `middleware.Guard` limits that of a complete one.
     """
 
     class Connection(H11Protocol):
@@ -59,7 +59,7 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
             self._time_head()
 
         def _time_head(self) -> None:
-            """Runs a timer while a head is expected. Bytes of an incomplete head do not reset it."""
+            """Runs a timer while a request head is expected. Bytes of an incomplete head do not reset it."""
             if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
                 self._head_timer = self._head_timer or self.loop.call_later(
                     limits.receive_seconds, self.timeout_keep_alive_handler

@@ -1,6 +1,7 @@
 """HTTP errors except those of body validation: status, message, code and headers.
 
-A full queue is `Busy`: 429 with `Retry-After` (503 for KoboldAI's clients), if `limits.QUEUE` requests (`--queue`) wait.
+`Busy` means that the queue is full: `limits.QUEUE` requests (`--queue`) wait. Its status is 429 (503 for KoboldAI clients),
+with the header `Retry-After`.
 """
 
 import logging
@@ -73,8 +74,8 @@ ERRORS: dict[str, tuple[int, str | None, str]] = {
     "media_type": (415, "unsupported_media_type", "the header Content-Type must be application/json, in UTF-8"),
     "body_too_large": (413, "body_too_large", "the body is larger than {:,} bytes"),
     "body_too_slow": (408, "timeout", "the body did not arrive within {:g} seconds"),
-    "host": (400, "host", "the host {} is not one of this server's names: start it with --allow_host"),
-    "origin": (403, "origin", "pages of other servers may not use this server: start it with --cors"),
+    "host": (400, "host", "the host {} is not a name of this server: start it with --allow_host to add a name"),
+    "origin": (403, "origin", "web pages of other origins may not use this server: start it with --cors to allow an origin"),
     "key": (401, "invalid_api_key", "this server needs its API key in the header Authorization: Bearer KEY"),
     "path": (404, None, "this path does not exist: {}"),
     "method": (405, None, "this path accepts {}, not {}"),
@@ -97,12 +98,12 @@ ERRORS: dict[str, tuple[int, str | None, str]] = {
 def http_error(name: str, *values: object, param: str | None = None, headers: Mapping[str, str] | None = None) -> RequestError:
     """Returns the error `name` of `ERRORS`, with `values` in its message."""
     status, code, sentence = ERRORS[name]
-    own = {"unavailable": {"retry-after": "5"}, "invalid_api_key": {"www-authenticate": "Bearer"}}.get(code or "", {})
-    return RequestError(status, sentence.format(*values), param=param, code=code, headers=headers or own)
+    by_code = {"unavailable": {"retry-after": "5"}, "invalid_api_key": {"www-authenticate": "Bearer"}}
+    return RequestError(status, sentence.format(*values), param=param, code=code, headers=headers or by_code.get(code or ""))
 
 
 def to_request_error(error: Exception) -> RequestError:
-    """Converts an exception to an error response. An unexpected one is logged and becomes 500."""
+    """Converts an exception to an error response. An unexpected exception is logged, and the status is 500."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, UserError):
@@ -115,6 +116,6 @@ ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_l
 
 
 def error_object(error: RequestError) -> JSON:
-    """Returns an error in OpenAI's format, the default of all protocols."""
+    """Returns an error in OpenAI's format, which is the default of the protocols."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 QUEUE = 64  # requests that may wait for a slot (`--queue`); a further request gets `errors.Busy`
-MAX_CONNECTIONS = 1000  # open connections; a request on a further one gets the error `overloaded`
+MAX_CONNECTIONS = 1000  # open connections; a request on a further connection gets the error `overloaded`
 DRAIN_SECONDS = 30.0  # for running responses after the first signal
 ABORT_SECONDS = 4.0  # from the second signal to the end of the process
-FAULT_SECONDS = 2.0  # from a failure of the engine to the end of the server: time for error responses and for /health
+FAULT_SECONDS = 2.0  # from a failure of the engine until the server stops, so that clients get error responses and /health
 
 # Bodies.
 MAX_DEPTH = 32  # of nested JSON lists and objects
@@ -32,9 +32,9 @@ class Limits:
     """Limits of a request.
 
     Attributes:
-      max_body, max_head: maximum size of each, in bytes.
+      max_body, max_head: maximum size of a body, and of a head (request line and headers), in bytes.
       receive_seconds: time for a client to send the head, and then the body.
-      stall_seconds: time for which a client may read nothing of its response.
+      stall_seconds: the connection is closed if the client reads nothing of its response for this time.
     """
 
     max_body: int = 1 << 20

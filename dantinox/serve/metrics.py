@@ -11,19 +11,19 @@ from dantinox.serve.response_stream import EngineProtocol
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 GAUGES = {
-    "slots": "requests that are decoded together at most",
+    "slots": "maximum number of requests decoded together",
     "busy": "slots in use",
     "queued": "prompts in the queue",
-    "queue": "prompts that the queue can hold",
-    "context": "tokens that a prompt and its continuation may have together",
+    "queue": "maximum number of prompts in the queue",
+    "context": "maximum number of tokens of a prompt and its continuation together",
 }
 COUNTERS = {
     "requests": "prompts accepted",
-    "finished": "prompts answered completely",
+    "finished": "prompts whose response is complete",
     "cancelled": "prompts cancelled because their client disconnected",
     "refused": "prompts refused because the queue was full",
     "prompt_tokens": "tokens of accepted prompts",
-    "reused_tokens": "tokens of prompts that the prefix cache held",
+    "reused_tokens": "prompt tokens that were found in the prefix cache",
     "new_tokens": "generated tokens",
     "compilations": "programs compiled after the warm-up",
 }
@@ -73,7 +73,7 @@ class Metrics:
             yield CounterMetricFamily(f"dantinox_{name}", text, status.counters.get(name, 0))
 
     def observe(self, stats: RequestStats, samples: int) -> None:
-        """Records a response that has been read to its end."""
+        """Records a response that the client has read completely."""
         self._queued.observe(stats.queued_seconds)
         if stats.new_tokens:
             self._first.observe(stats.first_token_seconds)

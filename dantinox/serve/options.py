@@ -14,11 +14,11 @@ class Options:
     """Options of a server.
 
     Attributes:
-      template: renders messages to a prompt; None for a model without a chat template.
+      template: renders messages as a prompt; None for a model without a chat template.
       key: API key that every request needs; None accepts every client.
-      hosts: names of the server that requests may use, in lower case without port; `*`: any, `ip`: any numeric address.
-      origins: origins of other servers' pages that may use this server, such as `https://a.example`; `*`: any.
-      lite: file or folder of a copy of Kobold Lite to serve.
+      hosts: host names that requests may address, in lower case without a port; `*`: any, `ip`: any IP address.
+      origins: origins whose web pages may use this server, such as `https://a.example`; `*`: any.
+      lite: the file or folder of Kobold Lite that the server provides.
       limits: limits of requests.
     """
 

@@ -62,7 +62,7 @@ def _static_route(path: str, text: str, media_type: str) -> Route:
 
 
 def lite_routes(service: Service) -> list[Route]:
-    """Returns the route `/lite` if `--lite` is set. The route serves the file `--lite`, or `index.html` in the folder `--lite`.
+    """Returns the route `/lite` if `--lite` is set. The route serves that file, or `index.html` in that folder.
 
     Raises:
       UserError: `--lite` is neither a file nor a folder with an `index.html`.
@@ -77,7 +77,7 @@ def lite_routes(service: Service) -> list[Route]:
 
     async def send(request: Request) -> Response:
         """Returns the copy of Kobold Lite."""
-        if "local" not in request.query_params:  # with this parameter, Lite connects to the server that it comes from
+        if "local" not in request.query_params:  # with this parameter, Lite connects to the server that it was loaded from
             return RedirectResponse("/lite?local=1")
         headers = {"content-security-policy": LITE_POLICY, "cache-control": "no-cache"}
         return FileResponse(page, media_type="text/html", headers=headers)

@@ -13,13 +13,13 @@ from dantinox.generation.request import Delta, GenerationRequest, RequestStats, 
 class ResponseStream:
     """Iterates over the deltas of one request in their order: `async for delta in stream`.
 
-    The stream is created and read on one event loop; the engine pushes from its own thread. Deltas that are not yet read wait
-    in a queue of at most `n · max_new_tokens` tokens, so a slow reader does not delay the engine.
+    The stream is created and read on one event loop; the engine pushes from its own thread. Unread deltas wait in a queue of at
+    most `n · max_new_tokens` tokens, so a slow reader does not delay the engine.
 
     Attributes:
       request: the request.
       stats: times and counts of the request; complete at the end of the stream.
-      prompt: with `echo`, a record for each token of the prompt; the first has no probabilities. Filled at the first delta.
+      prompt: with `echo`, a record for each token of the prompt; the first has no probabilities. Set with the first delta.
     """
 
     def __init__(self, request: GenerationRequest, stats: RequestStats, cancel: Callable[[], None]):
@@ -107,7 +107,7 @@ class EngineProtocol(Protocol):
         """Returns the server's configuration with a request's settings applied and validated.
 
         Raises:
-          UserError: a name or value is wrong, or belongs to the start of the server.
+          UserError: a name or value is wrong, or a setting can only be set when the server starts.
         """
 
     def submit(self, request: GenerationRequest) -> ResponseStream:

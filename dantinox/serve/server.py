@@ -37,7 +37,7 @@ class RunnableEngine(EngineProtocol, Protocol):
         """Stops accepting requests and returns when all are complete, or cancelled after `seconds`."""
 
     def close(self) -> None:
-        """Ends the engine now; incomplete requests get an error."""
+        """Stops the engine immediately; incomplete requests get an error."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -58,13 +58,13 @@ def serve(app: ASGIApp, engine: RunnableEngine, listener: socket.socket, limits:
     """Serves until a signal or a failure of the engine; returns the exit code.
 
     SIGTERM and SIGINT drain the engine for at most `DRAIN_SECONDS`, during which new requests get 503; the exit code is then 0.
-    A second signal ends the server immediately. It and a failure of the engine give the exit code `FAILED`.
+    A second signal ends the server immediately. After a second signal or a failure of the engine, the exit code is `FAILED`.
 
     Args:
       app: the ASGI application.
       engine: the engine, not yet started.
-      listener: a listening socket, see `listen`.
-      limits: limits of heads and of idle connections.
+      listener: the socket that `listen` returned.
+      limits: limits of request heads and of idle connections.
       ready: called when the server accepts requests for the first time.
     """
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # hides "socket.send() raised exception" of lost connections
@@ -105,7 +105,7 @@ async def _serve(
         server.should_exit = True
 
     def force_exit_after(seconds: float) -> None:
-        """Ends the process after some seconds even if a thread still runs: a compilation cannot be interrupted."""
+        """Ends the process after `seconds` even if a thread still runs, because a compilation cannot be interrupted."""
         timers.append(timer := threading.Timer(seconds, exit_now, (FAILED,)))
         timer.daemon = True
         timer.start()

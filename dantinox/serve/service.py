@@ -1,4 +1,4 @@
-"""The path of a request from its parsed body to the bytes of its response, for every protocol."""
+"""Processing of a request from its parsed body to the bytes of its response, for all protocols."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ class Reply:
         """Adds a delta to a response that is not streamed."""
 
     def body(self) -> JSON:
-        """Returns the response that is not streamed, after all deltas were added."""
+        """Returns the body of a response that is not streamed, after all deltas have been added."""
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         """Returns the bytes of a delta in a stream; may be empty."""
@@ -92,9 +92,8 @@ class Service:
         self.engine, self.options, self._metrics = engine, options, metrics
         self.model = engine.run
         self.tokenizer = engine.run.tokenizer
-        self._template_thread = ThreadPoolExecutor(
-            1, "chat template"
-        )  # the process that renders templates handles one conversation at a time
+        # One thread, because the process that renders templates handles one conversation at a time.
+        self._template_thread = ThreadPoolExecutor(1, "chat template")
 
     @property
     def context(self) -> int:
@@ -164,7 +163,7 @@ class Service:
         return respond
 
     async def _events(self, reply: Reply) -> AsyncGenerator[bytes, None]:
-        """Yields the bytes of a streamed response. An exception is raised before the first bytes, and formatted after them."""
+        """Yields the bytes of a streamed response. An exception after the first bytes becomes an error event."""
         started = False
         try:
             async with contextlib.aclosing(self._deltas(reply)) as deltas:
@@ -194,7 +193,7 @@ class Service:
         """
         waiting, live = deque(enumerate(reply.requests)), dict[int, ResponseStream]()
         tasks: dict[int, asyncio.Task[Delta | None]] = {}
-        queue_has_room = True  # until a request is refused
+        queue_has_room = True  # False after a request is refused
         try:
             while waiting or live:
                 while waiting and queue_has_room:
@@ -240,7 +239,7 @@ async def _next(stream: ResponseStream) -> Delta | None:
 
 
 class _EventStream:
-    """A response of server-sent events, each sent as soon as it exists. The generator is always closed."""
+    """A response of server-sent events, each sent as soon as it is available. The generator is always closed."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], reply: Reply):
         self._events, self._reply = events, reply
@@ -259,14 +258,14 @@ class _EventStream:
 
 def _check_size(name: str, value: object) -> None:
     """Raises RequestError for a number, list or string that is too large."""
-    most, characters, parts = MAX_ENTRIES_OF.get(name, MAX_ENTRIES), 0, [value]
+    max_entries, characters, parts = MAX_ENTRIES_OF.get(name, MAX_ENTRIES), 0, [value]
     while parts:
         part = parts.pop()
         if isinstance(part, int | float) and abs(part) > MAX_NUMBER:
             raise RequestError(400, f"{name} must have numbers between -2^32 and 2^32, got {quote(part)}", param=name)
         if isinstance(part, dict | list | tuple):
-            if len(part) > most:
-                raise RequestError(400, f"{name} must have at most {most:,} entries, got {len(part):,}", param=name)
+            if len(part) > max_entries:
+                raise RequestError(400, f"{name} must have at most {max_entries:,} entries, got {len(part):,}", param=name)
             parts += [*part, *part.values()] if isinstance(part, dict) else part
         if isinstance(part, str):
             characters += len(part)

@@ -1,22 +1,22 @@
 "use strict";
-// Generating with the model. A text is a list of parts, each written by the person or by the model. A part never changes after the next
-// one has begun: it is replaced, so that undo can restore it. A part of the model holds the records of its tokens as the server sent them.
+// Text generation. A text is a list of parts, each written by the user (`person`) or by the model. After the next part begins, an edit
+// replaces a part instead of changing it, so that undo can restore it. A part of the model has the token records that the server sent.
 
 const DRAW_INTERVAL = 200; // milliseconds between drawings of the plots while tokens arrive
 const STOPPED = "stopped";
-const HINT = "Each token of the model is shaded by how unsure the model was. Select a token to see its alternatives, and select one of them to continue from there.";
+const HINT = "Each generated token is shaded by the uncertainty of the model. Select a token to see its alternatives, and select an alternative to continue from it.";
 const WORDS = {
-  story: {draft: "Your text", go: "Continue", nothing: `Write the beginning of a text below: the model continues it.\n${HINT}`},
+  story: {draft: "Your text", go: "Continue", nothing: `Write the beginning of a text below, and the model continues it.\n${HINT}`},
   chat: {draft: "Your message", go: "Send", nothing: `Send a message below.\n${HINT}`},
 };
 const NO_CHAT = "Chat is off: this model has no chat template. Start the server with --chat_template to add one.";
 const writing = {
   mode: "story",
   texts: {story: {parts: [], past: [], future: []}, chat: {parts: [], past: [], future: []}},
-  about: null, // the server's description of itself
+  about: null, // the response of /api/dantinox/about
   abort: null, // the AbortController of the running request
-  use: null, // tokens in the context, and how many tokens of the prompt were left out
-  edited: null, // what is being edited: the number of a chat's turn, or "all" for a story
+  use: null, // number of tokens in the context, and of prompt tokens that were truncated
+  edited: null, // what is being edited: the index of a chat turn, or "all" for a story
 };
 const current = () => writing.texts[writing.mode];
 const isChat = () => writing.mode === "chat";
@@ -31,7 +31,7 @@ function headers() {
   return {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
 }
 
-/** Returns a response. Otherwise throws an Error with the server's message and, for a wrong setting, the setting's name as `param`. */
+/** Returns the response to a request. If it failed, throws an Error with the server's message and the name of a wrong setting as `param`. */
 async function request(path, options = {}) {
   const response = await fetch(path, {...options, headers: headers()}).catch((error) => {
     if (error.name === "AbortError") throw error;
@@ -40,7 +40,7 @@ async function request(path, options = {}) {
   byId("key-form").hidden = response.status !== 401;
   if (response.ok) return response;
   const {error} = await response.json().catch(() => ({error: null}));
-  throw Object.assign(new Error(error?.message ?? `The server answered ${response.status}.`), {param: error?.param});
+  throw Object.assign(new Error(error?.message ?? `The server responded with status ${response.status}.`), {param: error?.param});
 }
 
 /** Yields server-sent events as [name, data]. */
@@ -58,7 +58,7 @@ async function* readEvents(response) {
   }
 }
 
-/** What a part contributes to a prompt: known token ids, so that the model reads the tokens that it wrote, without its EOS token. */
+/** Returns the prompt entries of a part: token ids where they are known, so that the model reads the tokens it generated; no EOS token. */
 function promptOf(part) {
   if (!isModel(part) || !part.tokens.length) return part.ids ?? [part.text];
   return part.tokens.filter((token) => !token.ends).map((token) => (token.cut ? token.text : token.id));
@@ -126,7 +126,7 @@ function summaryOf(part) {
   return `${countTokens(part)}. ${ends[part.reason] ?? ""}`;
 }
 
-/** If no token arrived, restores the text before the request and the person's draft. */
+/** Shows the error. If no token arrived, restores the draft and the text before the request. */
 function onFailure(error, text, part) {
   showProblem(error.message, error.param);
   showStatus("");
@@ -159,7 +159,7 @@ function onTokens(part, {tokens, text, finish_reason: reason}, clock) {
   appendTokens(part, tokens);
 }
 
-/** Removes the text that a stop string removed, and marks an EOS token, which is not sent when the text is continued. */
+/** Truncates the tokens to the server's text, which excludes a stop string. Marks an EOS token, so that no later prompt contains it. */
 function trimEnd(part) {
   const added = part.tokens.slice(part.kept);
   const last = added.at(-1);
@@ -215,7 +215,7 @@ function pick(one) {
   generate(parts.slice(0, number), [...part.tokens.slice(0, place), isNew ? {...token, forced: true, picked: true} : token]);
 }
 
-/** Undo moves from "past" to "future", redo from "future" to "past". */
+/** Restores the latest text of `from` and adds the current one to `to`: undo from "past" to "future", redo the reverse. */
 function restore(from, to) {
   const text = current();
   if (writing.abort || !text[from].length) return;
@@ -224,7 +224,7 @@ function restore(from, to) {
   showChange();
 }
 
-/** Draws and saves a text that something other than a request has changed. */
+/** Draws and saves the text after a change that does not come from a request. */
 function showChange() {
   writing.use = null;
   showStatus("");
@@ -260,7 +260,7 @@ function finishEditing(isAccepted) {
   byId("edit").focus();
 }
 
-/** The parts of an edited text: the existing ones up to the first change, then one part of the person. */
+/** Returns the parts of an edited text: the existing parts up to the first change, then one part of the user. */
 function applyEdit(parts, text) {
   const found = [];
   let done = 0;
@@ -286,7 +286,7 @@ function applyEdit(parts, text) {
 
 // Drawing.
 
-/** A token as the shared scripts expect it: with its surprisal, its part's router numbers, and its position in the parts. */
+/** Returns a token as the shared scripts expect it: with its surprisal, the router settings of its part, and its position. */
 function tokenView(token, part, number, place) {
   const {router} = part;
   const lists = {alternatives: token.alternatives ?? [], candidates: token.candidates ?? []};
@@ -343,12 +343,12 @@ function turnNode(part, number, nodes) {
   return element("div", {class: `turn ${part.who}`}, head, passageNode(part, nodes));
 }
 
-/** Sets the scales of the shading from the 10th to the 98th percentile of the text, over a range that is not too small: the shades
- * compare the tokens of this text with each other, so a model that is unsure everywhere does not shade everything alike. */
+/** Sets the scales of the shading to the range from the 10th to the 98th percentile of the text, but at least to `minRange`. The shades
+ * are relative to the text, so that its tokens differ even if the model is uncertain everywhere. */
 function updateScales() {
-  const leastRange = {entropy: 1.5, varentropy: 1.5, surprisal: 2.5};
+  const minRange = {entropy: 1.5, varentropy: 1.5, surprisal: 2.5};
   const {tokens} = state.sample;
-  for (const [name, range] of Object.entries(leastRange)) {
+  for (const [name, range] of Object.entries(minRange)) {
     const high = Math.max(2 * range, scaleEnd(name, tokens));
     const low = Math.min(quantile(name, tokens, 0.1) ?? 0, high - range);
     scales[name] = {low: low < 0.1 * high ? 0 : Number(low.toPrecision(2)), high};
@@ -461,7 +461,7 @@ function drawControls() {
   byId("edit").hidden = isChat();
   byId("text").hidden = byId("shading").hidden = isEditing;
   byId("editing").hidden = !isEditing;
-  byId("editor-label").textContent = writing.edited === "all" ? "Edit the text. Tokens before the first change stay tokens." : "Edit the turn. Its tokens become plain text.";
+  byId("editor-label").textContent = writing.edited === "all" ? "Edit the text. Tokens before the first change are kept." : "Edit the turn. Its tokens become plain text.";
   const {draft, go: label, nothing} = WORDS[writing.mode];
   byId("nothing").hidden = parts.length > 0;
   byId("nothing").textContent = hasChat() ? nothing : `${nothing}\n${NO_CHAT}`;

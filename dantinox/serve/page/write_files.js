@@ -1,11 +1,11 @@
 "use strict";
-// A text as files: JSON Lines as `--trace` writes them, which can be loaded again, and the report as `--report` writes it.
+// Saves a text as JSON Lines, as `--trace` does, or as a report, as `--report` does, and loads a text from JSON Lines.
 
 const LISTS = {alternatives: ["id", "text", "logprob", "logprob_sampled"], candidates: ["id", "text", "logprob", "score"]};
 const PAGE_FIELDS = ["ends", "cut", "picked"]; // fields of a token that only this page uses
 const UNSAFE = /[\u007f-\u009f\u2028\u2029]/g;
 
-/** A trace document for each part of the model; the text before the part is its prompt. */
+/** Returns a trace document for each part of the model; the text before the part is its prompt. */
 function documentsOf(parts) {
   let before = "";
   return parts.flatMap((part) => {
@@ -32,7 +32,7 @@ function linesOf(documents) {
   return `${lines.join("\n")}\n`;
 }
 
-/** The documents in the format of the report: columns, and one table of the tokens that all columns refer to. */
+/** Returns the documents in the format of the report: columns, and one table of distinct tokens that the columns refer to. */
 function reportData(documents) {
   const words = [];
   const places = new Map();
@@ -61,7 +61,7 @@ function reportData(documents) {
   return {words, samples};
 }
 
-/** The report: the server's empty page with the data inserted. No `<` in the data can end the element that contains it. */
+/** Returns the report: the server's empty page with the data inserted. `<` is escaped, so the data cannot end its script element. */
 async function reportOf(documents) {
   const page = await (await request("/page/report.html")).text();
   const data = JSON.stringify(reportData(documents)).slice(1, -1).replaceAll("<", "\\u003c");
@@ -88,9 +88,9 @@ async function save(format) {
 
 // Loading.
 
-/** The parts of saved lines, and the number of samples that do not continue the text before them.
+/** Returns the parts of saved JSON Lines, and the number of skipped samples, whose prompt does not continue the text before them.
  *
- * Throws an Error if a line is not JSON, or a record has not the fields of a trace. */
+ * Throws an Error if a line is not JSON, or if a record lacks a field of a trace. */
 function partsOf(lines) {
   const records = lines.split("\n").filter((line) => line.trim()).map((line) => JSON.parse(line));
   const parts = [];
@@ -108,7 +108,7 @@ function partsOf(lines) {
     if (tokens.length !== count) throw new Error("tokens are missing");
     const last = tokens.at(-1);
     if (last && reason === "eos" && last.text === "") last.ends = true;
-    if (last && reason === "stop") last.cut = true; // a stop string may have removed a part of it
+    if (last && reason === "stop") last.cut = true; // a stop string may have truncated it
     const {seed, settings, router, stats, vocab_size: vocab} = rest;
     parts.push({who: "model", text, tokens, kept: 0, seed, settings, router, stats: stats ?? {}, reason, vocab, promptTokens: stats?.prompt_tokens});
     before = prompt + textOf(parts.at(-1));
@@ -126,7 +126,7 @@ function loadToken({kind, sample, step, position, ...token}) {
   return token;
 }
 
-/** Replaces the text by that of a saved file. Without tokens of this model's vocabulary only the words are loaded. */
+/** Replaces the text with that of a saved file. If its tokens belong to another vocabulary, only the plain text is loaded. */
 async function load(file) {
   const text = current();
   const before = text.parts;
@@ -134,22 +134,22 @@ async function load(file) {
     const {parts, skipped} = partsOf(await file.text());
     const isSameVocabulary = parts.every((part) => !isModel(part) || part.vocab === writing.about.vocab_size);
     pushUndo();
-    text.parts = isSameVocabulary ? parts : wordsOf(parts);
+    text.parts = isSameVocabulary ? parts : withoutTokens(parts);
     showChange();
-    const notes = [isSameVocabulary ? "" : " Its tokens belong to another vocabulary: only the words were loaded.", skipped ? ` ${whole(skipped)} more samples were left out.` : ""];
+    const notes = [isSameVocabulary ? "" : " Its tokens belong to another vocabulary: only the plain text was loaded.", skipped ? ` ${whole(skipped)} more samples were skipped.` : ""];
     showStatus(`${file.name} was loaded.${notes.join("")}`);
   } catch (error) {
     if (text.parts !== before) {
       text.parts = text.past.pop();
       drawAll();
     }
-    showProblem(`${file.name} is no file that this page or --trace saved: ${error.message}.`);
+    showProblem(`${file.name} is not a file that this page or --trace saved: ${error.message}.`);
   }
 }
 
 // Copying.
 
-/** Copies the text; pages that are not on localhost or HTTPS have no clipboard API and copy a selection. */
+/** Copies the text. Pages that are not on localhost or HTTPS have no clipboard API: the text is selected, and the selection copied. */
 async function copy() {
   const {parts} = current();
   const text = isChat() ? parts.map((part) => `${isModel(part) ? "Model" : "You"}: ${textOf(part).trim()}`).join("\n\n") : parts.map(textOf).join("");

@@ -1,8 +1,8 @@
 "use strict";
-// The settings of a request: fields made from the server's description of each setting. An empty field means the server's value.
+// Form fields for the settings of a request, built from the server's description of each setting. An empty field keeps the server's value.
 
 const PLAIN = {strategy: "chain", temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1};
-const PRESETS = { // what each preset writes into the fields of PLAIN; fields that it does not name become empty
+const PRESETS = { // the values that a preset writes to the fields of PLAIN; fields without a value become empty
   "Server defaults": {},
   Greedy: {...PLAIN, temperature: 0},
   Focused: {...PLAIN, temperature: 0.5, top_p: 0.9},
@@ -14,13 +14,13 @@ const MAIN = ["strategy", "temperature", "top_p", "top_k", "min_p", "repetition_
 const GROUPS = [
   ["End of the text", ({name}) => ["stop", "keep_stop", "stop_token_ids", "ignore_eos", "min_tokens"].includes(name)],
   ["Repetition", ({steps}) => steps.some((step) => stepNamed(step).group === "penalty")],
-  ["Words and bans", ({steps}) => steps.some((step) => stepNamed(step).group === "edit")],
+  ["Bans and biases", ({steps}) => steps.some((step) => stepNamed(step).group === "edit")],
   ["Other samplers", ({section, name}) => section === "generation" && !["preset", "sampler_order"].includes(name)],
   ["Entropy router", ({section}) => section === "router"],
 ];
 const TITLES = {max_new_tokens: "Length", strategy: "Sampler", dry_breakers: "DRY breakers", eta_cutoff: "Eta cutoff"};
 const STRATEGY = {chain: "sampling steps", entropy: "entropy router"};
-const customOrder = {steps: null}; // names of sampling steps after the person has moved one
+const customOrder = {steps: null}; // names of the sampling steps in the order that the user has set
 const stepNamed = (name) => writing.about.steps.find((step) => step.name === name);
 const settingNamed = (name) => writing.about.settings.find((setting) => setting.name === name);
 const titleOf = (name) => TITLES[name] ?? sentenceCase(name.replaceAll("_", " ")).replace(/^Dry /, "DRY ").replace(/^Xtc /, "XTC ");
@@ -62,7 +62,7 @@ function settingRow(setting) {
   return element("div", {class: `setting${["list", "map"].includes(type) || name === "strategy" ? " wide" : ""}`, "data-of": name}, label, fieldOf(setting), note);
 }
 
-/** A row of this page for something that is not a setting of the server. */
+/** Returns the row of a field that is not a setting of the server. */
 function extraRow(id, label, field, help) {
   field.id = id;
   field.setAttribute("aria-describedby", `help-${id}`);
@@ -80,7 +80,7 @@ function buildSettings() {
   };
   const main = MAIN.filter((name) => rest.has(name)).map(take);
   const count = element("input", {type: "number", min: 0, max: alternatives, step: 1, class: "field", placeholder: "10"});
-  main.push(extraRow("num-alternatives", "Alternatives", count, `Reported with each token, at most ${alternatives}.`));
+  main.push(extraRow("num-alternatives", "Alternatives", count, `Number of alternatives reported with each token, at most ${alternatives}.`));
   const system = element("textarea", {id: "system", class: "field", rows: 2});
   const systemRow = element("div", {class: "setting wide", id: "system-row"}, element("label", {for: "system"}, "System message"), system);
   const groups = GROUPS.map(([name, belongs]) => {
@@ -122,8 +122,8 @@ function orderGroup() {
   const names = Object.keys(writing.about.orders).map((name) => element("option", {value: name}, name));
   const served = element("option", {value: ""}, "default");
   const custom = element("option", {value: "own", disabled: "", hidden: ""}, "custom");
-  const help = "The program whose order of steps is used; the values do not change. The arrows make a custom order.";
-  const row = extraRow("preset", "Order of", element("select", {}, served, ...names, custom), help);
+  const help = "The program whose order of sampling steps applies; their values do not change. The arrows set a custom order.";
+  const row = extraRow("preset", "Order as in", element("select", {}, served, ...names, custom), help);
   row.querySelector("select").addEventListener("change", () => {
     customOrder.steps = null;
     drawOrder();
@@ -131,7 +131,7 @@ function orderGroup() {
   return element("details", {id: "order-group"}, element("summary", {}, "Order of the steps ", element("span", {class: "count"})), row, element("ol", {class: "order", id: "order"}));
 }
 
-/** The steps in their current order, with mirostat's two steps as one. An order of Kobold codes is that of its preset. */
+/** Returns the steps in their current order, with mirostat's two steps as one. For an order of Kobold codes, this is the preset's order. */
 function currentOrder() {
   if (customOrder.steps) return customOrder.steps;
   const chosen = byId("preset").value;
@@ -140,7 +140,7 @@ function currentOrder() {
   return [...new Set(names.map((name) => (name.startsWith("mirostat") ? "mirostat" : name)))];
 }
 
-/** Draws the list of steps; `focus` is the step and direction of the button that has the focus. */
+/** Draws the list of steps; `focus` is the step and the direction of the button to focus. */
 function drawOrder(focus = null) {
   byId("preset").value = customOrder.steps ? "own" : byId("preset").value === "own" ? "" : byId("preset").value;
   const order = currentOrder();
@@ -182,7 +182,7 @@ function valueOf({name, type}) {
   return lines.map((line) => (/^\d+$/.test(line) ? Number(line) : line));
 }
 
-/** The settings whose fields are not empty, by name. */
+/** Returns the settings whose fields are not empty, by name. */
 function chosenSettings() {
   if (!writing.about) return {};
   const all = writing.about.settings.filter(({name}) => byId(`setting-${name}`));
@@ -197,7 +197,7 @@ function numAlternatives() {
   return text === "" ? 10 : Math.max(0, Math.min(writing.about.alternatives, Math.round(Number(text))));
 }
 
-/** Returns whether all numbers are in their ranges; otherwise shows the first that is not. */
+/** Returns whether all numbers are in their ranges; otherwise shows the first one that is not. */
 function checkFields() {
   const wrong = [...byId("settings").querySelectorAll("input")].find((field) => !field.checkValidity());
   if (!wrong) return true;

@@ -1,5 +1,5 @@
 "use strict";
-// What the browser stores across reloads, the panels, and what keys and buttons do.
+// The state that the browser stores across reloads, the panels, and the handlers of keys and buttons.
 
 const STORAGE_KEY = "dantinox.write";
 const PANELS = ["token", "settings", "statistics"];
@@ -7,7 +7,7 @@ const isNarrow = matchMedia("(max-width: 839px)"); // panels are sheets; the sty
 
 // Storage.
 
-/** Stores numbers to the digits that are shown, and texts. If the storage is full, leaves out the alternatives. */
+/** Stores the texts, with numbers rounded to 9 digits, and the settings. If the storage is full, omits the alternatives of the tokens. */
 function saveState() {
   if (!writing.about) return;
   const serialize = (withAlternatives) => {
@@ -23,13 +23,13 @@ function saveState() {
   for (const withAlternatives of [true, false]) {
     try {
       localStorage.setItem(STORAGE_KEY, serialize(withAlternatives));
-      if (!withAlternatives) showStatus(`${byId("status").textContent} The text is too long to keep its alternatives across a reload.`);
+      if (!withAlternatives) showStatus(`${byId("status").textContent} The storage of the browser is full: a reload loses the alternatives of the tokens.`);
       return;
     } catch {
       // The storage is full: try without the alternatives.
     }
   }
-  showStatus(`${byId("status").textContent} The text is too long to keep it across a reload: save it.`);
+  showStatus(`${byId("status").textContent} The storage of the browser is full: a reload loses the text, unless you save it to a file.`);
 }
 
 function storedState() {
@@ -41,17 +41,17 @@ function storedState() {
   }
 }
 
-/** The parts without their tokens. */
-function wordsOf(parts) {
+/** Returns the parts as plain text, without their tokens. */
+function withoutTokens(parts) {
   return parts.map((part) => ({who: part.who, text: textOf(part), ...(isModel(part) && {tokens: []})}));
 }
 
-/** Restores texts, draft and settings. If the model has changed, its token ids belong to another vocabulary and only words remain. */
+/** Restores texts, draft and settings. If the model has changed, the stored token ids are not those of its vocabulary, and only plain text remains. */
 function restoreState(found) {
   const isSameModel = found.model === writing.about.model;
   for (const mode of ["story", "chat"]) {
     const parts = found.texts?.[mode] ?? [];
-    writing.texts[mode].parts = isSameModel ? parts : wordsOf(parts);
+    writing.texts[mode].parts = isSameModel ? parts : withoutTokens(parts);
   }
   writing.mode = writing.about.chat && found.mode !== "story" ? "chat" : "story";
   if (SHADINGS.includes(found.shading)) state.shading = found.shading;
@@ -61,14 +61,14 @@ function restoreState(found) {
 
 // Panels.
 
-/** Shows one panel (null: none): a sheet above the composer on a narrow screen, the side column on a wide one. */
+/** Shows one panel (null: none): as a sheet above the composer on a narrow screen, in the side column on a wide one. */
 function openPanel(name) {
   document.body.dataset.panel = name ?? "";
   for (const one of PANELS) byId(`show-${one}`).setAttribute("aria-expanded", String(one === name));
   if (name === "token" && state.nodes.length) reveal(state.nodes[state.at]);
 }
 
-/** Closes an open sheet and returns the focus to where it was opened from; returns whether one was open. */
+/** Closes the open sheet and moves the focus back to the element that opened it. Returns whether a sheet was open. */
 function closeSheet() {
   const {panel} = document.body.dataset;
   if (!isNarrow.matches || !panel) return false;
@@ -172,7 +172,7 @@ function listenToButtons() {
   });
 }
 
-/** Loads the server's description of itself. Nothing can be generated before it arrives. */
+/** Loads the description of the server. No text can be generated before it arrives. */
 async function connect() {
   try {
     writing.about = await (await request("/api/dantinox/about")).json();

@@ -15,7 +15,7 @@ from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.limits import MAX_DEPTH, MAX_DIGITS
 
 MAX_ALTERNATIVES = 20  # reported with a token
-# Fields of OpenAI's API that would change the response, and their values that would not.
+# Unsupported fields of OpenAI's API that would change the response, each with its values that have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
@@ -28,9 +28,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class StrictBody(BaseModel):
-    """An object in a body. Null equals an absent field, values are not converted, and unknown fields are kept in `model_extra`.
+    """An object in a body. Null means an absent field, values are not converted, and unknown fields are kept in `model_extra`.
 
-    `unsupported` names fields that would change the response, with their values that would not.
+    `unsupported` has the unsupported fields that would change the response, each with its values that have no effect.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
@@ -66,7 +66,7 @@ async def parse_body(request: Request, kind: type[BodyType], *, may_be_empty: bo
 
     Args:
       kind: model of the body.
-      may_be_empty: accept a request without a body as an empty object.
+      may_be_empty: treat a request without a body as an empty object.
 
     Raises:
       RequestError: 415, the media type is not JSON in UTF-8; 400, the body is not JSON or not valid.
@@ -112,7 +112,7 @@ def parse_json(data: bytes) -> JSON:
     """Parses JSON strictly: UTF-8, finite numbers, no duplicate keys, at most `MAX_DEPTH` nested lists and objects.
 
     Raises:
-      RequestError: 400 with the error.
+      RequestError: 400, the body is not valid; the message has the reason.
     """
     try:
         found: JSON = json.loads(

@@ -28,9 +28,9 @@ from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
 
 KOBOLDAI_VERSION = "1.2.5"  # supported version of KoboldAI's API
-KOBOLDCPP_VERSION = "1.74"  # of KoboldCpp's API: the lowest whose features Lite uses completely
+KOBOLDCPP_VERSION = "1.74"  # supported version of KoboldCpp's API: the lowest for which Lite enables all features
 FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "embeddings", "savedata", "guidance"
-MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # finished generations that are kept, and for how long
+MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # number of finished generations that are kept, and seconds for which they are kept
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
 STOP_CODES = {None: -1, "length": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
 ERROR_TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
@@ -102,9 +102,9 @@ async def parse(
 
 
 def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> dict[str, Any]:
-    """Returns the settings of banned tokens and biases, added to the bans of the run.
+    """Returns the settings of banned tokens and biases, including the bans of the server's settings.
 
-    A single character bans every token that contains it; a longer string is banned in its usual tokenization.
+    A string of one character bans every token that contains it. Of a longer string, only its usual tokenization is banned.
     """
     texts, ids = body.banned_tokens or (), list(body.custom_token_bans or ())
     check_ids(tokenizer, ids, "custom_token_bans")
@@ -141,10 +141,10 @@ class Generation(Reply):
       request: the generation request.
       texts, tokens, reasons: text, number of tokens and finish reason (None while it runs) of each sample.
       records: records of the first sample's tokens, if log-probabilities are requested.
-      ended: time of its end by `time.monotonic`, None while it runs.
+      ended: time of its end, as returned by `time.monotonic`; None while it runs.
     """
 
-    truncate_on_error: ClassVar[bool] = True  # Lite recognizes a failed stream by it
+    truncate_on_error: ClassVar[bool] = True  # Lite recognizes a failed stream by the missing final chunk
 
     def __init__(self, tokenizer: Tokenizer, generations: "Generations", key: str, request: GenerationRequest, stream: bool):
         super().__init__([request], stream)
@@ -202,14 +202,15 @@ class Generation(Reply):
 
 
 def _event(name: str, content: JSON) -> bytes:
-    """Formats an event as Lite parses it: both lines, plain line feeds, and ASCII, because some characters end a line."""
+    """Formats an event as Lite parses it: both lines, plain line feeds, and ASCII, because other characters may end a line."""
     return f"event: {name}\ndata: {json.dumps(content, ensure_ascii=True, allow_nan=False)}\n\n".encode()
 
 
 class Generations:
-    """The running and the latest finished generations, for other requests about them.
+    """The running and the recently finished generations, which other requests can query or abort.
 
-    A request without a key must not see another client's generation: it finds only a single running generation without a key.
+    A request without a key must not see another client's generation. It finds a generation only if that has no key and is the
+    only running one.
     """
 
     def __init__(self) -> None:
@@ -267,8 +268,8 @@ def _info_routes(service: Service) -> list[Route]:
     def context() -> JSON:
         return {"value": service.context}
 
-    length = "Returns the context of the server in tokens."
-    united: dict[str, tuple[Callable[[], JSON], str]] = {
+    length = "Returns the maximum context length in tokens."
+    versioned: dict[str, tuple[Callable[[], JSON], str]] = {
         "model": (lambda: {"result": engine.name}, "Returns the name of the model."),
         "info/version": (lambda: {"result": KOBOLDAI_VERSION}, "Returns the version of KoboldAI's API."),
         "config/max_context_length": (context, length),
@@ -276,15 +277,15 @@ def _info_routes(service: Service) -> list[Route]:
             lambda: {"value": engine.settings({}).generation.max_new_tokens},
             "Returns the default number of new tokens.",
         ),
-        "config/soft_prompt": (lambda: {"value": ""}, "Returns no soft prompt."),
-        "config/soft_prompts_list": (lambda: {"values": []}, "Returns no soft prompts."),
+        "config/soft_prompt": (lambda: {"value": ""}, "Returns an empty name: soft prompts are not supported."),
+        "config/soft_prompts_list": (lambda: {"values": []}, "Returns an empty list: soft prompts are not supported."),
     }
     return [
-        *(route(f"/api/{version}/{path}", *answer) for path, answer in united.items() for version in ("v1", "latest")),
+        *(route(f"/api/{version}/{path}", *answer) for path, answer in versioned.items() for version in ("v1", "latest")),
         route("/api/extra/version", lambda: about, "Returns the supported version of KoboldCpp's API and its features."),
         route("/api/extra/true_max_context_length", context, length),
-        route("/api/extra/preloadstory", dict, "Returns no story."),
-        route("/sdapi/v1/sd-models", list, "Returns no image models."),
+        route("/api/extra/preloadstory", dict, "Returns an empty object: stories are not preloaded."),
+        route("/sdapi/v1/sd-models", list, "Returns an empty list: image models are not supported."),
     ]
 
 
@@ -313,14 +314,14 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
 
 
 def _generation_routes(service: Service, generations: Generations) -> list[Route]:
-    """Returns the routes for the generations of other requests."""
+    """Returns the routes that query or abort the generations of other requests."""
 
     async def find(request: Request, live: bool = False) -> list[Generation]:
         body = await parse_body(request, KeyBody, may_be_empty=True) if request.method == "POST" else KeyBody()
         return generations.find(body.genkey or "", live=live)
 
     async def check(request: Request) -> Response:
-        """Returns the text so far of a running generation."""
+        """Returns the text that a running generation has produced so far."""
         texts = [text for one in (await find(request))[-1:] for text in one.texts] or [""]
         return JSONResponse({"results": [{"text": text} for text in texts]})
 
@@ -350,7 +351,7 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
 
 
 def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
-    """Returns numbers of the last generation and of the server."""
+    """Returns statistics of the last generation and of the server."""
     status, now, last = service.engine.status(), time.monotonic(), generations.last
     found: dict[str, JSON] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
     if last is not None:

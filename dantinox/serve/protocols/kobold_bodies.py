@@ -45,7 +45,7 @@ def _to_texts(value: Any) -> Any:
 
 
 def _to_breakers(value: Any) -> Any:
-    """Converts as `_to_texts`; a string may also be the JSON of a list, as SillyTavern sends it."""
+    """Converts as `_to_texts` does; a string may also contain a JSON list, as SillyTavern sends it."""
     return _to_texts(parse_json(value.encode()) if isinstance(value, str) and value.lstrip().startswith("[") else value)
 
 
@@ -116,16 +116,16 @@ class GenerateBody(StrictBody):
       n: number of results.
       max_context_length: maximum length of prompt and answer together, in tokens.
       max_length: maximum number of new tokens.
-      genkey: a key by which other requests name this generation.
-      sampler_seed: seed of the sampler; 0 and below choose a new one.
+      genkey: a key by which other requests identify this generation.
+      sampler_seed: seed of the sampler; 0 or a negative value chooses a random seed.
       stop_sequence: strings that end the answer.
       trim_stop: remove the stop string from the answer.
       bypass_eos: continue after the EOS token.
       ban_eos_token: never sample the EOS token.
-      replace_instruct_placeholders: false keeps the placeholders of prompt, memory and stop strings.
+      replace_instruct_placeholders: false keeps the placeholders in prompt, memory and stop strings.
       logprobs: report log-probabilities.
       grammar: GBNF grammar of the answer.
-      rep_pen, repeat_penalty, repetition_penalty: repetition penalty; the largest of the three counts.
+      rep_pen, repeat_penalty, repetition_penalty: repetition penalty; the largest of the three applies.
       rep_pen_range: number of last tokens that the repetition penalty covers; 0 disables the penalties.
       rep_pen_slope: slope of the repetition penalty over its range.
       presence_penalty: subtracted from the logit of every token in prompt and answer.
@@ -134,7 +134,7 @@ class GenerateBody(StrictBody):
       dynatemp_exponent: exponent of the dynamic temperature.
       smoothing_factor: quadratic smoothing of the logits; 0 disables it.
       smoothing_curve: curve of the smoothing.
-      top_k: number of likeliest tokens kept; 0 disables it.
+      top_k: number of most likely tokens kept; 0 disables it.
       top_p: probability mass kept; 1 disables it.
       top_a: threshold relative to the square of the largest probability; 0 disables it.
       min_p: threshold relative to the largest probability; 0 disables it.
@@ -221,7 +221,7 @@ class GenerateBody(StrictBody):
         a KoboldCpp name keep their names. With the entropy router, only the penalties of a request apply.
 
         Args:
-          base: settings of the run.
+          base: the generation settings of the server.
         """
         extra = {name: value for name, value in (self.model_extra or {}).items() if name in REQUEST_KEYS.keys() - ALIASES}
         found = self._limits() | self._penalties(base) | self._dry(base)
@@ -280,7 +280,7 @@ class GenerateBody(StrictBody):
             found |= {"dynatemp_low": 1.0, "dynatemp_high": 1.0}
             found |= {} if self.temperature is None else {"temperature": self.temperature}
         if found.get("temperature"):
-            found["greedy"] = False  # a temperature overrides a greedy run
+            found["greedy"] = False  # a temperature overrides greedy decoding of the server's settings
         smoothing = base.smoothing_factor if self.smoothing_factor is None else max(self.smoothing_factor, 0.0)
         if self.smoothing_factor is not None:
             found["smoothing_factor"] = smoothing

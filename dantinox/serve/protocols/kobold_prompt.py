@@ -17,9 +17,9 @@ MARKERS = ("first-5dd0a1", "second-5dd0a1", "third-5dd0a1")  # texts that no tem
 
 
 class Placeholders:
-    """Replaces instruction placeholders such as `{{[INPUT]}}` by the tags of a chat template, or by KoboldCpp's default tags.
+    """Replaces instruction placeholders such as `{{[INPUT]}}` with tags of a chat template or with KoboldCpp's default tags.
 
-    Placeholders for the end of a turn become empty, because the tag of the next turn ends the one before.
+    Placeholders for the end of a turn become empty, because the tag of the next turn also ends the previous turn.
     """
 
     def __init__(self, template: ChatTemplate | None):
@@ -31,10 +31,10 @@ class Placeholders:
 
         Args:
           text: text with placeholders.
-          at_start: whether the text starts the prompt, so that its first placeholder ends no turn.
+          at_start: whether the text starts the prompt, so that there is no previous turn to end.
 
         Raises:
-          UserError: the template cannot format such a conversation.
+          UserError: the template cannot format a conversation with these roles.
         """
         if "{{[" not in text:
             return text
@@ -46,7 +46,7 @@ class Placeholders:
         return PLACEHOLDER.sub(tag, text)
 
     def fill_all(self, memory: str, prompt: str, stops: Sequence[str]) -> tuple[frozenset[int], str, str, tuple[str, ...]]:
-        """Replaces all placeholders; returns the ids of tokens that end a turn (if there is one), memory, prompt and stops."""
+        """Replaces all placeholders; returns the ids that end a turn (none without placeholders), memory, prompt and stops."""
         has_placeholder = any(map(PLACEHOLDER.search, (memory, prompt, *stops)))
         ends = self._template.end_ids if self._template and has_placeholder else frozenset()
         prompt = self.fill(prompt, not memory.strip())
@@ -61,9 +61,9 @@ class Placeholders:
         if len(parts) != 4:
             raise UserError(f"{self._template.name} changes the text of messages: instruction placeholders cannot be replaced")
         first, _, turn, answer = parts
-        return {"FIRST": first, "INPUT": turn, "OUTPUT": answer, "SYSTEM": self._system()}
+        return {"FIRST": first, "INPUT": turn, "OUTPUT": answer, "SYSTEM": self._system_tag()}
 
-    def _system(self) -> str:
+    def _system_tag(self) -> str:
         assert self._template is not None
         messages = [{"role": role, "content": text} for role, text in zip(("system", "user"), MARKERS, strict=False)]
         try:
@@ -76,8 +76,9 @@ class Placeholders:
 def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -> tuple[list[int], int]:
     """Returns the token ids to continue, and the number of new tokens.
 
-    The requested new tokens have priority, but a long text keeps at least half of the context: some clients request more tokens
-    than the context has. If the text is too long, the memory is kept and the prompt loses its beginning.
+    The requested number of new tokens is reserved first, but a long text keeps at least half of the context, because some
+    clients request more tokens than the context has. If the text is too long, the beginning of the prompt is dropped, not the
+    memory.
 
     Args:
       run: the loaded model.
@@ -100,13 +101,13 @@ def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context
     if len(memory_ids) + min_prompt >= context:
         message = f"the memory has {len(memory_ids):,} tokens and the context is {context:,}: shorten the memory"
         raise RequestError(400, message, param="memory")
-    room = min(max(context - new, context // 2), context - 1)
-    ids = memory_ids + prompt_ids[-max(room - len(memory_ids), min_prompt) :] if prompt_ids else memory_ids
+    max_text = min(max(context - new, context // 2), context - 1)
+    ids = memory_ids + prompt_ids[-max(max_text - len(memory_ids), min_prompt) :] if prompt_ids else memory_ids
     return ids, min(new, context - len(ids))
 
 
 def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Splits stop strings into texts and token ids. A string that starts with a special token's name becomes that token."""
+    """Splits stop strings into texts and token ids. A string that starts with a special token's name becomes its id."""
     texts, ids = [], []
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     for stop in stops:

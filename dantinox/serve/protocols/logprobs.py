@@ -11,12 +11,12 @@ MIN_LOGPROB = -9999.0  # replaces −∞, which JSON cannot represent
 PREFIX_TOKENS = 16  # last tokens of a prompt, which determine the text of the next token
 
 Logprobs = dict[str, Any]  # name → list
-# (tokenizer, request, first text of the choice) → function that formats the records of one choice, call by call
+# (tokenizer, request, first text of the choice) → function that formats successive records of one choice
 LogprobsFormatter = Callable[[Tokenizer, GenerationRequest, str], Callable[[Sequence[TokenRecord]], Logprobs]]
 
 
 class CompletionLogprobs:
-    """Formats the log-probabilities of one choice of a completion. Each call continues after the records of the last one."""
+    """Formats the log-probabilities of one choice of a completion. A call continues after the records of the previous call."""
 
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, head: str):
         self._tokenizer, self._offset = tokenizer, 0
@@ -34,7 +34,7 @@ class CompletionLogprobs:
             found["text_offset"].append(self._offset)
             self._offset += len(self._detokenizer.push([record["id"]]))
             top: dict[str, float] = {}
-            for other in record.get("alternatives", ()):  # sorted: of equal names the likeliest is kept
+            for other in record.get("alternatives", ()):  # sorted by probability: of equal names, the most likely is kept
                 top.setdefault(token_name(self._tokenizer, other["id"]), _logprob(other))  # type: ignore[arg-type]
             if logprob is not None:
                 top[name] = max(logprob, top.get(name, logprob))

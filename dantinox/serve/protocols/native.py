@@ -65,7 +65,7 @@ def routes(service: Service) -> list[Route]:
         return JSONResponse(_about(service) | {"settings": settings})
 
     async def generate(request: Request) -> Reply:
-        """Streams a text as server-sent events, one per token."""
+        """Streams a continuation as server-sent events, one per token."""
         return await parse(service, await parse_body(request, GenerateBody))
 
     return [
@@ -91,9 +91,9 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         config = service.model.with_stop_ids(config, ends)
         ids = [*head, *ids]
     context, size = service.context, service.tokenizer.vocab_size
-    # Truncate the beginning of a long prompt, so that the answer has room: its requested length, at most half the context.
-    room = min(config.generation.max_new_tokens, context // 2)
-    left_out = max(0, len(ids) - (context - room)) if body.fit else 0
+    # Truncate the beginning of a long prompt, to reserve the requested length of the answer, but at most half of the context.
+    reserved = min(config.generation.max_new_tokens, context // 2)
+    left_out = max(0, len(ids) - (context - reserved)) if body.fit else 0
     request = GenerationRequest(tuple(ids[left_out:]), config, min(body.alternatives, size))
     begin = {
         "prompt_tokens": len(request.ids),
@@ -101,7 +101,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         "texts": texts,
         "seed": config.generation.seed,
         "settings": replace_nonfinite(changed_settings(config)),
-        "router": await _router_numbers(service, config),
+        "router": await _router_values(service, config),
         "vocab_size": size,
         "context": context,
     }
@@ -164,12 +164,12 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
     """Returns the token ids of the prompt, and those of each string in it.
 
     Raises:
-      RequestError: 400, the vocabulary does not have an id or cannot encode a string.
+      RequestError: 400, an id is not in the vocabulary, or a string cannot be encoded.
     """
     prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     model, tokenizer = service.model, service.tokenizer
 
-    def encoded() -> tuple[list[int], list[list[int]]]:
+    def encode() -> tuple[list[int], list[list[int]]]:
         check_ids(tokenizer, [part for part in prompt if isinstance(part, int)], "prompt")
         ids: list[int] = []
         texts: list[list[int]] = []
@@ -182,12 +182,12 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
         return ids or ([] if body.messages is not None else model.prompt_ids("")), texts
 
     try:
-        return await run_sized(sum(len(part) if isinstance(part, str) else 1 for part in prompt), encoded)
+        return await run_sized(sum(len(part) if isinstance(part, str) else 1 for part in prompt), encode)
     except UserError as error:
         raise RequestError(400, str(error), param="prompt") from None
 
 
-async def _router_numbers(service: Service, config: Config) -> dict[str, float | None] | None:
+async def _router_values(service: Service, config: Config) -> dict[str, float | None] | None:
     if config.generation.strategy != "entropy":
         return None
     return await run_in_thread(lambda: router_values(service.model.params([config]), 0))

@@ -1,6 +1,6 @@
 """The OpenAI protocol: `/v1/models`, `/v1/completions` and `/v1/chat/completions`.
 
-The fields are those of OpenAI's API reference, and the additional ones that clients of vLLM send.
+The fields are those of OpenAI's API reference and the additional fields that clients of vLLM send.
 """
 
 import json
@@ -116,7 +116,7 @@ class ReplyFormat(NamedTuple):
       object, chunk_object: value of the field `object` in a complete response, and in a chunk of a streamed response.
       logprobs: formats the log-probabilities of a choice.
       message, delta: functions from the complete text of a choice, or from a delta of it, to the fields of the choice.
-      opening: fields of a chunk that every choice sends before the first text of the stream; None: no such chunk.
+      opening: fields of the first chunk of each choice, which is sent before any text; None: no such chunk.
     """
 
     id: str
@@ -163,7 +163,7 @@ class OpenAIReply(Reply):
     def __init__(
         self, service: Service, requests: Sequence[GenerationRequest], form: ReplyFormat, body: Body, echoed: Sequence[str]
     ):
-        """Initializes the reply; `echoed` has the prompt of each request if `echo` is set, else empty strings."""
+        """Initializes the reply; `echoed` has the prompt of each request if `echo` is set, otherwise empty strings."""
         super().__init__(requests, bool(body.stream))
         self._tokenizer, self._form, self._echoed = service.tokenizer, form, echoed
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)

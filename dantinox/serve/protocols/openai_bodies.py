@@ -65,13 +65,13 @@ class Body(StrictBody):
       model: name of the served model; another name is an error.
       stream: send the answer as server-sent events while it is generated.
       stream_options: options of a stream.
-      n: samples of each prompt.
+      n: number of samples of each prompt.
       best_of: must equal n.
       seed: seed of the sampler, reduced to 32 bits.
       stop: strings that end the answer.
       max_tokens: maximum number of new tokens.
       logit_bias: numbers added to the logits of tokens, named by id or by text.
-      response_format: requires JSON, of a schema if one is given.
+      response_format: requires JSON output, which matches the schema if one is given.
       guided_json: JSON schema of the answer.
       guided_regex: regular expression of the whole answer.
       guided_grammar: Lark grammar of the answer.
@@ -108,14 +108,14 @@ class Body(StrictBody):
         }
         found |= {name: value for name, value in renamed.items() if value is not None}
         if found.get("temperature"):
-            found.setdefault("greedy", False)  # a temperature overrides a greedy run
+            found.setdefault("greedy", False)  # a temperature overrides greedy decoding of the server's settings
         return found
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint on the answer, or None.
 
         Raises:
-          RequestError: 400, the constraint is invalid, or there are two.
+          RequestError: 400, the constraint is invalid, or the body has several.
         """
         guided = self.guided_json
         found = {

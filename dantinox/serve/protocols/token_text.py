@@ -31,7 +31,7 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
-    """Returns the bytes of a token within a text; None for special tokens, and if the bytes depend on adjacent tokens."""
+    """Returns the bytes of a token within a text; None for a special token, or if the bytes depend on adjacent tokens."""
     if tokenizer.token_pieces is None or token in tokenizer.special_ids or not 0 <= token < tokenizer.vocab_size:
         return None
     return tokenizer.token_pieces.inner[token]
@@ -49,7 +49,7 @@ async def prompt_ids(model: LoadedModel, prompts: Sequence[str | list[int]]) -> 
     """Returns the token ids of prompts, each given as text or ids.
 
     Raises:
-      RequestError: 400, the vocabulary cannot encode a text or does not have an id.
+      RequestError: 400, a text cannot be encoded, or an id is not in the vocabulary.
     """
 
     def encode() -> list[list[int]]:

@@ -19,9 +19,9 @@ class TokenizeBody(StrictBody):
     Attributes:
       model: name of the served model; another name is an error.
       prompt: text to encode; either this or messages.
-      messages: conversation to format by the chat template and encode.
+      messages: conversation to format with the chat template and encode.
       add_special_tokens: false leaves out the BOS token.
-      return_token_strs: return the text of each token too.
+      return_token_strs: also return the text of each token.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
@@ -57,7 +57,7 @@ def routes(service: Service) -> list[Route]:
             raise RequestError(400, "the body must have either prompt or messages", param="prompt")
         if body.messages is not None:
             ids, _ = await service.render([message.model_dump() for message in body.messages])
-        elif body.prompt in tokenizer.special_tokens:  # only a special token's name: clients find the EOS token this way
+        elif body.prompt in tokenizer.special_tokens:  # the name of a special token: clients look up the EOS id this way
             ids = [tokenizer.special_tokens[body.prompt]]
         elif not body.prompt:
             ids = []
