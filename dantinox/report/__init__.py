@@ -1,4 +1,4 @@
-"""Output for people: console, metric files, tables, plots and HTML pages."""
+"""Output of training and generation: console, metric files, experiment trackers, tables, plots and HTML pages."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ __all__ = [
 def open_console(stream: TextIO | None = None) -> Console:
     """Returns the display for `stream` (default: stderr).
 
-    A terminal that can move its cursor gets a live display, a notebook a progress bar, anything else plain lines.
+    A terminal that can move its cursor gets a live display, a notebook gets a progress bar, and anything else gets plain lines.
     """
     ipython = sys.modules.get("IPython")
     if stream is None and ipython is not None and hasattr(ipython.get_ipython(), "kernel"):

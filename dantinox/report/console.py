@@ -25,7 +25,7 @@ def show_progress(line: str) -> None:
 def steady_progress(
     show: Callable[[str], None] = show_progress, seconds: float = REPEAT_INTERVAL
 ) -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows a line. After `seconds` without a line, the last one is shown again with its duration."""
+    """Yields a function that shows a line. After `seconds` without a line, the last one is repeated with its elapsed time."""
     stopped, lock = threading.Event(), threading.Lock()
     last, started, shown = "starting", time.monotonic(), time.monotonic()
 
@@ -67,7 +67,7 @@ class Progress:
         show(f"{task}: {human_count(total)} {unit}")
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Adds `count` completed units; `note` is appended to the line if one is due."""
+        """Adds `count` completed units; `note` is appended to the line if one is shown."""
         self.done, now = self.done + count, time.monotonic()
         if now - self.shown < PROGRESS_INTERVAL:
             return
@@ -80,8 +80,8 @@ class Progress:
 class Console:
     """Prints a line of `key value` pairs per interval and evaluation: `step 250 val_loss 1.9412 bits_per_byte 2.801`.
 
-    Rows are those of the metric files, except that the `train_loss` of an evaluation is shown as `train_loss_since_eval`: an
-    interval that ends at the same step has another mean. `seconds_left` is shown as a duration.
+    The rows are those of the metric files, except that the `train_loss` of an evaluation is shown as `train_loss_since_eval`,
+    because an interval that ends at the same step has a different mean. `seconds_left` is shown as a duration.
     """
 
     def __init__(self, stream: TextIO):
@@ -89,13 +89,13 @@ class Console:
         self.stages: set[str] = set()
 
     def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
-        """Shows a preparation before the first step; called again as `done` of `total` units grows."""
+        """Shows a preparation stage before the first step. Further calls update `done`, the number of completed units."""
         if name not in self.stages:
             self.stages.add(name)
             self.note(f"{name}: {human_count(total)} {unit}")
 
     def start(self, total_steps: int, step: int = 0) -> None:
-        """Starts the display before the first step; `step` is the last step of a resumed run."""
+        """Starts the display before the first step; `step` is the last completed step of a resumed run."""
 
     def interval(self, row: Row) -> None:
         """Shows the row of a training interval."""
@@ -110,7 +110,7 @@ class Console:
         self._write(f"sample at step {step}:\n{printable(text)}")
 
     def note(self, text: str) -> None:
-        """Shows a sentence: where the run is, what it resumed from, why it stops."""
+        """Shows a message, such as the run directory, the resumed checkpoint or the reason for stopping."""
         self._write(printable(text))
 
     def close(self) -> None:
@@ -131,12 +131,12 @@ class Console:
 
 
 def format_pairs(row: Row) -> str:
-    """Formats a row as `step 10 train_loss 3.2104 lr 0.0003`, with the row's own names so that a script can read it."""
+    """Formats a row as `step 10 train_loss 3.2104 lr 0.0003`, with the names of the row, so that a script can parse it."""
     return " ".join(f"{name} {_number(name, value)}" for name, value in row.items() if value is not None)
 
 
 def format_headline(row: Row) -> str:
-    """Formats a row for people: `loss 3.2104 · val 3.3310 · 2.801 bits/byte · lr 3.0e-04 · 25.1k tok/s · 0.82 GB`."""
+    """Formats a row as a short line: `loss 3.2104 · val 3.3310 · 2.801 bits/byte · lr 3.0e-04 · 25.1k tok/s · 0.82 GB`."""
     parts = {
         "train_loss": lambda x: f"loss {x:.4f}",
         "train_loss_since_eval": lambda x: f"mean loss {x:.4f}",
@@ -151,7 +151,7 @@ def format_headline(row: Row) -> str:
 
 
 def printable(text: str) -> str:
-    """Replaces control characters and lone surrogates, except line breaks and tabs, so that a terminal does not act on them."""
+    """Replaces control characters, except line breaks and tabs, and lone surrogates: a terminal must not interpret them."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\ufffd" for c in text)
 
 

@@ -1,10 +1,10 @@
-"""Generated text at the terminal, each token shaded by the entropy of its distribution.
+"""Generated text in a terminal, with each token shaded by the entropy of its distribution.
 
 Shades go from dark to light (viridis, which color-blind readers can distinguish) with black or white letters, so that they
-are readable on dark and light terminals. Without colors, each line of text has a line of digits below it, the entropies in
-whole bits, and a line of letters for the strategies.
+are readable on dark and light terminals. Without colors, a line of digits below each line of text shows the entropies in whole
+bits, and a line of letters below that shows the strategies.
 
-Text of the model cannot control the terminal: control characters are shown as pictures (␛), other characters that can hide or
+Generated text cannot control the terminal: control characters are shown as symbols (␛), and other characters that can hide or
 reorder text as `<U+202E>`. A line break is shown as ↵.
 """
 
@@ -30,7 +30,7 @@ RAMP = np.array([
 ])  # fmt: skip
 # The same ramp in the 256 colors that all terminals share, also with increasing lightness.
 RAMP_256 = (53, 55, 24, 31, 36, 77, 149, 220, 226)
-RAMP_BITS = 8.0  # the end of the ramps; most of each is for the first bits, where tokens differ most
+RAMP_BITS = 8.0  # the end of the ramps; the first bits, where tokens differ most, cover most of a ramp
 WHITE_BELOW = {"truecolor": 1.503, "256": 0.782}  # bits below which white letters have more contrast than black ones (WCAG 2)
 LEGEND_BITS = (0, 0.5, 1, 2, 3, 4, 6, 8)
 MARKS = {"greedy": "ᵍ", "clarify": "ᶜ", "explore": "ᵉ", "resample": "ʳ", "adaptive": "ᵃ"}
@@ -75,7 +75,7 @@ def show_entropy(documents: Sequence[Document], width: int, colors: Colors) -> I
     Args:
       documents: as `trace_file` describes them.
       width: in terminal cells, at least 20.
-      colors: `truecolor` and `256` shade with escape sequences and reset them in each line; `none` writes digits below.
+      colors: `truecolor` and `256` shade with escape sequences, which each line resets; `none` prints digits below each line.
     """
     width = max(width, 20)
     used = {token.get("strategy") for document in documents for token in document["tokens"]}
@@ -91,7 +91,7 @@ def show_entropy(documents: Sequence[Document], width: int, colors: Colors) -> I
 
 
 def shade_text(text: str, bits: float | None, colors: Colors) -> str:
-    """Returns a piece of a streamed text, escaped for the terminal and shaded by its entropy of `bits`, None without a shade.
+    """Returns a piece of streamed text, escaped for the terminal and shaded by its entropy `bits`; None means no shade.
 
     A shaded line break is shown as ↵ before the break, so that the shade does not extend to the end of the line.
     """
@@ -103,7 +103,7 @@ def shade_text(text: str, bits: float | None, colors: Colors) -> str:
 
 
 def digit_lines(pieces: Iterable[tuple[str, float | None]], width: int) -> Iterator[str]:
-    """Yields the lines of a text, each followed by the entropies of its pieces in whole bits (9: 9 or more)."""
+    """Yields the lines of a text, each followed by the entropies of its pieces in whole bits (9 means 9 or more)."""
     glyphs = _to_glyphs((text, entropy, None) for text, entropy in pieces)
     yield from _draw_lines(glyphs, max(width, 20), "none")
 
@@ -115,7 +115,7 @@ def shade_rgb(bits: float) -> tuple[int, ...]:
 
 
 def shade_256(bits: float) -> int:
-    """Returns the number of an entropy's color among 256."""
+    """Returns the index of an entropy's color in the 256-color palette."""
     return RAMP_256[round(_ramp_position(bits) * (len(RAMP_256) - 1))]
 
 
@@ -132,18 +132,18 @@ def escape_character(character: str) -> str:
 
 
 def _pieces(tokens: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """Yields the pieces of a text. Tokens that form one character together have the entropy of the most uncertain one."""
+    """Yields the pieces of a text. Tokens that together form one character get the entropy of the most uncertain one."""
     parts: list[Mapping[str, Any]] = []
     for token in tokens:
         parts.append(token)
         if token["text"]:
-            least_sure = max(parts, key=lambda part: _finite(part["entropy"]) or 0.0)
-            yield token["text"], _finite(least_sure["entropy"]), least_sure.get("strategy")
+            most_uncertain = max(parts, key=lambda part: _finite(part["entropy"]) or 0.0)
+            yield token["text"], _finite(most_uncertain["entropy"]), most_uncertain.get("strategy")
             parts = []
 
 
 def _to_glyphs(pieces: Iterable[Piece]) -> list[Glyph]:
-    """Splits pieces into glyphs; a glyph that extends over several pieces belongs to the first."""
+    """Splits pieces into glyphs; a glyph that spans several pieces belongs to the first one."""
     glyphs: list[Glyph] = []
     before = None
     for text, entropy, strategy in pieces:
@@ -173,7 +173,7 @@ def _draw_lines(glyphs: Sequence[Glyph], width: int, colors: Colors) -> Iterator
 
 
 def _wrap(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list[Glyph]]:
-    """Yields lines of glyphs, broken after a space if there is one."""
+    """Yields lines of glyphs. A line that is too long is broken after its last space, if it has one."""
     line: list[Glyph] = []
     for glyph in glyphs:
         while line and sum(one.cells + mark_cells * bool(one.mark) for one in [*line, glyph]) > width:
@@ -220,8 +220,10 @@ def _draw_marks_below(line: Sequence[Glyph]) -> Iterator[str]:
 
 def _legend(strategies: Sequence[str], width: int, colors: Colors) -> Iterator[str]:
     if colors == "none":
-        letters = "; below that the strategy from that token on: " + ", ".join(f"{name[0]} {name}" for name in strategies)
-        text = "below each token its entropy in bits, rounded (9: 9 or more)" + (letters if strategies else "")
+        letters = "; a letter below that marks the start of a strategy: " + ", ".join(
+            f"{name[0]} {name}" for name in strategies
+        )
+        text = "the digit below a token is its entropy in bits, rounded (9: 9 or more)" + (letters if strategies else "")
         yield from textwrap.wrap(text, width)
         return
     chips = [Glyph(f" {bits:g}{'+' if bits == RAMP_BITS else ''} ", bits) for bits in LEGEND_BITS]

@@ -14,7 +14,7 @@ from dantinox.report.tables import human_time
 
 
 class LiveConsole(Console):
-    """Shows a progress bar and the latest numbers at the bottom; evaluations, samples and notes scroll above them.
+    """Shows a progress bar and the latest metrics at the bottom; evaluations, samples and notes scroll above them.
 
     External text is wrapped in `Text`, which rich prints literally and never interprets as markup.
     """

@@ -1,7 +1,7 @@
 """Metric files of a run: `training_log.csv` and `metrics.jsonl`.
 
-Every row is on disk before the method that adds it returns. Floats are written so that they read back bitwise. `truncate`
-removes the rows after a step.
+Every row is on disk before the method that adds it returns. Floats are written with enough digits to be read back exactly.
+`truncate` removes the rows after a step.
 """
 
 import csv
@@ -26,7 +26,7 @@ MIN_COLUMNS = COLUMNS.index("memory_gb") + 1  # a log with the columns of an old
 class MetricsLog:
     """Writes the two metric files and passes their rows to the trackers.
 
-    A row may lack values: their cells are empty in the CSV and absent from the JSON line. As a context manager it ends the
+    A row may lack values: their cells are empty in the CSV and absent from the JSON line. On exit, the context manager ends the
     trackers.
     """
 
@@ -53,7 +53,7 @@ class MetricsLog:
         self.event("evaluation", row)
 
     def truncate(self, step: int) -> None:
-        """Removes rows after `step` and incomplete rows of a crash from both files. Call it before adding the first row."""
+        """Removes rows after `step`, and rows that a crash left incomplete, from both files. Call it before adding a row."""
         last_step = (
             max((_step_of(line) or 0 for line in _read(self.path_jsonl).splitlines()), default=0) if self.trackers else 0
         )
@@ -77,7 +77,7 @@ class MetricsLog:
     def event(self, kind: str, row: Mapping[str, Any]) -> None:
         """Adds an `interval` of `logging.log_every` steps, or another event, to the JSON lines.
 
-        The `step` of `row` must not be smaller than that of the row before.
+        The `step` of `row` must not be smaller than that of the previous row.
         """
         plain = {name: _plain(value) for name, value in row.items() if value is not None}
         # JSON has no NaN: the value is null here and `nan` in the CSV.
@@ -147,7 +147,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _append(path: Path, *texts: str) -> None:
-    """Appends texts and waits for the disk. The file is opened each time, so that a deleted directory raises an error."""
+    """Appends texts and waits until they are on disk. Each call opens the file, so that a deleted directory raises an error."""
     with wrap_os_errors(f"cannot write {path}"), open(path, "a", encoding="utf-8", newline="\n") as file:
         file.writelines(texts)
         file.flush()
@@ -155,5 +155,5 @@ def _append(path: Path, *texts: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a NumPy or jax scalar to a Python number."""
+    """Converts a NumPy or JAX scalar to a Python number."""
     return value.item() if hasattr(value, "item") else value

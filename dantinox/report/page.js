@@ -1,4 +1,4 @@
-// The report: complete samples, one of them shown at a time.
+// The report, which shows one complete sample at a time.
 
 /** Rebuilds the tokens of a sample from its columns. */
 function unpack(sample) {
@@ -59,7 +59,7 @@ function show(sample) {
   Object.assign(state, {sample, at: 0, pointed: null});
   if (!isRouted() && state.shading === "strategy") state.shading = "entropy";
   document.body.classList.toggle("routed", isRouted());
-  drawColours();
+  drawColors();
   drawTotals();
   drawText();
   buildStrips();

@@ -1,7 +1,7 @@
 """The HTML report of a generation: shaded text, the alternatives of each token, and plots by position.
 
-The page is a single file that loads nothing else. Text of the model is data in it, never markup: JSON with every `<` escaped,
-shown as text. A Content-Security-Policy allows only the script and the style of this package, by their hashes.
+The page is a single file that loads nothing else. Generated text is embedded as JSON with every `<` escaped and is displayed as
+text, never as markup. A Content-Security-Policy allows only the script and the style of this package, by their hashes.
 """
 
 import base64
@@ -19,11 +19,11 @@ from dantinox.report.trace_file import LISTS, replace_nonfinite
 
 Words = dict[tuple[int, str], int]  # (token id, text) → its index in the table that all samples share
 
-SHARED = ("page_core.js", "page_plots.js", "page_token.js")  # also used by the page of a server
+SHARED = ("page_core.js", "page_plots.js", "page_token.js")  # also used by the server's web page
 SCRIPTS = (*SHARED, "page.js")
 GLYPHS = {"greedy": "▬", "clarify": "?", "explore": "▲", "resample": "↻", "adaptive": "•"}
-DIGITS = 5
-EXACT = {"entropy": 9, "varentropy": 9}  # digits that keep every bit of a float32: thresholds apply to these
+DIGITS = 5  # significant digits of the numbers in the page
+EXACT = {"entropy": 9, "varentropy": 9}  # digits that represent a float32 exactly: the router compares these with thresholds
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -31,8 +31,8 @@ def report_page(traces: Sequence[Mapping[str, Any]]) -> str:
     """Returns the HTML of the report, to be written as UTF-8.
 
     Args:
-      traces: trace documents, one per sample, as `trace_file` describes them. The page omits the parts for attention metrics,
-        strategies and router numbers if a trace has none. An infinite number is shown by its meaning: no bound, or impossible.
+      traces: trace documents, one per sample, as `trace_file` describes them. The page omits the sections for attention
+        metrics, strategies and router settings if no trace has them. Infinite numbers are shown as `no bound` or `impossible`.
 
     Raises:
       ValueError: `traces` is empty.
@@ -57,7 +57,7 @@ def _page(data: Mapping[str, Any]) -> str:
 
 
 def html_fragments() -> dict[str, str]:
-    """Returns the HTML that the report and the page of a server share, by its placeholder in their templates."""
+    """Returns the HTML that the report and the server's web page share, by the placeholder's name in their templates."""
     return {"plots": read_asset("page_plots.html"), "words": read_asset("page_words.html")}
 
 

@@ -1,10 +1,10 @@
 "use strict";
-// Shared by the report and the page of a server: the text shaded by token, and the selection of a token. Everything is drawn from one
-// state: the sample, the selected token, the token under the pointer, the shading, and what a click on an alternative does.
-// Text of the model reaches the page as text nodes only.
+// Shared by the report and the server's web page: the text shaded by token, and the selection of a token. Everything is drawn from one
+// state: the sample, the selected token, the token under the pointer, the shading, and the handler of a click on an alternative.
+// Generated text enters the page only as text nodes.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const NO_TOP_K = 2 ** 30; // a top_k of this size or more is off
+const NO_TOP_K = 2 ** 30; // a top_k of at least this value is disabled
 const STRATEGIES = DATA.strategies;
 const GLYPH = Object.fromEntries(STRATEGIES.map((name, s) => [name, DATA.glyphs[s]]));
 const METRICS = {
@@ -28,7 +28,7 @@ const isRouted = () => state.sample.strategy === "entropy";
 // Numbers.
 
 const known = (value) => value !== null && value !== undefined;
-const chance = (logprob) => (known(logprob) ? Math.exp(logprob) : 0);
+const probabilityOf = (logprob) => (known(logprob) ? Math.exp(logprob) : 0);
 const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
 const largest = (values) => values.reduce((most, value) => (value > most && value < Infinity ? value : most), 0);
 const valuesOf = (tokens, name) => tokens.map((token) => token[name]).filter(known);
@@ -63,14 +63,14 @@ function roundUp(x) {
   return unit * [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((step) => step >= x / unit - 1e-9);
 }
 
-/** A quantile of the finite values of a metric, undefined without any. */
+/** Returns a quantile of the finite values of a metric, undefined if there are none. */
 function quantile(name, tokens, share) {
   const values = valuesOf(tokens, name).filter(Number.isFinite);
   values.sort((a, b) => a - b);
   return values[Math.min(values.length - 1, Math.floor(share * values.length))];
 }
 
-/** The upper end of a scale that compares tokens: the 98th percentile of their finite values, rounded up. */
+/** Returns the upper end of a scale that compares tokens: the 98th percentile of their finite values, rounded up. */
 function scaleEnd(name, tokens) {
   const top = quantile(name, tokens, 0.98);
   return top > 0 ? roundUp(top) : 1;
@@ -79,11 +79,11 @@ function scaleEnd(name, tokens) {
 const sentenceCase = (text) => text[0].toUpperCase() + text.slice(1);
 const surprisalOf = (logprob) => (known(logprob) ? Math.max(0, -logprob / Math.LN2) : Infinity);
 
-// Elements. Control characters and characters that change the writing direction are shown as a sign.
+// Elements. Control characters and characters that change the writing direction are shown as symbols.
 
 const INVISIBLE = /[\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/;
 
-function sign(character) {
+function symbolOf(character) {
   const code = character.codePointAt(0);
   if (character === "\n") return "↵";
   if (character === "\t") return "⇥";
@@ -92,8 +92,8 @@ function sign(character) {
 
 function visible(text) {
   if (text === "") return "◌";
-  const signed = text.replace(new RegExp(INVISIBLE, "g"), sign);
-  return signed.replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));
+  const shown = text.replace(new RegExp(INVISIBLE, "g"), symbolOf);
+  return shown.replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));
 }
 
 function element(tag, attributes = {}, ...children) {
@@ -130,7 +130,7 @@ function tokenNode(token, i) {
   mark(node, false);
   if (token.text === "") node.append(element("i", {}, "◌"));
   for (const part of token.text.split(new RegExp(`(${INVISIBLE.source})`)).filter(Boolean)) {
-    if (INVISIBLE.test(part)) node.append(element("i", {}, sign(part)), "\n\t".includes(part) ? part : "");
+    if (INVISIBLE.test(part)) node.append(element("i", {}, symbolOf(part)), "\n\t".includes(part) ? part : "");
     else node.append(part);
   }
   if (token.strategy) {
@@ -204,7 +204,7 @@ function point(i) {
   drawMarks();
 }
 
-/** The token of the line above (step -1) or below (step 1) whose left edge is nearest to the left edge of token i. */
+/** Returns the token of the line above (step -1) or below (step 1) whose left edge is nearest to the left edge of token i. */
 function acrossLines(i, step) {
   const {nodes} = state;
   const distance = (j) => Math.abs(nodes[j].offsetLeft - nodes[i].offsetLeft);
@@ -229,15 +229,15 @@ const MOVES = {
 };
 
 function onKey(event, focus) {
-  const isNoMove = event.ctrlKey || event.altKey || event.metaKey || !Object.hasOwn(MOVES, event.key);
-  if (isNoMove || !state.nodes.length) return;
+  const isOtherKey = event.ctrlKey || event.altKey || event.metaKey || !Object.hasOwn(MOVES, event.key);
+  if (isOtherKey || !state.nodes.length) return;
   event.preventDefault();
   select(MOVES[event.key](), focus);
 }
 
 // Around the text.
 
-function drawColours() {
+function drawColors() {
   const choices = SHADINGS.filter((name) => name !== "strategy" || isRouted()).map((name) => {
     const radio = element("input", {type: "radio", name: "shading", value: name});
     radio.checked = name === state.shading;

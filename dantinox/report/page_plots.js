@@ -7,7 +7,7 @@ const FONT = "10px system-ui, sans-serif";
 
 const colors = new Map();
 
-/** A color variable of the style sheet in the current theme, in a form that a canvas accepts. */
+/** Returns a color variable of the style sheet in the current theme, in a form that a canvas accepts. */
 function paint(name) {
   if (!colors.has(name)) {
     const {style} = byId("theme");
@@ -56,14 +56,14 @@ function buildStrips() {
   byId("strips").closest(".panel").hidden = tokens.length === 0;
 }
 
-/** The tokens of each bar. Tokens share a bar if there are more of them than bars of 3 pixels. */
+/** Returns the tokens of each bar. If there are more tokens than bars of 3 pixels, a bar has several tokens. */
 function barsOf(tokens, width) {
   const count = Math.min(tokens.length, Math.max(1, Math.floor(width / 3)));
   const edge = (bar) => Math.floor((bar * tokens.length) / count);
   return Array.from({length: count}, (_, bar) => tokens.slice(edge(bar), edge(bar + 1)));
 }
 
-/** Draws for each bar the mean of its tokens and, lighter, their largest value; for strategies, their shares. */
+/** Draws for each bar the mean of its tokens and, in a lighter color, their maximum; for strategies, their shares. */
 function drawStrip(canvas, name) {
   const {pen, width, height} = surface(canvas);
   const bars = barsOf(state.sample.tokens, width);
@@ -84,13 +84,13 @@ function drawStrip(canvas, name) {
 
 // The map of entropy and varentropy. With square-root axes the small thresholds stay visible next to the large values.
 
-/** Whether `value relation bound` holds, and by what margin. A bound of null is infinite. */
+/** Returns whether `value relation bound` holds, and the margin. A bound of null is infinite. */
 function compare(value, relation, bound) {
   const margin = relation === "<" ? (bound ?? Infinity) - value : value - (bound ?? Infinity);
   return {holds: margin > 0, margin};
 }
 
-/** The router numbers that chose a token's strategy; each part of a text has its own. */
+/** Returns the router settings that chose a token's strategy; each part of a text has its own. */
 const routerOf = (token) => token.router ?? state.sample.router;
 
 function strategyOf(metrics, router) {
@@ -147,7 +147,7 @@ function nameRegion(pen, name, regions) {
   pen.fillText(label, left + 5, y);
 }
 
-/** Ticks at least `spacing` pixels apart; thresholds come before round numbers. */
+/** Returns ticks at least `spacing` pixels apart; thresholds have priority over round numbers. */
 function ticksOf({bounds, end, at}, spacing) {
   const ticks = [];
   for (const value of [...bounds, ...TICKS]) {
@@ -239,7 +239,7 @@ function listenToPlots() {
   new ResizeObserver(drawPlots).observe(byId("map").parentElement);
 }
 
-// How often each strategy was used, and which strategy followed it.
+// The counts of the strategies, and of the transitions between them.
 
 function drawStrategies() {
   const {tokens} = state.sample;
@@ -253,7 +253,7 @@ function drawStrategies() {
   });
   const head = ["Strategy", "Tokens", "Share", ...STRATEGIES.map((name) => `→ ${GLYPH[name]}`)];
   const rows = STRATEGIES.map((name) => strategyRow(name, count(name)));
-  const caption = "→ counts the strategies of the following tokens, shaded by their share of the row. Select a name to go to its next token.";
+  const caption = "Columns with → count the strategy of the next token, shaded by their share of the row. Select a strategy to go to its next token.";
   byId("shares").replaceChildren(...parts);
   byId("transitions").replaceChildren(tableOf("strategy-table", caption, head, rows));
 }

@@ -18,10 +18,10 @@ function probabilities(token) {
   const fact = (value, meaning) => element("div", {}, element("b", {}, value), element("span", {}, meaning));
   const possible = `${whole(token.survivors)} possible ${token.survivors === 1 ? "token" : "tokens"}`;
   const facts = element("div", {class: "probabilities"},
-    fact(percent(chance(token.logprob)), `before sampling, rank ${whole(token.rank + 1)} of ${whole(state.sample.vocab_size)}`),
-    fact(known(token.logprob_sampled) ? percent(chance(token.logprob_sampled)) : "impossible", `after sampling, ${possible}`),
+    fact(percent(probabilityOf(token.logprob)), `before sampling, rank ${whole(token.rank + 1)} of ${whole(state.sample.vocab_size)}`),
+    fact(known(token.logprob_sampled) ? percent(probabilityOf(token.logprob_sampled)) : "impossible", `after sampling, ${possible}`),
   );
-  if (token.forced) facts.append(element("p", {class: "note"}, "Forced: this token was not drawn."));
+  if (token.forced) facts.append(element("p", {class: "note"}, "Forced: this token was not sampled."));
   return facts;
 }
 
@@ -29,7 +29,7 @@ function probabilities(token) {
 
 function alternatives(token) {
   const listed = token.alternatives.some(({id}) => id === token.id) ? token.alternatives : [...token.alternatives, token];
-  const all = listed.map((one) => ({...one, before: chance(one.logprob), after: chance(one.logprob_sampled)}));
+  const all = listed.map((one) => ({...one, before: probabilityOf(one.logprob), after: probabilityOf(one.logprob_sampled)}));
   const end = Math.min(1, roundUp(Math.max(1e-6, ...all.flatMap(({before, after}) => [before, after]))));
   const rows = all.map((one) => alternativeRow(one, end, one.id === token.id));
   const others = state.sample.vocab_size - all.length;
@@ -61,7 +61,7 @@ function chosenRow(isChosen, word, ...cells) {
   return row;
 }
 
-/** The total probability of the tokens that are not listed, or nothing where it could be the rounding error of the listed ones. */
+/** Returns a row with the total probability of the unlisted tokens; empty where this could be a rounding error of the listed ones. */
 function restRow(count, listed) {
   const shares = ["before", "after"].map((key) => 1 - listed.reduce((sum, one) => sum + one[key], 0));
   const row = rowOf(`${whole(count)} others`, "", ...shares.map((share) => (share < 5e-4 ? "" : percent(share))));
@@ -69,18 +69,18 @@ function restRow(count, listed) {
   return row;
 }
 
-// The candidates of an adaptive token in the order of their draws. Among equal ones the first was chosen.
+// The candidates of an adaptive token in the order of their draws. Among equal scores, the first was chosen.
 
 function candidates(token) {
   if (!token.candidates.length) return "";
   const chosen = token.candidates.findIndex(({id}) => id === token.id);
   const rows = token.candidates.map(({text, logprob, score}, c) =>
-    chosenRow(c === chosen, "chosen", visible(text), percent(chance(logprob)), known(score) ? number(score) : "none"),
+    chosenRow(c === chosen, "chosen", visible(text), percent(probabilityOf(logprob)), known(score) ? number(score) : "none"),
   );
   return tableOf("candidates", "Candidates in the order of their draws: the highest score is chosen", ["Token", "Before", "Score"], rows);
 }
 
-// The strategy: every rule with its margins.
+// The strategy: every rule with the margins of its conditions.
 
 function rules(token) {
   const applied = STRATEGIES.indexOf(token.strategy);
@@ -96,7 +96,7 @@ function rules(token) {
   last.lastElementChild.setAttribute("colspan", 3);
   last.lastElementChild.className = "left";
   const head = ["Strategy", "Condition", "", "Margin"];
-  const all = element("div", {}, tableOf("rules", "Rules in their order: the first that holds applies", head, [...rows, last]));
+  const all = element("div", {}, tableOf("rules", "Rules in order: the first rule that holds applies", head, [...rows, last]));
   const expected = strategyOf(token, routerOf(token));
   const mismatch = `These rules choose ${expected}, but the trace has ${token.strategy}.`;
   if (expected !== token.strategy) all.append(element("p", {class: "note"}, mismatch));
@@ -115,7 +115,7 @@ function conditionCells(token, [metric, relation, threshold]) {
   ];
 }
 
-/** The axis of the map as a line: the range where the condition holds is shaded, and a dot marks the value. */
+/** Returns the axis of the map as a line: the range where the condition holds is shaded, and a dot marks the value. */
 function gauge(metric, relation, bound, value) {
   const {at} = axisOf(metric, 0, 100);
   const place = known(bound) ? at(bound) : 100;

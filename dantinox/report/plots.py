@@ -54,7 +54,7 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
 
     Args:
       logs: name of a run → paths of its CSV and JSON lines.
-      by: the x axis, a key of `BY`. Time counts the steps only, without start, compilation, evaluations and checkpoints.
+      by: the x axis, a key of `BY`. `time` counts only steps, not startup, compilation, evaluations or checkpoints.
 
     Raises:
       UserError: matplotlib is not installed, a run has no loss yet, or a file cannot be read or written.
@@ -87,7 +87,7 @@ def draw_rates(key: str, rates: list[float], losses: list[float], smoothed: list
     Args:
       key: name of the learning rate.
       rates, losses, smoothed: one number per step.
-      marks: rates to mark by a vertical line, by their labels.
+      marks: label → rate to mark with a vertical line.
     """
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
@@ -142,7 +142,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def to_png(figure: Any) -> bytes:
-    """Returns a figure as PNG. Characters that the font lacks become boxes, without a warning."""
+    """Returns a figure as PNG. Characters that the font lacks are drawn as boxes, without a warning."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = io.BytesIO()
@@ -182,7 +182,7 @@ def _add_tokens(axes: Any, per_step: float) -> None:
 def study_files(
     name: str, study: Any, csv: Callable[[Any], str], markdown: Callable[[Any], str], draw: Callable[[Any], bytes]
 ) -> dict[str, Callable[[], str | bytes]]:
-    """Returns the functions that make a study's files, by file name. The plot is last, because it needs matplotlib."""
+    """Returns functions that create the content of a study's files, by file name. The plot, which needs matplotlib, is last."""
 
     def as_json(study: Any) -> str:
         return json.dumps(asdict(study), indent=1, allow_nan=False) + "\n"
@@ -192,13 +192,13 @@ def study_files(
 
 
 def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> None:
-    """Makes and writes files one after the other into a folder, which is created if it is missing.
+    """Creates and writes files one after the other. The folder is created if it is missing.
 
     Args:
       files: file name → function that returns its content.
 
     Raises:
-      UserError: a file cannot be written, or cannot be made because matplotlib is missing. The files before it then exist.
+      UserError: a file cannot be written, or matplotlib is missing. The files before it have then been written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ class Column(NamedTuple):
       name: heading in CSV.
       heading: heading in text and Markdown.
       value: returns a row's cell: text, a number or None; with `interval` set, [value, low, high] or None.
-      form: format specification of a number; numbers from 100 on have no decimals.
+      form: format specification of a number; numbers of 100 and more have no decimals.
       interval: whether the value has an interval. CSV then has three columns, and Markdown shows both ends.
       spread: whether text shows half the width of the interval after the value.
     """
@@ -55,7 +55,7 @@ class Column(NamedTuple):
 
 
 def text_table(columns: Sequence[Column], rows: Sequence[Any], width: int, front: int = 1) -> Iterator[str]:
-    """Yields the table in lines of at most `width` cells; see `side_by_side`."""
+    """Yields the table in lines of at most `width` characters; see `side_by_side`."""
     return side_by_side([[column.heading, *map(column.short, rows)] for column in columns], width, front)
 
 
@@ -78,10 +78,10 @@ def csv_table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
 
 
 def side_by_side(columns: Sequence[Sequence[str]], width: int = 1 << 30, front: int = 1) -> Iterator[str]:
-    """Yields the lines of a table from its columns, each a sequence of cells whose first is the heading, of one or more lines.
+    """Yields the lines of a table. A column is a sequence of cells; the first is the heading, which may have several lines.
 
-    The first `front` columns are aligned left, the others right. Columns that do not fit into `width` cells follow below,
-    after an empty line, with the first `front` columns repeated.
+    The first `front` columns are aligned left, the others right. Columns that do not fit into `width` characters
+    follow below, after an empty line, with the first `front` columns repeated.
     """
     from rich.cells import cell_len
 

@@ -8,7 +8,7 @@ Each sample is a document: a dict with `prompt`, `text`, `seed`, `finish_reason`
 
 one for the sample, with the number of its tokens, and one for each token. `sample` counts the samples of the file and `step`
 the tokens of a sample, both from 0. `position` is the token's position in the context, including the prompt. A token's
-`alternatives` are lists `[id, text, logprob, logprob_sampled]`, most likely first. Its `candidates` are lists
+`alternatives` are lists `[id, text, logprob, logprob_sampled]`, with the most likely first. Its `candidates` are lists
 `[id, text, logprob, score]` in the order of their draws. All other values are numbers, strings or booleans.
 `pandas.read_json(path, lines=True).query("kind == 'token'")` returns a table of the tokens.
 
@@ -25,7 +25,7 @@ Document = Mapping[str, Any]
 
 # The lists of a token, and the fields of their entries.
 LISTS = {"alternatives": ("id", "text", "logprob", "logprob_sampled"), "candidates": ("id", "text", "logprob", "score")}
-# JSON allows these unescaped, but some readers end a line at them, and a terminal interprets some.
+# JSON allows these characters unescaped, but some parsers treat them as line ends, and terminals interpret some of them.
 UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 

@@ -1,10 +1,12 @@
 """Experiment trackers: TensorBoard and Weights & Biases.
 
-They receive the numbers of the rows, as `interval/train_loss` and `evaluation/val_loss`, the samples and the settings.
+They receive the samples, the settings, and the numbers of the rows, with names such as `interval/train_loss` and
+`evaluation/val_loss`.
 
-`begin(step, last_step, rows)` is called before the first row, and whenever the run returns to an earlier step: rows after
-`step` are void. `last_step` is the last step that had a row on disk until now. `rows` are the rows up to `step`, for a tracker
-that has not received them. `row` logs a row of `metrics.jsonl` and `text` a sample. When `end` returns, everything is sent.
+`begin(step, last_step, rows)` is called before the first row, and whenever the run returns to an earlier step, which
+invalidates the rows after `step`. `last_step` is the last step that had a row on disk before the call. `rows` are the rows up
+to `step`, for a tracker that has not received them. `row` logs a row of `metrics.jsonl`, and `text` logs a sample. `end` sends
+the remaining data.
 """
 
 import html
@@ -44,11 +46,13 @@ def _numbers(kind: str, row: Row) -> dict[str, float]:
 
 
 class _TensorBoard:
-    """Writes event files and flushes each event. A resumed run starts another file with a session restart, by which TensorBoard
-    discards the later steps of the files before it."""
+    """Writes event files and flushes each event.
+
+    A resumed run starts another file with a session-start event, which makes TensorBoard discard later steps of earlier files.
+    """
 
     def __init__(self, folder: Path, config: Config):
-        # The synchronous part of the library: its SummaryWriter passes rows to a thread and loses some if it is killed.
+        # The synchronous part of the library. SummaryWriter passes rows to a thread, and a killed process loses some of them.
         self.files = _library("tensorboardX.event_file_writer", "tensorboard")
         self.events = _library("tensorboardX.proto.event_pb2", "tensorboard")
         self.summary = _library("tensorboardX.summary", "tensorboard")
@@ -63,7 +67,7 @@ class _TensorBoard:
             self.writer = self.files.EventsWriter(str(self.folder / "events"), f".{time.time_ns()}")
         if not new:
             restart = self.events.SessionLog(status=self.events.SessionLog.START)
-            self._write(step + 1, session_log=restart)  # steps from this one on are void
+            self._write(step + 1, session_log=restart)  # invalidates earlier events from this step on
             return
         settings = {
             key: x if isinstance(x, int | float | str) else str(x)
@@ -101,35 +105,35 @@ def _verbatim(text: str) -> str:
 
 
 class _WeightsAndBiases:
-    """Logs all sessions of a run to one Weights & Biases run; the folder `wandb/` holds its id and the last logged step.
+    """Logs all sessions of a run to one Weights & Biases run. `wandb/dantinox.json` has its id and last logged step.
 
-    Weights & Biases does not accept a step twice, so steps that it has are not logged again. Online the service reports its
-    last step; offline it is the last step that was logged here.
+    Weights & Biases does not accept a step twice, so steps that it already has are skipped. Online, the service reports its
+    last step; offline, it is the last step that this machine has logged.
     """
 
     def __init__(self, folder: Path, config: Config):
         self.wandb = _library("wandb", "wandb")
         self.folder, self.config = folder, config
-        self.memory = folder / "wandb" / "dantinox.json"
+        self.state_path = folder / "wandb" / "dantinox.json"
         self.run: Any = None
         self.last_logged = 0
 
     def begin(self, step: int, last_step: int, rows: Iterable[Row]) -> None:
-        known = json.loads(self.memory.read_text()) if self.memory.exists() else None
+        known = json.loads(self.state_path.read_text()) if self.state_path.exists() else None
         if self.run is not None:
             self.last_logged = max(self.last_logged, last_step)
         else:
             self.run = self._init(known and known["id"])
             offline_step = max(known["told"], last_step) if known and self.run.offline else None
             self.last_logged = self.run.starting_step - 1 if offline_step is None else offline_step
-        self.memory.parent.mkdir(exist_ok=True)
-        atomic_write(self.memory, json.dumps({"id": self.run.id, "told": self.last_logged}) + "\n")
+        self.state_path.parent.mkdir(exist_ok=True)
+        atomic_write(self.state_path, json.dumps({"id": self.run.id, "told": self.last_logged}) + "\n")
         for row in rows:
             self.row(row["kind"], row)
 
     def _init(self, identity: str | None) -> Any:
         log = self.config.logging
-        # Without a timeout, a run that is asked to stop waits for a lost network. Data that is not sent stays in `wandb/`.
+        # Without a timeout, a run that should stop waits for a lost network connection. Unsent data stays in `wandb/`.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", "8")
         try:
             return self.wandb.init(
@@ -155,7 +159,7 @@ class _WeightsAndBiases:
             self._log({"sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step)
 
     def _log(self, data: dict[str, Any], step: int) -> None:
-        """Logs data; an error of the library disables this tracker but does not end the training."""
+        """Logs data; an error of the library disables this tracker, and the training continues."""
         if self.run is None:
             return
         try:

@@ -319,7 +319,7 @@ function drawAll() {
   const nodes = parts.map((part, number) => state.nodes.filter((_, i) => tokens[i].at.part === number));
   byId("tokens").replaceChildren(...parts.map((part, number) => (isChat() ? turnNode(part, number, nodes[number]) : passageNode(part, nodes[number]))));
   drawControls();
-  drawColours();
+  drawColors();
   shade();
   drawNumbers();
   select(state.at);
