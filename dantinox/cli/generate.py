@@ -25,7 +25,7 @@ from dantinox.files import UserError, atomic_write, check_writable
 if TYPE_CHECKING:
     from dantinox.config import Config
 
-ALTERNATIVES = 10  # most likely tokens, listed with each token of a trace
+TRACE_ALTERNATIVES = 10  # most likely tokens, listed with each token of a trace
 
 
 MOST_USED = (
@@ -102,7 +102,7 @@ def generate(options: argparse.Namespace) -> int:
     from dantinox.generation.loaded_model import results_in_order
 
     run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1))
-    alternatives = min(ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
+    alternatives = min(TRACE_ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     reported = options.logprobs if options.logprobs is not None else alternatives
     report = {"logprobs": reported, "echo": options.echo, "show_candidates": options.show_candidates}
     stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)

@@ -48,11 +48,12 @@ def find_settings(pattern: str, section: str | None = None) -> list[SettingRecor
     return [
         record
         for record in setting_records()
-        if section in (None, record.section, record.group) and any(_matches(text, wanted, is_glob) for text in _texts(record))
+        if section in (None, record.section, record.group)
+        and any(_matches(text, wanted, is_glob) for text in _searchable_texts(record))
     ]
 
 
-def _texts(record: SettingRecord) -> Iterator[str]:
+def _searchable_texts(record: SettingRecord) -> Iterator[str]:
     elsewhere = [name for name, key in OTHER_NAMES.items() if key == record.key]
     names = (record.key, record.name, record.flag, *record.aliases, *elsewhere)
     texts = (*names, record.type, record.default_text, record.help)

@@ -202,7 +202,7 @@ class Engine:
           UserError: the settings or the constraint are invalid.
         """
         job.params = self._slots.row_params(job.request.config)
-        job.texts = self._texts(job.request)
+        job.texts = self._sample_texts(job.request)
         job.prepared = True
 
     def cancel(self, job: Job) -> None:
@@ -213,7 +213,7 @@ class Engine:
         """Ends a request in the next step because its preparation failed."""
         job.error = error
 
-    def _texts(self, request: GenerationRequest) -> list[SampleText]:
+    def _sample_texts(self, request: GenerationRequest) -> list[SampleText]:
         model, section = self.model, request.config.generation
         matchers = [
             None if request.constraint is None else model.matcher(request.constraint, section) for _ in range(section.n)
@@ -248,7 +248,7 @@ class Engine:
             self._scheduler.add(job)
             self._jobs[job] = None
             self._scheduler.admit(lambda _: True)
-            job.texts = self._texts(request)
+            job.texts = self._sample_texts(request)
             self._start_rows(job)
             jobs.append(job)
         return jobs

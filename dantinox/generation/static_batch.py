@@ -66,7 +66,7 @@ def clamp_to_context(lengths_B: np.ndarray, requested_B: np.ndarray, max_context
     return limits_B
 
 
-class Chunk(NamedTuple):
+class DecodedChunk(NamedTuple):
     """The new tokens of all rows: `tokens[b, :counts[b]]` for row b. `done` marks the rows that have ended."""
 
     tokens: np.ndarray
@@ -212,7 +212,7 @@ class StaticBatch(RunningBatch):
 
     # --- without an engine
 
-    def run(self, steps: int = CHUNK, *, dispatch_ahead: bool = False) -> Iterator[Chunk]:
+    def run(self, steps: int = CHUNK, *, dispatch_ahead: bool = False) -> Iterator[DecodedChunk]:
         """Decodes to the end and yields chunks. The first chunk has one token per row. Yields nothing if no row may decode.
 
         Args:
@@ -232,11 +232,11 @@ class StaticBatch(RunningBatch):
                 yield self._to_chunk(pending.popleft())
         self.times = timer.times
 
-    def start(self) -> Chunk:
+    def start(self) -> DecodedChunk:
         """Prefills the prompts and returns the first token of every row."""
         return self._to_chunk(self.dispatch(1))
 
-    def advance(self, steps: int = CHUNK) -> Chunk:
+    def advance(self, steps: int = CHUNK) -> DecodedChunk:
         """Returns up to `steps` ≤ 32 more tokens of every row."""
         return self._to_chunk(self.dispatch(steps))
 
@@ -249,10 +249,10 @@ class StaticBatch(RunningBatch):
         for slot in np.flatnonzero(rows_B):
             self.stop(int(slot))
 
-    def _to_chunk(self, pending: PendingChunk) -> Chunk:
+    def _to_chunk(self, pending: PendingChunk) -> DecodedChunk:
         steps = pending.steps
         if not pending.parts:
-            return Chunk(np.zeros((self.count, 0), np.int32), np.zeros(self.count, int), self.done, None)
+            return DecodedChunk(np.zeros((self.count, 0), np.int32), np.zeros(self.count, int), self.done, None)
         running = ~self.done
         (part,) = pending.parts
         fetched = self._fetch(part)
@@ -260,7 +260,7 @@ class StaticBatch(RunningBatch):
             self._rows[slot].program = None
         counts_B = np.where(running, fetched.active_BN[:, :steps].sum(1), 0)
         info = jax.tree.map(lambda x: x[:, :steps], fetched.info)
-        return Chunk(fetched.tokens_BN[:, :steps], counts_B, self.done, info)
+        return DecodedChunk(fetched.tokens_BN[:, :steps], counts_B, self.done, info)
 
     def trace(self, to_shapes: ToShapes) -> tuple[jax.stages.Traced, jax.stages.Traced]:
         """Traces the programs of `start` and `advance` without lowering them; the model may hold shapes instead of arrays.

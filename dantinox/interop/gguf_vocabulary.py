@@ -236,12 +236,12 @@ def _list_steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]
     return [] if part is None else part[inner] if part["type"] == "Sequence" else [part]
 
 
-def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
+def read_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
     """Returns the tokenizer in the metadata of a file.
 
     Args:
       metadata: the metadata.
-      name: the name of the file, for messages.
+      file_name: the name of the file, for messages.
 
     Raises:
       UserError: the tokenizer is not supported, or the metadata is inconsistent.
@@ -249,25 +249,25 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     entries = {key.removeprefix(KEY): value for key, value in metadata.items() if key.startswith(KEY)}
     for key, value in entries.items():
         if key not in KNOWN_KEYS or (key in ("add_eos_token", "add_sep_token", "remove_extra_whitespaces") and value):
-            raise UserError(f"{name} has {KEY}{escape_name(key)}: {quote(value)}, which is not supported")
+            raise UserError(f"{file_name} has {KEY}{escape_name(key)}: {quote(value)}, which is not supported")
     tokens, kind = entries.get("tokens"), entries.get("model")
     if not tokens or not _is_list_of(str, tokens):
-        raise UserError(f"{name} has no vocabulary: {KEY}tokens is missing")
+        raise UserError(f"{file_name} has no vocabulary: {KEY}tokens is missing")
     types = entries.get("token_type", [NORMAL] * len(tokens))
     if not _is_list_of(int, types) or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise UserError(f"{name} has {len(tokens)} tokens that do not match its token types, or has a token twice")
+        raise UserError(f"{file_name} has {len(tokens)} tokens that do not match its token types, or has a token twice")
     if kind == "gemma4" or (kind == "gpt2" and entries.get("pre") in UNSPLIT_NAMES):
-        tree = _unsplit_tree(entries, tokens, types, name)
+        tree = _unsplit_tree(entries, tokens, types, file_name)
         add_bos = kind == "gemma4"
     elif kind == "gpt2":
-        tree = _byte_level_tree(entries, tokens, types, name)
+        tree = _byte_level_tree(entries, tokens, types, file_name)
         add_bos = entries["pre"] in ADDS_BOS
     elif kind == "llama":
         entries = SENTENCEPIECE_IDS | entries
-        tree = _sentencepiece_tree(entries, tokens, types, name)
+        tree = _sentencepiece_tree(entries, tokens, types, file_name)
         add_bos = True
     else:
-        raise UserError(f"{name} has a tokenizer of the kind {quote(kind)}, expected gpt2, llama or gemma4")
+        raise UserError(f"{file_name} has a tokenizer of the kind {quote(kind)}, expected gpt2, llama or gemma4")
     ids = {
         key: index
         for key, index in entries.items()
@@ -276,7 +276,7 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     for key in ID_KEYS.values():
         index = entries.get(key)
         if index is not None and (type(index) is not int or not (0 <= index < len(tokens) or index in ABSENT_IDS)):
-            raise UserError(f"{name} has {KEY}{key}: {quote(index)}, which is not one of its {len(tokens)} tokens")
+            raise UserError(f"{file_name} has {KEY}{key}: {quote(index)}, which is not one of its {len(tokens)} tokens")
     # BOS and EOS tokens are special, even if the file gives them another type.
     special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
     special |= {index for index, code in enumerate(types) if code in (CONTROL, UNKNOWN)}
@@ -287,7 +287,7 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     tree["added_tokens"] = [
         {"id": i, "content": tokens[i], **flags, "rstrip": i in stripping, "special": i in special} for i in added
     ]
-    core = _build(tree, tokens, types, name)
+    core = _build(tree, tokens, types, file_name)
     config = {key: tokens[ids[stored]] for key, stored in ID_KEYS.items() if stored in ids}
     stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
     ends = END_TOKENS - (
@@ -296,7 +296,7 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     stops += [index for index in added if tokens[index] in ends]
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
-        raise UserError(f"{name} has tokenizer.chat_template: {quote(template)}, expected a string")
+        raise UserError(f"{file_name} has tokenizer.chat_template: {quote(template)}, expected a string")
     return Vocabulary(
         core.to_str(pretty=True),
         config | {"add_bos_token": bool(entries.get("add_bos_token", add_bos))},
@@ -312,7 +312,7 @@ def _tokens_stripping_right(metadata: Mapping[str, Any], tokens: list[str], adde
     return {index for index in added if tokens[index] not in ("<unk>", "<s>", "<|endoftext|>")}
 
 
-def _build(tree: dict[str, Any], tokens: list[str], types: list[int], name: str) -> Core:
+def _build(tree: dict[str, Any], tokens: list[str], types: list[int], file_name: str) -> Core:
     """Builds the tokenizer, and checks that every token keeps its id from the file."""
     vocab, added = tree["model"]["vocab"], [token["id"] for token in tree["added_tokens"]]
     outside = [index for index in added if tokens[index] not in vocab]
@@ -321,12 +321,12 @@ def _build(tree: dict[str, Any], tokens: list[str], types: list[int], name: str)
     try:
         core = Core.from_str(json.dumps(tree))
     except Exception as error:  # the library raises `Exception` itself, not a subclass
-        raise UserError(f"{name} has an inconsistent tokenizer: {first_line(error)}") from None
+        raise UserError(f"{file_name} has an inconsistent tokenizer: {first_line(error)}") from None
     wrong = [
         token for index, token in enumerate(tokens) if types[index] != UNUSED and core.token_to_id(token) not in (index, None)
     ]
     if wrong:
-        raise UserError(f"{name} has an inconsistent tokenizer: several tokens have the name {escape_name(wrong[0])}")
+        raise UserError(f"{file_name} has an inconsistent tokenizer: several tokens have the name {escape_name(wrong[0])}")
     return core
 
 
@@ -345,17 +345,18 @@ def _tokenizer_tree(vocab: dict[str, int], merges: list[tuple[str, str]], decode
     return parts | {"decoder": decoder, "model": {"type": "BPE", **model, "vocab": vocab, "merges": [list(m) for m in merges]}}
 
 
-def _byte_level_tree(entries: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
+def _byte_level_tree(entries: dict[str, Any], tokens: list[str], types: list[int], file_name: str) -> dict[str, Any]:
     rule = RULES.get(ALIASES.get(str(entries.get("pre")), str(entries.get("pre"))))
     if rule is None:
         known = {*RULES, *ALIASES, *UNSPLIT_NAMES}
         similar = difflib.get_close_matches(str(entries.get("pre")), known, 1)
         hint = f"; the most similar is {similar[0]}" if similar else ""
         raise UserError(
-            f"{name} has tokenizer.ggml.pre: {quote(entries.get('pre'))}, expected one of {len(known)} supported names{hint}"
+            f"{file_name} has tokenizer.ggml.pre: {quote(entries.get('pre'))}, "
+            f"expected one of {len(known)} supported names{hint}"
         )
     vocab = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}
-    merges = _read_merges(entries, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)
+    merges = _read_merges(entries, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, file_name)
     characters = _decode_characters(vocab)
     if characters is not None:
         return _tokenizer_tree(characters, [], {"type": "Fuse"})
@@ -367,10 +368,10 @@ def _byte_level_tree(entries: dict[str, Any], tokens: list[str], types: list[int
     return _tokenizer_tree(vocab, merges, decoder, **more)
 
 
-def _read_merges(entries: Mapping[str, Any], special: set[str], name: str) -> list[tuple[str, str]]:
+def _read_merges(entries: Mapping[str, Any], special: set[str], file_name: str) -> list[tuple[str, str]]:
     """Returns the merges of a file, without those of special tokens, which cannot occur in text."""
     if not _is_list_of(str, entries.get("merges", [])):
-        raise UserError(f"{name} has merges that are not strings")
+        raise UserError(f"{file_name} has merges that are not strings")
     # The first token may begin with a space. Like llama.cpp, search for the separator from the second character on.
     pairs = [(merge[:1] + left, right) for merge in entries.get("merges", []) for left, _, right in [merge[1:].partition(" ")]]
     return [pair for pair in pairs if not special & set(pair)]
@@ -391,10 +392,10 @@ def _decode_characters(vocab: Mapping[str, int]) -> dict[str, int] | None:
     return found
 
 
-def _unsplit_tree(entries: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
+def _unsplit_tree(entries: dict[str, Any], tokens: list[str], types: list[int], file_name: str) -> dict[str, Any]:
     """Returns a `tokenizer.json` of SentencePiece tokens with a list of merges. ▁ replaces spaces; text is not split."""
     vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
-    merges = _read_merges(entries, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)
+    merges = _read_merges(entries, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, file_name)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoder = {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]}
@@ -407,10 +408,10 @@ def _unknown_token(entries: Mapping[str, Any], tokens: list[str], vocab: Mapping
     return tokens[index] if type(index) is int and 0 <= index < len(tokens) and tokens[index] in vocab else None
 
 
-def _sentencepiece_tree(entries: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
+def _sentencepiece_tree(entries: dict[str, Any], tokens: list[str], types: list[int], file_name: str) -> dict[str, Any]:
     scores, prefix = entries.get("scores"), entries.get("add_space_prefix", True)
     if not isinstance(scores, list) or not _is_list_of((int, float), scores) or len(scores) != len(tokens):
-        raise UserError(f"{name} must have a score for each of its {len(tokens)} tokens")
+        raise UserError(f"{file_name} must have a score for each of its {len(tokens)} tokens")
     vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
     normal = {token: index for token, index in vocab.items() if types[index] in (NORMAL, USER_DEFINED)}
     fall_back = [{"type": "ByteFallback"}, {"type": "Fuse"}]

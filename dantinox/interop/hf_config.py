@@ -154,7 +154,7 @@ def _check_object(value: Any, key: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_settings(keys: _Keys, model_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of rotary positions, from `rope_parameters` (transformers 5) or the keys of older versions."""
     family = keys.family
     if family.rope is None:
@@ -181,7 +181,7 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     found["attention.rope_theta"] = scaling.pop("rope_theta", theta)
     if family.ntk_alpha and "dynamic" in (scaling.get("rope_type"), scaling.get("type")) and scaling.get("alpha"):
         # NTK-aware scaling with a constant base; transformers ignores the other keys.
-        alpha, size = _check_positive(scaling["alpha"], "alpha"), settings["model.head_size"]
+        alpha, size = _check_positive(scaling["alpha"], "alpha"), model_settings["model.head_size"]
         theta = _check_positive(found["attention.rope_theta"], "rope_theta")
         found["attention.rope_theta"] = theta * alpha ** (_check_integer(size, "head_dim", least=4) / (size - 2))
         scaling = {}
@@ -191,15 +191,15 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json has partial_rotary_factor: {quote(rotated_part)}; only 1 is supported")
     found["attention.partial_rotary_factor"] = rotated_part
     if family.rope == "listed layers":
-        L: int = settings["model.num_blocks"]
+        L: int = model_settings["model.num_blocks"]
         every = _check_integer(keys.take("no_rope_layer_interval"), "no_rope_layer_interval")
         flags = keys.take("no_rope_layers")
         rotated = _per_layer(flags, L, "no_rope_layers") if flags is not None else [(i + 1) % every for i in range(L)]
         found["attention.rope_layers"] = _shortest_period([bool(flag) for flag in rotated])
-    return found | _scaling_settings(keys, settings, scaling)
+    return found | _scaling_settings(keys, model_settings, scaling)
 
 
-def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+def _scaling_settings(keys: _Keys, model_settings: Mapping[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of RoPE scaling."""
     kinds = scaling.pop("rope_type", None), scaling.pop("type", None)
     kind = kinds[0] or kinds[1] or "default"
@@ -216,12 +216,12 @@ def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[st
         found["attention.query_scaling_beta"] = _check_positive(scaling.pop(BETA, None), BETA)
     for path in ("attention.rope_mscale", "attention.rope_mscale_all_dim"):
         found[path] = found.get(path) or None  # transformers treats 0 as absent
-    original = model_original or scaling.pop(ORIGINAL, None) or settings["model.max_context"]
+    original = model_original or scaling.pop(ORIGINAL, None) or model_settings["model.max_context"]
     scaling.pop(ORIGINAL, None)
     if kind in WITH_ORIGINAL:
         found["attention.rope_original_context"] = _check_integer(original, ORIGINAL)
     if kind in ("yarn", "longrope") and not found["attention.rope_factor"]:
-        context = _check_integer(settings["model.max_context"], "max_position_embeddings")
+        context = _check_integer(model_settings["model.max_context"], "max_position_embeddings")
         found["attention.rope_factor"] = context / found["attention.rope_original_context"]
     for key, value in scaling.items():
         if value is not None and (key, value) != ("truncate", True):

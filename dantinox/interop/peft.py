@@ -49,14 +49,14 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> AdapterDeltas:
     settings = _settings(Path(folder) / SETTINGS)
 
     def scaling(module: str) -> tuple[int, float]:
-        rank = _match_pattern(settings["rank_pattern"], module, settings["r"])
-        alpha = _match_pattern(settings["alpha_pattern"], module, settings["lora_alpha"])
+        rank = _value_for_module(settings["rank_pattern"], module, settings["r"])
+        alpha = _value_for_module(settings["alpha_pattern"], module, settings["lora_alpha"])
         return rank, alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
 
     return read_adapter(Path(folder) / WEIGHTS, model, scaling)[0]
 
 
-def _match_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+def _value_for_module(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     """Returns the value of the first pattern that is a suffix of a module name, as PEFT does, or the default."""
     for pattern, value in patterns.items():
         if f".model.{name}".endswith(f".{pattern}"):
@@ -77,8 +77,8 @@ def _settings(path: Path) -> dict[str, Any]:
     if "peft_type" not in settings:
         raise UserError(f"{path} has no peft_type: it is not the configuration of a PEFT adapter")
     read = {"r": 8, "lora_alpha": 8, "use_rslora": False} | {key: settings[key] for key in READ_KEYS if key in settings}
-    read["rank_pattern"] = _patterns(path, "rank_pattern", read.get("rank_pattern"))
-    read["alpha_pattern"] = _patterns(path, "alpha_pattern", read.get("alpha_pattern"))
+    read["rank_pattern"] = _suffix_values(path, "rank_pattern", read.get("rank_pattern"))
+    read["alpha_pattern"] = _suffix_values(path, "alpha_pattern", read.get("alpha_pattern"))
     for value in (read["r"], *read["rank_pattern"].values()):
         if type(value) is not int or not 1 <= value < 2**31:
             raise UserError(f"{path} must have a rank that is an integer ≥ 1, got {quote(value)}")
@@ -90,7 +90,7 @@ def _settings(path: Path) -> dict[str, Any]:
     return read
 
 
-def _patterns(path: Path, key: str, patterns: Any) -> dict[str, Any]:
+def _suffix_values(path: Path, key: str, patterns: Any) -> dict[str, Any]:
     """Converts patterns to suffixes of module names.
 
     PEFT allows any regular expression, but writes plain names, possibly with `^`, `$` and escapes.

@@ -71,7 +71,7 @@ def read_v0(path: Path) -> V0Run:
     arrays, _ = read_arrays(weights)
     if any(name.startswith("opt/") for name in arrays):  # a checkpoint that also contains the optimizer state
         arrays = {name.removeprefix("model/"): leaf for name, leaf in arrays.items() if name.startswith("model/")}
-    settings = _settings(path / "config.yaml", config, weights, arrays)
+    settings = _convert_settings(path / "config.yaml", config, weights, arrays)
     rows = _find(weights, arrays, *EMBED).shape[0]
     return V0Run(settings, rows, _tokenizer(path / "tokenizer.json"), weights.name, arrays)
 
@@ -91,7 +91,8 @@ def convert_parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> L
     if not model.no_sink:
         rest -= {name for name in rest if fnmatch(name, "*/attention/W/*")}
     if model.weight_tying:
-        rest -= {"head/kernel", "lm_head/kernel"}  # equal to the embeddings: `_settings` sets `weight_tying` only in this case
+        # They equal the embeddings: `_convert_settings` sets `weight_tying` only in this case.
+        rest -= {"head/kernel", "lm_head/kernel"}
     found: dict[str, tuple[StoredArray, Callable[[np.ndarray], np.ndarray]]] = {}
     kinds: dict[str, Tensor] = {}
     for path, leaf in abstract_model(model)[1].items():
@@ -175,7 +176,9 @@ def _config(path: Path) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if not isinstance(value, dict)} | flat
 
 
-def _settings(path: Path, config: dict[str, Any], weights: Path, arrays: dict[str, StoredArray]) -> dict[str, dict[str, Any]]:
+def _convert_settings(
+    path: Path, config: dict[str, Any], weights: Path, arrays: dict[str, StoredArray]
+) -> dict[str, dict[str, Any]]:
     """Returns sections of a current config, derived from `config.yaml` and from the names and shapes of the arrays."""
     for name, allowed in SUPPORTED_VALUES.items():
         if name in config and config[name] not in allowed:

@@ -65,11 +65,11 @@ def _probabilities(found: Explanation) -> Iterator[list[str]]:
                 "×" if token.removed_by == step.name else "" if token.removed_by in lost else percent(token.probabilities[s], 2)
                 for token in found.tokens
             ]
-            yield [_heading(step), *cells, *([percent(step.others, 2)] if len(cells) < found.vocab_size else [])]
+            yield [_column_heading(step), *cells, *([percent(step.others, 2)] if len(cells) < found.vocab_size else [])]
         lost.add(step.name)
 
 
-def _heading(step: Step) -> str:
+def _column_heading(step: Step) -> str:
     """Returns the name of a step in lines that fit a column, and its setting if it has exactly one number."""
     lines = [line.replace(" ", "_") for line in textwrap.wrap(step.name.replace("_", " "), COLUMN)]
     values = list(_nondefault_settings(step).values())

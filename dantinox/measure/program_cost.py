@@ -121,14 +121,14 @@ def _group_size(rest: str, devices: int) -> int:
     return devices
 
 
-def _loop_work(body: Work, loop: Instruction, members: Mapping[str, list[Instruction]]) -> Work:
+def _loop_work(body_work: Work, loop: Instruction, members: Mapping[str, list[Instruction]]) -> Work:
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
-        return body.repeat(int(known[1]))
+        return body_work.repeat(int(known[1]))
     limits = set(_constants(re.findall(r"\bcondition=%?([\w.\-]+)", loop.attributes)[0], members))
     if len(limits) == 1:  # assume a counter from 0 up to this limit
-        return body.repeat(limits.pop())
-    return body + Work(unknown_loops=1)
+        return body_work.repeat(limits.pop())
+    return body_work + Work(unknown_loops=1)
 
 
 def _constants(computation: str, members: Mapping[str, list[Instruction]]) -> Iterator[int]:

@@ -166,19 +166,19 @@ class HeadGroup:
         sorted_group = self._in_order()
         new_BKT = jnp.broadcast_to(positions_BT[:, None], (B, K, positions_BT.shape[1]))
         position_BKU = jnp.concatenate([sorted_group.position_BKS, new_BKT], axis=2)
-        union = sorted_group.store.join(Store.from_kv(k_BTKH, v_BTKH, self.store.dtype))
+        cached_and_new = sorted_group.store.join(Store.from_kv(k_BTKH, v_BTKH, self.store.dtype))
         last_B11 = jnp.max(positions_BT, axis=1)[:, None, None]
         counted_BT = self._counted(positions_BT, last_B11)
-        readout = attend(q_BTKGH, union, positions_BT, position_BKU, window, probe, counted_BT, softmax)
+        readout = attend(q_BTKGH, cached_and_new, positions_BT, position_BKU, window, probe, counted_BT, softmax)
         importance_BKU = pooled_BKU = None
         if self.compression.prompt == "expected":
-            keys_BUKH, values_BUKH = union.dequantize(jnp.float32)
+            keys_BUKH, values_BUKH = cached_and_new.dequantize(jnp.float32)
             sizes = self.compression.rotated, self.compression.sinks
             importance_BKU = pooled_BKU = self._effective_queries_K1 * expected_attention(
                 q_BTKGH, positions_BT, keys_BUKH, values_BUKH, position_BKU, self.rotation, *sizes
             )
         elif again is not None and sorted_group.importance_BKS is not None:
-            second = self._second_pass(union, position_BKU, again, window, softmax)
+            second = self._second_pass(cached_and_new, position_BKU, again, window, softmax)
             readout = readout._replace(out_BTKGH=jnp.concatenate([readout.out_BTKGH, second.out_BTKGH], axis=1))
             previous_BKU = jnp.pad(sorted_group.importance_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
             importance_BKU = pooled_BKU = jnp.maximum(previous_BKU, second.received_BKS[..., : position_BKU.shape[2]])
@@ -203,7 +203,7 @@ class HeadGroup:
         indices_BKC = jnp.maximum(order_BKC, 0)
         position_BKS = jnp.where(order_BKC >= 0, jnp.take_along_axis(position_BKU, indices_BKC, axis=2), -1)
         active_B11 = last_B11 >= 0
-        store = union.gather_slots(indices_BKC).select_slots(jnp.broadcast_to(active_B11, (B, 1, C)), self.store)
+        store = cached_and_new.gather_slots(indices_BKC).select_slots(jnp.broadcast_to(active_B11, (B, 1, C)), self.store)
         importance_BKS = self.importance_BKS
         if importance_BKS is not None and importance_BKU is not None:
             chosen = jnp.take_along_axis(importance_BKU, indices_BKC, axis=2)
@@ -211,13 +211,13 @@ class HeadGroup:
         position_BKS = jnp.where(active_B11, position_BKS, self.position_BKS)
         return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), readout
 
-    def _second_pass(self, union: Store, position_BKU, again: QKV, window, softmax) -> StoreReadout:
-        """Computes attention from the repeated tokens to the union and to each other.
+    def _second_pass(self, cached_and_new: Store, position_BKU, again: QKV, window, softmax) -> StoreReadout:
+        """Computes attention from the repeated tokens to the cached and new tokens and to each other.
 
         `received_BKS` holds the largest weight that each key receives.
         """
         B, K, _ = position_BKU.shape
-        store = union.join(Store.from_kv(again.k_BTKH, again.v_BTKH, self.store.dtype))
+        store = cached_and_new.join(Store.from_kv(again.k_BTKH, again.v_BTKH, self.store.dtype))
         new_BKT = jnp.broadcast_to(again.positions_BT[:, None], (B, K, again.positions_BT.shape[1]))
         position = jnp.concatenate([position_BKU, new_BKT], axis=2)
         counted_BT = again.positions_BT >= 0

@@ -24,7 +24,7 @@ SETTINGS = "adapter_config.json"
 BASE = "dantinox_base_sha256"  # metadata key: the digest of the weights that the adapters were trained on
 MODULES = {"attention": "self_attn", "ffn": "mlp"}
 TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight")
-FLOATS = ("float32", "float16", "bfloat16")
+ADAPTER_DTYPES = ("float32", "float16", "bfloat16")
 
 
 class AdapterDelta(NamedTuple):
@@ -133,8 +133,8 @@ def read_adapter(
                 raise UserError(f"{path} lacks lora_{letter} of {module}")
             if pair[letter].shape != shape:
                 raise UserError(f"{path} has lora_{letter} of {module} with shape {pair[letter].shape}, expected {shape}")
-            if (kind := pair[letter].dtype.name) not in FLOATS:
-                raise UserError(f"{path} has lora_{letter} of {module} as {kind}, expected one of {', '.join(FLOATS)}")
+            if (kind := pair[letter].dtype.name) not in ADAPTER_DTYPES:
+                raise UserError(f"{path} has lora_{letter} of {module} as {kind}, expected one of {', '.join(ADAPTER_DTYPES)}")
         a, b = (np.asarray(pair[letter], np.float32).T for letter in "AB")
         deltas.setdefault(f"blocks/{layer}/{projection.module}/kernel", []).append(AdapterDelta(projection, a, b, scale))
     return deltas, file.metadata

@@ -166,8 +166,8 @@ def write_file(
         with staged_write(folder / name, read()):
             new = Entry(digest.hexdigest(), size)
             # File and manifest cannot be replaced in one operation. In between, the old and the new file are valid.
-            _write_sorted(folder, record | {"files": record["files"] | {name: [new, before]}})
-        _write_sorted(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
+            _write_sorted_manifest(folder, record | {"files": record["files"] | {name: [new, before]}})
+        _write_sorted_manifest(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
 
 
 def record_files(folder: Path, names: Iterable[str], reset: bool = False) -> None:
@@ -185,7 +185,7 @@ def record_files(folder: Path, names: Iterable[str], reset: bool = False) -> Non
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
     with _lock_manifest(folder):
         record: dict[str, Any] = {"files": {}} if reset else _read_or_empty(folder)
-        _write_sorted(folder, record | {"files": record["files"] | entries})
+        _write_sorted_manifest(folder, record | {"files": record["files"] | entries})
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def _read_or_empty(folder: Path) -> dict[str, Any]:
     return read_manifest(folder / MANIFEST) if (folder / MANIFEST).exists() else {"files": {}}
 
 
-def _write_sorted(folder: Path, record: Mapping[str, Any]) -> None:
+def _write_sorted_manifest(folder: Path, record: Mapping[str, Any]) -> None:
     write_manifest(folder / MANIFEST, {**record, "files": dict(sorted(record["files"].items()))})
 
 
@@ -251,7 +251,7 @@ def describe_damage(
             return f"{path} is not a regular file" if os.path.lexists(path) else missing
         size = path.stat().st_size
         if quick and size > SMALL:
-            return "" if any(one and one[1] == size for one in allowed) else _size_differs(path, size, allowed)
+            return "" if any(one and one[1] == size for one in allowed) else _size_message(path, size, allowed)
         found = entry(path)
     except OSError as error:
         if error.errno == errno.EIO:
@@ -260,12 +260,12 @@ def describe_damage(
     if found in allowed:
         return ""
     if not any(item and item[1] == found.size for item in allowed):
-        return _size_differs(path, found.size, allowed)
+        return _size_message(path, found.size, allowed)
     sha256 = next(one[0] for one in allowed if one)
     return f"{path} is damaged: its SHA-256 is {found.sha256[:12]}…, expected {sha256[:12]}…"
 
 
-def _size_differs(path: Path, size: int, allowed: list[Any]) -> str:
+def _size_message(path: Path, size: int, allowed: list[Any]) -> str:
     return f"{path} is damaged: it has {size} bytes, expected {next(item[1] for item in allowed if item)}"
 
 

@@ -51,22 +51,22 @@ def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping
 
 
 def load_weights(
-    path: str | Path, expected: Mapping[str, Any], place: Callable[[str, np.ndarray], Any] = lambda path, array: array
+    path: str | Path, expected_shapes: Mapping[str, Any], place: Callable[[str, np.ndarray], Any] = lambda path, array: array
 ) -> dict[str, Any]:
     """Reads a file that `save_weights` wrote. The file is memory-mapped. Loading never executes code.
 
     Args:
-      expected: for every path, an object with a `shape`.
+      expected_shapes: for every path, an object with a `shape`.
       place: called with each path and its read-only array, float32 or bfloat16 as stored. Its results are returned.
 
     Returns:
-      The results of `place` by path, in the order of `expected`.
+      The results of `place` by path, in the order of `expected_shapes`.
 
     Raises:
       UserError: the file is missing, damaged, or does not hold exactly the expected names and shapes.
     """
     path = Path(path)
-    shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
+    shapes = {name: tuple(leaf.shape) for name, leaf in expected_shapes.items()}
     arrays, size = read_arrays(path)
     _compare(path, arrays, shapes)
     total = sum(leaf.nbytes for leaf in arrays.values())
@@ -241,7 +241,7 @@ class MsgpackReader:
         self.at += struct.calcsize(form)
         return value
 
-    def _length(self, short: range, type_bytes: tuple[int, ...], what: str) -> int:
+    def _read_length(self, short: range, type_bytes: tuple[int, ...], what: str) -> int:
         """Reads a length, from the type byte itself (`short`) or from the 1, 2 or 4 bytes after the type byte."""
         kind = self._take(">B")
         if kind in short:
@@ -256,7 +256,7 @@ class MsgpackReader:
         return str(self._integer()) if head < 0x80 or 0xCC <= head <= 0xCF else self._text()
 
     def _text(self) -> str:
-        size = self._length(range(0xA0, 0xC0), TEXT, "a name")
+        size = self._read_length(range(0xA0, 0xC0), TEXT, "a name")
         if size > self.end - self.at:
             raise ValueError("a name that extends past the end of the file")
         self.at += size
@@ -271,7 +271,7 @@ class MsgpackReader:
         return self._take((">B", ">H", ">I", ">Q")[head - 0xCC])
 
     def _map(self, depth: int) -> dict[str, Any]:
-        count = self._length(range(0x80, 0x90), (0xDE, 0xDF), "a tree of parameters")
+        count = self._read_length(range(0x80, 0x90), (0xDE, 0xDF), "a tree of parameters")
         if depth > MAX_DEPTH or count > self.end - self.at:
             raise ValueError("a tree of parameters that is larger than the file")
         tree: dict[str, Any] = {}
@@ -296,7 +296,7 @@ class MsgpackReader:
         """Reads the rest of a chunked array after its first name: true, "shape": {"0": n, …}, "chunks": {"0": array, …}."""
         if self._take(">B") != 0xC3 or self._text() != "shape":
             raise ValueError("a chunked array without a shape")
-        axes = {self._text(): self._integer() for _ in range(self._length(range(0x80, 0x90), (), "a shape"))}
+        axes = {self._text(): self._integer() for _ in range(self._read_length(range(0x80, 0x90), (), "a shape"))}
         shape = tuple(axes[str(axis)] for axis in range(len(axes)))
         if self._text() != "chunks":
             raise ValueError("a chunked array without chunks")
@@ -315,8 +315,8 @@ class MsgpackReader:
         end = self.at + size
         if self._take(">B") != 0x93:
             raise ValueError("an array without shape, dtype and content")
-        shape = tuple(self._integer() for _ in range(self._length(range(0x90, 0xA0), (), "a shape")))
-        name, count = self._text(), self._length(range(0), BINARY, "the content of an array")
+        shape = tuple(self._integer() for _ in range(self._read_length(range(0x90, 0xA0), (), "a shape")))
+        name, count = self._text(), self._read_length(range(0), BINARY, "the content of an array")
         kind = np.dtype(ml_dtypes.bfloat16 if name == BFLOAT16 else name)
         if math.prod(shape) * kind.itemsize != count or self.at + count != end or end > self.end:
             raise ValueError(f"an array of shape {shape} with content of another size")

@@ -33,7 +33,7 @@ Header = dict[str, Any]
 Progress = Callable[..., None]  # (activity, units done, total units[, name of the unit if not characters])
 
 
-class Chunk(NamedTuple):
+class TextChunk(NamedTuple):
     """A chunk of text from one document.
 
     Attributes:
@@ -57,7 +57,7 @@ class _CorpusPlan(NamedTuple):
     def characters(self) -> int:
         return sum(extent.characters for extent in self.extents)
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[TextChunk]:
         """Yields all text, training before validation. If several corpora are split, they are read once per part."""
         split_corpora = sum(0 < start < extent.characters for start, extent in zip(self.val_starts, self.extents, strict=True))
         for parts in [(0,), (1,)] if split_corpora > 1 else [(0, 1)]:
@@ -67,9 +67,9 @@ class _CorpusPlan(NamedTuple):
                     split = min(max(val_start - position, 0), len(text))
                     position += len(text)
                     if split and 0 in parts:
-                        yield Chunk(0, (number, document), text[:split])
+                        yield TextChunk(0, (number, document), text[:split])
                     if split < len(text) and 1 in parts:
-                        yield Chunk(1, (number, document), text[split:])
+                        yield TextChunk(1, (number, document), text[split:])
 
 
 def prepare_data(
@@ -196,14 +196,14 @@ def _make_tokenizer(config: Config, plan: _CorpusPlan, progress: Progress | None
     return train_tokenizer(config.tokenizer, documents)
 
 
-def _split_chunks(plan: _CorpusPlan, tokenizer: Tokenizer) -> Iterator[Chunk]:
+def _split_chunks(plan: _CorpusPlan, tokenizer: Tokenizer) -> Iterator[TextChunk]:
     """Splits the text into chunks to encode. They are small only for our own BPE, whose tokens do not depend on the split."""
     size = CHUNK_CHARACTERS if tokenizer.kind == "bpe" else BATCH_CHARACTERS
-    return (Chunk(part, document, text) for part, document, long in plan.chunks() for text in split_text(long, size))
+    return (TextChunk(part, document, text) for part, document, long in plan.chunks() for text in split_text(long, size))
 
 
-def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    batch: list[Chunk] = []
+def _batch_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
+    batch: list[TextChunk] = []
     size = 0
     for chunk in chunks:
         batch.append(chunk)

@@ -20,7 +20,7 @@ NUMBERS = ("no arguments", "one argument", "two arguments", "three arguments")
 MAX_SUMMARY = 60  # characters of the summary of a function
 
 
-class Function(NamedTuple):
+class DocumentedFunction(NamedTuple):
     """A function: its qualified name, its parameters, and one sentence that says what it does."""
 
     name: str
@@ -39,14 +39,14 @@ def matches_answer_form(text: str) -> bool:
     return ANSWER.fullmatch(text.strip()) is not None
 
 
-def functions(module: str, source: str) -> Iterator[Function]:
+def functions(module: str, source: str) -> Iterator[DocumentedFunction]:
     """Yields the public functions of a module that have one to three parameters and a short first docstring line."""
     for node in ast.parse(source).body:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
         does = (ast.get_docstring(node) or "").partition("\n")[0]
         takes = tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))
-        found = Function(f"{module}.{node.name}", takes, does)
+        found = DocumentedFunction(f"{module}.{node.name}", takes, does)
         if (
             1 <= len(takes) <= 3
             and len(does) <= MAX_SUMMARY

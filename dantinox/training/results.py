@@ -31,7 +31,7 @@ def export_weights(run: RunDirectory, model: ModelConfig, state: State, facts: d
 def write_summary(
     config: Config,
     run: RunDirectory,
-    model: ModelConfig,
+    model_config: ModelConfig,
     state: State,
     step: int,
     progress: TrainingProgress,
@@ -39,7 +39,7 @@ def write_summary(
     console: Console,
 ) -> None:
     """Writes the summary of a finished training and, with `logging.plot`, a plot of its loss."""
-    sizes = {name: math.prod(leaf.shape) for name, leaf in abstract_model(replace(model, lora=None))[1].items()}
+    sizes = {name: math.prod(leaf.shape) for name, leaf in abstract_model(replace(model_config, lora=None))[1].items()}
     embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
     summary = {
         "parameters": sum(sizes.values()),
@@ -49,7 +49,7 @@ def write_summary(
         "tokens": step * tokens_per_step(config),
         "val_loss": progress.best_loss,
         "best_step": progress.best_step,
-        "model": asdict(model),
+        "model": asdict(model_config),
     }
     write_file(run.path, run.summary(config).name, json.dumps(summary | facts, indent=1) + "\n")
     if config.logging.plot:

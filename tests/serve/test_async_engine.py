@@ -309,7 +309,7 @@ CALLS = [
     *(("batch", name, True) for name in ("prompt_steps", "copy_prompt", "start_decoding", "set_token_mask")),
     *(("batch", name, False) for name in ("ready", "remaining", "stop", "dispatch", "collect")),
     *(("scheduler", name, False) for name in ("admit", "finish_prefill", "release", "slots_of", "remove")),
-    *(("engine", name, True) for name in ("_texts", "_start_rows", "_add_tokens")),
+    *(("engine", name, True) for name in ("_sample_texts", "_start_rows", "_add_tokens")),
     *(("engine", name, False) for name in ("_admit", "_prefill_prompts", "_end", "_dispatch", "_collect")),
     ("matcher", "mask", True),
     ("matcher", "consume", True),

@@ -32,7 +32,7 @@ KOBOLDCPP_VERSION = "1.74"  # supported version of KoboldCpp's API: the lowest f
 FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "embeddings", "savedata", "guidance"
 MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # number of finished generations that are kept, and seconds for which they are kept
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
-STOP_CODES = {None: -1, "length": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
+STOP_REASON_NUMBERS = {None: -1, "length": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
 ERROR_TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
 
 
@@ -359,7 +359,7 @@ def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
         found["last_process"] = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
         found["last_eval"] = max(stats.seconds - stats.first_token_seconds, 0.0)
         found |= {"last_token_count": sum(last.tokens), "last_seed": -1 if seed is None else seed}
-        found["stop_reason"] = STOP_CODES[last.reasons[0]]
+        found["stop_reason"] = STOP_REASON_NUMBERS[last.reasons[0]]
     found |= {"total_gens": generations.count, "total_img_gens": 0, "queue": status.queued, "idle": int(status.busy == 0)}
     found |= {
         "hordeexitcounter": -1,
