@@ -41,11 +41,11 @@ def best_of_n(logits_V: Array, raw_V: Array, n: Number, weight: Number = 1.0) ->
     """Returns the log-probabilities [V] of the token with the best `guide_score` among n draws. Off: n ≤ 1.
 
     Rank the tokens by model logit, and let S_r be the mass at rank r and all lower ranks. Then P(rank r) = S_rⁿ − S_{r+1}ⁿ: all
-    draws have rank r or lower, but not all have a lower rank. Tokens with equal logits share a rank, and its probability in
-    proportion to their mass.
+    draws have rank r or lower, but not all have a lower rank. Tokens with equal logits share a rank. The probability of the
+    rank is divided among them in proportion to their mass.
 
     Args:
-      logits_V: the logits to draw from. If more than 256 tokens are not removed, only the 256 most likely are used.
+      logits_V: the logits to draw from. If more than 256 tokens remain, only the 256 most likely are used.
       raw_V: the model's logits before any step.
       n: the number of draws.
       weight: the weight of ln p in the score. 0: all candidates tie. Negative: the least likely candidate wins.
@@ -109,7 +109,7 @@ def best_candidate(
       raw_V: the model's logits before any step.
       key: the random key of the row.
       metrics: the metrics of the row, passed to `score_fn`.
-      n: how many of the draws count, in [1, `draws`].
+      n: the number of draws that count, in [1, `draws`].
       score_fn: traced into the program; a NaN score never wins against a number.
       draws: the number of tokens to draw (static).
 
@@ -135,11 +135,11 @@ def candidates_given_token(
     *,
     draws: int,
 ) -> Candidates:
-    """Draws the candidates among which a token from `best_of_n` won.
+    """Draws candidates of which a given token from `best_of_n` is the best.
 
-    Token and candidates together have the distribution of `best_candidate`. Let s be the mass of the token's rank divided by
-    the mass of this and all lower ranks. The first draw of that rank is the j-th with a probability
-    proportional to (1 − s)^(j−1). Earlier draws have a lower rank; later draws have this rank or a lower one.
+    The joint distribution of token and candidates is that of `best_candidate`. Let s be the mass of the token's rank divided
+    by the mass of this and all lower ranks. The probability that the j-th draw is the first of that rank is proportional to
+    (1 − s)^(j−1). Earlier draws have a lower rank; later draws have this rank or a lower one.
 
     Args:
       token: a token drawn from `best_of_n` with the numbers of `config`.
@@ -148,23 +148,23 @@ def candidates_given_token(
       config: the router numbers of the row.
       draws: the number of tokens to draw (static).
     """
-    n, worth_V = config.candidates, config.score_logprob * raw_V
+    n, weighted_V = config.candidates, config.score_logprob * raw_V
     position_key, draws_key = jax.random.split(key)
     worse_V, equal_V, no_better_V = (
         jnp.where(chosen_V, logits_V, -jnp.inf)
-        for chosen_V in (worth_V < worth_V[token], worth_V == worth_V[token], worth_V <= worth_V[token])
+        for chosen_V in (weighted_V < weighted_V[token], weighted_V == weighted_V[token], weighted_V <= weighted_V[token])
     )
     share = jnp.clip(jnp.exp(log_mass(equal_V) - log_mass(no_better_V)), TINY, 1)
     later_N = jnp.log1p(-share) * jnp.arange(1, draws + 1)  # ln P(the first draw of this rank comes after the j-th)
     reached_N = jnp.expm1(later_N) / jnp.expm1(later_N[0] * n)
-    at = jnp.minimum(jnp.sum(reached_N <= jax.random.uniform(position_key)), jnp.asarray(n, jnp.int32) - 1)
+    winner_index = jnp.minimum(jnp.sum(reached_N <= jax.random.uniform(position_key)), jnp.asarray(n, jnp.int32) - 1)
     uniforms_2N2 = jax.random.uniform(draws_key, (2, draws, 2))
     before_N, after_N = (
         jax.vmap(inverse_cdf_token, (None, 0))(x_V, u_N2)
         for x_V, u_N2 in zip((worse_V, no_better_V), uniforms_2N2, strict=True)
     )
     index_N = jnp.arange(draws)
-    ids_N = jnp.where(index_N < at, before_N, jnp.where(index_N == at, token, after_N))
+    ids_N = jnp.where(index_N < winner_index, before_N, jnp.where(index_N == winner_index, token, after_N))
     logprobs_N = raw_V[ids_N] - log_mass(raw_V)
     scores_N = guide_score(ids_N, logprobs_N, metrics, config)
     return Candidates(token, ids_N, logprobs_N, jnp.where(index_N < n, scores_N, -jnp.inf))

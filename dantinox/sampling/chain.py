@@ -1,4 +1,4 @@
-"""`sample`: runs the sampling steps in order, chooses one token per row, and reports about it."""
+"""`sample`: runs the sampling steps in order, chooses one token per row, and reports on it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -166,8 +166,8 @@ def _apply_allowed(raw_BV: Array, params: SamplingParams) -> Array:
     """Removes the tokens that `allowed_bits` masks."""
     if params.allowed_bits is None:
         return raw_BV
-    wanted = (params.allowed_bits != jnp.uint32(ALL_ALLOWED)).any()
-    return lax.cond(wanted, jax.vmap(_mask_disallowed), lambda raw_BV, _: raw_BV, raw_BV, params.allowed_bits)
+    is_constrained = (params.allowed_bits != jnp.uint32(ALL_ALLOWED)).any()
+    return lax.cond(is_constrained, jax.vmap(_mask_disallowed), lambda raw_BV, _: raw_BV, raw_BV, params.allowed_bits)
 
 
 def _mask_disallowed(raw_V: Array, bits_W: Array) -> Array:
@@ -181,7 +181,7 @@ def _mask_disallowed(raw_V: Array, bits_W: Array) -> Array:
 def _apply_router(
     params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None
 ) -> tuple[SamplingParams, Metrics, Route]:
-    """Runs the router: returns the parameters with its numbers for this token, its metrics, and its choice."""
+    """Runs the router. Returns the parameters with its numbers for this token, the metrics, and the choice of the router."""
     assert params.router is not None
     if params.uses_attention and attention is None:
         raise ValueError("this router uses attention metrics: pass attention, or build it with use_attention: false")
@@ -207,7 +207,7 @@ def _best_of_n_logits(final_BV: Array, raw_BV: Array, params: SamplingParams, ro
 def _candidates(
     drawn_B: Array, processed_BV: Array, raw_BV: Array, keys_B: Array, metrics: Any, params: SamplingParams
 ) -> Candidates:
-    """Draws the candidates of every row: for the score function, or those among which the drawn token won."""
+    """Draws the candidates of every row. Without a score function, the drawn token is the best of them."""
     assert params.router is not None
     score_fn, draws = params.score_fn, params.candidates
 
@@ -240,14 +240,14 @@ def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
     return jnp.where(on_B[:, None], jax.vmap(step)(x_BN, context), x_BN)
 
 
-def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
-    """Applies one step to a row or its window; `known` are arguments that replace those read from the context."""
+def run_step(name: str, x_N: Array, row: Context, **overrides: Any) -> Array:
+    """Applies one step to a row or its window; `overrides` replace arguments that are otherwise read from the context."""
     step, choices = STEPS[name], dict(row.params.choices)
     arguments = {
         parameter: choices[key] if key in choices else row.params.numbers[key] for parameter, key in step.arguments.items()
     }
-    read = {parameter: STEP_INPUTS[parameter](x_N, row, name) for parameter in step.reads if parameter not in known}
-    return FUNCTIONS[name](x_N, **arguments, **read, **known)
+    read = {parameter: STEP_INPUTS[parameter](x_N, row, name) for parameter in step.reads if parameter not in overrides}
+    return FUNCTIONS[name](x_N, **arguments, **read, **overrides)
 
 
 def _token_table(row: Context, name: str, suffix: str = "") -> Array:

@@ -18,14 +18,14 @@ def row_key(seed: Array, sample_index: Array, n_generated: Array) -> Array:
 def draw(logits_V: Array, key: Array) -> Array:
     """Draws a token id (int32) with probability softmax(logits_V).
 
-    A removed token (-inf) is drawn only from a row without tokens, which returns 0. The draw needs two uniform numbers instead
-    of V: one chooses a block of ids by its mass, the other a token in the block.
+    A removed token (-inf) is never drawn, but a row without tokens returns 0. The draw needs two uniform numbers instead of V:
+    one chooses a block of ids by its mass, the other a token in the block.
     """
     return inverse_cdf_token(logits_V, jax.random.uniform(key, (2,)))
 
 
 def inverse_cdf_token(logits_V: Array, uniforms_2: Array) -> Array:
-    """Returns the token id at which the cumulative mass over ids crosses the two uniform numbers in [0, 1)."""
+    """Returns the token id at which the cumulative masses, first of blocks and then in one, cross two uniform numbers."""
     largest = jnp.max(logits_V)
     weights_V = jnp.where(logits_V == -jnp.inf, 0.0, jnp.exp(logits_V - largest))
     # Denormal weights would be flushed to zero in some sums but not in others.

@@ -76,11 +76,12 @@ def logit_metrics(logits_V: Array) -> tuple[Array, Array]:
 
 
 def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
-    """Reduces the attention of one layer to a few numbers, so that nothing of the length of the cache is kept.
+    """Reduces the attention of one layer to a few numbers, so that no array of the length of the cache is kept.
 
     Args:
       scores_HS: scaled scores of the newest query, the input of the softmax. Values of invalid keys are ignored.
-      valid_S: which keys the query may attend to: written, not padding, inside the window. [S], or [H, S] if heads differ.
+      valid_S: the mask of keys that the query may attend to: written to the cache, not padding, and inside the window. [S], or
+        [H, S] if heads differ.
     """
     valid_HS = jnp.broadcast_to(valid_S, scores_HS.shape)
     keys_H = jnp.sum(valid_HS, axis=1)
@@ -114,10 +115,11 @@ def combine_layers(layers: LayerAttention | Sequence[LayerAttention]) -> Attenti
 
 
 def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
-    """Computes the metrics exactly as the guide's code does, for comparison: one layer, all slots, averaged over the batch.
+    """Computes the metrics exactly as the guide's code does, for comparison.
 
-    `attn_varentropy` is the variance over heads; `attn_varentropy_guide_axis` uses the guide's axis, the queries, and is 0 in
-    decoding. `agreement` is a disagreement divided by the number of slots. One difference: 0·log 0 is 0 where a logit is -inf.
+    They cover one layer and all T cache positions, and are averaged over the batch. `attn_varentropy` is the variance over
+    heads. `attn_varentropy_guide_axis` uses the guide's axis, the queries, and is 0 in decoding. `agreement` is a disagreement
+    divided by T. One difference from the guide: 0·log 0 is 0 where a logit is -inf.
 
     Args:
       logits: [B, V].
@@ -132,14 +134,14 @@ def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
     weights_BHQT = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     a_BHQT = weights_BHQT / sums(weights_BHQT)[..., None]
     entropy_BHQ = -sums(a_BHQT * jnp.log2(jnp.clip(a_BHQT, 1e-10, 1.0)))
-    apart_BT = jnp.mean(jnp.abs(a_BHQT - jnp.mean(a_BHQT, axis=1, keepdims=True)), axis=(1, 2))
+    disagreement_BT = jnp.mean(jnp.abs(a_BHQT - jnp.mean(a_BHQT, axis=1, keepdims=True)), axis=(1, 2))
     return {
         "logits_entropy": jnp.mean(entropy_B),
         "logits_varentropy": jnp.mean(varentropy_B),
         "attn_entropy": jnp.mean(entropy_BHQ),
         "attn_varentropy": jnp.mean(jnp.var(entropy_BHQ, axis=1)),
         "attn_varentropy_guide_axis": jnp.mean(jnp.var(entropy_BHQ, axis=-1)),
-        "agreement": jnp.mean(apart_BT),
+        "agreement": jnp.mean(disagreement_BT),
         # Divide before adding: the -2.4e38 of a finite mask would overflow the sum.
         "interaction_strength": jnp.sum(jnp.abs(scores) / scores[0].size, axis=(1, 2, 3)),
     }
@@ -149,7 +151,7 @@ INTEGERS = ("clarify_token", "clarify_cooldown")
 
 
 class _RouterNumbers:
-    """The numbers of `RouterSection`, which documents them, as pytree leaves. The defaults are those of the guide.
+    """The numeric settings of `RouterSection`, which documents them, as pytree leaves. The defaults are those of the guide.
 
     Python numbers become float32, or int32 for `clarify_token` (-1: none) and `clarify_cooldown`, so changing a value compiles
     nothing.
@@ -171,7 +173,7 @@ class _RouterNumbers:
         Args:
           section: the settings; None: the guide preset. The caller must replace a `clarify_token` that is text by its id.
           measured: thresholds and scales of a calibration, which the preset `calibrated` needs.
-          request: temperature, top_p, top_k and min_p of a request, see `with_request`.
+          request: temperature, top_p, top_k and min_p of a request; see `with_request_bases`.
 
         Raises:
           UserError: the preset is `calibrated` and a number is neither measured nor set, or `clarify_token` is text.
@@ -223,8 +225,9 @@ class Route(NamedTuple):
 def route(metrics: Metrics, config: RouterConfig) -> Route:
     """Chooses the strategy of a row and computes its sampling numbers, by the formulas of the entropix guide.
 
-    All formulas are computed, and one result is selected without a branch. Conditions use H and V directly; formulas use them
-    divided by their scales. Without attention metrics the attention terms are omitted.
+    All formulas are computed, and one result is selected without a branch. Conditions compare entropy and varentropy directly;
+    formulas first divide them by `entropy_scale` and `varentropy_scale`. Without attention metrics, the attention terms are
+    omitted.
     """
     metrics = jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), metrics)
     c, attn = config, metrics.attention
@@ -236,7 +239,7 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
     clarify_T = T0 * (c.clarify_temperature_factor + c.clarify_temperature_attn_entropy * attn.attn_entropy)
     explore_T = T0 * (c.explore_temperature_factor + c.explore_temperature_interaction * attn.interaction_strength)
     resample_T = T0 * (c.resample_temperature_factor + c.resample_temperature_attn_varentropy * attn.attn_varentropy)
-    resample_least = jnp.maximum(c.resample_temperature_min, c.resample_temperature_min_factor * T0)
+    resample_min = jnp.maximum(c.resample_temperature_min, c.resample_temperature_min_factor * T0)
     adaptive_T = T0 * (
         1
         + c.adaptive_temperature_uncertainty * uncertain
@@ -255,7 +258,7 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
         (0, p0, k0, 0),
         (jnp.minimum(c.clarify_temperature_max, clarify_T), p0, k0, 0),
         (jnp.minimum(c.explore_temperature_max, explore_T), p0, jnp.maximum(c.explore_top_k_min, explore_k), 0),
-        (jnp.maximum(resample_least, resample_T), resample_p, k0, 0),
+        (jnp.maximum(resample_min, resample_T), resample_p, k0, 0),
         (
             adaptive_T,
             jnp.clip(adaptive_p, c.adaptive_top_p_min, c.adaptive_top_p_max),

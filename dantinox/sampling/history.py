@@ -1,8 +1,8 @@
 """Sampling steps that read earlier tokens or lists of ids: bans, biases and repetition penalties.
 
-All are pure functions of one row and follow the rules of `dantinox.sampling.steps`: a removed token is -inf, a kept logit does
-not change by a bit, and a disabled step returns the row through an explicit branch. A history is an array `history_S` of which
-the first `length` entries are valid.
+All are pure functions of one row and follow the rules of `dantinox.sampling.steps`: a removed token is -inf, a kept logit is
+bitwise unchanged, and a disabled step returns the row itself. A history is an array `history_S`. Its first `length` entries are
+valid.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, rang
     Args:
       distance_V: distance of each token's last occurrence from the end of the history (0: the last token); -1: no occurrence.
       penalty: P.
-      range: how many tokens at the end of the history count. 0: all of them, with a flat penalty.
+      range: the number of tokens at the end of the history that are penalized. 0: all of them, with a flat penalty.
       slope: how steeply the penalty rises towards the end of the range (KoboldAI). 0: flat.
     """
     d_V = distance_V.astype(jnp.float32)
@@ -72,24 +72,24 @@ def allowed_tokens(logits_V: Array, ids_S: Array) -> Array:
 
 
 def repeat_lengths(history_S: Array, length: Number) -> Array:
-    """Returns for every position j of the history how many tokens before j equal the last tokens of the history, int32 [S]."""
+    """Returns, for each position, how many tokens directly before it match the end of the history, int32 [S]."""
     S = history_S.shape[0]
-    place_S = jnp.arange(S)
+    position_S = jnp.arange(S)
 
     def extend(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        i, run_S, going_S = carry
+        i, run_S, matching_S = carry
         tail = jnp.asarray(length) - 1 - i
-        going_S &= (jnp.roll(history_S, 1 + i) == history_S[tail]) & (place_S > i) & (tail >= 0)
-        return i + 1, run_S + going_S, going_S
+        matching_S &= (jnp.roll(history_S, 1 + i) == history_S[tail]) & (position_S > i) & (tail >= 0)
+        return i + 1, run_S + matching_S, matching_S
 
-    start = jnp.int32(0), jnp.zeros(S, jnp.int32), place_S < length
+    start = jnp.int32(0), jnp.zeros(S, jnp.int32), position_S < length
     return lax.while_loop(lambda carry: carry[2].any(), extend, start)[1]
 
 
 def extend_repeat_lengths(run_S: Array, history_S: Array, length: Number, token: Number) -> Array:
     """Updates `repeat_lengths` in one pass after `token` is appended to the first `length` tokens."""
-    place_S = jnp.arange(run_S.shape[0])
-    same_S = (jnp.roll(history_S, 1) == token) & (place_S >= 1) & (place_S <= length)
+    position_S = jnp.arange(run_S.shape[0])
+    same_S = (jnp.roll(history_S, 1) == token) & (position_S >= 1) & (position_S <= length)
     return jnp.where(same_S, jnp.roll(run_S, 1) + 1, 0)
 
 
@@ -120,15 +120,15 @@ def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: A
 
     Args:
       run_S: the `repeat_lengths` of the history.
-      breaker_S: positions whose token ends a repetition. No repetition contains such a token, nor is extended by one.
-      window: how many tokens at the end of the history are searched. 0: all.
+      breaker_S: the mask of positions whose token ends a repetition. No repetition contains or is extended by such a token.
+      window: the number of tokens at the end of the history that are searched. 0: all.
     """
-    place_S = jnp.arange(history_S.shape[0])
+    position_S = jnp.arange(history_S.shape[0])
     length, window = jnp.asarray(length), jnp.asarray(window)
     first = jnp.where(window > 0, jnp.maximum(length - window, 0), 0)
-    unbroken = length - 1 - jnp.max(jnp.where(breaker_S & (place_S < length), place_S, -1))
-    run_S = jnp.minimum(jnp.minimum(run_S, unbroken), jnp.minimum(place_S - first, LONGEST_REPEAT))
-    ids_S = jnp.where((place_S >= first) & (place_S < length) & ~breaker_S, history_S, vocab_size)
+    unbroken = length - 1 - jnp.max(jnp.where(breaker_S & (position_S < length), position_S, -1))
+    run_S = jnp.minimum(jnp.minimum(run_S, unbroken), jnp.minimum(position_S - first, LONGEST_REPEAT))
+    ids_S = jnp.where((position_S >= first) & (position_S < length) & ~breaker_S, history_S, vocab_size)
     return jnp.zeros(vocab_size, jnp.int32).at[ids_S].max(run_S, mode="drop")
 
 
@@ -139,21 +139,21 @@ def bad_words(logits_V: Array, history_S: Array, length: Number, prefix_WM: Arra
       prefix_WM: all tokens but the last of each of W sequences, right-aligned and padded with -1.
       last_W: the last token of each sequence; -1 for an unused row.
     """
-    return ban(logits_V, jnp.where(_complete(history_S, length, prefix_WM), last_W, -1))
+    return ban(logits_V, jnp.where(_prefix_matches(history_S, length, prefix_WM), last_W, -1))
 
 
 def sequence_bias(logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array, bias_W: Array) -> Array:
     """Adds `bias_W` to the last token of every sequence whose other tokens end the history; see `bad_words`. -inf bans."""
     V = logits_V.shape[0]
-    next_W = jnp.where(_complete(history_S, length, prefix_WM) & (last_W >= 0), last_W, V)
+    next_W = jnp.where(_prefix_matches(history_S, length, prefix_WM) & (last_W >= 0), last_W, V)
     return logit_bias(logits_V, jnp.zeros(V).at[next_W].add(bias_W, mode="drop"))
 
 
-def _complete(history_S: Array, length: Number, prefix_WM: Array) -> Array:
-    """Returns which sequences [W] would be completed by their last token."""
+def _prefix_matches(history_S: Array, length: Number, prefix_WM: Array) -> Array:
+    """Returns the mask [W] of the sequences whose tokens except the last are the end of the history."""
     M = prefix_WM.shape[1]
-    place_M = jnp.asarray(length) - M + jnp.arange(M)
-    tail_M = jnp.where(place_M >= 0, history_S[jnp.maximum(place_M, 0)], -2)
+    position_M = jnp.asarray(length) - M + jnp.arange(M)
+    tail_M = jnp.where(position_M >= 0, history_S[jnp.maximum(position_M, 0)], -2)
     return ((prefix_WM == -1) | (prefix_WM == tail_M)).all(axis=1)
 
 

@@ -20,7 +20,7 @@ from dantinox.sampling.state import init_state
 from dantinox.sampling.steps import LARGEST, sanitize
 from dantinox.sampling.window import Context
 
-PADDING = 128  # vocabularies and sequences are padded to a multiple, so that one compiled step serves several sizes
+PADDING = 128  # vocabularies and sequences are padded to a multiple of this, so that one compiled step serves several sizes
 _DEFAULTS = Config()
 
 
@@ -30,7 +30,7 @@ def process_logits(
     prompt: Sequence[Sequence[int]] | None = None,
     output: Sequence[Sequence[int]] | None = None,
 ) -> Array:
-    """Applies sampling steps to rows of logits in the given order, with the code of the decoder.
+    """Applies sampling steps to rows of logits in the given order, using the same code as the decoder.
 
     Args:
       logits_BV: logits of any numeric type. NaN and +inf are repaired once, at the start.
@@ -44,7 +44,7 @@ def process_logits(
 
     Raises:
       UserError: the logits are not a matrix of numbers, a step or parameter is unknown, a value is out of range, a token id is
-        not in the vocabulary, or `prompt` or `output` have another number of rows than the logits.
+        not in the vocabulary, or `prompt` or `output` does not have one entry per row of logits.
     """
     logits_BV = _check_logits(logits_BV)
     B, V = logits_BV.shape
@@ -58,8 +58,8 @@ def process_logits(
         length, counts_V = len(prompt_ids) + len(output_ids), np.bincount(np.asarray(output_ids, int), minlength=len(row_V))
         tokens_1S = np.zeros((1, -(-max(length, 1) // PADDING) * PADDING), np.int32)
         tokens_1S[0, :length] = prompt_ids + output_ids
-        for name, params, known in checked:
-            changed_V = _run_row(name, changed_V, params, tokens_1S, length, len(output_ids), counts_V, **known)
+        for name, params, overrides in checked:
+            changed_V = _run_row(name, changed_V, params, tokens_1S, length, len(output_ids), counts_V, **overrides)
         row_V[:] = changed_V
     return jnp.asarray(padded_BV[:, :V])
 
@@ -70,15 +70,15 @@ _SANITIZE = jax.jit(sanitize)
 @partial(jax.jit, static_argnames=("name", "m"))
 def _run_row(
     name: str, x_V: Array, params: SamplingParams, tokens_1S: Array, length: Array, n_generated: Array, counts_V: Array,
-    mu: Array | None = None, **known: Any,
+    mu: Array | None = None, **overrides: Any,
 ) -> Array:  # fmt: skip
-    """Applies one step to one padded row; `known` are arguments for the function of the step."""
+    """Applies one step to one padded row; `overrides` are arguments for the function of the step."""
     valid_1S = jnp.arange(tokens_1S.shape[1])[None] < length
     params_1 = jax.tree.map(lambda leaf: leaf[None], params)
     state_1 = init_state(params_1, tokens_1S, valid_1S, x_V.shape[0], tokens_1S.shape[1])
     state = jax.tree.map(lambda leaf_1: leaf_1[0], state_1)
     fields = {"n_generated": n_generated, "count": counts_V, "mu": mu}  # `count` covers only the output
-    return run_step(name, x_V, Context(params, replace(state, **fields)), **known)
+    return run_step(name, x_V, Context(params, replace(state, **fields)), **overrides)
 
 
 def _check_logits(logits_BV: Any) -> np.ndarray:
@@ -104,7 +104,7 @@ def _check_histories(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
 
 
 def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]]:
-    """Returns the name of a step, its parameters for one row, and the arguments that the decoder would compute itself."""
+    """Returns the name of a step, its parameters for one row, and the arguments that the decoder otherwise computes."""
     if not isinstance(given, Mapping):
         raise UserError(f"a sampling step must be a mapping of name and parameters, got {given!r}")
     name = given.get("name")
@@ -131,10 +131,10 @@ def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]
     config = _DEFAULTS.model_copy(update={"generation": GenerationSection(seed=0, **settings)})
     stops, protected = values.get("stop_ids", ()), values.get("protected_ids", ())
     params = SamplingParams.build(config, stop_ids=stops, protected_ids=protected, extra_steps=[name])
-    known: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu") if key in values}
-    known |= {"m": values["m"]} if "m" in values else {}
-    known |= {"size": np.int32(V)} if "size" in step.reads else {}
-    return name, jax.tree.map(lambda leaf_1: np.asarray(leaf_1)[0], params), known
+    overrides: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu") if key in values}
+    overrides |= {"m": values["m"]} if "m" in values else {}
+    overrides |= {"size": np.int32(V)} if "size" in step.reads else {}
+    return name, jax.tree.map(lambda leaf_1: np.asarray(leaf_1)[0], params), overrides
 
 
 def _biases(name: str, tokens: list[Any], values: list[float | None]) -> Any:
@@ -195,7 +195,7 @@ def _validate(where: str, kind: Any, value: Any) -> Any:
         return TypeAdapter(kind).validate_python(_to_lists(value), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, (where, *first["loc"])))
+        path = ".".join(map(str, (where, *first["loc"])))
         problem = f"{first['msg'].replace('Input should', 'must')}, got {quote(first['input'])}"
-        known = {"missing": "is a required parameter", "extra_forbidden": "is not a parameter of this step"}
-        raise UserError(f"{place} {known.get(first['type'], problem)}") from None
+        messages = {"missing": "is a required parameter", "extra_forbidden": "is not a parameter of this step"}
+        raise UserError(f"{path} {messages.get(first['type'], problem)}") from None

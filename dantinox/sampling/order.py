@@ -29,7 +29,7 @@ class SharedOrder:
     Attributes:
       on: maps each step to the rows that enable it, [B] bool.
       names: the steps in order.
-      skip: whether the program skips a step at run time that no row enables.
+      skip: whether the program skips, at run time, a step that no row enables.
     """
 
     on: dict[str, Array]
@@ -74,7 +74,7 @@ class RowOrders:
 
     @classmethod
     def build(cls, steps_BN: Array, on: dict[str, Array], active_B: Array) -> "RowOrders":
-        """Builds the orders [B, N]; pending are the enabled steps of active rows."""
+        """Builds the orders [B, N]; the enabled steps of active rows are pending."""
         on_BN = jnp.take_along_axis(jnp.stack([on[name] for name in ORDERABLE], axis=1), jnp.maximum(steps_BN, 0), axis=1)
         return cls(steps_BN, (steps_BN >= 0) & on_BN & active_B[:, None], ORDERABLE)
 

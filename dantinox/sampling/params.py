@@ -1,4 +1,4 @@
-"""`SamplingParams`: the sampling numbers of every row as arrays, and the static list of steps."""
+"""`SamplingParams`: the numeric sampling settings of every row as arrays, and the static list of steps."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from dantinox.sampling.entropy_router import Metrics, RouterConfig
 from dantinox.sampling.history import sequence_arrays
 from dantinox.sampling.order import ORDERABLE, order_array
 
-# Step arguments that are words instead of numbers, such as `ties`: they select what is compiled.
+# Step arguments that are strings instead of numbers, such as `ties`. They select the code that is compiled.
 CHOICE_SETTINGS = tuple(
     dict.fromkeys(key for step in STEPS.values() for key in step.arguments.values() if key not in NUMBER_BOUNDS)
 )
@@ -52,7 +52,7 @@ class ProgramOptions(TypedDict, total=False):
     dynamic_order: bool
 
 
-# (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the first largest score wins
+# (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the first candidate with the largest score wins
 ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 
@@ -63,7 +63,7 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 )
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling numbers of a batch as arrays [B, …], and the static fields that determine what is compiled.
+    """The sampling parameters of a batch: numbers as arrays [B, …], and static fields that determine what is compiled.
 
     A temperature below 1e-5 makes a row greedy: it gets the most likely token after edits and penalties, the lowest id on ties.
 
@@ -73,17 +73,18 @@ class SamplingParams:
       tables: lists of token ids and their values, [B, K], padded with −1.
       seed, sample_index: [B], the seeds of the random draws.
       plan: the steps that some row enables, in the order in which they run.
-      stochastic: whether some row draws at random. False compiles no draw.
-      choices: (setting, value) of `CHOICE_SETTINGS`, such as `ties` and `top_p_rule`. With `order` they are in `numbers`
-        instead.
-      router: the numbers of the entropy router, [B] each. The router replaces the numbers of the `ROUTED` steps for every
-        token. None: no router, and none of it is compiled.
+      stochastic: whether some row draws at random. If False, no draw is compiled.
+      choices: pairs (setting, value) of `CHOICE_SETTINGS`, such as `ties` and `top_p_rule`. With `order`, the choices are in
+        `numbers` instead.
+      router: the numbers of the entropy router, [B] each. For every token, the router replaces the numbers of the steps in
+        `ROUTED_STEPS`. None: no router is compiled.
       uses_attention: whether the router reads attention metrics, which the model then has to return.
-      score_fn: chooses among candidates that are really drawn. None: the most likely candidate wins; this distribution has a
-        closed form and needs no draws.
+      score_fn: scores the candidates, which are then drawn explicitly. None: the most likely candidate wins; this distribution
+        has a closed form, so no candidates are drawn.
       candidates: maximum number of router candidates to draw; 0 if they are neither scored nor reported.
-      skip_inactive_steps: whether the program skips steps at run time that no row enables; useful if the plan serves many rows.
-      report_rows: [B] bool, the rows that need a report; nothing is computed while there are none. None: all rows.
+      skip_inactive_steps: whether the program skips, at run time, the steps that no row enables; useful if many different rows
+        share the plan.
+      report_rows: [B] bool, the rows that need a report. If there are none, no report is computed. None: all rows.
       allowed_bits: [B, ⌈V/32⌉] uint32, the mask of tokens that a row may produce next: bit i mod 32 of word ⌊i/32⌋ for token i.
         The mask overrides all steps. None: all tokens are allowed, and no mask is compiled.
       order: [B, N] int32, a separate order of the steps after the edits for every row, as indices into `order.ORDERABLE`,
@@ -137,8 +138,8 @@ class SamplingParams:
           measured: the calibration of the model, for rows with `router_preset: calibrated`.
           score_fn: draws the router's candidates and chooses the one with the highest score; part of the program.
           show_candidates: reports the router's candidates with each token. The tokens do not change.
-          extra_steps: steps that the program contains even if no row enables them; the program then also draws. Other rows that
-            enable these steps can later use the same program.
+          extra_steps: steps that the program contains even if no row enables them; the program then always contains a draw.
+            Rows that enable these steps can later use the same program.
           dynamic_order: builds one program with all steps that reads their order from an array, so that rows may differ in
             `preset`, `sampler_order`, `ties` and `top_p_rule`. Not possible with the entropy router.
 
@@ -169,15 +170,16 @@ class SamplingParams:
             if given and first.strategy != "entropy":
                 raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
-        on_rows = [_enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
+        enabled_by_row = [_enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
         stochastic = extra_steps is not None or any(not _is_greedy(section) for section in sections)
-        # Every program that draws contains the temperature, the number that changes most, so changing it compiles nothing.
-        always = {"temperature"} if stochastic and not any("dynamic_temperature" in on for on in on_rows) else set()
+        # Every program that draws contains the temperature step, so that a new temperature, the most frequent change, compiles
+        # nothing.
+        always = {"temperature"} if stochastic and not any("dynamic_temperature" in on for on in enabled_by_row) else set()
         always |= {*(extra_steps or ())}
         plan = tuple(
             name
             for name in (*EDIT_STEPS, *(ORDERABLE if dynamic_order else section_order(first)))
-            if name in always or any(name in on for on in on_rows)
+            if name in always or any(name in on for on in enabled_by_row)
         )
         settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBER_BOUNDS.keys()
         tables = _build_tables(sections, plan)
@@ -185,9 +187,9 @@ class SamplingParams:
             tables["stop_ids"] = _pad(stops, -1)
         if "xtc" in plan:
             tables["protected_ids"] = _pad([sorted({*map(int, protected_ids)})] * len(sections), -1)
-        words = {key: get_args(SETTINGS[key].kind) for key in CHOICE_SETTINGS} if dynamic_order else {}
+        options = {key: get_args(SETTINGS[key].kind) for key in CHOICE_SETTINGS} if dynamic_order else {}
         choices = {
-            key: np.asarray([getattr(section, key) == values[1] for section in sections]) for key, values in words.items()
+            key: np.asarray([getattr(section, key) == values[1] for section in sections]) for key, values in options.items()
         }
         routers = [
             RouterConfig.build(config.router, measured, **{key: getattr(config.generation, key) for key in ROUTED_STEPS})
@@ -196,7 +198,7 @@ class SamplingParams:
         ]
         arrays: dict[str, Any] = {
             "numbers": {key: _setting_values(key, sections) for key in sorted(settings)} | choices,
-            "enabled": {name: np.asarray([name in on for on in on_rows]) for name in plan},
+            "enabled": {name: np.asarray([name in on for on in enabled_by_row]) for name in plan},
             "tables": tables,
             "seed": np.asarray([section.seed or 0 for section in sections], np.uint32),
             "sample_index": np.broadcast_to(np.asarray(sample_index, np.int32), (len(sections),)),
@@ -256,9 +258,9 @@ def _is_greedy(section: GenerationSection) -> bool:
     return section.greedy or bool(np.float32(min(section.temperature, 1.0)) < np.float32(GREEDY_BELOW))
 
 
-def _enabled_steps(section: GenerationSection, stops: bool) -> set[str]:
-    """Returns the steps that have an effect in this row; in a greedy row only edits and penalties do."""
-    on = active_steps(section) - (set() if stops else {"min_tokens"})
+def _enabled_steps(section: GenerationSection, has_stop_ids: bool) -> set[str]:
+    """Returns the steps that have an effect in this row. In a greedy row, only edits and penalties have one."""
+    on = active_steps(section) - (set() if has_stop_ids else {"min_tokens"})
     if section.strategy == "entropy":
         return {*on, *ROUTED_STEPS}
     return set(on & {*EDIT_STEPS, *PENALTY_STEPS} if _is_greedy(section) else on)
@@ -345,7 +347,7 @@ def _build_tables(sections: Sequence[GenerationSection], plan: Sequence[str]) ->
 
 
 def _clip_biases(biases: Iterable[float]) -> list[float]:
-    """Clips biases to finite float32 numbers, so that only -inf bans."""
+    """Clips biases to finite float32 numbers, so that only -inf bans a token."""
     return [bias if bias == -np.inf else float(np.clip(bias, FLOATS.min, FLOATS.max)) for bias in biases]
 
 

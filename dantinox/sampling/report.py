@@ -1,4 +1,4 @@
-"""`StepInfo`: the report about each token, such as log-probability, alternatives and entropy."""
+"""`StepInfo`: the report on each token, such as log-probability, alternatives and entropy."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from dantinox.sampling.steps import finite_max
 
 
 class RouterReport(NamedTuple):
-    """What the entropy router did for one token; arrays [B].
+    """The decision of the entropy router for one token; arrays [B].
 
     Attributes:
       attention: the attention metrics, or None if the router does not use them.
@@ -39,7 +39,7 @@ class StepInfo(NamedTuple):
       entropy, varentropy: of the model's distribution, in bits and bits².
       top_ids, top_logprobs: [B, k] or [B, steps, k], the most likely tokens of the model, best first.
       top_logprobs_sampled: ln p of the same tokens under the distribution from which the token was drawn; -inf if removed.
-      routed: what the router did; None without a router.
+      routed: the decision of the router; None without a router.
     """
 
     logprob: Array

@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array, lax
 
 BLOCK = 512
-DIGIT = 4  # bits
-FEW = 1024  # up to this many keys, an accelerator compares all pairs
+DIGIT = 4  # bits that an accelerator finds per pass
+MAX_PAIRWISE_KEYS = 1024  # up to this many keys, an accelerator compares all pairs
 SIGN_BIT = np.uint32(1 << 31)
 
 
@@ -26,15 +26,15 @@ def ordered_keys(x_V: Array) -> Array:
 def threshold_key(keys_V: Array, weights_V: Array, enough: Callable[[Array], Array]) -> Array:
     """Returns the largest uint32 t for which `enough(sum of weights with key ≥ t)` holds, or 0 if there is none.
 
-    A CPU is fastest bit by bit. An accelerator, which is bound by kernel launches, processes four bits at a time, or compares
-    all keys if there are at most `FEW`.
+    On a CPU, it is fastest to find t bit by bit. An accelerator, which is bound by kernel launches, finds four bits at a time,
+    or compares all pairs if there are at most `MAX_PAIRWISE_KEYS` keys.
 
     Args:
       keys_V: uint32 keys.
       weights_V: weights ≥ 0, so that the rounded sums are monotone too.
       enough: a predicate of one sum or of an array of sums; it must be true for large sums and false below some value.
     """
-    few = keys_V.shape[0] <= FEW
+    few = keys_V.shape[0] <= MAX_PAIRWISE_KEYS
     branches = {"cpu": partial(_bit_by_bit, enough), "default": partial(_key_by_key if few else _digit_by_digit, enough)}
     return lax.platform_dependent(keys_V, weights_V, **branches)
 
@@ -57,7 +57,7 @@ def _digit_by_digit(enough: Callable[[Array], Array], keys_V: Array, weights_V: 
 
 
 def _key_by_key(enough: Callable[[Array], Array], keys_V: Array, weights_V: Array) -> Array:
-    """Tests only the keys, because the sum changes nowhere else. If a sum of 0 is enough, the result is the largest uint32."""
+    """Tests only the keys, because the sum changes only there. If a sum of 0 is enough, returns the largest uint32."""
     sums_V = jnp.sum(jnp.where(keys_V >= keys_V[:, None], weights_V, 0), axis=1)
     return jnp.where(enough(jnp.zeros(())), ~jnp.uint32(0), jnp.max(jnp.where(enough(sums_V), keys_V, 0)))
 
@@ -93,7 +93,7 @@ def _by_ranks(count: int, x_V: Array) -> tuple[Array, Array]:
 
 
 def _running_counts(hit_V: Array) -> Array:
-    """Returns inclusive prefix counts of true entries, float32 `[N, BLOCK]`, exact to 2²⁴: a matmul with a triangle of ones."""
+    """Returns inclusive prefix counts of true entries, float32 `[N, BLOCK]`, exact to 2²⁴, by a triangular matmul."""
     hits_NC = blocks(hit_V.astype(jnp.bfloat16))
     N, C = hits_NC.shape
     inside_NC = jnp.matmul(hits_NC, jnp.triu(jnp.ones((C, C), jnp.bfloat16)), preferred_element_type=jnp.float32)
@@ -131,8 +131,8 @@ def row_sum(x_V: Array) -> Array:
 def first_crossing(weights_N: Array, target: Callable[[Array], Array]) -> tuple[Array, Array]:
     """Returns the first index with positive weight whose cumulative sum exceeds `target(total)`, and the sum before that index.
 
-    If the target is not below the total, it returns the last index with a positive weight. A parallel cumulative sum need not
-    be monotone in the last bit; the condition of a positive weight excludes removed entries for any rounding.
+    If the target is not below the total, it returns the last index with a positive weight. A parallel cumulative sum is not
+    always monotone in the last bit. The condition of a positive weight excludes removed entries despite such rounding.
     """
     sums_N = jnp.cumsum(weights_N)
     positive_N = weights_N > 0
@@ -154,7 +154,7 @@ def _nth_by_ranks(hit_V: Array, n: Array) -> Array:
 
 
 def _nth_by_bisection(hit_V: Array, n: Array) -> Array:
-    """Bisects over ids, and needs no pass if n is at least the number of true entries, as in rows without equal logits."""
+    """Bisects over ids. Needs no pass if n is at least the number of true entries, which holds in rows without equal logits."""
     V = hit_V.shape[0]
     ids_V = jnp.arange(V)
     hits_V = hit_V.astype(jnp.float32)  # exact up to 2²⁴; XLA adds integers four times slower on a CPU

@@ -17,12 +17,12 @@ FIELDS_OF_INPUT = {
     "history_S": {"text"}, "run_S": {"text", "repeats"}, "repeated_V": {"text", "repeats", "breaker"},
     "distance_V": {"last_seen"}, "count_V": {"count"}, "mu": {"mu"},
 }  # fmt: skip
-_REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # jitted, because outside a program its loop is compiled for every call
+_REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # jitted, because an eager loop is compiled at every call
 
 
 def fields_read(plan: Iterable[str]) -> set[str]:
     """Returns the state fields that these steps read."""
-    return set().union(*(FIELDS_OF_INPUT.get(what, ()) for name in plan for what in STEPS[name].reads))
+    return set().union(*(FIELDS_OF_INPUT.get(parameter, ()) for name in plan for parameter in STEPS[name].reads))
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +65,7 @@ def init_state(
     Args:
       params: the sampling parameters of the batch.
       prompt_tokens_BT: token ids of the prompts.
-      prompt_valid_BT: bool, which of them are tokens and not padding.
+      prompt_valid_BT: bool, True for tokens and False for padding.
       vocab_size: V.
       capacity: maximum number of tokens in prompt and output, S. Steps that read the token history need it (DRY, n-grams, bad
         words).
@@ -78,29 +78,29 @@ def init_state(
     position_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1, -1)
     ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
     length_B, rows_B1 = valid_BT.sum(axis=1, dtype=jnp.int32), jnp.arange(B)[:, None]
-    found: dict[str, Array] = {"n_generated": jnp.zeros(B, jnp.int32), "length": length_B}
+    arrays: dict[str, Array] = {"n_generated": jnp.zeros(B, jnp.int32), "length": length_B}
     if "last_seen" in fields:
         seen_BT = jnp.where(params.tables["repetition_scope"], position_BT, -1)
-        found["last_seen"] = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
+        arrays["last_seen"] = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
     if "count" in fields:
         one_BT = jnp.broadcast_to(params.tables["presence_scope"], ids_BT.shape).astype(jnp.int32)
-        found["count"] = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
+        arrays["count"] = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
     if "text" in fields:
         if capacity is None:
             readers = [name for name in params.plan if "text" in fields_read([name])]
             raise ValueError(f"steps that read the token history need its capacity: {', '.join(readers)}")
         text = jnp.zeros((B, capacity), jnp.int32)
-        found["text"] = text.at[rows_B1, jnp.where(valid_BT, position_BT, capacity)].set(prompt_tokens_BT, mode="drop")
+        arrays["text"] = text.at[rows_B1, jnp.where(valid_BT, position_BT, capacity)].set(prompt_tokens_BT, mode="drop")
         if "repeats" in fields:
-            found["repeats"] = _REPEAT_LENGTHS(found["text"], length_B)
+            arrays["repeats"] = _REPEAT_LENGTHS(arrays["text"], length_B)
         if "breaker" in fields:
-            found["breaker"] = jax.vmap(jnp.isin)(found["text"], params.tables["dry_breakers"])
+            arrays["breaker"] = jax.vmap(jnp.isin)(arrays["text"], params.tables["dry_breakers"])
     if "mu" in fields:
-        found["mu"] = 2 * params.numbers["mirostat_tau"]
+        arrays["mu"] = 2 * params.numbers["mirostat_tau"]
     if params.router is not None:
         clarifies_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
-        found["clarified"] = jnp.max(jnp.where(clarifies_BT, position_BT, -1), axis=1)
-    return SamplerState(**found)
+        arrays["clarified"] = jnp.max(jnp.where(clarifies_BT, position_BT, -1), axis=1)
+    return SamplerState(**arrays)
 
 
 def update(

@@ -3,8 +3,8 @@
 The table of all steps is `dantinox.config.sampling_steps.STEPS`. Steps that read earlier tokens are in
 `dantinox.sampling.history`.
 
-A removed token is -inf, and a kept logit does not change by a bit. A mask never removes all tokens of a row: the first token in
-canonical order (descending logit, ties by ascending id) survives. A disabled step returns the row through an explicit branch.
+A removed token is -inf, and a kept logit is bitwise unchanged. A mask never removes all tokens of a row: the first token in
+canonical order (descending logit, ties by ascending id) survives. A disabled step returns the row itself, by `jnp.where`.
 
 A row may also be a window with the largest logits of a longer row. `rest` then holds sums over the other tokens.
 """
@@ -22,7 +22,7 @@ Number = Array | float
 Ties = Literal["first", "all"] | Array
 Rule = Literal["inclusive", "exclusive"] | Array
 LARGEST = float(jnp.finfo(jnp.float32).max)
-MIN_SHIFTED_LOGIT = -1e15  # lower bound of x − max x; the sum of 2²⁴ squares of it is finite
+MIN_SHIFTED_LOGIT = -1e15  # lower bound of x − max x; a sum of 2²⁴ squares of x − max x is then finite
 
 
 class Rest(NamedTuple):
@@ -102,7 +102,7 @@ def smoothing(logits_V: Array, factor: Number, curve: Number = 1.0) -> Array:
 def top_k(logits_V: Array, k: Number, ties: Ties = "first") -> Array:
     """Keeps the first k tokens in canonical order (Fan et al. 2018). Off: k ≤ 0.
 
-    With `ties` `all`, tokens equal to the last kept one are kept too.
+    With `ties` set to `all`, tokens with the same logit as the last kept token are kept too.
     """
     k = jnp.asarray(k, jnp.int32)
     return jnp.where((k <= 0) | (k >= logits_V.shape[0]), logits_V, keep_only(logits_V, _first_k(logits_V, k, ties)))
@@ -115,7 +115,7 @@ def top_p(logits_V: Array, p: Number, rule: Rule = "inclusive", ties: Ties = "fi
       p: the mass in [0, 1]; 0 keeps only the first token.
       rule: `inclusive` keeps a token if the mass strictly before it is below p, so the token that crosses p stays;
         `exclusive` keeps it if the mass up to and including it is at most p. The first token always stays.
-      ties: `all` also keeps every token equal to the last kept one.
+      ties: `all` also keeps every token with the same logit as the last kept token.
       rest: sums over the tokens outside the window.
     """
     p = jnp.asarray(p, jnp.float32)
@@ -165,7 +165,7 @@ def min_p(logits_V: Array, p: Number) -> Array:
 
 
 def top_a(logits_V: Array, a: Number, rest: Rest = EMPTY_REST) -> Array:
-    """Keeps P ≥ a·max(P)² (KoboldAI). Off: a = 0."""
+    """Keeps tokens with P ≥ a·max(P)² (KoboldAI). Off: a = 0."""
     P_V = _softmax(logits_V, rest)
     least = a * jnp.max(P_V) ** 2
     return jnp.where(jnp.asarray(a) <= 0, logits_V, keep_only(logits_V, least <= P_V))
@@ -211,18 +211,18 @@ def typical(logits_V: Array, p: Number, ties: Ties = "first", rest: Rest = EMPTY
 
 
 def epsilon_cutoff(logits_V: Array, eps: Number, rest: Rest = EMPTY_REST) -> Array:
-    """Keeps P ≥ ε (Hewitt et al. 2022, section 4). Off: ε = 0."""
+    """Keeps tokens with P ≥ ε (Hewitt et al. 2022, section 4). Off: ε = 0."""
     return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= eps))
 
 
 def eta_cutoff(logits_V: Array, eps: Number, rest: Rest = EMPTY_REST) -> Array:
-    """Keeps P ≥ min(ε, √ε·exp(−H)) (Hewitt et al. 2022, equation 4). Off: ε = 0."""
+    """Keeps tokens with P ≥ min(ε, √ε·exp(−H)), where H is the entropy (Hewitt et al. 2022, equation 4). Off: ε = 0."""
     least = jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(logits_V, rest)))
     return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= least))
 
 
 def top_n_sigma(logits_V: Array, n: Number, rest: Rest = EMPTY_REST) -> Array:
-    """Keeps x ≥ max x − n·σ, σ the standard deviation of the remaining logits (Tang et al. 2024). Off: n ≤ 0."""
+    """Keeps logits x ≥ max x − n·σ, with σ the standard deviation of the remaining logits (Tang et al. 2024). Off: n ≤ 0."""
     alive_V = logits_V > -jnp.inf
     count = jnp.maximum(jnp.sum(alive_V) + rest.tokens, 1)
     down_V = jnp.where(alive_V, jnp.maximum(logits_V - finite_max(logits_V), MIN_SHIFTED_LOGIT), 0)
@@ -233,9 +233,9 @@ def top_n_sigma(logits_V: Array, n: Number, rest: Rest = EMPTY_REST) -> Array:
 
 
 def xtc(logits_V: Array, threshold: Number, probability: Number, u: Number, protected_V: Array | None = None) -> Array:
-    """Excludes top choices: with u < probability removes all tokens with P ≥ threshold except the least likely of them.
+    """Excludes top choices: if u < probability, removes all tokens with P ≥ threshold except the least likely of them.
 
-    Off: probability = 0, or a threshold above 0.5, which no two tokens can reach.
+    Off: probability = 0, or a threshold above 0.5, which two tokens cannot both reach.
 
     Args:
       threshold: minimum probability of a top choice.
@@ -331,9 +331,9 @@ def _first_k(logits_V: Array, k: Array, ties: Ties = "first") -> Array:
 
 
 def _above_threshold(keys_V: Array, edge: Array, count: Array, ties: Ties) -> Array:
-    """Returns the mask of keys above `edge` and of the first `count` keys equal to it by id.
+    """Returns the mask of the keys above `edge` and of the first `count` keys, by id, that equal `edge`.
 
-    With `ties` all, all keys equal to it are kept if count > 0.
+    With `ties` set to `all`, all keys that equal `edge` are kept if count > 0.
     """
     at_V = keys_V == edge
     all_ties = ties == "all" if isinstance(ties, str) else ties

@@ -41,7 +41,7 @@ class Window:
 
 
 class Context(NamedTuple):
-    """The inputs of a step besides the logits: those of a batch or, under `vmap`, of one row. No window: whole rows."""
+    """The inputs of a step besides the logits, of a batch or, under `vmap`, of one row. `window` is None for whole rows."""
 
     params: SamplingParams
     state: Any  # a SamplerState that has every field that the plan reads
@@ -122,7 +122,7 @@ def _run_truncations(apply: Apply, order: Order, rows: LogitRows, context: Conte
     windowed = run_in_windows(apply, order, rows.logits, context)
 
     def with_whole_rows() -> LogitRows:
-        # On a CPU, rows take as long one by one as in a batch, so only those that need it are computed.
+        # On a CPU, computing rows one by one is as fast as in a batch, so only the rows that need it are computed.
         branches = {"cpu": partial(run_failed_rows, apply), "default": partial(run_all_rows, apply)}
         return lax.platform_dependent(order, rows, context, windowed, **branches)
 
@@ -168,12 +168,11 @@ def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Contex
         touched_B = on_B & open_B
         if not STEPS[name].keeps:
             return WindowResult(rows, open_B, failed_B | touched_B), rest
-        # A step keeps the first tokens in canonical order: if it removes the last token of the window, it removes all after it.
-        # `lax.top_k` distinguishes 0 from -0, so a window that ends in zeros may lack the first of them.
+        # A step keeps the first tokens in canonical order. If it removes the last token of the window, it also removes all
+        # tokens outside. `lax.top_k` distinguishes 0 from -0, so a window that ends in zeros may lack the first of them.
         closed_B = (rows.logits[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
-        if (
-            STEPS[name].keeps == "typical"
-        ):  # its order is that of the logits only for tokens with more surprise than the entropy
+        if STEPS[name].keeps == "typical":
+            # Typical sampling has the order of the logits only among tokens whose surprise exceeds the entropy.
             surprise_B = jax.vmap(log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
             closed_B &= surprise_B >= jax.vmap(entropy)(x_BK, rest)
         open_B &= ~(touched_B & closed_B)
