@@ -35,7 +35,7 @@ class TensorParallelism(Parallelism):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None)))
 
     def shard_features(self, x: jax.Array) -> jax.Array:
-        """Keeps features sharded: otherwise XLA gathers quantized gate and up weights, which share one array, for `down`."""
+        """Keeps features sharded. Otherwise XLA gathers quantized gate and up weights, which share one array, for `down`."""
         assert self.mesh is not None
         at = PartitionSpec(None, *[None] * (x.ndim - 2), "tensor")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, at))
@@ -117,7 +117,9 @@ def partition_spec(name: str, shape: tuple[int, ...], quantized: bool, tensor: i
     if not quantized or leaf == "bias":
         parts = split_parameter(inner, shape, dict.fromkeys(AXES, 1) | {"tensor": tensor}).compute
         return PartitionSpec(*(names or None for names in parts))
-    rule = next(rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path))  # the number of axes may differ
+    rule = next(
+        rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path)
+    )  # a quantized array may have another number of axes
     letter = next((letter for letter, axis in rule.compute.items() if axis == "tensor"), "")
     stacked = rule.axes.startswith("E")
     inputs = rule.axes[stacked:-1] if module.endswith("attention/out") else rule.axes[stacked : stacked + 1]
@@ -157,7 +159,7 @@ def shard_model(model: Transformer, mesh: Mesh, put: Callable[[Any, Any], Any] =
 
 
 def shard_model_shapes(model: Transformer, mesh: Mesh) -> Transformer:
-    """Returns `shard_model` of an abstract model, whose weights are shapes."""
+    """Applies `shard_model` to an abstract model, whose weights are shapes with shardings."""
     return shard_model(model, mesh, with_shardings)
 
 

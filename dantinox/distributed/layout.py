@@ -45,7 +45,7 @@ def format_mesh(sizes: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """The placement of all arrays of a training.
+    """The placement of all arrays of a training run.
 
     Attributes:
       model: the architecture.
@@ -68,7 +68,7 @@ class Layout:
         return math.prod(self.sizes.values())
 
     def describe(self) -> str:
-        """Describes the devices. Layouts with equal descriptions add up sums in the same order."""
+        """Describes the devices. Layouts with equal descriptions compute sums in the same order."""
         if self.mesh is None:
             return ONE_DEVICE
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -133,7 +133,7 @@ class Layout:
 
     def gather_parameter(self, name: str, w: jax.Array) -> jax.Array:
         """All-gathers a parameter from its local shard to the form that the matmul uses; `name` is its name in the layer."""
-        if name not in self.splits_in_layer:  # not a parameter, but the key of dropout
+        if name not in self.splits_in_layer:  # the dropout key, which is not a parameter
             return w
         split, tensor = self.splits_in_layer[name], self.sizes["tensor"]
         if not split.gathered:
@@ -141,12 +141,12 @@ class Layout:
             has_partial_gradient = is_head_norm or is_adapter(name)
             return _copy_to_tp(w) if has_partial_gradient and not any(split.compute) and tensor > 1 else w
         is_rounded = name.endswith("kernel") and name != "ffn/router/kernel"
-        identical = name not in SUMMED_OVER_TENSOR and any("tensor" in names for _, names in split.gathered)
+        has_identical_gradients = name not in SUMMED_OVER_TENSOR and any("tensor" in names for _, names in split.gathered)
         dtype = compute_dtype(self.model) if is_rounded and w.dtype == jnp.float32 else w.dtype
-        return checkpoint_name(_gather(w, split.gathered, dtype, tensor if identical else 1), GATHERED)
+        return checkpoint_name(_gather(w, split.gathered, dtype, tensor if has_identical_gradients else 1), GATHERED)
 
     def reduce_gradients(self, gradients: Parameters) -> Parameters:
-        """All-reduces the gradients of local shards over the mesh axes over which they are not summed yet."""
+        """All-reduces the gradients of local shards over those mesh axes over which they are not yet summed."""
         if self.mesh is None:
             return gradients
 
@@ -185,8 +185,8 @@ class Layout:
     def shardings(self, tree: Any) -> Any:
         """Returns the shardings of a tree such as the training state.
 
-        Leaves with the name and shape of a parameter are sharded like it, all others are replicated. None: everything is on the
-        default device.
+        Leaves with the name and shape of a parameter are sharded like it, all others are replicated. The result is None if
+        everything is on the default device.
         """
         if self.mesh is None:
             return None if self.device is None else jax.tree.map(lambda _: SingleDeviceSharding(self.device), tree)
@@ -247,12 +247,12 @@ class Layout:
             return jax.device_put(read(), self.batch_sharding)
         order = np.arange(count).reshape(accumulated, self.batch_shards, -1).swapaxes(0, 1).reshape(-1)
         local_rows = [order[place[0]] for place in self.batch_sharding.addressable_devices_indices_map((count,)).values()]
-        here = np.unique(np.concatenate(local_rows))
-        part = read(here)
+        local_numbers = np.unique(np.concatenate(local_rows))
+        part = read(local_numbers)
 
         def put(array: np.ndarray) -> jax.Array:
             def read_shard(index: Any) -> np.ndarray:
-                return array[np.searchsorted(here, order[index[0]])]
+                return array[np.searchsorted(local_numbers, order[index[0]])]
 
             return jax.make_array_from_callback((count, *array.shape[1:]), self.batch_sharding, read_shard)
 
@@ -278,7 +278,7 @@ def _gather(w: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: 
       w: the local shard.
       dims: (array axis, mesh axes) to gather.
       dtype: the dtype of the result.
-      copies: the number of devices that compute identical gradients; their sum is divided by it.
+      copies: the number of devices that compute identical gradients; the sum of the gradients is divided by it.
     """
     w = w.astype(dtype)
     for axis, names in dims:
@@ -408,7 +408,7 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
 
 
 def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | None = None) -> Layout:
-    """Returns the layout of a training.
+    """Returns the layout of a training run.
 
     Args:
       config: the settings, including `distributed`.
@@ -425,5 +425,5 @@ def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | 
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh([sizes[axis] for axis in AXES], AXES, axis_types=kinds, devices=devices)
     layout = Layout(model, mesh)
-    _ = layout.splits  # raises now if a parameter cannot be split
+    _ = layout.splits  # raises if a parameter cannot be split
     return layout

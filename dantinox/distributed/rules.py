@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
     Attributes:
       path: the path of the parameter in its layer, or in the model. `*` matches any part of a name.
-      axes: one letter per array axis, as in the names of shapes; N also for the heads of latent attention.
+      axes: one letter per array axis, as in the names of shapes; N also stands for the heads of latent attention.
       compute: maps a letter to the mesh axis over which the matmul itself is sharded.
       storage: letters of axes that can also be sharded in memory; the first divisible one is used. Axes that are not the
         shorter side of a matrix come first, because Muon then all-reduces small Gram matrices instead of full matrices.
@@ -138,7 +138,7 @@ class Split(NamedTuple):
 
     @property
     def gathered(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """(array axis, mesh axes) over which the parameter is all-gathered."""
+        """Pairs (array axis, mesh axes) over which the parameter is all-gathered."""
         return tuple((number, names) for number, names in enumerate(self.storage) if names)
 
     def axes_of(self, axes: slice) -> tuple[str, ...]:
@@ -203,6 +203,6 @@ def split_parameter(name: str, shape: tuple[int, ...], sizes: Mapping[str, int])
 
 
 def name_in_layer(name: str) -> tuple[str, int]:
-    """Returns the name of a parameter in its layer (or in the model), and its number of leading axes for layers, 0 or 1."""
+    """Returns the name of a parameter in its layer (or in the model), and its number of leading layer axes, 0 or 1."""
     head, _, rest = name.partition("/")
     return (rest.partition("/")[2], int(head == "rolled")) if head in ("blocks", "rolled") else (name, 0)
