@@ -13,7 +13,7 @@ from dantinox.files import UserError
 
 
 def overrides(namespace: argparse.Namespace) -> dict[str, object]:
-    """Returns the settings value as flags: dotted path → value.
+    """Returns the settings that were given as flags: dotted path → value.
 
     Raises:
       UserError: a flag without a section name matches settings of two sections.
@@ -61,7 +61,7 @@ def _value(key: str, value: str | list[str]) -> Any:
                 parsed = json.loads(value[0])
                 is_string_list = isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed)
                 if is_string_list or not any(get_args(kind)[:1] == (str,) for kind in kinds if get_origin(kind) is tuple):
-                    return parsed  # a setting of strings takes other JSON, such as `[1]`, as one string
+                    return parsed  # for a setting that is a list of strings, other JSON, such as `[1]`, is one string
         texts = [_unescape(text) for text in value] if key.startswith("generation.") else value
         if all(get_origin(kind) is tuple and set(_members(get_args(kind)[0])) <= {int, float, bool} for kind in kinds):
             return [parse_value(text) for text in texts]

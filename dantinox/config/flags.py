@@ -18,7 +18,7 @@ ARITY: dict[str, dict[str, Any]] = {"one": {}, "many": {"nargs": "+"}, "switch":
 
 
 class Parser(LayeredParser):
-    """A parser whose errors are `UserError` sentences."""
+    """A parser that reports errors as `UserError`."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -41,7 +41,7 @@ def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, mo
     """Adds a flag for every setting of `sections` (default: all); `overrides` reads them back.
 
     Args:
-      most_used: the flags that the first help page shows, without dashes; a flag of the command or of a setting.
+      most_used: the flags that the first help page shows, without dashes. They may be flags of the command or of settings.
     """
     records = {record.key: record for record in setting_records()}
     keys = {key: key for key in records} | ALIASES

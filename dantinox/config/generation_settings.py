@@ -71,7 +71,9 @@ class _Request(Section):
     ] = field(
         "chain", "chain: this section sets temperature, top_k, top_p and min_p; entropy: the entropy router sets them per token"
     )
-    preset: Annotated[Preset, *CHAIN] = field("default", "program whose order of sampling steps is used; values do not change")
+    preset: Annotated[Preset, *CHAIN] = field(
+        "default", "program whose order of sampling steps to use; the values of settings do not change"
+    )
     sampler_order: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_order), *CHAIN] = field(
         None, "Kobold's step codes in another order (preset kobold or koboldcpp), or names of steps (null: the preset's order)"
     )
@@ -96,7 +98,8 @@ PRESETS: dict[str, tuple[str, ...]] = {
 ROUTED_STEPS = ("temperature", "top_k", "top_p", "min_p")  # steps whose values the entropy router sets
 KOBOLD_CODES = ("top_k", "top_a", "top_p", "tail_free", "typical", "temperature", "repetition_penalty")
 KOBOLD_ORDERS = {"kobold": (6, 0, 1, 2, 3, 4, 5), "koboldcpp": (6, 0, 1, 3, 4, 2, 5)}
-KOBOLDCPP_SLOTS = {
+# The steps that KoboldCpp runs in the place of one step of KoboldAI.
+KOBOLDCPP_STEPS = {
     "top_p": ("top_p", "min_p"),
     "temperature": ("dynamic_temperature", "temperature", "smoothing", "top_n_sigma"),
     "repetition_penalty": ("repetition_penalty", "presence_frequency_penalty"),
@@ -141,7 +144,7 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
             raise ValueError(f"is invalid: {error}") from None
         if preset == "kobold":
             return names
-        return "dry", *(step for name in names for step in KOBOLDCPP_SLOTS.get(name, (name,))), "xtc", *MIROSTAT_STEPS
+        return "dry", *(step for name in names for step in KOBOLDCPP_STEPS.get(name, (name,))), "xtc", *MIROSTAT_STEPS
     return _named_order(preset, order)
 
 
@@ -190,4 +193,4 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     if low > high:
         yield "generation.dynatemp_low", f"must be at most generation.dynatemp_high, got {low:g} and {high:g}"
     if {"temperature", "dynamic_temperature"} <= on and not greedy:
-        yield "generation.temperature", f"must be 1 where generation.dynatemp_high sets it, got {g.temperature:g}"
+        yield "generation.temperature", f"must be 1 with generation.dynatemp_low and dynatemp_high, got {g.temperature:g}"

@@ -199,7 +199,7 @@ def _most_used(parser: LayeredParser) -> Iterator[list[str]]:
 
 
 def _has_run(parser: LayeredParser) -> bool:
-    """Tells whether the command reads its default settings from a run."""
+    """Returns whether the command reads its default settings from a run."""
     return any(action.dest == "run_path" for action in parser.own)
 
 
@@ -259,7 +259,7 @@ def _is_commands(action: argparse.Action) -> bool:
 
 
 def _names(action: argparse.Action) -> str:
-    """Returns a flag with its value, as the help shows it. The path of a setting is left out if it has a flat flag."""
+    """Returns a flag with its value, as the help shows it: the flat flag of a setting, if there is one, without its path."""
     long = [name for name in action.option_strings if name.startswith("--")]
     flag = next((name for name in long if "." not in name), long[0])
     if action.nargs == 0:

@@ -33,8 +33,8 @@ class KVSection(Section):
     budget_tokens: Count | None = field(None, "number of slots per head to keep (null: see kv.budget)")
     policy: Annotated[Policy, BUDGET] = field(
         "snapkv+ema",
-        "tokens to keep: by attention (snapkv+ema, tova, h2o), by the expected attention of later tokens "
-        "(expected_attention), by attention in a second reading (kvzip), the last ones (streaming), or random ones",
+        "tokens to keep: by attention (snapkv+ema, tova, h2o), by the expected attention of later tokens (expected_attention), "
+        "by attention in a second pass over the prompt (kvzip), the last ones (streaming), or random ones",
     )
     signal: Annotated[Signal, BUDGET] = field(
         "loss", "signal that sets each head's share of the slots, measured by `calibrate --what kv` (uniform: equal shares)"
@@ -52,10 +52,10 @@ class KVSection(Section):
         0.98, "decay per token of the averaged importance (entropy: from the measured entropy of the head)"
     )
     scale_min: Annotated[float, Field(gt=0, le=1), BUDGET, Needs(*BY_HEAD)] = field(
-        0.3, "minimum share of a head by entropy, coverage or distance, as a multiple of the mean"
+        0.3, "entropy, coverage, distance: lower limit of a head's share, as a multiple of the mean"
     )
     scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False), BUDGET, Needs(*BY_HEAD)] = field(
-        2.5, "maximum share of a head by entropy, coverage or distance, as a multiple of the mean"
+        2.5, "entropy, coverage, distance: upper limit of a head's share, as a multiple of the mean"
     )
     grouping: Annotated[Literal["max", "mean", "min"], BUDGET, Needs(*BY_HEAD, ("kv.decay", "entropy"))] = field(
         "max", "how the entropy, coverage or distance of a key head is computed from those of its query heads"

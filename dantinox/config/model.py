@@ -168,7 +168,7 @@ class AttentionSection(Section):
         None, "base of the rotary frequencies of sliding layers, without rope_scaling (null: as in all layers)"
     )
     rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), ROTARY] = field(
-        (True,), "which layers rotate queries and keys; the pattern repeats over the depth"
+        (True,), "which layers rotate queries and keys; the pattern repeats over the layers"
     )
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(
         1.0, "fraction of each head that is rotated, from its first dimension"
@@ -194,7 +194,7 @@ class AttentionSection(Section):
     beta_slow: Annotated[Positive, YARN] = field(
         1.0, "yarn: divide frequencies with fewer turns than this in the original context"
     )
-    rope_truncate: Annotated[bool, YARN] = field(True, "yarn: round the ends of the blend to whole frequency indices")
+    rope_truncate: Annotated[bool, YARN] = field(True, "yarn: round the ends of the blended range to whole frequency indices")
     rope_mscale: Annotated[Positive | None, YARN] = field(
         None, "yarn: m in the factor (0.1 m ln rope_factor + 1) / (0.1 n ln rope_factor + 1) on queries and keys (null: none)"
     )
@@ -221,7 +221,7 @@ class AttentionSection(Section):
     sliding_window: bool = field(False, "limit attention of sliding layers to the last context_window + 1 keys")
     context_window: Annotated[CountOrZero | None, SLIDING] = field(None, "earlier keys that a query of a sliding layer can see")
     layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = field(
-        ("sliding",), "kind of each layer, with sliding_window; the pattern repeats over the depth"
+        ("sliding",), "kind of each layer; the pattern repeats over the layers"
     )
     kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = field(
         "auto",
@@ -542,7 +542,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
     if moe.use_moe:
         yield from _expert_conflicts(m.num_blocks, moe)
     if not a.rope_layers:
-        yield "attention.rope_layers", "must name at least one layer, got []"
+        yield "attention.rope_layers", "must have at least one entry, got []"
     if a.sliding_window and a.context_window is None:
         yield "attention.context_window", "must be an integer ≥ 0 when attention.sliding_window is true, got null"
     if not a.layer_types:
@@ -550,7 +550,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
 
 
 def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
-    """Returns the first setting that makes layers share keys and values or differ in their shapes, or None."""
+    """Returns the first setting that makes layers share keys and values or differ in the shapes of these, or None."""
     keys = ("kv_shared_layers", "global_head_size", "global_kv_heads")
     return next((f"attention.{key}" for key in keys if getattr(settings, key)), None)
 
@@ -645,7 +645,7 @@ def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
 
 
 def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
-    """Returns the resolved architecture. A field that is not in `resolved` equals the setting of the unchanged name."""
+    """Returns the resolved architecture. A field that is not in `resolved` equals the setting of the same name."""
     if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
         sentence = f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}"
         raise UserError(sentence, key="model.padded_vocab_size", value=m.padded_vocab_size)

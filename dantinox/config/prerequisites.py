@@ -1,7 +1,7 @@
 """Prerequisites of settings, and the settings that are inactive because a prerequisite is missing.
 
-Prerequisites are `Needs` objects in the type annotations of the settings. An inactive setting is an error in a flag or an
-argument, and prints one warning if it is in a file.
+Prerequisites are `Needs` objects in the type annotations of the settings. An inactive setting raises an error if it comes from
+a flag or an argument, and prints one warning if it comes from a file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +70,7 @@ def inactive_settings(
 ) -> dict[str, str]:
     """Returns the settings that differ from their default and have no effect: dotted path → reason (`while … is …`).
 
-    An inactive setting counts as its default when the prerequisites of other settings are checked.
+    The check of other settings' prerequisites treats an inactive setting as if it had its default.
     """
     reasons: dict[str, str] = {}
 
@@ -80,10 +80,10 @@ def inactive_settings(
     def reason(key: str) -> str:
         if key not in reasons:
             missing = next((need for need in needs[key] if not need.met(value_of)), None)
-            reasons[key] = "" if missing is None else because(missing)
+            reasons[key] = "" if missing is None else explain(missing)
         return reasons[key]
 
-    def because(need: Needs) -> str:
+    def explain(need: Needs) -> str:
         others = dict.fromkeys(key for key, _ in need.others)
         root = next((reason(key) for key in others if reason(key) and values[key] != defaults[key]), "")
         return root or "while " + " and ".join(f"{key} is {format_value(values[key])}" for key in others)
@@ -92,5 +92,5 @@ def inactive_settings(
 
 
 def format_value(value: object) -> str:
-    """Returns a value as messages show it. Strings have no quotes."""
+    """Formats a value for a message. Strings that are not empty have no quotes."""
     return value if isinstance(value, str) and value else quote(value)

@@ -1,6 +1,6 @@
 """Every setting as a record that is read from `configs/schema.json`.
 
-Help pages, searches and the documentation use these records and do not need pydantic.
+Help pages, searches and the documentation use these records, so they do not need pydantic.
 """
 
 import json
@@ -81,7 +81,7 @@ def setting_records() -> tuple[SettingRecord, ...]:
 
 @cache
 def section_titles() -> dict[str, str]:
-    """Returns section → one-sentence description."""
+    """Returns a mapping: section → one-sentence description."""
     return {section: definition["description"].split("\n")[0] for section, definition in _sections(_schema()).items()}
 
 

@@ -10,7 +10,7 @@ from dantinox.files import UserError, escape_name
 
 # Name without section → dotted path.
 REQUEST_KEYS = {flat_name(key): key for key in FIELDS if key.partition(".")[0] in REQUEST_SECTIONS}
-# Pairs of settings that exclude each other. A request that sets one of them removes the other from the settings below.
+# Pairs of settings that exclude each other. A request that sets one of them removes the other from the base settings.
 PAIRS = [
     ("kv_budget", "kv_budget_tokens"),
     *((key, f"base_{key}") for key in ROUTED_STEPS),
@@ -70,20 +70,20 @@ def with_generation(config: Config, **changes: object) -> Config:
     return config.model_copy(update={"generation": config.generation.model_copy(update=changes)})
 
 
-def _without_superseded(below: Mapping[str, object], request: Mapping[str, object]) -> dict[str, object]:
-    """Returns the settings below a request, without the settings that the request replaces."""
+def _without_superseded(base: Mapping[str, object], request: Mapping[str, object]) -> dict[str, object]:
+    """Returns the base settings without those that the request replaces."""
     order = request.get("sampler_order")
     replaced = {SUPERSEDES.get(name) for name in request}
     if isinstance(order, list | tuple) and any(isinstance(name, str) for name in order):
         replaced.add("preset")
     if request.get("strategy") == "entropy":
         replaced.add("greedy")
-    return {name: value for name, value in below.items() if name not in replaced or name in request}
+    return {name: value for name, value in base.items() if name not in replaced or name in request}
 
 
-def _with_bases(request: Mapping[str, object], below: Mapping[str, object]) -> dict[str, object]:
-    """Returns a request's settings. With `strategy: entropy`, values that equal chain defaults also set base values."""
-    if request.get("strategy", below.get("strategy")) != "entropy":
+def _with_bases(request: Mapping[str, object], base: Mapping[str, object]) -> dict[str, object]:
+    """Returns a request's settings. With `strategy: entropy`, values that equal chain defaults also set the router's bases."""
+    if request.get("strategy", base.get("strategy")) != "entropy":
         return dict(request)
     defaults = {"temperature": 1, "min_p": 0}
     return {f"base_{key}": default for key, default in defaults.items() if request.get(key) == default} | dict(request)

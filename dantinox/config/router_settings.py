@@ -214,7 +214,10 @@ def strategy_intervals(strategy: str, numbers: Mapping[str, float]) -> dict[str,
 
 
 def forcing_thresholds(strategy: str) -> dict[str, float]:
-    """Returns values of `THRESHOLDS` that always select a strategy. Every metric is above −1 and below ∞."""
+    """Returns values of `THRESHOLDS` with which the router always selects a given strategy.
+
+    Every metric is above −1 and below ∞, so a threshold of −1 or ∞ decides each condition.
+    """
     for values in product((-1.0, inf), repeat=len(THRESHOLDS)):
         numbers = dict(zip(THRESHOLDS, values, strict=True))
         always = {
@@ -223,7 +226,7 @@ def forcing_thresholds(strategy: str) -> dict[str, float]:
         }
         if next((name for name, holds in always.items() if holds), STRATEGIES[-1]) == strategy:
             return numbers
-    raise ValueError(f"no strategy is called {strategy}: they are {', '.join(STRATEGIES)}")
+    raise ValueError(f"unknown strategy {strategy}: the strategies are {', '.join(STRATEGIES)}")
 
 
 def router_conflicts(r: RouterSection) -> Iterator[Conflict]:

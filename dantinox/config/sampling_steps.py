@@ -96,7 +96,7 @@ class Step:
       group: `edit` and `penalty` steps also apply to greedy decoding. Edits run first and are not part of an order.
       keeps: `likeliest` if the step keeps the most likely tokens, `typical` if it keeps tokens by their surprise; empty for
         a step that is not such a filter.
-      by_row: the step is slow, so it runs only for the rows of a batch that switch it on.
+      by_row: whether the step runs only for the rows of a batch that switch it on, because it is slow.
       function: the name of the step's function, if it differs from the step's name.
     """
 
@@ -132,11 +132,12 @@ class StepSettings(Section):
         {}, "numbers to add to the logits of tokens, by id or string of one token (null or -inf: ban the token)"
     )
     sequence_bias: SequenceBiases = field(
-        (), "strings or lists of ids, each with a number to add to its last token after the others"
+        (),
+        "strings or lists of ids, each with a number to add to the logit of its last token when its other tokens come before",
     )
     allowed_tokens: Tokens = field((), "the only tokens to generate: ids, or strings of one token (empty: all)")
     banned_tokens: Tokens = field((), "tokens never to generate: ids, or strings of one token")
-    bad_words: Sequences = field((), "strings never to generate: the last token of each is banned after the others")
+    bad_words: Sequences = field((), "strings never to generate: ban the last token of each when its other tokens come before")
     min_tokens: int = field(0, "minimum number of tokens before the EOS token, a stop token or a stop string can end the text")
     repetition_penalty: Positive = field(
         1.0, "divide positive and multiply negative logits of earlier tokens by this number (1: off)"
@@ -146,16 +147,16 @@ class StepSettings(Section):
         0.0, "how much more the newest of the last repetition_range tokens are penalized (0: all equally)"
     )
     repetition_scope: Scope = field(
-        "all", "apply the repetition penalty to tokens of prompt and output (all), or of the output"
+        "all", "apply the repetition penalty to tokens of prompt and output (all), or only of the output"
     )
     presence_penalty: Finite = field(0.0, "number to subtract once from the logits of generated tokens")
     frequency_penalty: Finite = field(0.0, "number to subtract for each time that a token was generated")
     presence_scope: Scope = field(
-        "output", "apply presence and frequency penalties to tokens of prompt and output (all), or of the output"
+        "output", "apply presence and frequency penalties to tokens of prompt and output (all), or only of the output"
     )
     dry_multiplier: NonNegative = field(0.0, "DRY: penalty for continuing a repeated sequence (0: off)")
     dry_base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = field(1.75, "DRY: growth of the penalty per repeated token")
-    dry_allowed_length: Count = field(2, "DRY: length at which a repetition costs the multiplier; shorter ones are free")
+    dry_allowed_length: Count = field(2, "DRY: length of a repetition with penalty dry_multiplier; shorter ones have none")
     dry_range: CountOrZero = field(0, "DRY: search the last N tokens only (0: all)")
     dry_breakers: Breakers = field(("\n", ":", '"', "*"), "DRY: tokens that contain one of these strings end a repetition")
     dynatemp_low: NonNegative = field(1.0, "dynamic temperature: value at zero entropy")
@@ -163,7 +164,7 @@ class StepSettings(Section):
     dynatemp_exponent: NonNegative = field(1.0, "dynamic temperature: exponent of the normalized entropy in between")
     temperature: NonNegative = field(1.0, "divisor of the logits (0: greedy)")
     smoothing_factor: NonNegative = field(0.0, "quadratic smoothing of the logits around the largest (0: off)")
-    smoothing_curve: Annotated[float, Field(ge=1, le=3)] = field(1.0, "share of a cubic term in the smoothing")
+    smoothing_curve: Annotated[float, Field(ge=1, le=3)] = field(1.0, "shape of the smoothing, from quadratic (1) to cubic (3)")
     top_k: int | None = field(None, "keep the k most likely tokens (null, 0 or less: off)")
     top_p: Fraction | None = field(None, "keep the smallest set of tokens with this total probability (null or 1: off)")
     top_p_rule: Annotated[Literal["inclusive", "exclusive"], *CHAIN] = field(
@@ -176,16 +177,16 @@ class StepSettings(Section):
         1.0, "keep the tokens whose surprise is closest to the entropy, up to this total probability (1: off)"
     )
     epsilon_cutoff: Fraction = field(0.0, "keep tokens with at least this probability (0: off)")
-    eta_cutoff: Fraction = field(0.0, "epsilon_cutoff with a bound that falls at high entropy (0: off)")
+    eta_cutoff: Fraction = field(0.0, "keep tokens with at least this probability; the bound is lower at high entropy (0: off)")
     top_n_sigma: Finite = field(0.0, "keep logits within this many standard deviations of the largest (0: off)")
     xtc_probability: Fraction = field(0.0, "XTC: probability of excluding the top choices (0: off)")
     xtc_threshold: Fraction = field(
-        0.1, "XTC: tokens with at least this probability are top choices; all but the least likely one go (above 0.5: off)"
+        0.1, "XTC: tokens with at least this probability are top choices; all but the least likely are removed (above 0.5: off)"
     )
     ties: Annotated[Literal["first", "all"], *CHAIN] = field(
         "first", "top_k, top_p, typical: of tokens equal to the last kept one, keep those with lower ids (first), or all"
     )
-    mirostat: Literal[0, 1, 2] = field(0, "keep the surprise of the text constant with version 1 or 2 (0: off)")
+    mirostat: Literal[0, 1, 2] = field(0, "version of mirostat, which keeps the surprise of the text constant (0: off)")
     mirostat_tau: Positive = field(5.0, "mirostat: target surprise in bits")
     mirostat_eta: Positive = field(0.1, "mirostat: learning rate of the correction")
 
@@ -300,7 +301,7 @@ def step_prerequisites(key: str) -> tuple[Needs, ...]:
 
 
 class Bounds(NamedTuple):
-    """The numbers that a type allows, with both ends. The range of a number > 0 begins at the smallest normal float32."""
+    """The range of a numeric type, both ends included. The range of a number > 0 begins at the smallest normal float32."""
 
     low: float
     high: float

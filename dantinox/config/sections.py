@@ -62,12 +62,12 @@ class TokenizerSection(Section):
     )
     tokenizer_path: Annotated[str | None, Needs(("tokenizer.tokenizer_type", "file"))] = field(None, "path of a tokenizer.json")
     byte_fallback: Annotated[bool, Needs(("tokenizer.tokenizer_type", "char"))] = field(
-        False, "char: encode unknown characters as bytes instead of refusing them"
+        False, "char: encode unknown characters as bytes instead of raising an error"
     )
 
 
 def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
-    """Whether the name of a corpus file allows it to contain JSON Lines."""
+    """Whether a corpus may contain JSON Lines, judged by the names of its files."""
     parts = (corpus,) if isinstance(corpus, str) else corpus or ()
     return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
 
@@ -93,7 +93,7 @@ class DataSection(Section):
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
         "windows",
-        "windows: windows of the running text; best_fit: rows of whole documents, split only if they are longer than a row",
+        "windows: windows of consecutive tokens; best_fit: rows of whole documents, split only if they are longer than a row",
     )
     val_path: str | None = field(None, "separate validation text (null: the end of the corpus)")
     val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = field(
@@ -125,7 +125,7 @@ class TrainingSection(Section):
         "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers",
     )
     dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
-        0.1, "dpo: factor on the log-probability gained over the starting weights"
+        0.1, "dpo: factor β on the log-probability ratio of the trained to the starting weights"
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
@@ -186,7 +186,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 class DistributedSection(Section):
-    """How devices share a training, as a mesh of four axes whose product is the number of devices."""
+    """The mesh of devices that share a training run; the product of its four axes is the number of devices."""
 
     data: Axis = field(1, "copies of the model, each with separate rows of the batch (-1: all remaining devices)")
     fsdp: Axis = field(

@@ -29,8 +29,8 @@ def starting_config(path: str | Path, cpus: int | None = None) -> str:
 
     Args:
       path: the path of the new config, which the comments mention.
-      cpus: number of CPU cores of a machine without an accelerator. None: the machine has an accelerator. On CPU cores the
-        model has the size of `quickstart`, which trains in minutes.
+      cpus: number of CPU cores of a machine without an accelerator; the model then has the size of `quickstart`, which trains
+        in minutes. None: the machine has an accelerator.
     """
     small = cpus is not None
     config = build_config({}, NOT_DEFAULT | (SMALL if small else {})).model_dump(mode="json")

@@ -22,7 +22,7 @@ from dantinox.config.yaml_files import (
 from dantinox.files import UserError, escape_name, quote
 
 SWEEP_KEYS = ("base", "grid", "random", "trials", "seed", "runs_dir")
-MOST_TRIALS = 10_000
+MAX_TRIALS = 10_000
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Sweep:
 def load_sweep(path: str | Path) -> Sweep:
     """Reads a sweep file.
 
-    Its keys are `base` (YAML file, packaged config or sections), and `grid`, or `random` with `trials` and `seed`.
+    Its keys are `base` (a YAML file, a packaged config or sections), `runs_dir`, and either `grid`, or `random` with `trials`
+    and `seed`.
 
     Raises:
       UserError: the file is not a sweep, or the settings of a trial are wrong, contradict each other or have no effect.
@@ -117,7 +118,7 @@ def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any
     for key in ("trials", "seed"):
         _require(key not in tree, f"{key} has no effect with grid, which tries every combination", where, key)
     count = math.prod(map(len, tree["grid"].values()))
-    _require(count <= MOST_TRIALS, f"grid must have at most {MOST_TRIALS} combinations, got {count}", where, "grid")
+    _require(count <= MAX_TRIALS, f"grid must have at most {MAX_TRIALS} combinations, got {count}", where, "grid")
     for values in itertools.product(*tree["grid"].values()):
         yield dict(zip(tree["grid"], values, strict=True))
 
@@ -125,8 +126,8 @@ def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any
 def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yields distinct random choices. With a larger `trials`, the sequence begins with the choices of a smaller `trials`."""
     trials, seed = tree.get("trials", 0), tree.get("seed", 0)
-    is_count = isinstance(trials, int) and not isinstance(trials, bool) and 1 <= trials <= MOST_TRIALS
-    sentence = f"trials must be an integer in [1, {MOST_TRIALS}] with random, got {quote(tree.get('trials'))}"
+    is_count = isinstance(trials, int) and not isinstance(trials, bool) and 1 <= trials <= MAX_TRIALS
+    sentence = f"trials must be an integer in [1, {MAX_TRIALS}] with random, got {quote(tree.get('trials'))}"
     _require(is_count, sentence, where, "trials", "random")
     _require(isinstance(seed, int) and not isinstance(seed, bool), f"seed must be an integer, got {quote(seed)}", where, "seed")
     source, drawn = random.Random(seed), list[dict[str, Any]]()

@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class _RejectedYAML(yaml.MarkedYAMLError):
-    """The error for valid YAML that a config does not allow. It contains the line."""
+    """The error for valid YAML that a config does not allow. It contains the line number."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
             raise
-        except Exception:  # PyYAML raises many types of exceptions, as for 2024-13-45, !!int "" or an integer of 5,000 digits
+        except Exception:  # PyYAML raises many types, for example for 2024-13-45, !!int "" or an integer of 5,000 digits
             kind = node.tag.rpartition(":")[2]
             value = f"{quote(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
             raise _RejectedYAML(problem=f"{value}cannot be read as {escape_name(kind)}", problem_mark=node.start_mark) from None
@@ -144,8 +144,8 @@ def build_config(
 ) -> Config:
     """Applies overrides to a tree of sections and validates the result.
 
-    An override that has no effect together with the other settings is an error. A setting of the tree without effect prints one
-    warning. A setting that equals its default is never reported.
+    An override that has no effect with the other settings is an error. If settings of the tree have no effect, the function
+    prints one warning for each reason. A setting that equals its default is never reported.
 
     Args:
       tree: section → name → value.
@@ -406,11 +406,11 @@ def _error_of(error: ValidationError, where: dict[str, str], source: str) -> Use
     return UserError(sentence, key=key, value=first["input"])
 
 
-def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, object], dict[str, int]]:
+def read_yaml(path: Path, sections: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, object], dict[str, int]]:
     """Returns the tree of a YAML file, and the line number of every section and key.
 
     Args:
-      needs: the sections that the file may contain, for messages.
+      sections: the sections that the file may contain, for messages.
 
     Raises:
       UserError: the file cannot be read, is not YAML, or is not a mapping.
@@ -426,9 +426,9 @@ def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[
     except RecursionError:
         raise UserError(f"not a config file: nested too deep to read ({path})") from None
     if tree is None:
-        raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(needs)})")
+        raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(sections)})")
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold sections ({', '.join(needs)}), got {quote(tree)}")
+        raise UserError(f"{path} must hold sections ({', '.join(sections)}), got {quote(tree)}")
     return tree, lines
 
 

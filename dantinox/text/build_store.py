@@ -83,7 +83,7 @@ def prepare_data(
 
     Existing tokens in `directory` are reused if corpus, tokenizer and options are unchanged; otherwise they are rebuilt. The
     last `data.val_fraction` of the characters is for validation. A corpus of several documents is split at the document end
-    closest to this point, a single document exactly there. BPE is trained on the training part; a character vocabulary covers
+    closest to that point, a single document exactly there. BPE is trained on the training part; a character vocabulary covers
     both parts.
 
     Args:

@@ -68,7 +68,10 @@ REFUSED = {
         {"dynatemp_low": 2, "dynatemp_high": 1.5},
         "dynatemp_low must be at most generation.dynatemp_high, got 2",
     ),
-    "two temperatures": ({"temperature": 0.5, "dynatemp_high": 2}, "must be 1 where generation.dynatemp_high sets it, got 0.5"),
+    "two temperatures": (
+        {"temperature": 0.5, "dynatemp_high": 2},
+        "must be 1 with generation.dynatemp_low and dynatemp_high, got 0.5",
+    ),
     "a slope without a range": (
         {"repetition_penalty": 1.2, "repetition_slope": 1},
         "generation.repetition_slope has no effect while generation.repetition_range is 0",
