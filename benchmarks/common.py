@@ -1,6 +1,6 @@
-"""What the benchmarks share: the parser with `--smoke`, a random run, and the number of threads.
+"""Helpers of the benchmarks: the parser with `--smoke`, a run with random weights, and the number of threads.
 
-Some benchmarks run in an environment without DantinoX too: this file loads only the standard library when it is imported.
+Some benchmarks also run in environments without DantinoX, so this module imports only the standard library at module level.
 """
 
 import argparse
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
       doc: the description that `--help` prints.
-      smoke: destination → default under `--smoke`.
+      smoke: the default of each destination under `--smoke`.
     """
 
     def __init__(self, doc: str | None, smoke: dict[str, Any]):
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(args, namespace)
 
     def require(self, **given: Any) -> None:
-        """Exits with an error if an argument is None: it has a default only under `--smoke`."""
+        """Exits with an error if an argument is None. Such arguments have a default only under `--smoke`."""
         missing = [name for name, value in given.items() if value is None]
         if missing:
             self.error(f"the following arguments are required: {', '.join(missing)}")
@@ -51,7 +51,7 @@ def use_threads(count: int) -> None:
 
 
 def temporary_folder() -> Path:
-    """A folder that is deleted when the process exits."""
+    """Creates a folder that is deleted when the process exits."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     return Path(folder.name)

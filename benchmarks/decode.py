@@ -1,8 +1,8 @@
-"""Decoding speed of a Llama-shaped model with random weights, through the engine that generates text.
+"""Measures the decoding speed of the engine with a Llama-shaped model with random weights.
 
 Prints a JSON line per batch and mode with `"peer": "dantinox"`. Compile time is reported separately as `compile_s`.
-`bandwidth_share` is the weight bytes read per second of decoding divided by the memory bandwidth measured in the same
-process. It is 1 if a step takes only the time of reading every weight once.
+`bandwidth_share` is the number of weight bytes that decoding reads per second, divided by the memory bandwidth measured in the
+same process. It is 1 if a step takes only as long as reading every weight once.
 
     python benchmarks/decode.py --batch 1 8 --weights int8
 """
@@ -50,7 +50,7 @@ def main() -> None:
     from dantinox.sampling import SamplingParams
 
     def bandwidth() -> float:
-        """Returns the bytes per second of summing a large array, the best of several."""
+        """Returns the bytes per second of summing a large array, the best of 7 repeats."""
         x = jnp.ones(1 << 27, jnp.float32)
         total = jax.jit(jnp.sum)
         total(x).block_until_ready()
@@ -71,7 +71,7 @@ def main() -> None:
     plain = nnx.merge(graph, make())
     params_m = sum(leaf.size for leaf in jax.tree.leaves(state)) / 1e6
     model = prepare(plain, o.weights)
-    # A step reads only some rows of the embedding table: the prepared output layer is a copy of it.
+    # A step reads only a few rows of the embedding table. The prepared output layer is a separate copy of it.
     read_bytes = weight_bytes(model) - model.embed[...].nbytes
     chain = {
         "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024, "repetition_slope": 0.7, "top_k": 100,

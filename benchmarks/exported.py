@@ -18,7 +18,7 @@ from common import Parser, random_run
 
 
 def answer(folder: Path) -> None:
-    """Runs the peer's part in its own Python: reads job.json, writes answer.npz."""
+    """Runs in the Python of the peer: evaluates job.json with transformers and writes answer.npz."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,9 +32,9 @@ def answer(folder: Path) -> None:
             ids = torch.tensor([prompt])
             continued.append(model.generate(ids, attention_mask=torch.ones_like(ids), **rules)[0, len(prompt) :].numpy())
             logits.append(model(torch.tensor([sequence])).logits[0].numpy())
-    cut = [tokenizer.encode(line, add_special_tokens=False) for line in job["lines"]]
-    again = [tokenizer.decode(ids, skip_special_tokens=True) == line for ids, line in zip(cut, job["lines"], strict=True)]
-    lengths, tokens = np.array([len(ids) for ids in cut]), np.array([i for ids in cut for i in ids])
+    line_ids = [tokenizer.encode(line, add_special_tokens=False) for line in job["lines"]]
+    again = [tokenizer.decode(ids, skip_special_tokens=True) == line for ids, line in zip(line_ids, job["lines"], strict=True)]
+    lengths, tokens = np.array([len(ids) for ids in line_ids]), np.array([i for ids in line_ids for i in ids])
     np.savez(
         folder / "answer.npz", continued=np.stack(continued), logits=np.concatenate(logits), lengths=lengths, tokens=tokens,
         again=np.array(again),
@@ -44,10 +44,10 @@ def answer(folder: Path) -> None:
 def main() -> None:
     a = Parser(__doc__, smoke={"text": __file__, "prompts": 2, "new": 8, "lines": 20})
     a.add_argument("run", nargs="?")
-    a.add_argument("--text", help="a file whose lines are prompts, and are cut up")
-    a.add_argument("--peer", help="a Python that has torch and transformers")
+    a.add_argument("--text", help="a file; some of its lines are prompts, and its lines are tokenized")
+    a.add_argument("--peer", help="a Python interpreter with torch and transformers")
     a.add_argument("--prompts", type=int, default=20)
-    a.add_argument("--new", type=int, default=64, help="tokens that each prompt is continued by")
+    a.add_argument("--new", type=int, default=64, help="new tokens per prompt")
     a.add_argument("--lines", type=int, default=10_000)
     o = a.parse_args()
     if o.smoke and o.run is None:
@@ -71,7 +71,7 @@ def main() -> None:
     logits_BTV = np.asarray(run.model(jnp.asarray(tokens_BT), jnp.asarray(positions_BT))[0])
     ours = np.concatenate([logits_BTV[row, : len(tokens)] for row, tokens in enumerate(sequences)])
     lines = [lines[i * len(lines) // o.lines] for i in range(o.lines)] if len(lines) > o.lines else lines
-    cut = [run.tokenizer.encode(line) for line in lines]
+    line_ids = [run.tokenizer.encode(line) for line in lines]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         family = export_hf(o.run, folder / "hf")["model_type"]
@@ -82,7 +82,9 @@ def main() -> None:
             return
         subprocess.run([o.peer, __file__, "--answer", folder], check=True, timeout=500)
         theirs = dict(np.load(folder / "answer.npz"))
-    same = [a == b.tolist() for a, b in zip(cut, np.split(theirs["tokens"], np.cumsum(theirs["lengths"])[:-1]), strict=True)]
+    same = [
+        a == b.tolist() for a, b in zip(line_ids, np.split(theirs["tokens"], np.cumsum(theirs["lengths"])[:-1]), strict=True)
+    ]
     row = {
         "family": family,
         "same_tokens": float(np.mean(theirs["continued"] == np.array([result.tokens for result in results]))),

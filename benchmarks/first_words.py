@@ -3,16 +3,17 @@
     python benchmarks/first_words.py RUN [--peer MODEL.gguf] [--router] [--prompts 40] [--seeds 3] [--new 200]
 
 RUN is a run directory, as `dantinox import smollm2` writes it. Half of the prompts are questions in the model's chat template,
-as `chat` and the server render them, half are plain text, as `generate` reads it. Each is continued with every seed by `--new`
-tokens, EOS tokens excluded, by
+as in `chat` and the server. The other half are plain text, as in `generate`. For every seed, each prompt is continued by
+`--new` tokens; special tokens are banned. The generators are
 
 * `defaults`: the run's own generation settings;
-* `llama.cpp`, with `--peer` (needs llama-cpp-python): its default chain: top_k 40, top_p 0.95, min_p 0.05, temperature 0.8;
+* `llama.cpp`, with `--peer` (needs llama-cpp-python), with its default chain: top_k 40, top_p 0.95, min_p 0.05, temperature
+  0.8;
 * `llamacpp`: the same chain in DantinoX;
 * with `--router`, the variants of the entropy router in `ROUTER` (calibrate the run first).
 
-Columns: the mean log-probability of a token in nats under the float32 model, distinct-1, -2 and -3, and the percentage of texts
-with a loop: 1 to 50 tokens that occur at least 4 times in a row. Intervals of 95 % are bootstrapped over prompts.
+Columns: the mean log-probability of a token in nats under the float32 model, distinct-1, -2 and -3, and the percentage of
+texts with a loop: 1 to 50 tokens that occur at least 4 times in a row. Intervals of 95 % are bootstrapped over prompts.
 """
 
 import itertools
@@ -65,7 +66,7 @@ COLUMNS = ("log p", "distinct_1", "distinct_2", "distinct_3", "loops")
 def loops(ids: Sequence[int]) -> bool:
     """Returns whether 1 to 50 tokens occur at least 4 times in a row.
 
-    For a period p, this is a span of (REPEATS − 1) · p positions that each equal the position p before.
+    With a period of p tokens, a loop is a span of (REPEATS − 1) · p tokens that each equal the token p positions earlier.
     """
     text = np.asarray(ids)
     for period in range(1, min(LONGEST_LOOP, len(text) // REPEATS) + 1):

@@ -1,15 +1,15 @@
 """Compares a run with its export to GGUF in llama.cpp: logits, greedy tokens and tokenization.
 
-Prints one JSON line per GGUF type. `logits` is the largest difference of logits over `prompts` lines of the text with our
-continuations. `same_choice` is the share of our tokens that the peer also chooses after our preceding tokens. `same_tokens` is
-the share of equal tokens in the peer's own continuations, position by position. `same_lines` is the share of lines that are
-encoded to the same tokens.
+Prints one JSON line per GGUF type. `logits` is the largest difference of logits over `prompts` lines of the text and their
+continuations by DantinoX. `same_choice` is the share of the tokens of DantinoX that llama.cpp also chooses after the same
+preceding tokens. `same_tokens` is the share of equal tokens in the continuations that llama.cpp generates itself, position by
+position. `same_lines` is the share of lines that are encoded to the same tokens.
 
     python benchmarks/gguf_export.py runs/quickstart --text file.py --peer /path/to/python-with-llama-cpp
     python benchmarks/gguf_export.py --families --peer /path/to/python-with-llama-cpp
 
 With `--families`, the logits of small random models of every family are compared. Options that llama.cpp does not support have
-the values of the tests.
+the same values as in the tests.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from common import Parser, random_run, use_threads
 def parse() -> argparse.Namespace:
     a = Parser(__doc__, smoke={"text": __file__, "prompts": 2, "new": 8, "lines": 20})
     a.add_argument("run", nargs="?")
-    a.add_argument("--families", action="store_true", help="small random models in place of a run")
-    a.add_argument("--only", nargs="+", help="these families alone (with --families)")
-    a.add_argument("--text", help="a file whose lines are prompts, and are cut up")
-    a.add_argument("--peer", help="a Python that has llama-cpp-python")
+    a.add_argument("--families", action="store_true", help="compare small random models of all families instead of a run")
+    a.add_argument("--only", nargs="+", help="only these families (with --families)")
+    a.add_argument("--text", help="a file; some of its lines are prompts, and its lines are tokenized")
+    a.add_argument("--peer", help="a Python interpreter with llama-cpp-python")
     a.add_argument("--types", nargs="+", default=["f32", "q8_0"], choices=("f32", "f16", "bf16", "q8_0"))
     a.add_argument("--prompts", type=int, default=20)
-    a.add_argument("--new", type=int, default=64, help="tokens that each prompt is continued by")
+    a.add_argument("--new", type=int, default=64, help="new tokens per prompt")
     a.add_argument("--lines", type=int, default=10_000)
     a.add_argument("--threads", type=int, default=2)
     o = a.parse_args()
@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     return o
 
 
-def ask(peer: str, folder: Path, job: dict) -> dict[str, np.ndarray]:
+def run_llamacpp(peer: str, folder: Path, job: dict) -> dict[str, np.ndarray]:
     """Runs a job in llama.cpp and returns its answer."""
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     subprocess.run([peer, Path(__file__).with_name("gguf_peer.py"), folder], check=True, stderr=subprocess.DEVNULL)
@@ -85,7 +85,7 @@ def families(o: argparse.Namespace) -> None:
                 "lines": [],
                 "threads": o.threads,
             }
-            theirs = ask(o.peer, Path(folder), job)["logits"].reshape(logits_BTV.shape)
+            theirs = run_llamacpp(o.peer, Path(folder), job)["logits"].reshape(logits_BTV.shape)
         worst, largest = (float(np.abs(values).max()) for values in (theirs - logits_BTV, logits_BTV))
         differ = int((theirs.argmax(-1) != logits_BTV.argmax(-1)).sum())
         row = {"family": name, "arch": family.arch, "logits": worst, "largest_logit": largest, "likeliest_differ": differ}
@@ -116,10 +116,10 @@ def main() -> None:
     read = jax.jit(lambda tokens_BT, positions_BT: run.model(tokens_BT, positions_BT)[0])
     logits_BTV = np.asarray(read(jnp.asarray(tokens_BT), jnp.asarray(positions_BT)))
     ours = np.concatenate([logits_BTV[row, : len(tokens)] for row, tokens in enumerate(sequences)])
-    # The positions from the last prompt token on, where the logits determine our continuation.
+    # The positions from the last prompt token on: their logits determine our continuation.
     chosen = np.concatenate([np.arange(-o.new - 1, -1) + end for end in np.cumsum([len(tokens) for tokens in sequences])])
     lines = [lines[i * len(lines) // o.lines] for i in range(o.lines)] if len(lines) > o.lines else lines
-    cut = [run.tokenizer.encode(line) for line in lines]
+    line_ids = [run.tokenizer.encode(line) for line in lines]
     for kind in o.types:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.gguf"
@@ -128,13 +128,13 @@ def main() -> None:
             job = {"file": str(file), "sequences": sequences, "prompts": ids, "new": o.new, "lines": lines}
             job["threads"] = o.threads
             size = file.stat().st_size
-            answer = ask(o.peer, Path(folder), job) if o.peer else None
+            answer = run_llamacpp(o.peer, Path(folder), job) if o.peer else None
         if answer is None:
             print(json.dumps({"type": kind, "megabytes": round(size / 1e6, 2), "peer": None}), flush=True)
             continue
         theirs = answer["logits"]
         ends = np.cumsum(answer["lengths"])[:-1]
-        same = [a == b.tolist() for a, b in zip(cut, np.split(answer["tokens"], ends), strict=True)]
+        same = [a == b.tolist() for a, b in zip(line_ids, np.split(answer["tokens"], ends), strict=True)]
         row = {
             "type": kind,
             "megabytes": round(size / 1e6, 2),

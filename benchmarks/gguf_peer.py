@@ -24,7 +24,7 @@ def main() -> None:
         n_ctx=longest + job["new"] + 8,
         n_threads=job["threads"],
         logits_all=True,
-        # The default float16 cache would add differences of its own.
+        # The default float16 cache would add rounding differences.
         type_k=GGML_TYPE_F32,
         type_v=GGML_TYPE_F32,
         flash_attn=False,
@@ -45,14 +45,14 @@ def main() -> None:
             model.eval(new[-1:])
         seconds += time.perf_counter() - start
         continued.append(new)
-    cut = [model.tokenize(line.encode(), add_bos=False, special=False) for line in job["lines"]]
-    joined = [model.detokenize(tokens).decode(errors="replace") for tokens in cut]
+    line_ids = [model.tokenize(line.encode(), add_bos=False, special=False) for line in job["lines"]]
+    joined = [model.detokenize(tokens).decode(errors="replace") for tokens in line_ids]
     np.savez(
         folder / "answer.npz",
         logits=np.concatenate(logits) if logits else np.zeros((0, 0)),
         continued=np.array(continued, np.int32),
-        tokens=np.array([token for tokens in cut for token in tokens], np.int32),
-        lengths=np.array([len(tokens) for tokens in cut], np.int32),
+        tokens=np.array([token for tokens in line_ids for token in tokens], np.int32),
+        lengths=np.array([len(tokens) for tokens in line_ids], np.int32),
         same_text=np.mean([a == b for a, b in zip(joined, job["lines"], strict=True)] or [1.0]),
         tokens_per_second=len(job["prompts"]) * job["new"] / max(seconds, 1e-9),
     )

@@ -1,9 +1,9 @@
-"""Measures the peak memory of an import: a random Llama of about 2 GB in bfloat16 shards.
+"""Measures the peak memory of importing a random Llama of about 2 GB in bfloat16 shards.
 
     python benchmarks/import_memory.py [--gigabytes 2] [--folder DIR]
 
-Memory mapped from a file does not count, since the kernel can drop it at any time. So the benchmark samples RssAnon in
-/proc/<pid>/status every 2 ms in a separate process, and subtracts its value before the import.
+Memory mapped from a file does not count, since the kernel can drop it at any time. So the import runs in a separate process
+that samples RssAnon in /proc/self/status every 2 ms. The value before the import is subtracted.
 """
 
 import json
@@ -30,7 +30,7 @@ def anonymous() -> int:
     return int(line.split()[1]) << 10
 
 
-def make(folder: Path, gigabytes: float) -> None:
+def write_llama(folder: Path, gigabytes: float) -> None:
     """Writes a Llama with small random weights in several files."""
     D, F, V = 2048, 5632, 32000
     layer = 2 * (4 * D * D + 3 * D * F)
@@ -53,8 +53,8 @@ def make(folder: Path, gigabytes: float) -> None:
     hf_folder.write_tensors(folder, LazyArrays(kinds, lambda name: np.resize(noise, kinds[name].shape)), kinds)
 
 
-def measured(source: Path, run_dir: Path, found) -> None:
-    """Runs the import, and reports the anonymous memory before it and at its peak, and the seconds."""
+def measure_import(source: Path, run_dir: Path, found) -> None:
+    """Runs the import. Puts the anonymous memory before it, the peak and the seconds into the queue `found`."""
     from dantinox.interop.checkpoints import import_run
     from dantinox.interop.hf_folder import open_folder
 
@@ -84,11 +84,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         source, run_dir = Path(temporary) / "llama", Path(temporary) / "run"
         source.mkdir()
-        make(source, options.gigabytes)
+        write_llama(source, options.gigabytes)
         sizes = [path.stat().st_size for path in source.glob("*.safetensors")]
         context = multiprocessing.get_context("spawn")
         found = context.Queue()
-        process = context.Process(target=measured, args=(source, run_dir, found))
+        process = context.Process(target=measure_import, args=(source, run_dir, found))
         process.start()
         base, peak, seconds = found.get(timeout=600)
         process.join()

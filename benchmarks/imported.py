@@ -1,8 +1,8 @@
 """Compares the decoding speed of an imported model with transformers and llama.cpp on the same weights.
 
-Makes a random Llama with transformers (without `--torch`, a random run with a byte tokenizer), imports it, exports it as GGUF,
-and decodes greedily from the same prompts. Each round starts a process for every peer, one after another. Prints the best of
-all rounds as a JSON line, with the ratios to DantinoX and the number of equal tokens in the first row.
+Creates a random Llama with transformers, imports it, exports it as GGUF, and decodes greedily from the same prompts. Without
+`--torch` it creates a random run with a byte tokenizer instead. Each round starts one process per program, one after another.
+Prints the best of all rounds as a JSON line, with the ratios to DantinoX and the number of equal tokens in the first row.
 
     python benchmarks/imported.py --torch /path/to/python-with-torch --llama /path/to/python-with-llama-cpp
     python benchmarks/imported.py … --weights int8                      # compared with GGUF q8_0
@@ -35,19 +35,19 @@ def parse() -> argparse.Namespace:
         a.add_argument(f"--{name}", type=int, default=default)
     a.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     a.add_argument("--weights", choices=list(GGUF_TYPE), default="float32")
-    a.add_argument("--torch", help="a Python with torch and transformers")
-    a.add_argument("--llama", help="a Python with llama-cpp-python")
+    a.add_argument("--torch", help="a Python interpreter with torch and transformers")
+    a.add_argument("--llama", help="a Python interpreter with llama-cpp-python")
     a.add_argument(
         "--folder",
         type=Path,
-        help="where the model is made, or is from an earlier run with these weights (default: a temporary one)",
+        help="the folder of the model; an existing model with the same flags is reused (default: a temporary folder)",
     )
     a.add_argument("--part", help=argparse.SUPPRESS)
     return a.parse_args()
 
 
 def prompts(o: argparse.Namespace, batch: int) -> list[list[int]]:
-    """Returns the same ids in every environment, without the random numbers of a library."""
+    """Returns prompts of pseudorandom ids that are the same in every environment, without a random number library."""
     return [
         [1 + (7919 * (row * o.prompt + place) ** 2 + 104729 * place) % (o.vocab - 1) for place in range(o.prompt)]
         for row in range(batch)
@@ -70,8 +70,8 @@ def timed(o: argparse.Namespace, peer: str, run: Callable[[int, int], list[list[
         print(json.dumps(line), flush=True)
 
 
-def make(o: argparse.Namespace) -> None:
-    """Writes a random Llama in the Hugging Face format to `hf`. Its byte tokenizer is not used, only token ids are."""
+def write_llama(o: argparse.Namespace) -> None:
+    """Writes a random Llama in the Hugging Face format to `hf`. The benchmark uses only token ids, not its byte tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -151,7 +151,7 @@ def llamacpp(o: argparse.Namespace) -> None:
     batch_C = c.llama_batch_init(max(512, largest * o.prompt), 0, 1)
 
     def step(rows: list[tuple[int, int, int, bool]]) -> None:
-        """Decodes rows of (token, position, row, whether to compute logits)."""
+        """Decodes a batch of tuples (token, position, row, whether to compute logits)."""
         for place, (token, position, row, wanted) in enumerate(rows):
             batch_C.token[place], batch_C.pos[place], batch_C.n_seq_id[place] = token, position, 1
             batch_C.seq_id[place][0], batch_C.logits[place] = row, wanted
@@ -175,7 +175,7 @@ def llamacpp(o: argparse.Namespace) -> None:
     timed(o, "llama.cpp", decode)
 
 
-PARTS = {"make": make, "ours": ours, "transformers": transformers, "llamacpp": llamacpp}
+PARTS = {"make": write_llama, "ours": ours, "transformers": transformers, "llamacpp": llamacpp}
 
 
 def main() -> None:

@@ -1,19 +1,18 @@
-"""Bytes and decoding speed of compressed caches, compared with the best full cache for the same sequence.
+"""Measures the bytes and the decoding speed of compressed caches, relative to the fastest full cache for the same sequence.
 
 The model is Llama-shaped with random weights. For every context and batch, full caches of each dtype are timed against each
-other: with exactly the slots that the sequence needs, with the slots that the engine allocates, and with `--spare` more
-(powers of two can be slow). The fastest full cache is the baseline for every compressed cache. To compare two caches, two
-sessions of the engine alternate in chunks of 32 tokens, A B B A …, so that each ratio compares measurements that are adjacent
-in time.
+other: with exactly the slots that the sequence needs, with the slots that the engine allocates, and with `--spare` more than
+needed (powers of two can be slow). The fastest full cache is the baseline for every compressed cache. To compare two caches,
+two sessions of the engine alternate in chunks of 32 tokens, A B B A …, so that each ratio compares measurements that are
+adjacent in time.
 
 There is no prefill: caches are filled with random numbers at the positions of the first and last tokens of a long sequence,
-and the sequence grows up to `context` during the measurement. The time of a step does not depend on the contents of the
-slots.
+and the sequence grows up to `context` during the measurement. The time of a step does not depend on the contents of the slots.
 
 Prints a JSON line per cache; full caches have ratio 1. `bytes_share` is relative to a full cache of the same dtype with
-exactly the slots needed, and `bytes_share_bfloat16` to that in bfloat16. `speed_ratio` is the ratio of the median times to
-the best full cache, and `spread` the quartiles of the ratios within a round. A cache that does not fit in `--memory_gb`
-together with the best one is skipped, and its line says so.
+exactly the slots needed, and `bytes_share_bfloat16` to such a cache in bfloat16. `speed_ratio` is the median time with the
+best full cache divided by the median time with this cache, and `spread` has the quartiles of this ratio within a round. A
+cache that does not fit in `--memory_gb` together with the best one is skipped, and its line says so.
 
     python benchmarks/kv.py --context 1024 8192 --batch 1 8 --kv_heads 12
 """
@@ -69,14 +68,19 @@ def parse() -> argparse.Namespace:
     a.add_argument("--context", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     a.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     a.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.3, 0.2, 0.1])
-    a.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of compressed caches")
+    a.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes of the compressed caches")
     a.add_argument("--full_dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    a.add_argument("--spare", type=int, nargs="*", default=[16], help="slots more than needed that full caches are tried with")
+    a.add_argument("--spare", type=int, nargs="*", default=[16], help="numbers of additional slots to try in full caches")
     a.add_argument("--policy", default="snapkv+ema")
-    a.add_argument("--signal", choices=("uniform", "entropy"), default="uniform", help="entropy: of random heads, two groups")
-    a.add_argument("--rounds", type=int, default=12, help="chunks of 32 tokens that each cache is measured for")
-    a.add_argument("--seconds", type=float, default=60, help="a race ends after them, but not before 4 rounds")
-    a.add_argument("--memory_gb", type=float, default=16, help="of two caches together")
+    a.add_argument(
+        "--signal",
+        choices=("uniform", "entropy"),
+        default="uniform",
+        help="entropy: random entropies per head, which give two groups",
+    )
+    a.add_argument("--rounds", type=int, default=12, help="chunks of 32 tokens per cache")
+    a.add_argument("--seconds", type=float, default=60, help="end a comparison after this time, but not before 4 rounds")
+    a.add_argument("--memory_gb", type=float, default=16, help="the limit for two caches together")
     a.add_argument("--threads", type=int, default=2)
     a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
     o = a.parse_args()
@@ -107,12 +111,12 @@ def build(o: argparse.Namespace) -> Any:
 
 
 def decoded_tokens(o: argparse.Namespace) -> int:
-    """Returns the tokens that a session decodes: a chunk for compilation, and the rounds."""
+    """Returns the number of tokens that a session decodes: a chunk for compilation, and one chunk per round."""
     return CHUNK * (o.rounds + 1)
 
 
 def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iterator[dict[str, Any]]:
-    """Yields a record per cache: the full caches when all of them are measured, then each compressed cache."""
+    """Yields a record per cache: first the full caches, after all of them are measured, then each compressed cache."""
     best: StaticBatch | None = None
     best_result: dict[str, Any] = {}
     full_results: list[dict[str, Any]] = []
@@ -122,7 +126,7 @@ def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iter
         full_results.append(result)
         if session is None:
             continue
-        # Convert to the speed of the first cache, by way of the best so far.
+        # Convert the ratio to one relative to the first cache: multiply by the ratio of the best cache so far.
         result["speed_ratio"] = result.get("speed_ratio", 1.0) * best_result.get("speed_ratio", 1.0)
         if best is None or result["speed_ratio"] > best_result["speed_ratio"]:
             best, best_result = session, result
@@ -212,7 +216,7 @@ def rate(batch: int, times: list[float]) -> float:
 
 
 def start_session(model: Any, batch: int, length: int, new: int, cache: KVCache | None) -> StaticBatch:
-    """Returns a session that has read all but the last of `length` tokens and decodes `new` more. It takes over the cache."""
+    """Returns a session that has read all but the last of `length` tokens and decodes `new` more. It owns the cache."""
     session = StaticBatch(
         model, np.ones((batch, length), np.int32), np.full(batch, length), SamplingParams.build({"greedy": True}, batch=batch),
         limits_B=np.full(batch, new), eos_ids=[[]] * batch,
@@ -232,7 +236,7 @@ def shapes(model: Any, batch: int, plan: CachePlan) -> KVCache:
 
 
 def size(model: Any, batch: int, plan: CachePlan) -> int:
-    """Returns the bytes of a cache before it is allocated."""
+    """Returns the bytes that a cache will have, without allocating it."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(model, batch, plan)))
 
 

@@ -1,8 +1,9 @@
-"""Compares the estimated memory of a run with the memory of its first steps, on a CPU under Linux. Each of five models has its
-own process.
+"""Compares the estimated memory of a run with the memory of its first steps, on a CPU under Linux.
+
+The benchmark measures five models, each in its own process.
 
 The measurement is the peak resident memory from the creation of the state to the end of five steps, minus the resident memory
-after compilation, when the compiler's free memory has been returned. Prints a JSON line for each model.
+after compilation, once the compiler's freed memory has been returned to the system. Prints a JSON line for each model.
 
     python benchmarks/memory_line.py [NAME …]
 """
@@ -43,7 +44,7 @@ SHAPES = {
 
 
 def resident(field: str) -> int:
-    """Returns the bytes of `VmRSS`, the resident memory, or `VmHWM`, its peak."""
+    """Returns the value of `VmRSS` (resident memory) or `VmHWM` (its peak) in bytes."""
     with open("/proc/self/status", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)
     return int(fields[field].split()[0]) * 1024

@@ -1,14 +1,14 @@
-"""Measures the cost of the entropy router in a decoding step of a 100M-parameter model, and that it costs nothing if off.
+"""Measures the cost of the entropy router per decoding step of a 100M-parameter model, and checks that it costs nothing if off.
 
-Cases: greedy, a plain chain with the router's base values, the router without attention metrics, and with them. All sessions
-alternate in chunks of 32 tokens, in another order each round, so that each ratio compares measurements that are adjacent in
-time at the same context length. Prints a JSON line per batch and case: milliseconds per step, the median over the rounds, and
-the medians of the ratios within a round to `greedy` and to `chain`. `first_s` includes compilation and the first tokens. The
-weights are random and give a flat distribution, so the output layer is scaled until logits spread like those of a language
-model. `strategies` lists the strategies that the router then chose.
+Cases: greedy, a plain chain with the router's base values, the router without and with attention metrics. All sessions
+alternate in chunks of 32 tokens, in a different order each round, so that each ratio compares measurements that are adjacent
+in time at the same context length. Prints a JSON line per batch and case: milliseconds per step (the median over the rounds),
+and the medians of the ratios to `greedy` and to `chain` within a round. `first_s` includes compilation and the first tokens.
+The weights are random and give a flat distribution, so the output layer is scaled until the logits have the spread of a
+language model. `strategies` lists the strategies that the router then chose.
 
-Another line describes the program of the plain chain: whether its compiled HLO contains anything of the router (that of the
-router does), and with `--before` whether its lowered text equals that of an older checkout without the router.
+Another line describes the program of the plain chain: whether its compiled HLO contains instructions of the router (the HLO of
+the case `router` does), and with `--before` whether its lowered text equals that of an older checkout without the router.
 
     python benchmarks/router.py --batch 1 8 --before /path/to/older/checkout
 """
@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     a.add_argument("--hidden", type=int, default=2048)
     a.add_argument("--vocab", type=int, default=32000)
     a.add_argument("--prompt", type=int, default=64)
-    a.add_argument("--rounds", type=int, default=12, help="chunks of 32 tokens that each case is measured for")
+    a.add_argument("--rounds", type=int, default=12, help="chunks of 32 tokens per case")
     a.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     a.add_argument("--threads", type=int, default=2)
     a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
@@ -87,13 +87,13 @@ def build(o: argparse.Namespace) -> Any:
     graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     plain = nnx.merge(graph, jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))())
     kernel_DV = plain.head.kernel[...]
-    # The final norm gives rows of mean square 1, so this is the standard deviation of the logits.
+    # Rows have a mean square of 1 after the final norm, so the logits get this standard deviation.
     plain.head.kernel = nnx.Param(kernel_DV * (o.spread / (kernel_DV.std() * o.dim**0.5)))
     return prepare(plain, o.weights)
 
 
 def length(o: argparse.Namespace) -> int:
-    """Returns the total tokens: the prompt, the first token, a chunk for compilation, and the rounds."""
+    """Returns the length of a sequence: the prompt, the first token, a chunk for compilation, and one chunk per round."""
     return o.prompt + 1 + 32 * (o.rounds + 1)
 
 
@@ -185,7 +185,7 @@ def before(o: argparse.Namespace) -> dict[str, str]:
         sys.exit(f"the older checkout failed:\n{done.stderr}")
     found = json.loads(done.stdout.splitlines()[-1])
     if not os.path.realpath(found["package"]).startswith(os.path.realpath(o.before) + os.sep):
-        sys.exit(f"{o.before} holds no package: {found['package']} was imported instead")
+        sys.exit(f"{o.before} contains no package: {found['package']} was imported instead")
     return found
 
 

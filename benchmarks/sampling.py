@@ -1,10 +1,10 @@
-"""Milliseconds from logits to tokens, for each single step and the full KoboldAI chain, compared with sorting and torch.
+"""Measures the milliseconds from logits to tokens, for each single step and the full KoboldAI chain.
 
-Logits fall with the logarithm of the rank, as those of a language model do. The first filter of `chain` keeps at most 100
-tokens. `wide chain` keeps more tokens than the window holds, so that whole rows are searched. There are two peers. One is the
-chain with `jnp.sort`, as in most JAX code, in the same process. The other uses the logits processors of transformers with
-softmax and a multinomial draw, and runs in another interpreter right before each size. It has no top_a and no tail_free, so
-its chain is shorter.
+The times are compared with those of sorting and of torch. Logits fall with the logarithm of the rank, as those of a language
+model do. The first filter of `chain` keeps at most 100 tokens. `wide chain` keeps more tokens than fit into the window, so
+that whole rows are searched. There are two peers. One is the chain with `jnp.sort`, as in most JAX code, in the same process.
+The other uses the logits processors of transformers with softmax and a multinomial draw, and runs in another interpreter right
+before each size. It has no top_a and no tail_free, so its chain is shorter.
 
     python benchmarks/sampling.py --peer /path/to/python-with-torch
 """
@@ -82,8 +82,8 @@ def ours(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float:
     from dantinox.sampling import SamplingParams, init_state, sample
 
     params = SamplingParams.build(row | {"seed": 0}, batch=batch)
-    said = jnp.asarray(text(batch, vocab))
-    state = init_state(params, said, jnp.ones(said.shape, bool), vocab, TEXT + 512)
+    text_BT = jnp.asarray(text(batch, vocab))
+    state = init_state(params, text_BT, jnp.ones(text_BT.shape, bool), vocab, TEXT + 512)
     x_BV = jnp.asarray(logits(batch, vocab))
     step = jax.jit(lambda x_BV, params, state: sample(x_BV, params, state)[:2], donate_argnames="state")
     held = [state]
@@ -96,7 +96,7 @@ def ours(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float:
 
 
 def sorted_chain(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float:
-    """Times the chain with a sort per filter, as it is usually written."""
+    """Times the chain with a sort per filter, as in most implementations."""
     import jax
     import jax.numpy as jnp
 
@@ -130,7 +130,7 @@ def sorted_chain(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> f
 
 
 def transformers(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float | None:
-    """Times the logits processors of transformers with torch's multinomial; None for steps that they do not have."""
+    """Times the logits processors of transformers with torch's multinomial; returns None for steps that they do not have."""
     import torch
     import transformers as t
 
@@ -150,10 +150,10 @@ def transformers(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> f
     if lacking:
         return None
     steps = t.LogitsProcessorList([make(row[name]) for name, make in known if name in row])
-    x_BV, said = torch.from_numpy(logits(batch, vocab)), torch.from_numpy(text(batch, vocab)).long()
+    x_BV, text_BT = torch.from_numpy(logits(batch, vocab)), torch.from_numpy(text(batch, vocab)).long()
 
     def once() -> Any:
-        y_BV = steps(said, x_BV.clone())
+        y_BV = steps(text_BT, x_BV.clone())
         return y_BV.argmax(-1) if "greedy" in row else torch.multinomial(torch.softmax(y_BV, -1), 1)
 
     with torch.no_grad():
@@ -167,7 +167,7 @@ def main() -> None:
     a.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     a.add_argument("--repeats", type=int, default=20)
     a.add_argument("--threads", type=int, default=2)
-    a.add_argument("--peer", help="a Python with torch and transformers")
+    a.add_argument("--peer", help="a Python interpreter with torch and transformers")
     a.add_argument("--as_peer", action="store_true", help=argparse.SUPPRESS)
     o = a.parse_args()
     use_threads(o.threads)  # before jax and torch start their threads

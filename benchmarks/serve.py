@@ -2,16 +2,17 @@
 
 Starts `dantinox serve` with a random model of 10 M parameters (or your run) and sends streamed `/v1/completions` requests:
 
-* closed loop: 1, 8 and 32 clients, each of which sends its next request after a response; open loop: requests at random times,
-  at 0.7 of the rate of the closed loop, and at ten times that rate, where most are rejected
+* closed loop: 1, 8 and 32 clients, each of which sends its next request after a response
+* open loop: requests at random times, at 0.7 of the rate of the closed loop, and at ten times that rate, where most are
+  rejected
 * `of offline`: tokens per second divided by those of `LoadedModel.generate` before and after, with as many rows as slots
-* HTTP minus in-process: time of one token from an idle server, over HTTP and from an `AsyncEngine` in this process
+* HTTP minus in-process: the time of one token from an idle server over HTTP, minus that from an `AsyncEngine` in this process
 * seeded requests in a batch of one and then in a mixed batch: how many responses are equal
-* a story that is sent again with its continuation: how much sooner its first token arrives
-* abandoned requests, and the time of the next request
+* a story that is sent again with its continuation: the time to its first token, relative to the first turn
+* abandoned requests: how long the next request takes
 
-A peer is a running server with OpenAI's API and the same weights. `--keep` keeps the run, and `dantinox export` converts it for
-`llama_cpp.server` (gguf) or `transformers serve` (hf).
+A peer is a running server with OpenAI's API and the same weights. `--keep` keeps the run, and `dantinox export` converts it
+for `llama_cpp.server` (gguf) or `transformers serve` (hf).
 
     python benchmarks/serve.py [--quick]
     python benchmarks/serve.py --keep /tmp/r --peer llama.cpp=http://127.0.0.1:8081/v1=model.gguf
@@ -44,7 +45,7 @@ HEAD: Row = ("", "answered", "refused", "req/s", "tok/s", "of offline", "first t
 
 
 class Timing(NamedTuple):
-    """One request: its status, seconds to the first text, seconds between texts, total seconds, tokens and text."""
+    """The measurements of one request: status, seconds to the first text, between texts and in total, tokens, and text."""
 
     status: int
     first: float
@@ -55,7 +56,7 @@ class Timing(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A server: its address, its name of the model, and request fields that only this server has."""
+    """A server: its name, its address, the name of its model, and request fields that only this server supports."""
 
     name: str
     url: str
@@ -65,15 +66,15 @@ class Target(NamedTuple):
 
 def parse() -> argparse.Namespace:
     a = Parser(__doc__, smoke={"slots": 2, "clients": [1, 4], "prompt": 16, "new": 8, "requests": 8, "story": 150})
-    a.add_argument("--run_dir", type=Path, help="a run (default: a random model)")
-    a.add_argument("--keep", type=Path, metavar="FOLDER", help="make the random run there, for peers")
+    a.add_argument("--run_dir", type=Path, help="a run directory (default: a random model)")
+    a.add_argument("--keep", type=Path, metavar="FOLDER", help="create the random run there and keep it, for peers")
     a.add_argument("--peer", action="append", default=[], metavar="NAME=URL=MODEL")
     a.add_argument("--slots", type=int, default=8)
     a.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    a.add_argument("--prompt", type=int, default=64, help="characters")
+    a.add_argument("--prompt", type=int, default=64, help="characters per prompt")
     a.add_argument("--new", type=int, default=64)
-    a.add_argument("--requests", type=int, default=160, help="of each row")
-    a.add_argument("--story", type=int, default=1500, help="tokens of a long prompt, which are characters")
+    a.add_argument("--requests", type=int, default=160, help="requests per row of the table")
+    a.add_argument("--story", type=int, default=1500, help="characters (tokens) of a long prompt")
     a.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     o = a.parse_args()
     if o.quick:
@@ -89,7 +90,7 @@ def prompt(o: argparse.Namespace, number: int) -> str:
 
 
 def offline(o: argparse.Namespace, run_dir: Path) -> Callable[[], float]:
-    """Returns a function that measures the tokens per second of a batch with as many rows as slots, the median of five."""
+    """Returns a function that measures tokens per second without a server: one row per slot, the median of five runs."""
     import dantinox
 
     run = dantinox.load(run_dir)
@@ -106,7 +107,7 @@ def offline(o: argparse.Namespace, run_dir: Path) -> Callable[[], float]:
 
 
 async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.ndarray:
-    """Seconds `[requests, 2]` that one token takes, over HTTP and from an engine in this process, in turns; both are idle."""
+    """Returns the seconds `[requests, 2]` to generate one token: over HTTP, and with an engine in this process, in turns."""
     import dantinox
     from dantinox.generation.request import GenerationRequest
     from dantinox.serve.async_engine import AsyncEngine
@@ -117,7 +118,7 @@ async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.
     while engine.status().state == "loading":
         await asyncio.sleep(0.05)
     url, seconds = httpx.URL(f"{target.url}/completions"), []
-    reader, writer = await asyncio.open_connection(url.host, url.port)  # kept open, as clients do
+    reader, writer = await asyncio.open_connection(url.host, url.port)  # one connection for all requests, as in usual clients
     head = f"POST {url.path} HTTP/1.1\r\nhost: {url.host}:{url.port}\r\ncontent-type: application/json\r\ncontent-length: "
     for number in range(o.requests):
         body = {"model": target.model, "prompt": prompt(o, number), "max_tokens": 1, "seed": number, "temperature": 1.0}
@@ -127,11 +128,11 @@ async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.
         length = re.search(rb"content-length: (\d+)", (await reader.readuntil(b"\r\n\r\n")).lower())
         assert length is not None
         await reader.readexactly(int(length[1]))
-        outside, begun = time.perf_counter() - begun, time.perf_counter()
+        over_http, begun = time.perf_counter() - begun, time.perf_counter()
         config = engine.settings({"max_new_tokens": 1, "seed": number, "temperature": 1.0, "ignore_eos": True})
         async for _ in engine.submit(GenerationRequest(tuple(run.prompt_ids(prompt(o, number))), config)):
             pass
-        seconds.append((outside, time.perf_counter() - begun))
+        seconds.append((over_http, time.perf_counter() - begun))
     writer.close()
     engine.close()
     return np.array(seconds)
@@ -141,8 +142,8 @@ async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.
 
 
 @contextlib.contextmanager
-def served(o: argparse.Namespace, run_dir: Path) -> Iterator[Target]:
-    """Runs `dantinox serve` in a separate process and yields it when it is ready. Its queue holds all clients."""
+def running_server(o: argparse.Namespace, run_dir: Path) -> Iterator[Target]:
+    """Runs `dantinox serve` in a separate process and yields it when it is ready. Slots and queue suffice for all clients."""
     command = [
         sys.executable,
         "-m",
@@ -170,8 +171,13 @@ def served(o: argparse.Namespace, run_dir: Path) -> Iterator[Target]:
         process.wait(60)
 
 
-async def ask(target: Target, o: argparse.Namespace, number: int, new: int | None = None, text: str | None = None) -> Timing:
-    """One request on a connection of its own. What comes is read when all is over: the client has the server's cores."""
+async def send_request(
+    target: Target, o: argparse.Namespace, number: int, new: int | None = None, text: str | None = None
+) -> Timing:
+    """Sends one streaming request on its own connection.
+
+    The response is parsed after its end, because the client shares its cores with the server.
+    """
     body = {"model": target.model, "prompt": text or prompt(o, number), "max_tokens": new or o.new, "seed": number}
     body |= {"temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}, **target.extra}
     content, url = json.dumps(body).encode(), httpx.URL(f"{target.url}/completions")
@@ -187,64 +193,67 @@ async def ask(target: Target, o: argparse.Namespace, number: int, new: int | Non
     events = [(json.loads(line[6:]), at) for line, at in lines if line.startswith(b"data: {")]  # other lines are chunk lengths
     texts = [(event["choices"][0]["text"], at) for event, at in events if event.get("choices")]
     used = [event["usage"]["completion_tokens"] for event, _ in events if event.get("usage")]
-    tokens = used[-1] if used else len(texts)  # if a peer does not report usage
+    tokens = used[-1] if used else len(texts)  # for peers that do not report usage
     gaps = [after - before for (_, before), (_, after) in itertools.pairwise(texts)]
     return Timing(status, texts[0][1] - begun if texts else 0.0, gaps, total, tokens, "".join(text for text, _ in texts))
 
 
-async def closed(target: Target, o: argparse.Namespace, clients: int) -> tuple[list[Timing], float]:
-    """So many clients, each asking again when it is answered; what each request took, and seconds in all."""
+async def closed_loop(target: Target, o: argparse.Namespace, clients: int) -> tuple[list[Timing], float]:
+    """Runs a closed loop: each client sends its next request after a response. Returns all timings and the total seconds."""
     numbers, found, begun = iter(range(max(o.requests, 2 * clients))), list[Timing](), time.perf_counter()
 
     async def one() -> None:
         for number in numbers:
-            found.append(await ask(target, o, number))
+            found.append(await send_request(target, o, number))
 
     await asyncio.gather(*(one() for _ in range(clients)))
     return found, time.perf_counter() - begun
 
 
-async def opened(target: Target, o: argparse.Namespace, rate: float) -> tuple[list[Timing], float]:
-    """Requests that come by chance, so many a second, whether the earlier ones are answered or not; more than have places."""
-    chance, begun, asked = random.Random(0), time.perf_counter(), list[asyncio.Task[Timing]]()
+async def open_loop(target: Target, o: argparse.Namespace, rate: float) -> tuple[list[Timing], float]:
+    """Runs an open loop: requests at random times, `rate` per second on average. Returns all timings and the total seconds.
+
+    There are more requests than slots and queue places together.
+    """
+    chance, begun, tasks = random.Random(0), time.perf_counter(), list[asyncio.Task[Timing]]()
     for number in range(max(o.requests, 3 * max(o.clients))):
-        asked.append(asyncio.create_task(ask(target, o, number)))
+        tasks.append(asyncio.create_task(send_request(target, o, number)))
         await asyncio.sleep(chance.expovariate(rate))
-    return list(await asyncio.gather(*asked)), time.perf_counter() - begun
+    return list(await asyncio.gather(*tasks)), time.perf_counter() - begun
 
 
 async def same_in_mixed_batch(target: Target, o: argparse.Namespace) -> str:
     """Counts the seeded requests whose text is the same in a mixed batch and in a batch of one."""
     count = o.requests // 4
-    alone = [(await ask(target, o, number)).text for number in range(count)]
+    alone = [(await send_request(target, o, number)).text for number in range(count)]
     together = list[Timing]()
     for begin in range(0, count, o.slots - 1):
         numbers = range(begin, min(begin + o.slots - 1, count))
-        *some, _ = await asyncio.gather(*(ask(target, o, n) for n in numbers), ask(target, o, 10_000 + begin))
+        *some, _ = await asyncio.gather(*(send_request(target, o, n) for n in numbers), send_request(target, o, 10_000 + begin))
         together += some
     return f"{sum(a == b.text for a, b in zip(alone, together, strict=True))} of {count}"
 
 
 async def second_turn(target: Target, o: argparse.Namespace) -> np.ndarray:
-    """Seconds `[stories, 2]` to the first token of a story, and of the story with its continuation and one more line."""
+    """Returns the seconds `[stories, 2]` to the first token: of a story, and of its second turn with one more line."""
     firsts = []
     for number in range(8):
         story = "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz ", k=o.story))
-        one = await ask(target, o, number, new=40, text=story)
-        two = await ask(target, o, number, new=40, text=story + one.text + "\n> and then what happened?\n")
+        one = await send_request(target, o, number, new=40, text=story)
+        two = await send_request(target, o, number, new=40, text=story + one.text + "\n> and then what happened?\n")
         firsts.append((one.first, two.first))
     return np.array(firsts)
 
 
-async def abandoned(target: Target, o: argparse.Namespace) -> float:
-    """Seconds of a request behind others that were left alone as soon as they were sent, all slots and places taken."""
-    tasks = [asyncio.create_task(ask(target, o, number)) for number in range(o.requests)]
+async def time_after_abandoned(target: Target, o: argparse.Namespace) -> float:
+    """Returns the seconds of a request sent directly after the clients of many other requests disconnected."""
+    tasks = [asyncio.create_task(send_request(target, o, number)) for number in range(o.requests)]
     await asyncio.sleep(0.3)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     begun = time.perf_counter()
-    while (await ask(target, o, 1)).status != 200:
+    while (await send_request(target, o, 1)).status != 200:
         await asyncio.sleep(0.01)
     return time.perf_counter() - begun
 
@@ -253,7 +262,7 @@ async def abandoned(target: Target, o: argparse.Namespace) -> float:
 
 
 def milliseconds(seconds: list[float] | np.ndarray) -> str:
-    """p50 / p90 / p99."""
+    """Formats the percentiles p50 / p90 / p99 in milliseconds."""
     if not len(seconds):
         return "-"
     return " / ".join(f"{1000 * value:.{0 if value >= 0.1 else 1}f}" for value in np.percentile(seconds, (50, 90, 99)))
@@ -275,18 +284,22 @@ def show(rows: list[Row]) -> None:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)) + " |")
 
 
-async def load(target: Target, o: argparse.Namespace, alone: Callable[[], float]) -> tuple[list[Row], float]:
-    """The closed loops of one server, each between two measurements without one, and the requests a second of the last."""
+async def measure_server(target: Target, o: argparse.Namespace, alone: Callable[[], float]) -> tuple[list[Row], float]:
+    """Runs the closed loops of one server, each between two measurements without a server.
+
+    Returns:
+      The rows of the table, and the requests per second of the last loop.
+    """
     rows, rate = list[Row](), 0.0
-    await ask(target, o, 0)
+    await send_request(target, o, 0)
     one, two = np.median(await second_turn(target, o), axis=0)
     print(
         f"{target.name}, a story of {o.story} tokens: first token in {one:.3f} s, "
-        f"in its second turn {two:.3f} s: {two / one:.2f}"
+        f"in its second turn in {two:.3f} s, a ratio of {two / one:.2f}"
     )
     before = alone()
     for clients in o.clients:
-        found, seconds = await closed(target, o, clients)
+        found, seconds = await closed_loop(target, o, clients)
         after = alone()
         rows.append(row(f"{target.name}, {clients} clients", found, seconds, (before + after) / 2))
         print(f"without a server {before:.0f} tok/s before, {after:.0f} after:", *rows[-1], sep=" | ", flush=True)
@@ -294,18 +307,20 @@ async def load(target: Target, o: argparse.Namespace, alone: Callable[[], float]
     return rows, rate
 
 
-async def more(target: Target, o: argparse.Namespace, alone: Callable[[], float], rate: float, run_dir: Path) -> list[Row]:
-    """What is asked of our own server besides."""
+async def measure_own_server(
+    target: Target, o: argparse.Namespace, alone: Callable[[], float], rate: float, run_dir: Path
+) -> list[Row]:
+    """Runs the measurements that apply only to the server of DantinoX. Returns the rows of the open loops."""
     best = alone()
     rows = [
-        row(f"open loop, {share:g} of {rate:.1f} req/s", *await opened(target, o, share * rate), best) for share in (0.7, 10)
+        row(f"open loop, {share:g} of {rate:.1f} req/s", *await open_loop(target, o, share * rate), best) for share in (0.7, 10)
     ]
-    outside, inside = (await one_token(target, o, run_dir)).T
-    difference = np.percentile(outside, (50, 99)) - np.percentile(inside, (50, 99))
-    print(f"one token, idle: HTTP {milliseconds(outside)} ms, in-process {milliseconds(inside)} ms (p50 / p90 / p99)")
+    over_http, in_process = (await one_token(target, o, run_dir)).T
+    difference = np.percentile(over_http, (50, 99)) - np.percentile(in_process, (50, 99))
+    print(f"one token, idle: HTTP {milliseconds(over_http)} ms, in-process {milliseconds(in_process)} ms (p50 / p90 / p99)")
     print(f"HTTP minus in-process: p50 {1000 * difference[0]:.2f} ms, p99 {1000 * difference[1]:.2f} ms")
-    print(f"seeded, equal in a mixed batch and alone: {await same_in_mixed_batch(target, o)}")
-    print(f"behind {o.requests} abandoned requests: {await abandoned(target, o):.2f} s")
+    print(f"seeded, equal in a mixed batch and in a batch of one: {await same_in_mixed_batch(target, o)}")
+    print(f"behind {o.requests} abandoned requests: {await time_after_abandoned(target, o):.2f} s")
     metrics = httpx.get(target.url.removesuffix("/v1") + "/metrics").text
     print(*(line for line in metrics.splitlines() if line.startswith("dantinox_compilations_total")))
     return rows
@@ -316,12 +331,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = o.run_dir or random_run(o.keep or Path(folder) / "run", SMALL if o.smoke else SIZE)
         alone = offline(o, run_dir)
-        with served(o, run_dir) as target:
-            rows, rate = asyncio.run(load(target, o, alone))
-            rows += asyncio.run(more(target, o, alone, rate, run_dir))
+        with running_server(o, run_dir) as target:
+            rows, rate = asyncio.run(measure_server(target, o, alone))
+            rows += asyncio.run(measure_own_server(target, o, alone, rate, run_dir))
         for peer in o.peer:
             name, url, model = peer.split("=", 2)
-            rows += asyncio.run(load(Target(name, url, model, {}), o, alone))[0]
+            rows += asyncio.run(measure_server(Target(name, url, model, {}), o, alone))[0]
     print("milliseconds: p50 / p90 / p99")
     show([HEAD, *rows])
 

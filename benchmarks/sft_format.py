@@ -4,8 +4,8 @@
     python train.py --config configs/sft.yaml --run_dir runs/sft
     python benchmarks/sft_format.py runs/quickstart runs/sft
 
-prints for each run how many answers match the format `dantinox.text.builtin_instructions.ANSWER`, and two of the answers. All
-runs get their prompts in the chat template of the last run.
+The last command prints for each run how many answers match the format `dantinox.text.builtin_instructions.ANSWER`, and two of
+the answers. The prompts of all runs use the chat template of the last run.
 """
 
 from common import Parser, random_run
@@ -18,7 +18,7 @@ from dantinox.text.builtin_instructions import matches_answer_form
 from dantinox.text.conversations import Conversations
 
 
-def held_back() -> list[str]:
+def held_out_questions() -> list[str]:
     """Returns the questions that configs/sft.yaml holds out for validation."""
     corpora = (Corpus.open("builtin:instructions"),)
     found = Conversations.scan(corpora, DataSection(val_fraction=0.2))
@@ -29,11 +29,11 @@ def held_back() -> list[str]:
 def main() -> None:
     parser = Parser(__doc__, smoke={"questions": 2})
     parser.add_argument("runs", nargs="*", metavar="RUN")
-    parser.add_argument("--questions", type=int, help="the first questions only (default: all)")
+    parser.add_argument("--questions", type=int, help="use only the first N questions (default: all)")
     options = parser.parse_args()
     paths = options.runs or ([random_run(chat_template="plain")] if options.smoke else [])
     parser.require(RUN=paths or None)
-    questions = held_back()[: options.questions]
+    questions = held_out_questions()[: options.questions]
     source = RunDirectory(paths[-1]).chat_template
     for path in paths:
         run = dantinox.load(path)
@@ -42,7 +42,7 @@ def main() -> None:
         run.prompt_ids = asked.__getitem__  # type: ignore[method-assign]  # a prompt with special tokens in it
         answers = [result.text for result in run.generate(questions, greedy=True, max_new_tokens=64)]
         right = sum(map(matches_answer_form, answers))
-        print(f"{path}: {right} of {len(answers)} answers have the form ({right / len(answers):.0%})")
+        print(f"{path}: {right} of {len(answers)} answers have the format ({right / len(answers):.0%})")
         for question, answer in list(zip(questions, answers, strict=True))[:2]:
             print(f"  {question}\n    {answer!r}")
 

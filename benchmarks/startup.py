@@ -1,7 +1,7 @@
-"""Seconds from the start of `generate.py` to its first text and to its end, process by process.
+"""Measures the seconds from the start of `generate.py` to its first text and to its end, for each of several processes.
 
 Runs `generate.py` on a run directory several times and streams to a pipe. The first start fills the compilation cache if it is
-empty; the others are what a user waits for. With `--chat` the prompt is a message in the model's chat template.
+empty; later starts show how long a user waits. With `--chat` the prompt is a message in the model's chat template.
 
     python benchmarks/startup.py RUN [--chat] [--prompt TEXT] [--new 64] [--repeats 4]
 """
