@@ -30,7 +30,7 @@ def entry(command: str | None = None) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a command and returns its exit code; an error of the user is one sentence on stderr and the exit code 2."""
+    """Runs a command and returns its exit code; a user error prints one sentence on stderr and gives exit code 2."""
     argv = list(argv)
     debug = "--debug" in argv
     if not debug:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
             choose_run(options)
             code: int = options.run(options)
         finally:
-            sys.stdout.flush()  # a failure can be reported here
+            sys.stdout.flush()  # here, so that a failure can be reported
         return code
     except UserError as error:
         if debug:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        _discard_output()  # the reader of the pipe has closed it
+        _discard_output()  # the reader has closed the pipe
         return 0
     except (AssertionError, RuntimeError):
         problem = None if debug else backend_problem()
@@ -83,7 +83,7 @@ def _discard_output() -> None:
 
 
 def parser_of(chosen: Collection[str]) -> Parser:
-    """Returns the parser of all commands; only the commands `chosen` have their flags, to save time."""
+    """Returns the parser of all commands. To save time, only the commands in `chosen` get their flags."""
     parser = Parser(prog="dantinox", description="Train transformers, or import them, fine-tune them and generate text.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(metavar="command", required=True)
@@ -92,14 +92,14 @@ def parser_of(chosen: Collection[str]) -> Parser:
         if name not in chosen:
             continue
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        home = import_module(f"dantinox.cli.{module}")
-        command.set_defaults(run=getattr(home, function))
-        getattr(home, f"{function.rstrip('_')}_flags", lambda _: None)(command)
+        implementation = import_module(f"dantinox.cli.{module}")
+        command.set_defaults(run=getattr(implementation, function))
+        getattr(implementation, f"{function.rstrip('_')}_flags", lambda _: None)(command)
     return parser
 
 
 def command_parser(name: str) -> Parser:
-    """Returns the parser of a command with all its flags: `train`, or `eval ppl` for a command of a command.
+    """Returns the parser of a command with all its flags: `train`, or `eval ppl` for a subcommand.
 
     Raises:
       UserError: there is no such command.
@@ -115,7 +115,7 @@ def command_parser(name: str) -> Parser:
 
 
 class _Version(argparse.Action):
-    """`--version`: the version is looked up only if it is printed, which takes a while."""
+    """`--version`: looks up the version only if it is printed, because the lookup takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         from dantinox import __version__
@@ -132,16 +132,16 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "init": ("train", "init", "Write a commented YAML file to start from."),
     "merge-lora": ("runs", "merge", "Merge LoRA adapters into their base weights and write an ordinary run."),
     "generate": ("generate", "generate", "Continue a prompt with the model of a run."),
-    "chat": ("chat", "chat", "Hold a conversation with a model at the terminal."),
+    "chat": ("chat", "chat", "Chat with a model in the terminal."),
     "serve": ("serve", "serve", "Serve a model over HTTP: the OpenAI and KoboldAI protocols, and a web page."),
     "import": ("runs", "import_", "Import a pretrained checkpoint (Hugging Face, GGUF) into a run directory."),
     "export": ("runs", "export", "Export a run as a Hugging Face Transformers folder or a GGUF file."),
     "explain": ("measure", "explain", "Show how each sampling step changes the next-token distribution."),
-    "calibrate": ("measure", "calibrate", "Measure the numbers that presets of a model need, and save them in its run."),
+    "calibrate": ("measure", "calibrate", "Measure the values that a model's presets need, and save them in its run."),
     "eval": ("measure", "evaluate", "Measure perplexity or tasks; compare samplers or compressed caches."),
     "info": ("measure", "info", "Describe a run: settings, size, training, and the error of quantized weights."),
     "verify": ("runs", "verify", "Check every file of a run against its checksum."),
-    "plan": ("measure", "plan", "Compile for a target device you need not own, and report memory and FLOPs."),
+    "plan": ("measure", "plan", "Compile for a target device you do not have, and report memory and FLOPs."),
     "plot": ("plot", "plot", "Plot the losses of runs in one figure, by step, tokens or time."),
     "profile": ("plot", "profile", "Trace training steps or a generation, and list the most expensive operations."),
     "doctor": ("measure", "doctor", "Show versions, devices and speed of this machine."),

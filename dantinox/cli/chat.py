@@ -1,4 +1,4 @@
-"""`dantinox chat`: its flags, slash commands, and conversations at a terminal or through a pipe."""
+"""`dantinox chat`: its flags, its slash commands, and conversations in a terminal or through a pipe."""
 
 import argparse
 import contextlib
@@ -36,36 +36,36 @@ def chat_flags(command: Parser) -> None:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code: 2 if a line from a pipe was an error."""
+    """Runs the command and returns its exit code: 2 if a line from a pipe caused an error."""
     settings = given_settings(options)
     from dantinox.config import overlay
     from dantinox.run import find_chat_template, load_run_config, open_run
 
     directory = open_run(options.run_dir, check=False)  # `load` checks it
-    config, own = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
+    config, template_path = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.generation.chat_session import Chat
 
     run = load(options.run_dir, config.generation.tensor_parallel)
-    template = chosen_template(options, own, run.tokenizer)
-    talk = Chat(run, template, settings)
-    talk.set_system(options.system)
-    talk.entropy = options.show_entropy
-    if talk.is_completion:
-        _note("this model has no chat template: it continues your text, and the whole conversation is one text")
-    return (_run_terminal if sys.stdin.isatty() and sys.stdout.isatty() else _run_pipe)(talk)
+    template = chosen_template(options, template_path, run.tokenizer)
+    conversation = Chat(run, template, settings)
+    conversation.set_system(options.system)
+    conversation.entropy = options.show_entropy
+    if conversation.is_completion:
+        _note("this model has no chat template: it continues your text, and the conversation is a single text")
+    return (_run_terminal if sys.stdin.isatty() and sys.stdout.isatty() else _run_pipe)(conversation)
 
 
 # --- commands
 
 
-def _help(talk: "Chat", rest: str) -> str:
+def _help(conversation: "Chat", rest: str) -> str:
     width = max(len(usage) for usage, _, _ in COMMANDS.values())
     return "\n".join([*(f"{usage:<{width}}  {text}" for usage, text, _ in COMMANDS.values()), "//…".ljust(width + 2) + SLASHES])
 
 
-def _set(talk: "Chat", rest: str) -> str:
+def _set(conversation: "Chat", rest: str) -> str:
     from dantinox.config import settings_of
     from dantinox.config.flag_values import value_of
     from dantinox.config.request_overlay import REQUEST_KEYS
@@ -74,59 +74,61 @@ def _set(talk: "Chat", rest: str) -> str:
     if not name:
         raise UserError("/set needs the name of a setting: /set temperature 0.7")
     if not words:
-        talk.reset(name)
+        conversation.reset(name)
     else:
-        talk.set(name, value_of(REQUEST_KEYS[name], words) if name in REQUEST_KEYS else " ".join(words))
-    return f"{name} {_format(settings_of(talk.config)[name])}"
+        conversation.set(name, value_of(REQUEST_KEYS[name], words) if name in REQUEST_KEYS else " ".join(words))
+    return f"{name} {_format(settings_of(conversation.config)[name])}"
 
 
-def _settings(talk: "Chat", rest: str) -> str:
+def _settings(conversation: "Chat", rest: str) -> str:
     from dantinox.config import settings_of
     from dantinox.config.request_overlay import REQUEST_KEYS
     from dantinox.config.sections import FIELDS
 
-    values = settings_of(talk.config)
+    values = settings_of(conversation.config)
     defaults = {name: FIELDS[key].default for name, key in REQUEST_KEYS.items()}
-    changed = {name: value for name, value in values.items() if value != defaults[name] or name in talk.overrides}
-    if talk.system:
-        changed = {"system": talk.system} | changed
-    lines = [f"{name} {_format(value)}" + (" (/set)" if name in talk.overrides else "") for name, value in changed.items()]
+    changed = {name: value for name, value in values.items() if value != defaults[name] or name in conversation.overrides}
+    if conversation.system:
+        changed = {"system": conversation.system} | changed
+    lines = [
+        f"{name} {_format(value)}" + (" (/set)" if name in conversation.overrides else "") for name, value in changed.items()
+    ]
     return "\n".join([*lines, "all other settings have their defaults: dantinox settings"])
 
 
-def _undo(talk: "Chat", rest: str) -> str:
-    return f"removed: {escape_name(talk.undo())}"
+def _undo(conversation: "Chat", rest: str) -> str:
+    return f"removed: {escape_name(conversation.undo())}"
 
 
-def _clear(talk: "Chat", rest: str) -> str:
-    talk.clear()
+def _clear(conversation: "Chat", rest: str) -> str:
+    conversation.clear()
     return "started a new conversation"
 
 
-def _save(talk: "Chat", rest: str) -> str:
+def _save(conversation: "Chat", rest: str) -> str:
     path = _path(rest, "/save")
-    talk.save(path)
+    conversation.save(path)
     return f"saved {path}"
 
 
-def _load(talk: "Chat", rest: str) -> str:
+def _load(conversation: "Chat", rest: str) -> str:
     path = _path(rest, "/load")
-    talk.load(path)
-    return f"{len(talk.messages) // 2} turns from {path}"
+    conversation.load(path)
+    return f"loaded {len(conversation.messages) // 2} turns from {path}"
 
 
-def _system(talk: "Chat", rest: str) -> str:
-    talk.set_system(rest)
+def _system(conversation: "Chat", rest: str) -> str:
+    conversation.set_system(rest)
     return "the system message is set" if rest else "there is no system message"
 
 
-def _entropy(talk: "Chat", rest: str) -> str:
+def _entropy(conversation: "Chat", rest: str) -> str:
     from dantinox.report.entropy_view import terminal_colors
 
     if rest not in ("", "on", "off"):
         raise UserError(f"/entropy must be on or off, got {quote(rest)}")
-    talk.entropy = rest == "on" if rest else not talk.entropy
-    return "entropy is off" if not talk.entropy else SHADED if terminal_colors(sys.stdout) != "none" else BELOW
+    conversation.entropy = rest == "on" if rest else not conversation.entropy
+    return "entropy is off" if not conversation.entropy else SHADED if terminal_colors(sys.stdout) != "none" else BELOW
 
 
 # Name → usage, description and function. `respond` handles the commands without a function.
@@ -134,7 +136,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[["Chat", str], str] | None]] = {
     "help": ("/help", "show the commands", _help),
     "set": (
         "/set KEY VALUE",
-        "set a setting of generation, router or kv, as /set temperature 0.7; without a value: reset it",
+        "set a setting of generation, router or kv, such as /set temperature 0.7; without a value: reset it",
         _set,
     ),
     "settings": ("/settings", "show the settings that differ from their default", _settings),
@@ -162,23 +164,23 @@ def command(line: str) -> tuple[str, str] | None:
     return name, rest.strip()
 
 
-def respond(talk: "Chat", line: str) -> "str | Generator[TextPart] | None":
+def respond(conversation: "Chat", line: str) -> "str | Generator[TextPart] | None":
     """Runs a command or starts an answer.
 
     Returns:
       The message of a command, the parts of an answer, or None for the command that quits.
 
     Raises:
-      UserError: the line is wrong; the conversation stays unchanged.
+      UserError: the line is invalid; the conversation stays unchanged.
     """
     found = command(line)
     if found is None:
-        return talk.answer(line[1:] if line.startswith("//") else line)
+        return conversation.answer(line[1:] if line.startswith("//") else line)
     name, rest = found
     run = COMMANDS[name][2]
     if run is not None:
-        return run(talk, rest)
-    return talk.retry() if name == "retry" else None
+        return run(conversation, rest)
+    return conversation.retry() if name == "retry" else None
 
 
 def _words(rest: str) -> list[str]:
@@ -201,7 +203,7 @@ def _format(value: Any) -> str:
 # --- terminal and pipe
 
 
-def _run_terminal(talk: "Chat") -> int:
+def _run_terminal(conversation: "Chat") -> int:
     from dantinox.report.entropy_view import terminal_colors
 
     session = _session()
@@ -217,16 +219,16 @@ def _run_terminal(talk: "Chat") -> int:
         if not line.strip():
             continue
         try:
-            found = respond(talk, line.rstrip())
+            found = respond(conversation, line.rstrip())
             if found is None:
                 return 0
             if isinstance(found, str):
                 print(found)
                 continue
             with _interruptible() as interrupts:
-                _show(found, talk.entropy, colors, lambda: bool(interrupts))
-            if talk.finish_reason in FINISH_NOTES:
-                _note(FINISH_NOTES[talk.finish_reason].format(talk.config.generation.max_new_tokens))
+                _show(found, conversation.entropy, colors, lambda: bool(interrupts))
+            if conversation.finish_reason in FINISH_NOTES:
+                _note(FINISH_NOTES[conversation.finish_reason].format(conversation.config.generation.max_new_tokens))
         except KeyboardInterrupt:
             _note("(stopped immediately)")
         except UserError as error:
@@ -240,19 +242,19 @@ FINISH_NOTES = {
 }
 
 
-def _run_pipe(talk: "Chat") -> int:
+def _run_pipe(conversation: "Chat") -> int:
     code = 0
     for number, data in enumerate(sys.stdin.buffer, 1):
         try:
             line = data.decode().rstrip("\r\n")
             if not line.strip():
                 continue
-            found = respond(talk, line)
+            found = respond(conversation, line)
             if found is None:
                 return code
             if isinstance(found, str):
                 _note(found)
-            elif talk.entropy:
+            elif conversation.entropy:
                 _show(found, True, "none", lambda: False)
             else:
                 for part in found:
@@ -267,7 +269,7 @@ def _run_pipe(talk: "Chat") -> int:
 
 
 def _show(parts: "Generator[TextPart]", entropy: bool, colors: Any, stopped: Callable[[], bool]) -> None:
-    """Prints an answer while it is generated; entropies without colors are printed when it is complete."""
+    """Prints an answer while it is generated. If entropies are shown without colors, prints it when it is complete."""
     from dantinox.report.entropy_view import digit_lines, shade_text
 
     is_deferred = entropy and colors == "none"
@@ -287,9 +289,9 @@ def _show(parts: "Generator[TextPart]", entropy: bool, colors: Any, stopped: Cal
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Yields a list that Ctrl-C appends to, for checks between two parts; a second Ctrl-C raises KeyboardInterrupt.
+    """Yields a list to which Ctrl-C appends, so that the caller can stop between parts; a second one raises KeyboardInterrupt.
 
-    An exception at an arbitrary place could leave compilation or decoding in an inconsistent state.
+    Raising an exception at an arbitrary place could leave compilation or decoding in an inconsistent state.
     """
     interrupts: list[int] = []
 
@@ -306,7 +308,7 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _session() -> Any:
-    """Returns the line editor, with the history of all conversations of this user."""
+    """Returns the line editor, with the input history of this user's conversations."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import NestedCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory

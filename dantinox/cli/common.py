@@ -28,7 +28,7 @@ PROMPT_HELP = "- reads stdin without its last line break (default: the run's tra
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the flags of `generation`, `router` and `kv` by setting name without section, as `overlay` expects them."""
+    """Returns the flags of `generation`, `router` and `kv` by setting name without its section, as `overlay` expects them."""
     from dantinox.config.flag_values import overrides
 
     return {flat_name(key): value for key, value in overrides(options).items()}
@@ -82,17 +82,17 @@ def add_chat_template(command: Parser | FlagSection, condition: str = "") -> Non
     command.add_argument("--chat_template", metavar="NAME", help=template)
 
 
-def chosen_template(options: argparse.Namespace, own: Path | None, tokenizer: "Tokenizer") -> "ChatTemplate | None":
-    """Returns the template of --chat_template, or else the template of the run at the path `own`."""
+def chosen_template(options: argparse.Namespace, run_template: Path | None, tokenizer: "Tokenizer") -> "ChatTemplate | None":
+    """Returns the template of --chat_template if it is given, otherwise the run's template at the path `run_template`."""
     from dantinox.text import ChatTemplate
 
     if options.chat_template is not None:
         return ChatTemplate.from_name(options.chat_template, tokenizer)
-    return None if own is None else ChatTemplate.load(own, tokenizer)
+    return None if run_template is None else ChatTemplate.load(run_template, tokenizer)
 
 
 class _OneLine(logging.Filter):
-    """Shortens a log record with a traceback to one line, for jax plugins that cannot start (for example without a driver)."""
+    """Shortens a log record with a traceback to one line. jax logs one for each plugin that cannot start."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info:
@@ -119,12 +119,14 @@ def backend_problem() -> str | None:
     try:
         jax.devices()
     except (AssertionError, RuntimeError):
-        return f"JAX_PLATFORMS={wanted}: jax finds no such device here; leave it out, or install the plugin and its driver"
+        return (
+            f"JAX_PLATFORMS={wanted}: jax finds no such device here; unset the variable, or install the plugin and its driver"
+        )
     return None
 
 
 def use_compilation_cache() -> None:
-    """Calls `dantinox.platform.use_compilation_cache`; the import is delayed because it loads jax."""
+    """Calls `dantinox.platform.use_compilation_cache`, imported here because it imports jax."""
     from dantinox.platform import use_compilation_cache
 
     use_compilation_cache()

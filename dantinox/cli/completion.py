@@ -17,7 +17,7 @@ def completion_script(shell: str) -> str:
 
 
 def _prepare(parser: LayeredParser) -> None:
-    """Tells shtab what completes the values of flags: files, choices of settings, sections of help, and commands."""
+    """Sets the completions of flag values for shtab: files, choices of settings, help sections and commands."""
     for record, action in parser.settings.values():
         action.choices = record.choices or None
         action.help = record.help

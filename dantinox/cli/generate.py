@@ -25,7 +25,7 @@ from dantinox.files import UserError, atomic_write, check_writable
 if TYPE_CHECKING:
     from dantinox.config import Config
 
-TRACE_ALTERNATIVES = 10  # most likely tokens, listed with each token of a trace
+TRACE_ALTERNATIVES = 10  # number of most likely tokens that a trace lists with each token
 
 
 MOST_USED = (
@@ -45,7 +45,9 @@ def generate_flags(command: Parser) -> None:
     prompt.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     add_chat_template(prompt, "with --chat: ")
     prompt.add_argument(
-        "--parse_special", action="store_true", help="read names of special tokens in a prompt, as <|im_start|>, as the tokens"
+        "--parse_special",
+        action="store_true",
+        help="parse names of special tokens in a prompt, such as <|im_start|>, as these tokens",
     )
     output = command.section("output", "Printed text, JSON, traces and reports")
     output.add_argument(
@@ -60,13 +62,15 @@ def generate_flags(command: Parser) -> None:
         "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: include the router's candidates"
     )
     output.add_argument("--echo", action="store_true", help="with --logprobs: include the prompt's tokens")
-    output.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write one line about every token")
-    output.add_argument("--show_entropy", action="store_true", help="shade the text by the entropy of the model")
+    output.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write one JSON line per token")
+    output.add_argument("--show_entropy", action="store_true", help="shade each token by the entropy of its distribution")
     output.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows how each token was chosen")
     constraints = command.section("constraints", "Constrained generation; give at most one")
-    constraints.add_argument("--json_schema", type=Path, metavar="FILE", help="generate JSON of this schema")
+    constraints.add_argument("--json_schema", type=Path, metavar="FILE", help="generate JSON that matches this schema")
     constraints.add_argument("--regex", metavar="R", help="generate text that matches this regex as a whole")
-    constraints.add_argument("--grammar", type=Path, metavar="FILE", help="generate text of this .lark or .gbnf grammar")
+    constraints.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="generate text that matches this .lark or .gbnf grammar"
+    )
     command.add_argument("--no_cache", action="store_true", help="same as --use_cache false")
     add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
 
@@ -91,11 +95,11 @@ def generate(options: argparse.Namespace) -> int:
     directory = open_run(options.run_dir, check=False)  # `load` checks it
     base = load_run_config(directory)
     prompts = _prompts(options, settings, base)
-    alone = len(prompts) == 1 and prompts[0][1].generation.n == 1
-    if options.stream and not alone:
+    is_single = len(prompts) == 1 and prompts[0][1].generation.n == 1
+    if options.stream and not is_single:
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
-    own = find_chat_template(directory)
-    if options.chat and own is None and options.chat_template is None:
+    template_path = find_chat_template(directory)
+    if options.chat and template_path is None and options.chat_template is None:
         raise UserError(f"{options.run_dir} has no chat template: give --chat_template, or leave --chat out")
     use_compilation_cache()
     from dantinox.generation import load
@@ -105,9 +109,9 @@ def generate(options: argparse.Namespace) -> int:
     alternatives = min(TRACE_ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     reported = options.logprobs if options.logprobs is not None else alternatives
     report = {"logprobs": reported, "echo": options.echo, "show_candidates": options.show_candidates}
-    stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
+    stream = is_single and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
     stream = stream and not options.show_entropy
-    template = chosen_template(options, own, run.tokenizer) if options.chat else None
+    template = chosen_template(options, template_path, run.tokenizer) if options.chat else None
     requests = []
     for prompt, config in prompts:
         if template is None:
@@ -133,7 +137,7 @@ def generate(options: argparse.Namespace) -> int:
         documents = [trace_document(result, run.tokenizer) for result in results]
     try:
         if documents:
-            _write(documents, options)  # before the text, because its reader may close the pipe early
+            _write(documents, options)  # before the text: the reader of the text may close the pipe early
     finally:
         if options.show_entropy:
             _show(documents)
@@ -147,7 +151,7 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def _constraint(options: argparse.Namespace) -> Any:
-    """Returns the checked constraint of the flags, or None without one."""
+    """Returns the validated constraint of the flags, or None if there is none."""
     flags = {"--json_schema": options.json_schema, "--regex": options.regex, "--grammar": options.grammar}
     given = [flag for flag, value in flags.items() if value is not None]
     if not given:
@@ -179,7 +183,7 @@ def _json_line(record: dict[str, Any], options: argparse.Namespace) -> str:
 
 
 def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
-    """Raises a UserError for outputs that exclude each other or cannot be written, before anything is generated."""
+    """Raises a UserError for outputs that cannot be combined or cannot be written, before anything is generated."""
     if options.logprobs is not None and not as_json:
         raise UserError("--logprobs needs --json to print them")
     if options.echo and options.logprobs is None:
@@ -187,9 +191,9 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
     if options.show_candidates and (options.logprobs, options.trace, options.report) == (None, None, None):
         raise UserError("--show_candidates adds the router's candidates to --trace, --report or --logprobs: give one of them")
     if options.stream and as_json:
-        raise UserError("--stream prints text as it is generated and excludes --json and --prompt_file")
+        raise UserError("--stream prints text as it is generated: it cannot be combined with --json or --prompt_file")
     if options.show_entropy and (as_json or options.stream):
-        raise UserError("--show_entropy excludes --json, --prompt_file and --stream: leave them out")
+        raise UserError("--show_entropy cannot be combined with --json, --prompt_file or --stream")
     if options.report is not None and options.report.suffix != ".html":
         raise UserError(f"--report must name a .html file, got {options.report}")
     for flag, path in (("--trace", options.trace), ("--report", options.report)):
@@ -200,10 +204,10 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
 
 
 def _check_chat(options: argparse.Namespace) -> None:
-    """Raises a UserError for flags that need --chat, and for flags that --chat excludes."""
+    """Raises a UserError for flags that need --chat, and for flags that cannot be combined with it."""
     if options.chat and options.parse_special:
         raise UserError(
-            "--parse_special reads special tokens in a prompt, and with --chat the template writes them: use one of them"
+            "--parse_special parses special tokens in a prompt, but with --chat the template adds them: use one of the flags"
         )
     if options.chat and options.prompt is None and options.prompt_file is None:
         raise UserError("--chat answers a message: give it as --prompt, or several in --prompt_file")
@@ -220,7 +224,7 @@ def _show(documents: list[dict[str, Any]]) -> None:
 
 
 def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Writes the samples as --trace and --report ask; one that fails does not prevent the other."""
+    """Writes the files of --trace and --report. If one of them cannot be written, the other still is."""
     from dantinox.report.page import report_page
     from dantinox.report.trace_file import trace_lines
 
@@ -232,7 +236,7 @@ def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None
 
 
 def _prompts(options: argparse.Namespace, settings: dict[str, Any], base: "Config") -> "list[tuple[str, Config]]":
-    """Returns every prompt with its validated settings: those of the run, `base`, with the flags and the line applied."""
+    """Returns every prompt with its validated settings: those of the run (`base`), then the flags, then the prompt's line."""
     from dantinox.config import overlay
 
     config = overlay(base, settings, "command line")

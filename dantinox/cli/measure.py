@@ -24,8 +24,7 @@ from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.files import UserError, atomic_write, check_writable_folder
 
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
-# Maps each flag to its kinds and its arguments of `add_argument`. A kind is a value of `calibrate --what` or of `eval`; "": all
-# kinds.
+# Flag → its kinds and its arguments of `add_argument`. A kind is a value of `calibrate --what` or of `eval`; "": all kinds.
 Flags = dict[str, tuple[str, dict[str, Any]]]
 CALIBRATE: Flags = {
     "data_path": ("", {"type": Path, "metavar": "FILE", "help":
@@ -34,7 +33,7 @@ CALIBRATE: Flags = {
     "sequences": ("kv", COUNT | {"help": "sequences to read (default: 20)"}),
     "length": ("kv", COUNT | {"help": "tokens per sequence (default: the context, at most 512)"}),
     "no_loss": ("kv", {"action": "store_true", "default": None, "help":
-        "do not measure how much eviction from each head raises the loss, which takes the longest"}),
+        "skip the slowest measurement: how much eviction from each head raises the loss"}),
     "from_results": ("kv", {"type": Path, "metavar": "FILE", "help": "copy the results of this file instead of measuring"}),
     "output": ("kv", {"type": Path, "metavar": "FILE", "help": "file to write (default: RUN/kv_entropy.json)"}),
 }  # fmt: skip
@@ -57,8 +56,8 @@ EVALUATE: Flags = {
         "run whose model scores the texts (default: the run itself)"}),
     "prompts": ("sampling", COUNT | {"help":
         "number of test prompts, and of tuning prompts (the default is smaller above 10 M parameters)"}),
-    "seeds": ("sampling", COUNT | {"help": "continuations per prompt"}),
-    "trials": ("sampling", COUNT | {"help": "settings to try per method"}),
+    "seeds": ("sampling", COUNT | {"help": "number of continuations per prompt"}),
+    "trials": ("sampling", COUNT | {"help": "number of settings to try per method"}),
     "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help": {
         "kv": "fractions of the slots to keep (default: .5 .3 .2 .1; above 10 M parameters: .5 .2)",
         "ruler": "fractions of the slots to keep (default: .5 .2)"}}),
@@ -76,13 +75,13 @@ EVALUATE: Flags = {
     "context": ("ppl", COUNT | {"help": "tokens per window (default: the model's context)"}),
     "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help": {
         "tasks": "tasks, groups or YAML files of lm-evaluation-harness (required)",
-        "ruler": "some of the 13 tasks (default: all)"}}),
+        "ruler": "tasks to run, out of 13 (default: all)"}}),
     "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "folder with further tasks; their code is executed"}),
     "limit": ("tasks", COUNT | {"help": "maximum number of samples per task (default: all)"}),
-    "shots": ("tasks", COUNT | {"help": "examples before each question (default: the number that the task sets)"}),
+    "shots": ("tasks", COUNT | {"help": "number of examples before each question (default: the number that the task sets)"}),
     "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
         "precision of the weights (default: the run's generation.weights)"}),
-    "tensor_parallel": ("ppl tasks", COUNT | {"help": "devices that share each layer (default: the run's)"}),
+    "tensor_parallel": ("ppl tasks", COUNT | {"help": "number of devices that each layer is split over (default: the run's)"}),
     "json": ("ppl tasks", {"action": "store_true", "default": None, "help": "print one JSON object"}),
 }  # fmt: skip
 
@@ -207,7 +206,7 @@ def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterab
 
 
 KIND_HELP = {
-    "sampling": "Compare samplers and the entropy router, all tuned with the same effort.",
+    "sampling": "Compare samplers and the entropy router, all with the same tuning budget.",
     "kv": "Compare compressed KV caches of equal size.",
     "ruler": "Run the RULER tasks with compressed KV caches.",
     "ppl": "Measure the perplexity of a text in sliding windows.",
@@ -279,7 +278,7 @@ KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
 
 def info_flags(command: Parser) -> None:
     add_run(command, "run directory")
-    text = "text to compare quantized and bfloat16 weights on (default: the run's own validation text)"
+    text = "text on which to compare quantized and bfloat16 weights (default: the run's own validation text)"
     command.add_argument("--data_path", metavar="FILE", help=text)
 
 
@@ -300,7 +299,7 @@ def plan_flags(command: Parser) -> None:
     )
     names = "target device: cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e; several chips: gpu:h100:8, tpu:v5e:4x4"
     command.add_argument("--topology", metavar="NAME", help=f"{names} (default: this machine)")
-    axes = "mesh of the target device, like data=4,fsdp=64; repeat to compare meshes (default: the distributed settings)"
+    axes = "mesh of the target device, such as data=4,fsdp=64; repeat to compare meshes (default: the distributed settings)"
     command.add_argument("--mesh", action="append", type=mesh_of, metavar="AXIS=N,…", help=axes)
     command.add_argument("--batch", type=whole_number, default=1, metavar="N", help="prompts to generate from (default: 1)")
     command.add_argument("--prompt", type=whole_number, metavar="T", help="tokens per prompt (default: context minus --new)")

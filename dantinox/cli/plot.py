@@ -51,7 +51,7 @@ def profile_flags(command: Parser) -> None:
     add_run(command, "run directory, YAML file or name of a packaged config")
     count = "training steps or tokens to trace (default: 5 steps, 32 tokens)"
     command.add_argument("--steps", type=whole_number, metavar="N", help=count)
-    command.add_argument("--generate", action="store_true", help="trace the generation of tokens by a run, not its training")
+    command.add_argument("--generate", action="store_true", help="trace token generation with a run instead of training")
     command.add_argument("--out", type=Path, metavar="DIR", help="folder for the trace (default: RUN/profile, or ./profile)")
     command.add_argument("--json", action="store_true", help="print one JSON object with all operations")
 
@@ -75,7 +75,7 @@ def profile(options: argparse.Namespace) -> int:
 
 
 def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
-    """Returns a function that runs training steps of a run or a config, already compiled, and their number."""
+    """Returns a function that runs compiled training steps of a run or a config, and the number of steps."""
     from dantinox.config.yaml_files import load_training
     from dantinox.report.console import show_progress
     from dantinox.run import RunDirectory, load_run_config
@@ -87,11 +87,11 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
         run = RunDirectory(subject)
         config = load_run_config(run)
         run.check(run.tokenizer)
-        symbols = Tokenizer.load(run.tokenizer).vocab_size
+        vocab_size = Tokenizer.load(run.tokenizer).vocab_size
     else:
         config = load_training(subject)
-        symbols = trained_vocab_size(config)
-    step = benchmark_step(config, symbols, show_progress)
+        vocab_size = trained_vocab_size(config)
+    step = benchmark_step(config, vocab_size, show_progress)
     step()
     step().loss.block_until_ready()
     steps = given or 5
@@ -99,7 +99,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
 
 
 def _generation(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
-    """Returns a function that generates tokens after a prompt of one token, already compiled, and their number."""
+    """Returns a function that generates tokens after a one-token prompt with compiled programs, and their number."""
     from dantinox.generation import load
 
     run = load(subject)

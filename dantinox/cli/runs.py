@@ -27,7 +27,7 @@ def import_flags(command: Parser) -> None:
     command.add_argument("--run_dir", type=Path, required=True, metavar="RUN", help="run directory to create")
     dtype = "precision of stored matrices (default: auto: bfloat16 if the checkpoint has it, else float32)"
     command.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help=dtype)
-    context = "longest sequence in tokens (default: the checkpoint's; with longrope its original context)"
+    context = "longest sequence in tokens (default: the checkpoint's; with longrope: the original context)"
     command.add_argument("--max_context", type=int, metavar="N", help=context)
 
 
@@ -135,7 +135,7 @@ def merge(options: argparse.Namespace) -> int:
 
 def verify_flags(command: Parser) -> None:
     add_run(command, "run directory")
-    accept = "accept the present settings, tokenizer, weights and tokens as correct; checkpoints are not affected"
+    accept = "record the current settings, tokenizer, weights and tokens as correct; checkpoints are not affected"
     command.add_argument("--accept", action="store_true", help=accept)
 
 
@@ -151,6 +151,6 @@ def verify(options: argparse.Namespace) -> int:
     found = verify_run(run)
     for sentence in (*found.remarks, *found.damage):
         print(sentence)
-    whole = "all as they were written" if not found.damage else f"{len(found.damage)} damaged or missing"
-    print(f"{found.files} files, {human_bytes(found.bytes)}: {whole}")
+    result = "all unchanged" if not found.damage else f"{len(found.damage)} damaged or missing"
+    print(f"{found.files} files, {human_bytes(found.bytes)}: {result}")
     return DAMAGED if found.damage else 0

@@ -1,4 +1,4 @@
-"""`dantinox serve`: its flags, API key, allowed hosts and origins, and the start of the server."""
+"""`dantinox serve`: its flags, API key, allowed hosts and origins, and the startup of the server."""
 
 import argparse
 import importlib.util
@@ -16,7 +16,7 @@ from dantinox.files import UserError, quote, wrap_os_errors
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 KEY = "DANTINOX_API_KEY"
-LONGEST_KEY = 1024
+MAX_KEY_LENGTH = 1024
 
 
 MOST_USED = (
@@ -28,17 +28,21 @@ MOST_USED = (
 def serve_flags(command: Parser) -> None:
     add_run(command)
     network = command.section("network", "Address, API key, allowed hosts and origins")
-    network.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; others need a key)")
+    network.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; a non-loopback address needs a key)"
+    )
     network.add_argument(
         "--port", type=_number(0, 65535), default=8000, help="port; 0: a free one, which is printed (default: 8000)"
     )
-    network.add_argument("--api_key_file", type=Path, metavar="FILE", help=f"file with the key of the clients (or: {KEY})")
-    network.add_argument("--no_auth", action="store_true", help="serve everyone who reaches the server, without a key")
+    network.add_argument("--api_key_file", type=Path, metavar="FILE", help=f"file with the API key for clients (or set {KEY})")
     network.add_argument(
-        "--allow_host", nargs="+", default=[], metavar="NAME", help="further host names that requests may use; *: any"
+        "--no_auth", action="store_true", help="accept requests without a key from anyone who can reach the server"
     )
     network.add_argument(
-        "--cors", nargs="+", default=[], metavar="ORIGIN", help="origins whose pages may send requests; *: any"
+        "--allow_host", nargs="+", default=[], metavar="NAME", help="additional host names that requests may use; *: any"
+    )
+    network.add_argument(
+        "--cors", nargs="+", default=[], metavar="ORIGIN", help="origins whose web pages may send requests; *: any"
     )
     capacity = command.section("capacity", "Slots, context and queue")
     capacity.add_argument(
@@ -51,7 +55,7 @@ def serve_flags(command: Parser) -> None:
         "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
     )
     add_chat_template(command)
-    command.add_argument("--name", help="name of the model for clients (default: name of the run directory)")
+    command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
     command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
     add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
 
@@ -69,7 +73,7 @@ def serve(options: argparse.Namespace) -> int:
     from dantinox.run import find_chat_template, load_run_config, open_run
 
     directory = open_run(options.run_dir, check=False)  # `load` checks it
-    config, own = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
+    config, template_path = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
     from dantinox.serve.server import listen
 
     with listen(options.host, options.port) as listener:
@@ -81,13 +85,13 @@ def serve(options: argparse.Namespace) -> int:
         from dantinox.serve.server import serve as run_server
 
         run = load(options.run_dir, config.generation.tensor_parallel)
-        template = chosen_template(options, own, run.tokenizer)
+        template = chosen_template(options, template_path, run.tokenizer)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
         server_options = Options(template, key, hosts, origins, options.lite)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):
-            print(f"warning: anyone who reaches {where} may use this server, because it has no key", file=sys.stderr)
+            print(f"warning: anyone who can reach {where} can use this server, because it has no key", file=sys.stderr)
         print(f"{name} is loaded; compiling its programs", file=sys.stderr, flush=True)
 
         def ready() -> None:
@@ -96,10 +100,10 @@ def serve(options: argparse.Namespace) -> int:
         return run_server(make_app(engine, server_options), engine, listener, server_options.limits, ready)
 
 
-def _number(least: int, most: int) -> Any:
+def _number(low: int, high: int) -> Any:
     def read(text: str) -> int:
-        if not text.isascii() or not text.isdecimal() or len(text) > 12 or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"must be an integer in [{least}, {most}], got {quote(text)}")
+        if not text.isascii() or not text.isdecimal() or len(text) > 12 or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"must be an integer in [{low}, {high}], got {quote(text)}")
         return int(text)
 
     return read
@@ -114,13 +118,13 @@ def _key(options: argparse.Namespace) -> str | None:
     if options.api_key_file is not None:
         where = str(options.api_key_file)
         with wrap_os_errors(f"cannot read the key {options.api_key_file}"), options.api_key_file.open("rb") as file:
-            key = file.read(LONGEST_KEY + 2).decode("ascii", "replace").strip()
-    if key is not None and not re.fullmatch(rf"[!-~]{{8,{LONGEST_KEY}}}", key):
-        raise UserError(f"the API key of {where} must be 8 to {LONGEST_KEY} printable ASCII characters without spaces")
+            key = file.read(MAX_KEY_LENGTH + 2).decode("ascii", "replace").strip()
+    if key is not None and not re.fullmatch(rf"[!-~]{{8,{MAX_KEY_LENGTH}}}", key):
+        raise UserError(f"the API key of {where} must be 8 to {MAX_KEY_LENGTH} printable ASCII characters without spaces")
     if key is not None and options.no_auth:
         raise UserError(f"--no_auth and a key ({where}) contradict each other")
     if key is None and not options.no_auth and not _is_loopback(options.host):
-        raise UserError(f"--host {options.host} opens this server to other machines: give --api_key_file, {KEY} or --no_auth")
+        raise UserError(f"--host {options.host} exposes this server to other machines: give --api_key_file, {KEY} or --no_auth")
     return key
 
 
@@ -134,18 +138,18 @@ def _is_loopback(host: str) -> bool:
 def _hosts(options: argparse.Namespace) -> frozenset[str]:
     """Returns the host names that requests may use.
 
-    A server that listens on all addresses accepts the machine's own name and any IP address.
+    A server that listens on all addresses accepts the machine's host name and any IP address.
     """
     from dantinox.serve.options import LOCAL_HOSTS
 
     host: str = options.host.lower()
-    own = {f"[{host}]" if ":" in host else host}
+    names = {f"[{host}]" if ":" in host else host}
     if host in ("0.0.0.0", "::", ""):
-        own = {"ip", socket.gethostname().lower()}
+        names = {"ip", socket.gethostname().lower()}
     for name in options.allow_host:
         if name != "*" and not re.fullmatch(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]", name.lower()):
             raise UserError(f"--allow_host must be a host name or address without a port, or *, got {quote(name)}")
-    return LOCAL_HOSTS | own | {name.lower() for name in options.allow_host}
+    return LOCAL_HOSTS | names | {name.lower() for name in options.allow_host}
 
 
 def _origin(origin: str) -> str:

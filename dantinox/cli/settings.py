@@ -17,10 +17,10 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def settings_flags(command: Parser) -> None:
-    text = "substring or glob pattern of name, help, type, range, default or prerequisite; upper and lower case are equal"
+    text = "substring or glob pattern of name, help, type, range, default or prerequisite; case is ignored"
     command.add_argument("pattern", nargs="?", metavar="PATTERN", help=text + " (default: all settings)")
     command.add_argument(
-        "--section", metavar="NAME", help="show only a section or a group of settings, as training or optimizer"
+        "--section", metavar="NAME", help="show only a section or a group of settings, such as training or optimizer"
     )
     command.add_argument("--json", action="store_true", help="print a JSON object per setting")
 
@@ -35,7 +35,7 @@ def settings(options: argparse.Namespace) -> int:
 def find_settings(pattern: str, section: str | None = None) -> list[SettingRecord]:
     """Returns the settings that match a substring or a glob pattern.
 
-    The pattern is compared with name, former names, names in other programs, help, type, default and prerequisites.
+    The pattern is matched against name, aliases, names in other programs, help, type, default and prerequisites.
 
     Raises:
       UserError: there is no such section or group.
@@ -71,9 +71,9 @@ def _json_lines(found: list[SettingRecord]) -> Iterator[str]:
 
 def _table(found: list[SettingRecord], width: int) -> Iterator[str]:
     for section in dict.fromkeys(record.section for record in found):
-        own = [record for record in found if record.section == section]
-        yield f"{section} ({len(own)}): {section_titles()[section]}"
-        for record in own:
+        records = [record for record in found if record.section == section]
+        yield f"{section} ({len(records)}): {section_titles()[section]}"
+        for record in records:
             yield from setting_entry(record)
 
 

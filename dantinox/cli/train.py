@@ -49,9 +49,9 @@ def train(options: argparse.Namespace) -> int:
     given = overrides(options)
     path = options.config or (saved if saved and saved.is_file() else DEFAULT_CONFIG)
     if options.config is None and path != saved and given.get("training.init_from"):
-        config = build_training({}, given)  # that run has the model
+        config = build_training({}, given)  # the run of init_from sets the model
     else:
-        load = load_config if path == saved else load_training  # the config of a run is complete
+        load = load_config if path == saved else load_training  # the config of a run has all settings
         config = load(path, given)
     if options.print_config:
         print(dump_config(config, complete=True), end="")
@@ -73,7 +73,7 @@ def train(options: argparse.Namespace) -> int:
 def find_lr_flags(command: Parser) -> None:
     command.add_argument("--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help=CONFIG_HELP)
     command.add_argument("--tries", type=whole_number, default=100, metavar="N", help="maximum number of steps (default: 100)")
-    command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the loss over the learning rate")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the loss against the learning rate")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     sections = ("model", "moe", "attention", "tokenizer", "data", "training", "lora")
     used = ("config", "tries", "plot", "json", "data_path", "dim", "num_blocks", "max_context", "batch_size", "optimizer")
@@ -143,6 +143,6 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def _prepare() -> None:
-    """Prepares the process of a trial as `main` prepares that of a command."""
+    """Prepares the subprocess of a trial as `main` prepares the process of a command."""
     plain_warnings()
     use_compilation_cache()
