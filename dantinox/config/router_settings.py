@@ -56,7 +56,7 @@ PRESET_NUMBERS: dict[str, dict[str, float]] = {
 
 
 class RouterSection(Section):
-    """The entropy router, which chooses a strategy and sampling numbers for each token."""
+    """The entropy router, which chooses a strategy and sampling parameters for each token."""
 
     needs = (Needs(("generation.strategy", "entropy")),)
 

@@ -92,7 +92,7 @@ def _check_key(key: str, values: Any, kind: str, where: dict[str, str]) -> None:
     expected = "a list of values" if kind == "grid" else "a list of values, or min and max"
     _require(isinstance(values, list) and values, f"{key} must have {expected}, got {quote(values)}", where, path)
     duplicate = next((value for number, value in enumerate(values) if value in values[:number]), None)
-    _require(duplicate is None, f"{key} has {quote(duplicate)} twice", where, path)
+    _require(duplicate is None, f"{key} lists {quote(duplicate)} twice", where, path)
 
 
 def _check_range(key: str, interval: dict[str, Any], where: dict[str, str]) -> None:
@@ -137,7 +137,7 @@ def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, A
             for _ in range(1000)
         )
         chosen = next((candidate for candidate in candidates if candidate not in drawn), None)
-        _require(chosen, f"random has only {len(drawn)} different trials, trials is {trials}", where, "trials")
+        _require(chosen, f"random has only {len(drawn)} different trials, but trials is {trials}", where, "trials")
         drawn.append(chosen or {})
         yield drawn[-1]
 

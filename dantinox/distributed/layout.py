@@ -111,7 +111,7 @@ class Layout:
             in_layer = Split(split.compute[layers:], split.storage[layers:])
             if found.setdefault(inner, in_layer) != in_layer:
                 sizes = ", ".join(f"distributed.{axis} {size}" for axis, size in self.sizes.items() if size > 1)
-                raise UserError(f"{inner} is split differently in layers with different heads by {sizes}: lower these numbers")
+                raise UserError(f"{inner} would be sharded differently in layers with different heads: lower {sizes}")
         return found
 
     @property
@@ -235,8 +235,8 @@ class Layout:
     def put_batch(self, read: Callable[..., Any], count: int, accumulated: int = 1) -> Any:
         """Puts a batch on the devices.
 
-        Each process reads only the rows of its devices. Each of the `accumulated` parts of the batch is split over all devices
-        in order, so that the parts hold the same rows as on a single device.
+        Each process reads only the rows of its devices. The batch has `accumulated` parts, which hold the same rows as on a
+        single device. Each part is split over all devices in order.
 
         Args:
           read: `read()` returns all rows, `read(numbers)` the rows with these ascending numbers.

@@ -1,7 +1,7 @@
 """Best of n: draws n candidates and returns the one with the highest score.
 
 The entropix guide scores a candidate by its log-probability under the model plus a confidence that depends on the metrics of
-the decoding step. All candidates of a row have the same confidence, so the result is the most likely of n draws, whose
+the decoding step. All candidates of a row have the same confidence, so the result is the most likely of n draws. Its
 distribution has a closed form.
 """
 

@@ -1,4 +1,4 @@
-"""The entropy router (entropix): metrics of a decoding step, the choice of a strategy, and its sampling numbers.
+"""The entropy router (entropix): metrics of a decoding step, the choice of a strategy, and its sampling parameters.
 
 All functions are pure functions of one row in float32; use `jax.vmap` for a batch. Entropies are in bits, varentropies in
 bits². Strategies and formulas are those of the entropix guide. Some metrics of the guide's code depend on the cache size or on
@@ -223,7 +223,7 @@ class Route(NamedTuple):
 
 
 def route(metrics: Metrics, config: RouterConfig) -> Route:
-    """Chooses the strategy of a row and computes its sampling numbers, by the formulas of the entropix guide.
+    """Chooses the strategy of a row and computes its sampling parameters, by the formulas of the entropix guide.
 
     All formulas are computed, and one result is selected without a branch. Conditions compare entropy and varentropy directly;
     formulas first divide them by `entropy_scale` and `varentropy_scale`. Without attention metrics, the attention terms are

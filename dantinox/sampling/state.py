@@ -88,7 +88,7 @@ def init_state(
     if "text" in fields:
         if capacity is None:
             readers = [name for name in params.plan if "text" in fields_read([name])]
-            raise ValueError(f"steps that read the token history need its capacity: {', '.join(readers)}")
+            raise ValueError(f"capacity must be set for the steps that read the token history: {', '.join(readers)}")
         text = jnp.zeros((B, capacity), jnp.int32)
         arrays["text"] = text.at[rows_B1, jnp.where(valid_BT, position_BT, capacity)].set(prompt_tokens_BT, mode="drop")
         if "repeats" in fields:

@@ -107,8 +107,8 @@ class ChatTemplate:
     def encode_with_loss_mask(self, messages: Sequence[Message], since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Returns the token ids of a conversation, int32 [N], and the mask of the assistant's tokens, bool [N].
 
-        The tokens of an assistant turn are those that it adds to the preceding text and its generation prompt, up to and
-        including the special token that ends the turn. A token that crosses the start of the turn counts as part of it.
+        The tokens of an assistant turn begin after its generation prompt and end with the special token that ends the turn. A
+        token that crosses the start of the turn counts as part of it.
 
         Args:
           messages: the conversation.

@@ -89,7 +89,7 @@ def load_sweep_base(name):
         ("grid: {generation.top_k: [3, 4]}", "generation.top_k does not affect training"),
         ("grid: {training.lr: 0.1}", "training.lr must have a list of values, got 0.1"),
         ("grid: {training.lr: {min: 1, max: 2}}", "training.lr must have a list of values, got"),
-        ("grid: {training.lr: [0.1, 0.1]}", "training.lr has 0.1 twice"),
+        ("grid: {training.lr: [0.1, 0.1]}", "training.lr lists 0.1 twice"),
         ("grid: {training.lr: [0.1, -1]}", r"training.lr must be a number > 0, got -1 \(.*s.yaml, trial_002\)"),
         ("grid: {model.n_heads: [2, 3]}", r"must be .*3.* \(.*s.yaml, trial_002\)"),
         ("grid: {training.muon_lr: [0.1]}", r"training.muon_lr has no effect while .*adamw.* \(.*trial_001\)"),

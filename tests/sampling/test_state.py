@@ -126,5 +126,5 @@ def test_a_state_contains_only_fields_that_the_plan_reads():
         state = init_state(params, jnp.int32([[1]]), jnp.ones((1, 1), bool), V, S)
         optional = {"last_seen", "count", "text", "repeats", "breaker", "mu"}
         assert {name for name in optional if getattr(state, name) is not None} == fields
-    with pytest.raises(ValueError, match=ERRORS["need_its_capacity_bad_words"]):
+    with pytest.raises(ValueError, match=ERRORS["capacity_must_be_set_bad_words"]):
         init_state(SamplingParams.build({"bad_words": [[1, 2]], "greedy": True}), jnp.int32([[1]]), jnp.ones((1, 1), bool), V)
