@@ -275,7 +275,7 @@ class Checkpoints:
 
 
 def _state_dict(state: State) -> dict[str, Any]:
-    """Returns the state as a dictionary with the field names on disk, which are older than those of `State`."""
+    """Returns the state as a dictionary with the field names that the files use."""
     saved_as = {"loss_since_eval": "since_row", "loss_since_log": "since_line"}
     return {saved_as.get(name, name): value for name, value in state._asdict().items()}
 

@@ -14,7 +14,7 @@ from dantinox.run import RunDirectory, write_file
 from dantinox.text import ConversationStore
 from dantinox.training.step import make_reference_step, select_rows
 
-REFERENCE_FILE = "reference.json"  # in the directory of the tokens
+REFERENCE_FILE = "reference.json"  # in the token directory of the run
 
 
 def compute_reference_logprobs(
@@ -42,11 +42,11 @@ def load_or_compute_logprobs(
     """Loads the log-probabilities of the run's tokens, float32 `[pairs, 2]`, or computes and saves them.
 
     Args:
-      weights: the SHA-256 of the reference weights. None when a training resumes: the file must exist then, since the weights
-        of the run are no longer those of the reference.
+      weights: the SHA-256 of the reference weights. None when a run is resumed: the file must then exist, since training
+        has changed the weights of the run.
 
     Raises:
-      UserError: the file is damaged, or missing when a training resumes.
+      UserError: the file is damaged, or missing when a run is resumed.
     """
     path = run.data / REFERENCE_FILE
     if path.is_file():
@@ -60,8 +60,10 @@ def load_or_compute_logprobs(
         if same and found.shape == store.reference.shape:
             return found
     if weights is None:
-        raise UserError(f"{run.data} has no log-probabilities of the starting weights for its tokens: restore {REFERENCE_FILE}")
-    note("computing the log-probabilities of all answers by the starting weights")
+        raise UserError(
+            f"{run.data} has no log-probabilities of its tokens under the starting weights: restore {REFERENCE_FILE}"
+        )
+    note("computing the log-probabilities of all answers under the starting weights")
     found = compute()
     if is_rank0():
         record = {"tokens": store.name, "weights": weights, "log_probabilities": found.tolist()}

@@ -1,4 +1,4 @@
-"""`dantinox train --dry_run`: memory and time of a training without running it. Also a single step for profiling."""
+"""`dantinox train --dry_run`: memory and time of a training run, without the run. Also a single step for profiling."""
 
 import tempfile
 import time
@@ -21,11 +21,12 @@ from dantinox.training.step import Metrics, Programs, TrainStep
 from dantinox.training.text_samples import make_sampler
 from dantinox.training.training_log import duration_line
 
-DEFAULT_STEPS = 1000  # of the schedule, if the settings give epochs and the corpus is not read
+DEFAULT_STEPS = 1000  # length of the schedule for `benchmark_step` if the settings give epochs: it does not read the corpus
 
 
 def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
-    """Reports what `launch` would do without creating a run directory: the plan, the first batch as text, memory, time.
+    """Reports what `launch` would do without creating a run directory: the plan, the first batch as text, memory
+    and time.
 
     The time is measured on a training step with random tokens.
 
@@ -42,9 +43,9 @@ def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
         note(f"first batch: tokens {list(tokens.shape)}, first row: {first!r}")
         step = benchmark_step(config, tokenizer.vocab_size, note)
         step().loss.block_until_ready()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         step().loss.block_until_ready()
-        note(duration_line(steps, time.perf_counter() - begun))
+        note(duration_line(steps, time.perf_counter() - started))
 
 
 def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] = lambda line: None) -> Callable[[], Metrics]:
@@ -73,8 +74,8 @@ def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] 
 
     batch = layout.put_batch(read, config.training.batch_size, config.training.grad_accum)
     state = train_step.initial_state()
-    places = layout.shardings(frozen_parameters(layout.shapes, model))
-    base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=places)()
+    shardings = layout.shardings(frozen_parameters(layout.shapes, model))
+    base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
 
     def step() -> Metrics:
         nonlocal state

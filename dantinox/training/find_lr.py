@@ -20,7 +20,7 @@ from dantinox.training.resume import frozen_weights, starting_tokenizer, startin
 from dantinox.training.step import TrainStep
 
 SMOOTHING = 0.9  # decay of the running mean of the losses, which is bias-corrected
-DIVERGED = 1.5  # multiple of the lowest smoothed loss
+DIVERGED = 1.5  # training has diverged above this multiple of the lowest smoothed loss
 MAX_FACTOR, MIN_FACTOR = 1e2, 1e-3  # multiples of the configured rates
 
 
@@ -29,7 +29,7 @@ class RateTest:
     """Losses of steps whose learning rate rises by a constant factor, up to the step where the loss diverged.
 
     Attributes:
-      key: the setting of the rates. With Muon, `training.lr` rises in proportion.
+      key: the setting that `rates` are values of. With Muon, `training.lr` rises in proportion.
       rates: the rate of each step.
       losses: nats per token before the update of each step.
       smoothed: the running mean of `losses`.
@@ -104,7 +104,9 @@ def analyze_losses(key: str, rates: list[float], losses: list[float]) -> RateTes
     rates, losses, smoothed = rates[:kept], losses[:kept], smoothed[:kept]
     low = int(np.argmin(smoothed)) if smoothed else 0
     if low < 2:
-        problem = f"the loss never fell from {key} {rates[0]:.1g}: lower it" if rates else f"the loss is NaN: lower {key}"
+        problem = (
+            f"the loss never fell, starting at {key} {rates[0]:.1g}: lower it" if rates else f"the loss is NaN: lower {key}"
+        )
         raise UserError(problem)
     steep = int(np.argmin(np.gradient(smoothed[: low + 1])))
     return RateTest(key, rates, losses, smoothed, rates[low], rates[steep], min(rates[steep], rates[low] / 3))

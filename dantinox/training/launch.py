@@ -34,24 +34,24 @@ from dantinox.training.resume import resume_config, starting_tokenizer, total_st
 from dantinox.training.text_samples import Sampler, make_sampler
 
 PreparedRun = tuple[Config, Tokenizer, TokenStore, Sampler | None]
-MIN_STEPS = 20  # a training of fewer steps gets a warning if its length is given in epochs
+MIN_STEPS = 20  # a shorter training run gets a warning if its length is given in epochs
 LAUNCH_SETTINGS = ("distributed.coordinator", "distributed.processes", "distributed.process")
 
 
 def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, resume: bool = False) -> RunDirectory:
-    """Trains a model into a run directory, or goes on with one.
+    """Trains a model in a run directory, or resumes a run.
 
     Args:
-      config: the settings, a YAML file, or the name of a packaged config such as "quickstart". Settings of the model and the
-        tokenizer that it does not give come from the run `training.init_from`, if there is one.
-      run_dir: where to write; None: a new directory under runs/. It must be new or empty, unless `resume`.
-      resume: go on from the newest checkpoint with the tokens that the run keeps, whatever has become of its corpus; only
-        steps, intervals, the sample prompt and logging may differ from the run's own settings.
+      config: the settings, a YAML file, or the name of a packaged config such as "quickstart". Model and tokenizer
+        settings that are not given come from the run `training.init_from`, if that is set.
+      run_dir: the directory to write to; None: a new directory under runs/. It must be new or empty unless `resume` is True.
+      resume: continue from the newest checkpoint with the tokens saved in the run, even if the corpus has changed. Only
+        steps, intervals, the sample prompt, nan_policy, distributed and logging may differ from the saved settings.
 
     Raises:
-      UserError: bad settings or data, not enough memory or disk, another process in the same directory.
-      KeyboardInterrupt: after SIGINT, the interrupt of a notebook's cell too, with everything saved.
-      SystemExit: after SIGTERM, with code 143 and everything saved.
+      UserError: settings or data are invalid, memory or disk space is insufficient, or another process uses the directory.
+      KeyboardInterrupt: after SIGINT, which also interrupts a notebook cell. The run is saved first.
+      SystemExit: after SIGTERM, with code 143. The run is saved first.
 
     Example:
       >>> config = dantinox.load_config("my.yaml", {"training.steps": 2})
@@ -92,14 +92,14 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
 
 
 def _read_settings(config: Config | str | Path, resume: bool) -> Config:
-    """Returns the settings of a file or the given ones; a new run inherits the model that it starts from."""
+    """Returns the given settings, or those of the given file. A new run inherits the model of `training.init_from`."""
     if isinstance(config, Config):
         return config if resume else inherit_settings(config)
     return load_config(config) if resume else load_training(config)
 
 
 def _load_prepared(run: RunDirectory) -> PreparedRun:
-    """Loads what the first process has prepared, in any other process."""
+    """Loads the run that rank 0 has prepared. The other processes call it."""
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
     store = open_store(config, run.data, tokenizer)
     if store is None:
@@ -179,7 +179,7 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
 
 
 def _check_rebuilt(run: RunDirectory) -> None:
-    """Raises UserError if rebuilt tokens differ from those that the run began with."""
+    """Raises UserError if the rebuilt tokens differ from the original tokens of the run."""
     try:
         run.check(*(run.path / name for name in run.tokens(recorded=True)))
     except UserError:
@@ -190,9 +190,9 @@ def _check_rebuilt(run: RunDirectory) -> None:
 def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Iterator[str]:
     """Yields a table of the model, the data, the length and the optimizer, and a warning if there are very few steps."""
     t, m = config.training, config.architecture(tokenizer.vocab_size)
-    wide = f"{m.activation} {m.hidden_dim}"
+    feed_forward = f"{m.activation} {m.hidden_dim}"
     if m.experts is not None:
-        wide += f", {m.experts.top_k} of {m.experts.count} experts"
+        feed_forward += f", {m.experts.top_k} of {m.experts.count} experts"
     steps = total_steps(config, store.windows_per_epoch)
     tokens = steps * t.batch_size * m.max_context
     text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
@@ -207,7 +207,7 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
         on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} are frozen, in {lora.held}"
         adapters = [("adapters", f"rank {lora.rank}, times {lora.scale:g}, {on}")]
     yield table([
-        ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {wide}"),
+        ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {feed_forward}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {tokenizer.vocab_size} symbols"),
         ("text", text),
         ("training", f"{steps} steps of {rows}, {passes:.2f} passes"),
@@ -215,8 +215,8 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
         ("optimizer", f"{t.optimizer}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip
     if t.steps is None and steps < MIN_STEPS:
-        rows = f"{store.windows_per_epoch} rows, {t.batch_size} of them a step"
+        rows = f"{store.windows_per_epoch} rows, {t.batch_size} per step"
         yield (
-            f"warning: training.epochs {t.epochs:g} of this corpus ({rows}) gives only {steps} step{'s' * (steps > 1)}: "
+            f"warning: training.epochs {t.epochs:g} with this corpus ({rows}) gives only {steps} step{'s' * (steps > 1)}: "
             "raise training.epochs or lower training.batch_size"
         )

@@ -8,8 +8,8 @@ Exact resume relies on three facts:
 
 All threads end when `train` returns:
 
-* The main thread runs the loop. Only this thread calls compiled programs, writes logs, starts checkpoints, modifies `Trainer`.
-  Signal handlers also run on it and only set `StopRequest.signal`.
+* The main thread runs the loop. Only this thread calls compiled programs, writes logs, starts checkpoints and modifies
+  `Trainer`. Signal handlers also run on it and only set `StopRequest.signal`.
 * `batches` (one thread, `prefetch_batches`) reads up to `PREFETCH` batches ahead and sends them to the devices. It shares only
   immutable token arrays and the store's dictionary of epochs, which is replaced and never mutated.
 * `compile` (one thread, `Programs`) compiles the evaluation while the main thread compiles the step. No other thread compiles.
@@ -51,7 +51,7 @@ from dantinox.training.training_log import NonFiniteLoss, TrainingLog, reward_me
 
 PREFETCH = 4  # batches
 MAX_REWINDS = 3  # to the same checkpoint
-PEER_LOST = 3  # exit code of a process after another process of its training has ended
+PEER_LOST = 3  # exit code of a process after another process of its training run has ended
 
 
 def prefetch_batches(batch: Callable[[int], Batch], first: int, end: int) -> Generator[Batch]:
@@ -77,7 +77,7 @@ def train(
     resume: bool = False,
     sample: Sampler | None = None,
 ) -> TrainingProgress:
-    """Trains until `training.steps`, until `training.patience` is exhausted, or until a signal.
+    """Trains until `training.steps`, until `training.patience` is exhausted, or until a stop signal arrives.
 
     Args:
       run: contains config.yaml and tokenizer.json, and is locked by this process.
@@ -98,22 +98,22 @@ def train(
             try:
                 return trainer.train(resume)
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                if sentence := out_of_memory(error, config):
-                    raise sentence from error
+                if user_error := out_of_memory(error, config):
+                    raise user_error from error
                 if jax.process_count() > 1:
                     abort_on_peer_loss(error, console)
                 raise
 
 
 def abort_on_peer_loss(error: Exception, console: Console) -> None:
-    """Ends this process after another process of its training has ended: collectives and barriers would never return."""
-    console.note(f"another process of this training has ended ({first_line(error)}): continue with --resume")
+    """Exits after another process of this training run has ended: collectives and barriers would never return."""
+    console.note(f"another process of this training run has ended ({first_line(error)}): continue with --resume")
     console.close()
     exit_now(PEER_LOST)
 
 
 class Trainer:
-    """The loop and its position: the state after `step` steps, and its progress."""
+    """The training loop and its position: the state after `step` steps, and the progress."""
 
     def __init__(
         self,
@@ -190,24 +190,24 @@ class Trainer:
         return self.layout.put_batch(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
 
     def _rewind(self, bad: NonFiniteLoss) -> None:
-        """Restores the newest checkpoint or the initial state, and continues with the batch after that of the bad step."""
+        """Restores the newest checkpoint or the initial state, and skips the batches up to that of the bad step."""
         self.rewinds += 1
         if self.rewinds > MAX_REWINDS:
             raise UserError(f"{bad}; {MAX_REWINDS} rewinds to the same checkpoint did not help")
-        ahead, self.val_loss = self.progress, None
+        before, self.val_loss = self.progress, None
         del self.state  # memory may not hold two states
         self.checkpoints.wait()
         if restored := self.checkpoints.restore(self.train_step.shapes):
             self.step, self.state, self.progress = restored.step, restored.state, restored.progress
         else:
             self._init_state()
-        self.progress = replace(self.progress, skipped_batches=ahead.skipped_batches + bad.step - self.step)
+        self.progress = replace(self.progress, skipped_batches=before.skipped_batches + bad.step - self.step)
         self.log.files.truncate(self.step)
         self.saved_step = self.step
-        if ahead.best_step not in (None, self.progress.best_step):
+        if before.best_step not in (None, self.progress.best_step):
             self._export(self._best_state())  # the rewind discarded the step of the exported weights
-        passed = f"the batches of steps {self.step + 1} to {bad.step} are skipped"
-        self.console.note(f"{str(bad).partition(':')[0]}: back to step {self.step}, {passed}")
+        skipped = f"the batches of steps {self.step + 1} to {bad.step} are skipped"
+        self.console.note(f"{str(bad).partition(':')[0]}: back to step {self.step}, {skipped}")
         row = {"step": self.step + 1, "bad_step": bad.step, "passed_over": self.progress.skipped_batches}
         self.log.files.event("rewind", row)
 

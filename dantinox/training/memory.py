@@ -1,4 +1,4 @@
-"""Memory of a training: required, available and used."""
+"""Memory of a training run: required, available and used."""
 
 import contextlib
 import ctypes

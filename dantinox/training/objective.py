@@ -23,8 +23,8 @@ class LossSums(NamedTuple):
       nats: −log p(target); for preference pairs, the losses of the pairs.
       penalty: squared log-normalizers (the z-loss of Chowdhery et al. 2022, section 5).
       targets: number of counted targets; for preference pairs, the number of pairs.
-      routing: for models with experts: balance loss and z-loss, each the mean over layers with experts times `targets`, and the
-        tokens of each expert of each layer, `[L, E]`.
+      routing: for models with experts: balance loss and z-loss, each averaged over the layers with experts and multiplied by
+        `targets`, and the number of tokens of each expert of each layer, `[L, E]`.
       rewards: for preference pairs, `[2]`: the sum of the reward margins, and the number of pairs with a positive margin. The
         margin is beta times the difference of the log-probability gains of the chosen and the rejected answer.
     """
@@ -78,8 +78,8 @@ def dpo_losses(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx
     margin_P = beta * (gain_P2[:, 0] - gain_P2[:, 1])
     rewards = jnp.stack([jnp.sum(pair_P * margin_P), jnp.sum(pair_P * (margin_P > 0))])
     count = jnp.sum(pair_P)
-    batch_losses = jnp.sum(pair_P * jax.nn.softplus(-margin_P))
-    return LossSums(batch_losses, jnp.zeros(()), count, _routing(model, aux, count), rewards)
+    nats = jnp.sum(pair_P * jax.nn.softplus(-margin_P))
+    return LossSums(nats, jnp.zeros(()), count, _routing(model, aux, count), rewards)
 
 
 def _pair_mask(pairs: Preferences) -> jax.Array:
@@ -109,11 +109,13 @@ def _per_token_losses(
     # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
     x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
-    own = model.parallelism.local_shard  # of the tokens that several devices share
-    x_ND, targets_N, mask_N = own(x_BTD.reshape(B * T, -1)), own(batch.targets_BT.reshape(-1)), own(batch.mask_BT.reshape(-1))
+    shard = model.parallelism.local_shard  # of the tokens that several devices share
+    x_ND, targets_N, mask_N = (
+        shard(x) for x in (x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1))
+    )
     size = max(get_platform(model.config.platform).min_loss_chunk_tokens, chunk_logits // model.config.vocab_size)
-    in_parts = _token_losses if size >= len(x_ND) else partial(_chunked_token_losses, size=size)
-    nats_N, squares_N = in_parts(model, None, x_ND, targets_N, mask_N)
+    token_losses = _token_losses if size >= len(x_ND) else partial(_chunked_token_losses, size=size)
+    nats_N, squares_N = token_losses(model, None, x_ND, targets_N, mask_N)
     return nats_N, squares_N, mask_N, aux
 
 
@@ -150,11 +152,11 @@ def _chunked_token_losses(
 
     rounded_DV = None
     if get_platform(model.config.platform).name != "cpu":  # a CPU multiplies in float32 and needs no rounded weights
-        rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # once instead of in every chunk
+        rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # rounded once, not in every chunk
 
     @jax.checkpoint
-    def of_part(_, part):
+    def chunk_losses(_, part):
         return None, _token_losses(model, rounded_DV, *part)
 
-    _, (nats, squares) = jax.lax.scan(of_part, None, parts)
+    _, (nats, squares) = jax.lax.scan(chunk_losses, None, parts)
     return nats.reshape(-1)[: len(x_ND)], squares.reshape(-1)[: len(x_ND)]

@@ -21,16 +21,16 @@ MUON_MOMENTUM = 0.95
 # [0.73, 1.27]. Each is the minimax approximation of 1 on the image of the previous one (Amsel et al. 2025, "The Polar
 # Express", algorithm 1).
 POLAR_STEPS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
-# Of float32 matrix multiplications: TF32 on a GPU and three bfloat16 passes on a TPU. Full precision takes seven times as long
-# on a GPU and twice as long on a TPU. The update directions differ from full precision by about 1 %, and by 1 to 10 % with
-# plain bfloat16. A CPU has one precision.
+# Precision of float32 matrix multiplications: TF32 on a GPU and three bfloat16 passes on a TPU. Full precision takes seven
+# times as long on a GPU and twice as long on a TPU. The update directions differ from full precision by about 1 %, and by 1 to
+# 10 % with plain bfloat16. A CPU has one precision.
 PRECISION = "high"
 
 
 def schedule(training: TrainingSection, steps: int) -> Schedule:
-    """Returns the schedule: optimizer step (0 is the first) → factor in [0, 1] on the peak learning rates.
+    """Returns a function that maps the optimizer step, from 0, to a factor in [0, 1] on the peak learning rates.
 
-    The factor rises linearly over `warmup_steps` (it is not zero in the first step) and reaches `min_lr_ratio` in the last of
+    The factor rises linearly over `warmup_steps` (it is not 0 at step 0) and reaches `min_lr_ratio` in the last of
     `steps`.
     """
     warmup, low = training.warmup_steps, training.min_lr_ratio
@@ -60,13 +60,13 @@ def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the shape in which Muon trains a hidden matrix, or None for parameters that AdamW trains.
 
     The shape is (fan in, fan out), or (matrices, fan in, fan out) for a stack. Queries, keys and values are one matrix, and so
-    are gate and up. Muon does not apply to embeddings, position tables and the output layer, whose rows belong to single
-    tokens.
+    are gate and up. AdamW trains embeddings, position tables and the output layer, because each of their rows belongs to a
+    single token or position.
     """
-    cut = _fan_axes(name, len(shape))
-    if cut is None:
+    axes = _fan_axes(name, len(shape))
+    if axes is None:
         return None
-    stack, inputs, outputs = shape[: cut[0]], shape[cut[0] : cut[1]], shape[cut[1] :]
+    stack, inputs, outputs = shape[: axes[0]], shape[axes[0] : axes[1]], shape[axes[1] :]
     return *((math.prod(stack),) if stack else ()), math.prod(inputs), math.prod(outputs)
 
 
@@ -98,10 +98,11 @@ class Optimizer(NamedTuple):
 
 
 def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = None, layout: Layout | None = None) -> Optimizer:
-    """Builds the optimizer: gradient clipping, the update rule of `training.optimizer`, the moving average of `training.ema`.
+    """Builds the optimizer: gradient clipping, the update rule of `training.optimizer`, and the moving average
+    of `training.ema`.
 
     Args:
-      factor: the schedule of the peak learning rates; None: that of `training.schedule`.
+      factor: maps the step to a factor on the peak learning rates; None: `training.schedule`.
       layout: the layout of the devices that share the step.
     """
     scheduled = factor or schedule(training, steps)
@@ -146,7 +147,7 @@ def _sgd(training: TrainingSection, rate: Schedule) -> optax.GradientTransformat
 def _adafactor(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
     """Second moments factored into row and column means, which need little memory (Shazeer & Stern 2018, algorithm 4).
 
-    It has no momentum, clips updates to a root mean square of 1, and uses absolute rates like AdamW.
+    It has no momentum, clips updates to a root mean square of 1, and uses absolute learning rates, as AdamW does.
     """
     factored = _apply_to_matrices(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))
     return optax.chain(
@@ -164,7 +165,7 @@ RULES: dict[str, Callable[[TrainingSection, Schedule], optax.GradientTransformat
 
 
 def _apply_to_matrices(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wraps a rule so that it gets hidden matrices with two axes (fan in, fan out), with stacks split into matrices."""
+    """Wraps a rule so that it receives each hidden matrix with two axes (fan in, fan out). Stacks are split."""
 
     def flat(tree: Parameters) -> Parameters:
         matrices = {name: p.reshape(matrix_shape(name, p.shape) or _row_shape(name, p.shape)) for name, p in tree.items()}
@@ -197,7 +198,7 @@ def with_ema(rule: optax.GradientTransformation, decay: float) -> optax.Gradient
     """Adds a moving average of the updated weights to a rule (Polyak & Juditsky 1992). The updates do not change.
 
     After step t, counted from 0, the average moves by the fraction 1 − min(decay, (1 + t) / (10 + t)) toward the weights. So
-    its horizon grows up to 1 / (1 − decay) steps, and the initial weights soon lose their influence.
+    its horizon grows to 1 / (1 − decay) steps, and the initial weights soon lose their influence.
     """
 
     def init(parameters: Parameters) -> EMAState:
@@ -241,7 +242,7 @@ class MuonState(NamedTuple):
 
 
 def muon(learning_rate: Schedule, weight_decay: float, layout: Layout | None = None) -> optax.GradientTransformation:
-    """Orthogonalised Nesterov momentum times √max(1, fan out / fan in) (Jordan et al. 2024), with decoupled weight decay."""
+    """Orthogonalized Nesterov momentum times √max(1, fan out / fan in) (Jordan et al. 2024), with decoupled weight decay."""
 
     def init(parameters: Parameters) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, parameters))
@@ -250,14 +251,14 @@ def muon(learning_rate: Schedule, weight_decay: float, layout: Layout | None = N
         rate = learning_rate(state.steps)
         momentum = jax.tree.map(lambda m, g: MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g, state.momentum, gradients)
         ahead = jax.tree.map(lambda m, g: MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g, momentum, gradients)
-        updates = jax.tree.map(lambda d, p: -rate * (d + weight_decay * p), orthogonalise(ahead, layout), parameters)
+        updates = jax.tree.map(lambda d, p: -rate * (d + weight_decay * p), orthogonalize(ahead, layout), parameters)
         return updates, MuonState(state.steps + 1, momentum)
 
     return optax.GradientTransformation(init, update)
 
 
 class MatrixSides(NamedTuple):
-    """The form X of a hidden matrix, or of a stack of them, whose rows are its shorter side.
+    """How a hidden matrix, or a stack of them, becomes X, a matrix with at most as many rows as columns.
 
     Attributes:
       height: number of rows of X.
@@ -287,26 +288,26 @@ def _matrix_sides(name: str, shape: tuple[int, ...], layout: Layout | None) -> M
     return MatrixSides(min(inputs, outputs), transposed, scale, rows, columns, split(slice(0, first)))
 
 
-def orthogonalise(gradients: Parameters, layout: Layout | None = None) -> Parameters:
+def orthogonalize(gradients: Parameters, layout: Layout | None = None) -> Parameters:
     """Approximates the nearest semi-orthogonal matrix to each hidden matrix, times √max(1, fan out / fan in).
 
     With X = U S Vᵀ, the result approximates U Vᵀ = (X Xᵀ)^(−1/2) X. The polynomials are evaluated on the small square matrix
     X Xᵀ, for all matrices of the same height together, and the result multiplies X once. This takes half the work of iterating
     on X itself.
 
-    On a mesh, each device multiplies its own columns. A reduce-scatter sums the square matrices so that each device has some
-    of them complete. An all-gather returns their inverse roots to all devices. Full matrices are not communicated, except
-    those whose rows are sharded.
+    On a mesh, each device multiplies its own columns. A reduce-scatter sums the square matrices so that each device holds the
+    complete sums of some of them. An all-gather returns their inverse roots to all devices. Full matrices are not
+    communicated, except those whose rows are sharded.
     """
     sides = {name: _matrix_sides(name, g.shape, layout) for name, g in gradients.items()}
     if layout is None or layout.mesh is None:
-        return _orthogonalise_local(gradients, sides, dict.fromkeys(AXES, 1))
+        return _orthogonalize_local(gradients, sides, dict.fromkeys(AXES, 1))
     specs = {name: layout.specs[name] for name in gradients}
-    return layout.shard_map(lambda parts: _orthogonalise_local(parts, sides, layout.sizes), (specs,), specs)(gradients)
+    return layout.shard_map(lambda parts: _orthogonalize_local(parts, sides, layout.sizes), (specs,), specs)(gradients)
 
 
-def _orthogonalise_local(gradients: Parameters, sides: dict[str, MatrixSides], sizes: Mapping[str, int]) -> Parameters:
-    """Runs `orthogonalise` on the shards of one device, or on whole matrices without a mesh."""
+def _orthogonalize_local(gradients: Parameters, sides: dict[str, MatrixSides], sizes: Mapping[str, int]) -> Parameters:
+    """Runs `orthogonalize` on the shards of one device, or on whole matrices without a mesh."""
     matmul = partial(jnp.matmul, precision=PRECISION)
     matrices: Parameters = {}
     groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
@@ -339,15 +340,15 @@ def _sharded_inverse_roots(
 ) -> jax.Array:
     """Returns the inverse roots of the Gram matrices, summed over the mesh axes `summed`.
 
-    Devices along the axes `others` have the same Gram matrices. Each device computes the roots of an equal part of the
-    matrices, which are padded for that.
+    Devices along the axes `others` have the same Gram matrices. The matrices are padded so that each device computes an equal
+    number of roots.
     """
-    sharing, groups = (math.prod(sizes[axis] for axis in axes) for axes in (summed, others))
-    grams_MNN = jnp.pad(grams_MNN, ((0, -len(grams_MNN) % (sharing * groups)), (0, 0), (0, 0)))
+    n_summed, n_others = (math.prod(sizes[axis] for axis in axes) for axes in (summed, others))
+    grams_MNN = jnp.pad(grams_MNN, ((0, -len(grams_MNN) % (n_summed * n_others)), (0, 0), (0, 0)))
     if summed:
         grams_MNN = jax.lax.psum_scatter(grams_MNN, summed, scatter_dimension=0, tiled=True)
     if others:
-        own = len(grams_MNN) // groups
+        own = len(grams_MNN) // n_others
         grams_MNN = jax.lax.dynamic_slice_in_dim(grams_MNN, jax.lax.axis_index(others) * own, own)
     roots_MNN = _inverse_root(grams_MNN)
     for axes in (others, summed):

@@ -1,4 +1,4 @@
-"""The results of a training: exported weights, summary and loss plot."""
+"""The results of a training run: exported weights, summary and loss plot."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def write_summary(
     facts: dict[str, Any],
     console: Console,
 ) -> None:
-    """Writes the summary of a finished training and, with `logging.plot`, a plot of its loss."""
+    """Writes the summary of a finished training run and, with `logging.plot`, a plot of its loss."""
     sizes = {name: math.prod(leaf.shape) for name, leaf in abstract_model(replace(model_config, lora=None))[1].items()}
     embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
     summary = {

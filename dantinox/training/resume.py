@@ -57,7 +57,7 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
 
 
 def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirectory | None = None) -> dict[str, Any]:
-    """Returns the facts that a checkpoint records about its origin, for adapters including the digest of their base weights."""
+    """Returns the facts that a checkpoint records about its origin; for adapters, also the digest of the base weights."""
     base = {} if config.lora.rank is None else {"base_sha256": weights_digest(open_base(config.training.init_from, run))}
     return base | {
         "devices": layout.describe(),
@@ -109,7 +109,7 @@ def starting_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def trained_vocab_size(config: Config) -> int:
-    """Returns the vocabulary size of a training with these settings; reads the corpus only if the size depends on it."""
+    """Returns the vocabulary size of a training run with these settings; reads the corpus only if the size depends on it."""
     known = starting_tokenizer(config)
     return vocabulary_size(config) if known is None else known.vocab_size
 
@@ -134,7 +134,7 @@ def frozen_weights(
     """Returns the frozen weights of the run `training.init_from` on their devices; an empty dictionary without adapters.
 
     Args:
-      run: the run of the training. The base run is also searched relative to it.
+      run: the run that is trained. The base run is also searched relative to its directory.
 
     Raises:
       UserError: the base run is missing, or has another tokenizer or architecture.
@@ -163,7 +163,7 @@ def _load_source_weights(
     if other is not None and other != fingerprint:
         raise UserError(
             f"training.init_from: the run {source.path} has tokenizer {other[:12]}, this run has {fingerprint[:12]}: "
-            f"remove the settings of tokenizer to use that of the run"
+            f"remove the tokenizer settings to use the tokenizer of that run"
         )
     _, shapes = abstract_model(replace(model, scan_layers=False))
     return load_run_weights(source, load_run_config(source), shapes, model.vocab_size, place)

@@ -33,7 +33,8 @@ class State(NamedTuple):
     """Everything that the next step depends on, which is what exact resume needs. Data and dropout are functions of `step`.
 
     With adapters, `parameters` holds only the adapters; the frozen weights are a separate argument of the programs.
-    `loss_since_eval` and `loss_since_log` are `[sum of step losses, steps]` since the last row of the log and of metrics.jsonl.
+    `loss_since_eval` and `loss_since_log` are `[sum of step losses, steps]` since the last evaluation row of
+    the CSV log and since the last interval row of metrics.jsonl.
     """
 
     step: jax.Array
@@ -52,10 +53,10 @@ class Metrics(NamedTuple):
     """Metrics of one step, on the device until they are read.
 
     Attributes:
-      loss: nats per token before the update (per pair in preference training).
-      grad_norm: norm of the gradient.
+      loss: loss before the update, in nats per token (per pair in preference training).
+      grad_norm: norm of the gradient before clipping.
       rates: the learning rates that the update applied; see `Optimizer`.
-      expert_counts: tokens of each expert of each layer, `[L, E]`; None without experts.
+      expert_counts: number of tokens of each expert of each layer, `[L, E]`; None without experts.
       rewards: in preference training the mean margin, and the share of pairs whose chosen answer has the larger reward.
     """
 
@@ -89,12 +90,12 @@ class TracedProgram(NamedTuple):
 
 
 class TrainStep:
-    """The optimizer step of a training, its state and its programs.
+    """The optimizer step of a training run, its state and its programs.
 
     Args:
       steps: length of the schedule.
       layout: layout of the devices that share the step; None: one device.
-      factor: schedule of the peak learning rates; None: that of `training.schedule`.
+      factor: maps the step to a factor on the peak learning rates; None: `training.schedule`.
 
     Attributes:
       optimizer: the optimizer with its learning rates.
@@ -113,53 +114,59 @@ class TrainStep:
         self.shapes: State = self.layout.place_shapes(State(count, parameters, moments, sums, sums))
 
     def initial_state(self, given: Mapping[str, np.ndarray] | None = None) -> State:
-        """Returns the state before the first step, with the given weights or fresh ones from `training.seed`."""
+        """Returns the state before the first step, with the given weights, or else with random ones from `training.seed`."""
         model, layout = self.model, self.layout
-        places = None if layout.mesh is None else layout.shardings(self.shapes)
+        shardings = None if layout.mesh is None else layout.shardings(self.shapes)
 
         def fresh() -> Parameters:
             return trainable_parameters(init_parameters(model, self.config.training.seed), model)
 
         if given is not None:
             parameters = layout.put_parameters(given)
-        elif places is None:
+        elif shardings is None:
             parameters = fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
         else:  # sharded from the start: no device ever holds all of them
-            parameters = jax.jit(fresh, out_shardings=places.parameters)()
-        moments = jax.jit(self.optimizer.init, out_shardings=None if places is None else places.optimizer)(parameters)
+            parameters = jax.jit(fresh, out_shardings=shardings.parameters)()
+        moments = jax.jit(self.optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
         zero, *sums = (layout.replicate(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
         return State(zero, parameters, moments, *sums)
 
     @cached_property
     def program(self) -> Any:
-        """The step as one `jax.jit`: (donated state, batch, frozen weights) → (next state, metrics)."""
-        places = None if self.layout.mesh is None else (self.layout.shardings(self.shapes), self.layout.replicated)
-        return jax.jit(self._step, donate_argnums=0, out_shardings=places)
+        """The step as a jitted function: (donated state, batch, frozen weights) → (next state, metrics)."""
+        shardings = None if self.layout.mesh is None else (self.layout.shardings(self.shapes), self.layout.replicated)
+        return jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
 
     def _step(self, state: State, batch: Batch, base: Parameters = {}) -> tuple[State, Metrics]:  # noqa: B006
         training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
-        one, own = PartitionSpec(), trainable_parameters(layout.specs, model)
-        inputs, outputs = (own, PartitionSpec(BATCH), one, frozen_parameters(layout.specs, model)), (own, one, one, one)
-        of_devices = layout.shard_map(self._gradient, inputs, outputs)
-        gradients, loss, counts_LE, rewards = of_devices(state.parameters, batch, key, base)
+        replicated, trained = PartitionSpec(), trainable_parameters(layout.specs, model)
+        inputs = trained, PartitionSpec(BATCH), replicated, frozen_parameters(layout.specs, model)
+        outputs = trained, replicated, replicated, replicated
+        gradient = layout.shard_map(self._gradient, inputs, outputs)
+        gradients, loss, counts_LE, rewards = gradient(state.parameters, batch, key, base)
         updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
             kinds = model.period if model.scan_layers else model.num_blocks
             parameters = update_router_biases(parameters, counts_LE, self.config.moe.bias_update_rate, kinds)
-        seen = jnp.stack([loss, jnp.ones(())])
+        loss_and_count = jnp.stack([loss, jnp.ones(())])
         if training.nan_policy == "skip":
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            seen = jnp.where(finite, seen, 0.0)
+            loss_and_count = jnp.where(finite, loss_and_count, 0.0)
             parameters, moments = _keep_if_finite(finite, (parameters, moments), (state.parameters, state.optimizer))
-        following = State(state.step + 1, parameters, moments, state.loss_since_eval + seen, state.loss_since_log + seen)
-        return following, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, rewards)
+        since_eval, since_log = (total + loss_and_count for total in (state.loss_since_eval, state.loss_since_log))
+        next_state = State(state.step + 1, parameters, moments, since_eval, since_log)
+        return next_state, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, rewards)
 
     def _gradient(
         self, parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters
     ) -> tuple[Parameters, jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns gradients of the mean loss of a batch, the loss, expert counts and rewards, from one device's shards."""
+        """Computes the gradients of the mean loss of a batch on the shards of one device.
+
+        Returns:
+          The gradients, the loss, the expert counts and the rewards.
+        """
         model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
         build, _ = abstract_model(model)
         count = jnp.maximum(layout.parallelism.psum_batch(count_targets(batch)), 1.0)
@@ -175,9 +182,9 @@ class TrainStep:
             return loss / count, (total.nats, total.routing.counts_E, total.rewards)
 
         no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
-        nothing = jnp.zeros(()), no_counts, jnp.zeros(2) if t.objective == "dpo" else None
+        zero_aux = jnp.zeros(()), no_counts, jnp.zeros(2) if t.objective == "dpo" else None
         gradients, (nats, counts_LE, rewards) = _accumulate_gradients(
-            objective, parameters, batch, layout.device_key(key), t.grad_accum, nothing
+            objective, parameters, batch, layout.device_key(key), t.grad_accum, zero_aux
         )
         rewards = None if rewards is None else layout.psum(rewards) / count
         return layout.reduce_gradients(gradients), layout.psum(nats) / count, counts_LE, rewards
@@ -204,7 +211,7 @@ class TrainStep:
 
 
 def _keep_if_finite(finite: jax.Array, after: Any, before: Any) -> Any:
-    """Returns `after` if the step was finite, else `before`. Integer step counts always advance, like the schedule."""
+    """Returns `after` if the step was finite, else `before`. Integer step counts always advance, as the schedule does."""
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if jnp.issubdtype(a.dtype, jnp.floating) else a, after, before)
 
 
@@ -212,7 +219,7 @@ def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: flo
     """Moves each expert's router bias by `rate`: up if it had fewer tokens than the mean, down if it had more.
 
     Args:
-      kinds: number of layer kinds in a stack of scanned layers; without scanning, each layer is its own kind.
+      kinds: number of layers in a period of scanned layers; without scanning, the number of layers.
     """
     moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
     moved = {}
@@ -223,12 +230,12 @@ def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: flo
 
 
 def _accumulate_gradients(
-    objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int, nothing: Any
+    objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int, zero_aux: Any
 ) -> tuple[Parameters, Any]:
     """Sums gradients and auxiliary outputs of an objective over equal parts of a batch, one part in memory at a time.
 
     Args:
-      nothing: zeros of the structure of the auxiliary outputs.
+      zero_aux: zeros with the structure of the auxiliary outputs.
     """
     gradient = jax.grad(objective, has_aux=True)
     if parts == 1:
@@ -239,15 +246,15 @@ def _accumulate_gradients(
         index, micro = part
         return jax.tree.map(jnp.add, total, gradient(parameters, micro, jax.random.fold_in(key, index))), None
 
-    zero = (jax.tree.map(jnp.zeros_like, parameters), nothing)
+    zero = (jax.tree.map(jnp.zeros_like, parameters), zero_aux)
     total, _ = jax.lax.scan(add, zero, (jnp.arange(parts), split))
     return total
 
 
 def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float = 0.0) -> Any:
-    """Returns the evaluation of one batch without dropout, as one `jax.jit`.
+    """Returns a jitted function that evaluates one batch without dropout.
 
-    The program maps (parameters, batch, frozen weights) to `LossSums` without routing.
+    The function maps (parameters, batch, frozen weights) to `LossSums` without routing.
 
     Args:
       beta: the beta of `dpo_losses`.
@@ -258,12 +265,12 @@ def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float
         return layout.psum(batch_losses(layout.build_model(build, parameters | base), batch, beta)._replace(routing=None))
 
     specs = trainable_parameters(layout.specs, model), PartitionSpec(BATCH), frozen_parameters(layout.specs, model)
-    of_devices = layout.shard_map(evaluate, specs, PartitionSpec())
-    return jax.jit(lambda parameters, batch, base={}: of_devices(parameters, batch, base))
+    sharded = layout.shard_map(evaluate, specs, PartitionSpec())
+    return jax.jit(lambda parameters, batch, base={}: sharded(parameters, batch, base))
 
 
 def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any:
-    """`pair_logprobs` of pairs as one `jax.jit`: (parameters, pairs, frozen weights) → `[P, 2]`, sharded like the pairs."""
+    """Returns a jitted `pair_logprobs`: (parameters, pairs, frozen weights) → `[P, 2]`, sharded like the pairs."""
     layout, (build, _) = layout or Layout(model), abstract_model(model)
 
     def reference(parameters: Parameters, pairs: Preferences, base: Parameters) -> jax.Array:
@@ -280,7 +287,7 @@ class Programs:
         train, evaluation = step.traced().values()
         self.eval_rows = evaluation.rows
         train_lowered, eval_lowered = train.program.lower(), evaluation.program.lower()
-        # XLA often leaves a core idle while it compiles, so the evaluation is compiled in parallel with the step.
+        # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in parallel.
         self._evaluate: Future[Any] = Future()
         Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
         self.train: Callable[[State, Batch, Parameters], tuple[State, Metrics]] = compile_program(train_lowered, train.options)

@@ -20,7 +20,7 @@ from dantinox.run import RunDirectory
 from dantinox.training.memory import used_gb
 from dantinox.training.step import Metrics
 
-TIMED_STEPS = 3  # steps that the estimate of the duration is based on, after one step that is not timed
+TIMED_STEPS = 3  # timed for the estimate of the duration, after one step that is not timed
 MIN_ESTIMATE = 60  # seconds; a shorter estimate is not printed
 
 
@@ -58,10 +58,10 @@ class Clock:
 
 
 class TrainingLog:
-    """The console and the log files of a training, and the metrics of the steps since the last row.
+    """The console and the log files of a training run, and the metrics of the steps since the last row.
 
     Attributes:
-      clock: the clock of the rows; pause it for anything that is not a training step.
+      clock: measures the step time in the rows; paused during everything that is not a training step.
       recent: metrics of the steps since the last check, still on the device.
     """
 
@@ -72,7 +72,7 @@ class TrainingLog:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Starts counting from a step, at the start of a training and after a rewind."""
+        """Starts counting from a step, at the start of training and after a rewind."""
         self.clock, self._estimate = Clock(), Clock()
         self.recent: list[Metrics] = []
         self._checked = step
@@ -97,7 +97,7 @@ class TrainingLog:
             self.console.note(duration_line(steps - step, seconds))
 
     def row_metrics(self, step: int) -> dict[str, Any]:
-        """Waits for the device and returns the metrics that end every row: times, rates, gradient norm, tokens, memory."""
+        """Waits for the device and returns the last metrics of every row: times, rates, gradient norm, tokens, memory."""
         metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
         tokens, context = tokens_per_step(self.config), self.config.model.max_context
         rates = {name: float(rate) for name, rate in metrics.rates.items()}

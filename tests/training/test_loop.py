@@ -263,7 +263,7 @@ def test_training_of_few_steps_prints_a_warning(epochs, warned):
     config = small_config().model_copy(deep=True)
     t = config.training.model_copy(update={"steps": None, "epochs": epochs, "warmup_steps": 0, "batch_size": 300})
     lines = list(launching.plan_lines(config.model_copy(update={"training": t}), Tokens(), small_store(config)))
-    warning = "warning: training.epochs 1 of this corpus (336 rows, 300 of them a step) gives only 2 steps: raise"
+    warning = "warning: training.epochs 1 with this corpus (336 rows, 300 per step) gives only 2 steps: raise"
     assert any(line.startswith(warning) for line in lines) == warned
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.model.parameters import abstract_model, init_parameters
 from dantinox.report import read_csv, read_jsonl
-from dantinox.training.optimizer import MUON_MOMENTUM, matrix_shape, optimizer, orthogonalise, schedule
+from dantinox.training.optimizer import MUON_MOMENTUM, matrix_shape, optimizer, orthogonalize, schedule
 
 from .small import VOCABULARY, small_config
 
@@ -74,20 +74,20 @@ def test_matrices_have_the_fans_of_their_projection():
     assert sizes["blocks/0/ffn/down/kernel"] == (20, 16)
 
 
-def test_orthogonalised_singular_values_are_near_one():
+def test_orthogonalized_singular_values_are_near_one():
     rng = np.random.default_rng(0)
     gradients = {}
     for i, (fan_in, fan_out) in enumerate([(16, 40), (16, 16), (40, 16), (24, 16)]):
         u, v = (np.linalg.qr(rng.normal(size=(size, 16)))[0] for size in (fan_in, fan_out))
         spectrum = 10.0 ** (-6 + i) * np.geomspace(1, 0.03, 16)
         gradients[f"blocks/{i}/ffn/down/kernel"] = jnp.array(u * spectrum @ v.T, jnp.float32)
-    for name, result in orthogonalise(gradients).items():
+    for name, result in orthogonalize(gradients).items():
         u, s, vt = np.linalg.svd(np.asarray(gradients[name], np.float64), full_matrices=False)
         fan_in, fan_out = gradients[name].shape
         inside = u.T @ np.asarray(result, np.float64) @ vt.T / math.sqrt(max(1, fan_out / fan_in))
         assert np.abs(inside - np.diag(np.diag(inside))).max() < 2e-3
         assert np.diag(inside).min() > 0.7 and np.diag(inside).max() < 1.3
-    assert all(np.isfinite(x).all() for x in orthogonalise({"blocks/0/ffn/down/kernel": jnp.zeros((3, 4))}).values())
+    assert all(np.isfinite(x).all() for x in orthogonalize({"blocks/0/ffn/down/kernel": jnp.zeros((3, 4))}).values())
 
 
 def test_muon_directions_agree_with_optax():
@@ -217,7 +217,7 @@ def test_logged_rates_are_those_of_the_update(step):
     state = jax.tree.map(lambda leaf: leaf + step if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf, ours.init(parameters))
     updates, _ = ours.update(gradients, state, parameters)
     kernel = gradients["blocks/0/ffn/down/kernel"]
-    direction = orthogonalise({"blocks/0/ffn/down/kernel": (1 - MUON_MOMENTUM**2) * kernel})["blocks/0/ffn/down/kernel"]
+    direction = orthogonalize({"blocks/0/ffn/down/kernel": (1 - MUON_MOMENTUM**2) * kernel})["blocks/0/ffn/down/kernel"]
     applied = -np.vdot(updates["blocks/0/ffn/down/kernel"], direction) / np.vdot(direction, direction)
     rates = ours.rates(step)
     assert applied == pytest.approx(float(rates["muon_lr"]), rel=1e-5)
