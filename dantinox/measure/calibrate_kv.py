@@ -40,12 +40,12 @@ MIN_TOKENS = 64  # per sequence
 MASS = 0.95
 BATCH_TOKENS = 2048
 MAX_TRIES = 10_000  # consecutive failed draws before the search for sequences stops
-# Head types, with the upper limit of their mean entropy in bits.
+# Head type → upper limit of the mean entropy in bits.
 HEAD_TYPES = {"sink": 0.5, "focused": 1.5, "moderate": 3.0, "mixed": 4.0, "diffuse": math.inf}
 
 
 class HeadCalibration(HeadCalibrationFile):
-    """Measurements of the attention heads: the keys of `kv_entropy.json`, which omits those that are None."""
+    """Measurements of the attention heads. The fields are the keys of `kv_entropy.json`, which omits fields that are None."""
 
     model_info: dict[str, Any]
     entropy_stats: dict[str, float | None]
@@ -103,7 +103,7 @@ def calibrate_kv(
         if number < least:
             raise UserError(f"{name} must be an integer ≥ {least}, got {number}")
     if from_results is not None and (data_path is not None or length is not None or not loss):
-        raise UserError("from_results measures nothing: leave data_path, length and loss out")
+        raise UserError("from_results measures nothing: do not give data_path, length or loss")
     weights = weights_digest(directory)  # before loading, so that weights replaced meanwhile do not get this digest
     if from_results is not None:
         tokenizer = Tokenizer.load(directory.tokenizer)

@@ -17,10 +17,10 @@ TYPE_COLORS = [COLORS[name] for name in ("greedy", "explore", "clarify", "resamp
 
 
 def kv_calibration_lines(found: HeadCalibration, width: int = 80, path: Path | None = None) -> Iterator[str]:
-    """Returns the lines of a calibration: text read, entropy of every head or layer, head types, other measurements.
+    """Yields the lines of a calibration: the text, the entropy of every head or layer, head types and other measurements.
 
     Args:
-      path: the file that holds the calibration, if it is not in its run.
+      path: the file of the calibration; None: the calibration is in its run.
     """
     width = max(width, 40)
     heading = f"entropy of the attention of {found.n_head} heads in each of {found.n_layer} layers, in bits"
@@ -34,8 +34,9 @@ def kv_calibration_lines(found: HeadCalibration, width: int = 80, path: Path | N
     bits = [f"{_bits_range(name)} bits" for name in counts]
     yield from side_by_side([[*counts], bits, [*map(str, counts.values())], shares], front=2)
     use = "saved in the run directory: " if path is None else f"saved in {path}: --kv_calibration {path} with "
-    ways = ["--kv_signal loss by what its eviction costs"] * (found.loss is not None) + ["--kv_signal entropy by its entropy"]
-    use += f"--kv_budget 0.3 gives a head slots with {', with '.join(ways)}"
+    ways = ["--kv_signal loss by the loss that eviction causes"] * (found.loss is not None)
+    ways += ["--kv_signal entropy by their entropy"]
+    use += f"--kv_budget 0.3 divides the cache slots among the heads, with {', with '.join(ways)}"
     yield from wrap_lines(["", *_extra_lines(found), "", use], width, "")
 
 
@@ -54,7 +55,7 @@ def _extra_lines(found: HeadCalibration) -> Iterator[str]:
     if found.lengths and found.length_entropies:
         means = np.mean(list(found.length_entropies.values()), axis=0)
         at = ", ".join(f"{mean:.2f} at {length:.0f}" for mean, length in zip(means, found.lengths, strict=True))
-        yield f"mean entropy by the tokens up to the query: {at}"
+        yield f"mean entropy by number of tokens up to the query: {at}"
     if found.coverage is not None:
         keys = found.heads("coverage")
         yield (
@@ -68,8 +69,8 @@ def _extra_lines(found: HeadCalibration) -> Iterator[str]:
         rises = {head: values[0] for head, values in found.loss.items()}
         worst = max(rises, key=rises.__getitem__)
         yield (
-            f"nats per token that it costs if a head alone sees no more than {found.loss_slots[0]} tokens: "
-            f"{np.median(list(rises.values())):+.4f} for a median head, the most {rises[worst]:+.4f} for {worst}"
+            f"rise of the loss, in nats per token, if one head alone sees at most {found.loss_slots[0]} tokens: "
+            f"{np.median(list(rises.values())):+.4f} for the median head, at most {rises[worst]:+.4f}, for {worst}"
         )
     if found.split_half_correlation is not None:
         yield f"rank correlation of the heads between odd and even sequences: {found.split_half_correlation:.3f}"
@@ -83,7 +84,7 @@ def draw_kv_calibration(found: HeadCalibration) -> bytes:
     _draw_heads(figure, heat, found.heads("head_entropies"), "mean entropy of a head's attention", "bits")
     _draw_types(bars, found.head_types)
     for axes, size in zip(more, sizes, strict=True):
-        title = f"what it costs if a head alone sees {size} tokens"
+        title = f"loss rise if one head alone sees {size} tokens"
         _draw_heads(figure, axes, np.maximum(found.heads("loss")[..., 0], 0), title, "nats per token")
     return to_png(figure)
 

@@ -21,7 +21,7 @@ from dantinox.report.console import Progress
 from dantinox.run import open_run, save_router_calibration, weights_digest
 from dantinox.sampling.entropy_router import Metrics, RouterConfig, logit_metrics, select_strategy
 
-TOKENS = 32768  # of the text, by default
+TOKENS = 32768  # tokens of the text to read by default
 WINDOW = 1024  # maximum tokens of a window: attention memory grows with its square
 CONTEXT = 32  # first tokens of a window, which are not measured
 BATCH_TOKENS = 2048
@@ -165,9 +165,9 @@ def density(H: np.ndarray, V: np.ndarray) -> dict[str, Any]:
 def cut_windows(ids: np.ndarray, window: int, context: int, eos_id: int | None) -> TextWindows:
     """Splits a text into windows and marks the positions to measure.
 
-    The first `context` positions of a window are not measured unless a document began in the window before them: the model
-    lacks context there, which raises the entropy. The beginning of a document lacks no context. Positions of EOS tokens are
-    not measured either, since training never scores the token after them.
+    The first `context` positions of a window are not measured, because missing context raises the entropy there. Positions of
+    a document that begins within the window are measured: they have their whole context. Positions of EOS tokens are not
+    measured, since training never scores the token after them.
     """
     tokens_NT = np.zeros((-(-len(ids) // window), window), np.int32)
     tokens_NT.reshape(-1)[: len(ids)] = ids

@@ -17,7 +17,7 @@ COLORS = {"greedy": "#0072b2", "clarify": "#cc79a7", "explore": "#009e73", "resa
 
 
 def calibration_lines(found: RouterCalibration, width: int = 100) -> Iterator[str]:
-    """Returns the percentiles, the thresholds and strategy shares of both presets, a summary, and how to use the result."""
+    """Yields the percentiles, the thresholds and strategy shares of both presets, a summary, and how to use the result."""
     yield f"entropy H and varentropy V of the model at {found.tokens:,} positions of the text"
     yield f"({found.skipped:,} more have too little context, or follow the end of a document, and are not counted)"
     yield ""

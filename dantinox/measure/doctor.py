@@ -33,7 +33,8 @@ def doctor_lines() -> Iterator[str]:
     flops = 2 * size**3 / _seconds(jnp.matmul, *[jnp.ones((size, size), dtype)] * 2)
     yield f"matrix multiplications: {flops / 1e9:.0f} GFLOP/s in {jnp.dtype(dtype).name}"
     if cpu:
-        yield f"eight rows with bfloat16 weights: {bfloat16_gain():.2g} × the speed of float32 (saved in {cache_folder()})"
+        speed = f"{bfloat16_gain():.2g} × the speed of float32"
+        yield f"matrix multiplications of eight rows with bfloat16 weights: {speed} (saved in {cache_folder()})"
     large = jnp.ones(1 << 26, jnp.float32)
     yield f"memory: {human_bytes(large.nbytes / _seconds(jnp.sum, large))}/s"
     use_compilation_cache()  # set last: the benchmarks above should not fill the cache

@@ -21,10 +21,10 @@ BEFORE, REMOVED, AFTER, ACCENT = "#c9ced6", "#eceef1", "#0072b2", "#d55e00"
 
 
 def explanation_lines(found: Explanation, width: int = 100) -> Iterator[str]:
-    """Returns the table of tokens, the table of steps and the samples, in lines of at most `width` if a column fits.
+    """Yields the table of tokens, the table of steps and the samples, in lines of at most `width` if a column fits.
 
-    Only steps that change the distribution get a column. If the columns do not all fit side by side, the tokens are repeated
-    below.
+    Only steps that change the distribution get a column. If not all columns fit side by side, the table
+    continues below and repeats the tokens.
     """
     yield f"the most likely of {found.vocab_size} tokens after a prompt of {found.prompt_tokens}"
     yield ""
@@ -115,7 +115,7 @@ def _clip(text: str, cells: int) -> str:
 
 
 def draw_explanation(found: Explanation) -> bytes:
-    """Plots a panel per step that changes the distribution: light before it, dark after it, crosses for removed tokens."""
+    """Plots a panel for each step that changes the distribution; see `draw_step`."""
     shown = [s for s, step in enumerate(found.steps) if step.changed]
     pairs = list(itertools.pairwise(shown)) or [(0, 0)]
     figure = new_figure(8, 0.9 + 1.7 * len(pairs))
@@ -135,7 +135,7 @@ def draw_explanation(found: Explanation) -> bytes:
 
 
 def draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: Sequence[float] | None = None) -> None:
-    """Draws light bars for before a step, dark bars for after it, and crosses for removed tokens."""
+    """Draws probabilities before a step as light bars, those after it as dark bars, and removed tokens as crosses."""
     places = range(len(labels))
     kept = before if after is None else after
     gone = [i for i in places if before[i] > 0 and kept[i] == 0]

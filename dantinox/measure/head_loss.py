@@ -1,4 +1,4 @@
-"""The loss of a model when one head attends to only some of its keys. The KV calibration uses it."""
+"""The loss of a model when a head attends to only some of its keys, for the KV calibration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from dantinox.report.console import Progress
 from dantinox.sampling.selection import ordered_keys, threshold_key
 
 SINKS = 4  # first tokens that every head keeps
-MIN_KEPT = 24  # fewest keys of a head with the default settings
+MIN_KEPT = 24  # smallest number of keys of a head with the default settings
 ROWS = 32  # sequences per batch; fewer for long sequences or a large vocabulary
 MAX_ELEMENTS = 1 << 27  # logits or attention weights in memory at one time
 CONTINUATIONS = 4  # sampled for each sequence
@@ -64,7 +64,7 @@ class LimitedKeys:
 
 
 def _top_mask(weights_S: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns the mask of the `count` largest numbers, including all that tie for the last place."""
+    """Returns the mask of the `count` largest numbers, including all numbers equal to the smallest of them."""
     keys_S = ordered_keys(weights_S.astype(jnp.float32))
     return keys_S >= threshold_key(keys_S, jnp.ones_like(weights_S, jnp.float32), lambda larger: larger >= count)
 
@@ -180,7 +180,7 @@ def estimate_loss_rises(
     time hardly grows with the number of heads and sizes.
 
     Args:
-      tokens_BT, lengths_B: sequences; the second half of each is counted.
+      tokens_BT, lengths_B: right-padded sequences and their lengths; the second half of each sequence is counted.
       progress: called with a line at the start and then every few seconds.
 
     Returns:

@@ -17,7 +17,7 @@ METADATA = re.compile(r"\bmetadata=\{(.*?[^\\])\}")
 LABEL = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 PAIRS = re.compile(r"(\w+)=(\d+)")
 TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
-MAX_FRAMES = 100  # frames
+MAX_FRAMES = 100  # of a call stack
 
 
 class Frame(NamedTuple):
@@ -34,7 +34,7 @@ class Instruction:
 
     Attributes:
       inside: the opcodes of the instructions fused into it.
-      label: JAX's name of its origin, such as `jit(step)/transpose(jvp())/dot_general`.
+      label: the `op_name` that JAX gave its origin, such as `jit(step)/transpose(jvp())/dot_general`.
       frames: the Python call stack in which it was traced, innermost last.
       target: the target of a custom call.
     """
@@ -51,7 +51,7 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """The computations that it calls; for a loop the body but not the condition."""
+        """The names of the computations that it calls; for a loop, the body but not the condition."""
         return [name for _, names in CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", names)]
 
 
@@ -87,15 +87,15 @@ def _closing_bracket(line: str, opening: int) -> int:
 def instructions(text: str) -> dict[str, Instruction]:
     """Returns the instructions of a program by name, with their origins.
 
-    A fusion gets the origin of the matrix multiplication in it; else its own; else that of any instruction in it. An
-    instruction that XLA added gets the origin of the first instruction that reads it.
+    A fusion gets the origin of the matrix multiplication in it, or else its own origin, or else that of any instruction in it.
+    An instruction that XLA added gets the origin of the first instruction that reads it.
     """
     frames, members = _Frames(text), computations(text)
     found = {i.name: _set_origin(i, frames) for inside in members.values() for i in inside}
     for i in list(found.values()):
         if "calls=" in i.attributes:
             found[i.name] = _set_fusion_origin(i, [found[part.name] for called in i.called for part in members.get(called, [])])
-    for i in reversed(list(found.values())):  # an instruction precedes those that read it
+    for i in reversed(list(found.values())):  # an instruction precedes the instructions that read it
         for read in NAME.findall(i.operands):
             if read in found and not found[read].frames and found[i.name].frames:
                 found[read] = replace(found[read], label=found[i.name].label, frames=found[i.name].frames)
@@ -118,7 +118,10 @@ def _set_fusion_origin(outer: Instruction, parts: list[Instruction]) -> Instruct
 
 
 class _Frames:
-    """The call stacks of instructions. Metadata refers to tables at the head of the program, or contains a source line."""
+    """The call stacks of instructions.
+
+    The metadata of an instruction refers to tables at the head of the program, or contains a source line.
+    """
 
     def __init__(self, text: str):
         tables = {name: dict(_rows(rows)) for name, rows in TABLE.findall(text)}
@@ -127,7 +130,7 @@ class _Frames:
         )
         self.places = {number: _pairs(row) for number, row in tables.get("FileLocations", {}).items()}
         self.stack = {number: _pairs(row) for number, row in tables.get("StackFrames", {}).items()}
-        # If a frame appears to be its own parent, parent ids count from 0 instead of 1.
+        # Some versions add 1 to parent ids, so that a frame appears to be its own parent.
         self.shift = int(any(frame.get("parent_frame_id") == number for number, frame in self.stack.items()))
 
     def of(self, metadata: str) -> tuple[Frame, ...]:

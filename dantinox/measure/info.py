@@ -22,7 +22,7 @@ from dantinox.report.metric_files import read_csv
 from dantinox.run import RunDirectory, open_run
 from dantinox.text import Batch, Preferences, TokenStore, open_store
 
-TOKENS = 8192  # of validation text; the comparison is paired, so more tokens would change little
+TOKENS = 8192  # of validation text; the comparison is paired, so more tokens would hardly change it
 ROWS = 8
 
 
@@ -110,7 +110,7 @@ def _training(directory: RunDirectory, config: Config) -> str:
 class FloatReference:
     """The trained model in float32 on validation text, the reference for other weight dtypes.
 
-    The reference reads the text once. Other weights are converted to float32 before the comparison, without changing their
+    The reference reads the text once. Before the comparison, other weights are converted to float32 without a change of their
     values, so that all models run the same compiled program.
     """
 

@@ -22,7 +22,7 @@ from dantinox.generation import load
 from dantinox.generation.decode import PREFILL_BATCH_TOKENS
 from dantinox.generation.quantized_weights import dequantize
 from dantinox.generation.static_batch import padded_length
-from dantinox.measure.texts import bos_ids, equal_batches, pad_rows, padded_positions, read_documents, spelled_length
+from dantinox.measure.texts import bos_ids, decoded_bytes, equal_batches, pad_rows, padded_positions, read_documents
 from dantinox.model import Transformer
 from dantinox.model.scoring import map_positions
 from dantinox.report import human_count, table
@@ -40,7 +40,7 @@ class Perplexity:
       perplexity: e to the power of `nats`.
       bits_per_byte: −log2 p of all scored tokens divided by the UTF-8 bytes that they decode to.
       documents, tokens, bytes: the amount of text that was scored.
-      unscored: number of first tokens of documents that have no token before them, because there is no BOS token.
+      unscored: number of documents whose first token is not scored, because there is no BOS token before it.
       context: tokens of a window.
       stride: tokens from one window to the next.
     """
@@ -58,7 +58,7 @@ class Perplexity:
 
 
 class ScoringInput(NamedTuple):
-    """A sequence whose last `new` tokens are scored, each given those before it; at most the context length plus one."""
+    """A sequence of at most the context length plus one. Its last `new` tokens are scored, each given the tokens before it."""
 
     ids: np.ndarray
     new: int
@@ -104,13 +104,13 @@ def measure_perplexity(
         raise UserError(f"--stride must be in [1, {context - 1}], less than a window of {context} tokens, got {stride}")
     if tokens is not None and tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {tokens}")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     begin = np.array(bos_ids(run.tokenizer), np.int32)
     documents = read_documents(run, data_path, tokens)
     texts = [text for document in documents for text in sliding_windows(np.concatenate([begin, document.ids]), context, stride)]
     total = sum(text.new for text in texts)
     if not total:
-        raise UserError(f"{data_path} has no token to score: none has another token before it")
+        raise UserError(f"{data_path} has no token to score: a scored token needs a token before it")
     parts, done = [0.0], Progress(progress, "scoring", total, "tokens")
     for number, scores in score_sequences(run.prepared(generation), texts):
         parts.append(-math.fsum(scores.logp))
@@ -120,7 +120,7 @@ def measure_perplexity(
     if not math.isfinite(nats):
         raise UserError("the model returns a NaN or infinite log-probability for the text: its weights are damaged")
     unscored = [] if len(begin) else [document.ids[:1] for document in documents]
-    size = sum(document.bytes for document in documents) - sum(spelled_length(run.tokenizer, ids) for ids in unscored)
+    size = sum(document.bytes for document in documents) - sum(decoded_bytes(run.tokenizer, ids) for ids in unscored)
     return Perplexity(
         nats=nats / total,
         perplexity=math.exp(min(nats / total, 700.0)),
@@ -131,7 +131,7 @@ def measure_perplexity(
         unscored=len(unscored),
         context=context,
         stride=stride,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
     )
 
 

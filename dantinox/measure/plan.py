@@ -43,7 +43,7 @@ FORMULAS = {
     "train": "6N + 12·L·H·Q·T FLOPs per token (Chowdhery et al. 2022, appendix B), without recomputation; "
     "with n adapter weights 4N + 6n",
     "evaluation": "2N + 4·L·H·Q·T FLOPs per token (Kaplan et al. 2020, section 2.1)",
-    "prefill": "the same without the output layer, which reads only the last token of a row",
+    "prefill": "as evaluation, but the output layer reads only the last token of a row",
     "decode": "2N + 4·L·H·Q·S FLOPs per token, where S is the number of cache slots",
 }
 # Custom calls of libtpu that are not kernels.
@@ -70,9 +70,9 @@ class Program:
       mesh: description of the mesh that shares the program.
       reads: description of the input of a call.
       flops: a device's share of the model FLOPs, by `FORMULAS`, without work that the program discards.
-      again: FLOPs of recomputation: the forward pass of the layers under full `model.gradient_checkpointing`.
-      traffic: bytes that must pass between memory and chip: every weight, moment and key once, and what is written or
-        received.
+      again: FLOPs of recomputation: the second forward pass of the layers with full `model.gradient_checkpointing`.
+      traffic: bytes that must move between memory and chip: every weight, optimizer moment and key once, plus the bytes that
+        are written or received.
       collectives: kind → number per call, with loop iterations counted, and the bytes that the device sends.
       bytes: memory of the compiled program; None if it did not compile.
       needs: peak memory in bytes; None if the compiler does not report it.
@@ -80,7 +80,7 @@ class Program:
       kernels: custom calls and sorts in the program's text, with their number of occurrences.
       compute_seconds, memory_seconds, link_seconds: time of `flops + again`, of `traffic`, and of the bytes sent to other
         devices, at the published rates of the chip; None without published rates.
-      mfu: upper bound of the model FLOPs utilization, reached if the call takes only the longest of these times.
+      mfu: upper bound of the model FLOPs utilization, reached if a call takes no longer than the longest of these times.
       failure: the error if the program did not compile.
     """
 
@@ -114,7 +114,7 @@ class Plan:
       trained: number of trained parameters: all parameters, or those of adapters.
       matrix_parameters: N of the formulas: the weights in matrix multiplications, including the output layer, but without
         norms and lookup tables.
-      batch: prompts that are generated from together.
+      batch: number of prompts in a batch.
       prompt: tokens of each prompt.
       new: generated tokens.
     """
@@ -159,9 +159,9 @@ def make_plan(
     """Compiles training, evaluation, prefill and decoding for a machine.
 
     Args:
-      training: returns the programs of a training run.
+      training: builds the train step, whose `traced()` returns the programs of training.
       meshes: axis sizes for each mesh to plan, overriding those of `distributed`; empty: `distributed` unchanged.
-      batch: prompts that are generated from together, with `generation.n` samples each.
+      batch: number of prompts in a batch, with `generation.n` samples each.
       prompt: tokens of each prompt; None: the context minus `new`.
       new: tokens to generate; None: `generation.max_new_tokens`, but at most half of the context.
       progress: called with a line before each compilation.
@@ -286,7 +286,7 @@ def generation_programs(
         sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
     flops = rows * (token + head + 2 * sizes * groups * slots_read(model, cache_plan))
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
-    reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
+    reads = f"{rows} × 1 token, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
     idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots) // shares
     yield Program("decode", on, reads, flops // shares, 0, read - idle + cache), following, {}
 
@@ -300,7 +300,7 @@ def slots_read(model: ModelConfig, plan: CachePlan) -> int:
 
 
 def _compile_program(topology: Topology, planned: Program, program: Any, options: Mapping[str, Any]) -> Program:
-    begun, found, needs, kernels, failure = time.perf_counter(), None, None, {}, None
+    started, found, needs, kernels, failure = time.perf_counter(), None, None, {}, None
     collectives: dict[str, Collectives] = {}
     try:
         compiled = topology.compile(program, options)
@@ -311,7 +311,7 @@ def _compile_program(topology: Topology, planned: Program, program: Any, options
     except jax.errors.JaxRuntimeError as error:
         failure = first_line(error)
         needs = parse_needed_bytes(failure)
-    seconds, memory, chip = time.perf_counter() - begun, topology.memory, topology.chip
+    seconds, memory, chip = time.perf_counter() - started, topology.memory, topology.chip
     fits = None if needs is None or memory is None else needs <= memory and failure is None
     sent = sum(of.sent for of in collectives.values())
     done = replace(
@@ -366,7 +366,7 @@ MEMORY_COLUMNS = (
 )
 TIME_COLUMNS = (
     Column("flops", "FLOPs", lambda p: human_count(p.flops)),
-    Column("again", "again", lambda p: human_count(p.again) if p.again else None),
+    Column("again", "recompute", lambda p: human_count(p.again) if p.again else None),
     Column("traffic", "traffic", lambda p: human_bytes(p.traffic)),
     Column("compute", "compute\nms ≥", lambda p: _milliseconds(p.compute_seconds)),
     Column("memory", "memory\nms ≥", lambda p: _milliseconds(p.memory_seconds)),
@@ -377,12 +377,16 @@ COLLECTIVE_COLUMNS = tuple(map(_collective_column, BYTES_SENT))
 
 
 def plan_lines(found: Plan, width: int = 100) -> Iterator[str]:
-    """Returns the machine, the tables of programs, and remarks on each program, in lines of at most `width`."""
+    """Yields the machine, the tables of programs, and remarks on each program, in lines of at most `width`."""
     yield from wrap_lines(_machine(found), width)
     yield ""
     names = MESH_COLUMNS if found.chips > 1 else NAME_COLUMNS
-    passing = [program for program in found.programs if program.collectives]
-    for table, programs in ((MEMORY_COLUMNS, found.programs), (TIME_COLUMNS, found.programs), (COLLECTIVE_COLUMNS, passing)):
+    communicating = [program for program in found.programs if program.collectives]
+    for table, programs in (
+        (MEMORY_COLUMNS, found.programs),
+        (TIME_COLUMNS, found.programs),
+        (COLLECTIVE_COLUMNS, communicating),
+    ):
         if programs:
             columns = [column for column in table if any(column.value(program) is not None for program in programs)]
             yield from text_table([*names, *columns], programs, width, front=len(names))
@@ -401,12 +405,12 @@ def _machine(found: Plan) -> Iterator[str]:
     memory = "memory unknown" if found.memory is None else human_bytes(found.memory)
     yield f"{found.topology} ({found.device}), {memory}"
     if found.chip is None:
-        yield "no time bounds: this machine has no published figures"
+        yield "no time bounds: no figures are published for this machine"
     else:
         yield f"{human_count(found.chip.flops)} bfloat16 FLOP/s, {human_bytes(found.chip.bandwidth)}/s: {found.chip.source}"
     if found.chips > 1:
         link = f", links of {human_bytes(found.chip.link)}/s" if found.chip else ""
-        yield f"{found.chips} chips{link}: all figures are per chip; the bytes of a collective are those that a chip sends"
+        yield f"{found.chips} chips{link}: all figures are per chip; the bytes of a collective are the bytes that a chip sends"
     adapters = f" and {human_count(found.trained)} trained adapter parameters" * (found.trained != found.parameters)
     yield f"{human_count(found.parameters)} parameters{adapters}, computing in {found.dtype}, {found.vocab_size} symbols"
 

@@ -1,4 +1,4 @@
-"""`dantinox profile`: a device trace, and the table of its most expensive operations.
+"""`dantinox profile`: a device trace and a table of its most expensive operations.
 
 The trace contains the times of XLA operations. The compiled programs give the kind of each operation and its source line in
 this package. Operations of the same kind and line, such as those of all layers, are added up.
@@ -19,7 +19,7 @@ from dantinox.measure.hlo import Instruction, instructions
 from dantinox.report.tables import Column, percent, text_table, wrap_lines
 
 CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}  # their contents are traced separately
-# The kind of an operation is the first one that has an opcode in the operation.
+# The kind of an operation is the first kind here with an opcode that the operation contains.
 KINDS = {
     "matmul": ("dot", "convolution", "ragged-dot"),
     "collective": ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),
@@ -49,7 +49,7 @@ class Operation:
     Attributes:
       name: XLA's name without its number.
       kind: matmul, reduction, elementwise and so on.
-      place: the part of the model or the function where they originate.
+      place: the module or function where they originate.
       source: file and line.
       ms: total time of all calls, summed over threads or streams.
       share: share of the time of all operations.
@@ -200,7 +200,7 @@ COLUMNS = [
 
 
 def profile_lines(found: Profile, unit: str, width: int = 100, number: int = 10) -> Iterator[str]:
-    """Returns a summary of the trace, its most expensive operations, and its folder; `unit` is `step` or `token`."""
+    """Yields a summary of the trace, its most expensive operations, and its folder; `unit` is `step` or `token`."""
     each = found.wall_ms / found.count
     plural = unit if found.count == 1 else f"{unit}s"
     yield from wrap_lines([f"{found.count} {plural} of {each:.2f} ms on {found.device}", ""], width)

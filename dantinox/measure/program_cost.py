@@ -1,6 +1,6 @@
 """FLOPs and collectives of a compiled program, counted from its HLO.
 
-The compiler's cost analysis counts the body of a loop once. This count multiplies it by the number of iterations.
+The compiler's cost analysis counts the body of a loop once. This module multiplies it by the number of iterations.
 """
 
 import math
@@ -30,7 +30,7 @@ class Work:
 
     Attributes:
       flops: FLOPs of matrix multiplications and convolutions; a multiply-add counts as two.
-      count: number of collectives of each kind, without those in groups of one device.
+      count: number of collectives of each kind; those in groups of one device are not counted.
       sent: bytes that the device sends, by kind.
       unknown_loops: number of loops without a static trip count; their bodies are counted once.
     """
@@ -49,10 +49,10 @@ class Work:
         count, sent = self.count + other.count, self.sent + other.sent
         return Work(self.flops + other.flops, count, sent, self.unknown_loops + other.unknown_loops)
 
-    def repeat(self, turns: int) -> "Work":
-        """Returns the work of `turns` iterations."""
-        count, sent = (Counter({kind: turns * n for kind, n in of.items()}) for of in (self.count, self.sent))
-        return Work(turns * self.flops, count, sent, self.unknown_loops)
+    def repeat(self, iterations: int) -> "Work":
+        """Returns the work of this many iterations of a loop body."""
+        count, sent = (Counter({kind: iterations * n for kind, n in of.items()}) for of in (self.count, self.sent))
+        return Work(iterations * self.flops, count, sent, self.unknown_loops)
 
 
 def count_work(text: str) -> Work:
@@ -62,7 +62,7 @@ def count_work(text: str) -> Work:
     devices = max(int(n) for n in [*re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header), "1"])
 
     @cache
-    def of(computation: str) -> Work:
+    def work_of(computation: str) -> Work:
         types = {i.name: i.type for i in members[computation]}
         total = Work()
         # A TPU program repeats an asynchronous collective in every fusion that continues it: count only its start. A fusion
@@ -78,10 +78,10 @@ def count_work(text: str) -> Work:
                 i = replace(i, opcode="reduce-scatter")
             total += _instruction_work(i, types, devices)
             for name in i.called:
-                total += _loop_work(of(name), i, members) if i.opcode == "while" else of(name)
+                total += _loop_work(work_of(name), i, members) if i.opcode == "while" else work_of(name)
         return total
 
-    return of("ENTRY")
+    return work_of("ENTRY")
 
 
 def _instruction_work(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
@@ -96,7 +96,7 @@ def _instruction_work(i: Instruction, types: Mapping[str, str], devices: int) ->
 
 
 def _contraction_size(i: Instruction, operands: list[str]) -> int:
-    """Returns how many multiplications each element of the result sums up; 0 if it is not a matrix multiplication."""
+    """Returns the number of products that each element of the result sums; 0 if it is not a matrix multiplication."""
     if i.opcode == "convolution":
         letters = re.findall(r"dim_labels=\w+_(\w+)->", i.attributes)[0]
         return math.prod(n for letter, n in zip(letters, _dimensions(operands[1]), strict=True) if letter != "o")

@@ -17,29 +17,29 @@ from dantinox.text.corpus import split_text
 from dantinox.text.tokenizer import UnknownCharacter
 
 MAX_TEXT_TOKENS = 1 << 22  # read from a given text
-WINDOW = 1024  # tokens of a window, for a store over a given text
+WINDOW = 1024  # maximum tokens of a window in the store of a given text
 CHARACTERS = 1 << 16  # encoded in one call
 MAX_CHARACTERS = 4 << 20  # the same for tokenizers of kind `other`, which may treat the beginning of a text differently
 
 
-def equal_batches(count: int, most: int) -> Iterator[np.ndarray]:
-    """Yields the indices below `count` in batches of equal size, at most `most`, with the least padding.
+def equal_batches(count: int, max_size: int) -> Iterator[np.ndarray]:
+    """Yields the indices 0 to `count` − 1 in batches of equal size, at most `max_size`, with the least padding.
 
-    Equal sizes let one compiled program serve every batch. The last batch is filled up with the first indices again.
+    Equal sizes let one compiled program serve every batch. The last batch is padded with the first indices.
     """
-    rows = -(-count // -(-count // most))
+    rows = -(-count // -(-count // max_size))
     for first in range(0, count, rows):
         yield np.arange(first, first + rows) % count
 
 
 def map_batches(
     count: int,
-    most: int,
+    max_size: int,
     reduce: Callable[[np.ndarray], Any],
     advance: Callable[[int], None] = lambda rows: None,
     axis: int = 0,
 ) -> Any:
-    """Applies `reduce` to `count` sequences in batches of at most `most` and concatenates the results along `axis`.
+    """Applies `reduce` to `count` sequences in batches of at most `max_size` and concatenates the results along `axis`.
 
     Args:
       reduce: maps the indices of a batch's sequences to a tree of arrays with one entry per sequence along `axis`.
@@ -49,7 +49,7 @@ def map_batches(
       A tree of NumPy arrays with `count` entries along `axis`.
     """
     parts, done = [], 0
-    for rows in equal_batches(count, most):
+    for rows in equal_batches(count, max_size):
         parts.append(jax.tree.map(np.asarray, reduce(rows)))
         new = min(len(rows), count - done)
         advance(new)
@@ -73,7 +73,7 @@ def padded_positions(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
 
 
 def open_text_store(directory: RunDirectory, data_path: str | Path | None = None, tokens: int = MAX_TEXT_TOKENS) -> TokenStore:
-    """Opens the text on which a run is measured. It needs no weights, so call it before they are loaded.
+    """Opens the text on which a run is measured. This needs no weights, so call it before you load them.
 
     Args:
       data_path: the text, in the form of `data.path`. Its first tokens are both the training and the validation tokens of the
@@ -131,7 +131,7 @@ def read_documents(run: LoadedModel, path: str, tokens: int | None = None) -> li
     remaining = math.inf if tokens is None else tokens
     for number, text, ids in _encoded_parts(run.tokenizer, path, run.config.data.text_field):
         kept = ids if len(ids) <= remaining else ids[: int(remaining)]
-        size = len(text.encode()) if kept is ids else spelled_length(run.tokenizer, kept)
+        size = len(text.encode()) if kept is ids else decoded_bytes(run.tokenizer, kept)
         found.setdefault(number, []).append(Document(kept, size))
         remaining -= len(kept)
         if remaining <= 0:
@@ -145,7 +145,7 @@ def bos_ids(tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.bos_id] if needed and tokenizer.bos_id is not None else []
 
 
-def spelled_length(tokenizer: Tokenizer, ids: np.ndarray) -> int:
+def decoded_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     """Returns the number of UTF-8 bytes that tokens at the beginning of a text decode to."""
     if tokenizer.token_pieces is None:
         return len(tokenizer.decode(ids).encode())

@@ -1,4 +1,4 @@
-"""Target devices of a plan: this machine, or TPU and GPU topologies, which need no such device."""
+"""Target devices of a plan: this machine, or a TPU or GPU topology without the hardware."""
 
 import contextlib
 import importlib
@@ -20,8 +20,8 @@ from dantinox.programs import CHIPS, Chip, available_bytes, compile_program, fin
 
 NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
 COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-GPU_COUNTS = tuple(map(str, range(1, 9)))  # connected by NVLink
-CUDNN, CAPABILITY = 91000, (9, 0)  # cuDNN 9.10.0 and an H100, as in the file
+GPU_COUNTS = tuple(map(str, range(1, 9)))  # of GPUs connected by NVLink
+CUDNN, CAPABILITY = 91000, (9, 0)  # cuDNN 9.10.0 and an H100, as in `H100`
 H100 = Path(__file__).with_name("h100.txtpb")
 # Autotuning runs kernels on the device. Without a device, XLA's heuristics choose the kernels.
 OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0}}
@@ -42,7 +42,7 @@ class Topology:
 
     Attributes:
       platform: a name of `dantinox.platform`.
-      devices: the devices that share a training.
+      devices: the devices that share a training run.
       memory: bytes of a chip, or the free bytes of this machine; None if unknown.
       chip: published figures of the chip; None if there are none.
       options: compiler options.
@@ -62,7 +62,7 @@ class Topology:
 
     @contextlib.contextmanager
     def emulated(self) -> Iterator[None]:
-        """Makes JAX's cuDNN attention assume an H100 inside the block: it queries the device while it is traced and lowered."""
+        """Makes JAX's cuDNN attention assume an H100 inside the block. It queries the device when it is traced and lowered."""
         if self.platform != "gpu" or self.device in jax.devices():
             yield
             return

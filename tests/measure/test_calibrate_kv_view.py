@@ -52,7 +52,9 @@ def test_all_heads_if_they_fit_in_a_row():
     for layer, values in enumerate(record.heads("head_entropies")):
         assert rows[table + 1 + layer] == [str(layer), *(f"{value:.2f}" for value in values)]
     assert ["sink", "<", "0.5", "bits", "2", "16.7%"] in rows and ["diffuse", "≥", "4", "bits", "3", "25.0%"] in rows
-    assert "mean entropy by the tokens up to the query: 1.50 at 32, 2.50 at 64, 3.50 at 96, 5.00 at 128" in " ".join(lines)
+    assert "mean entropy by number of tokens up to the query: 1.50 at 32, 2.50 at 64, 3.50 at 96, 5.00 at 128" in " ".join(
+        lines
+    )
     assert "between odd and even sequences: 0.976" in " ".join(lines)
     assert "95 %" not in " ".join(lines)  # coverage was not measured
 
@@ -86,11 +88,9 @@ LOSS = {
 
 def test_lines_contain_measured_loss_rises():
     text = " ".join(kv_calibration_lines(make(2, 4, **LOSS)))
-    assert "sees no more than 32 tokens: +0.0150 for a median head, the most +0.3010 for L1_K0" in text
-    used = (
-        "--kv_budget 0.3 gives a head slots with --kv_signal loss by what its eviction costs, with --kv_signal entropy by its"
-    )
-    assert f"saved in the run directory: {used} entropy" in text
+    assert "sees at most 32 tokens: +0.0150 for the median head, at most +0.3010, for L1_K0" in text
+    used = "with --kv_signal loss by the loss that eviction causes, with --kv_signal entropy by their entropy"
+    assert f"saved in the run directory: --kv_budget 0.3 divides the cache slots among the heads, {used}" in text
 
 
 @pytest.mark.parametrize(("size", "more", "width"), [((1, 1), {}, 1350), ((2, 4), LOSS, 1950), ((24, 16), {}, 1350)])

@@ -233,7 +233,7 @@ def test_json_and_table_agree(plan, command, capfd):
             program["compile_seconds"] = 0
     assert found == same
     lines = list(plan_lines(plan, 90))
-    assert max(map(len, lines)) <= 90 and any(line.startswith("decode") and "a token of 3, 32 slots" in line for line in lines)
+    assert max(map(len, lines)) <= 90 and any(line.startswith("decode") and "3 × 1 token, 32 slots" in line for line in lines)
 
 
 @pytest.mark.parametrize(
