@@ -23,9 +23,9 @@ from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, TokenStore
 
 PROMPT_TOKENS, MIN_PROMPT_TOKENS = 64, 8
-STREAM_TOKENS = 1 << 22  # windows come from at most this many first tokens of the validation text
+STREAM_TOKENS = 1 << 22  # windows come from the first tokens of the validation text, at most this many
 ROWS = 32  # prompts per batch
-# Default settings, used instead of the run's own, so that those do not influence a comparison.
+# Default settings, so that the settings of the run do not influence a comparison.
 NEUTRAL_SETTINGS = {**settings_of(Config()), "ignore_eos": True}
 
 
@@ -38,7 +38,7 @@ class PromptWindows(NamedTuple):
 
 
 def prompt_tokens(max_context: int, tokens: int) -> int:
-    """Returns the tokens of a prompt: 64, or what `tokens` new tokens leave of the context, if that is less.
+    """Returns the number of tokens of a prompt: 64, or fewer if `tokens` new tokens leave fewer in the context.
 
     Raises:
       UserError: fewer than 8 tokens remain.
@@ -72,12 +72,12 @@ def draw_windows(
 
 
 def _decode_windows(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yields (prompt, continuation, tokens of the continuation). A character split by an edge goes to the text it ends in."""
+    """Yields (prompt, continuation, tokens of the continuation). A split character belongs to the text in which it ends."""
     for ids_T in ids_WT:
-        spell = tokenizer.detokenizer()
-        before = spell.push(ids_T[:prompt]).lstrip("\ufffd")
+        detokenizer = tokenizer.detokenizer()
+        before = detokenizer.push(ids_T[:prompt]).lstrip("\ufffd")
         if before and len(tokenizer.encode(before)) <= prompt:
-            yield before, spell.push(ids_T[prompt:]), ids_T[prompt:]
+            yield before, detokenizer.push(ids_T[prompt:]), ids_T[prompt:]
 
 
 class Continuations(NamedTuple):
@@ -137,9 +137,9 @@ def generate_continuations(
         counted = dict(zip(STRATEGIES, shares_S.tolist(), strict=True))
     texts = []
     for prompt, ids_T in zip(prompts, ids_PT, strict=True):
-        spell = run.tokenizer.detokenizer()
-        spell.push(run.tokenizer.encode(prompt))
-        texts.append(spell.push(ids_T) + spell.flush())
+        detokenizer = run.tokenizer.detokenizer()
+        detokenizer.push(run.tokenizer.encode(prompt))
+        texts.append(detokenizer.push(ids_T) + detokenizer.flush())
     return Continuations(ids_PT, texts, rates, counted)
 
 
@@ -174,7 +174,7 @@ class ReferenceModel:
     def bits_per_byte(self, prompts: Sequence[str], texts: Sequence[str]) -> np.ndarray:
         """Returns −log2 p(text | prompt) per UTF-8 byte of each text, with the reference's own tokenizer: float64 `[N]`.
 
-        The beginning of a prompt that is too long is dropped.
+        A prompt that is too long is truncated at its beginning.
 
         Raises:
           UserError: the reference cannot encode a text, or a text does not fit in its context.

@@ -1,8 +1,8 @@
 """`dantinox eval kv`: the quality of a model with compressed caches.
 
-All caches of a ratio have the same total number of slots. Each is compared with the full cache on the same text: on the loss of
-tokens after a prompt, on greedy continuations, and on recall tasks about distant facts. A text without long-range dependencies
-would show no difference, so the study measures these dependencies too.
+All caches of a ratio have the same total number of slots. Each cache is compared with the full cache on the same text, by the
+loss of the tokens after a prompt, by greedy continuations, and by recall tasks about distant facts. A text without long-range
+dependencies would show no difference, so the study also measures these dependencies.
 
 The rule for the signal that divides the slots among heads was fixed before any measurement. A signal beats equal shares at a
 ratio if the paired difference of loss excludes 0 in all three seeds. Among the signals that beat equal shares at some ratio and

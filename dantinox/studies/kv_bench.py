@@ -29,8 +29,8 @@ from dantinox.studies.statistics import LARGE_MODEL, select_names
 
 REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
 SIGNALS = ("entropy", "coverage", "distance", "loss")
-# Name → settings of the section `kv` other than the budget. The oracle is not a cache: it keeps all keys, and each query
-# attends only to the keys with the largest attention weights.
+# Name → settings of the section `kv` except the budget. The oracle is not a real cache: it keeps all keys, but each query
+# attends only to the keys with its largest attention weights.
 METHODS: dict[str, dict[str, Any]] = {
     STREAMING: {"policy": "streaming", "signal": "uniform"},
     UNIFORM: {"signal": "uniform"},
@@ -43,7 +43,7 @@ RATIOS = (0.5, 0.3, 0.2, 0.1)
 LARGE_METHODS, LARGE_RATIOS = (STREAMING, UNIFORM, "distance", "loss", ORACLE), (0.5, 0.2)
 NEAR_KEYS = 64  # visible keys when the value of more distant keys is measured
 FREE_TOKENS, FREE_ROWS = 64, 8
-MIN_TIMED_BATCHES = 3  # the fastest batch counts
+MIN_TIMED_BATCHES = 3  # the speed of the fastest one is reported
 
 
 class CacheVariant(NamedTuple):
@@ -71,7 +71,7 @@ class CacheVariant(NamedTuple):
         return _teacher_forced_logprobs(*inputs, plan=self.plan, start=start)
 
     def answer(self, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
-        """Returns the most likely token `[B]` after a prompt, computed from what the cache kept of the prompt."""
+        """Returns the most likely token `[B]` after a prompt, computed from the keys and values that the cache kept."""
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name != ORACLE:
             return _answer_from_cache(*inputs, plan=self.plan)
@@ -81,7 +81,7 @@ class CacheVariant(NamedTuple):
 
     @property
     def _kept_LK(self) -> jax.Array:
-        """The slots of every key/value head."""
+        """The number of slots of every key/value head."""
         assert self.plan.compression is not None
         return jnp.array([[slots for heads, slots in groups for _ in range(heads)] for groups in self.plan.compression.groups])
 
@@ -333,7 +333,7 @@ def near_keys_variant(full: CacheVariant) -> CacheVariant:
     model.config = replace(model.config, windows=windows)
     for block, window in zip(model.blocks, windows, strict=True):
         block.attention.window = window
-    return full._replace(name="nearsighted", model=model)
+    return full._replace(name="near_keys", model=model)
 
 
 def _generate_batch(cache: CacheVariant, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> GreedyContinuations:

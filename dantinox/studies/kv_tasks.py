@@ -12,7 +12,7 @@ from dantinox.studies.statistics import repetition
 from dantinox.text import Tokenizer, TokenStore, builtin_recall
 
 SEEDS = 3
-STREAM_TOKENS = 1 << 22  # sequences come from at most this many first tokens of the validation text
+STREAM_TOKENS = 1 << 22  # sequences come from the first tokens of the validation text, at most this many
 MAX_REPETITION = 0.2  # share of repeated word 4-grams above which a text is rejected
 FACTS_PER_PROMPT = 8
 MAX_TRIES = 100  # attempts to build a task
@@ -86,7 +86,7 @@ class RecallTasks(NamedTuple):
       tokens: right-padded prompts `[P, T]`.
       lengths: tokens of each prompt, `[P]`.
       answers: the correct tokens, `[P]`.
-      needles: which prompts ask for a fact, `[P]`; the others ask for a copy of a record of facts.
+      needles: which prompts ask for a fact, `[P]`; the others repeat a record of facts up to its last word.
       context: tokens before the question.
     """
 
@@ -98,7 +98,7 @@ class RecallTasks(NamedTuple):
 
 
 def encodes_words(tokenizer: Tokenizer) -> bool:
-    """Returns whether the tokenizer encodes every word of the tasks as one token; otherwise models cannot know them."""
+    """Returns whether the tokenizer encodes every word of the tasks as one token; otherwise the tasks are left out."""
     try:
         words = [word for topic, words in builtin_recall.TOPICS.items() for word in (topic, *words)]
         return all(len(ids) == 1 for ids in tokenizer.encode_batch([f" {word}" for word in words]))

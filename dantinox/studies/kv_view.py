@@ -52,7 +52,7 @@ MEASURES = [
 
 
 def kv_lines(study: KVStudy, width: int = 100) -> Iterator[str]:
-    """Returns the conditions, a table for each ratio, the conclusions and a glossary, in lines of at most `width`."""
+    """Yields the conditions, a table for each ratio, the conclusions and a glossary, in lines of at most `width`."""
 
     def pair(kind: str) -> Column:
         both = attrgetter(f"{kind}_aware", f"{kind}_agnostic")
@@ -128,17 +128,17 @@ def conclusions(study: KVStudy) -> list[str]:
     for ratio in study.ratios:
         for signal, found in ratio.against_uniform.items():
             value, low, high = found.all
-            outside = sum(verdict(interval) != "same" for interval in found.seeds)
+            excluding = sum(verdict(interval) != "same" for interval in found.seeds)
             beat = {"better": "beat", "worse": "are worse than", "same": "do not beat"}[found.verdict]
             sentences.append(
                 f"Ratio {ratio.ratio:g}: {signal} budgets {beat} uniform ones ({value:+.4f} nats per token, 95 % interval "
-                f"{low:+.4f} to {high:+.4f}; outside it in {outside} of {SEEDS} seeds)."
+                f"{low:+.4f} to {high:+.4f}; the interval excludes 0 in {excluding} of {SEEDS} seeds)."
             )
     if sentences:
         default = study.default_signal
-        reason = (
-            "no other beats it at some ratio without being worse at another" if default == "uniform" else "it beats uniform"
-        )
+        reason = "it beats uniform"
+        if default == "uniform":
+            reason = "no other signal beats it at some ratio without being worse at another"
         sentences.append(f"Signal by the rule of three seeds: {default}, because {reason}.")
     return sentences
 
@@ -208,10 +208,10 @@ def _left_out_lines(study: KVStudy) -> list[str]:
 def _notes(study: KVStudy) -> list[str]:
     """Returns the meaning of the terms in the tables."""
     task = (
-        "needle: the question asks for one of eight facts among lines of the text. copy: the question asks to repeat a record "
-        "of eight facts, up to its last word. The first number: the question is part of the prompt when the cache chooses what "
-        "to keep. The second number, unaware: the question is read afterwards. Both answers come from the compressed cache, "
-        "not from prefill."
+        "needle: the question asks for one of eight facts among lines of the text. copy: the question repeats a record of "
+        "eight facts, and the answer is its last word. The first number: the question is part of the prompt when the cache "
+        "chooses what to keep. The second number, unaware: the question is read afterwards. Both answers come from the "
+        "compressed cache, not from prefill."
     )
     return [
         "full: the cache keeps everything. streaming: it keeps the first and the last tokens. uniform: it keeps the tokens "

@@ -1,7 +1,7 @@
 """`dantinox eval ruler`: the tasks of RULER with compressed caches.
 
-The cache of a prompt is compressed either before the question is read or with the question in the prompt. Then the question, or
-only its last token, is read token by token, and the answer is decoded greedily from the compressed cache.
+The question is either read after the cache of the prompt is compressed, or it is part of the prompt. The question, or its last
+token if it is part of the prompt, is read token by token. Then the answer is decoded greedily from the compressed cache.
 """
 
 import time
@@ -31,7 +31,7 @@ from dantinox.text import Corpus
 
 FULL = "full"
 SIGNALS = ("entropy", "distance", "loss")
-# Name → settings of the section `kv` other than the budget and the dtype.
+# Name → settings of the section `kv` except the budget and the dtype.
 METHODS: dict[str, dict[str, Any]] = {
     FULL: {},
     "streaming": {"policy": "streaming", "signal": "uniform"},
@@ -46,7 +46,7 @@ LENGTHS, RATIOS, SAMPLES = (2048, 4096), (0.5, 0.2), 10
 MIN_LENGTH = 256
 ROW_TOKENS = 8192  # prompt tokens per batch
 TEXT_CHARACTERS = 1 << 21  # read from a given text at most
-QUESTION_MODES = ("agnostic", "aware")  # the question is read after the compression, or before it
+QUESTION_MODES = ("agnostic", "aware")  # the question is read after the compression, or is part of the prompt
 
 
 class RulerCache(NamedTuple):
@@ -246,7 +246,7 @@ def _evaluate_caches(
     run: LoadedModel, caches: Sequence[RulerCache], drawn: SamplesByTask, length: int, progress: Callable[[str], None]
 ) -> Iterator[RulerResult]:
     stops = {run.tokenizer.eos_id, *run.tokenizer.stop_ids}
-    jobs = {seen: list(_make_batches(run, drawn, length, seen == "aware")) for seen in QUESTION_MODES}
+    jobs = {mode: list(_make_batches(run, drawn, length, mode == "aware")) for mode in QUESTION_MODES}
     total = sum(job.num_calls(length) for own in jobs.values() for job, _ in own)
     done = Progress(progress, f"RULER at {length} tokens", total * len(caches), "calls")
     full = make_cache(run.model.config, 1, *plan_cache(run.model.config, KVSection(), length)).report()["bytes"]
@@ -254,20 +254,20 @@ def _evaluate_caches(
         jax.clear_caches()
         scores: dict[str, dict[str, Interval]] = {}
         times: list[tuple[float, float]] = []
-        for seen in QUESTION_MODES:
+        for mode in QUESTION_MODES:
             right: defaultdict[str, list[float]] = defaultdict(list)
-            for job, samples in jobs[seen]:
+            for job, samples in jobs[mode]:
                 ids_BT, *seconds = _generate_answers(cache, job, length, done)
                 times.append((seconds[0] / len(ids_BT), len(ids_BT) * job.steps / seconds[1]))
                 for row, sample in enumerate(samples):
-                    if len(right[job.task]) < len(drawn[job.task]):  # the last batch is filled up with the first samples
+                    if len(right[job.task]) < len(drawn[job.task]):  # the last batch is padded with the first samples
                         answer = ids_BT[row, len(job.questions[row]) - 1 :][: sample.new_tokens].tolist()
                         end = next((i for i, token in enumerate(answer) if token in stops), len(answer))
                         right[job.task].append(100 * match_score(run.tokenizer.decode(answer[:end]), sample))
-            scores[seen] = {task: mean_interval(np.array(values)) for task, values in right.items()}
-            scores[seen]["mean"] = mean_interval(np.concatenate(list(right.values())))
-        lines = {seen: ", ".join(f"{task} {one.value:.0f}" for task, one in own.items()) for seen, own in scores.items()}
-        summary = "; ".join(f"{seen}: {line}" for seen, line in lines.items())
+            scores[mode] = {task: mean_interval(np.array(values)) for task, values in right.items()}
+            scores[mode]["mean"] = mean_interval(np.concatenate(list(right.values())))
+        lines = {mode: ", ".join(f"{task} {one.value:.0f}" for task, one in own.items()) for mode, own in scores.items()}
+        summary = "; ".join(f"{mode}: {line}" for mode, line in lines.items())
         progress(f"{cache.method} at {cache.ratio:g} of {length} tokens, in %: {summary}")
         prefill, rate = (float(np.median(side)) for side in zip(*times[1:], strict=True)) if len(times) > 1 else (None, None)
         yield RulerResult(
@@ -278,7 +278,7 @@ def _evaluate_caches(
 
 def _generate_answers(cache: RulerCache, job: EvalBatch, length: int, done: Progress) -> tuple[np.ndarray, float, float]:
     """Returns the most likely token after each question or answer token, `[B, steps]`, and seconds of prefill and decoding."""
-    begun, note = time.perf_counter(), f", {cache.method} at {cache.ratio:g}"
+    started, note = time.perf_counter(), f", {cache.method} at {cache.ratio:g}"
     parts = -(-length // COMPRESSED_PREFILL_CHUNK)
     size = -(-length // parts)
     tokens_BT, lengths_B = pad_rows(job.prompts, parts * size)
@@ -297,7 +297,7 @@ def _generate_answers(cache: RulerCache, job: EvalBatch, length: int, done: Prog
         memory, last_B, ids_BC = _decode(cache.model, memory, last_B, *rest)
         found.append(np.asarray(ids_BC))
         done.advance(1, note)
-    return np.concatenate(found, axis=1), prefilled - begun, time.perf_counter() - prefilled
+    return np.concatenate(found, axis=1), prefilled - started, time.perf_counter() - prefilled
 
 
 @nnx.jit(donate_argnames=("cache",), graph_updates=False)
@@ -318,10 +318,10 @@ def _decode(
     lengths_B: jax.Array,
     start: jax.Array,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
-    """Reads `CHUNK` more tokens of each row, from index `start` on: first those of the question, then the most likely ones.
+    """Reads `CHUNK` more tokens of each row, from index `start` on: first question tokens, then the most likely tokens.
 
     Returns:
-      The cache, the most likely token after the last one `[B]`, and after each of them `[B, CHUNK]`.
+      The cache, the most likely token after the last token, `[B]`, and after each of the tokens, `[B, CHUNK]`.
     """
     model = model if len(last_B) <= MAX_MATVEC_ROWS else dequantize(model)
 

@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
     Attributes:
       question: the question with the beginning of the answer.
-      every: whether the score is the share of expected answers found; otherwise a single one gives the full score.
+      every: whether the score is the share of expected answers found; otherwise one answer gives the full score.
       new_tokens: maximum tokens of a continuation.
     """
 
@@ -117,7 +117,8 @@ def make_sample(
     if not fits(1):
         raise UserError(f"the task {name} does not fit in {length} tokens: raise --lengths")
     low = 1
-    while low < length and fits(2 * low):  # the loop is bounded because a list of words or names may be exhausted
+    # `low < length` ends the loop if samples stop growing because a word list is exhausted.
+    while low < length and fits(2 * low):
         low *= 2
     high = 2 * low
     while high - low > max(1, low // 64):

@@ -21,15 +21,15 @@ def _group_column(heading: str, start: str) -> Column:
 
     def both(finding: RulerResult) -> str:
         own = [
-            [found.value for task, found in finding.scores[seen].items() if task.startswith(start)] for seen in QUESTION_MODES
+            [found.value for task, found in finding.scores[mode].items() if task.startswith(start)] for mode in QUESTION_MODES
         ]
         return " / ".join(f"{fmean(values):.0f}" for values in own)
 
     return Column(heading, heading, both)
 
 
-def _mean_column(seen: str) -> Column:
-    return Column(f"mean_{seen}", seen, lambda finding: finding.scores[seen]["mean"], ".1f", interval=True)
+def _mean_column(mode: str) -> Column:
+    return Column(f"mean_{mode}", mode, lambda finding: finding.scores[mode]["mean"], ".1f", interval=True)
 
 
 def _columns(study: RulerStudy) -> list[Column]:
@@ -49,7 +49,7 @@ def _columns(study: RulerStudy) -> list[Column]:
 
 
 def ruler_lines(study: RulerStudy, width: int = 100) -> Iterator[str]:
-    """Returns the conditions, a table for each length and a glossary, in lines of at most `width`."""
+    """Yields the conditions, a table for each length and a glossary, in lines of at most `width`."""
     width = max(width, 60)
     yield from wrap_lines([_description(study), *(f"Left out: {line}" for line in study.left_out)], width, "")
     for length in dict.fromkeys(finding.length for finding in study.findings):
@@ -71,13 +71,13 @@ def ruler_markdown(study: RulerStudy) -> str:
 def ruler_csv(study: RulerStudy) -> str:
     """Returns a row per cache and length, with the interval of every task."""
 
-    def task(seen: str, name: str) -> Column:
-        return Column(f"{name}_{seen}", "", lambda finding: finding.scores[seen][name], interval=True)
+    def task(mode: str, name: str) -> Column:
+        return Column(f"{name}_{mode}", "", lambda finding: finding.scores[mode][name], interval=True)
 
     columns = [
         Column("length", "", lambda finding: finding.length, ".0f"),
         *(column for column in _columns(study) if column.name not in GROUPS),
-        *(task(seen, name) for seen in QUESTION_MODES for name in study.tasks),
+        *(task(mode, name) for mode in QUESTION_MODES for name in study.tasks),
     ]
     return csv_table(columns, study.findings)
 
@@ -100,13 +100,14 @@ def _description(study: RulerStudy) -> str:
 def _notes() -> list[str]:
     """Returns the meaning of the terms in the tables."""
     return [
-        "Scores are the answers found in %, by RULER's string match. agnostic: the cache chooses what it keeps before the "
-        "question is read; aware: with the question in the prompt. Pairs are agnostic / aware, means over tasks of a group.",
+        "Scores are the expected answers that were found, in %, by RULER's string match. agnostic: the cache chooses what it "
+        "keeps before the question is read; aware: with the question in the prompt. Pairs "
+        "are agnostic / aware, means over the tasks of a group.",
         "full: the cache keeps everything. streaming: it keeps the first and the last tokens. uniform, entropy, distance, "
         "loss: it keeps what the last queries attend to, with shares of the heads by that signal. expected_attention, kvzip: "
         "these policies, with equal shares or with +loss.",
         "bytes: allocated for one row, including positions and importances; share: of the full cache in the compute dtype.",
         "The wording, words and documents of the tasks are generated here: scores are not comparable with published ones.",
-        "prefill s: of one prompt; tok/s: of all rows decoded together; medians without the first batch, which compiles.",
+        "prefill s: for one prompt. tok/s: for all rows of a batch. Both are medians without the first batch, which compiles.",
         "Intervals are 95 %, bootstrapped over samples.",
     ]

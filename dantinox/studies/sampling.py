@@ -3,12 +3,13 @@
 All methods continue the same prompts. Each method has one scale to tune and the same number of trials, on separate tuning
 prompts. Two rules were fixed before any generation:
 
-* **Tuning:** each method uses the trial whose texts are nearest to the real continuations in mean `diversity`. This criterion
-  means the same for every method and is a property of real text. It does not use the reference model, which must not be both
-  the tuning target and the judge. Tuning for likelihood would lead to repetition: greedy text is more likely than real text.
-* **Verdict:** at equal diversity, the more likely text is better. Tuning never reaches a diversity exactly, and any method
-  gains likelihood by giving up diversity. So the table contains `excess`: bits per byte above plain temperature sampling at the
-  same diversity, interpolated on the curve of temperature sampling on the same prompts. Methods are compared by excess.
+* **Tuning:** each method uses the trial whose mean `diversity` is nearest to that of the real continuations. This criterion has
+  the same meaning for every method and can be measured on real text. It does not use the reference model, which must not both
+  tune and judge the methods. Tuning for likelihood would lead to repetition: greedy text is more likely than real text.
+* **Verdict:** at equal diversity, the more likely text is better. But tuning never reaches the target diversity exactly, and
+  any method gains likelihood by giving up diversity. So the table contains `excess`: bits per byte above plain temperature
+  sampling at the same diversity, interpolated on the curve of temperature sampling on the same prompts. Methods are compared by
+  excess.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,7 @@ class TunedSetting(NamedTuple):
 
 
 class SamplingMethod(NamedTuple):
-    """A sampling method: its fixed settings, and the scale to tune, one or several settings in sequence (none for greedy)."""
+    """A sampling method: its fixed settings, and the settings that its scale tunes one after another (none for greedy)."""
 
     settings: Mapping[str, Any]
     scale: tuple[TunedSetting, ...]
@@ -79,12 +80,12 @@ class SamplingMethod(NamedTuple):
         return {one.name: one.value_at(min(part, 1.0)) for one, part in zip(self.scale, parts, strict=True) if part >= 0}
 
 
-# For the router: first fewer candidates than the guide's 12 at its base temperature, then a higher temperature with a single
-# candidate. Temperature alone may not reach the diversity of real text: the best of 12 candidates favors likely text at any
-# temperature.
+# The scale of the router first lowers the number of candidates from the guide's 12 at its base temperature, then raises the
+# temperature with a single candidate. Temperature alone may not reach the diversity of real text: the best of 12 candidates
+# favors likely text at any temperature.
 FEWER_CANDIDATES = (TunedSetting("candidates", 12, 1, integer=True), TunedSetting("base_temperature", 0.666, 4.0))
 CALIBRATED = {"strategy": "entropy", "router_preset": "calibrated"}
-# Truncation methods run at temperature 1, the router with its presets.
+# Truncation methods run at temperature 1. The router runs with the settings of its presets.
 METHODS = {
     "greedy": SamplingMethod({"greedy": True}, ()),
     "temperature": SamplingMethod({}, (TunedSetting("temperature", 0.4, 1.6),)),
@@ -97,18 +98,18 @@ METHODS = {
     "router_no_attention": SamplingMethod({**CALIBRATED, "use_attention": False}, FEWER_CANDIDATES),
     "router_random": SamplingMethod(CALIBRATED, FEWER_CANDIDATES),
 }
-CONTROL, CONTROLLED = "router_random", "router_calibrated"  # the control uses each strategy as often as `CONTROLLED`
+CONTROL, CONTROLLED = "router_random", "router_calibrated"  # the control uses each strategy as often as `CONTROLLED` does
 COMPARISONS = [
     (router, other) for router in ("router_guide", CONTROLLED, "router_no_attention") for other in ("min_p", CONTROL)
 ]
 TEMPERATURE_CURVE = {
     f"temperature {t:g}": t for t in (0.3, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)
-}  # close enough for straight lines between them
+}  # close enough for linear interpolation
 
 
 @dataclass(frozen=True)
 class StudySize:
-    """The size of the study: prompts for testing (and for tuning), continuations of each, their tokens, trials per method."""
+    """The size of the study: test prompts (as many for tuning), samples per prompt, tokens per sample, trials per method."""
 
     prompts: int = 96
     seeds: int = 5
@@ -150,7 +151,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The results of a method, or of the real text (`human`).
+    """The results of a method, or of the real continuations (`human`).
 
     Attributes:
       tuned: the values of the tuned settings.
@@ -192,7 +193,7 @@ class SamplingStudy:
 
     Attributes:
       reference: the run of the reference model; None: the run itself.
-      unit: the name of a token unit in messages, for example `tokens`.
+      unit: the plural noun for tokens in messages: `tokens`, `characters` or `bytes`.
       shares: share of each strategy in the control; None without it.
       methods: results of the methods; the real text is first.
       ruler: the curve of plain temperature sampling.
@@ -222,26 +223,26 @@ def evaluate_sampling(
     methods: Sequence[str] | None = None,
     data_path: str | Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    **effort: int | None,
+    **sizes: int | None,
 ) -> SamplingStudy:
     """Tunes sampling methods, generates text with each of them, and compares the texts.
 
     Args:
       reference: the run of the reference model; None: the run itself, which favors its own most likely texts.
-      quick: start from `QUICK_SIZE` instead of `StudySize()`.
+      quick: take default sizes from `QUICK_SIZE` instead of `StudySize()`.
       methods: names of `METHODS`; None: all.
       data_path: the text that prompts are taken from, in the form of `data.path`; None: the validation tokens that training
         saved in the run.
       progress: called with a line at the start of each part of the work.
-      effort: fields of `StudySize`. Without `tokens`, prompts get at least a quarter of a small context. Without `prompts`, a
-        model with more than 10 M parameters gets fewer.
+      sizes: fields of `StudySize`. The default of `tokens` leaves at least a quarter of a small context for the prompt. The
+        default of `prompts` is smaller for a model with more than 10 M parameters.
 
     Raises:
       UserError: a name or number is invalid, there are too few prompts, the reference cannot encode the texts, or the router
         was not calibrated.
     """
     names = select_methods(methods)
-    size = replace(QUICK_SIZE if quick else StudySize(), **{name: value for name, value in effort.items() if value is not None})
+    size = replace(QUICK_SIZE if quick else StudySize(), **{name: value for name, value in sizes.items() if value is not None})
     directory = open_run(run_dir)
     calibrated = [name for name in names if METHODS[name].settings.get("router_preset") == "calibrated"]
     if calibrated and not directory.router.is_file():
@@ -254,9 +255,9 @@ def evaluate_sampling(
     for name in names:  # report settings that the engine rejects before the work begins
         run.params([run.settings({**METHODS[name].settings, **METHODS[name].values_at(0.5), "seed": 0})])
     context = run.model.config.max_context
-    if effort.get("tokens") is None:
+    if sizes.get("tokens") is None:
         size = replace(size, tokens=max(8, min(size.tokens, 3 * context // 4)))
-    if effort.get("prompts") is None:
+    if sizes.get("prompts") is None:
         size = replace(size, prompts=default_count(size.prompts, MIN_PROMPTS, run.parameters))
     prompt = prompt_tokens(context, size.tokens)
     tuning, test = draw_windows(run.tokenizer, store, size.prompts, prompt, size.tokens)
@@ -268,7 +269,7 @@ def evaluate_sampling(
         progress(f"measuring {name}")
         measured[name] = bench.measure(test, [(one.texts, one.ids) for one in rounds])
     ruler = [measured[name] for name in TEMPERATURE_CURVE]
-    above = {name: excess(measured[name], ruler) for name in ("human", *names)}
+    excesses = {name: excess(measured[name], ruler) for name in ("human", *names)}
     return SamplingStudy(
         run=str(directory.path),
         reference=None if reference is None else str(open_run(reference).path),
@@ -278,14 +279,14 @@ def evaluate_sampling(
         **vars(size),
         shares=tuned[CONTROL].shares if CONTROL in tuned else None,
         methods=[
-            _method_result(name, tuned.get(name, TunedMethod({})), measured[name], above[name], written.get(name, []))
-            for name in above
+            _method_result(name, tuned.get(name, TunedMethod({})), measured[name], excesses[name], written.get(name, []))
+            for name in excesses
         ],
         ruler=[
             TemperaturePoint(t, float(one["diversity"].mean()), float(one["bits_per_byte"].mean()))
             for t, one in zip(TEMPERATURE_CURVE.values(), ruler, strict=True)
         ],
-        comparisons=[_difference(a, b, above, measured) for a, b in COMPARISONS if {a, b} <= set(names)],
+        comparisons=[_difference(a, b, excesses, measured) for a, b in COMPARISONS if {a, b} <= set(names)],
     )
 
 
@@ -304,22 +305,23 @@ class SamplingBenchmark:
     """The model under test and the reference model."""
 
     run: LoadedModel
-    judge: ReferenceModel
-    effort: StudySize
+    reference_model: ReferenceModel
+    size: StudySize
     progress: Callable[[str], None]
 
     def continue_prompts(self, windows: PromptWindows, method: TunedMethod, seed: int, report: bool = False) -> Continuations:
         """Generates one continuation of every prompt."""
         settings = {**method.settings, **method.values}
         return generate_continuations(
-            self.run, windows.prompts, settings, self.effort.tokens, seed, shares=method.shares, report=report
+            self.run, windows.prompts, settings, self.size.tokens, seed, shares=method.shares, report=report
         )
 
     def measure(self, windows: PromptWindows, samples: Sequence[tuple[Sequence[str], np.ndarray]]) -> MeasuresByPrompt:
         """Returns every measure per prompt, averaged over its samples (texts, tokens `[P, T]`). Self-BLEU needs several."""
         ids_SP = [ids_PT.tolist() for _, ids_PT in samples]
         texts_S = [tuple(texts) for texts, _ in samples]
-        bits = {texts: self.judge.bits_per_byte(windows.prompts, texts) for texts in set(texts_S)}  # score equal texts once
+        score = self.reference_model.bits_per_byte
+        bits = {texts: score(windows.prompts, texts) for texts in set(texts_S)}  # score equal texts once
         found: dict[str, Any] = {"bits_per_byte": [bits[texts] for texts in texts_S]}
         found |= {name: [[measure(ids) for ids in ids_P] for ids_P in ids_SP] for name, measure in TEXT_MEASURES.items()}
         means = {name: np.mean(values, axis=0) for name, values in found.items()}
@@ -329,10 +331,11 @@ class SamplingBenchmark:
 
 
 def bisection(diversity_at: Callable[[float], float], target: float, trials: int) -> tuple[float, bool]:
-    """Searches a position in [0, 1] whose diversity is near a target. Diversity should increase with the position.
+    """Searches for a position in [0, 1] whose diversity is near a target. Diversity should increase with the position.
 
     Returns:
-      The position of the nearest trial (the first of equal ones), and whether all trials were on one side of the target.
+      The position of the nearest trial (the first if several are equally near), and whether all trials were on one side of the
+      target.
     """
     low, high = 0.0, 1.0
     tried: list[tuple[float, float]] = []
@@ -359,7 +362,8 @@ def _tune(bench: SamplingBenchmark, name: str, tuning: PromptWindows, shares: Ma
     method, trials = METHODS[name], list[Trial]()
     if not method.scale:
         bench.progress(f"trying {name}")
-        bench.continue_prompts(tuning, TunedMethod(method.settings), 0)  # compile now, so that no timed round includes it
+        # Compile now, so that the timed rounds do not include compilation.
+        bench.continue_prompts(tuning, TunedMethod(method.settings), 0)
         return TunedMethod(method.settings)
 
     def diversity_at(position: float) -> float:
@@ -367,12 +371,12 @@ def _tune(bench: SamplingBenchmark, name: str, tuning: PromptWindows, shares: Ma
         for trial in trials:  # rounding to integers can repeat values
             if trial.values == values:
                 return trial.diversity
-        bench.progress(f"tuning {name}, trial {len(trials) + 1} of {bench.effort.trials}: {format_values(values)}")
+        bench.progress(f"tuning {name}, trial {len(trials) + 1} of {bench.size.trials}: {format_values(values)}")
         written = bench.continue_prompts(tuning, TunedMethod(method.settings, values, shares=shares), 0)
         trials.append(Trial(values, _mean_diversity(written.ids)))
         return trials[-1].diversity
 
-    position, at_edge = bisection(diversity_at, _mean_diversity(tuning.ids), bench.effort.trials)
+    position, at_edge = bisection(diversity_at, _mean_diversity(tuning.ids), bench.size.trials)
     return TunedMethod(method.settings, method.values_at(position), tuple(trials), at_edge, shares)
 
 
@@ -394,28 +398,30 @@ def _test_all(
     """
     every = {**tuned, **{name: TunedMethod({"temperature": t}) for name, t in TEMPERATURE_CURVE.items()}}
     names, written = list(every), {name: list[Continuations]() for name in every}
-    for seed in range(1, bench.effort.seeds + 1):
+    for seed in range(1, bench.size.seeds + 1):
         for name in names[seed % len(names) :] + names[: seed % len(names)]:
             if written[name] and every[name].settings.get("greedy"):
                 written[name].append(written[name][0])  # the seed changes nothing
                 continue
-            bench.progress(f"round {seed} of {bench.effort.seeds}: {name}")
+            bench.progress(f"round {seed} of {bench.size.seeds}: {name}")
             written[name].append(bench.continue_prompts(test, every[name], seed))
     return written
 
 
 def _method_result(
-    name: str, method: TunedMethod, measured: MeasuresByPrompt, above: np.ndarray | None, written: Sequence[Continuations]
+    name: str, method: TunedMethod, measured: MeasuresByPrompt, excesses: np.ndarray | None, written: Sequence[Continuations]
 ) -> MethodResult:
-    measures = {} if above is None else {"excess": percentile_interval(above)}
+    measures = {} if excesses is None else {"excess": percentile_interval(excesses)}
     measures |= {key: mean_interval(measured[key]) for key in MEASURES if key in measured}
-    # The control is driven from Python token by token, so its speed is not comparable.
+    # Python draws the strategies of the control token by token, so its speed is not comparable.
     speeds = [] if name == CONTROL else [rate for one in written for rate in one.rates]
     speed = Interval(float(np.median(speeds)), min(speeds), max(speeds)) if speeds else None
     return MethodResult(name, dict(method.values), method.at_edge, list(method.trials), measures, speed)
 
 
-def _difference(a: str, b: str, above: Mapping[str, np.ndarray | None], measured: Mapping[str, MeasuresByPrompt]) -> Difference:
-    first, second = above[a], above[b]
-    excesses = {} if first is None or second is None else {"excess": percentile_interval(first - second)}
-    return Difference(a, b, excesses | {key: mean_interval(measured[a][key] - measured[b][key]) for key in MEASURES})
+def _difference(
+    a: str, b: str, excesses: Mapping[str, np.ndarray | None], measured: Mapping[str, MeasuresByPrompt]
+) -> Difference:
+    first, second = excesses[a], excesses[b]
+    found = {} if first is None or second is None else {"excess": percentile_interval(first - second)}
+    return Difference(a, b, found | {key: mean_interval(measured[a][key] - measured[b][key]) for key in MEASURES})

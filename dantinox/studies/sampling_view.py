@@ -34,7 +34,7 @@ MARKS = {
 
 
 def sampling_lines(study: SamplingStudy, width: int = 100) -> Iterator[str]:
-    """Returns the conditions, the table, the conclusions and a glossary, in lines of at most `width` if a column fits."""
+    """Yields the conditions, the table, the conclusions and a glossary, in lines of at most `width` if a column fits."""
     width = max(width, 60)
     columns = [Column("", "method", lambda method: method.name), Column("", "setting", _setting), *MEASURES, SPEED]
     yield from wrap_lines([_description(study), ""], width, "")
@@ -142,19 +142,20 @@ def _description(study: SamplingStudy) -> str:
 def _notes(study: SamplingStudy) -> list[str]:
     """Returns the meaning of the terms in the table."""
     notes = [
-        "human: the real continuation of the validation text. Its excess shows how much the reference underrates real text: "
-        "likelihood is only a part of quality.",
-        "excess: bits per byte above plain temperature sampling at the same diversity. Below 0 is better; this decides.",
+        "human: the real continuation of the validation text. Its excess shows by how much the reference underestimates real "
+        "text: likelihood is only a part of quality.",
+        "excess: bits per byte above plain temperature sampling at the same diversity. Below 0 is better. This measure decides "
+        "the comparisons.",
         "bits/byte: −log2 of the probability of a text under the reference, given its prompt, per UTF-8 byte. Lower is more "
         "likely.",
         f"diversity: distinct-2 · distinct-3 · distinct-4. distinct-n: share of distinct n-grams of {study.unit} in a sample. "
         f"rep-4: share of 4-grams of {study.unit} that occurred before. self-BLEU: BLEU-4 of the samples of a prompt against "
-        "each other; higher is more alike.",
+        "each other; higher values mean more similar samples.",
         f"setting: the trial whose diversity is nearest to that of the real text, of at most {study.trials} trials on "
-        f"{study.prompts} other prompts. * all trials were on one side of it. Truncation methods run at temperature 1; the "
-        "router is tuned by fewer candidates, and then by a higher base_temperature.",
+        f"{study.prompts} other prompts. *: all trials were on one side of that diversity. Truncation methods run at "
+        "temperature 1; the router is tuned first by fewer candidates, then by a higher base_temperature.",
         "Intervals are 95 %, bootstrapped over prompts, not corrected for multiple comparisons.",
-        f"tok/s: median, lowest and highest of the test batches, with methods taking turns; {study.device}, without "
+        f"tok/s: median, lowest and highest of the test batches; the methods take turns. {study.device}, without "
         "compilation and prefill.",
     ]
     if study.shares is not None:

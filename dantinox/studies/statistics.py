@@ -122,7 +122,11 @@ def bootstrap_indices(prompts: int) -> Iterator[np.ndarray]:
 
 
 def percentile_interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """Returns the percentile interval (Efron 1979) of a statistic: first its value on the sample, then on every resample."""
+    """Returns the percentile interval (Efron 1979) of a statistic.
+
+    Args:
+      values: the value on the sample, then the values on all resamples.
+    """
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.asarray(values[1:], np.float64), [tail, 1 - tail])
     return Interval(float(values[0]), float(low), float(high))
@@ -134,17 +138,19 @@ def mean_interval(values_P: np.ndarray) -> Interval:
     return percentile_interval([values_P[picked].mean() for picked in bootstrap_indices(len(values_P))])
 
 
-def excess(method: MeasuresByPrompt, ruler: Sequence[MeasuresByPrompt]) -> np.ndarray | None:
-    """Returns the `bits_per_byte` of a method above those of a reference curve at the same `diversity`, per resample `[1 + R]`.
+def excess(method: MeasuresByPrompt, curve: Sequence[MeasuresByPrompt]) -> np.ndarray | None:
+    """Returns by how much `bits_per_byte` of a method exceeds a reference curve at the same `diversity`, `[1 + R]`.
+
+    The first value is for the sample, the others are for the resamples.
 
     Args:
       method: measures of the method.
-      ruler: measures of one sampling method at several settings. The curve interpolates its mean bits by mean diversity.
+      curve: measures of one sampling method at several settings. The curve interpolates its mean bits by mean diversity.
 
     Returns:
       None if the mean diversity of the method is outside the range of the curve.
     """
-    reached = [point["diversity"].mean() for point in ruler]
+    reached = [point["diversity"].mean() for point in curve]
     if not min(reached) <= method["diversity"].mean() <= max(reached):
         return None
 
@@ -153,11 +159,11 @@ def excess(method: MeasuresByPrompt, ruler: Sequence[MeasuresByPrompt]) -> np.nd
 
     found = []
     for picked in bootstrap_indices(len(method["diversity"])):
-        (at, bits), points = means(method, picked), np.transpose(sorted(means(point, picked) for point in ruler))
+        (at, bits), points = means(method, picked), np.transpose(sorted(means(point, picked) for point in curve))
         found.append(bits - np.interp(at, *points))
     return np.array(found)
 
 
 def verdict(difference: Interval) -> str:
-    """Returns whether the first of two methods is `better` or `worse` by a difference of bits, or `same` if it may be 0."""
+    """Returns whether the first of two methods is `better` or `worse` by a difference of bits; `same` if it may be 0."""
     return "better" if difference.high < 0 else "worse" if difference.low > 0 else "same"

@@ -1,8 +1,8 @@
-"""`dantinox sweep`: trainings that differ in a few settings, run one after another.
+"""`dantinox sweep`: training runs that differ in a few settings, one after another.
 
-Each trial has its own run directory and its own process. When a trial ends, its memory is free again, on devices too. If a
-trial fails, even if the kernel kills it, the sweep records that and continues. `plan.json` lists the trials and how each ended,
-so that an interrupted sweep can continue.
+Each trial has its own run directory and its own process, so that all its memory, device memory included, is free when it ends.
+If a trial fails, even if the kernel kills it, the sweep records that and continues. `plan.json` lists the trials and how each
+ended, so that an interrupted sweep can continue.
 """
 
 import json
@@ -57,7 +57,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SweepStudy:
-    """The trials that have ended, best first and failed ones last. `keys` are the settings in which they differ."""
+    """The trials that have ended, best first and failed trials last. `keys` are the settings in which they differ."""
 
     runs_dir: str
     keys: tuple[str, ...]
@@ -76,7 +76,7 @@ def run_sweep(
     Args:
       train: trains or resumes a trial in its directory; returns a sentence on what went wrong, or None.
       progress: called with a line at the start and the end of each trial.
-      retry: also run trials again that ended with a problem.
+      retry: also rerun the trials that ended with a problem.
       on_result: called with the study so far each time a trial ends.
 
     Raises:
@@ -125,7 +125,7 @@ def trial_result(trial: Trial, run: RunDirectory, problem: str | None) -> TrialR
 
 def _open_directory(path: Path) -> RunDirectory:
     folder = RunDirectory(path)
-    with wrap_os_errors(f"cannot make the directory {path}"):
+    with wrap_os_errors(f"cannot create the directory {path}"):
         folder.path.mkdir(parents=True, exist_ok=True)
         unexpected = [child.name for child in folder.path.iterdir() if child.name != ".lock"]
     if unexpected and not (folder.path / PLAN_FILE).is_file():
@@ -180,7 +180,7 @@ def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDire
     def train(trial: Trial, run: RunDirectory) -> str | None:
         _wait_for_previous_process(run)
         if not run.config.is_file():
-            shutil.rmtree(run.path, ignore_errors=True)  # a previous process was killed while it read the corpus
+            shutil.rmtree(run.path, ignore_errors=True)  # a previous process was killed before it saved a config
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_train_in_child, args=(trial.config, run.path, prepare, sender))
@@ -232,14 +232,14 @@ def _wait_for_previous_process(run: RunDirectory) -> None:
 
 
 def _train_in_child(config: Config, path: Path, prepare: Callable[[], None], sender: Connection) -> None:
-    """Runs in the child process. `setsid` keeps Ctrl-C from it, which would arrive twice and abort the saving."""
+    """Runs in the child process. Without `setsid`, the child would receive Ctrl-C twice, which would abort its save."""
     os.setsid()
 
-    def follow(parent: Any) -> None:
+    def exit_with_parent(parent: Any) -> None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=follow, args=(multiprocessing.parent_process(),), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(multiprocessing.parent_process(),), daemon=True).start()
     try:
         prepare()
         from dantinox.training import launch

@@ -33,12 +33,12 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if names.count(name) == 1 else key for key, name in zip(keys, names, strict=True)}
 
 
-def _setting_column(key: str, heading: str, spell: Callable[[Any], Any]) -> Column:
-    return Column(key, heading, lambda trial: spell(trial.chosen[key]))
+def _setting_column(key: str, heading: str, to_cell: Callable[[Any], Any]) -> Column:
+    return Column(key, heading, lambda trial: to_cell(trial.chosen[key]))
 
 
 def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
-    """Returns the table, best trials first, and the problems of failed trials."""
+    """Yields the table, best trials first, and the problems of failed trials."""
     columns = [NAME, *(_setting_column(key, name, format_value) for key, name in _short_names(study.keys).items()), *MEASURES]
     yield from text_table(columns, study.trials, max(width, 60))
     problems = [f"{trial.name}: {trial.problem}" for trial in study.trials if trial.problem]

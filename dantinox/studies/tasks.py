@@ -1,9 +1,9 @@
 """`dantinox eval tasks`: lm-evaluation-harness on a run.
 
-Texts are encoded as the harness does for Hugging Face models. Trailing spaces of a context move to its continuation. Context
-and continuation are encoded together, and the tokens after the length of the context alone are those of the continuation. The
-BOS token precedes every text if `bos_ids` returns one. An empty context becomes the BOS token, or else the EOS token. The
-beginning of a text that is too long for the model's context is dropped.
+Texts are encoded as the harness does for Hugging Face models. Trailing spaces of a context are moved to its continuation. Both
+are encoded together. If the context alone has n tokens, the tokens after the first n are the continuation. The BOS token
+precedes every text if `bos_ids` returns one. An empty context becomes the BOS token, or else the EOS token. A text that is too
+long for the model's context is truncated at its beginning.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from dantinox.studies.continuations import NEUTRAL_SETTINGS, ROWS
 
 MIN_LENGTH = 64  # texts are padded to at least this length, and above it to powers of two
 NEW_TOKENS = 256  # maximum tokens of an answer if the task does not set it
-# Generation settings of tasks: those with the same meaning here, those for the tokens of an answer, and others.
+# Generation settings of tasks: those with the same meaning here, those for the maximum tokens of an answer, and others.
 SHARED_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 LENGTH_SETTINGS, OTHER_SETTINGS = ("max_gen_toks", "max_new_tokens", "max_tokens"), ("until", "do_sample")
 
@@ -70,7 +70,7 @@ class LMEvalModel:
         return [(float(np.sum(one.logp)), bool(one.is_top1.all())) for one in self._score_all(texts)]
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Returns ln p of each text, of any length, in windows that each score as many tokens as the context holds.
+        """Returns ln p of each text, of any length, in windows that each score as many tokens as fit in the context.
 
         The last window scores the remaining tokens and is filled with earlier tokens as context.
         """
@@ -249,7 +249,7 @@ def _format_number(number: float | None) -> str | None:
 
 
 def task_lines(study: TaskStudy, width: int) -> Iterator[str]:
-    """Returns the scores as a table."""
+    """Yields the scores as the lines of a table."""
     columns = [
         Column("task", "task", lambda one: one.task),
         Column("metric", "metric", lambda one: one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"),

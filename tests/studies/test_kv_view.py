@@ -87,12 +87,13 @@ def test_conclusions_compare_signals_with_uniform(record):
     same, better, default = conclusions(record)
     assert same == (
         "Ratio 0.5: entropy budgets do not beat uniform ones (+0.0004 nats per token, 95 % interval -0.0016 to +0.0024; "
-        "outside it in 1 of 3 seeds)."
+        "the interval excludes 0 in 1 of 3 seeds)."
     )
     assert better.startswith(
         "Ratio 0.2: entropy budgets beat uniform ones (-0.0100 nats per token, 95 % interval -0.0120 to -0.0080;"
     )
-    assert better.endswith("outside it in 3 of 3 seeds).") and default.startswith("Signal by the rule of three seeds: entropy")
+    assert better.endswith("the interval excludes 0 in 3 of 3 seeds).")
+    assert default.startswith("Signal by the rule of three seeds: entropy")
     record = replace(with_against(record, {"coverage": against("worse", 0.02, (0.02,) * 3)}), default_signal="uniform")
     worse, default = conclusions(record)
     assert (
