@@ -74,7 +74,7 @@ def test_spread_if_there_are_many_heads(width):
 
 
 def test_lines_explain_how_to_use_the_file(tmp_path):
-    used = "--kv_budget 0.3 gives a head slots with --kv_signal entropy by its entropy"
+    used = "--kv_budget 0.3 divides the cache slots among the heads, with --kv_signal entropy by their entropy"
     assert f"saved in the run directory: {used}" in " ".join(kv_calibration_lines(make(1, 2)))
     text = "".join(kv_calibration_lines(make(1, 2), 80, tmp_path / "a.json"))  # a long path wraps at its hyphens
     assert f"saved in {tmp_path / 'a.json'}".replace(" ", "") in text.replace(" ", "") and "--kv_calibration" in text
