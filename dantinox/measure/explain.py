@@ -110,12 +110,14 @@ def explain(run: LoadedModel, prompt: str | Sequence[int], settings: Mapping[str
     valid_BT = np.broadcast_to(np.arange(T) < len(ids), (section.n, T))
     state = init_state(params, jnp.asarray(np.repeat(tokens_1T, section.n, axis=0)), jnp.asarray(valid_BT), V, T + 1)
     traced, route, drawn_B, forced_B = _trace_steps(model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state)
-    given = [("model", {}), *((name, _numbers(section, name)) for name in params.plan)]
+    step_settings = [("model", {}), *((name, _numbers(section, name)) for name in params.plan)]
     if route is not None:
-        given = _apply_router_settings(given, route, config.router.candidates)
+        step_settings = _apply_router_settings(step_settings, route, config.router.candidates)
     strategy = None if route is None else STRATEGIES[int(route.strategy)]
     drawn = np.asarray(drawn_B).tolist()
-    steps, tokens = _steps_and_tokens(run.tokenizer, given, np.asarray(traced, np.float64)[: len(given)], drawn, count)
+    steps, tokens = _steps_and_tokens(
+        run.tokenizer, step_settings, np.asarray(traced, np.float64)[: len(step_settings)], drawn, count
+    )
     return Explanation(
         prompt=prompt if isinstance(prompt, str) else run.tokenizer.decode(ids),
         prompt_tokens=len(ids),
@@ -136,8 +138,8 @@ def _trace_steps(
 ) -> tuple[jax.Array, Route | None, jax.Array, jax.Array]:
     """Returns the logits `[S, V]` after each step and the route of the first sample; each sample's token; which were forced."""
     x_1TD, _, aux = dequantize(model).hidden(tokens_1T, padded_positions(tokens_1T, length[None]), probe=make_probe(params))
-    seen = dequantize(model).logits(x_1TD[:, length - 1]), attention_metrics(params, aux)
-    logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), seen)
+    outputs = dequantize(model).logits(x_1TD[:, length - 1]), attention_metrics(params, aux)
+    logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), outputs)
     token_B, _, drawn = sample(logits_BV, params, state, attention=attention, report=0)
     routed = None if drawn.token is None else drawn.token.routed
     forced_B = jnp.zeros(params.batch, bool) if routed is None else routed.forced
@@ -146,10 +148,10 @@ def _trace_steps(
 
 
 def _steps_and_tokens(
-    tokenizer: Tokenizer, given: Sequence[StepSettings], x_SV: np.ndarray, drawn: Sequence[int], count: int
+    tokenizer: Tokenizer, step_settings: Sequence[StepSettings], x_SV: np.ndarray, drawn: Sequence[int], count: int
 ) -> tuple[list[Step], list[Token]]:
     """Summarizes the logits after each step, and collects the tokens to show."""
-    names = [name for name, _ in given]
+    names = [name for name, _ in step_settings]
     left_SV = x_SV > -np.inf
     largest_S1 = np.max(x_SV, axis=1, keepdims=True)
     weights_SV = np.where(left_SV, np.exp(x_SV - np.where(np.isfinite(largest_S1), largest_S1, 0)), 0)
@@ -175,12 +177,14 @@ def _steps_and_tokens(
         )
         for token in ids
     ]
-    return [Step(*step, *numbers) for step, *numbers in zip(given, *columns, strict=True)], tokens
+    return [Step(*step, *numbers) for step, *numbers in zip(step_settings, *columns, strict=True)], tokens
 
 
-def _apply_router_settings(given: Sequence[StepSettings], route: Route, candidates: int) -> list[StepSettings]:
+def _apply_router_settings(step_settings: Sequence[StepSettings], route: Route, candidates: int) -> list[StepSettings]:
     """Replaces the settings that the router overrode, and appends its `candidates` step if the strategy drew candidates."""
-    found = [(name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED_STEPS else own) for name, own in given]
+    found = [
+        (name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED_STEPS else own) for name, own in step_settings
+    ]
     found = [(name, {name: 0} if own.get("top_k") == KEEP_ALL else own) for name, own in found]
     return found + ([("candidates", {"candidates": candidates})] if int(route.strategy) == ADAPTIVE else [])
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 from dantinox.config import GenerationSection
-from dantinox.measure.explain import Explanation, Step
+from dantinox.measure.explain import Explanation, Step, Token
 from dantinox.report.console import printable
 from dantinox.report.plots import new_figure, to_png
 from dantinox.report.tables import percent, side_by_side, wrap_lines
@@ -58,15 +58,18 @@ def _names(found: Explanation) -> list[list[str]]:
 
 def _probabilities(found: Explanation) -> Iterator[list[str]]:
     """Yields a column for each step that changes the distribution: name, a cell per token, total of the other tokens."""
-    lost: set[str | None] = set()
+    earlier_steps: set[str | None] = set()
     for s, step in enumerate(found.steps):
         if step.changed:
-            cells = [
-                "×" if token.removed_by == step.name else "" if token.removed_by in lost else percent(token.probabilities[s], 2)
-                for token in found.tokens
-            ]
-            yield [_column_heading(step), *cells, *([percent(step.others, 2)] if len(cells) < found.vocab_size else [])]
-        lost.add(step.name)
+
+            def cell(token: Token, s: int = s, name: str = step.name) -> str:
+                if token.removed_by == name:
+                    return "×"
+                return "" if token.removed_by in earlier_steps else percent(token.probabilities[s], 2)
+
+            others = [percent(step.others, 2)] if len(found.tokens) < found.vocab_size else []
+            yield [_column_heading(step), *map(cell, found.tokens), *others]
+        earlier_steps.add(step.name)
 
 
 def _column_heading(step: Step) -> str:
@@ -136,17 +139,19 @@ def draw_explanation(found: Explanation) -> bytes:
 
 def draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: Sequence[float] | None = None) -> None:
     """Draws probabilities before a step as light bars, those after it as dark bars, and removed tokens as crosses."""
-    places = range(len(labels))
+    positions = range(len(labels))
     kept = before if after is None else after
-    gone = [i for i in places if before[i] > 0 and kept[i] == 0]
+    removed = [i for i in positions if before[i] > 0 and kept[i] == 0]
     colors = [BEFORE if left else REMOVED for left in kept]
-    axes.bar(places, before, width=0.86, color=colors, edgecolor=BEFORE, linewidth=0.5)
+    axes.bar(positions, before, width=0.86, color=colors, edgecolor=BEFORE, linewidth=0.5)
     if after is not None:
-        axes.bar(places, after, width=0.5, color=AFTER)
-    if gone:  # an empty unclipped curve breaks the layout
-        axes.plot(gone, [0] * len(gone), "x", color=ACCENT, markersize=3, markeredgewidth=0.9, clip_on=False, zorder=5)
+        axes.bar(positions, after, width=0.5, color=AFTER)
+    if removed:  # an empty unclipped curve breaks the layout
+        axes.plot(removed, [0] * len(removed), "x", color=ACCENT, markersize=3, markeredgewidth=0.9, clip_on=False, zorder=5)
     upright = max(map(len, labels), default=0) <= 2
-    axes.set_xticks(places, labels, rotation=0 if upright else 90, fontsize=7, fontfamily="DejaVu Sans Mono", parse_math=False)
+    axes.set_xticks(
+        positions, labels, rotation=0 if upright else 90, fontsize=7, fontfamily="DejaVu Sans Mono", parse_math=False
+    )
     axes.tick_params(axis="x", length=0)
     axes.set(xlim=(-0.7, len(labels) - 0.3), ylim=(0, None))
     axes.set_ylabel("probability", fontsize=8)

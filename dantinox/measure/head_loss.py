@@ -59,8 +59,8 @@ class LimitedKeys:
             oldest_BKT = positions_BT[:, None] - (self.kept_K - SINKS)[None, :, None]
             kept_BKTS = (keys_B1S < SINKS)[:, :, None] | (keys_B1S[:, :, None] > oldest_BKT[..., None])
         whole_B1T1 = (positions_BT < self.from_B[:, None])[:, None, :, None]
-        seen = attention(q_BTKGH, store, valid_BKTS & (whole_B1T1 | kept_BKTS), softmax)
-        return seen.out_BTKGH, self, None
+        attended = attention(q_BTKGH, store, valid_BKTS & (whole_B1T1 | kept_BKTS), softmax)
+        return attended.out_BTKGH, self, None
 
 
 def _top_mask(weights_S: jax.Array, count: jax.Array) -> jax.Array:
@@ -87,8 +87,8 @@ def limited_logprobs(
     """
     model = dequantize(model)
     layers = tuple(LimitedKeys(kept_K, from_B, best) for kept_K in kept_LK)
-    seen = KVCache(layers, uncompressed_slots(model.config, tokens_BT.shape[1]))  # type: ignore[arg-type]
-    x_BTD, _, _ = model.hidden(tokens_BT, padded_positions(tokens_BT, lengths_B), cache=seen)
+    cache = KVCache(layers, uncompressed_slots(model.config, tokens_BT.shape[1]))  # type: ignore[arg-type]
+    x_BTD, _, _ = model.hidden(tokens_BT, padded_positions(tokens_BT, lengths_B), cache=cache)
     return jax.nn.log_softmax(model.logits(x_BTD[:, start - 1 :]).astype(jnp.float32))
 
 
@@ -150,8 +150,8 @@ def _loss_rises_batch(
 
     def read(offsets_LBTKGH: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         layers = tuple(OffsetOutput(offset, from_B, sizes) for offset in offsets_LBTKGH)
-        seen = KVCache(layers, uncompressed_slots(config, T))  # type: ignore[arg-type]
-        x_BTD, after, _ = model.hidden(tokens_BT, padded_positions(tokens_BT, lengths_B), cache=seen)
+        cache = KVCache(layers, uncompressed_slots(config, T))  # type: ignore[arg-type]
+        x_BTD, after, _ = model.hidden(tokens_BT, padded_positions(tokens_BT, lengths_B), cache=cache)
         return x_BTD[:, start:], tuple(layer.changes_CBTKGH for layer in after.layers)  # type: ignore[union-attr]
 
     x_BSD, hidden_vjp, changes = jax.vjp(read, (jnp.zeros(shape, model.dtype),) * config.num_blocks, has_aux=True)

@@ -34,11 +34,11 @@ def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iter
         validation tokens that training saved in the run, if any.
     """
     directory = open_run(run_dir)
-    given = None if data_path is None else open_text_store(directory, data_path, TOKENS + 1)
+    text_store = None if data_path is None else open_text_store(directory, data_path, TOKENS + 1)
     run = load(run_dir)
     yield _model(run)
     yield _training(directory, run.config)
-    store = open_store(run.config, directory.data, run.tokenizer) if given is None else given
+    store = open_store(run.config, directory.data, run.tokenizer) if text_store is None else text_store
     if store is None:
         yield "this run has no saved training tokens: select a text with --data_path to measure int8 and bfloat16 weights\n"
     reference = FloatReference(run, store) if store is not None else None

@@ -122,9 +122,9 @@ def _group_size(rest: str, devices: int) -> int:
 
 
 def _loop_work(body_work: Work, loop: Instruction, members: Mapping[str, list[Instruction]]) -> Work:
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if known:
-        return body_work.repeat(int(known[1]))
+    trip_count = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if trip_count:
+        return body_work.repeat(int(trip_count[1]))
     limits = set(_constants(re.findall(r"\bcondition=%?([\w.\-]+)", loop.attributes)[0], members))
     if len(limits) == 1:  # assume a counter from 0 up to this limit
         return body_work.repeat(limits.pop())

@@ -193,7 +193,7 @@ def evaluate_kv(
     tasks = draw_tasks(run.tokenizer, text, of_each_kind) if encodes_words(run.tokenizer) else None
     bench = CacheBenchmark(caches, progress)
     read, near = bench.measure_text(text)
-    written = bench.continue_prompts(run, text, CONTINUED_PROMPTS)
+    continuations = bench.continue_prompts(run, text, CONTINUED_PROMPTS)
     right: list[dict[str, Any]] = [{}] * len(caches)
     if tasks is not None:
         right = [{name: mean_interval(100 * right_P) for name, right_P in one.items()} for one in bench.measure_tasks(tasks)]
@@ -203,7 +203,7 @@ def evaluate_kv(
             ratio=cache.ratio,
             **_cache_size(cache),
             **_loss_metrics(read[i], read[0], text.seeds),
-            **_agreement(written[i], written[0]),
+            **_agreement(continuations[i], continuations[0]),
             **right[i],
         )
         for i, cache in enumerate(caches)
@@ -217,7 +217,7 @@ def evaluate_kv(
         tokens=length,
         sequences=sequences,
         tasks=None if tasks is None else of_each_kind,
-        continued=0 if written[0] is None else len(written[0].ids),
+        continued=0 if continuations[0] is None else len(continuations[0].ids),
         free_tokens=min(FREE_TOKENS, length - length // 2),
         overlapping=text.overlapping,
         repeated=text.repeated,

@@ -47,17 +47,17 @@ def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: 
       UserError: the text has fewer sequences, or is too repetitive to show the effect of a cache.
     """
     stream_N = store.validation_ids[:-1][:STREAM_TOKENS].astype(np.int32)
-    apart, left = _start_positions(np.isin(stream_N, list(tokenizer.special_ids)), length)
-    if len(left) < count:
+    disjoint, starts = _start_positions(np.isin(stream_N, list(tokenizer.special_ids)), length)
+    if len(starts) < count:
         raise UserError(
-            f"the validation text has {len(left)} positions with {length} tokens within a document, but {count} sequences "
+            f"the validation text has {len(starts)} positions with {length} tokens within a document, but {count} sequences "
             "are needed: lower --tokens or --sequences, or select a longer text with --data_path"
         )
-    overlapping = len(apart) < count
-    left = left if overlapping else apart
+    overlapping = len(disjoint) < count
+    starts = starts if overlapping else disjoint
     starts_S = np.zeros(0, np.int64)
     for seed, share in enumerate(split_by_seed(count)):
-        starts_S = np.append(starts_S, np.random.default_rng(seed).choice(np.setdiff1d(left, starts_S), share, replace=False))
+        starts_S = np.append(starts_S, np.random.default_rng(seed).choice(np.setdiff1d(starts, starts_S), share, replace=False))
     places_ST = starts_S[:, None] + np.arange(length)
     read_N = np.zeros(len(stream_N), bool)
     read_N[places_ST] = True
@@ -110,13 +110,13 @@ def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Recall
     """Builds `count` tasks of each kind, hidden among lines of the sequences. All contexts have the same length."""
     T = sequences.ids.shape[1]
     context = T - len(tokenizer.encode(builtin_recall.copy_task(random.Random(0), FACTS_PER_PROMPT).question))  # the longest
-    made = [
+    tasks = [
         _make_task(tokenizer, sequences.ids, rng, kind, context)
         for kind in KINDS
         for rng, share in zip(map(random.Random, range(SEEDS)), split_by_seed(count), strict=True)
         for _ in range(share)
     ]
-    rows, answers = zip(*made, strict=True)
+    rows, answers = zip(*tasks, strict=True)
     return RecallTasks(*pad_rows(rows, T), np.array(answers), np.arange(len(rows)) < count, context)
 
 

@@ -264,8 +264,8 @@ def evaluate_sampling(
     bench = SamplingBenchmark(run, ReferenceModel(reference or run_dir), size, progress)
     measured = {"human": bench.measure(test, [(test.texts, test.ids)])}
     tuned = _tune_all(bench, names, tuning)
-    written = _test_all(bench, tuned, test)
-    for name, rounds in written.items():
+    continuations = _test_all(bench, tuned, test)
+    for name, rounds in continuations.items():
         progress(f"measuring {name}")
         measured[name] = bench.measure(test, [(one.texts, one.ids) for one in rounds])
     ruler = [measured[name] for name in TEMPERATURE_CURVE]
@@ -279,7 +279,7 @@ def evaluate_sampling(
         **vars(size),
         shares=tuned[CONTROL].shares if CONTROL in tuned else None,
         methods=[
-            _method_result(name, tuned.get(name, TunedMethod({})), measured[name], excesses[name], written.get(name, []))
+            _method_result(name, tuned.get(name, TunedMethod({})), measured[name], excesses[name], continuations.get(name, []))
             for name in excesses
         ],
         ruler=[
@@ -372,8 +372,8 @@ def _tune(bench: SamplingBenchmark, name: str, tuning: PromptWindows, shares: Ma
             if trial.values == values:
                 return trial.diversity
         bench.progress(f"tuning {name}, trial {len(trials) + 1} of {bench.size.trials}: {format_values(values)}")
-        written = bench.continue_prompts(tuning, TunedMethod(method.settings, values, shares=shares), 0)
-        trials.append(Trial(values, _mean_diversity(written.ids)))
+        continuations = bench.continue_prompts(tuning, TunedMethod(method.settings, values, shares=shares), 0)
+        trials.append(Trial(values, _mean_diversity(continuations.ids)))
         return trials[-1].diversity
 
     position, at_edge = bisection(diversity_at, _mean_diversity(tuning.ids), bench.size.trials)
@@ -397,24 +397,24 @@ def _test_all(
     Each round uses another order of methods, so that temporary slowdowns of the machine affect all methods equally.
     """
     every = {**tuned, **{name: TunedMethod({"temperature": t}) for name, t in TEMPERATURE_CURVE.items()}}
-    names, written = list(every), {name: list[Continuations]() for name in every}
+    names, rounds = list(every), {name: list[Continuations]() for name in every}
     for seed in range(1, bench.size.seeds + 1):
         for name in names[seed % len(names) :] + names[: seed % len(names)]:
-            if written[name] and every[name].settings.get("greedy"):
-                written[name].append(written[name][0])  # the seed changes nothing
+            if rounds[name] and every[name].settings.get("greedy"):
+                rounds[name].append(rounds[name][0])  # the seed changes nothing
                 continue
             bench.progress(f"round {seed} of {bench.size.seeds}: {name}")
-            written[name].append(bench.continue_prompts(test, every[name], seed))
-    return written
+            rounds[name].append(bench.continue_prompts(test, every[name], seed))
+    return rounds
 
 
 def _method_result(
-    name: str, method: TunedMethod, measured: MeasuresByPrompt, excesses: np.ndarray | None, written: Sequence[Continuations]
+    name: str, method: TunedMethod, measured: MeasuresByPrompt, excesses: np.ndarray | None, rounds: Sequence[Continuations]
 ) -> MethodResult:
     measures = {} if excesses is None else {"excess": percentile_interval(excesses)}
     measures |= {key: mean_interval(measured[key]) for key in MEASURES if key in measured}
     # Python draws the strategies of the control token by token, so its speed is not comparable.
-    speeds = [] if name == CONTROL else [rate for one in written for rate in one.rates]
+    speeds = [] if name == CONTROL else [rate for one in rounds for rate in one.rates]
     speed = Interval(float(np.median(speeds)), min(speeds), max(speeds)) if speeds else None
     return MethodResult(name, dict(method.values), method.at_edge, list(method.trials), measures, speed)
 

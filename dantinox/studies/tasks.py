@@ -88,7 +88,7 @@ class LMEvalModel:
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Returns for each (context, settings of the harness) the continuation up to its stop strings, greedy by default."""
-        asked = []
+        prepared = []
         for context, given in requests:
             settings = {
                 **NEUTRAL_SETTINGS,
@@ -98,15 +98,15 @@ class LMEvalModel:
                 **_generation_settings(given, self.context),
             }
             ids = self._bos_ids + self._encode(context) if context else self._empty_context
-            asked.append((ids[-(self.context - settings["max_new_tokens"]) :], settings))
-        order = sorted(range(len(asked)), key=lambda number: -len(asked[number][0]))
+            prepared.append((ids[-(self.context - settings["max_new_tokens"]) :], settings))
+        order = sorted(range(len(prepared)), key=lambda number: -len(prepared[number][0]))
         answers: dict[int, str] = {}
-        for places in equal_batches(len(asked), ROWS) if asked else ():
+        for places in equal_batches(len(prepared), ROWS) if prepared else ():
             numbers = [order[place] for place in places]
-            results = self.run.complete([self.run.request(*asked[number]) for number in numbers], pad=self._padded_length)
+            results = self.run.complete([self.run.request(*prepared[number]) for number in numbers], pad=self._padded_length)
             answers |= {number: result.text for number, result in zip(numbers, results, strict=True)}
-            self.progress(f"{len(answers)} of {len(asked)} texts are generated")
-        return [answers[number] for number in range(len(asked))]
+            self.progress(f"{len(answers)} of {len(prepared)} texts are generated")
+        return [answers[number] for number in range(len(prepared))]
 
     def _score_all(self, texts: Sequence[ScoringInput]) -> list[Any]:
         """Returns the scores of texts in order. Texts of similar length share a batch."""

@@ -237,20 +237,20 @@ class Checkpoints:
     def _load(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
         import orbax.checkpoint as orbax
 
-        args, wanted = orbax.args, _state_dict(abstract)
-        self._check_shapes(step, wanted)
-        arguments = args.Composite(state=args.StandardRestore(_with_sharding(wanted)), facts=args.JsonRestore())
+        args, expected = orbax.args, _state_dict(abstract)
+        self._check_shapes(step, expected)
+        arguments = args.Composite(state=args.StandardRestore(_with_sharding(expected)), facts=args.JsonRestore())
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(self.path / str(step), args=arguments)
-        return State(*(restored.state[name] for name in wanted)), dict(restored.facts)
+        return State(*(restored.state[name] for name in expected)), dict(restored.facts)
 
-    def _check_shapes(self, step: int, wanted: dict[str, Any]) -> None:
-        """Raises UserError if a step differs from `wanted` in the names or shapes of its arrays."""
+    def _check_shapes(self, step: int, expected: dict[str, Any]) -> None:
+        """Raises UserError if a step differs from `expected` in the names or shapes of its arrays."""
         import orbax.checkpoint as orbax
 
         metadata = orbax.StandardCheckpointHandler().metadata(self.path / str(step) / "state")
-        saved = {name: shape for name, shape in _shapes(metadata).items() if name.partition("/")[0] in wanted}
-        needed = _shapes(wanted)
+        saved = {name: shape for name, shape in _shapes(metadata).items() if name.partition("/")[0] in expected}
+        needed = _shapes(expected)
         for name in sorted(needed.keys() | saved.keys()):
             if saved.get(name) != needed.get(name):
                 has, needs = (f"the shape {found[name]}" if name in found else "no such array" for found in (saved, needed))

@@ -25,11 +25,11 @@ def compute_reference_logprobs(
     Returns:
       float32 `[pairs, 2]`; 0 for pairs that are too long.
     """
-    found, program = np.zeros_like(store.reference), make_reference_step(model, layout)
+    logprobs, program = np.zeros_like(store.reference), make_reference_step(model, layout)
     for numbers, pairs in store.all_pairs(rows):
         placed = layout.put_batch(partial(select_rows, pairs), rows)
-        found[numbers] = fetch_to_host(program(parameters, placed, frozen))[: len(numbers)]
-    return found
+        logprobs[numbers] = fetch_to_host(program(parameters, placed, frozen))[: len(numbers)]
+    return logprobs
 
 
 def load_or_compute_logprobs(
@@ -53,20 +53,20 @@ def load_or_compute_logprobs(
         run.check(path)
         try:
             record = json.loads(path.read_bytes())
-            found = np.array(record["log_probabilities"], np.float32)
+            logprobs = np.array(record["log_probabilities"], np.float32)
             same = record["tokens"] == store.name and weights in (None, record["weights"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not a valid file of log-probabilities: {error}") from None
-        if same and found.shape == store.reference.shape:
-            return found
+        if same and logprobs.shape == store.reference.shape:
+            return logprobs
     if weights is None:
         raise UserError(
             f"{run.data} has no log-probabilities of its tokens under the starting weights: restore {REFERENCE_FILE}"
         )
     note("computing the log-probabilities of all answers under the starting weights")
-    found = compute()
+    logprobs = compute()
     if is_rank0():
-        record = {"tokens": store.name, "weights": weights, "log_probabilities": found.tolist()}
+        record = {"tokens": store.name, "weights": weights, "log_probabilities": logprobs.tolist()}
         write_file(run.path, f"{run.data.name}/{REFERENCE_FILE}", json.dumps(record) + "\n")
     barrier()
-    return found
+    return logprobs

@@ -181,8 +181,8 @@ class Trainer:
             if self.config.training.nan_policy != "rewind":
                 self.checkpoints.wait()
                 good = self.checkpoints.newest()
-                kept = f"the last good checkpoint is step {good}" if good else "there is no checkpoint yet"
-                raise UserError(f"{bad}; {kept}")
+                hint = f"the last good checkpoint is step {good}" if good else "there is no checkpoint yet"
+                raise UserError(f"{bad}; {hint}")
             self._rewind(bad)
 
     def _batch(self, skipped: int, step: int) -> Batch:
@@ -212,9 +212,9 @@ class Trainer:
         self.log.files.event("rewind", row)
 
     def _init_state(self) -> None:
-        given = starting_weights(self.config, self.model, self.facts["tokenizer_sha256"])
+        weights = starting_weights(self.config, self.model, self.facts["tokenizer_sha256"])
         self.step, self.progress = 0, TrainingProgress()
-        self.state = self.train_step.initial_state(given)
+        self.state = self.train_step.initial_state(weights)
 
     def _restore(self) -> bool:
         """Restores the newest intact checkpoint; returns False if there is none."""
@@ -356,10 +356,10 @@ class Trainer:
     def _best_state(self) -> State:
         """Returns the state of the best evaluation, or the current state if no checkpoint has it."""
         best = self.progress.best_step
-        kept = None if best in (None, self.step) else self.checkpoints.read(best, self.train_step.shapes)
-        if kept is None and best != self.step:
+        best_state = None if best in (None, self.step) else self.checkpoints.read(best, self.train_step.shapes)
+        if best_state is None and best != self.step:
             self.console.note(f"no intact checkpoint of the best step, {best}: exporting the weights of step {self.step}")
-        return kept or self.state
+        return best_state or self.state
 
     def _zeros(self) -> jax.Array:
         return self.layout.replicate(np.zeros(2, np.float32))

@@ -83,14 +83,14 @@ def out_of_memory(error: BaseException, config: Config) -> UserError | None:
 def remedies(config: Config) -> str:
     """Returns the settings that reduce the memory of a run, with their current values."""
     t, m = config.training, config.model
-    found = [
+    suggestions = [
         f"raise training.grad_accum ({t.grad_accum})" if t.grad_accum < t.batch_size else "",
         f"lower training.batch_size ({t.batch_size})",
         f"lower model.max_context ({m.max_context})",
         "" if m.gradient_checkpointing else "set model.gradient_checkpointing",
         f"lower model.dim ({m.dim}) or model.num_blocks ({m.num_blocks})",
     ]
-    return ", ".join(remedy for remedy in found if remedy)
+    return ", ".join(remedy for remedy in suggestions if remedy)
 
 
 def keep_freed_memory() -> None:

@@ -322,8 +322,8 @@ def _orthogonalize_local(gradients: Parameters, sides: dict[str, MatrixSides], s
         grams = [matmul(matrices[name], matrices[name].mT).reshape(-1, height, height) for name in names]
         ends = np.cumsum([len(gram) for gram in grams])
         others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (*columns, *stack))
-        found = jnp.split(_sharded_inverse_roots(jnp.concatenate(grams), columns, others, sizes)[: ends[-1]], ends[:-1])
-        roots |= {n: root.reshape(*matrices[n].shape[:-1], height) for n, root in zip(names, found, strict=True)}
+        group_roots = jnp.split(_sharded_inverse_roots(jnp.concatenate(grams), columns, others, sizes)[: ends[-1]], ends[:-1])
+        roots |= {n: root.reshape(*matrices[n].shape[:-1], height) for n, root in zip(names, group_roots, strict=True)}
     result: Parameters = {}
     for name, g in gradients.items():
         side, root = sides[name], roots[name]

@@ -26,7 +26,7 @@ MUTABLE_SETTINGS = {
 }  # fmt: skip
 
 
-def resume_config(saved: Config, given: Config) -> Config:
+def resume_config(saved: Config, requested: Config) -> Config:
     """Checks the settings for a resumed run and returns them.
 
     Steps, intervals, the sample prompt, nan_policy, devices and logging may differ from the saved settings.
@@ -34,13 +34,13 @@ def resume_config(saved: Config, given: Config) -> Config:
     Raises:
       UserError: another setting differs. The message names it with both values.
     """
-    for key, (old, new) in differences(saved, given).items():
+    for key, (old, new) in differences(saved, requested).items():
         if not key.startswith(("logging.", "distributed.")) and key.removeprefix("training.") not in MUTABLE_SETTINGS:
             raise UserError(
                 f"{key} cannot change when a run is resumed: the run has {quote(old)}, got {quote(new)} "
                 "(only steps, intervals, the sample prompt, nan_policy, distributed and logging may differ)"
             )
-    return given
+    return requested
 
 
 def total_steps(config: Config, windows_per_epoch: int) -> int:
@@ -83,11 +83,11 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
         raise UserError(f"the checkpoint was trained with tokenizer {str(old)[:12]}, the run directory now has {new[:12]}")
     versions = saved.get("versions", {})
     before, here = saved.get("devices", ONE_DEVICE), now["devices"]
-    moved = (
+    devices_changed = (
         f"the run was trained on {before} and continues on {here}, which sum in another order: results will not be bit-exact"
     )
     unordered = "this GPU does not sum in a fixed order: results may not be bit-exact (set training.deterministic: true)"
-    notes = [moved] * (before != here) + [unordered] * (get_platform().name == "gpu" and not deterministic)
+    notes = [devices_changed] * (before != here) + [unordered] * (get_platform().name == "gpu" and not deterministic)
     return notes + [
         f"{name} was {versions.get(name)} when the checkpoint was written and is {version} now: results may not be bit-exact"
         for name, version in now["versions"].items()
@@ -104,14 +104,14 @@ def starting_tokenizer(config: Config) -> Tokenizer | None:
     if config.training.init_from is None:
         return None
     source = open_base(config.training.init_from)
-    given = config.tokenizer.tokenizer_type == "file" and config.tokenizer != load_run_config(source).tokenizer
-    return None if given else Tokenizer.load(source.tokenizer)
+    has_own_file = config.tokenizer.tokenizer_type == "file" and config.tokenizer != load_run_config(source).tokenizer
+    return None if has_own_file else Tokenizer.load(source.tokenizer)
 
 
 def trained_vocab_size(config: Config) -> int:
     """Returns the vocabulary size of a training run with these settings; reads the corpus only if the size depends on it."""
-    known = starting_tokenizer(config)
-    return vocabulary_size(config) if known is None else known.vocab_size
+    tokenizer = starting_tokenizer(config)
+    return vocabulary_size(config) if tokenizer is None else tokenizer.vocab_size
 
 
 def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> dict[str, np.ndarray] | None:
@@ -124,8 +124,8 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> di
     """
     if config.training.init_from is None or model.lora is not None:
         return None
-    given = _load_source_weights(config, model, fingerprint, None, lambda _, array: np.array(array, np.float32))
-    return stack_layers(given, model) if model.scan_layers else given
+    weights = _load_source_weights(config, model, fingerprint, None, lambda _, array: np.array(array, np.float32))
+    return stack_layers(weights, model) if model.scan_layers else weights
 
 
 def frozen_weights(

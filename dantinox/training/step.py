@@ -113,7 +113,7 @@ class TrainStep:
         moments = jax.eval_shape(self.optimizer.init, parameters)
         self.shapes: State = self.layout.place_shapes(State(count, parameters, moments, sums, sums))
 
-    def initial_state(self, given: Mapping[str, np.ndarray] | None = None) -> State:
+    def initial_state(self, weights: Mapping[str, np.ndarray] | None = None) -> State:
         """Returns the state before the first step, with the given weights, or else with random ones from `training.seed`."""
         model, layout = self.model, self.layout
         shardings = None if layout.mesh is None else layout.shardings(self.shapes)
@@ -121,8 +121,8 @@ class TrainStep:
         def fresh() -> Parameters:
             return trainable_parameters(init_parameters(model, self.config.training.seed), model)
 
-        if given is not None:
-            parameters = layout.put_parameters(given)
+        if weights is not None:
+            parameters = layout.put_parameters(weights)
         elif shardings is None:
             parameters = fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
         else:  # sharded from the start: no device ever holds all of them
@@ -222,11 +222,11 @@ def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: flo
       kinds: number of layers in a period of scanned layers; without scanning, the number of layers.
     """
     moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
-    moved = {}
+    updated = {}
     for name in [name for name in parameters if name.endswith("ffn/router/bias")]:
         bias, kind = parameters[name], int(name.split("/")[1])
-        moved[name] = bias + moves_LE[kind::kinds].reshape(bias.shape)
-    return parameters | moved
+        updated[name] = bias + moves_LE[kind::kinds].reshape(bias.shape)
+    return parameters | updated
 
 
 def _accumulate_gradients(

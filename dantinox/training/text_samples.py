@@ -60,11 +60,11 @@ def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Tran
 
 def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
     """Returns the prompt and its number of tokens."""
-    given = config.training.sample_prompt
+    prompt = config.training.sample_prompt
     try:
-        return given or "\n", len(tokenizer.encode(given or "\n"))
+        return prompt or "\n", len(tokenizer.encode(prompt or "\n"))
     except UserError as error:
-        if given:
+        if prompt:
             raise UserError(f"training.sample_prompt: {error}") from None
         if tokenizer.bos_id is None:
             reason = "the vocabulary has neither a line break nor a BOS token"

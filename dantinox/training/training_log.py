@@ -143,13 +143,13 @@ class TrainingLog:
         if math.isfinite(mean_loss) and (skips or all(math.isfinite(float(m.grad_norm)) for m in self.recent[-1:])):
             self.recent = self.recent[-1:]
             return
-        known = jax.device_get(self.recent)
-        bad = next((i for i, metrics in enumerate(known) if not _finite(metrics)), 0)
-        raise NonFiniteLoss(step - len(known) + 1 + bad, known[bad])
+        recent = jax.device_get(self.recent)
+        bad = next((i for i, metrics in enumerate(recent) if not _finite(metrics)), 0)
+        raise NonFiniteLoss(step - len(recent) + 1 + bad, recent[bad])
 
     def _report_skipped(self, step: int) -> None:
-        known = jax.device_get(self.recent)
-        for number, metrics in enumerate(known, step - len(known) + 1):
+        recent = jax.device_get(self.recent)
+        for number, metrics in enumerate(recent, step - len(recent) + 1):
             if number > self._checked and not _finite(metrics):
                 self.console.note(f"step {number} was skipped: loss {metrics.loss}, gradient norm {metrics.grad_norm}")
                 self.files.event("skip", {"step": number})
