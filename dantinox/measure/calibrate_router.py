@@ -27,7 +27,7 @@ CONTEXT = 32  # first tokens of a window, which are not measured
 BATCH_TOKENS = 2048
 CHUNK_LOGITS = 1 << 24  # in memory at one time: 64 MiB in float32
 MIN_POSITIONS = 500  # fewer give an imprecise 90th percentile
-MIN_SCALE = 1e-6  # the lower limit of `config.router.Scale`
+MIN_SCALE = 1e-6  # the lower limit of `config.router_settings.Scale`
 BINS = 80
 PERCENT = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 
@@ -42,7 +42,7 @@ class RouterCalibration:
       skipped: number of other positions of the text.
       window: tokens of a window.
       context: first tokens of a window, which were not measured.
-      measured: the numbers named in `config.router.MEASURED`; see `thresholds`.
+      measured: the numbers named in `config.router_settings.MEASURED`; see `thresholds`.
       quantiles: the percentiles `percent` of `entropy` (bits) and `varentropy` (bits²).
       density: a histogram over entropy and varentropy; see `density`.
       shares: preset → strategy → its share of the positions, without the attention metrics.
@@ -127,7 +127,7 @@ def calibrate_router(
 
 
 def thresholds(H: np.ndarray, V: np.ndarray) -> dict[str, float]:
-    """Returns the numbers of `config.router.MEASURED` for entropies H and varentropies V: quantiles, and twice the medians."""
+    """Returns the numbers of `config.router_settings.MEASURED` for entropies H and varentropies V: quantiles, and twice the medians."""
     numbers = {
         "low_entropy": np.quantile(H, 0.25),
         "low_varentropy": np.quantile(V, 0.25),
