@@ -53,7 +53,7 @@ function percent(p) {
   return `${(100 * p).toFixed(decimals)} %`;
 }
 
-function measured(name, x) {
+function formatMetric(name, x) {
   const unit = METRICS[name][1];
   return `${number(x)}${unit && " "}${unit}`;
 }
@@ -125,7 +125,7 @@ function strategyLabel(name) {
 
 function tokenNode(token, i) {
   const word = visible(token.text).replaceAll("↵", "line break");
-  const label = [word, token.strategy, `entropy ${measured("entropy", token.entropy)}`].filter(Boolean).join(", ");
+  const label = [word, token.strategy, `entropy ${formatMetric("entropy", token.entropy)}`].filter(Boolean).join(", ");
   const node = element("span", {class: "token", role: "option", "aria-label": label});
   mark(node, false);
   if (token.text === "") node.append(element("i", {}, "◌"));
@@ -164,7 +164,7 @@ function drawLegend() {
 
 function ramp(name) {
   const {low, high} = scales[name];
-  const labels = [low ? `≤ ${number(low)}` : "0", number((low + high) / 2), `≥ ${measured(name, high)}`].map((text) => element("span", {}, text));
+  const labels = [low ? `≤ ${number(low)}` : "0", number((low + high) / 2), `≥ ${formatMetric(name, high)}`].map((text) => element("span", {}, text));
   return [element("span", {class: "ramp"}), element("span", {class: "ticks"}, ...labels)];
 }
 

@@ -8,7 +8,7 @@ const FONT = "10px system-ui, sans-serif";
 const colors = new Map();
 
 /** Returns a color variable of the style sheet in the current theme, in a form that a canvas accepts. */
-function paint(name) {
+function colorOf(name) {
   if (!colors.has(name)) {
     const {style} = byId("theme");
     style.setProperty("outline-color", `var(--${name})`);
@@ -18,13 +18,13 @@ function paint(name) {
   return colors.get(name);
 }
 
-function surface(canvas) {
+function prepareCanvas(canvas) {
   const scale = window.devicePixelRatio || 1;
   const {clientWidth: width, clientHeight: height} = canvas;
   Object.assign(canvas, {width: Math.round(width * scale), height: Math.round(height * scale)});
-  const pen = canvas.getContext("2d");
-  pen.scale(scale, scale);
-  return {pen, width, height};
+  const context = canvas.getContext("2d");
+  context.scale(scale, scale);
+  return {context, width, height};
 }
 
 function drawPlots() {
@@ -65,12 +65,12 @@ function barsOf(tokens, width) {
 
 /** Draws for each bar the mean of its tokens and, in a lighter color, their maximum; for strategies, their shares. */
 function drawStrip(canvas, name) {
-  const {pen, width, height} = surface(canvas);
+  const {context, width, height} = prepareCanvas(canvas);
   const bars = barsOf(state.sample.tokens, width);
   const wide = width / bars.length;
   const draw = (bar, color, share) => {
-    pen.fillStyle = paint(color);
-    pen.fillRect(bar * wide, height * (1 - share), wide >= 5 ? wide - 1 : wide + 0.25, height * share);
+    context.fillStyle = colorOf(color);
+    context.fillRect(bar * wide, height * (1 - share), wide >= 5 ? wide - 1 : wide + 0.25, height * share);
   };
   const drawShares = (names, bar) => names.sort().forEach((of, n) => draw(bar, of, 1 - n / names.length));
   if (name === "strategy") return bars.map((tokens) => valuesOf(tokens, name)).forEach(drawShares);
@@ -113,16 +113,16 @@ function mapAxes() {
 }
 
 function drawMap() {
-  const {pen, width, height} = surface(byId("map"));
+  const {context, width, height} = prepareCanvas(byId("map"));
   const axes = mapAxes();
   const regions = isRouted() ? regionsOf(axes) : [];
   for (const {name, left, top, wide, tall} of regions) {
-    pen.fillStyle = paint(`${name}-tint`);
-    pen.fillRect(left, top, wide, tall);
+    context.fillStyle = colorOf(`${name}-tint`);
+    context.fillRect(left, top, wide, tall);
   }
-  drawAxes(pen, axes, width, height);
-  drawPoints(pen, axes);
-  STRATEGIES.forEach((name) => nameRegion(pen, name, regions.filter((region) => region.name === name)));
+  drawAxes(context, axes, width, height);
+  drawPoints(context, axes);
+  STRATEGIES.forEach((name) => nameRegion(context, name, regions.filter((region) => region.name === name)));
 }
 
 function regionsOf({x, y}) {
@@ -135,16 +135,16 @@ function regionsOf({x, y}) {
   );
 }
 
-function nameRegion(pen, name, regions) {
+function nameRegion(context, name, regions) {
   if (!regions.length) return;
   const {left, top, wide, tall} = regions.reduce((best, one) => (one.wide * one.tall > best.wide * best.tall ? one : best));
-  Object.assign(pen, {font: `600 ${FONT}`, textAlign: "left", lineWidth: 3, lineJoin: "round", strokeStyle: paint("panel")});
+  Object.assign(context, {font: `600 ${FONT}`, textAlign: "left", lineWidth: 3, lineJoin: "round", strokeStyle: colorOf("panel")});
   const long = `${GLYPH[name]} ${name}`;
-  const label = pen.measureText(long).width + 8 < wide ? long : GLYPH[name];
+  const label = context.measureText(long).width + 8 < wide ? long : GLYPH[name];
   const y = top + Math.min(15, tall / 2 + 4);
-  pen.strokeText(label, left + 5, y);
-  pen.fillStyle = paint(`${name}-ink`);
-  pen.fillText(label, left + 5, y);
+  context.strokeText(label, left + 5, y);
+  context.fillStyle = colorOf(`${name}-ink`);
+  context.fillText(label, left + 5, y);
 }
 
 /** Returns ticks at least `spacing` pixels apart; thresholds have priority over round numbers. */
@@ -156,38 +156,38 @@ function ticksOf({bounds, end, at}, spacing) {
   return ticks;
 }
 
-function drawAxes(pen, {x, y}, width, height) {
+function drawAxes(context, {x, y}, width, height) {
   const {left, top} = EDGE;
   const [right, bottom] = [width - EDGE.right, height - EDGE.bottom];
-  const [line, muted, ink] = ["line", "muted", "ink"].map(paint);
-  const rule = (color, ...box) => Object.assign(pen, {fillStyle: color}).fillRect(...box);
+  const [line, muted, ink] = ["line", "muted", "ink"].map(colorOf);
+  const rule = (color, ...box) => Object.assign(context, {fillStyle: color}).fillRect(...box);
   const write = (text, px, py, isBold) =>
-    Object.assign(pen, {fillStyle: isBold ? ink : muted, font: isBold ? `600 ${FONT}` : FONT}).fillText(text, px, py);
+    Object.assign(context, {fillStyle: isBold ? ink : muted, font: isBold ? `600 ${FONT}` : FONT}).fillText(text, px, py);
   x.bounds.forEach((bound) => rule(muted, x.at(bound), top, 0.75, bottom - top));
   y.bounds.forEach((bound) => rule(muted, left, y.at(bound), right - left, 0.75));
   rule(line, left, bottom, right - left, 1);
   rule(line, left, top, 1, bottom - top);
-  pen.textAlign = "right";
+  context.textAlign = "right";
   ticksOf(y, 13).forEach((value) => write(number(value), left - 5, y.at(value) + 3, y.bounds.includes(value)));
-  pen.textAlign = "center";
+  context.textAlign = "center";
   ticksOf(x, 24).forEach((value) => write(number(value), x.at(value), bottom + 13, x.bounds.includes(value)));
   write("Entropy H (bits, square-root scale)", (left + right) / 2, height - 6);
-  pen.save();
-  pen.translate(10, (top + bottom) / 2);
-  pen.rotate(-Math.PI / 2);
+  context.save();
+  context.translate(10, (top + bottom) / 2);
+  context.rotate(-Math.PI / 2);
   write("Varentropy V (bits²)", 0, 0);
-  pen.restore();
+  context.restore();
 }
 
-function drawPoints(pen, {x, y}) {
-  pen.save();
-  Object.assign(pen, {font: FONT, textAlign: "center", textBaseline: "middle", globalAlpha: 0.65});
+function drawPoints(context, {x, y}) {
+  context.save();
+  Object.assign(context, {font: FONT, textAlign: "center", textBaseline: "middle", globalAlpha: 0.65});
   for (const strategy of [undefined, ...STRATEGIES]) {
-    pen.fillStyle = paint(strategy ?? "data");
-    const mine = state.sample.tokens.filter((token) => token.strategy === strategy);
-    mine.forEach((token) => pen.fillText(GLYPH[strategy] ?? "•", x.at(token.entropy), y.at(token.varentropy)));
+    context.fillStyle = colorOf(strategy ?? "data");
+    const points = state.sample.tokens.filter((token) => token.strategy === strategy);
+    points.forEach((token) => context.fillText(GLYPH[strategy] ?? "•", x.at(token.entropy), y.at(token.varentropy)));
   }
-  pen.restore();
+  context.restore();
 }
 
 function nearestPoint({offsetX, offsetY}) {
@@ -205,7 +205,7 @@ function drawMarks() {
   if (!tokens.length) return;
   const i = state.pointed ?? state.at;
   byId("strips").querySelectorAll(".value").forEach((node) => {
-    node.textContent = measured(node.dataset.of, tokens[i][node.dataset.of]);
+    node.textContent = formatMetric(node.dataset.of, tokens[i][node.dataset.of]);
   });
   byId("reading").replaceChildren(`Token ${whole(i + 1)} `, element("b", {}, visible(tokens[i].text)));
   byId("strips").setAttribute("aria-valuenow", state.at + 1);

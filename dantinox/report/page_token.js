@@ -111,7 +111,7 @@ function conditionCells(token, [metric, relation, threshold]) {
   return [
     element("td", {class: "left"}, element("span", {class: kind, role: "img", "aria-label": word}, tick), comparison),
     element("td", {"aria-hidden": "true"}, gauge(metric, relation, bound, token[metric])),
-    element("td", {}, `${margin > 0 ? "+" : ""}${measured(metric, margin)}`),
+    element("td", {}, `${margin > 0 ? "+" : ""}${formatMetric(metric, margin)}`),
   ];
 }
 
@@ -143,6 +143,6 @@ function metrics(token) {
   const most = {entropy: token.entropy / Math.log2(state.sample.vocab_size), attn_entropy: token.attn_entropy_norm};
   const names = Object.keys(METRICS).filter((name) => name !== "temperature" && known(token[name]));
   const share = (name) => (known(most[name]) ? percent(most[name]) : "");
-  const rows = names.map((name) => rowOf(METRICS[name][0], measured(name, token[name]), share(name)));
+  const rows = names.map((name) => rowOf(METRICS[name][0], formatMetric(name, token[name]), share(name)));
   return tableOf("numbers", "Metrics", ["", "Value", "Of max"], rows);
 }
