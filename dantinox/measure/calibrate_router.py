@@ -42,7 +42,7 @@ class RouterCalibration:
       skipped: number of other positions of the text.
       window: tokens of a window.
       context: first tokens of a window, which were not measured.
-      measured: the numbers named in `config.router_settings.MEASURED`; see `thresholds`.
+      measured: the numbers named in `MEASURED`; see `thresholds`.
       quantiles: the percentiles `percent` of `entropy` (bits) and `varentropy` (bits²).
       density: a histogram over entropy and varentropy; see `density`.
       shares: preset → strategy → its share of the positions, without the attention metrics.
@@ -127,7 +127,7 @@ def calibrate_router(
 
 
 def thresholds(H: np.ndarray, V: np.ndarray) -> dict[str, float]:
-    """Returns the numbers of `config.router_settings.MEASURED` for entropies H and varentropies V: quantiles, and twice the medians."""
+    """Returns the numbers named in `MEASURED` for entropies H and varentropies V: quantiles, and twice the medians."""
     numbers = {
         "low_entropy": np.quantile(H, 0.25),
         "low_varentropy": np.quantile(V, 0.25),
