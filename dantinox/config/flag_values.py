@@ -20,10 +20,10 @@ def overrides(namespace: argparse.Namespace) -> dict[str, object]:
     """
     settings: dict[str, object] = {}
     for dest, value in vars(namespace).items():
-        kind, colon, name = dest.partition(":")
-        if value is None or not colon or kind not in ("config", "ambiguous"):
+        prefix, colon, name = dest.partition(":")
+        if value is None or not colon or prefix not in ("config", "ambiguous"):
             continue
-        if kind == "ambiguous":
+        if prefix == "ambiguous":
             paths = [key for key in FIELDS if flat_name(key) == name]
             raise UserError(f"--{name} is a key of two sections: write {' or '.join('--' + path for path in paths)}")
         settings[name] = _value(ALIASES.get(name, name), value)
@@ -69,8 +69,8 @@ def _value(key: str, value: str | list[str]) -> Any:
             return texts
         value = texts[0]
     optional = type(None) in get_args(FIELDS[key].annotation)
-    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    if str in kinds or (float not in kinds and any(isinstance(word, str) for word in words)):
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if str in kinds or (float not in kinds and any(isinstance(choice, str) for choice in choices)):
         return None if optional and value == "null" else value
     return parse_value(value)
 

@@ -241,17 +241,17 @@ def _subcommands(parser: LayeredParser) -> dict[str, str]:
 
 
 def _usage(parser: LayeredParser) -> str:
-    words = ["usage:", parser.prog]
+    parts = ["usage:", parser.prog]
     for action in parser.own:
         if _is_commands(action):
-            words.append(str(action.metavar or "command").upper())
+            parts.append(str(action.metavar or "command").upper())
         elif not action.option_strings:
             repeats = action.nargs in ("+", "*")
             name = f"{action.metavar or action.dest.upper()}{' …' if repeats else ''}"
-            words.append(f"[{name}]" if action.nargs in ("?", "*") else name)
+            parts.append(f"[{name}]" if action.nargs in ("?", "*") else name)
         elif action.required:
-            words.append(_names(action))
-    return " ".join([*words, "[flags]"])
+            parts.append(_names(action))
+    return " ".join([*parts, "[flags]"])
 
 
 def _is_commands(action: argparse.Action) -> bool:

@@ -13,8 +13,8 @@ from dantinox.files import quote
 class Condition:
     """A test of a setting's value, with its text for messages, such as `is set`."""
 
-    def __init__(self, words: str, predicate: Callable[[Any], bool]):
-        self.words, self.predicate = words, predicate
+    def __init__(self, text: str, predicate: Callable[[Any], bool]):
+        self.text, self.predicate = text, predicate
 
     def __call__(self, value: Any) -> bool:
         return self.predicate(value)
@@ -56,10 +56,10 @@ class Needs:
     def __str__(self) -> str:
         """Returns text such as `training.optimizer is adamw or muon`, or `a or b is set` for a shared condition."""
         keys: dict[str, list[str]] = {}
-        words: dict[str, list[str]] = {}
+        alternatives_of: dict[str, list[str]] = {}
         for key, condition in self.others:
-            words.setdefault(key, []).append(condition.words)
-        for key, alternatives in words.items():
+            alternatives_of.setdefault(key, []).append(condition.text)
+        for key, alternatives in alternatives_of.items():
             joined = alternatives[0] + "".join(f" or {text.removeprefix('is ')}" for text in alternatives[1:])
             keys.setdefault(joined, []).append(key)
         return " or ".join(f"{' or '.join(names)} {joined}" for joined, names in keys.items())

@@ -98,14 +98,14 @@ def _sections(schema: dict[str, Any]) -> dict[str, Any]:
 def _record(section: str, name: str, content: dict[str, Any], aliases: tuple[str, ...]) -> SettingRecord:
     options = [option for option in content.get("anyOf", [content]) if option.get("type") != "null"]
     number = len(options) == 1 and options[0].get("type") in ("integer", "number") and "enum" not in options[0]
-    words = type_in_words(content)
+    type_text = type_in_words(content)
     only_boolean = [option.get("type") for option in content.get("anyOf", [content])] == ["boolean"]
     is_list = any(option.get("type") in ("array", "object") for option in options)
     return SettingRecord(
         section,
         GROUP_OF.get(f"{section}.{name}", ""),
         name,
-        re.sub(r"\b(?:an?|one of) ", "", words),
+        re.sub(r"\b(?:an?|one of) ", "", type_text),
         type_in_words(options[0]).partition(" ")[2].removeprefix("integer").removeprefix("number").strip() if number else "",
         tuple(str(value) for option in options for value in option.get("enum", ())),
         content.get("default"),
@@ -132,17 +132,17 @@ def type_in_words(schema: dict[str, Any]) -> str:
         return " and ".join(map(type_in_words, pair)) if pair else f"a list (each {type_in_words(schema['items'])})"
     if kind == "object":
         return f"a mapping (each {type_in_words(schema['additionalProperties'])})"
-    words = TYPE_NAMES[kind or ""]
+    type_name = TYPE_NAMES[kind or ""]
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     if high is not None and high >= 2**31 - 1:
-        return f"{words} in [{low}, 2^{(high + 1).bit_length() - 1})"
+        return f"{type_name} in [{low}, 2^{(high + 1).bit_length() - 1})"
     if (low is not None or above is not None) and (high is not None or below is not None):
         left = f"[{low:g}" if low is not None else f"({above:g}"
         right = f"{high:g}]" if high is not None else f"{below:g})"
-        return f"{words} in {left}, {right}"
+        return f"{type_name} in {left}, {right}"
     if low is not None:
-        return f"{words} ≥ {low:g}"
+        return f"{type_name} ≥ {low:g}"
     if above is not None:
-        return f"{words} > {above:g}"
-    return words
+        return f"{type_name} > {above:g}"
+    return type_name

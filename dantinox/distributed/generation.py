@@ -37,8 +37,8 @@ class TensorParallelism(Parallelism):
     def shard_features(self, x: jax.Array) -> jax.Array:
         """Keeps features sharded. Otherwise XLA gathers quantized gate and up weights, which share one array, for `down`."""
         assert self.mesh is not None
-        at = PartitionSpec(None, *[None] * (x.ndim - 2), "tensor")
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, at))
+        spec = PartitionSpec(None, *[None] * (x.ndim - 2), "tensor")
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def shard_map_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         replicated, by_head = PartitionSpec(None), PartitionSpec(None, None, "tensor")
@@ -174,7 +174,7 @@ def shard_program_arguments(mesh: Mesh, tree: Any) -> Any:
         if isinstance(getattr(leaf, "sharding", None), NamedSharding):
             return leaf
         split = by_heads and len(leaf.shape) == 4 and leaf.shape[1] % mesh.size == 0  # [B, K, S, H]
-        at = NamedSharding(mesh, PartitionSpec(None, "tensor") if split else PartitionSpec())
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+        sharding = NamedSharding(mesh, PartitionSpec(None, "tensor") if split else PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(place, tree)

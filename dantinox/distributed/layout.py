@@ -29,7 +29,9 @@ ONE_DEVICE = "one device"
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
     """Returns a tree of shapes with the shardings of a second tree of the same structure."""
-    return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -91,12 +93,12 @@ class Layout:
     @cached_property
     def splits(self) -> dict[str, Split]:
         """The `Split` of each parameter of the model by path."""
-        found = {}
+        splits = {}
         for name, leaf in self.shapes.items():
             inner, layers = name_in_layer(name)
             split = split_parameter(inner, leaf.shape[layers:], self.sizes)
-            found[name] = Split(((),) * layers + split.compute, ((),) * layers + split.storage)
-        return found
+            splits[name] = Split(((),) * layers + split.compute, ((),) * layers + split.storage)
+        return splits
 
     @cached_property
     def splits_in_layer(self) -> dict[str, Split]:
@@ -105,14 +107,14 @@ class Layout:
         Raises:
           UserError: the split differs between layers.
         """
-        found: dict[str, Split] = {}
+        splits: dict[str, Split] = {}
         for name, split in self.splits.items():
             inner, layers = name_in_layer(name)
             in_layer = Split(split.compute[layers:], split.storage[layers:])
-            if found.setdefault(inner, in_layer) != in_layer:
+            if splits.setdefault(inner, in_layer) != in_layer:
                 sizes = ", ".join(f"distributed.{axis} {size}" for axis, size in self.sizes.items() if size > 1)
                 raise UserError(f"{inner} would be sharded differently in layers with different heads: lower {sizes}")
-        return found
+        return splits
 
     @property
     def parallelism(self) -> Parallelism:
@@ -386,10 +388,10 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
     """
     d, t = config.distributed, config.training
     sizes: dict[str, int] = {axis: getattr(d, axis) for axis in AXES}
-    given = math.prod(size for size in sizes.values() if size != -1)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
     for axis, size in sizes.items():
         if size == -1:
-            sizes[axis] = max(1, devices // given)
+            sizes[axis] = max(1, devices // fixed)
     mesh = format_mesh(sizes)
     if math.prod(sizes.values()) != devices:
         raise UserError(f"distributed: {mesh} is a mesh of {math.prod(sizes.values())} devices, but there are {devices}")

@@ -85,12 +85,12 @@ def _check_logits(logits_BV: Any) -> np.ndarray:
     """Returns the logits as float32; values outside its range become infinite."""
     try:
         array = np.asarray(logits_BV)
-        what = f"shape {array.shape} of {array.dtype}"
+        shape = f"shape {array.shape} of {array.dtype}"
     except ValueError:
-        array, what = np.empty(0), "rows of different length"
+        array, shape = np.empty(0), "rows of different length"
     real = jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)
     if array.ndim != 2 or array.shape[1] == 0 or not real:
-        raise UserError(f"logits must be numbers [B, V] with V at least 1, got {what}")
+        raise UserError(f"logits must be numbers [B, V] with V at least 1, got {shape}")
     with np.errstate(over="ignore"):
         return array.astype(np.float32)
 
@@ -170,13 +170,13 @@ def _parameter_type(kind: Any, V: int) -> Any:
         return list[_parameter_type(Tokens, V)]  # type: ignore[misc]
     if kind == Biases:
         return list[Annotated[float, Field(le=LARGEST)] | None]
-    found = number_bounds(kind)
-    if found is None:
+    bounds = number_bounds(kind)
+    if bounds is None:
         return kind
-    low, high, integer = found
+    low, high, integer = bounds
     if integer:
-        least = [Field(ge=low)] if low > -np.inf else []
-        return Annotated[int, *least, AfterValidator(lambda value: min(max(value, -(2**31)), 2**31 - 1))]
+        lower_bound = [Field(ge=low)] if low > -np.inf else []
+        return Annotated[int, *lower_bound, AfterValidator(lambda value: min(max(value, -(2**31)), 2**31 - 1))]
     return Annotated[float, Field(ge=max(low, -LARGEST), le=min(high, LARGEST))]
 
 

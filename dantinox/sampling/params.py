@@ -232,12 +232,12 @@ def _check_row(row: Row | Config, vocab_size: int | None) -> Config:
     if isinstance(row, Config):
         config = row
     else:
-        given = {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
-        router = {name: given.pop(name) for name in [*given] if name in RouterSection.model_fields}
-        changed = {f"generation.{name}": value for name, value in given.items()}
+        settings = {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
+        router = {name: settings.pop(name) for name in [*settings] if name in RouterSection.model_fields}
+        changed = {f"generation.{name}": value for name, value in settings.items()}
         changed |= {f"router.{name}": value for name, value in router.items()}
         config = build_config({}, changed, origin="")
-        unused = [name for name in given if name not in SETTING_NAMES]
+        unused = [name for name in settings if name not in SETTING_NAMES]
         if unused:
             raise _error(f"generation.{unused[0]}", f"is not a sampling parameter; these are: {', '.join(SETTING_NAMES)}")
     if config.generation.seed is None and not _is_greedy(config.generation):
@@ -316,8 +316,8 @@ def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
 
 def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ...], float]]:
     """Returns sequences of ids with the bias of their last token, -inf if it is banned."""
-    found = getattr(section, key)
-    pairs = found if SETTINGS[key].kind == SequenceBiases else [(words, -np.inf) for words in found]
+    entries = getattr(section, key)
+    pairs = entries if SETTINGS[key].kind == SequenceBiases else [(words, -np.inf) for words in entries]
     if any(isinstance(words, str) for words, _ in pairs):
         raise _error(f"generation.{key}", "must hold lists of token ids if there is no tokenizer")
     return list(pairs)

@@ -167,8 +167,8 @@ def min_p(logits_V: Array, p: Number) -> Array:
 def top_a(logits_V: Array, a: Number, rest: Rest = EMPTY_REST) -> Array:
     """Keeps tokens with P ≥ a·max(P)² (KoboldAI). Off: a = 0."""
     P_V = _softmax(logits_V, rest)
-    least = a * jnp.max(P_V) ** 2
-    return jnp.where(jnp.asarray(a) <= 0, logits_V, keep_only(logits_V, least <= P_V))
+    minimum = a * jnp.max(P_V) ** 2
+    return jnp.where(jnp.asarray(a) <= 0, logits_V, keep_only(logits_V, minimum <= P_V))
 
 
 def tail_free(logits_V: Array, z: Number, size: Number | None = None) -> Array:
@@ -217,8 +217,8 @@ def epsilon_cutoff(logits_V: Array, eps: Number, rest: Rest = EMPTY_REST) -> Arr
 
 def eta_cutoff(logits_V: Array, eps: Number, rest: Rest = EMPTY_REST) -> Array:
     """Keeps tokens with P ≥ min(ε, √ε·exp(−H)), where H is the entropy (Hewitt et al. 2022, equation 4). Off: ε = 0."""
-    least = jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(logits_V, rest)))
-    return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= least))
+    minimum = jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(logits_V, rest)))
+    return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= minimum))
 
 
 def top_n_sigma(logits_V: Array, n: Number, rest: Rest = EMPTY_REST) -> Array:

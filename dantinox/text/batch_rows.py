@@ -93,14 +93,14 @@ class PackedRows:
         self._first_R = np.searchsorted(row_P[order_P], np.arange(self.count + 1))  # the index of the first chunk of each row
 
     def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
-        places_NT = np.full((len(chosen_N), self._length + 1), NO_TOKEN, np.int64)
-        for places_T, chosen in zip(places_NT, chosen_N, strict=True):
+        indices_NT = np.full((len(chosen_N), self._length + 1), NO_TOKEN, np.int64)
+        for indices_T, chosen in zip(indices_NT, chosen_N, strict=True):
             end = 0
             for chunk in range(self._first_R[chosen], self._first_R[chosen + 1]):
                 start, size = self._starts_P[chunk], self._sizes_P[chunk]
-                places_T[end : end + size] = np.arange(start, start + size)
+                indices_T[end : end + size] = np.arange(start, start + size)
                 end += size
-        return places_NT
+        return indices_NT
 
 
 class PairRows:
@@ -111,8 +111,8 @@ class PairRows:
         self._offsets_T1, self.count = np.arange(length + 1), len(starts_P) // 2
 
     def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
-        places_N2T = self._starts_N2[chosen_N] + self._offsets_T1
-        return np.where(self._offsets_T1 < self._sizes_N2[chosen_N], places_N2T, NO_TOKEN)
+        indices_N2T = self._starts_N2[chosen_N] + self._offsets_T1
+        return np.where(self._offsets_T1 < self._sizes_N2[chosen_N], indices_N2T, NO_TOKEN)
 
 
 def document_ends(ids: np.ndarray, eos_id: int) -> np.ndarray:
@@ -167,7 +167,7 @@ class ShuffledRows:
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
-        """Returns the token indices [N, T + 1] of rows, numbered from the first row of the training."""
+        """Returns the token indices [N, T + 1] of rows, numbered from the first row of the training run."""
         epochs_N, offsets_N = np.divmod(numbers_N, self.rows.count)
         parts = []
         for epoch in np.unique(epochs_N).tolist():  # numbers ascend
@@ -202,7 +202,7 @@ class MixtureRows:
         self._pattern = np.repeat(np.arange(len(sources)), shares)
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
-        """Returns the token indices [N, T + 1] of rows, numbered from the first row of the training."""
+        """Returns the token indices [N, T + 1] of rows, numbered from the first row of the training run."""
         cycles_N, offsets_N = np.divmod(numbers_N, MIXTURE_CYCLE)
         source_N, within_N = np.empty_like(numbers_N), np.empty_like(numbers_N)
         for cycle in np.unique(cycles_N).tolist():

@@ -121,11 +121,11 @@ class ChatTemplate:
         roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
         turns = [i for i, role in enumerate(roles) if i >= since and role == "assistant"]
         prefixes = [(messages[:i], True) for i in turns] + [(messages[: i + 1], False) for i in turns]
-        whole, *parts = self._render([(messages, False), *prefixes])
-        ids_N, ends_N = self._tokenizer.encode_specials(whole)
+        full_text, *prefix_texts = self._render([(messages, False), *prefixes])
+        ids_N, ends_N = self._tokenizer.encode_specials(full_text)
         mask_N = np.zeros(len(ids_N), bool)
-        for before, after in zip(parts[: len(turns)], parts[len(turns) :], strict=True):
-            if not (after.startswith(before) and whole.startswith(after)):
+        for before, after in zip(prefix_texts[: len(turns)], prefix_texts[len(turns) :], strict=True):
+            if not (after.startswith(before) and full_text.startswith(after)):
                 raise UserError(
                     f"{self.name} does not support training on single turns: a turn of the assistant does not continue its "
                     "generation prompt, or changes if other turns follow"

@@ -99,8 +99,8 @@ class ConversationStore(TokenStore):
           tokens: stop after the batch that reaches this number of targets in the loss. None: all.
         """
         targets = 0
-        for places in _in_order(self._validation_rows, batch_size):
-            batch = self._gather_batch(places)
+        for indices in _in_order(self._validation_rows, batch_size):
+            batch = self._gather_batch(indices)
             yield batch
             targets += int(batch[3].sum())
             if tokens is not None and targets >= tokens:
@@ -112,9 +112,9 @@ class ConversationStore(TokenStore):
         The last batch of each part is padded; its indices cover only the real pairs.
         """
         for rows in self._all_rows:
-            for places in _in_order(rows, batch_size):
-                is_pair = places[:, 0, 0] != NO_TOKEN
-                yield np.searchsorted(self._pair_starts, places[is_pair, 0, 0]), self._gather_batch(places)
+            for indices in _in_order(rows, batch_size):
+                is_pair = indices[:, 0, 0] != NO_TOKEN
+                yield np.searchsorted(self._pair_starts, indices[is_pair, 0, 0]), self._gather_batch(indices)
 
     def _make_rows(self, start: int, end: int) -> Rows:
         """Builds the rows of the conversations in a range of tokens. Conversations that are too long are skipped."""
@@ -123,10 +123,10 @@ class ConversationStore(TokenStore):
         short = sizes <= self.sequence_length + 1
         if self.pairs:
             short = np.repeat(short.reshape(-1, 2).all(1), 2)
-        what = "pairs of conversations" if self.pairs else "conversations"
+        noun = "pairs of conversations" if self.pairs else "conversations"
         if not short.any():
             raise UserError(
-                f"all {what} are longer than model.max_context {self.sequence_length}: raise it, or use shorter ones"
+                f"all {noun} are longer than model.max_context {self.sequence_length}: raise it, or use shorter ones"
             )
         self.left_out += int(np.count_nonzero(~short)) // (2 if self.pairs else 1)
         starts, sizes = starts[short], sizes[short]
@@ -136,23 +136,23 @@ class ConversationStore(TokenStore):
             else PackedRows(starts, sizes, sizes, self.sequence_length)
         )
 
-    def _gather_batch(self, places: np.ndarray) -> Any:
+    def _gather_batch(self, indices: np.ndarray) -> Any:
         """Returns the `Batch` or the `Preferences` for rows of token indices."""
-        filled = places != NO_TOKEN
-        at = np.where(filled, places, 0)
-        ids = np.where(filled, self._ids[at], self._pad).astype(np.int32)
-        marks = np.where(filled, self._marks[at], 0)
+        filled = indices != NO_TOKEN
+        safe_indices = np.where(filled, indices, 0)
+        ids = np.where(filled, self._ids[safe_indices], self._pad).astype(np.int32)
+        marks = np.where(filled, self._marks[safe_indices], 0)
         segments = np.maximum(np.cumsum(marks[..., :-1] & FIRST_TOKEN > 0, axis=-1, dtype=np.int32) - 1, 0)
         mask = (marks[..., 1:] == IN_LOSS).astype(np.float32)
         parts = np.ascontiguousarray(ids[..., :-1]), np.ascontiguousarray(ids[..., 1:]), segments, mask
         if not self.pairs:
             return Batch(*parts)
-        return Preferences(*parts, self.reference[np.searchsorted(self._pair_starts, places[:, 0, 0])])
+        return Preferences(*parts, self.reference[np.searchsorted(self._pair_starts, indices[:, 0, 0])])
 
 
 def _in_order(rows: Rows, batch_size: int) -> Iterator[np.ndarray]:
     """Yields the token indices of all rows, `batch_size` rows at a time, the last batch padded with `NO_TOKEN`."""
     for start in range(0, rows.count, batch_size):
-        places = rows.read(np.arange(start, min(start + batch_size, rows.count)), 0)
-        empty = np.full((batch_size - len(places), *places.shape[1:]), NO_TOKEN)
-        yield np.concatenate([places, empty])
+        indices = rows.read(np.arange(start, min(start + batch_size, rows.count)), 0)
+        empty = np.full((batch_size - len(indices), *indices.shape[1:]), NO_TOKEN)
+        yield np.concatenate([indices, empty])

@@ -46,10 +46,10 @@ class SafeNamespace(jinja2.utils.Namespace):
     """`namespace(…)` that rejects names that begin with an underscore."""
 
     def __init__(self, *args: Any, **names: Any) -> None:
-        found = dict(*args, **names)
-        for name in found:
+        values = dict(*args, **names)
+        for name in values:
             check_public_name(name)
-        jinja2.utils.Namespace.__init__(self, found)
+        jinja2.utils.Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         check_public_name(name)
@@ -74,15 +74,15 @@ def make_environment() -> ImmutableSandboxedEnvironment:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     extensions = [Generation, "jinja2.ext.loopcontrols"]
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    made.filters["tojson"] = tojson
-    made.globals |= {
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": SafeNamespace,
         "dict": lambda *args, **names: dict(*args, **names),
     }
-    return made
+    return environment
 
 
 def render(template: jinja2.Template, values: dict[str, Any]) -> str:

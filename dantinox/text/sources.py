@@ -48,10 +48,10 @@ def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
     Raises:
       UserError: a path does not exist, cannot be read, or contains no text file.
     """
-    found = [source for path in ([paths] if isinstance(paths, str) else paths) for source in _resolve(path)]
-    if not found:
+    sources = [source for path in ([paths] if isinstance(paths, str) else paths) for source in _resolve(path)]
+    if not sources:
         raise UserError("data.path is an empty list: name at least one text file")
-    return tuple(found)
+    return tuple(sources)
 
 
 def _resolve(name: str) -> list[Source]:
@@ -61,23 +61,23 @@ def _resolve(name: str) -> list[Source]:
     if name.startswith("builtin:"):
         raise UserError(f"unknown corpus {name}, did you mean {BUILTIN_PYTHON}, {RECALL} or {INSTRUCTIONS}?")
     path = Path(os.path.expanduser(name))
-    kind = _file_mode(path)
-    if kind is None and glob.has_magic(name):
+    mode = _file_mode(path)
+    if mode is None and glob.has_magic(name):
         return _find_matches(str(path), name)
-    if kind is None or not name:  # an empty name would mean the current folder
+    if mode is None or not name:  # an empty name would mean the current folder
         raise UserError(f"no corpus at {name!r}: name a text file, a folder, a glob, {BUILTIN_PYTHON} or {RECALL}")
-    return _list_folder(path) if stat.S_ISDIR(kind) else [_make_source(path, kind, named=True)]
+    return _list_folder(path) if stat.S_ISDIR(mode) else [_make_source(path, mode, named=True)]
 
 
 def _find_matches(pattern: str, name: str) -> list[Source]:
-    found: list[Source] = []
+    sources: list[Source] = []
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):
-        kind = _file_mode(path)
-        if kind is None or not stat.S_ISDIR(kind):
-            found.append(_make_source(path, kind, named=False))
-    if not found:
+        mode = _file_mode(path)
+        if mode is None or not stat.S_ISDIR(mode):
+            sources.append(_make_source(path, mode, named=False))
+    if not sources:
         raise UserError(f"no file matches {name!r}")
-    return found
+    return sources
 
 
 def _list_folder(path: Path) -> list[Source]:
@@ -110,13 +110,13 @@ def _file_mode(path: Path) -> int | None:
         raise UserError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _make_source(path: Path, kind: int | None, named: bool) -> Source:
-    if kind is None:
+def _make_source(path: Path, mode: int | None, named: bool) -> Source:
+    if mode is None:
         raise UserError(f"{path} is a link to a file that does not exist")
-    if not stat.S_ISREG(kind):
+    if not stat.S_ISREG(mode):
         names = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
         raise UserError(
-            f"{path} is {names.get(stat.S_IFMT(kind), 'not a file')}: a corpus is read more than once, so it must be a file"
+            f"{path} is {names.get(stat.S_IFMT(mode), 'not a file')}: a corpus is read more than once, so it must be a file"
         )
     return Source(path, decompressed_name(path.name).endswith(".jsonl"), named)
 

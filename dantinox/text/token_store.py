@@ -122,10 +122,10 @@ class TokenStore:
         numbers = np.arange(self.batch_size) if chosen is None else chosen
         return self._gather_batch(self._rows.read(step * self.batch_size + numbers))
 
-    def _gather_batch(self, places: np.ndarray) -> Any:
+    def _gather_batch(self, indices: np.ndarray) -> Any:
         """Returns the batch for rows of indices into the training tokens."""
-        filled = places != NO_TOKEN
-        ids = np.where(filled, self.training_ids[np.where(filled, places, 0)], self._pad).astype(np.int32)
+        filled = indices != NO_TOKEN
+        ids = np.where(filled, self.training_ids[np.where(filled, indices, 0)], self._pad).astype(np.int32)
         batch = self._make_batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
         return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
 

@@ -164,19 +164,19 @@ class Tokenizer:
           Token ids, int32 [N], and the end of each token's text as a position in `text`, int64 [N].
         """
         parts: list[str] = []
-        origins, ends, at = [np.zeros(0, np.int64)], [], 0  # positions of encoded characters, ends of special tokens
+        origins, ends, offset = [np.zeros(0, np.int64)], [], 0  # positions of encoded characters, ends of special tokens
         for number, part in enumerate(self._special_pattern.split(text)):
             codes = np.frombuffer(_to_bytes(part, "utf-32-le"), "<u4")
             if number % 2:
                 parts.append(SPECIAL_PREFIX + part)
-                origins.append(np.concatenate([np.full(len(SPECIAL_PREFIX), at), at + np.arange(len(part))]))
-                ends.append(at + len(part))
+                origins.append(np.concatenate([np.full(len(SPECIAL_PREFIX), offset), offset + np.arange(len(part))]))
+                ends.append(offset + len(part))
             else:
                 parts.append(part.replace("\0", ""))
-                origins.append(at + np.flatnonzero(codes))
+                origins.append(offset + np.flatnonzero(codes))
                 if self.kind == "char":
                     self._encode_characters(parts[-1])  # raises for unknown characters
-            at += len(part)
+            offset += len(part)
         encoding = self._encoder.encode("".join(parts), add_special_tokens=False)
         ids_N, origin = np.array(encoding.ids, np.int32), np.concatenate(origins)
         ends_N = np.array([origin[end - 1] + 1 if end else 0 for _, end in encoding.offsets], np.int64)
