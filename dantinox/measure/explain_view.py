@@ -20,46 +20,46 @@ TOKEN_CELLS = 20
 BEFORE, REMOVED, AFTER, ACCENT = "#c9ced6", "#eceef1", "#0072b2", "#d55e00"
 
 
-def explanation_lines(found: Explanation, width: int = 100) -> Iterator[str]:
+def explanation_lines(explanation: Explanation, width: int = 100) -> Iterator[str]:
     """Yields the table of tokens, the table of steps and the samples, in lines of at most `width` if a column fits.
 
     Only steps that change the distribution get a column. If not all columns fit side by side, the table
     continues below and repeats the tokens.
     """
-    yield f"the most likely of {found.vocab_size} tokens after a prompt of {found.prompt_tokens}"
+    yield f"the most likely of {explanation.vocab_size} tokens after a prompt of {explanation.prompt_tokens}"
     yield ""
-    yield from side_by_side([*_names(found), *_probabilities(found)], width, front=4)
+    yield from side_by_side([*_names(explanation), *_probabilities(explanation)], width, front=4)
     yield ""
-    if any(token.removed_by for token in found.tokens):
+    if any(token.removed_by for token in explanation.tokens):
         yield "×  removed by this step"
-    if found.strategy:
-        yield f"the entropy router chose: {found.strategy}"
-    yield "*  the greedy choice" if found.greedy else "*  emitted" if found.forced else "*  drawn"
+    if explanation.strategy:
+        yield f"the entropy router chose: {explanation.strategy}"
+    yield "*  the greedy choice" if explanation.greedy else "*  emitted" if explanation.forced else "*  drawn"
     yield ""
-    rows = [(s.name, str(s.survivors), percent(s.mass, 2), f"{s.entropy:.2f} bits") for s in found.steps]
+    rows = [(s.name, str(s.survivors), percent(s.mass, 2), f"{s.entropy:.2f} bits") for s in explanation.steps]
     columns = zip(("step", "left", "mass", "entropy"), *rows, strict=True)
-    for line, settings in zip(side_by_side(list(columns)), ["", *map(_settings, found.steps)], strict=True):
+    for line, settings in zip(side_by_side(list(columns)), ["", *map(_settings, explanation.steps)], strict=True):
         yield _clip(f"{line}  {settings}".rstrip(), max(width, 40))
     yield ""
-    yield from wrap_lines(_drawn_lines(found), max(width, 40))
+    yield from wrap_lines(_drawn_lines(explanation), max(width, 40))
 
 
-def _names(found: Explanation) -> list[list[str]]:
+def _names(explanation: Explanation) -> list[list[str]]:
     """Returns the first columns: mark, rank, id and token, the last two with headings. The last line is for other tokens."""
     rows = [
-        ("*" if token.id in found.drawn else " ", f"{rank:>2}", str(token.id), _clip(token.shown, TOKEN_CELLS))
-        for rank, token in enumerate(found.tokens, 1)
+        ("*" if token.id in explanation.drawn else " ", f"{rank:>2}", str(token.id), _clip(token.shown, TOKEN_CELLS))
+        for rank, token in enumerate(explanation.tokens, 1)
     ]
     digits = max([2, *(len(row[2]) for row in rows)])
-    others = found.vocab_size - len(rows)
+    others = explanation.vocab_size - len(rows)
     rows = [(" ", "  ", "id", "token"), *rows, *([(" ", "  ", "", f"{others} others")] if others else [])]
     return [list(column) for column in zip(*((a, b, f"{c:>{digits}}", d) for a, b, c, d in rows), strict=True)]
 
 
-def _probabilities(found: Explanation) -> Iterator[list[str]]:
+def _probabilities(explanation: Explanation) -> Iterator[list[str]]:
     """Yields a column for each step that changes the distribution: name, a cell per token, total of the other tokens."""
     earlier_steps: set[str | None] = set()
-    for s, step in enumerate(found.steps):
+    for s, step in enumerate(explanation.steps):
         if step.changed:
 
             def cell(token: Token, s: int = s, name: str = step.name) -> str:
@@ -67,8 +67,8 @@ def _probabilities(found: Explanation) -> Iterator[list[str]]:
                     return "×"
                 return "" if token.removed_by in earlier_steps else percent(token.probabilities[s], 2)
 
-            others = [percent(step.others, 2)] if len(found.tokens) < found.vocab_size else []
-            yield [_column_heading(step), *map(cell, found.tokens), *others]
+            others = [percent(step.others, 2)] if len(explanation.tokens) < explanation.vocab_size else []
+            yield [_column_heading(step), *map(cell, explanation.tokens), *others]
         earlier_steps.add(step.name)
 
 
@@ -81,18 +81,20 @@ def _column_heading(step: Step) -> str:
     return "\n".join(lines)
 
 
-def _drawn_lines(found: Explanation) -> Iterator[str]:
-    tokens = {token.id: token for token in found.tokens}
-    for sample, token_id in enumerate(found.drawn[:1] if found.greedy else found.drawn):
+def _drawn_lines(explanation: Explanation) -> Iterator[str]:
+    tokens = {token.id: token for token in explanation.tokens}
+    for sample, token_id in enumerate(explanation.drawn[:1] if explanation.greedy else explanation.drawn):
         token = tokens[token_id]
-        which = f", sample {sample}" if len(found.drawn) > 1 and not found.greedy else ""
+        which = f", sample {sample}" if len(explanation.drawn) > 1 and not explanation.greedy else ""
         first, last = (percent(token.probabilities[s], 2) for s in (0, -1))
-        then = "" if found.greedy or found.forced else f", {last} when it was drawn"
-        yield f"{_draw_method(found)}{which}: {token.shown} (id {token_id}), {first} under the model{then}"
+        then = "" if explanation.greedy or explanation.forced else f", {last} when it was drawn"
+        yield f"{_draw_method(explanation)}{which}: {token.shown} (id {token_id}), {first} under the model{then}"
 
 
-def _draw_method(found: Explanation) -> str:
-    return "emitted by the router" if found.forced else "greedy" if found.greedy else f"drawn with seed {found.seed}"
+def _draw_method(explanation: Explanation) -> str:
+    if explanation.forced:
+        return "emitted by the router"
+    return "greedy" if explanation.greedy else f"drawn with seed {explanation.seed}"
 
 
 def _settings(step: Step) -> str:
@@ -117,22 +119,22 @@ def _clip(text: str, cells: int) -> str:
     return text if cell_len(text) <= cells else set_cell_size(text, cells - 1).rstrip() + "…"
 
 
-def draw_explanation(found: Explanation) -> bytes:
+def draw_explanation(explanation: Explanation) -> bytes:
     """Plots a panel for each step that changes the distribution; see `draw_step`."""
-    shown = [s for s, step in enumerate(found.steps) if step.changed]
+    shown = [s for s, step in enumerate(explanation.steps) if step.changed]
     pairs = list(itertools.pairwise(shown)) or [(0, 0)]
     figure = new_figure(8, 0.9 + 1.7 * len(pairs))
     panels = figure.subplots(len(pairs), 1, sharex=True, squeeze=False)[:, 0]
-    labels = [_clip(token.shown, 12) for token in found.tokens]
+    labels = [_clip(token.shown, 12) for token in explanation.tokens]
     for axes, pair in zip(panels, pairs, strict=True):
-        draw_step(axes, labels, *([token.probabilities[s] for token in found.tokens] for s in pair))
-        step, V = found.steps[pair[1]], found.vocab_size
+        draw_step(axes, labels, *([token.probabilities[s] for token in explanation.tokens] for s in pair))
+        step, V = explanation.steps[pair[1]], explanation.vocab_size
         left = f"{step.survivors} of {V} left" if step.survivors < V else f"all {V} left"
         title = ", ".join(part for part in (step.name if step.name not in step.settings else "", _settings(step)) if part)
         axes.set_title(f"{title}: {left}", loc="left", fontsize=9, parse_math=False)
         axes.tick_params(axis="y", labelsize=8)
-    drawn = [(i, token.probabilities[shown[-1]]) for i, token in enumerate(found.tokens) if token.id in found.drawn]
-    panels[-1].plot(*zip(*drawn, strict=True), "v", color=ACCENT, label=_draw_method(found), clip_on=False)
+    drawn = [(i, token.probabilities[shown[-1]]) for i, token in enumerate(explanation.tokens) if token.id in explanation.drawn]
+    panels[-1].plot(*zip(*drawn, strict=True), "v", color=ACCENT, label=_draw_method(explanation), clip_on=False)
     panels[-1].legend(frameon=False, fontsize=8)
     return to_png(figure)
 

@@ -190,7 +190,7 @@ def estimate_loss_rises(
     from_B = lengths_B // 2
     least = MIN_KEPT if T > 2 * MIN_KEPT else UNIT
     sizes = [least << i for i in range(T.bit_length()) if least << i < T] + [T]
-    numbers = config.num_blocks * config.n_heads * T * (len(sizes) * config.head_size + 4 * T) + T * config.vocab_size
+    elements_per_row = config.num_blocks * config.n_heads * T * (len(sizes) * config.head_size + 4 * T) + T * config.vocab_size
     done = Progress(progress, "measuring what eviction costs each head", B, "sequences")
 
     def read(rows: np.ndarray) -> jax.Array:
@@ -198,6 +198,6 @@ def estimate_loss_rises(
         tokens, lengths, starts = (jnp.asarray(x[rows]) for x in (tokens_BT, lengths_B, from_B))
         return _loss_rises_batch(model, tokens, lengths, starts, keys, sizes=tuple(sizes[:-1]), start=int(from_B.min()))
 
-    rises_BLKC = map_batches(B, int(np.clip(MAX_ELEMENTS // numbers, 1, ROWS)), read, done.advance)
+    rises_BLKC = map_batches(B, int(np.clip(MAX_ELEMENTS // elements_per_row, 1, ROWS)), read, done.advance)
     rises_LKC = rises_BLKC.sum(axis=0, dtype=np.float64) / (lengths_B - from_B).sum()
     return np.pad(rises_LKC, [(0, 0), (0, 0), (0, 1)]), sizes

@@ -138,14 +138,17 @@ class _Frames:
         if "source_line" in fields:
             file = re.search(r'source_file="([^"]*)"', metadata)
             return (Frame(file[1] if file else "", "", fields["source_line"]),)
-        found: list[Frame] = []
+        stack: list[Frame] = []
         frame_id = fields.get("stack_frame_id", 0)
-        while frame_id in self.stack and len(found) < MAX_FRAMES:
-            place = self.places.get(self.stack[frame_id].get("file_location_id", 0), {})
-            names = self.files.get(place.get("file_name_id", 0), ""), self.functions.get(place.get("function_name_id", 0), "")
-            found.insert(0, Frame(*names, place.get("line", 0)))
+        while frame_id in self.stack and len(stack) < MAX_FRAMES:
+            location = self.places.get(self.stack[frame_id].get("file_location_id", 0), {})
+            names = (
+                self.files.get(location.get("file_name_id", 0), ""),
+                self.functions.get(location.get("function_name_id", 0), ""),
+            )
+            stack.insert(0, Frame(*names, location.get("line", 0)))
             frame_id = self.stack[frame_id].get("parent_frame_id", 0) - self.shift
-        return tuple(found)
+        return tuple(stack)
 
 
 def _rows(text: str) -> Iterator[tuple[int, str]]:

@@ -83,7 +83,7 @@ def _model(run: LoadedModel) -> str:
         ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),
         ("positions", m.position + (f", sliding windows of {windows}" if windows else "")),
         ("context", f"{m.max_context} tokens, cache {human_bytes(cache['bytes'])} a row"),
-        ("tokenizer", f"{run.config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size} symbols"),
+        ("tokenizer", f"{run.config.tokenizer.tokenizer_type}, vocabulary of {run.tokenizer.vocab_size}"),
     ])  # fmt: skip
 
 
@@ -147,11 +147,11 @@ def _hidden(model: Transformer, batches: Any) -> jax.Array:
 def _compare_logits(model: Transformer, other: Transformer, a_NBTD: jax.Array, b_NBTD: jax.Array, batches: Any) -> jax.Array:
     """Returns sums over the targets of each row, `[N, B, 4]`: −ln p of both models, mean squared logit difference, count."""
 
-    def of_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def compare_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         a_TD, b_TD, targets_T, mask_T = row  # one row at a time bounds the memory of the logits
         a, b = model.logits(a_TD), other.logits(b_TD)
         nats = [-jnp.take_along_axis(jax.nn.log_softmax(x_TV), targets_T[:, None], 1)[:, 0] for x_TV in (a, b)]
         gap_T = jnp.mean(jnp.square((b - b.mean(-1, keepdims=True)) - (a - a.mean(-1, keepdims=True))), -1)
         return jnp.stack([jnp.sum(mask_T * x_T) for x_T in (*nats, gap_T, jnp.ones_like(gap_T))])
 
-    return jax.lax.map(lambda rows: jax.lax.map(of_row, rows), (a_NBTD, b_NBTD, batches.targets_BT, batches.mask_BT))
+    return jax.lax.map(lambda rows: jax.lax.map(compare_row, rows), (a_NBTD, b_NBTD, batches.targets_BT, batches.mask_BT))

@@ -167,22 +167,22 @@ def _score_batch(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array)
     seen_BT, next_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
     x_BTD, _, _ = model.hidden(seen_BT, padded_positions(seen_BT, lengths_B - 1))
 
-    def one(x_D: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def score_position(x_D: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_V = model.logits(x_D)
         return jax.nn.log_softmax(logits_V)[token], jnp.argmax(logits_V) == token
 
-    return map_positions(one, model.config.vocab_size, x_BTD, next_BT)
+    return map_positions(score_position, model.config.vocab_size, x_BTD, next_BT)
 
 
-def perplexity_lines(found: Perplexity) -> list[str]:
+def perplexity_lines(result: Perplexity) -> list[str]:
     """Returns the result as the lines of a table."""
-    unscored = f"; {found.unscored} first tokens have no token before them and are not scored" if found.unscored else ""
-    of = f"{found.documents} documents, " if found.documents > 1 else ""
+    unscored = f"; {result.unscored} first tokens have no token before them and are not scored" if result.unscored else ""
+    count = f"{result.documents} documents, " if result.documents > 1 else ""
     return table([
-        ("nats per token", f"{found.nats:.4f}"),
-        ("perplexity", f"{found.perplexity:.4f}"),
-        ("bits per byte", f"{found.bits_per_byte:.4f}"),
-        ("text", f"{of}{found.tokens} tokens, {found.bytes} bytes{unscored}"),
-        ("windows", f"of {found.context} tokens, {found.stride} from one to the next"),
-        ("took", f"{found.seconds:.1f} s, {human_count(found.tokens / found.seconds)} tokens a second"),
+        ("nats per token", f"{result.nats:.4f}"),
+        ("perplexity", f"{result.perplexity:.4f}"),
+        ("bits per byte", f"{result.bits_per_byte:.4f}"),
+        ("text", f"{count}{result.tokens} tokens, {result.bytes} bytes{unscored}"),
+        ("windows", f"of {result.context} tokens, {result.stride} from one to the next"),
+        ("took", f"{result.seconds:.1f} s, {human_count(result.tokens / result.seconds)} tokens a second"),
     ]).splitlines()  # fmt: skip

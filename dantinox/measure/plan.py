@@ -179,13 +179,13 @@ def make_plan(
             f"got {batch}, {prompt} and {new}"
         )
     distributed = [config.distributed.model_copy(update=dict(mesh)) for mesh in meshes or [{}]]
-    meshed = [config.model_copy(update={"distributed": section}) for section in distributed]
+    mesh_configs = [config.model_copy(update={"distributed": section}) for section in distributed]
     trained = config.trained_architecture(vocab_size, topology.platform)
-    layouts = [make_layout(one, trained, topology.devices) for one in meshed]
+    layouts = [make_layout(mesh_config, trained, topology.devices) for mesh_config in mesh_configs]
     with topology.emulated():
         traced: list[PlannedProgram] = []
-        for one, layout in zip(meshed, layouts, strict=True):
-            traced += training_programs(one, trained, training, layout)
+        for mesh_config, layout in zip(mesh_configs, layouts, strict=True):
+            traced += training_programs(mesh_config, trained, training, layout)
         traced.sort(key=lambda planned: planned[0].name, reverse=True)  # groups the meshes of each program
         traced += generation_programs(topology, config, model, batch, prompt, new)
         programs = []
@@ -300,29 +300,29 @@ def slots_read(model: ModelConfig, plan: CachePlan) -> int:
 
 
 def _compile_program(topology: Topology, planned: Program, program: Any, options: Mapping[str, Any]) -> Program:
-    started, found, needs, kernels, failure = time.perf_counter(), None, None, {}, None
+    started, usage, needs, kernels, failure = time.perf_counter(), None, None, {}, None
     collectives: dict[str, Collectives] = {}
     try:
         compiled = topology.compile(program, options)
         text = compiled.as_text()
-        found, kernels, work = memory_usage(compiled), find_kernels(text), count_work(text)
+        usage, kernels, work = memory_usage(compiled), find_kernels(text), count_work(text)
         collectives = {kind: Collectives(work.count[kind], round(work.sent[kind])) for kind in BYTES_SENT if work.count[kind]}
-        needs = found.peak
+        needs = usage.peak
     except jax.errors.JaxRuntimeError as error:
         failure = first_line(error)
         needs = parse_needed_bytes(failure)
     seconds, memory, chip = time.perf_counter() - started, topology.memory, topology.chip
     fits = None if needs is None or memory is None else needs <= memory and failure is None
-    sent = sum(of.sent for of in collectives.values())
-    done = replace(
-        planned, traffic=planned.traffic + sent, bytes=found, needs=needs, fits=fits, kernels=kernels, collectives=collectives,
+    sent = sum(collective.sent for collective in collectives.values())
+    finished = replace(
+        planned, traffic=planned.traffic + sent, bytes=usage, needs=needs, fits=fits, kernels=kernels, collectives=collectives,
         compile_seconds=seconds, failure=failure,
     )  # fmt: skip
     if chip is None:
-        return done
-    times = (done.flops + done.again) / chip.flops, done.traffic / chip.bandwidth, sent / chip.link
-    mfu = done.flops / chip.flops / max(filter(None, times))
-    return replace(done, compute_seconds=times[0], memory_seconds=times[1], link_seconds=times[2], mfu=mfu)
+        return finished
+    times = (finished.flops + finished.again) / chip.flops, finished.traffic / chip.bandwidth, sent / chip.link
+    mfu = finished.flops / chip.flops / max(filter(None, times))
+    return replace(finished, compute_seconds=times[0], memory_seconds=times[1], link_seconds=times[2], mfu=mfu)
 
 
 def find_kernels(text: str) -> dict[str, int]:
@@ -351,8 +351,8 @@ def _collective_column(kind: str) -> Column:
     """Returns a column with the number of collectives of a kind and the bytes that a device sends in them."""
 
     def cell(p: Program) -> str | None:
-        of = p.collectives.get(kind)
-        return None if of is None else f"{of.count} · {human_bytes(of.sent)}"
+        collective = p.collectives.get(kind)
+        return None if collective is None else f"{collective.count} · {human_bytes(collective.sent)}"
 
     return Column(kind, kind, cell)
 
@@ -376,43 +376,43 @@ TIME_COLUMNS = (
 COLLECTIVE_COLUMNS = tuple(map(_collective_column, BYTES_SENT))
 
 
-def plan_lines(found: Plan, width: int = 100) -> Iterator[str]:
+def plan_lines(plan: Plan, width: int = 100) -> Iterator[str]:
     """Yields the machine, the tables of programs, and remarks on each program, in lines of at most `width`."""
-    yield from wrap_lines(_machine(found), width)
+    yield from wrap_lines(_machine(plan), width)
     yield ""
-    names = MESH_COLUMNS if found.chips > 1 else NAME_COLUMNS
-    communicating = [program for program in found.programs if program.collectives]
+    names = MESH_COLUMNS if plan.chips > 1 else NAME_COLUMNS
+    communicating = [program for program in plan.programs if program.collectives]
     for table, programs in (
-        (MEMORY_COLUMNS, found.programs),
-        (TIME_COLUMNS, found.programs),
+        (MEMORY_COLUMNS, plan.programs),
+        (TIME_COLUMNS, plan.programs),
         (COLLECTIVE_COLUMNS, communicating),
     ):
         if programs:
             columns = [column for column in table if any(column.value(program) is not None for program in programs)]
             yield from text_table([*names, *columns], programs, width, front=len(names))
             yield ""
-    for program in found.programs:
-        on = f" on {program.mesh}" if found.chips > 1 else ""
+    for program in plan.programs:
+        on = f" on {program.mesh}" if plan.chips > 1 else ""
         kernels = "".join(f", {count} × {name}" for name, count in program.kernels.items())
-        yield from wrap_lines([f"{program.name}{on}: {_fits(program, found.memory)}{kernels}"], width)
+        yield from wrap_lines([f"{program.name}{on}: {_fits(program, plan.memory)}{kernels}"], width)
     yield ""
-    formulas = [f"{name}: {formula}" for name, formula in found.formulas.items()]
-    heading = f"N = {human_count(found.matrix_parameters)} weights in matrix multiplications; FLOPs:"
+    formulas = [f"{name}: {formula}" for name, formula in plan.formulas.items()]
+    heading = f"N = {human_count(plan.matrix_parameters)} weights in matrix multiplications; FLOPs:"
     yield from wrap_lines([heading, *formulas], width)
 
 
-def _machine(found: Plan) -> Iterator[str]:
-    memory = "memory unknown" if found.memory is None else human_bytes(found.memory)
-    yield f"{found.topology} ({found.device}), {memory}"
-    if found.chip is None:
+def _machine(plan: Plan) -> Iterator[str]:
+    memory = "memory unknown" if plan.memory is None else human_bytes(plan.memory)
+    yield f"{plan.topology} ({plan.device}), {memory}"
+    if plan.chip is None:
         yield "no time bounds: no figures are published for this machine"
     else:
-        yield f"{human_count(found.chip.flops)} bfloat16 FLOP/s, {human_bytes(found.chip.bandwidth)}/s: {found.chip.source}"
-    if found.chips > 1:
-        link = f", links of {human_bytes(found.chip.link)}/s" if found.chip else ""
-        yield f"{found.chips} chips{link}: all figures are per chip; the bytes of a collective are the bytes that a chip sends"
-    adapters = f" and {human_count(found.trained)} trained adapter parameters" * (found.trained != found.parameters)
-    yield f"{human_count(found.parameters)} parameters{adapters}, computing in {found.dtype}, {found.vocab_size} symbols"
+        yield f"{human_count(plan.chip.flops)} bfloat16 FLOP/s, {human_bytes(plan.chip.bandwidth)}/s: {plan.chip.source}"
+    if plan.chips > 1:
+        link = f", links of {human_bytes(plan.chip.link)}/s" if plan.chip else ""
+        yield f"{plan.chips} chips{link}: all figures are per chip; the bytes of a collective are the bytes that a chip sends"
+    adapters = f" and {human_count(plan.trained)} trained adapter parameters" * (plan.trained != plan.parameters)
+    yield f"{human_count(plan.parameters)} parameters{adapters}, computed in {plan.dtype}, vocabulary of {plan.vocab_size}"
 
 
 def _fits(program: Program, memory: int | None) -> str:

@@ -98,7 +98,7 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
         wall = time.perf_counter() - begin
     files = sorted(set(folder.rglob("*.xplane.pb")) - before)
     if not files:
-        raise UserError(f"the profiler of jax wrote no trace into {folder}")
+        raise UserError(f"the JAX profiler wrote no trace into {folder}")
     device = jax.devices()[0]
     runs = operation_times(jax.profiler.ProfileData.from_file(str(files[-1])))
     programs: dict[str, list[Program]] = defaultdict(list)
@@ -118,7 +118,7 @@ Runs = Mapping[tuple[str, str], Mapping[str, Sequence[float]]]
 
 def operation_times(data: Any) -> Runs:
     """Returns the times of operations on all devices and threads of a trace (`jax.profiler.ProfileData`)."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    times: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for plane in data.planes:
         lines = list(plane.lines)
         # Accelerators may list each operation twice: at its launch, and on a line named "XLA Ops".
@@ -128,8 +128,8 @@ def operation_times(data: Any) -> Runs:
             if "hlo_op" in stats or of_xla:
                 name = str(stats.get("hlo_op", event.name)).partition(" = ")[0].lstrip("%")
                 run = str(stats.get("hlo_module", "")), str(stats.get("run_id", ""))
-                found[run][name].append(event.duration_ns)
-    return found
+                times[run][name].append(event.duration_ns)
+    return times
 
 
 def _program_texts(names: set[str]) -> Iterator[tuple[str, str]]:
@@ -147,44 +147,46 @@ def rank_operations(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> li
     """
     groups: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
     for (name, _), times in runs.items():
-        program = max(programs.get(name, ()), key=lambda known: len(known.keys() & times.keys()), default={})
+        program = max(programs.get(name, ()), key=lambda candidate: len(candidate.keys() & times.keys()), default={})
         for operation, spent in times.items():
-            found = program.get(operation, Instruction("", "", ""))
+            instruction = program.get(operation, Instruction("", "", ""))
             stem = re.sub(r"[.\d]+$", "", operation)
-            if (found.opcode or stem) not in CONTAINERS:
-                groups[stem, operation_kind(found, stem), *_origin(found)] += spent
+            if (instruction.opcode or stem) not in CONTAINERS:
+                groups[stem, operation_kind(instruction, stem), *_origin(instruction)] += spent
     total = sum(map(sum, groups.values())) or 1.0
     operations = [Operation(*group, sum(ns) / 1e6, sum(ns) / total, len(ns)) for group, ns in groups.items()]
     return sorted(operations, key=lambda operation: -operation.ms)
 
 
-def operation_kind(found: Instruction, name: str) -> str:
+def operation_kind(instruction: Instruction, name: str) -> str:
     """Returns the kind of an operation from the opcodes in it."""
-    inside = {found.opcode, *found.inside}
+    inside = {instruction.opcode, *instruction.inside}
     if "custom-call" in inside:
-        return next((kind for kind, names in KERNELS.items() if names.search(f"{found.target} {found.label}")), "kernel")
+        return next(
+            (kind for kind, names in KERNELS.items() if names.search(f"{instruction.target} {instruction.label}")), "kernel"
+        )
     for kind, opcodes in KINDS.items():
         if inside.intersection(opcodes):
             return kind
-    if not found.opcode:
+    if not instruction.opcode:
         return "matmul" if re.match(r"dot|gemm", name) else "–"
     return "copy" if inside <= DATA_MOVEMENT else "elementwise"
 
 
-def _origin(found: Instruction) -> tuple[str, str]:
+def _origin(instruction: Instruction) -> tuple[str, str]:
     """Returns the place and the source of an operation; `–` if unknown."""
-    own = [frame for frame in found.frames if PACKAGE in frame.file]
-    if not own:
+    package_frames = [frame for frame in instruction.frames if PACKAGE in frame.file]
+    if not package_frames:
         return "–", "–"
-    of_model = [frame.function for frame in own if f"{PACKAGE}model/" in frame.file]
+    of_model = [frame.function for frame in package_frames if f"{PACKAGE}model/" in frame.file]
     methods = [name for name in of_model if name[:1].isupper()]
     methods = [name for name in methods if not name.startswith(OUTER_SCOPES)] or methods[-1:]
     if methods:
         parts = dict.fromkeys(name.removesuffix(".__call__") for name in (methods[0], methods[-1]))
     else:  # the innermost frame may be a library function, an optimizer for instance
-        parts = dict.fromkeys([found.frames[-1].function.replace(".<locals>", "").replace(".<lambda>", "")])
-    backward = " (backward)" * ("transpose(" in found.label)
-    return " › ".join(parts) + backward, f"{own[-1].file.rpartition(PACKAGE)[2]}:{own[-1].line}"
+        parts = dict.fromkeys([instruction.frames[-1].function.replace(".<locals>", "").replace(".<lambda>", "")])
+    backward = " (backward)" * ("transpose(" in instruction.label)
+    return " › ".join(parts) + backward, f"{package_frames[-1].file.rpartition(PACKAGE)[2]}:{package_frames[-1].line}"
 
 
 WIDTH = 160  # lines that the terminal wraps are easier to read than a table in several parts
@@ -199,14 +201,14 @@ COLUMNS = [
 ]
 
 
-def profile_lines(found: Profile, unit: str, width: int = 100, number: int = 10) -> Iterator[str]:
+def profile_lines(result: Profile, unit: str, width: int = 100, number: int = 10) -> Iterator[str]:
     """Yields a summary of the trace, its most expensive operations, and its folder; `unit` is `step` or `token`."""
-    each = found.wall_ms / found.count
-    plural = unit if found.count == 1 else f"{unit}s"
-    yield from wrap_lines([f"{found.count} {plural} of {each:.2f} ms on {found.device}", ""], width)
-    shown = found.operations[:number]
+    each = result.wall_ms / result.count
+    plural = unit if result.count == 1 else f"{unit}s"
+    yield from wrap_lines([f"{result.count} {plural} of {each:.2f} ms on {result.device}", ""], width)
+    shown = result.operations[:number]
     yield from text_table(COLUMNS, shown, max(width, WIDTH), front=3)
-    rest = len(found.operations) - len(shown)
-    others = f", {rest} others {percent(sum(x.share for x in found.operations[number:]))}" if rest else ""
-    yield from wrap_lines(["", f"all operations: {found.traced_ms:.2f} ms, summed over threads and devices{others}"], width)
-    yield f"trace: {found.folder} (TensorBoard with its profile plug-in, or the .trace.json.gz in ui.perfetto.dev)"
+    rest = len(result.operations) - len(shown)
+    others = f", {rest} others {percent(sum(x.share for x in result.operations[number:]))}" if rest else ""
+    yield from wrap_lines(["", f"all operations: {result.traced_ms:.2f} ms, summed over threads and devices{others}"], width)
+    yield f"trace: {result.folder} (TensorBoard with its profile plug-in, or the .trace.json.gz in ui.perfetto.dev)"

@@ -115,18 +115,18 @@ def generate_continuations(
     special = sorted(run.tokenizer.special_ids)
     fixed = {**NEUTRAL_SETTINGS, "max_new_tokens": tokens, "banned_tokens": special, **settings}
     ids, rates, strategies = list[list[int]](), [], []
-    for numbers in equal_batches(len(prompts), ROWS):
+    for indices in equal_batches(len(prompts), ROWS):
         requests = [
-            run.request(prompts[n], {**fixed, "seed": (seed << 20) + int(n)}, logprobs=0 if report else None) for n in numbers
+            run.request(prompts[n], {**fixed, "seed": (seed << 20) + int(n)}, logprobs=0 if report else None) for n in indices
         ]
         (batch_run,) = run.start(requests, steps=None if shares is None else 1)
         if shares is not None:
-            random = np.random.default_rng((seed, numbers[0]))
+            random = np.random.default_rng((seed, indices[0]))
             batch_run.batch.before_dispatch = partial(_randomize_strategies, batch_run.batch, shares, random)
         for _ in batch_run.parts():
             pass
         ids += [result.tokens for result in batch_run.results]
-        rates.append(len(numbers) * (tokens - 1) / max(batch_run.times.decoding, 1e-9))
+        rates.append(len(indices) * (tokens - 1) / max(batch_run.times.decoding, 1e-9))
         steps = [result.steps for result in batch_run.results if result.steps is not None]
         strategies += [np.asarray(one.routed.route.strategy) for one in steps if one.routed is not None]
     ids_PT = np.asarray(ids, np.int32)[: len(prompts)]

@@ -236,12 +236,12 @@ def _cache_size(cache: CacheVariant) -> dict[str, Any]:
     return {"bytes": cache.report["bytes"], "share": cache.report["ratio"], "slots": (min(slots), max(slots))}
 
 
-def _loss_metrics(own: ReadMetrics, full: ReadMetrics, seeds_S: np.ndarray) -> dict[str, Any]:
+def _loss_metrics(cache: ReadMetrics, full: ReadMetrics, seeds_S: np.ndarray) -> dict[str, Any]:
     return {
-        "loss": float(own.loss_B.mean()),
-        "dppl": intervals_by_seed(own.loss_B - full.loss_B, seeds_S, lambda nats: 100 * np.expm1(nats)),
-        "kl": intervals_by_seed(own.kl_B, seeds_S),
-        "top1": intervals_by_seed(100 * own.top1_B, seeds_S),
+        "loss": float(cache.loss_B.mean()),
+        "dppl": intervals_by_seed(cache.loss_B - full.loss_B, seeds_S, lambda nats: 100 * np.expm1(nats)),
+        "kl": intervals_by_seed(cache.kl_B, seeds_S),
+        "top1": intervals_by_seed(100 * cache.top1_B, seeds_S),
     }
 
 
@@ -252,12 +252,12 @@ def intervals_by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[f
     return SeedIntervals(whole, seeds)
 
 
-def _agreement(own: GreedyContinuations | None, full: GreedyContinuations | None) -> dict[str, Any]:
-    if own is None or full is None:
+def _agreement(cache: GreedyContinuations | None, full: GreedyContinuations | None) -> dict[str, Any]:
+    if cache is None or full is None:
         return {}
-    same_PT = own.ids == full.ids
+    same_PT = cache.ids == full.ids
     until_P = np.where(same_PT.all(axis=1), same_PT.shape[1], same_PT.argmin(axis=1))
-    return {"same": mean_interval(100 * same_PT.mean(axis=1)), "diverges": float(np.median(until_P)), "tok_per_s": own.rate}
+    return {"same": mean_interval(100 * same_PT.mean(axis=1)), "diverges": float(np.median(until_P)), "tok_per_s": cache.rate}
 
 
 def _results_by_ratio(
@@ -266,9 +266,9 @@ def _results_by_ratio(
     """Groups the results by ratio, and adds the share of the gap between streaming and oracle that each method closes."""
     ratios = []
     for ratio in dict.fromkeys(cache.ratio for cache in caches[1:]):
-        own = {cache.name: i for i, cache in enumerate(caches) if i > 0 and cache.ratio == ratio}
-        loss = {name: losses[i] for name, i in own.items()}
-        methods = [replace(found[i], gap_closed=gap_closed(loss, name)) for name, i in own.items()]
+        indices = {cache.name: i for i, cache in enumerate(caches) if i > 0 and cache.ratio == ratio}
+        loss = {name: losses[i] for name, i in indices.items()}
+        methods = [replace(found[i], gap_closed=gap_closed(loss, name)) for name, i in indices.items()]
         signals = [name for name in SIGNALS if {name, UNIFORM} <= loss.keys()]
         against = {name: intervals_by_seed(loss[name] - loss[UNIFORM], seeds_S) for name in signals}
         ratios.append(RatioResults(ratio, methods, against))

@@ -251,19 +251,19 @@ class CacheBenchmark:
 
     def measure_text(self, text: Sequences) -> tuple[list[ReadMetrics], ReadMetrics]:
         """Scores the second half of every sequence through each cache, and with only the nearest `NEAR_KEYS` keys visible."""
-        every = [*self.caches, near_keys_variant(self.caches[0])]
+        caches = [*self.caches, near_keys_variant(self.caches[0])]
         S, T = text.ids.shape
 
         def read(rows: np.ndarray, done: Progress) -> list[ReadMetrics]:
             ids_BT, lengths_B = text.ids[rows], np.full(len(rows), T)
-            full, found = every[0].logprobs(ids_BT, lengths_B, T // 2), []
-            for cache in every:  # one at a time: the log-probabilities are large
-                logprobs = full if cache is every[0] else cache.logprobs(ids_BT, lengths_B, T // 2)
+            full, found = caches[0].logprobs(ids_BT, lengths_B, T // 2), []
+            for cache in caches:  # one at a time: the log-probabilities are large
+                logprobs = full if cache is caches[0] else cache.logprobs(ids_BT, lengths_B, T // 2)
                 found.append(read_metrics(logprobs, full, ids_BT, T // 2))
                 done.advance()
             return found
 
-        found = self._map_batches("reading sequences", S, len(every), read)
+        found = self._map_batches("reading sequences", S, len(caches), read)
         return found[:-1], found[-1]
 
     def measure_tasks(self, tasks: RecallTasks) -> list[dict[str, np.ndarray]]:
@@ -316,9 +316,10 @@ class CacheBenchmark:
 
     def _map_batches(self, task: str, count: int, caches: int, read: Callable[[np.ndarray, Progress], Any]) -> Any:
         """Applies `read` to all sequences in batches as large as memory allows. Progress counts a batch for each cache."""
-        most = rows_per_batch(self.caches[0].model.config, -(-self.caches[0].plan.slots // 2))  # the other half is the prompt
-        done = self._start_progress(task, -(-count // most) * caches)
-        return map_batches(count, most, lambda rows: read(rows, done))
+        scored = -(-self.caches[0].plan.slots // 2)  # the other half is the prompt
+        max_size = rows_per_batch(self.caches[0].model.config, scored)
+        done = self._start_progress(task, -(-count // max_size) * caches)
+        return map_batches(count, max_size, lambda rows: read(rows, done))
 
     def _start_progress(self, task: str, total: int) -> Progress:
         # Drop programs compiled earlier: each takes hundreds of memory maps, and Linux allows 65,530 per process.

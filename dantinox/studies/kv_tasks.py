@@ -75,8 +75,8 @@ def _start_positions(special_N: np.ndarray, length: int) -> tuple[np.ndarray, np
     edges = np.concatenate([[-1], np.flatnonzero(special_N), [len(special_N)]])
     spans = [(before + 1, end - length + 1) for before, end in itertools.pairwise(edges)]
     empty = [np.zeros(0, np.int64)]
-    apart, every = ([np.arange(first, end, step) for first, end in spans if end > first] for step in (length, 1))
-    return np.concatenate(apart + empty), np.concatenate(every + empty)
+    disjoint, overlapping = ([np.arange(first, end, step) for first, end in spans if end > first] for step in (length, 1))
+    return np.concatenate(disjoint + empty), np.concatenate(overlapping + empty)
 
 
 class RecallTasks(NamedTuple):

@@ -88,9 +88,9 @@ def kv_markdown(study: KVStudy) -> str:
     """Returns the tables with intervals, the change of perplexity by seed, the conclusions and the glossary."""
     parts = [f"# Compressed caches on {Path(study.run).name}", _description(study)]
     parts.append(bullets([*preconditions(study), *_left_out_lines(study)]))
-    every = [cache for ratio in study.ratios for cache in ratio.methods]
+    all_caches = [cache for ratio in study.ratios for cache in ratio.methods]
     name = Column("", "method", lambda cache: f"`{cache.name}`")
-    measures = [name, *(column for column in MEASURES if any(column.value(cache) is not None for cache in every))]
+    measures = [name, *(column for column in MEASURES if any(column.value(cache) is not None for cache in all_caches))]
     seeds = [_seed_column("dppl", i) for i in range(SEEDS)]
     for ratio in study.ratios:
         caches = [study.full, *ratio.methods]
@@ -170,13 +170,13 @@ def draw_kv(study: KVStudy) -> bytes:
 
 def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
     """Draws a line per method."""
-    every = [cache for ratio in study.ratios for cache in ratio.methods]
-    for name in dict.fromkeys(cache.name for cache in every):
-        own = [cache for cache in every if cache.name == name]
-        y, low, high = np.transpose([column.value(cache) for cache in own])
+    all_caches = [cache for ratio in study.ratios for cache in ratio.methods]
+    for name in dict.fromkeys(cache.name for cache in all_caches):
+        caches = [cache for cache in all_caches if cache.name == name]
+        y, low, high = np.transpose([column.value(cache) for cache in caches])
         shape, color = MARKS.get(name, (".", "#000000"))
         axes.errorbar(
-            [cache.ratio for cache in own], y, yerr=[y - low, high - y], marker=shape, color=color, markersize=6,
+            [cache.ratio for cache in caches], y, yerr=[y - low, high - y], marker=shape, color=color, markersize=6,
             linewidth=1.2, elinewidth=0.8, linestyle="--" if name == "oracle" else "-",
             label="oracle (upper bound)" if name == "oracle" else name,
         )  # fmt: skip

@@ -233,13 +233,13 @@ SamplesByTask = Mapping[str, Sequence[Sample]]
 def _make_batches(run: LoadedModel, drawn: SamplesByTask, length: int, aware: bool) -> Iterator[tuple[EvalBatch, list[Sample]]]:
     rows = max(1, ROW_TOKENS // length)
     for task, samples in drawn.items():
-        for numbers in equal_batches(len(samples), min(rows, len(samples))):
-            own = [samples[number] for number in numbers]
-            pairs = [(run.prompt_ids(sample.context), run.tokenizer.encode(sample.question)) for sample in own]
+        for indices in equal_batches(len(samples), min(rows, len(samples))):
+            batch = [samples[index] for index in indices]
+            pairs = [(run.prompt_ids(sample.context), run.tokenizer.encode(sample.question)) for sample in batch]
             if aware:
                 pairs = [([*prompt, *question[:-1]], question[-1:]) for prompt, question in pairs]
             prompts, questions = (list(side) for side in zip(*pairs, strict=True))
-            yield EvalBatch(task, prompts, questions, own[0].new_tokens), own
+            yield EvalBatch(task, prompts, questions, batch[0].new_tokens), batch
 
 
 def _evaluate_caches(

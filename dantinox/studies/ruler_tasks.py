@@ -220,9 +220,9 @@ def _variable_sample(rng: random.Random, haystack: Haystack, length: int, size: 
 
 def _common_word_sample(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
     def listing(words: Sequence[str], often: int, seldom: int) -> str:
-        every = list(words[:10]) * often + list(words[10:]) * seldom
-        rng.shuffle(every)
-        numbered = " ".join(f"{i}. {word}" for i, word in enumerate(every, 1))
+        repeated = list(words[:10]) * often + list(words[10:]) * seldom
+        rng.shuffle(repeated)
+        numbered = " ".join(f"{i}. {word}" for i, word in enumerate(repeated, 1))
         return (
             "The following is a numbered list of words. Some of them come more often than others. Keep those in mind that come "
             f"most often.\n{numbered}\n"
@@ -245,11 +245,11 @@ def _frequent_word_sample(rng: random.Random, haystack: Haystack, length: int, s
         word = "".join(rng.choice(letters) for _ in range(6))
         words += [] if word in words else [word]
     zeta = math.pi**2 / 6
-    every = [word for rank, word in enumerate(words, 1) for _ in range(int(16 * size / rank**2 / zeta))]
-    rng.shuffle(every)
+    repeated = [word for rank, word in enumerate(words, 1) for _ in range(int(16 * size / rank**2 / zeta))]
+    rng.shuffle(repeated)
     context = (
         "Read the following text in code and count how often each word comes. Find the three words that come most often. "
-        f"{' '.join(every)}\n"
+        f"{' '.join(repeated)}\n"
     )
     question = (
         "Question: Which three words come most often in the text above? Leave the dots out and explain nothing. "

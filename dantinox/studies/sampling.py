@@ -77,7 +77,9 @@ class SamplingMethod(NamedTuple):
         default. After its part, it has its most diverse value.
         """
         parts = [position * len(self.scale) - i for i in range(len(self.scale))]
-        return {one.name: one.value_at(min(part, 1.0)) for one, part in zip(self.scale, parts, strict=True) if part >= 0}
+        return {
+            setting.name: setting.value_at(min(part, 1.0)) for setting, part in zip(self.scale, parts, strict=True) if part >= 0
+        }
 
 
 # The scale of the router first lowers the number of candidates from the guide's 12 at its base temperature, then raises the
@@ -396,15 +398,15 @@ def _test_all(
 
     Each round uses another order of methods, so that temporary slowdowns of the machine affect all methods equally.
     """
-    every = {**tuned, **{name: TunedMethod({"temperature": t}) for name, t in TEMPERATURE_CURVE.items()}}
-    names, rounds = list(every), {name: list[Continuations]() for name in every}
+    methods = {**tuned, **{name: TunedMethod({"temperature": t}) for name, t in TEMPERATURE_CURVE.items()}}
+    names, rounds = list(methods), {name: list[Continuations]() for name in methods}
     for seed in range(1, bench.size.seeds + 1):
         for name in names[seed % len(names) :] + names[: seed % len(names)]:
-            if rounds[name] and every[name].settings.get("greedy"):
+            if rounds[name] and methods[name].settings.get("greedy"):
                 rounds[name].append(rounds[name][0])  # the seed changes nothing
                 continue
             bench.progress(f"round {seed} of {bench.size.seeds}: {name}")
-            rounds[name].append(bench.continue_prompts(test, every[name], seed))
+            rounds[name].append(bench.continue_prompts(test, methods[name], seed))
     return rounds
 
 

@@ -97,8 +97,8 @@ def run_sweep(
                 raise UserError(f"{trial.name} could not start: {problem}")
             ended[trial.name] = problem
             _write_plan(sweep, folder, ended)
-            one = trial_result(trial, run, problem)
-            loss = "no val_loss" if one.val_loss is None else f"val_loss {one.val_loss:.4f} at {one.best_step}"
+            result = trial_result(trial, run, problem)
+            loss = "no val_loss" if result.val_loss is None else f"val_loss {result.val_loss:.4f} at {result.best_step}"
             progress(f"{trial.name}: {problem or loss}")
             on_result(_study(sweep, folder, ended))
     return _study(sweep, folder, ended)

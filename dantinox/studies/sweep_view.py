@@ -83,26 +83,28 @@ def draw_sweep(study: SweepStudy) -> bytes:
 
 
 def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
-    places, names = _axis_positions([trial.chosen[key] for trial in study.trials])
+    positions, names = _axis_positions([trial.chosen[key] for trial in study.trials])
     if names:
         axes.set_xticks(range(len(names)), names)
         axes.set_xlim(-0.5, len(names) - 0.5)
-    elif min(places) > 0 and max(places) / min(places) >= LOG_SCALE_RATIO:
+    elif min(positions) > 0 and max(positions) / min(positions) >= LOG_SCALE_RATIO:
         axes.set_xscale("log")
-    elif all(isinstance(place, int) for place in places):
+    elif all(isinstance(position, int) for position in positions):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    both = [
-        (place, trial.val_loss or 0.0) for place, trial in zip(places, study.trials, strict=True) if _is_within_axes(trial, top)
+    points = [
+        (position, trial.val_loss or 0.0)
+        for position, trial in zip(positions, study.trials, strict=True)
+        if _is_within_axes(trial, top)
     ]
-    lowest = {x: min(loss for at, loss in both if at == x) for x, _ in sorted(both)}
-    if not names and len(lowest) < len(both):  # several trials per value: connect the best ones
+    lowest = {x: min(loss for at, loss in points if at == x) for x, _ in sorted(points)}
+    if not names and len(lowest) < len(points):  # several trials per value: connect the best ones
         axes.plot(*zip(*lowest.items(), strict=True), color=ALL, linewidth=1, alpha=0.5)
-    if both:
-        axes.scatter(*zip(*both, strict=True), color=ALL, s=22, alpha=0.8, linewidths=0)
-        axes.scatter(*both[0], color=BEST, s=60, marker="*", zorder=3)
-    for place, trial in zip(places, study.trials, strict=True):
+    if points:
+        axes.scatter(*zip(*points, strict=True), color=ALL, s=22, alpha=0.8, linewidths=0)
+        axes.scatter(*points[0], color=BEST, s=60, marker="*", zorder=3)
+    for position, trial in zip(positions, study.trials, strict=True):
         if not _is_within_axes(trial, top):
-            axes.scatter(place, top, color=WRONG, s=28, marker="x" if trial.problem else "^", clip_on=False)
+            axes.scatter(position, top, color=WRONG, s=28, marker="x" if trial.problem else "^", clip_on=False)
     axes.set_ylim(top=top)
     axes.set_xlabel(_short_names(study.keys)[key])
     style_axes(axes)

@@ -101,8 +101,8 @@ class LMEvalModel:
             prepared.append((ids[-(self.context - settings["max_new_tokens"]) :], settings))
         order = sorted(range(len(prepared)), key=lambda number: -len(prepared[number][0]))
         answers: dict[int, str] = {}
-        for places in equal_batches(len(prepared), ROWS) if prepared else ():
-            numbers = [order[place] for place in places]
+        for positions in equal_batches(len(prepared), ROWS) if prepared else ():
+            numbers = [order[position] for position in positions]
             results = self.run.complete([self.run.request(*prepared[number]) for number in numbers], pad=self._padded_length)
             answers |= {number: result.text for number, result in zip(numbers, results, strict=True)}
             self.progress(f"{len(answers)} of {len(prepared)} texts are generated")
@@ -113,12 +113,12 @@ class LMEvalModel:
         groups: dict[int, list[int]] = {}
         for number, text in enumerate(texts):
             groups.setdefault(self._padded_length(len(text.ids) - 1), []).append(number)
-        found: dict[int, Any] = {}
+        scores_by_index: dict[int, Any] = {}
         for _, numbers in sorted(groups.items(), reverse=True):
-            for place, scores in score_sequences(self._model, [texts[number] for number in numbers]):
-                found[numbers[place]] = scores
-            self.progress(f"{len(found)} of {len(texts)} texts are scored")
-        return [found[number] for number in range(len(texts))]
+            for position, scores in score_sequences(self._model, [texts[number] for number in numbers]):
+                scores_by_index[numbers[position]] = scores
+            self.progress(f"{len(scores_by_index)} of {len(texts)} texts are scored")
+        return [scores_by_index[number] for number in range(len(texts))]
 
     def _encode(self, text: str) -> list[int]:
         return self.run.tokenizer.encode(text) if text else []

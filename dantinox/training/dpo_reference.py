@@ -26,9 +26,9 @@ def compute_reference_logprobs(
       float32 `[pairs, 2]`; 0 for pairs that are too long.
     """
     logprobs, program = np.zeros_like(store.reference), make_reference_step(model, layout)
-    for numbers, pairs in store.all_pairs(rows):
+    for indices, pairs in store.all_pairs(rows):
         placed = layout.put_batch(partial(select_rows, pairs), rows)
-        logprobs[numbers] = fetch_to_host(program(parameters, placed, frozen))[: len(numbers)]
+        logprobs[indices] = fetch_to_host(program(parameters, placed, frozen))[: len(indices)]
     return logprobs
 
 

@@ -112,12 +112,12 @@ def analyze_losses(key: str, rates: list[float], losses: list[float]) -> RateTes
     return RateTest(key, rates, losses, smoothed, rates[low], rates[steep], min(rates[steep], rates[low] / 3))
 
 
-def rate_test_lines(found: RateTest) -> list[str]:
+def rate_test_lines(test: RateTest) -> list[str]:
     """Returns lines with the suggested rate, how it was chosen, and the losses that it is based on."""
-    steepest = found.suggested == found.steepest
-    why = "the loss fell fastest there" if steepest else f"a third of {found.lowest:.2g}, where the loss was lowest"
-    fell = f"{found.smoothed[0]:.3f} → {min(found.smoothed):.3f} in {len(found.losses)} steps"
+    steepest = test.suggested == test.steepest
+    why = "the loss fell fastest there" if steepest else f"a third of {test.lowest:.2g}, where the loss was lowest"
+    fell = f"{test.smoothed[0]:.3f} → {min(test.smoothed):.3f} in {len(test.losses)} steps"
     return [
-        f"{found.key}: try {found.suggested:.2g} ({why})",
-        f"smoothed loss {fell}, falling fastest at {found.steepest:.2g}, lowest at {found.lowest:.2g}",
+        f"{test.key}: try {test.suggested:.2g} ({why})",
+        f"smoothed loss {fell}, falling fastest at {test.steepest:.2g}, lowest at {test.lowest:.2g}",
     ]

@@ -165,8 +165,8 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
     if store is None:
         if run.data.exists():
             raise UserError(f"the tokens in {run.data} are damaged: remove that directory to rebuild them from the corpus")
-        own = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": None})})
-        _, store = prepare_data(own, run.data, tokenizer, console.stage, str(run.chat_template))
+        with_saved_template = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": None})})
+        _, store = prepare_data(with_saved_template, run.data, tokenizer, console.stage, str(run.chat_template))
         _check_rebuilt(run)
     elif corpus_changed(config, run.data):
         console.note("the corpus has changed since this run began: the run continues with its saved tokens")
@@ -208,7 +208,7 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
         adapters = [("adapters", f"rank {lora.rank}, times {lora.scale:g}, {on}")]
     yield table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {feed_forward}"),
-        ("tokenizer", f"{config.tokenizer.tokenizer_type}, {tokenizer.vocab_size} symbols"),
+        ("tokenizer", f"{config.tokenizer.tokenizer_type}, vocabulary of {tokenizer.vocab_size}"),
         ("text", text),
         ("training", f"{steps} steps of {rows}, {passes:.2f} passes"),
         *adapters,

@@ -170,16 +170,16 @@ def _apply_to_matrices(rule: optax.GradientTransformation) -> optax.GradientTran
     def flat(tree: Parameters) -> Parameters:
         matrices = {name: p.reshape(matrix_shape(name, p.shape) or _row_shape(name, p.shape)) for name, p in tree.items()}
         stacks = {name: p for name, p in matrices.items() if p.ndim == 3 or name.startswith("rolled/")}
-        whole = {name: p for name, p in matrices.items() if name not in stacks}
-        return whole | {f"{name}/{i}": x for name, p in stacks.items() for i, x in enumerate(p)}
+        single = {name: p for name, p in matrices.items() if name not in stacks}
+        return single | {f"{name}/{i}": x for name, p in stacks.items() for i, x in enumerate(p)}
 
     def update(gradients: Parameters, state: Any, parameters: Any = None) -> tuple[Parameters, Any]:
         updates, state = rule.update(flat(gradients), state, None if parameters is None else flat(parameters))
 
         def joined(name: str, shape: tuple[int, ...]) -> jax.Array:
             count = (matrix_shape(name, shape) or shape)[0]
-            whole = updates[name] if name in updates else jnp.stack([updates[f"{name}/{i}"] for i in range(count)])
-            return whole.reshape(shape)
+            matrix = updates[name] if name in updates else jnp.stack([updates[f"{name}/{i}"] for i in range(count)])
+            return matrix.reshape(shape)
 
         return {name: joined(name, g.shape) for name, g in gradients.items()}, state
 
@@ -328,8 +328,10 @@ def _orthogonalize_local(gradients: Parameters, sides: dict[str, MatrixSides], s
     for name, g in gradients.items():
         side, root = sides[name], roots[name]
         if side.rows:
-            own = side.height // math.prod(sizes[axis] for axis in side.rows)
-            root = jax.lax.dynamic_slice_in_dim(root, jax.lax.axis_index(side.rows) * own, own, axis=root.ndim - 2)
+            local_rows = side.height // math.prod(sizes[axis] for axis in side.rows)
+            root = jax.lax.dynamic_slice_in_dim(
+                root, jax.lax.axis_index(side.rows) * local_rows, local_rows, axis=root.ndim - 2
+            )
         x = matmul(root, matrices[name])
         result[name] = (side.scale * (x.mT if side.transposed else x)).reshape(g.shape)
     return result
@@ -348,8 +350,8 @@ def _sharded_inverse_roots(
     if summed:
         grams_MNN = jax.lax.psum_scatter(grams_MNN, summed, scatter_dimension=0, tiled=True)
     if others:
-        own = len(grams_MNN) // n_others
-        grams_MNN = jax.lax.dynamic_slice_in_dim(grams_MNN, jax.lax.axis_index(others) * own, own)
+        local_count = len(grams_MNN) // n_others
+        grams_MNN = jax.lax.dynamic_slice_in_dim(grams_MNN, jax.lax.axis_index(others) * local_count, local_count)
     roots_MNN = _inverse_root(grams_MNN)
     for axes in (others, summed):
         roots_MNN = jax.lax.all_gather(roots_MNN, axes, axis=0, tiled=True) if axes else roots_MNN

@@ -291,8 +291,8 @@ class Programs:
         self._evaluate: Future[Any] = Future()
         Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
         self.train: Callable[[State, Batch, Parameters], tuple[State, Metrics]] = compile_program(train_lowered, train.options)
-        base, whole = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
-        self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, tree_bytes(whole) // 4)
+        base, all_weights = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
+        self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, tree_bytes(all_weights) // 4)
 
     def evaluate(self, parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
         """Returns the summed losses of a validation batch of `eval_rows` rows."""
