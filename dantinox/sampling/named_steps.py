@@ -99,7 +99,7 @@ def _check_histories(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
     """Returns the token ids of every row; None means empty rows."""
     lists: list[list[int]] = _validate(where, _parameter_type(Sequences, V), [[]] * B if rows is None else rows)
     if len(lists) != B:
-        raise UserError(f"{where} must hold one list of token ids per row of logits, {B} in total, got {len(lists)}")
+        raise UserError(f"{where} must be one list of token ids per row of logits, {B} in total, got {len(lists)}")
     return lists
 
 
