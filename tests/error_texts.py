@@ -270,6 +270,6 @@ ERRORS = {
     "the_base_of_tuned_is": r"the base of .*tuned is missing: there is no run at /nowhere/base or .*/base",
     "the_loss_never_fell_from": r"the loss never fell, starting at training\.lr 0\.1: lower it",
     "tries_must_be_at_least": "--tries must be at least 10, got 3",
-    "was_trained_on_weights_0": r"was trained on weights [0-9a-f]{12} .*training.init_from.*, but those are",
+    "was_trained_on_weights_0": r"was trained on weights [0-9a-f]{12} .*training.init_from.*, but that run now has",
     "was_trained_with_tokenizer_000000000000": "was trained with tokenizer 000000000000, the run directory now has 111111111111",
 }

@@ -87,7 +87,7 @@ def _drawn_lines(explanation: Explanation) -> Iterator[str]:
         token = tokens[token_id]
         which = f", sample {sample}" if len(explanation.drawn) > 1 and not explanation.greedy else ""
         first, last = (percent(token.probabilities[s], 2) for s in (0, -1))
-        then = "" if explanation.greedy or explanation.forced else f", {last} when it was drawn"
+        then = "" if explanation.greedy or explanation.forced else f", {last} after all steps"
         yield f"{_draw_method(explanation)}{which}: {token.shown} (id {token_id}), {first} under the model{then}"
 
 

@@ -65,9 +65,9 @@ def _model(run: LoadedModel) -> str:
     m = run.model.config
     cache = make_cache(m, 1, m.max_context, run.model.dtype).report()
     windows = sorted({window for window in m.windows if window is not None})
-    keys = f"{m.kv_heads} key/value heads" if m.latent is None else f"latents of {m.latent.rank} + {m.latent.rotated_size}"
+    keys = f"{m.kv_heads} key/value heads" if m.latent is None else f"latents of size {m.latent.rank} + {m.latent.rotated_size}"
     if m.global_head_size or m.global_kv_heads:
-        keys += f"; without a window {m.global_kv_heads or m.kv_heads} of {m.global_head_size or m.head_size}"
+        keys += f"; {m.global_kv_heads or m.kv_heads} of {m.global_head_size or m.head_size} in layers without a window"
     if m.kv_shared_layers:
         keys += f"; the last {m.kv_shared_layers} layers reuse those of earlier layers"
     trained, lora = [], run.config.trained_architecture(run.tokenizer.vocab_size).lora
@@ -82,7 +82,7 @@ def _model(run: LoadedModel) -> str:
         ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {keys}"),
         ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),
         ("positions", m.position + (f", sliding windows of {windows}" if windows else "")),
-        ("context", f"{m.max_context} tokens, cache {human_bytes(cache['bytes'])} a row"),
+        ("context", f"{m.max_context} tokens, cache {human_bytes(cache['bytes'])} per row"),
         ("tokenizer", f"{run.config.tokenizer.tokenizer_type}, vocabulary of {run.tokenizer.vocab_size}"),
     ])  # fmt: skip
 
@@ -91,7 +91,7 @@ def _experts(m: ModelConfig) -> str:
     if m.experts is None:
         return ""
     shared = f" and a shared layer {m.experts.shared_dim} wide" if m.experts.shared_dim else ""
-    dense = f"; dense layers {m.experts.dense_dim} wide: {len(m.experts.dense_layers)}" if m.experts.dense_layers else ""
+    dense = f"; {len(m.experts.dense_layers)} dense layers {m.experts.dense_dim} wide" if m.experts.dense_layers else ""
     return f"; {m.experts.count} experts, {m.experts.top_k} per token{shared}{dense}"
 
 

@@ -115,7 +115,7 @@ def measure_perplexity(
     for number, scores in score_sequences(run.prepared(generation), texts):
         parts.append(-math.fsum(scores.logp))
         new = texts[number].new
-        done.advance(new, f", {math.fsum(parts) / (done.done + new):.4f} nats a token so far")
+        done.advance(new, f", {math.fsum(parts) / (done.done + new):.4f} nats per token so far")
     nats = math.fsum(parts)
     if not math.isfinite(nats):
         raise UserError("the model returns a NaN or infinite log-probability for the text: its weights are damaged")
@@ -184,5 +184,5 @@ def perplexity_lines(result: Perplexity) -> list[str]:
         ("bits per byte", f"{result.bits_per_byte:.4f}"),
         ("text", f"{count}{result.tokens} tokens, {result.bytes} bytes{unscored}"),
         ("windows", f"of {result.context} tokens, {result.stride} from one to the next"),
-        ("took", f"{result.seconds:.1f} s, {human_count(result.tokens / result.seconds)} tokens a second"),
+        ("took", f"{result.seconds:.1f} s, {human_count(result.tokens / result.seconds)} tokens per second"),
     ]).splitlines()  # fmt: skip

@@ -96,8 +96,8 @@ def find_topology(name: str | None = None) -> Topology:
     family, model, shape = found.groups() if found else ("", "", None)
     if f"{family}:{model}" not in NAMES or (shape and family == "gpu" and shape not in GPU_COUNTS):
         raise UserError(
-            f"unknown topology {escape_name(name)}: use one of {', '.join(NAMES)}; a GPU may have a count of up to "
-            f"{GPU_COUNTS[-1]}, as in gpu:h100:8, and a TPU a shape, as in tpu:v5e:4x4"
+            f"unknown topology {escape_name(name)}: use one of {', '.join(NAMES)}; for a GPU, add a count of up to "
+            f"{GPU_COUNTS[-1]}, as in gpu:h100:8; for a TPU, add a shape, as in tpu:v5e:4x4"
         )
     if not any(map(find_spec, COMPILERS[family])):
         newer = ", on Python 3.12 or newer" if family == "tpu" else ""

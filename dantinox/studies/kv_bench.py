@@ -286,7 +286,7 @@ class CacheBenchmark:
                     done.advance()
                 return right
 
-            each = self._map_batches(f"tasks, {name} of the question", len(tasks.tokens), len(self.caches), read)
+            each = self._map_batches(f"recall tasks, question-{name}", len(tasks.tokens), len(self.caches), read)
             for one, right_P in zip(found, each, strict=True):
                 one |= {f"needle_{name}": right_P[tasks.needles], f"copy_{name}": right_P[~tasks.needles]}
         return found

@@ -65,7 +65,7 @@ def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: 
     if repeated > MAX_REPETITION:
         raise UserError(
             f"{100 * repeated:.0f} % of the word 4-grams of the validation text occurred in it before; above "
-            f"{100 * MAX_REPETITION:.0f} % a text hides the losses of a cache: select another text with --data_path"
+            f"{100 * MAX_REPETITION:.0f} %, repetition hides the losses of a cache: select another text with --data_path"
         )
     return Sequences(stream_N[places_ST], np.repeat(np.arange(SEEDS), split_by_seed(count)), overlapping, repeated)
 

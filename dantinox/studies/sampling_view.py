@@ -74,7 +74,7 @@ def conclusions(study: SamplingStudy) -> list[str]:
 
 def _conclusion(pair: Difference, judge: str) -> str:
     if "excess" not in pair.differences:
-        return f"{pair.a} and {pair.b} cannot be compared: plain temperature never reached the diversity of one of them."
+        return f"{pair.a} and {pair.b} cannot be compared: temperature sampling did not reach the diversity of one of them."
     excess = pair.differences["excess"]
     value, low, high = excess
     numbers = f"{value:+.3f} bits per byte at equal diversity, 95 % interval {low:+.3f} to {high:+.3f}, reference: {judge}"

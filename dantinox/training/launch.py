@@ -196,21 +196,21 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     steps = total_steps(config, store.windows_per_epoch)
     tokens = steps * t.batch_size * m.max_context
     text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
-    passes, rows = tokens / store.train.tokens, f"{t.batch_size} × {m.max_context} tokens"
+    epochs, rows = tokens / store.train.tokens, f"{t.batch_size} × {m.max_context} tokens"
     if isinstance(store, ConversationStore):
         what = "pairs" if store.pairs else "conversations"
-        text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and left out" * (store.left_out > 0)
-        passes = steps * t.batch_size / store.windows_per_epoch
+        text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
+        epochs = steps * t.batch_size / store.windows_per_epoch
         rows = f"{t.batch_size} pairs of {m.max_context} tokens" if store.pairs else rows
     adapters, lora = [], config.trained_architecture(tokenizer.vocab_size).lora
     if lora is not None:
         on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} are frozen, in {lora.held}"
-        adapters = [("adapters", f"rank {lora.rank}, times {lora.scale:g}, {on}")]
+        adapters = [("adapters", f"rank {lora.rank}, scale {lora.scale:g}, {on}")]
     yield table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {feed_forward}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, vocabulary of {tokenizer.vocab_size}"),
         ("text", text),
-        ("training", f"{steps} steps of {rows}, {passes:.2f} passes"),
+        ("training", f"{steps} steps of {rows}, {epochs:.2f} epochs"),
         *adapters,
         ("optimizer", f"{t.optimizer}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip

@@ -75,8 +75,8 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     """
     if (old := saved.get("base_sha256")) != (new := now.get("base_sha256")):
         raise UserError(
-            f"the checkpoint was trained on weights {str(old)[:12]} (training.init_from), but those are {str(new)[:12]} now: "
-            "restore the run that it started from"
+            f"the checkpoint was trained on weights {str(old)[:12]} (training.init_from), but that run now has "
+            f"{str(new)[:12]}: restore its original weights"
         )
     old, new = saved.get("tokenizer_sha256"), now["tokenizer_sha256"]
     if old != new:
@@ -84,7 +84,7 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     versions = saved.get("versions", {})
     before, here = saved.get("devices", ONE_DEVICE), now["devices"]
     devices_changed = (
-        f"the run was trained on {before} and continues on {here}, which sum in another order: results will not be bit-exact"
+        f"the run was trained on {before} and continues on {here}, where sums have another order: results will not be bit-exact"
     )
     unordered = "this GPU does not sum in a fixed order: results may not be bit-exact (set training.deterministic: true)"
     notes = [devices_changed] * (before != here) + [unordered] * (get_platform().name == "gpu" and not deterministic)

@@ -162,9 +162,9 @@ def tokens_per_step(config: Config) -> int:
 
 
 def duration_line(steps: int, seconds_per_step: float) -> str:
-    """Returns `about 35m00s for 500 steps at 4.2 s a step, evaluations not counted`."""
+    """Returns `about 35m00s for 500 steps at 4.2 s per step, without evaluations`."""
     each = f"{seconds_per_step:.2g} s" if seconds_per_step >= 0.1 else f"{1e3 * seconds_per_step:.2g} ms"
-    return f"about {human_time(steps * seconds_per_step)} for {steps} steps at {each} a step, evaluations not counted"
+    return f"about {human_time(steps * seconds_per_step)} for {steps} steps at {each} per step, without evaluations"
 
 
 def reward_metrics(rewards: Any, prefix: str = "") -> dict[str, float]:

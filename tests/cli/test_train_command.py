@@ -169,7 +169,7 @@ def test_dry_run_and_print_config_write_no_files(dantinox, tmp_path, text, monke
     config = ["--config", ROOT / "configs/quickstart.yaml", "--data_path", text]
     code, out, err = dantinox("train", *config, "--dry_run", *TINY)
     assert code == 0 and "4 steps of 2 × 16 tokens" in out and "estimated peak" in out and "first row" in out
-    assert re.search(r"about \S+ for 4 steps at \S+ m?s a step, evaluations not counted\n$", out)
+    assert re.search(r"about \S+ for 4 steps at \S+ m?s per step, without evaluations\n$", out)
     assert err.startswith("warning: tokenizer.vocab_size has no effect while tokenizer.tokenizer_type is byte (")
     assert err.count("\n") == 1
     code, out, err = dantinox("train", *config, "--print_config", "--training.lr", "5e-4", "--use_moe", "False")

@@ -120,8 +120,8 @@ def test_resuming_on_other_devices_prints_a_note(workshop, monkeypatch, never_in
         run = workshop.train("moved", small_config(training__steps=steps, **changes, **given), resume=True)
     notes = workshop.notes.getvalue().replace("\n", " ")
     words = [f"data 1 × fsdp {size} × expert 1 × tensor 2" for size in (4, 2)]
-    assert f"the run was trained on {words[0]} and continues on {words[1]}, which sum in another order" in notes
-    assert f"the run was trained on {words[1]} and continues on one device, which sum in another order" in notes
+    assert f"the run was trained on {words[0]} and continues on {words[1]}, where sums have another order" in notes
+    assert f"the run was trained on {words[1]} and continues on one device, where sums have another order" in notes
     rows = read_csv(run.log(small_config()))
     assert [row["step"] for row in rows] == [4, 8, 12, 16, 20] and rows[-1]["val_loss"] < rows[0]["val_loss"]
 

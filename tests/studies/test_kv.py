@@ -406,7 +406,7 @@ def test_answers_of_the_full_cache_match_the_model(run, text, monkeypatch):
     for mode in ("aware", "agnostic"):
         assert found[f"needle_{mode}"].tolist() == right[:5].tolist() and found[f"copy_{mode}"].tolist() == right[5:].tolist()
     begun = [line for line in messages if not line.endswith("left")]
-    assert begun == [f"tasks, {kind} of the question: 2 batches, one for each cache" for kind in ("aware", "agnostic")]
+    assert begun == [f"recall tasks, question-{kind}: 2 batches, one for each cache" for kind in ("aware", "agnostic")]
 
 
 @pytest.mark.slow

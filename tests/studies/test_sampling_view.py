@@ -83,7 +83,7 @@ def test_conclusions_contain_their_numbers(record):
     )
     better, unknown = conclusions(record)
     assert better.startswith("a is better than b (-0.200 bits") and better.endswith("reference: large).")
-    assert unknown == "a and c cannot be compared: plain temperature never reached the diversity of one of them."
+    assert unknown == "a and c cannot be compared: temperature sampling did not reach the diversity of one of them."
 
 
 def test_description_warns_if_the_model_is_its_own_reference(record):

@@ -251,11 +251,11 @@ def test_rows_of_one_step_name_both_means_of_the_training_loss(workshop):
 def test_long_training_prints_an_estimate_after_its_first_steps(workshop, monkeypatch):
     config = small_config(training__steps=12, training__optimizer="adamw")
     workshop.train("short", config)
-    assert "evaluations not counted" not in workshop.notes.getvalue()
+    assert "without evaluations" not in workshop.notes.getvalue()
     monkeypatch.setattr(training_log, "MIN_ESTIMATE", 0)
     workshop.train("run", config)
-    assert re.search(r"about \S+ for 8 steps at \S+ m?s a step, evaluations not counted\n", workshop.notes.getvalue())
-    assert training_log.duration_line(500, 4.2) == "about 35m00s for 500 steps at 4.2 s a step, evaluations not counted"
+    assert re.search(r"about \S+ for 8 steps at \S+ m?s per step, without evaluations\n", workshop.notes.getvalue())
+    assert training_log.duration_line(500, 4.2) == "about 35m00s for 500 steps at 4.2 s per step, without evaluations"
 
 
 @pytest.mark.parametrize(("epochs", "warned"), [(1, True), (30, False)])
