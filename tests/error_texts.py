@@ -198,7 +198,7 @@ ERRORS = {
     "are_needed": "are needed",
     "cannot_build_a_needle_task": r"cannot build a needle task from sequences of 5 tokens .*: raise --tokens",
     "cannot_write_file": r"^cannot write .*file",
-    "d_d_percent_of_the": r"^\d\d % of the word 4-grams .* above 20 % a text hides",
+    "d_d_percent_of_the": r"^\d\d % of the word 4-grams .* above 20 %, repetition hides",
     "entropy_cannot_run_without_kv_entropy": r"entropy cannot run without .*kv_entropy.json: run `dantinox calibrate .*--what kv`",
     "full_is_the_baseline_of": "full is the baseline of the comparison: name at least one of streaming, uniform",
     "has_0_positions_with_1000": "has 0 positions with 1000 tokens",
