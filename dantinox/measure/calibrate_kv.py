@@ -78,8 +78,8 @@ def calibrate_kv(
     """Measures the attention of every query head on a text and saves the results in the run as `kv_entropy.json`.
 
     In each sequence, the queries at 25, 50, 75 and 100 % of the tokens are measured. Three numbers describe the attention of
-    a query: its entropy, the smallest number of keys that hold 95 % of it, and its mean distance in tokens, which ignores the
-    first four tokens of the sequence. Each head gets the mean over queries and sequences. `estimate_loss_rises` then estimates
+    a query: its entropy, the smallest number of keys that hold 95 % of it, and its mean distance in tokens. The distance
+    ignores the first four tokens of the sequence. Each head gets the mean over queries and sequences. `estimate_loss_rises` then estimates
     how much eviction from each key/value head would increase the loss.
 
     Args:

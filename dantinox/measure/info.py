@@ -123,8 +123,8 @@ class FloatReference:
         """Compares another model with the reference.
 
         Returns:
-          Mean −ln p per target of the reference, the same of `other`, the mean squared difference of their logits (each with
-          its mean per position subtracted), and the number of targets.
+          Mean −ln p per target of the reference and of `other`, the mean squared difference of their logits, and the number
+          of targets. The mean of the logits at each position is subtracted before the difference.
         """
         other = dequantize(other)
         sums_NB4 = _compare_logits(self.model, other, self.x_NBTD, _hidden(other, self.batches), self.batches)

@@ -1,12 +1,12 @@
 """`dantinox eval kv`: the quality of a model with compressed caches.
 
-All caches of a ratio have the same total number of slots. Each cache is compared with the full cache on the same text, by the
-loss of the tokens after a prompt, by greedy continuations, and by recall tasks about distant facts. A text without long-range
-dependencies would show no difference, so the study also measures these dependencies.
+All caches of a ratio have the same total number of slots. Each cache is compared with the full cache on the same text. The
+measures are the loss of the tokens after a prompt, greedy continuations, and recall tasks about distant facts. A text without
+long-range dependencies would show no difference, so the study also measures these dependencies.
 
 The rule for the signal that divides the slots among heads was fixed before any measurement. A signal beats equal shares at a
-ratio if the paired difference of loss excludes 0 in all three seeds. Among the signals that beat equal shares at some ratio and
-lose at none, the one with the lowest loss wins; if there is none, equal shares win.
+ratio if the interval of the paired loss difference excludes 0 in all three seeds. Among the signals that beat equal shares at
+some ratio and lose at none, the one with the lowest loss wins; if there is none, equal shares win.
 """
 
 from collections.abc import Callable, Mapping, Sequence

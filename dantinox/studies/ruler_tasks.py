@@ -1,8 +1,8 @@
 """The 13 tasks of RULER, generated locally (Hsieh et al. 2024, arXiv 2404.06654, table 1 and appendix B).
 
 Eight tasks hide needles in a haystack, one assigns variables in chains, two count words, and two ask about documents. The
-numbers, kinds and sizes are those of RULER. No data set is downloaded, so the texts differ: the wording is our own, the essays
-are sentences of Python's manual or of a given text, the words are taken from them, and the documents are generated. One
+numbers, kinds and sizes are those of RULER. No data set is downloaded, so the texts differ. The wording is our own. The essays
+are sentences of Python's manual or of a given text, and the words are taken from them. The documents are generated. One
 document contains the answer where RULER uses SQuAD, two where it uses HotpotQA. Scores are not comparable with published ones.
 """
 
