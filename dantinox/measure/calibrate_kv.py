@@ -79,8 +79,8 @@ def calibrate_kv(
 
     In each sequence, the queries at 25, 50, 75 and 100 % of the tokens are measured. Three numbers describe the attention of
     a query: its entropy, the smallest number of keys that hold 95 % of it, and its mean distance in tokens. The distance
-    ignores the first four tokens of the sequence. Each head gets the mean over queries and sequences. `estimate_loss_rises` then estimates
-    how much eviction from each key/value head would increase the loss.
+    ignores the first four tokens of the sequence. Each head gets the mean over queries and sequences. Then
+    `estimate_loss_rises` estimates how much eviction from each key/value head would increase the loss.
 
     Args:
       sequences: number of sequences to read; fewer if the text has fewer distinct ones.

@@ -36,7 +36,7 @@ from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
 from dantinox.report.tables import Column, human_bytes, human_count, percent, text_table, wrap_lines
 from dantinox.sampling import SamplingParams
 
-LOOKUP_TABLES = ("embed", "position_embed")  # tables of which each token reads one row
+LOOKUP_TABLES = ("embed", "position_embed")  # each token reads one row of these tables
 SCHEDULE_STEPS = 1000  # if the corpus determines the length of the schedule; this constant does not affect the plan
 # The formula of each program's FLOPs and its source; N, L, H, Q as in `dantinox.model.flops`.
 FORMULAS = {

@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
 RATIOS = (0.5, 0.3, 0.2, 0.1)
 # Defaults for models with more than `LARGE_MODEL` parameters, where compilation takes most of the time.
 LARGE_METHODS, LARGE_RATIOS = (STREAMING, UNIFORM, "distance", "loss", ORACLE), (0.5, 0.2)
-NEAR_KEYS = 64  # visible keys when the value of more distant keys is measured
+NEAR_KEYS = 64  # keys that remain visible when the study measures the value of distant keys
 FREE_TOKENS, FREE_ROWS = 64, 8
 MIN_TIMED_BATCHES = 3  # the speed of the fastest one is reported
 

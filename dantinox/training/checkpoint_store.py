@@ -26,7 +26,7 @@ TRASH = ".removed"  # a step is moved here before it is deleted, so that a kille
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The state of the loop besides the training state.
+    """The state of the training loop that `State` does not hold.
 
     Attributes:
       evaluation_due: the metrics already known for the row of an evaluation that an interruption prevented; else None.
@@ -80,11 +80,11 @@ class Checkpoints:
 
     @cached_property
     def _manager(self) -> Any:
-        """The Orbax manager, created on first use: `restore` first moves damaged steps away that would make Orbax fail."""
+        """The Orbax manager, created on first use: `restore` first renames damaged steps, which would make Orbax fail."""
         import orbax.checkpoint as orbax
         from orbax.checkpoint import checkpoint_managers as policies
 
-        latest = policies.LatestN(max(self._keep_last, 2))  # old steps are removed before the newest has its manifest
+        latest = policies.LatestN(max(self._keep_last, 2))  # Orbax removes old steps before the newest has its manifest
         best = policies.BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = orbax.CheckpointManagerOptions(
             # max_to_keep together with best_fn would delete the latest step.
@@ -145,7 +145,7 @@ class Checkpoints:
         return RestoredCheckpoint(step, state, TrainingProgress(**progress), facts, tuple(notes))
 
     def _choose_step(self) -> tuple[int, list[tuple[int, str]], list[str]] | None:
-        """Returns the newest intact step, the damage of newer ones by step, and notes; None if there is no step."""
+        """Returns the newest intact step, newer steps with their damage, and notes; None if there is no step."""
         damaged: dict[int, str] = {}
         for step in self._finished_steps():
             problem = next(find_step_damage(self.path / str(step)), None)
@@ -281,7 +281,7 @@ def _state_dict(state: State) -> dict[str, Any]:
 
 
 def _with_sharding(tree: Any) -> Any:
-    """Returns shapes with shardings; those without one get the first device."""
+    """Returns the shapes with shardings. Shapes without a sharding are placed on the first device."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), tree)
 

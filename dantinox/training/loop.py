@@ -242,7 +242,7 @@ class Trainer:
             self._stop_if_requested()
 
     def _after_step(self) -> None:
-        """Runs what is due after this step: a log row, an evaluation, a sample, a checkpoint."""
+        """Runs the actions that are due after this step: a log row, an evaluation, a sample, a checkpoint."""
         t, last = self.config.training, self.step == self.steps
         evaluates = self.step % t.eval_every == 0 or last
         if self.step % self.config.logging.log_every == 0 or last:
@@ -265,7 +265,7 @@ class Trainer:
         return (self.step >= self.steps or exhausted) and not self.progress.evaluation_due
 
     def _evaluate(self) -> None:
-        """Evaluates, writes the row and exports the weights if they are the best. After a stop signal, postpones all of it."""
+        """Evaluates, writes the row and exports the weights if they are the best. A stop signal postpones all of this."""
         row_metrics = self.progress.evaluation_due or self.log.row_metrics(self.step)
         with self.log.paused():
             loss, rewards = self._validation_loss()
