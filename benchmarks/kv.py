@@ -35,7 +35,7 @@ from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv_settings import KVSection
 from dantinox.generation import prepare
 from dantinox.generation.cache_plan import CachePlan, plan_cache
-from dantinox.generation.decode import CHUNK
+from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.static_batch import StaticBatch, padded_length
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed_cache import CompressedLayer, HeadGroup
@@ -112,7 +112,7 @@ def build(o: argparse.Namespace) -> Any:
 
 def decoded_tokens(o: argparse.Namespace) -> int:
     """Returns the number of tokens that a session decodes: a chunk for compilation, and one chunk per round."""
-    return CHUNK * (o.rounds + 1)
+    return DECODE_CHUNK * (o.rounds + 1)
 
 
 def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iterator[dict[str, Any]]:
@@ -212,7 +212,7 @@ def time_alternating(o: argparse.Namespace, sessions: list[StaticBatch]) -> list
 
 
 def rate(batch: int, times: list[float]) -> float:
-    return round(batch * CHUNK / statistics.median(times), 1)
+    return round(batch * DECODE_CHUNK / statistics.median(times), 1)
 
 
 def start_session(model: Any, batch: int, length: int, new: int, cache: KVCache | None) -> StaticBatch:

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 import pytest
 
 import dantinox
-from dantinox.html_repr import LONGEST, html_table, html_text
+from dantinox.html_repr import MAX_TEXT_LENGTH, html_table, html_text
 from dantinox.run import RunDirectory
 
 HOSTILE = "<script>alert(1)</script>&\"'"
@@ -34,7 +34,11 @@ def test_everything_is_escaped(html):
 
 def test_long_texts_are_truncated():
     html = html_text("a" * 10_000, "b" * 10_000, "note")
-    assert html.count("a" * LONGEST) == 1 and html.count("b" * LONGEST) == 1 and len(html) < 2 * LONGEST + 300
+    assert (
+        html.count("a" * MAX_TEXT_LENGTH) == 1
+        and html.count("b" * MAX_TEXT_LENGTH) == 1
+        and len(html) < 2 * MAX_TEXT_LENGTH + 300
+    )
 
 
 def test_a_model_and_its_results(run_dir):

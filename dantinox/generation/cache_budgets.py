@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-UNIT = 8  # slots are allocated in multiples of `UNIT`
+SLOT_UNIT = 8  # slots are allocated in multiples of `SLOT_UNIT`
 HALVING_PENALTY = 3e-4  # nats per token for each halving of the slots of a head, in `allocate_by_loss`
 SIZES_PER_DOUBLING = 4  # candidate sizes between one slot count and its double
 KNAPSACK_STEPS = 4096  # resolution of the knapsack in `allocate_by_loss`
@@ -125,14 +125,14 @@ def min_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:
 def allocate_by_weight(weights_LK: np.ndarray, caps_L: Sequence[int], total: int, floor: int) -> Allocation:
     """Allocates slots in proportion to the weights.
 
-    The slots add up to `total`, less a remainder smaller than `UNIT`, or to the sum of the caps if the caps are smaller.
+    The slots add up to `total`, less a remainder smaller than `SLOT_UNIT`, or to the sum of the caps if the caps are smaller.
 
     Water-filling: each head requests level · weight slots, clipped to [floor, cap of its layer] and rounded to whole units.
     The level is the highest value at which all requests fit. Every head of a group gets the request of its first head.
 
     Args:
       weights_LK: positive numbers.
-      caps_L: the largest useful number of slots per head of each layer. A cap need not be a multiple of `UNIT`.
+      caps_L: the largest useful number of slots per head of each layer. A cap need not be a multiple of `SLOT_UNIT`.
       floor: the fewest slots of a head, rounded up to whole units; the cap of the layer if the cap is lower.
 
     Returns:
@@ -157,13 +157,13 @@ def allocate_by_weight(weights_LK: np.ndarray, caps_L: Sequence[int], total: int
 
 
 def _floors(caps: np.ndarray, floor: int) -> np.ndarray:
-    floors: np.ndarray = np.minimum(-(-floor // UNIT) * UNIT, caps)
+    floors: np.ndarray = np.minimum(-(-floor // SLOT_UNIT) * SLOT_UNIT, caps)
     return floors
 
 
 def _round_to_units(shares_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.ndarray) -> np.ndarray:
     """Rounds to the nearest whole unit; a share at the cap stays at the cap."""
-    units_LK = np.floor(shares_LK / UNIT + 0.5).astype(np.int64) * UNIT
+    units_LK = np.floor(shares_LK / SLOT_UNIT + 0.5).astype(np.int64) * SLOT_UNIT
     exact_LK: np.ndarray = np.where(shares_LK >= caps_L1, caps_L1, np.clip(units_LK, floors_L1, caps_L1))
     return exact_LK
 
@@ -224,11 +224,11 @@ def _distribute_remainder(
     surplus = {(number, i): layers[number][i][1] - shares_LK[number, layers[number][0][0] * i] for number, i in group_keys}
     for number, i in sorted(group_keys, key=lambda group: surplus[group]):
         heads, slots = layers[number][i]
-        step = min(UNIT, caps_L[number] - slots)
+        step = min(SLOT_UNIT, caps_L[number] - slots)
         if heads * step <= remaining:
             layers[number][i] = (heads, slots + step)
             remaining -= heads * step
-    if remaining < UNIT:
+    if remaining < SLOT_UNIT:
         return
     candidates = [
         (*split, number)
@@ -243,7 +243,7 @@ def _distribute_remainder(
 def _resplit(layer: Layer, shares_K: np.ndarray, floor: int, cap: int, remaining: int) -> tuple[float, Layer] | None:
     """Splits a layer into two groups that use up to `remaining` more slots, so that the shortfall is small.
 
-    Fewer than `UNIT` of these slots stay unused.
+    Fewer than `SLOT_UNIT` of these slots stay unused.
 
     Returns:
       The change of the shortfall, and the groups; None if the heads would reach the cap. Otherwise a split always exists:
@@ -259,12 +259,12 @@ def _resplit(layer: Layer, shares_K: np.ndarray, floor: int, cap: int, remaining
     first_H1 = np.cumsum(shares_K)[:-1, None]
     middle_H1 = (shares_K.sum() - first_H1) / (K - heads_H1) + (total - shares_K.sum()) / K
     middle_H1 = np.clip(middle_H1, np.maximum(floor, (total - heads_H1 * cap) / (K - heads_H1)), total / K)
-    small_HS = (middle_H1 // UNIT + np.arange(-K, K + 1)).astype(np.int64) * UNIT
+    small_HS = (middle_H1 // SLOT_UNIT + np.arange(-K, K + 1)).astype(np.int64) * SLOT_UNIT
     left_HS = total - (K - heads_H1) * small_HS
-    large_HS = np.minimum(left_HS // heads_H1, cap) // UNIT * UNIT
-    large_HS = np.where(left_HS - heads_H1 * large_HS < UNIT, large_HS, cap)
+    large_HS = np.minimum(left_HS // heads_H1, cap) // SLOT_UNIT * SLOT_UNIT
+    large_HS = np.where(left_HS - heads_H1 * large_HS < SLOT_UNIT, large_HS, cap)
     spare_HS = left_HS - heads_H1 * large_HS
-    allowed_HS = (floor <= small_HS) & (small_HS <= large_HS) & (small_HS < cap) & (spare_HS >= 0) & (spare_HS < UNIT)
+    allowed_HS = (floor <= small_HS) & (small_HS <= large_HS) & (small_HS < cap) & (spare_HS >= 0) & (spare_HS < SLOT_UNIT)
     if not allowed_HS.any():
         return None
     heads_X, small_X, large_X = np.nonzero(allowed_HS)[0] + 1, small_HS[allowed_HS], large_HS[allowed_HS]

@@ -11,7 +11,7 @@ from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv_settings import AVERAGES, KVSection
 from dantinox.config.model import uneven_keys
 from dantinox.generation.cache_budgets import (
-    UNIT,
+    SLOT_UNIT,
     allocate_by_loss,
     allocate_by_weight,
     head_weights,
@@ -106,7 +106,7 @@ def _head_shares(config: ModelConfig, kv: KVSection, calibration: KVCalibration 
 
 def _min_slots_per_head(kv: KVSection) -> int:
     """Returns the fewest slots of a head."""
-    return -(-(kv.sinks + kv.recent) // UNIT) * UNIT
+    return -(-(kv.sinks + kv.recent) // SLOT_UNIT) * SLOT_UNIT
 
 
 def _compression(
@@ -120,7 +120,7 @@ def _compression(
     if total < minimum and round_up and tokens is None:
         warnings.warn(
             f"kv.budget {kv.budget:g} is too small for {slots} tokens: each head needs {floor} slots (kv.sinks + kv.recent, "
-            f"rounded up to {UNIT}); using {minimum / full:.3g}",
+            f"rounded up to {SLOT_UNIT}); using {minimum / full:.3g}",
             stacklevel=4,
         )
         total = minimum
@@ -128,12 +128,12 @@ def _compression(
         key = f"kv.budget {kv.budget:g}" if tokens is None else f"kv.budget_tokens {tokens}"
         raise UserError(
             f"{key} leaves {total // (K * len(caps_L))} slots per head for a sequence of {slots} tokens, but each head needs "
-            f"{floor} (kv.sinks + kv.recent, rounded up to {UNIT}): set it to at least "
+            f"{floor} (kv.sinks + kv.recent, rounded up to {SLOT_UNIT}): set it to at least "
             + (f"{np.ceil(1000 * minimum / full) / 1000:g}" if tokens is None else f"{floor}"),
             key="kv.budget" if tokens is None else "kv.budget_tokens",
         )
     # If the budget permits, every full-length buffer is shortened by one unit, so that no buffer is as long as the sequence.
-    shorter_L = [cap - UNIT if cap == slots and cap - UNIT >= floor else cap for cap in caps_L]
+    shorter_L = [cap - SLOT_UNIT if cap == slots and cap - SLOT_UNIT >= floor else cap for cap in caps_L]
     caps = shorter_L if K * sum(shorter_L) >= total else caps_L
     weights_LK = _head_shares(config, kv, calibration)
     window, pool, decay, fixed = {

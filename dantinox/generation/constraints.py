@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_SOURCE_BYTES = 64 << 10
 # Limits per grammar and per token, in the units of llguidance. With a vocabulary of 100,000 tokens, the slowest of the tested
 # grammars takes 0.2 s to compile and 0.15 s per token.
-LIMITS = {
+LLGUIDANCE_LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 500_000,
     "max_lexer_states": 50_000,
@@ -38,7 +38,7 @@ DISPLAY_NAMES = {
     "lark": "the Lark grammar",
     "gbnf": "the GBNF grammar",
 }
-KINDS = tuple(DISPLAY_NAMES)
+CONSTRAINT_KINDS = tuple(DISPLAY_NAMES)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def check_constraint(constraint: Constraint) -> None:
     """
     library = _import_llguidance()
     text = _to_grammar(library, constraint)
-    problem = library.LLMatcher.validate_grammar(text, limits=library.LLParserLimits(**LIMITS))
+    problem = library.LLMatcher.validate_grammar(text, limits=library.LLParserLimits(**LLGUIDANCE_LIMITS))
     if problem and not library.LLMatcher.validate_grammar_with_warnings(text)[0]:
         return  # the problem is only a warning
     if problem:
@@ -112,7 +112,9 @@ class ConstraintCompiler:
         """
         library = self._library
         grammar = _to_grammar(library, Constraint(kind, source))
-        ll_matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS))
+        ll_matcher = library.LLMatcher(
+            self._tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**LLGUIDANCE_LIMITS)
+        )
         if ll_matcher.is_error():
             raise _to_user_error(kind, ll_matcher.get_error())
         matcher = Matcher(ll_matcher, kind, self._size, self._vocab_size, (*self._stop_ids, *ends))
@@ -239,8 +241,8 @@ def _import_llguidance() -> Any:
 def _to_grammar(library: Any, constraint: Constraint) -> str:
     """Converts a constraint to the grammar format of llguidance."""
     kind, source = constraint.kind, constraint.source
-    if kind not in KINDS:
-        raise UserError(f"a constraint must be one of {', '.join(KINDS)}, got {quote(kind)}")
+    if kind not in CONSTRAINT_KINDS:
+        raise UserError(f"a constraint must be one of {', '.join(CONSTRAINT_KINDS)}, got {quote(kind)}")
     try:
         size = len(source.encode())
     except UnicodeEncodeError:

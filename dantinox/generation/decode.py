@@ -22,7 +22,7 @@ from dantinox.programs import shared_trace
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine_layers, layer_attention
 
-CHUNK = 32  # tokens
+DECODE_CHUNK = 32  # tokens
 COMPRESSED_PREFILL_CHUNK = 2048  # longest part of a prompt that a compressed cache processes at a time
 # The most prompt tokens in one forward pass over several prompts, because the activations take memory for each token.
 PREFILL_BATCH_TOKENS = 1 << 14
@@ -85,7 +85,7 @@ def _generate_toks(
     use_cache: bool,
     report: int | None,
     echo: bool = False,
-    chunk: int = CHUNK,
+    chunk: int = DECODE_CHUNK,
     plan: CachePlan | None = None,
     samples: int = 1,
 ) -> tuple[KVCache | None, DecodeState, Emitted, jax.Array | None]:

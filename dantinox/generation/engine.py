@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 
 from dantinox.config import Config, UserError
-from dantinox.generation.decode import CHUNK
+from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch
 from dantinox.generation.request import GenerationRequest, RequestStats
@@ -129,7 +129,7 @@ class Engine:
         *,
         queue: int = 0,
         chunk_seconds: float | None = STREAM_CHUNK_SECONDS,
-        max_steps: int = CHUNK,
+        max_steps: int = DECODE_CHUNK,
         dispatch_ahead: bool = True,
         isolate: bool = False,
     ):

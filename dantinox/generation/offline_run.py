@@ -7,7 +7,7 @@ import numpy as np
 
 from dantinox.config import KVSection
 from dantinox.generation.cache_plan import head_order, plan_cache
-from dantinox.generation.decode import CHUNK
+from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.engine import STREAM_CHUNK_SECONDS, Engine, Job
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
@@ -85,7 +85,9 @@ class BatchRun:
             constrained=first.constraint is not None,
         )
         seconds = STREAM_CHUNK_SECONDS if stream else None
-        self._engine = Engine(model, self.batch, chunk_seconds=seconds, max_steps=steps or CHUNK, dispatch_ahead=steps is None)
+        self._engine = Engine(
+            model, self.batch, chunk_seconds=seconds, max_steps=steps or DECODE_CHUNK, dispatch_ahead=steps is None
+        )
         self._jobs = self._engine.add_static(requests, limits_P.tolist())
         self._samples = [(job, number) for job in self._jobs for number in range(n)]
 

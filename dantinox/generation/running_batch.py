@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dantinox.generation.decode import CHUNK, DecodeState, Emitted
+from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted
 from dantinox.model import KVCache
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
@@ -112,7 +112,7 @@ class RunningBatch:
         """
         self._write_changes()
         remaining = self.remaining()
-        steps = min(steps, CHUNK, max(remaining.values(), default=0))
+        steps = min(steps, DECODE_CHUNK, max(remaining.values(), default=0))
         decoding = {slot: self._rows[slot] for slot in remaining}
         parts = []
         for program in dict.fromkeys(row.program for row in decoding.values()):

@@ -13,14 +13,14 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.decode import CHUNK, DecodeState, Emitted, _generate_toks
+from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, _generate_toks
 from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RunningBatch
 from dantinox.model import KVCache, Transformer
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL_ALLOWED
 
-PROGRAM = "static"  # the key of the only program
+PROGRAM_NAME = "static"  # the key of the only program
 
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class StaticBatch(RunningBatch):
         self.echo: np.ndarray | None = None
         self.no_steps: StepInfo | None = None
         self.before_dispatch: Callable[[], None] = lambda: None
-        self._rows = [Row(PROGRAM if limit > 0 else None, int(limit), report is not None) for limit in limits_B]
+        self._rows = [Row(PROGRAM_NAME if limit > 0 else None, int(limit), report is not None) for limit in limits_B]
         state = DecodeState(
             token_B=jnp.zeros(self.count, jnp.int32),
             position_B=jnp.asarray(lengths_B - 1, jnp.int32),
@@ -160,7 +160,7 @@ class StaticBatch(RunningBatch):
         if constrained:
             words = -(-model.config.vocab_size // 32)
             params = replace(params, allowed_bits=jnp.full((self.count, words), ALL_ALLOWED, jnp.uint32))
-        self._states[PROGRAM] = params, state
+        self._states[PROGRAM_NAME] = params, state
         self._model, self._prompt = split_model(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
         self._prefill_options: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
@@ -169,15 +169,15 @@ class StaticBatch(RunningBatch):
     @property
     def params(self) -> SamplingParams:
         """The sampling parameters. New parameters assigned here apply from the next chunk on."""
-        return self._states[PROGRAM][0]
+        return self._states[PROGRAM_NAME][0]
 
     @params.setter
     def params(self, params: SamplingParams) -> None:
-        self._states[PROGRAM] = params, self.state
+        self._states[PROGRAM_NAME] = params, self.state
 
     @property
     def state(self) -> DecodeState:
-        return self._states[PROGRAM][1]
+        return self._states[PROGRAM_NAME][1]
 
     @property
     def done(self) -> np.ndarray:
@@ -194,7 +194,7 @@ class StaticBatch(RunningBatch):
         is_prefill = not self._prefilled
         self.before_dispatch()
         if is_prefill and not self.remaining():  # only the log-probabilities of the prompts are needed
-            self._decode(PROGRAM, 0)
+            self._decode(PROGRAM_NAME, 0)
         return super().dispatch(1 if is_prefill else steps)._replace(is_prefill=is_prefill)
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
@@ -212,7 +212,7 @@ class StaticBatch(RunningBatch):
 
     # --- without an engine
 
-    def run(self, steps: int = CHUNK, *, dispatch_ahead: bool = False) -> Iterator[DecodedChunk]:
+    def run(self, steps: int = DECODE_CHUNK, *, dispatch_ahead: bool = False) -> Iterator[DecodedChunk]:
         """Decodes to the end and yields chunks. The first chunk has one token per row. Yields nothing if no row may decode.
 
         Args:
@@ -236,7 +236,7 @@ class StaticBatch(RunningBatch):
         """Prefills the prompts and returns the first token of every row."""
         return self._to_chunk(self.dispatch(1))
 
-    def advance(self, steps: int = CHUNK) -> DecodedChunk:
+    def advance(self, steps: int = DECODE_CHUNK) -> DecodedChunk:
         """Returns up to `steps` ≤ 32 more tokens of every row."""
         return self._to_chunk(self.dispatch(steps))
 

@@ -19,7 +19,7 @@ from dantinox.interop.ggml_types import TYPES, UNSUPPORTED_TYPES, dequantize, qu
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 # The type codes of metadata values: first numbers, with their NumPy types, then strings and arrays.
-NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+NUMBER_TYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 MAX_AXES = 4
 MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 13, 24  # smallest sizes in a file; they limit the counts that a header can state
@@ -138,11 +138,11 @@ def _encode_value(value: Any) -> bytes:
         return struct.pack("<I", STRING) + _encode_string(value)
     if not isinstance(value, list):
         code = 7 if isinstance(value, bool) else 4 if isinstance(value, int) else 6
-        return struct.pack("<I", code) + np.array(value, NUMBERS[code]).tobytes()
+        return struct.pack("<I", code) + np.array(value, NUMBER_TYPES[code]).tobytes()
     if value and isinstance(value[0], str):
         return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_encode_string, value))
     code = 7 if value and isinstance(value[0], bool) else 5 if value and isinstance(value[0], int) else 6
-    return struct.pack("<IIQ", ARRAY, code, len(value)) + np.array(value, NUMBERS[code]).tobytes()
+    return struct.pack("<IIQ", ARRAY, code, len(value)) + np.array(value, NUMBER_TYPES[code]).tobytes()
 
 
 def _encode_tensor(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
@@ -179,7 +179,7 @@ class _Reader:
         return start
 
     def number(self, code: int, what: str) -> Any:
-        kind = np.dtype(NUMBERS[code])
+        kind = np.dtype(NUMBER_TYPES[code])
         return np.frombuffer(self.content, kind, 1, self.skip(kind.itemsize, what))[0].item()
 
     def count(self, what: str, smallest: int) -> int:
@@ -202,16 +202,16 @@ class _Reader:
     def value(self, code: int, what: str) -> Any:
         if code == STRING:
             return self.text(what)
-        if code in NUMBERS:
+        if code in NUMBER_TYPES:
             return self.number(code, what)
         if code != ARRAY:
             raise self.damaged(f"{what} has the unknown type {code}")
         inner = self.number(4, what)
         if inner == STRING:
             return [self.text(what) for _ in range(self.count(f"entries of {what}", 8))]
-        if inner not in NUMBERS:
+        if inner not in NUMBER_TYPES:
             raise self.damaged(f"{what} is an array of the unknown type {inner}")
-        kind = np.dtype(NUMBERS[inner])
+        kind = np.dtype(NUMBER_TYPES[inner])
         count = self.count(f"entries of {what}", kind.itemsize)
         return np.frombuffer(self.content, kind, count, self.skip(count * kind.itemsize, what)).tolist()
 

@@ -23,7 +23,7 @@ from dantinox.text.token_pieces import BYTE_TOKEN, byte_letters
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
-KEY = "tokenizer.ggml."
+KEY_PREFIX = "tokenizer.ggml."
 # The supported tokenizer keys. An unknown key is an error, because it could change the tokens.
 KNOWN_KEYS = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", "token_type_count", "add_space_prefix", "add_bos_token"),
@@ -95,7 +95,7 @@ def vocabulary_metadata(tokenizer: Tokenizer, size: int, chat_template: str | No
     metadata["add_bos_token"] = tokenizer.add_bos
     if "scores" in metadata:
         metadata["scores"] += [0.0] * (size - len(metadata["scores"]))
-    named = {KEY + key: value for key, value in metadata.items()}
+    named = {KEY_PREFIX + key: value for key, value in metadata.items()}
     return named if chat_template is None else named | {"tokenizer.chat_template": chat_template}
 
 
@@ -246,13 +246,13 @@ def read_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
     Raises:
       UserError: the tokenizer is not supported, or the metadata is inconsistent.
     """
-    entries = {key.removeprefix(KEY): value for key, value in metadata.items() if key.startswith(KEY)}
+    entries = {key.removeprefix(KEY_PREFIX): value for key, value in metadata.items() if key.startswith(KEY_PREFIX)}
     for key, value in entries.items():
         if key not in KNOWN_KEYS or (key in ("add_eos_token", "add_sep_token", "remove_extra_whitespaces") and value):
-            raise UserError(f"{file_name} has {KEY}{escape_name(key)}: {quote(value)}, which is not supported")
+            raise UserError(f"{file_name} has {KEY_PREFIX}{escape_name(key)}: {quote(value)}, which is not supported")
     tokens, kind = entries.get("tokens"), entries.get("model")
     if not tokens or not _is_list_of(str, tokens):
-        raise UserError(f"{file_name} has no vocabulary: {KEY}tokens is missing")
+        raise UserError(f"{file_name} has no vocabulary: {KEY_PREFIX}tokens is missing")
     types = entries.get("token_type", [NORMAL] * len(tokens))
     if not _is_list_of(int, types) or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise UserError(f"{file_name} has {len(tokens)} tokens that do not match its token types, or has a token twice")
@@ -276,7 +276,7 @@ def read_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
     for key in ID_KEYS.values():
         index = entries.get(key)
         if index is not None and (type(index) is not int or not (0 <= index < len(tokens) or index in ABSENT_IDS)):
-            raise UserError(f"{file_name} has {KEY}{key}: {quote(index)}, which is not one of its {len(tokens)} tokens")
+            raise UserError(f"{file_name} has {KEY_PREFIX}{key}: {quote(index)}, which is not one of its {len(tokens)} tokens")
     # BOS and EOS tokens are special, even if the file gives them another type.
     special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
     special |= {index for index, code in enumerate(types) if code in (CONTROL, UNKNOWN)}

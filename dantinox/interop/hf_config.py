@@ -13,27 +13,27 @@ from dantinox.interop.hf_families import CONVERSIONS, FAMILIES, Family
 from dantinox.interop.hf_unsupported import IGNORED_KEYS, SUPPORTED_VALUES, UNSUPPORTED_FAMILIES
 
 # For each RoPE scaling type, the keys in transformers and the settings that they map to.
-FACTOR = {"factor": "attention.rope_factor"}
-LLAMA3 = FACTOR | {"low_freq_factor": "attention.low_freq_factor", "high_freq_factor": "attention.high_freq_factor"}
-YARN = FACTOR | {
+FACTOR_KEYS = {"factor": "attention.rope_factor"}
+LLAMA3 = FACTOR_KEYS | {"low_freq_factor": "attention.low_freq_factor", "high_freq_factor": "attention.high_freq_factor"}
+YARN = FACTOR_KEYS | {
     "beta_fast": "attention.beta_fast", "beta_slow": "attention.beta_slow", "truncate": "attention.rope_truncate",
     "attention_factor": "attention.rope_attention_factor",
     "mscale": "attention.rope_mscale", "mscale_all_dim": "attention.rope_mscale_all_dim",
 }  # fmt: skip
-LONGROPE = FACTOR | {
+LONGROPE = FACTOR_KEYS | {
     "short_factor": "attention.rope_short_factors", "long_factor": "attention.rope_long_factors",
     "attention_factor": "attention.rope_attention_factor",
 }  # fmt: skip
-PROPORTIONAL = FACTOR | {"partial_rotary_factor": "attention.rope_share"}
-SCALINGS = {
-    "default": {}, "linear": FACTOR, "llama3": LLAMA3, "yarn": YARN, "longrope": LONGROPE, "proportional": PROPORTIONAL,
+PROPORTIONAL = FACTOR_KEYS | {"partial_rotary_factor": "attention.rope_share"}
+ROPE_SCALINGS = {
+    "default": {}, "linear": FACTOR_KEYS, "llama3": LLAMA3, "yarn": YARN, "longrope": LONGROPE, "proportional": PROPORTIONAL,
 }  # fmt: skip
 ORIGINAL, BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
 MAX_LAYERS = 10_000
-REQUIRED = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "intermediate_size")
-DEFAULTS = {"attention_bias": False, "mlp_bias": False}
+REQUIRED_KEYS = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "intermediate_size")
+HF_DEFAULTS = {"attention_bias": False, "mlp_bias": False}
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
@@ -60,7 +60,7 @@ class _Keys:
         """Removes a key and returns its value, or transformers' default if it is absent. `a|b` are two names of one key."""
         first, *others = names.split("|")
         values = [self.remaining.pop(name) for name in (first, *others) if name in self.remaining]
-        return values[0] if values else (DEFAULTS | dict(self.family.defaults)).get(first, default)
+        return values[0] if values else (HF_DEFAULTS | dict(self.family.defaults)).get(first, default)
 
     def finish(self) -> None:
         """Raises a `UserError` if a remaining key may change the model."""
@@ -92,7 +92,7 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
         if names in CONVERSIONS:
             value = CONVERSIONS[names][0](_check_positive(value, names))
         for path in (paths,) if isinstance(paths, str) else paths:
-            if names in REQUIRED or FIELDS[path].default is not None:
+            if names in REQUIRED_KEYS or FIELDS[path].default is not None:
                 _require(value, names.partition("|")[0])
             settings[path] = _check_integer(value, names, most=MAX_LAYERS) if path == "model.num_blocks" else value
     key, activations = family.activation
@@ -209,9 +209,9 @@ def _scaling_settings(keys: _Keys, model_settings: Mapping[str, Any], scaling: d
     model_original = keys.take(ORIGINAL) if longrope else None
     if keys.family.query_scaling:
         scaling.pop("max_position_embeddings", None)  # transformers never uses it
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        raise UserError(f"config.json has rope_type: {quote(kind)}, expected one of {', '.join(SCALINGS)}")
-    found = {path: scaling.pop(key, None) for key, path in SCALINGS[kind].items()}
+    if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
+        raise UserError(f"config.json has rope_type: {quote(kind)}, expected one of {', '.join(ROPE_SCALINGS)}")
+    found = {path: scaling.pop(key, None) for key, path in ROPE_SCALINGS[kind].items()}
     if keys.family.query_scaling and kind in WITH_ORIGINAL:
         found["attention.query_scaling_beta"] = _check_positive(scaling.pop(BETA, None), BETA)
     for path in ("attention.rope_mscale", "attention.rope_mscale_all_dim"):
@@ -531,7 +531,7 @@ def _rope_keys(values: Mapping[str, Any], model: ModelConfig, family: Family) ->
         return {}
     kind = values["attention.rope_scaling"].replace("none", "default")
     scaling: dict[str, Any] = {"rope_type": kind}
-    for key, path in SCALINGS[kind].items():
+    for key, path in ROPE_SCALINGS[kind].items():
         if values[path] is not None:
             scaling[key] = list(values[path]) if isinstance(values[path], tuple) else values[path]
     written: dict[str, Any] = {}

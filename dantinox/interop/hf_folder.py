@@ -21,7 +21,7 @@ from dantinox.files import (
 from dantinox.interop.hf_multimodal import extract_text_model
 from dantinox.interop.hf_quantized import dequantize_checkpoint
 from dantinox.interop.source import ExportBundle, LazyArrays, Source
-from dantinox.run.safetensors_file import CODES, DTYPES, SafetensorsFile, Tensor, safetensors_pieces
+from dantinox.run.safetensors_file import DTYPE_CODES, DTYPES, SafetensorsFile, Tensor, safetensors_pieces
 
 MAX_JSON_BYTES = 128 << 20
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -104,7 +104,7 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
 
     def make(name: str) -> np.ndarray:
         array = bundle.tensors[name]
-        converted = array.astype(DTYPES[CODES[dtypes[name]]], copy=False)
+        converted = array.astype(DTYPES[DTYPE_CODES[dtypes[name]]], copy=False)
         if dtypes[name] == "float16" and not np.array_equal(np.isfinite(converted), np.isfinite(array)):
             raise UserError(f"{name} has numbers above 65,504, the largest of float16: export it as f32 or bf16")
         return converted

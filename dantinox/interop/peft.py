@@ -20,7 +20,7 @@ from dantinox.run import (
     save_tokenizer,
     save_weights,
 )
-from dantinox.run.adapters import SETTINGS, AdapterDeltas, load_run_weights, merge_on_load, read_adapter
+from dantinox.run.adapters import ADAPTER_CONFIG, AdapterDeltas, load_run_weights, merge_on_load, read_adapter
 from dantinox.text import Tokenizer
 
 WEIGHTS = "adapter_model.safetensors"
@@ -46,7 +46,7 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> AdapterDeltas:
     Raises:
       UserError: a file is missing or damaged, uses an unsupported feature, or does not fit the model.
     """
-    settings = _settings(Path(folder) / SETTINGS)
+    settings = _settings(Path(folder) / ADAPTER_CONFIG)
 
     def scaling(module: str) -> tuple[int, float]:
         rank = _value_for_module(settings["rank_pattern"], module, settings["r"])

@@ -21,7 +21,7 @@ from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.report.console import Progress
 from dantinox.report.trace_file import replace_nonfinite
 from dantinox.run import (
-    KV_FORMAT,
+    KV_FILE_FORMAT,
     HeadCalibrationFile,
     RunDirectory,
     head_names,
@@ -160,7 +160,7 @@ def make_calibration(directory: RunDirectory, config: ModelConfig, found: Mappin
     name = directory.path.name.encode(errors="replace").decode()  # JSON cannot hold lone surrogates
     return HeadCalibration(**{
         "model": name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context, **found,
-        "entropy_stats": entropy_stats(heads), "head_types": head_types(heads), "format_version": KV_FORMAT,
+        "entropy_stats": entropy_stats(heads), "head_types": head_types(heads), "format_version": KV_FILE_FORMAT,
         "model_info": {
             "hidden_size": config.dim, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K,
             "max_position_embeddings": config.max_context, "head_dim": config.head_size, "gqa_ratio": N // K, "is_gqa": K < N,

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig
-from dantinox.generation.cache_budgets import UNIT
+from dantinox.generation.cache_budgets import SLOT_UNIT
 from dantinox.generation.quantized_weights import dequantize
 from dantinox.measure.texts import map_batches, padded_positions
 from dantinox.model import KVCache, Transformer
@@ -188,7 +188,7 @@ def estimate_loss_rises(
     """
     config, (B, T) = model.config, tokens_BT.shape
     from_B = lengths_B // 2
-    least = MIN_KEPT if T > 2 * MIN_KEPT else UNIT
+    least = MIN_KEPT if T > 2 * MIN_KEPT else SLOT_UNIT
     sizes = [least << i for i in range(T.bit_length()) if least << i < T] + [T]
     elements_per_row = config.num_blocks * config.n_heads * T * (len(sizes) * config.head_size + 4 * T) + T * config.vocab_size
     done = Progress(progress, "measuring what eviction costs each head", B, "sequences")

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.cache_store import AnyStore, ContiguousStore, SegmentedStore, StorePrefix
-from dantinox.model.chunked_attention import BLOCK
+from dantinox.model.chunked_attention import QUERY_BLOCK
 from dantinox.model.layers import PLAIN_SOFTMAX, Linear, RMSNorm, Softmax, make_rms_norm, softcap
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import query_scaling, rotate
@@ -202,7 +202,7 @@ def attend(
 
     zero_BKS = None if counted_BT is None else jnp.zeros((B, K, store.slots), jnp.float32)
     queries = q_BTKGH, positions_BT, counted_BT
-    if T <= BLOCK:
+    if T <= QUERY_BLOCK:
         received_BKS, (out_BTKGH, probed) = block(zero_BKS, queries, probe)
         return StoreReadout(out_BTKGH, received_BKS, probed)
     received_BKS, (out_nBRKGH, _) = jax.lax.scan(block, zero_BKS, jax.tree.map(_split_into_blocks, queries))
@@ -212,10 +212,10 @@ def attend(
 
 
 def _split_into_blocks(x_BT: jax.Array) -> jax.Array:
-    """[B, T, …] -> [n, B, BLOCK, …]; pads the last block with queries, whose results the caller drops."""
+    """[B, T, …] -> [n, B, QUERY_BLOCK, …]; pads the last block with queries, whose results the caller drops."""
     B, T = x_BT.shape[:2]
-    padded = jnp.pad(x_BT, [(0, 0), (0, -T % BLOCK)] + [(0, 0)] * (x_BT.ndim - 2))
-    return jnp.moveaxis(padded.reshape(B, -1, BLOCK, *x_BT.shape[2:]), 1, 0)
+    padded = jnp.pad(x_BT, [(0, 0), (0, -T % QUERY_BLOCK)] + [(0, 0)] * (x_BT.ndim - 2))
+    return jnp.moveaxis(padded.reshape(B, -1, QUERY_BLOCK, *x_BT.shape[2:]), 1, 0)
 
 
 def run_probe(probe: Probe | None, output: AttentionOutput, valid_BKTS: jax.Array, positions_BT: jax.Array) -> Any:

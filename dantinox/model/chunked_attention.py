@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 
-BLOCK = 128  # queries per block
+QUERY_BLOCK = 128  # queries per block
 NUM_GROUPS = 8  # groups of blocks; the blocks of a group share one slice of the keys
 MAX_SCORES = 1 << 23  # the most scores held at a time (32 MiB), which limits how many heads run together
 
@@ -39,8 +39,8 @@ def chunked_attention(
       window: the number of keys that a query attends to, including the key of its own token; None: no limit.
     """
     B, T, K, G, _ = q_BTKGH.shape
-    blocks = -(-T // BLOCK)
-    span = min(T, BLOCK) * -(-blocks // NUM_GROUPS)  # queries per group
+    blocks = -(-T // QUERY_BLOCK)
+    span = min(T, QUERY_BLOCK) * -(-blocks // NUM_GROUPS)  # queries per group
     padding = -T % span
     segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
 
@@ -143,7 +143,7 @@ def _groups(length: int, span: int, window: int | None) -> list[tuple[int, int, 
 
 
 def _starts(first: int, span: int) -> Array:
-    return first + jnp.arange(0, span, min(span, BLOCK))
+    return first + jnp.arange(0, span, min(span, QUERY_BLOCK))
 
 
 def _scores(
@@ -173,7 +173,7 @@ def _einsum(axes: str, x: Array, y: Array) -> Array:
 
 def _block_rows(x_GT: Array, start: Array) -> Array:
     """Slices the queries of the block that begins at `start` from an array [G, T, …]."""
-    return lax.dynamic_slice_in_dim(x_GT, start, min(BLOCK, x_GT.shape[1]), axis=1)
+    return lax.dynamic_slice_in_dim(x_GT, start, min(QUERY_BLOCK, x_GT.shape[1]), axis=1)
 
 
 def _join_blocks(x_nGR: Array) -> Array:
@@ -184,5 +184,5 @@ def _join_blocks(x_nGR: Array) -> Array:
 def _over_heads(head: Callable, *arrays: Any) -> Any:
     """Maps `head` over rows and key heads, in batches whose scores fit into `MAX_SCORES`."""
     N, G, T = arrays[0].shape[:3]
-    batch_size = max(1, MAX_SCORES // (G * min(T, BLOCK) * T))
+    batch_size = max(1, MAX_SCORES // (G * min(T, QUERY_BLOCK) * T))
     return jax.vmap(head)(*arrays) if batch_size >= N else lax.map(lambda x: head(*x), arrays, batch_size=batch_size)

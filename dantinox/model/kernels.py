@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from dantinox.config import UserError
-from dantinox.model.chunked_attention import BLOCK, chunked_attention
+from dantinox.model.chunked_attention import QUERY_BLOCK, chunked_attention
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 from dantinox.platform import get_platform
 
@@ -110,10 +110,10 @@ def kernel_for(
     if name == "auto":
         supported = (
             platform_kernel is not None
-            and T > BLOCK
+            and T > QUERY_BLOCK
             and not _unsupported_reason(platform_kernel, platform, T, H, dtype, softmax, other_values)
         )
-        name = platform_kernel if supported and platform_kernel is not None else "chunked" if T > BLOCK else "xla"
+        name = platform_kernel if supported and platform_kernel is not None else "chunked" if T > QUERY_BLOCK else "xla"
     elif reason := _unsupported_reason(name, platform, T, H, dtype, softmax, other_values):
         raise UserError(f"attention.kernel {name} {reason}")
     return KERNELS.get(name)

@@ -183,8 +183,8 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 
-GATED: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-PLAIN: dict[str, Callable] = {"gelu": jax.nn.gelu, "relu2": relu2}
+GATED_ACTIVATIONS: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+PLAIN_ACTIVATIONS: dict[str, Callable] = {"gelu": jax.nn.gelu, "relu2": relu2}
 
 
 def gated_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -196,7 +196,7 @@ def gated_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], ja
 def _cached_gated_activation(activation: str, limit: float, alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
     if activation == "clamped_swiglu":
         return partial(clamped_swiglu, limit=limit, alpha=alpha)
-    function = GATED[activation]
+    function = GATED_ACTIVATIONS[activation]
     return lambda gate, up: function(gate) * up
 
 
@@ -220,7 +220,7 @@ class PlainFeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, F = config.dim, config.hidden_dim
-        self.function = PLAIN[config.activation]
+        self.function = PLAIN_ACTIVATIONS[config.activation]
         self.up = Linear((D,), (F,), dtype=dtype, rngs=rngs, bias=config.mlp_bias)
         self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.mlp_bias)
 
@@ -230,4 +230,4 @@ class PlainFeedForward(nnx.Module):
 
 def make_feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:
     """Returns the feed-forward layer for `config.activation`."""
-    return (PlainFeedForward if config.activation in PLAIN else GatedFeedForward)(config, **kwargs)
+    return (PlainFeedForward if config.activation in PLAIN_ACTIVATIONS else GatedFeedForward)(config, **kwargs)

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import LoraConfig, ModelConfig
-from dantinox.model.layers import LINEAR_OUTPUT, PLAIN, Linear, add_bias, cast_tensordot, dropout
+from dantinox.model.layers import LINEAR_OUTPUT, PLAIN_ACTIVATIONS, Linear, add_bias, cast_tensordot, dropout
 from dantinox.model.moe import ExpertLinear
 
 ADAPTER_SUFFIXES = ("lora_a", "lora_b")  # suffixes of the names of adapter parameters
@@ -49,7 +49,7 @@ def projections(activation: str, kv_projections: int = 2) -> dict[str, Projectio
     if n > 1:
         attention["v_proj"] = Projection("attention/qkv", (-1, None))
     attention["o_proj"] = Projection("attention/out")
-    if activation in PLAIN:
+    if activation in PLAIN_ACTIVATIONS:
         return attention | {"up_proj": Projection("ffn/up"), "down_proj": Projection("ffn/down")}
     gated = {"gate_proj": Projection("ffn/gate_up", (0, 1)), "up_proj": Projection("ffn/gate_up", (1, 2))}
     return attention | gated | {"down_proj": Projection("ffn/down")}

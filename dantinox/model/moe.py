@@ -18,11 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.layers import PLAIN, Linear, RMSNorm, gated_activation, make_feed_forward, make_norm
+from dantinox.model.layers import PLAIN_ACTIVATIONS, Linear, RMSNorm, gated_activation, make_feed_forward, make_norm
 from dantinox.model.parallelism import GATHERED, Parallelism
 from dantinox.platform import get_platform
 
-TILE = 64  # rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer
+TILE_TOKENS = 64  # rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer
 # With at most this many rows, and at most as many rows as experts, each row is multiplied separately (as in decoding).
 MAX_MATVEC_ROWS = 16
 
@@ -152,8 +152,8 @@ class Experts(nnx.Module):
         assert config.experts is not None
         E, D, F = config.experts.count, config.dim, config.hidden_dim
         linear = partial(ExpertLinear, E, dtype=dtype, platform=config.platform, rngs=rngs, bias=config.mlp_bias)
-        self.gated = config.activation not in PLAIN
-        self.function: Any = gated_activation(config) if self.gated else PLAIN[config.activation]
+        self.gated = config.activation not in PLAIN_ACTIVATIONS
+        self.function: Any = gated_activation(config) if self.gated else PLAIN_ACTIVATIONS[config.activation]
         if self.gated:
             self.gate_up = linear(D, (2, F))
         else:
@@ -334,7 +334,7 @@ tiled_matmul.defvjp(lambda *operands: (_over_tiles(*operands), operands), _tiled
 
 
 def _tile(x_MI: Array) -> int:
-    return min(TILE, -(-len(x_MI) // 8) * 8)
+    return min(TILE_TOKENS, -(-len(x_MI) // 8) * 8)
 
 
 def _starts(sizes_E: Array) -> Array:

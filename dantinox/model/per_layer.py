@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.layers import GATED, PLAIN, Linear, make_norm, make_rms_norm
+from dantinox.model.layers import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, Linear, make_norm, make_rms_norm
 from dantinox.model.parallelism import Parallelism
 
 
@@ -43,7 +43,7 @@ class PerLayerInput(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, P = config.dim, config.per_layer_dim
-        self.function = (GATED | PLAIN)[config.activation]
+        self.function = (GATED_ACTIVATIONS | PLAIN_ACTIVATIONS)[config.activation]
         self.gate = Linear((D,), (P,), dtype=dtype, rngs=rngs)
         self.out = Linear((P,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
         self.norm = make_norm(config)

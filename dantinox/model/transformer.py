@@ -42,7 +42,7 @@ def _save_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 # Policies for the values saved for the backward pass. With "none", all are saved except weights gathered from several devices.
-REMAT = {
+REMAT_POLICIES = {
     "full": None,
     "dots": jax.checkpoint_policies.save_only_these_names(LINEAR_OUTPUT),
     "none": _save_all_but_gathered,
@@ -245,7 +245,7 @@ class Transformer(nnx.Module):
                 layer_cache = RecordingLayer(layer_cache)
             run: Callable = partial(self._run_block, block, probe, share_trace=cache is not None)
             if self._rematerializes:
-                run = jax.checkpoint(run, policy=REMAT[self.config.remat])
+                run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat])
             layer_inputs = positions_BT, angles[layer], layer_cache, keys[layer], inputs[layer]
             x_BTD, layer_cache, (probe_result, routing) = run(x_BTD, *layer_inputs)
             if layer in sources:
@@ -306,7 +306,7 @@ class Transformer(nnx.Module):
             return x_BTD, routings
 
         if self._rematerializes:
-            period_step = jax.checkpoint(period_step, policy=REMAT[self.config.remat], prevent_cse=False)
+            period_step = jax.checkpoint(period_step, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
         x_BTD, routings = jax.lax.scan(period_step, x_BTD, (list(states), stacked_keys, stacked_inputs))
         if self.config.experts is None:
             return x_BTD, None

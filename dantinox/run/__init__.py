@@ -1,7 +1,7 @@
 """The run directory on disk: config, weights, calibrations, manifest. No module here imports jax."""
 
 from dantinox.run.calibrations import (
-    KV_FORMAT,
+    KV_FILE_FORMAT,
     HeadCalibrationFile,
     KVCalibration,
     has_calibration,
@@ -48,7 +48,7 @@ from dantinox.run.weights import load_weights, save_weights, weights_digest
 __all__ = [
     "DAMAGED_PREFIX",
     "INHERITED_FILES",
-    "KV_FORMAT",
+    "KV_FILE_FORMAT",
     "SAVING_SUFFIX",
     "DamagedFile",
     "HeadCalibrationFile",

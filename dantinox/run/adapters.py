@@ -20,10 +20,10 @@ from dantinox.run.manifest import write_file
 from dantinox.run.safetensors_file import SafetensorsFile, Tensor, safetensors_pieces
 from dantinox.run.weights import load_weights, weights_digest
 
-SETTINGS = "adapter_config.json"
-BASE = "dantinox_base_sha256"  # metadata key: the digest of the weights that the adapters were trained on
-MODULES = {"attention": "self_attn", "ffn": "mlp"}
-TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight")
+ADAPTER_CONFIG = "adapter_config.json"
+BASE_HASH_KEY = "dantinox_base_sha256"  # metadata key: the digest of the weights that the adapters were trained on
+PEFT_MODULES = {"attention": "self_attn", "ffn": "mlp"}
+TENSOR_NAME = re.compile(r"base_model\.model\.model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight")
 ADAPTER_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -66,13 +66,13 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
         _, layer, module, _, target, leaf = name.split("/")
         matrix, letter = np.asarray(array, np.float32), {"lora_a": "A", "lora_b": "B"}[leaf]
         matrix = matrix.reshape(-1, lora.rank).T if letter == "A" else matrix.reshape(lora.rank, -1).T
-        arrays[f"base_model.model.model.layers.{layer}.{MODULES[module]}.{target}.lora_{letter}.weight"] = matrix
+        arrays[f"base_model.model.model.layers.{layer}.{PEFT_MODULES[module]}.{target}.lora_{letter}.weight"] = matrix
     tensors = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
     folder = run.adapter.parent
     with wrap_os_errors(f"cannot write {folder}"):
         folder.mkdir(exist_ok=True)
-    write_file(run.path, f"{folder.name}/{SETTINGS}", json.dumps(peft_config(lora), indent=1) + "\n")
-    content = safetensors_pieces(arrays, tensors, {BASE: facts["base_sha256"]})
+    write_file(run.path, f"{folder.name}/{ADAPTER_CONFIG}", json.dumps(peft_config(lora), indent=1) + "\n")
+    content = safetensors_pieces(arrays, tensors, {BASE_HASH_KEY: facts["base_sha256"]})
     write_file(run.path, f"{folder.name}/{run.adapter.name}", content, facts)
 
 
@@ -113,7 +113,7 @@ def read_adapter(
     known = [layer_projections(model, layer) for layer in range(model.num_blocks)]
     pairs: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     for name in file.tensors:
-        match = TENSOR.fullmatch(name)
+        match = TENSOR_NAME.fullmatch(name)
         if match is None or int(match[1]) >= model.num_blocks or match[2] not in known[int(match[1])]:
             targets = ", ".join(dict.fromkeys(target for layer in known for target in layer))
             raise UserError(
@@ -126,7 +126,7 @@ def read_adapter(
     deltas: dict[str, list[AdapterDelta]] = {}
     for (layer, target), pair in sorted(pairs.items()):
         projection, (ins, outs) = known[int(layer)][target], projection_sizes(model, int(layer))[target]
-        module = f"layers.{layer}.{MODULES[projection.module.partition('/')[0]]}.{target}"
+        module = f"layers.{layer}.{PEFT_MODULES[projection.module.partition('/')[0]]}.{target}"
         rank, scale = scaling(module)
         for letter, shape in (("A", (rank, ins)), ("B", (outs, rank))):
             if letter not in pair:
@@ -162,7 +162,7 @@ def load_run_weights(
     base, lora = open_base(config.training.init_from, run), config.trained_architecture(vocab_size).lora
     assert lora is not None
     deltas, metadata = read_adapter(run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale))
-    wanted, digest = metadata.get(BASE, ""), weights_digest(base)
+    wanted, digest = metadata.get(BASE_HASH_KEY, ""), weights_digest(base)
     if digest != wanted:
         raise UserError(
             f"the adapters of {run.path} were trained on the weights {escape_name(wanted[:12])}…, but its base {base.path} has "

@@ -25,7 +25,7 @@ _Measured = create_model("_Measured", __base__=Section, **_NUMBERS)
 _RouterFile = create_model("_RouterFile", version=(Literal[1], ...), weights=(str, ...), measured=(_Measured, ...))
 
 MAX_KV_BYTES = 16 << 20
-KV_FORMAT = 2
+KV_FILE_FORMAT = 2
 HEAD_SIGNALS = {  # H: query heads, K: key heads
     "head_entropies": "H", "coverage": "H", "distance": "H", "loss": "K", "length_entropies": "H",
 }  # fmt: skip
@@ -191,7 +191,7 @@ def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
     Raises:
       UserError: the file cannot be written, or the manifest is damaged.
     """
-    path, content = Path(path), json.dumps({"format_version": KV_FORMAT, **record}, allow_nan=False) + "\n"
+    path, content = Path(path), json.dumps({"format_version": KV_FILE_FORMAT, **record}, allow_nan=False) + "\n"
     if (path.parent / MANIFEST).exists():
         write_file(path.parent, path.name, content)
     else:

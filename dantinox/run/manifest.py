@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from dantinox.files import UserError, atomic_write, quote, staged_write, wrap_os_errors
 
 MANIFEST = "manifest.txt"
-FORMAT = 1
-LAST_LINE = 65  # bytes: 64 hexadecimal digits and a line break
-SMALL = 1 << 20  # bytes; a quick check reads files up to this size and compares only the size of larger ones
+MANIFEST_FORMAT = 1
+CHECKSUM_LINE_BYTES = 65  # bytes: 64 hexadecimal digits and a line break
+SMALL_FILE_BYTES = 1 << 20  # bytes; a quick check reads files up to this size and compares only the size of larger ones
 READ_BYTES = 8 << 20  # bytes per read
 
 
@@ -96,7 +96,7 @@ def write_manifest(path: Path, record: Mapping[str, Any]) -> None:
       UserError: the manifest cannot be written, for example to a full or read-only disk.
     """
     files = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entries)}" for name, entries in record["files"].items())
-    facts = {"format": FORMAT} | {name: value for name, value in record.items() if name != "files"}
+    facts = {"format": MANIFEST_FORMAT} | {name: value for name, value in record.items() if name != "files"}
     text = json.dumps(facts, indent=1, allow_nan=False).removesuffix("\n}") + f',\n "files": {{\n{files}\n }}\n}}\n'
     atomic_write(path, text + hashlib.sha256(text.encode()).hexdigest() + "\n")
 
@@ -116,7 +116,7 @@ def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
             missing = f"{path} is missing, so the files next to it cannot be checked"
             raise DamagedFile(f"{path} is not a regular file" if os.path.lexists(path) else missing)
         content = path.read_bytes()
-    text, last = content[:-LAST_LINE], content[-LAST_LINE:]
+    text, last = content[:-CHECKSUM_LINE_BYTES], content[-CHECKSUM_LINE_BYTES:]
     if last.decode(errors="replace") != hashlib.sha256(text).hexdigest() + "\n":
         raise DamagedFile(f"{path} is damaged: its last line is not the SHA-256 of the lines above")
     return _parse_record(path, text, step)
@@ -127,8 +127,8 @@ def _parse_record(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
         record = json.loads(text)
     except ValueError:
         record = None
-    if isinstance(record, dict) and record.get("format", FORMAT) != FORMAT:
-        raise UserError(f"{path} has format {quote(record['format'])}, but this version reads format {FORMAT}")
+    if isinstance(record, dict) and record.get("format", MANIFEST_FORMAT) != MANIFEST_FORMAT:
+        raise UserError(f"{path} has format {quote(record['format'])}, but this version reads format {MANIFEST_FORMAT}")
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
         raise DamagedFile(f"{path} is damaged: it lists no files")
     if (found := record.get("step")) != step:
@@ -250,7 +250,7 @@ def describe_damage(
             missing = "" if None in allowed else f"{path} is missing"
             return f"{path} is not a regular file" if os.path.lexists(path) else missing
         size = path.stat().st_size
-        if quick and size > SMALL:
+        if quick and size > SMALL_FILE_BYTES:
             return "" if any(one and one[1] == size for one in allowed) else _size_message(path, size, allowed)
         found = entry(path)
     except OSError as error:

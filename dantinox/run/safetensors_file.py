@@ -21,7 +21,7 @@ DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }  # fmt: skip
 MAX_HEADER_BYTES = 32 << 20
-CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+DTYPE_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 
 
 class Tensor(NamedTuple):
@@ -32,7 +32,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[CODES[self.dtype]].itemsize
+        return math.prod(self.shape) * DTYPES[DTYPE_CODES[self.dtype]].itemsize
 
 
 class SafetensorsFile:
@@ -75,7 +75,7 @@ class SafetensorsFile:
     def read(self, name: str) -> np.ndarray:
         """Returns a copy of an array."""
         (start, end), (shape, dtype) = self._places[name], self.tensors[name]
-        return np.array(self._content[start:end].view(DTYPES[CODES[dtype]]).reshape(shape))
+        return np.array(self._content[start:end].view(DTYPES[DTYPE_CODES[dtype]]).reshape(shape))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -100,12 +100,16 @@ def safetensors_pieces(
       metadata: strings for the header, added to `format: pt`.
     """
     # The same order as the library's, which keeps the data aligned: largest item size first, then by name.
-    order = sorted(tensors, key=lambda name: (-DTYPES[CODES[tensors[name].dtype]].itemsize, name))
+    order = sorted(tensors, key=lambda name: (-DTYPES[DTYPE_CODES[tensors[name].dtype]].itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in order:
         start, end = end, end + tensors[name].nbytes
-        header[name] = {"dtype": CODES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPE_CODES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text

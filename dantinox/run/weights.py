@@ -23,7 +23,7 @@ from dantinox.run.manifest import hash_file_cached, write_file
 
 ARRAY_EXTENSION = 1
 CHUNK_BYTES = 1 << 30
-CHUNKED = "__msgpack_chunked_array__"
+CHUNKED_KEY = "__msgpack_chunked_array__"
 BFLOAT16 = "bfloat16"
 MAX_DEPTH = 16  # maximum nesting of names in a file
 # Type bytes that precede a length of 1, 2 or 4 bytes (github.com/msgpack/msgpack/blob/master/spec.md).
@@ -158,7 +158,7 @@ def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
     flat = array.reshape(-1)
     starts = range(0, flat.size, step)
     shape = {str(axis): size for axis, size in enumerate(array.shape)}
-    yield PACKER.pack_map_header(3) + b"".join(map(PACKER.pack, (CHUNKED, True, "shape", shape, "chunks")))
+    yield PACKER.pack_map_header(3) + b"".join(map(PACKER.pack, (CHUNKED_KEY, True, "shape", shape, "chunks")))
     yield PACKER.pack_map_header(len(starts))
     for number, start in enumerate(starts):
         yield PACKER.pack(str(number))
@@ -277,8 +277,8 @@ class MsgpackReader:
         tree: dict[str, Any] = {}
         for number in range(count):
             name = self._name()
-            if name == CHUNKED and number == 0:
-                return {CHUNKED: self._chunked(depth)}
+            if name == CHUNKED_KEY and number == 0:
+                return {CHUNKED_KEY: self._chunked(depth)}
             if name in tree:
                 raise ValueError(f"duplicate name {escape_name(name)}")
             tree[name] = self._node(depth)
@@ -290,7 +290,7 @@ class MsgpackReader:
             shape, values = self._array()
             return StoredArray(shape, (values,))
         tree = self._map(depth + 1)
-        return tree.get(CHUNKED, tree)
+        return tree.get(CHUNKED_KEY, tree)
 
     def _chunked(self, depth: int) -> StoredArray:
         """Reads the rest of a chunked array after its first name: true, "shape": {"0": n, …}, "chunks": {"0": array, …}."""

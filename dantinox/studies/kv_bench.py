@@ -13,7 +13,7 @@ from flax import nnx
 from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
-from dantinox.generation.decode import CHUNK, prefill_hidden
+from dantinox.generation.decode import DECODE_CHUNK, prefill_hidden
 from dantinox.generation.quantized_weights import dequantize
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.measure.head_loss import limited_logprobs, mean_kl, rows_per_batch
@@ -341,5 +341,5 @@ def _generate_batch(cache: CacheVariant, prompts_BT: np.ndarray, params: Samplin
     B, T = prompts_BT.shape
     limits_B, eos_ids = np.full(B, tokens), [list[int]()] * B
     batch = StaticBatch(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, plan=cache.plan)
-    ids_BT = np.concatenate([chunk.tokens for chunk in batch.run(CHUNK)], axis=1)
+    ids_BT = np.concatenate([chunk.tokens for chunk in batch.run(DECODE_CHUNK)], axis=1)
     return GreedyContinuations(ids_BT, B * (tokens - 1) / max(batch.times.decoding, 1e-9))

@@ -19,7 +19,7 @@ from flax import nnx
 from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import LoadedModel, load
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
-from dantinox.generation.decode import CHUNK, COMPRESSED_PREFILL_CHUNK, prefill_hidden
+from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DECODE_CHUNK, prefill_hidden
 from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, dequantize
 from dantinox.measure.texts import equal_batches, pad_rows
 from dantinox.model import CacheReport, KVCache, Transformer, make_cache
@@ -220,7 +220,7 @@ class EvalBatch(NamedTuple):
 
     def num_calls(self, length: int) -> int:
         """Returns the number of compiled calls for the batch."""
-        return -(-length // COMPRESSED_PREFILL_CHUNK) + -(-self.steps // CHUNK)
+        return -(-length // COMPRESSED_PREFILL_CHUNK) + -(-self.steps // DECODE_CHUNK)
 
     @property
     def steps(self) -> int:
@@ -292,7 +292,7 @@ def _generate_answers(cache: RulerCache, job: EvalBatch, length: int, done: Prog
     prefilled = time.perf_counter()
     questions_BQ, counts_B = pad_rows(job.questions, length)
     last_B, found = jnp.zeros(len(tokens_BT), jnp.int32), []
-    for start in range(0, job.steps, CHUNK):
+    for start in range(0, job.steps, DECODE_CHUNK):
         rest = (jnp.asarray(questions_BQ), jnp.asarray(counts_B), jnp.asarray(lengths_B), jnp.int32(start))
         memory, last_B, ids_BC = _decode(cache.model, memory, last_B, *rest)
         found.append(np.asarray(ids_BC))
@@ -318,10 +318,17 @@ def _decode(
     lengths_B: jax.Array,
     start: jax.Array,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
+<<<<<<< HEAD
     """Reads `CHUNK` more tokens of each row, from index `start` on: first question tokens, then the most likely tokens.
 
     Returns:
       The cache, the most likely token after the last token, `[B]`, and after each of the tokens, `[B, CHUNK]`.
+=======
+    """Reads `DECODE_CHUNK` more tokens of each row from index `start` on: those of the question, then the most likely ones.
+
+    Returns:
+      The cache, the most likely token after the last one `[B]`, and after each of them `[B, DECODE_CHUNK]`.
+>>>>>>> efea210 (Name module constants by what they hold)
     """
     model = model if len(last_B) <= MAX_MATVEC_ROWS else dequantize(model)
 
@@ -333,5 +340,5 @@ def _decode(
         last_B = jnp.argmax(model.logits(x_B1D[:, 0]), axis=-1).astype(jnp.int32)
         return cache, last_B, ids_BC.at[:, i].set(last_B)
 
-    found: Any = jax.lax.fori_loop(0, CHUNK, step, (cache, last_B, jnp.zeros((len(last_B), CHUNK), jnp.int32)))
+    found: Any = jax.lax.fori_loop(0, DECODE_CHUNK, step, (cache, last_B, jnp.zeros((len(last_B), DECODE_CHUNK), jnp.int32)))
     return found

@@ -14,7 +14,7 @@ from dantinox.generation.cache_budgets import (
     HALVING_PENALTY,
     KNAPSACK_STEPS,
     SIZES_PER_DOUBLING,
-    UNIT,
+    SLOT_UNIT,
     allocate_by_loss,
     allocate_by_weight,
     head_weights,
@@ -61,7 +61,7 @@ def test_the_total_is_met(request):
     if total >= most:
         assert spent == most
     else:
-        assert 0 <= total - spent < UNIT
+        assert 0 <= total - spent < SLOT_UNIT
 
 
 @laws
@@ -70,7 +70,7 @@ def test_every_head_is_within_bounds_and_in_whole_units(request):
     weights_LK, caps, total, floor = request
     for slots_K, cap in zip(slots_of(allocate_by_weight(weights_LK, caps, total, floor)), caps, strict=True):
         assert all(min(floor, cap) <= slots <= cap for slots in slots_K)
-        assert all(slots % UNIT == 0 or slots == cap for slots in slots_K)
+        assert all(slots % SLOT_UNIT == 0 or slots == cap for slots in slots_K)
 
 
 @laws
@@ -117,7 +117,7 @@ def test_equal_weights_differ_by_at_most_a_unit(request):
     weights_LK, caps, total, floor = request
     slots_LK = slots_of(allocate_by_weight(weights_LK, caps, total, floor))
     below = slots_LK[slots_LK < np.array(caps)[:, None]]
-    assert below.size == 0 or slots_LK.max() - below.min() <= UNIT
+    assert below.size == 0 or slots_LK.max() - below.min() <= SLOT_UNIT
 
 
 @laws
@@ -139,9 +139,9 @@ def requests_at(level, weights_LK, caps, floor):
     """Computes head by head: level · weight in the nearest whole units, half a unit rounded up, within the bounds."""
     out = []
     for weights_K, cap in zip(weights_LK, caps, strict=True):
-        least = min((floor + UNIT - 1) // UNIT * UNIT, cap)
+        least = min((floor + SLOT_UNIT - 1) // SLOT_UNIT * SLOT_UNIT, cap)
         shares = [level * weight for weight in weights_K]
-        units = [int(share / UNIT + 0.5) * UNIT for share in shares]
+        units = [int(share / SLOT_UNIT + 0.5) * SLOT_UNIT for share in shares]
         out.append([cap if share >= cap else max(least, min(unit, cap)) for share, unit in zip(shares, units, strict=True)])
     return out
 
@@ -173,14 +173,14 @@ def test_a_new_split_uses_the_remaining_slots(request, data):
     floor = int(budgets._floors(np.array(cap), floor))
     shares_K = np.sort(np.clip(data.draw(st.floats(0, 100)) * weights_LK[0], floor, cap))[::-1]
     layer = budgets._split_heads(budgets._round_to_units(shares_K, np.array(floor), np.array(cap)))
-    before, left = budgets._slots_per_head(layer), data.draw(st.integers(UNIT, K * UNIT))
+    before, left = budgets._slots_per_head(layer), data.draw(st.integers(SLOT_UNIT, K * SLOT_UNIT))
     found = budgets._resplit(layer, shares_K, floor, cap, left)
     if K == 1 or before.sum() + left >= K * cap:
         assert found is None
     else:
         more, new = found
         slots = budgets._slots_per_head(new)
-        assert 0 <= before.sum() + left - slots.sum() < UNIT
+        assert 0 <= before.sum() + left - slots.sum() < SLOT_UNIT
         assert more == pytest.approx(
             sum(max(s - x, 0) ** 2 - max(s - y, 0) ** 2 for s, x, y in zip(shares_K, slots, before, strict=True))
         )
@@ -195,7 +195,7 @@ def test_meeting_the_total_costs_no_head_more_than_a_unit(L, K):
         slots_LK = slots_of(allocate_by_weight(weights_LK, [512] * L, total, floor=20))
         bounds = budgets._floors(np.array([[512]] * L), 20), np.array([[512]] * L)
         level = budgets._water_level(-np.sort(-weights_LK), *bounds, total)
-        assert (np.clip(level * weights_LK, *bounds) - slots_LK).max() <= UNIT
+        assert (np.clip(level * weights_LK, *bounds) - slots_LK).max() <= SLOT_UNIT
 
 
 def test_min_total():
@@ -247,7 +247,7 @@ def test_allocation_of_a_large_model_is_fast():
         total, start = int(0.2 * L * K * N) + 1000, time.process_time()
         spent = slots_of(allocate_by_weight(weights, [N] * L, total, floor=20)).sum()
         assert time.process_time() - start < 1
-        assert 0 <= total - spent < UNIT
+        assert 0 <= total - spent < SLOT_UNIT
 
 
 # by the cost of eviction

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.generation.constraints import KINDS, MAX_SOURCE_BYTES, Constraint, ConstraintCompiler, check_constraint
+from dantinox.generation.constraints import CONSTRAINT_KINDS, MAX_SOURCE_BYTES, Constraint, ConstraintCompiler, check_constraint
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.text import Tokenizer, train_tokenizer
 from tests.error_texts import ERRORS
@@ -285,7 +285,7 @@ def test_valid_sources_pass_the_check():
     for kind, source in SOURCES.items():
         check_constraint(Constraint(kind, source))
     check_constraint(Constraint("json_object", ""))
-    assert {*SOURCES, "json_object"} == {*KINDS}
+    assert {*SOURCES, "json_object"} == {*CONSTRAINT_KINDS}
 
 
 def test_a_missing_library(monkeypatch):

@@ -268,7 +268,7 @@ def read_with(monkeypatch, plan, model=None, dense=False, **limits):
     for name, value in limits.items():
         monkeypatch.setattr(decode, name, value)
     for module in (attention, kernels):
-        monkeypatch.setattr(module, "BLOCK", 1024 if dense else 128)
+        monkeypatch.setattr(module, "QUERY_BLOCK", 1024 if dense else 128)
     _generate_toks.jitted_fn.clear_cache()
     running = session(model or builder.model(CONFIG), TEXTS, 3, plan, strategy="entropy", greedy=False, seed=1, report=0)
     return running, running.start()

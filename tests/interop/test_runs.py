@@ -18,7 +18,7 @@ from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import prepare
 from dantinox.interop.checkpoints import export_checkpoint, export_hf, import_run
-from dantinox.interop.hf_config import REQUIRED, hf_config_to_settings
+from dantinox.interop.hf_config import REQUIRED_KEYS, hf_config_to_settings
 from dantinox.interop.hf_families import FAMILIES as TABLES
 from dantinox.interop.hf_folder import ONE_FILE, download_repository, open_folder, open_tensors, write_tensors
 from dantinox.interop.hf_unsupported import IGNORED_KEYS
@@ -259,7 +259,7 @@ def test_absent_key_has_transformers_default_or_is_required(family):
                 continue
             assert f"lacks {key}" in str(error) or "model_type" in str(error)
             needed.add(key)
-    without_default = {*REQUIRED, *NO_DEFAULT.get(family, ())} - TABLES[family].defaults.keys()
+    without_default = {*REQUIRED_KEYS, *NO_DEFAULT.get(family, ())} - TABLES[family].defaults.keys()
     assert needed - {"model_type"} == given.keys() & without_default
 
 

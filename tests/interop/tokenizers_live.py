@@ -36,7 +36,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.files import UserError
 from dantinox.interop.gguf_file import open_gguf, write_gguf
-from dantinox.interop.gguf_vocabulary import BYTE, CONTROL, KEY, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, read_vocabulary
+from dantinox.interop.gguf_vocabulary import BYTE, CONTROL, KEY_PREFIX, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, read_vocabulary
 from dantinox.interop.pre_tokenizers import ALIASES, RULES
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import byte_letters
@@ -212,20 +212,20 @@ def explanation(metadata: dict[str, Any], tokenizer: Tokenizer, overridden: Iter
     Args:
       overridden: see `LlamaCpp.overridden`.
     """
-    pre = str(metadata.get(KEY + "pre"))
+    pre = str(metadata.get(KEY_PREFIX + "pre"))
     characters = NOT_IN_LLAMA_CPP.get(ALIASES.get(pre, pre))
     pattern = regex.compile(NEW + (f"|[{characters}]" if characters else ""), regex.V1)
     tokens = json.loads(tokenizer.to_json())["added_tokens"]
     added = [token["content"] for token in tokens if len(token["content"]) > 1]
     stripping = "|".join(regex.escape(token["content"]) for token in tokens if token["rstrip"])
     strips = regex.compile(rf"(?:{stripping})\s*{WIDE_SPACE}" if stripping else "(?!)")
-    placeholders = {i for i, kind in enumerate(metadata[KEY + "token_type"]) if kind == UNKNOWN}
+    placeholders = {i for i, kind in enumerate(metadata[KEY_PREFIX + "token_type"]) if kind == UNKNOWN}
     taken = set(overridden)
-    names = [metadata[KEY + "tokens"][i] for i in taken]
+    names = [metadata[KEY_PREFIX + "tokens"][i] for i in taken]
     spans = regex.compile("|".join(map(regex.escape, sorted(added, key=len, reverse=True))) or "(?!)")
     # A byte without a token is dropped: by the library before merging, by llama.cpp after it.
-    letters = byte_letters() if metadata[KEY + "model"] == "gpt2" else []
-    missing = bytes(byte for byte, letter in enumerate(letters) if letter not in set(metadata[KEY + "tokens"]))
+    letters = byte_letters() if metadata[KEY_PREFIX + "model"] == "gpt2" else []
+    missing = bytes(byte for byte, letter in enumerate(letters) if letter not in set(metadata[KEY_PREFIX + "tokens"]))
 
     def explained(line: str, ids: Sequence[int]) -> bool:
         if taken & set(ids) or any(name in line for name in names) or strips.search(line):
@@ -329,16 +329,16 @@ def load_tokenizer(metadata: dict[str, Any], name: str) -> Tokenizer:
 def compare_llama_cpp(path: Path) -> Comparison:
     metadata = open_gguf(path).metadata
     tokenizer = load_tokenizer(metadata, path.name)
-    prefix = metadata[KEY + "model"] == "llama" and metadata.get(KEY + "add_space_prefix", True)
+    prefix = metadata[KEY_PREFIX + "model"] == "llama" and metadata.get(KEY_PREFIX + "add_space_prefix", True)
     normalized = json.loads(tokenizer.to_json())["normalizer"] == {"type": "NFC"}
     peer = LlamaCpp(path, prefix, "NFC" if normalized else None)
-    overridden = peer.overridden(metadata[KEY + "token_type"])
+    overridden = peer.overridden(metadata[KEY_PREFIX + "token_type"])
     return tokenizer, peer, explanation(metadata, tokenizer, overridden), True
 
 
 def compare_rewritten(given: dict[str, Any]) -> Comparison:
     """Compares with llama.cpp, on a GGUF file with only a vocabulary."""
-    metadata = {"general.architecture": "llama", **{KEY + key: value for key, value in given.items()}}
+    metadata = {"general.architecture": "llama", **{KEY_PREFIX + key: value for key, value in given.items()}}
     with tempfile.TemporaryDirectory() as folder:
         write_gguf(Path(folder) / "vocabulary.gguf", metadata, {}, [])
         return compare_llama_cpp(Path(folder) / "vocabulary.gguf")
@@ -362,9 +362,9 @@ def compare_library(path: Path) -> Comparison:
 def compare_definition(path: Path) -> Comparison:
     """Compares with SmolLM2's pre-tokenizer as its publisher defines it, on the tokens and merges of the file."""
     metadata = open_gguf(path).metadata
-    tokens, types = metadata[KEY + "tokens"], metadata[KEY + "token_type"]
+    tokens, types = metadata[KEY_PREFIX + "tokens"], metadata[KEY_PREFIX + "token_type"]
     vocab = {token: index for index, token in enumerate(tokens)}
-    core = Core(models.BPE(vocab, [tuple(merge.split(" ")) for merge in metadata[KEY + "merges"]]))
+    core = Core(models.BPE(vocab, [tuple(merge.split(" ")) for merge in metadata[KEY_PREFIX + "merges"]]))
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -406,7 +406,7 @@ def as_gguf(path: Path, against: Callable[[dict[str, Any]], Comparison] | None =
     given |= {"bos_token_id": special, "eos_token_id": special}
     if against:
         return against(given)
-    return load_tokenizer({KEY + key: value for key, value in given.items()}, path.name), Library(content), never, False
+    return load_tokenizer({KEY_PREFIX + key: value for key, value in given.items()}, path.name), Library(content), never, False
 
 
 def cross_word_vocabulary() -> dict[str, Any]:
@@ -460,7 +460,7 @@ def compare_tekken(path: Path) -> Comparison:
         **{"model": "gpt2", "pre": "tekken", "tokens": tokens, "merges": merges, "bos_token_id": 1, "eos_token_id": 2},
         **{"token_type": [CONTROL] * specials + [NORMAL] * len(encoded_tokens)},
     }
-    return load_tokenizer({KEY + key: value for key, value in given.items()}, path.name), Tekken(path), never, False
+    return load_tokenizer({KEY_PREFIX + key: value for key, value in given.items()}, path.name), Tekken(path), never, False
 
 
 class SentencePiece:
@@ -495,7 +495,7 @@ def compare_sentencepiece(path: Path) -> Comparison:
         **{"scores": [processor.get_score(index) for index in range(len(processor))]},
         "token_type": [kind(index) for index in range(len(processor))],
     }
-    return load_tokenizer({KEY + key: value for key, value in given.items()}, path.name), peer, never, False
+    return load_tokenizer({KEY_PREFIX + key: value for key, value in given.items()}, path.name), peer, never, False
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ SHAPES = [(50, None, 128, 8, 1 << 23), (40, 7, 8, 8, 1 << 23), (45, None, 8, 2, 
 
 @pytest.mark.parametrize("T, window, block, groups, scores", SHAPES)
 def test_chunked_attention_equals_attention(monkeypatch, T, window, block, groups, scores):
-    for name, value in (("BLOCK", block), ("NUM_GROUPS", groups), ("MAX_SCORES", scores)):
+    for name, value in (("QUERY_BLOCK", block), ("NUM_GROUPS", groups), ("MAX_SCORES", scores)):
         monkeypatch.setattr(chunked, name, value)
     q, k, v, segments = drawn(T)
     d_out = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
@@ -92,7 +92,7 @@ def test_chunked_attention_of_one_document_per_row():
 
 @pytest.mark.parametrize("cap, with_sinks", [(0.7, False), (None, True), (0.7, True)])
 def test_chunked_attention_with_capped_scores_and_sinks(monkeypatch, cap, with_sinks):
-    for name, value in (("BLOCK", 8), ("NUM_GROUPS", 2)):
+    for name, value in (("QUERY_BLOCK", 8), ("NUM_GROUPS", 2)):
         monkeypatch.setattr(chunked, name, value)
     q, k, v, segments = drawn(29)
     sinks = np.random.default_rng(2).standard_normal((K, G)).astype(np.float32) if with_sinks else None

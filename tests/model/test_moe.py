@@ -25,7 +25,7 @@ def grouped_matmul_float64(x_MI, w_EIO, sizes_E):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_tiled_matmul_and_its_gradients(monkeypatch, sizes):
     """d x is d y · wᵀ of the expert of the row, d w the sum of x d yᵀ over the rows of an expert."""
-    monkeypatch.setattr(moe, "TILE", 8)
+    monkeypatch.setattr(moe, "TILE_TOKENS", 8)
     random = np.random.default_rng(0)
     x, w, d_y = (random.standard_normal(shape).astype(np.float32) for shape in ((42, 6), (5, 6, 7), (42, 7)))
 

@@ -115,7 +115,8 @@ STRATEGIES = {
 
 def test_every_strategy_gives_equal_text_in_a_batch_of_one_and_a_mixed_batch(model):
     """Rows of a batch with different settings equal those of a batch of one."""
-    config = {name: model.settings({**settings, "seed": 7, "max_new_tokens": 12}) for name, settings in STRATEGIES.items()}
+    base = {"temperature": 1.0, "seed": 7, "max_new_tokens": 12}
+    config = {name: model.settings({**base, **settings}) for name, settings in STRATEGIES.items()}
     prompt = PROMPTS[0]
     together = model.complete([model.request(prompt, one) for one in config.values()])
     texts = {name: result.text for name, result in zip(config, together, strict=True)}
