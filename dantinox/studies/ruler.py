@@ -318,17 +318,10 @@ def _decode(
     lengths_B: jax.Array,
     start: jax.Array,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
-<<<<<<< HEAD
-    """Reads `CHUNK` more tokens of each row, from index `start` on: first question tokens, then the most likely tokens.
+    """Reads `DECODE_CHUNK` more tokens of each row, from index `start` on: first question tokens, then the most likely tokens.
 
     Returns:
-      The cache, the most likely token after the last token, `[B]`, and after each of the tokens, `[B, CHUNK]`.
-=======
-    """Reads `DECODE_CHUNK` more tokens of each row from index `start` on: those of the question, then the most likely ones.
-
-    Returns:
-      The cache, the most likely token after the last one `[B]`, and after each of them `[B, DECODE_CHUNK]`.
->>>>>>> efea210 (Name module constants by what they hold)
+      The cache, the most likely token after the last token, `[B]`, and after each of the tokens, `[B, DECODE_CHUNK]`.
     """
     model = model if len(last_B) <= MAX_MATVEC_ROWS else dequantize(model)
 
