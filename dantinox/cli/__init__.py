@@ -94,7 +94,7 @@ def parser_of(chosen: Collection[str]) -> Parser:
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         implementation = import_module(f"dantinox.cli.{module}")
         command.set_defaults(run=getattr(implementation, function))
-        getattr(implementation, f"{function.rstrip('_')}_flags", lambda _: None)(command)
+        getattr(implementation, f"add_{function.rstrip('_')}_flags", lambda _: None)(command)
     return parser
 
 
@@ -124,7 +124,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-# Name → module of `dantinox.cli`, function, and description; `FUNCTION_flags` of the module adds the flags.
+# Name → module of `dantinox.cli`, function, and description; `add_FUNCTION_flags` of the module adds the flags.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("train", "train", "Train or fine-tune a model from a YAML file into a run directory."),
     "find-lr": ("train", "find_lr", "Run a learning-rate range test and suggest a value."),

@@ -25,7 +25,7 @@ SHADED = "each token is shaded by the entropy of its distribution, from dark (0 
 BELOW = "the rounded entropy in bits is printed below each token when the answer is complete, because this output has no colors"
 
 
-def chat_flags(command: Parser) -> None:
+def add_chat_flags(command: Parser) -> None:
     add_run(command)
     add_chat_template(command)
     command.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")

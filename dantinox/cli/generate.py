@@ -34,7 +34,7 @@ MOST_USED = (
 )  # fmt: skip
 
 
-def generate_flags(command: Parser) -> None:
+def add_generate_flags(command: Parser) -> None:
     add_run(command)
     prompt = command.section("prompt", "Prompts and chat templates")
     prompt.add_argument("--prompt", help=f"text to continue; {PROMPT_HELP}")

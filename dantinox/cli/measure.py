@@ -23,23 +23,23 @@ from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.files import UserError, atomic_write, check_writable_folder
 
-COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
+COUNT_OPTION: dict[str, Any] = {"type": whole_number, "metavar": "N"}
 # Flag → its kinds and its arguments of `add_argument`. A kind is a value of `calibrate --what` or of `eval`; "": all kinds.
 Flags = dict[str, tuple[str, dict[str, Any]]]
 CALIBRATE: Flags = {
     "data_path": ("", {"type": Path, "metavar": "FILE", "help":
         "text to read (default: the run's validation tokens for router, its training tokens for kv)"}),
-    "tokens": ("router", COUNT | {"help": "maximum number of tokens to read (default: 32768)"}),
-    "sequences": ("kv", COUNT | {"help": "sequences to read (default: 20)"}),
-    "length": ("kv", COUNT | {"help": "tokens per sequence (default: the context, at most 512)"}),
+    "tokens": ("router", COUNT_OPTION | {"help": "maximum number of tokens to read (default: 32768)"}),
+    "sequences": ("kv", COUNT_OPTION | {"help": "sequences to read (default: 20)"}),
+    "length": ("kv", COUNT_OPTION | {"help": "tokens per sequence (default: the context, at most 512)"}),
     "no_loss": ("kv", {"action": "store_true", "default": None, "help":
         "skip the slowest measurement: how much eviction from each head raises the loss"}),
     "from_results": ("kv", {"type": Path, "metavar": "FILE", "help": "copy the results of this file instead of measuring"}),
     "output": ("kv", {"type": Path, "metavar": "FILE", "help": "file to write (default: RUN/kv_entropy.json)"}),
 }  # fmt: skip
 EVALUATE: Flags = {
-    "lengths": ("ruler", COUNT | {"nargs": "+", "help": "total tokens of a prompt and its answer (default: 2048 4096)"}),
-    "samples": ("ruler", COUNT | {"help": "samples per task (default: 10)"}),
+    "lengths": ("ruler", COUNT_OPTION | {"nargs": "+", "help": "total tokens of a prompt and its answer (default: 2048 4096)"}),
+    "samples": ("ruler", COUNT_OPTION | {"help": "samples per task (default: 10)"}),
     "quick": ("sampling kv", {"action": "store_true", "default": None, "help":
         "use fewer prompts, sequences, seeds and trials"}),
     "out": ("sampling kv ruler", {"type": Path, "metavar": "DIR", "help":
@@ -48,20 +48,20 @@ EVALUATE: Flags = {
         "sampling": "methods to compare (default: all)",
         "kv": "methods to compare (default: all; fewer above 10 M parameters)",
         "ruler": "methods to compare (default: all)"}}),
-    "tokens": ("sampling kv ppl", COUNT | {"help": {
+    "tokens": ("sampling kv ppl", COUNT_OPTION | {"help": {
         "sampling": "tokens per continuation",
         "kv": "tokens per sequence (default: the context, at most 512)",
         "ppl": "tokens to read (default: all)"}}),
     "reference": ("sampling", {"type": Path, "metavar": "RUN", "help":
         "run whose model scores the texts (default: the run itself)"}),
-    "prompts": ("sampling", COUNT | {"help":
+    "prompts": ("sampling", COUNT_OPTION | {"help":
         "number of test prompts, and of tuning prompts (the default is smaller above 10 M parameters)"}),
-    "seeds": ("sampling", COUNT | {"help": "number of continuations per prompt"}),
-    "trials": ("sampling", COUNT | {"help": "number of settings to try per method"}),
+    "seeds": ("sampling", COUNT_OPTION | {"help": "number of continuations per prompt"}),
+    "trials": ("sampling", COUNT_OPTION | {"help": "number of settings to try per method"}),
     "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help": {
         "kv": "fractions of the slots to keep (default: .5 .3 .2 .1; above 10 M parameters: .5 .2)",
         "ruler": "fractions of the slots to keep (default: .5 .2)"}}),
-    "sequences": ("kv", COUNT | {"help": "sequences to read, at least 6 (default: 200; fewer above 10 M parameters)"}),
+    "sequences": ("kv", COUNT_OPTION | {"help": "sequences to read, at least 6 (default: 200; fewer above 10 M parameters)"}),
     "kv_calibration": ("kv ruler", {"type": Path, "metavar": "FILE", "help":
         "calibration file with the signals of the attention heads (default: RUN/kv_entropy.json)"}),
     "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
@@ -71,17 +71,17 @@ EVALUATE: Flags = {
         "kv": "text, in any form that data.path accepts (default: the run's own validation text)",
         "ruler": "text to build essays from, in any form that data.path accepts (default: Python's manual)",
         "ppl": "text to read, in any form that data.path accepts (required)"}}),
-    "stride": ("ppl", COUNT | {"help": "tokens from one window to the next (default: half of a window)"}),
-    "context": ("ppl", COUNT | {"help": "tokens per window (default: the model's context)"}),
+    "stride": ("ppl", COUNT_OPTION | {"help": "tokens from one window to the next (default: half of a window)"}),
+    "context": ("ppl", COUNT_OPTION | {"help": "tokens per window (default: the model's context)"}),
     "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help": {
         "tasks": "tasks, groups or YAML files of lm-evaluation-harness (required)",
         "ruler": "tasks to run, out of 13 (default: all)"}}),
     "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "folder with further tasks; their code is executed"}),
-    "limit": ("tasks", COUNT | {"help": "maximum number of samples per task (default: all)"}),
-    "shots": ("tasks", COUNT | {"help": "number of examples before each question (default: the number that the task sets)"}),
+    "limit": ("tasks", COUNT_OPTION | {"help": "maximum number of samples per task (default: all)"}),
+    "shots": ("tasks", COUNT_OPTION | {"help": "number of examples before each question (default: that of the task)"}),
     "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
         "precision of the weights (default: the run's generation.weights)"}),
-    "tensor_parallel": ("ppl tasks", COUNT | {"help": "number of devices that each layer is split over (default: the run's)"}),
+    "tensor_parallel": ("ppl tasks", COUNT_OPTION | {"help": "number of devices to split each layer over (default: the run's)"}),
     "json": ("ppl tasks", {"action": "store_true", "default": None, "help": "print one JSON object"}),
 }  # fmt: skip
 
@@ -120,7 +120,7 @@ def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, A
     return found
 
 
-def explain_flags(command: Parser) -> None:
+def add_explain_flags(command: Parser) -> None:
     add_run(command)
     command.add_argument("--prompt", help=f"text whose next token is explained; {PROMPT_HELP}")
     command.add_argument("--chat", action="store_true", help="format the prompt as a user message with the chat template")
@@ -152,7 +152,7 @@ def explain(options: argparse.Namespace) -> int:
     return _show(options, found, lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
 
 
-def calibrate_flags(command: Parser) -> None:
+def add_calibrate_flags(command: Parser) -> None:
     add_run(command)
     what = "router: thresholds for --router_preset=calibrated; kv: signals that set each head's share of --kv_budget"
     command.add_argument("--what", choices=["router", "kv"], required=True, help=what)
@@ -214,7 +214,7 @@ KIND_HELP = {
 }
 
 
-def evaluate_flags(command: Parser) -> None:
+def add_evaluate_flags(command: Parser) -> None:
     kinds = command.add_subparsers(metavar="kind", required=True, dest="what")
     for kind, text in KIND_HELP.items():
         one = kinds.add_parser(kind, help=text, description=text)
@@ -276,7 +276,7 @@ KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
 }  # fmt: skip
 
 
-def info_flags(command: Parser) -> None:
+def add_info_flags(command: Parser) -> None:
     add_run(command, "run directory")
     text = "text on which to compare quantized and bfloat16 weights (default: the run's own validation text)"
     command.add_argument("--data_path", metavar="FILE", help=text)
@@ -289,7 +289,7 @@ def info(options: argparse.Namespace) -> int:
     return print_lines(lambda _: info_lines(options.run_dir, options.data_path))
 
 
-def plan_flags(command: Parser) -> None:
+def add_plan_flags(command: Parser) -> None:
     command.add_argument(
         "--config",
         type=Path,
@@ -315,15 +315,17 @@ def mesh_of(text: str) -> dict[str, int]:
 
     The axis fsdp defaults to all remaining devices, and every other axis to 1.
     """
-    from dantinox.config.sections import AXES, DistributedSection
+    from dantinox.config.sections import MESH_AXES, DistributedSection
 
     named: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in AXES or axis in named or not re.fullmatch(r"[1-9]\d{0,8}", size):
-            raise argparse.ArgumentTypeError(f"must be AXIS=N pairs like data=4,fsdp=64 (axes: {', '.join(AXES)}), got {text}")
+        if axis not in MESH_AXES or axis in named or not re.fullmatch(r"[1-9]\d{0,8}", size):
+            raise argparse.ArgumentTypeError(
+                f"must be AXIS=N pairs like data=4,fsdp=64 (axes: {', '.join(MESH_AXES)}), got {text}"
+            )
         named[axis] = int(size)
-    return {axis: getattr(DistributedSection(), axis) for axis in AXES} | named
+    return {axis: getattr(DistributedSection(), axis) for axis in MESH_AXES} | named
 
 
 def plan(options: argparse.Namespace) -> int:

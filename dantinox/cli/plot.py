@@ -10,7 +10,7 @@ from dantinox.config.flags import Parser
 from dantinox.files import UserError, check_writable, check_writable_folder
 
 
-def plot_flags(command: Parser) -> None:
+def add_plot_flags(command: Parser) -> None:
     text = "run directories; runs may still be training"
     command.add_argument("run_dirs", type=Path, nargs="*", metavar="RUN", help=text)
     command.add_argument("--run_dir", type=Path, nargs="+", default=[], metavar="RUN", help="another way to give RUN")
@@ -47,7 +47,7 @@ def plot(options: argparse.Namespace) -> int:
     return 0
 
 
-def profile_flags(command: Parser) -> None:
+def add_profile_flags(command: Parser) -> None:
     add_run(command, "run directory, YAML file or name of a packaged config")
     count = "training steps or tokens to trace (default: 5 steps, 32 tokens)"
     command.add_argument("--steps", type=whole_number, metavar="N", help=count)

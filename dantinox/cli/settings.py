@@ -16,7 +16,7 @@ from dantinox.files import UserError, escape_name
 SHELLS = ("bash", "zsh", "fish")
 
 
-def settings_flags(command: Parser) -> None:
+def add_settings_flags(command: Parser) -> None:
     text = "substring or glob pattern of name, help, type, range, default or prerequisite; case is ignored"
     command.add_argument("pattern", nargs="?", metavar="PATTERN", help=text + " (default: all settings)")
     command.add_argument(
@@ -77,7 +77,7 @@ def _table(found: list[SettingRecord], width: int) -> Iterator[str]:
             yield from setting_entry(record)
 
 
-def completion_flags(command: Parser) -> None:
+def add_completion_flags(command: Parser) -> None:
     command.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
 
 

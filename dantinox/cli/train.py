@@ -24,7 +24,7 @@ MOST_USED = (
 )  # fmt: skip
 
 
-def train_flags(command: Parser) -> None:
+def add_train_flags(command: Parser) -> None:
     command.add_argument("--config", type=Path, metavar="FILE", help=CONFIG_HELP)
     command.add_argument(
         "--run_dir", type=Path, metavar="DIR", help="run directory to write (default: runs/run_YYYYMMDD_HHMMSS)"
@@ -70,7 +70,7 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def find_lr_flags(command: Parser) -> None:
+def add_find_lr_flags(command: Parser) -> None:
     command.add_argument("--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help=CONFIG_HELP)
     command.add_argument("--tries", type=whole_number, default=100, metavar="N", help="maximum number of steps (default: 100)")
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the loss against the learning rate")
@@ -98,7 +98,7 @@ def find_lr(options: argparse.Namespace) -> int:
     return 0
 
 
-def init_flags(command: Parser) -> None:
+def add_init_flags(command: Parser) -> None:
     command.add_argument("file", type=Path, metavar="FILE", help="YAML file to write")
 
 
@@ -113,7 +113,7 @@ def init(options: argparse.Namespace) -> int:
     return 0
 
 
-def sweep_flags(command: Parser) -> None:
+def add_sweep_flags(command: Parser) -> None:
     what = "YAML file with base, grid (or random, trials and seed) and runs_dir; repeat the command to continue"
     command.add_argument("file", type=Path, metavar="SWEEP.yaml", help=what)
     command.add_argument("--dry_run", action="store_true", help="check and print the trials, then exit")

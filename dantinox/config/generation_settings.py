@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, Field
 from dantinox.config.base import Conflict, Count, CountOrZero, Section, Seed, Strings, field
 from dantinox.config.prerequisites import Condition, Needs, nonempty, one_of
 from dantinox.config.sampling_steps import (
-    CHAIN,
     EDIT_STEPS,
     MIROSTAT_STEPS,
+    NEEDS_CHAIN,
     PENALTY_STEPS,
     STEPS,
     StepSettings,
@@ -71,10 +71,10 @@ class _Request(Section):
     ] = field(
         "chain", "chain: this section sets temperature, top_k, top_p and min_p; entropy: the entropy router sets them per token"
     )
-    preset: Annotated[Preset, *CHAIN] = field(
+    preset: Annotated[Preset, *NEEDS_CHAIN] = field(
         "default", "program whose order of sampling steps to use; the values of settings do not change"
     )
-    sampler_order: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_order), *CHAIN] = field(
+    sampler_order: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_order), *NEEDS_CHAIN] = field(
         None, "Kobold's step codes in another order (preset kobold or koboldcpp), or names of steps (null: the preset's order)"
     )
 

@@ -13,8 +13,8 @@ from dantinox.config.setting_groups import GROUPS
 from dantinox.files import UserError, escape_name
 
 COMMAND = "command"  # the section of flags that are in no other section
-COLUMN = 24  # the column in which descriptions begin
-WIDEST = 110
+FLAG_COLUMN = 24  # the column in which descriptions begin
+MAX_WIDTH = 110
 
 
 class FlagSection:
@@ -151,7 +151,7 @@ def setting_entry(record: SettingRecord, flag: str = "") -> list[str]:
     """Returns the lines that describe a setting: its flag (or name) and help, then type, range, default and prerequisites."""
     needs = "; needs " + " and ".join(record.prerequisites) if record.prerequisites else ""
     detail = f"{record.type}; default: {record.default_text}{needs}"
-    return [*_entry(f"  {flag or record.name}", record.help), *_wrapped(detail, COLUMN + 2)]
+    return [*_entry(f"  {flag or record.name}", record.help), *_wrapped(detail, FLAG_COLUMN + 2)]
 
 
 def _section_lines(parser: LayeredParser, name: str) -> list[str]:
@@ -280,9 +280,9 @@ def _own_entry(action: argparse.Action) -> list[str]:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    lines = list(_wrapped(text, COLUMN))
-    if len(name) <= COLUMN - 2 and lines:
-        return [name.ljust(COLUMN) + lines[0].lstrip(), *lines[1:]]
+    lines = list(_wrapped(text, FLAG_COLUMN))
+    if len(name) <= FLAG_COLUMN - 2 and lines:
+        return [name.ljust(FLAG_COLUMN) + lines[0].lstrip(), *lines[1:]]
     return [name, *lines]
 
 
@@ -292,7 +292,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def _width() -> int:
-    return min(max(shutil.get_terminal_size((100, 24)).columns, 60), WIDEST)
+    return min(max(shutil.get_terminal_size((100, 24)).columns, 60), MAX_WIDTH)
 
 
 def _join_lines(lines: Iterable[str]) -> str:

@@ -12,14 +12,14 @@ from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section
 from dantinox.config.prerequisites import Needs, differs, is_set
 
 Policy = Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
-AVERAGES = ("snapkv+ema", "expected_attention", "kvzip")  # policies that average attention while decoding
+AVERAGE_POLICIES = ("snapkv+ema", "expected_attention", "kvzip")  # policies that average attention while decoding
 Signal = Literal["uniform", "entropy", "coverage", "distance", "loss"]
 
-BUDGET = Needs(("kv.budget", is_set), ("kv.budget_tokens", is_set))
-SNAPKV = BUDGET, Needs(("kv.policy", "snapkv+ema"))
-AVERAGE = BUDGET, Needs(*(("kv.policy", policy) for policy in AVERAGES))
+NEEDS_BUDGET = Needs(("kv.budget", is_set), ("kv.budget_tokens", is_set))
+NEEDS_SNAPKV = NEEDS_BUDGET, Needs(("kv.policy", "snapkv+ema"))
+NEEDS_AVERAGE = NEEDS_BUDGET, Needs(*(("kv.policy", policy) for policy in AVERAGE_POLICIES))
 # Signals that are measured per query head.
-BY_HEAD = tuple(("kv.signal", signal) for signal in ("entropy", "coverage", "distance"))
+NEEDS_HEAD_SIGNAL = tuple(("kv.signal", signal) for signal in ("entropy", "coverage", "distance"))
 
 
 class KVSection(Section):
@@ -31,36 +31,40 @@ class KVSection(Section):
         None, "fraction of the slots of the full cache to keep (null: all)"
     )
     budget_tokens: Count | None = field(None, "number of slots per head to keep (null: see kv.budget)")
-    policy: Annotated[Policy, BUDGET] = field(
+    policy: Annotated[Policy, NEEDS_BUDGET] = field(
         "snapkv+ema",
         "tokens to keep: by attention (snapkv+ema, tova, h2o), by the expected attention of later tokens (expected_attention), "
         "by attention in a second pass over the prompt (kvzip), the last ones (streaming), or random ones",
     )
-    signal: Annotated[Signal, BUDGET] = field(
+    signal: Annotated[Signal, NEEDS_BUDGET] = field(
         "loss", "signal that sets each head's share of the slots, measured by `calibrate --what kv` (uniform: equal shares)"
     )
     dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"] = field(
         "auto", "dtype of cached keys and values (auto: the compute dtype)"
     )
-    sinks: Annotated[CountOrZero, BUDGET] = field(4, "number of first tokens that are always kept")
-    recent: Annotated[Count, BUDGET] = field(16, "number of last tokens that are always kept, at most half of a head's slots")
-    window: Annotated[Count, *SNAPKV] = field(
+    sinks: Annotated[CountOrZero, NEEDS_BUDGET] = field(4, "number of first tokens that are always kept")
+    recent: Annotated[Count, NEEDS_BUDGET] = field(
+        16, "number of last tokens that are always kept, at most half of a head's slots"
+    )
+    window: Annotated[Count, *NEEDS_SNAPKV] = field(
         32, "snapkv+ema: number of last prompt tokens whose attention ranks the other tokens"
     )
-    pool: Annotated[Count, *SNAPKV] = field(7, "snapkv+ema: width of max pooling over token importance; odd (1: no pooling)")
-    decay: Annotated[Fraction | Literal["entropy"], *AVERAGE] = field(
+    pool: Annotated[Count, *NEEDS_SNAPKV] = field(
+        7, "snapkv+ema: width of max pooling over token importance; odd (1: no pooling)"
+    )
+    decay: Annotated[Fraction | Literal["entropy"], *NEEDS_AVERAGE] = field(
         0.98, "decay per token of the averaged importance (entropy: from the measured entropy of the head)"
     )
-    scale_min: Annotated[float, Field(gt=0, le=1), BUDGET, Needs(*BY_HEAD)] = field(
+    scale_min: Annotated[float, Field(gt=0, le=1), NEEDS_BUDGET, Needs(*NEEDS_HEAD_SIGNAL)] = field(
         0.3, "entropy, coverage, distance: lower limit of a head's share, as a multiple of the mean"
     )
-    scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False), BUDGET, Needs(*BY_HEAD)] = field(
+    scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False), NEEDS_BUDGET, Needs(*NEEDS_HEAD_SIGNAL)] = field(
         2.5, "entropy, coverage, distance: upper limit of a head's share, as a multiple of the mean"
     )
-    grouping: Annotated[Literal["max", "mean", "min"], BUDGET, Needs(*BY_HEAD, ("kv.decay", "entropy"))] = field(
-        "max", "how the entropy, coverage or distance of a key head is computed from those of its query heads"
+    grouping: Annotated[Literal["max", "mean", "min"], NEEDS_BUDGET, Needs(*NEEDS_HEAD_SIGNAL, ("kv.decay", "entropy"))] = (
+        field("max", "how the entropy, coverage or distance of a key head is computed from those of its query heads")
     )
-    calibration: Annotated[str | None, BUDGET, Needs(("kv.signal", differs("uniform")), ("kv.decay", "entropy"))] = field(
+    calibration: Annotated[str | None, NEEDS_BUDGET, Needs(("kv.signal", differs("uniform")), ("kv.decay", "entropy"))] = field(
         None, "file of the measured signals (null: kv_entropy.json of the run)"
     )
 
@@ -77,7 +81,7 @@ class KVSection(Section):
     @property
     def decays_by_entropy(self) -> bool:
         """Whether the decay of importances depends on the entropy of their head."""
-        return self.policy in AVERAGES and self.decay == "entropy"
+        return self.policy in AVERAGE_POLICIES and self.decay == "entropy"
 
     @property
     def reads_calibration(self) -> bool:

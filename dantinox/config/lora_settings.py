@@ -6,23 +6,25 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, Positive, Section, as_tuple, field
-from dantinox.config.model import GATED, AttentionSection, LoraConfig, ModelSection, MoESection, Projection
+from dantinox.config.model import GATED_ACTIVATIONS, AttentionSection, LoraConfig, ModelSection, MoESection, Projection
 from dantinox.config.prerequisites import Needs, is_set
 
-ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-LORA = Needs(("lora.rank", is_set))
+ATTENTION_TARGETS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+NEEDS_LORA = Needs(("lora.rank", is_set))
 
 
 class LoraSection(Section):
     """Low-rank adapters (LoRA), trained instead of all weights."""
 
     rank: Count | None = field(None, "rank of adapters on the frozen weights of training.init_from (null: train all weights)")
-    alpha: Annotated[Positive | None, LORA] = field(None, "multiply the output of adapters by alpha / rank (null: 2 · rank)")
-    dropout: Annotated[float, Field(ge=0, lt=1), LORA] = field(0.0, "dropout rate of the input of adapters, in training")
-    targets: Annotated[tuple[Projection, ...] | None, BeforeValidator(as_tuple), LORA] = field(
+    alpha: Annotated[Positive | None, NEEDS_LORA] = field(
+        None, "multiply the output of adapters by alpha / rank (null: 2 · rank)"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1), NEEDS_LORA] = field(0.0, "dropout rate of the input of adapters, in training")
+    targets: Annotated[tuple[Projection, ...] | None, BeforeValidator(as_tuple), NEEDS_LORA] = field(
         None, "projections with adapters (null: all projections of the layers, except those of experts)"
     )
-    base_weights: Annotated[Literal["float32", "bfloat16", "int8"], LORA] = field(
+    base_weights: Annotated[Literal["float32", "bfloat16", "int8"], NEEDS_LORA] = field(
         "float32",
         "dtype of the frozen weights while adapters train; int8: projections only, one scale per output row",
     )
@@ -30,8 +32,8 @@ class LoraSection(Section):
 
 def projections(m: ModelSection, moe: MoESection) -> tuple[Projection, ...]:
     """Returns the projections of a layer that can have adapters."""
-    gate: tuple[Projection, ...] = ("gate_proj",) if m.activation in GATED else ()
-    return ATTENTION if moe.use_moe else (*ATTENTION, *gate, "up_proj", "down_proj")
+    gate: tuple[Projection, ...] = ("gate_proj",) if m.activation in GATED_ACTIVATIONS else ()
+    return ATTENTION_TARGETS if moe.use_moe else (*ATTENTION_TARGETS, *gate, "up_proj", "down_proj")
 
 
 def lora_config(lora: LoraSection, m: ModelSection, moe: MoESection) -> LoraConfig | None:

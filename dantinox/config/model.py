@@ -16,9 +16,9 @@ Platform = Literal["auto", "cpu", "gpu", "tpu"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # the names that PEFT uses
 
 
-CLAMPED = Needs(("model.activation", "clamped_swiglu"))
-SCALED_NORMS = Needs(("model.norm_scale", True))
-GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations with two projections, gate and up
+NEEDS_CLAMPED = Needs(("model.activation", "clamped_swiglu"))
+NEEDS_NORM_SCALE = Needs(("model.norm_scale", True))
+GATED_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu")  # activations with two projections, gate and up
 
 
 class ModelSection(Section):
@@ -55,10 +55,10 @@ class ModelSection(Section):
     activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = field(
         "swiglu", "activation of the feed-forward layer; swiglu, geglu and clamped_swiglu are gated"
     )
-    swiglu_limit: Annotated[Positive, CLAMPED] = field(
+    swiglu_limit: Annotated[Positive, NEEDS_CLAMPED] = field(
         7.0, "clamped_swiglu: upper limit of the gate, and limit of the magnitude of the values it multiplies"
     )
-    swiglu_alpha: Annotated[Positive, CLAMPED] = field(1.702, "clamped_swiglu: factor on the gate inside its sigmoid")
+    swiglu_alpha: Annotated[Positive, NEEDS_CLAMPED] = field(1.702, "clamped_swiglu: factor on the gate inside its sigmoid")
     mlp_bias: bool = field(False, "add biases in the feed-forward layer")
     norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalization of the sub-layers and after the last layer")
     norm_placement: Literal["before", "after", "both"] = field(
@@ -66,8 +66,10 @@ class ModelSection(Section):
     )
     norm_epsilon: Positive = field(1e-5, "number added to the variance in normalizations")
     norm_scale: bool = field(True, "normalizations have a learned scale, and layernorm may have a bias")
-    norm_bias: Annotated[bool, Needs(("model.norm", "layernorm")), SCALED_NORMS] = field(True, "layernorm has a learned bias")
-    norm_zero_centered: Annotated[bool, Needs(("model.norm", "rmsnorm"), ("model.qk_norm", True)), SCALED_NORMS] = field(
+    norm_bias: Annotated[bool, Needs(("model.norm", "layernorm")), NEEDS_NORM_SCALE] = field(
+        True, "layernorm has a learned bias"
+    )
+    norm_zero_centered: Annotated[bool, Needs(("model.norm", "rmsnorm"), ("model.qk_norm", True)), NEEDS_NORM_SCALE] = field(
         False, "RMS normalizations multiply by 1 + scale, with the scale initialized to 0"
     )
     qk_norm: bool = field(False, "RMS-normalize queries and keys before position embeddings are applied")
@@ -96,65 +98,65 @@ class ModelSection(Section):
     )
 
 
-EXPERTS = Needs(("moe.use_moe", True))
-SHARED = Needs(("moe.shared_experts", differs(0)))
-GROUPS = Needs(("moe.n_groups", differs(1)))
+NEEDS_MOE = Needs(("moe.use_moe", True))
+NEEDS_SHARED_EXPERTS = Needs(("moe.shared_experts", differs(0)))
+NEEDS_EXPERT_GROUPS = Needs(("moe.n_groups", differs(1)))
 
 
 class MoESection(Section):
     """Mixture of experts, and the width of the feed-forward layer."""
 
     use_moe: bool = field(False, "replace the dense feed-forward layer with experts")
-    n_experts: Annotated[Count, EXPERTS] = field(4, "experts per layer, each as wide as the feed-forward layer")
-    top_k_mlp: Annotated[Count, EXPERTS] = field(2, "experts per token")
-    shared_experts: Annotated[CountOrZero, EXPERTS] = field(0, "experts that process every token, combined into one layer")
-    shared_hidden_dim: Annotated[Count | None, EXPERTS, SHARED] = field(
+    n_experts: Annotated[Count, NEEDS_MOE] = field(4, "experts per layer, each as wide as the feed-forward layer")
+    top_k_mlp: Annotated[Count, NEEDS_MOE] = field(2, "experts per token")
+    shared_experts: Annotated[CountOrZero, NEEDS_MOE] = field(0, "experts that process every token, combined into one layer")
+    shared_hidden_dim: Annotated[Count | None, NEEDS_MOE, NEEDS_SHARED_EXPERTS] = field(
         None, "width of the shared expert layer (null: shared_experts times the width of an expert)"
     )
-    shared_gate: Annotated[bool, EXPERTS, SHARED] = field(
+    shared_gate: Annotated[bool, NEEDS_MOE, NEEDS_SHARED_EXPERTS] = field(
         False, "multiply the output of the shared expert layer by sigmoid(w x)"
     )
-    branch_norms: Annotated[bool, EXPERTS, SHARED, Needs(("model.norm_placement", "both"))] = field(
+    branch_norms: Annotated[bool, NEEDS_MOE, NEEDS_SHARED_EXPERTS, Needs(("model.norm_placement", "both"))] = field(
         False,
         "give experts and the shared layer separate norms, and the router a norm and learned scales on the residual stream",
     )
-    dense_layers: Annotated[tuple[CountOrZero, ...], BeforeValidator(as_tuple), EXPERTS] = field(
+    dense_layers: Annotated[tuple[CountOrZero, ...], BeforeValidator(as_tuple), NEEDS_MOE] = field(
         (), "indices of layers, from 0, that have a dense feed-forward layer instead of experts"
     )
-    dense_hidden_dim: Annotated[Count | None, EXPERTS, Needs(("moe.dense_layers", nonempty))] = field(
+    dense_hidden_dim: Annotated[Count | None, NEEDS_MOE, Needs(("moe.dense_layers", nonempty))] = field(
         None, "feed-forward width of dense_layers (null: the width of an expert)"
     )
     expansion: Positive | None = field(None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)")
-    score_function: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = field(
+    score_function: Annotated[Literal["softmax", "sigmoid"], NEEDS_MOE] = field(
         "softmax", "function that turns router logits into scores"
     )
-    norm_topk_prob: Annotated[bool, EXPERTS] = field(True, "scale the weights of a token's experts so that they sum to 1")
-    routed_scaling: Annotated[Positive, EXPERTS] = field(1.0, "factor on the weights of a token's experts")
-    router_bias: Annotated[bool, EXPERTS] = field(False, "add a bias to the router's logits")
-    choice_bias: Annotated[bool, EXPERTS] = field(
+    norm_topk_prob: Annotated[bool, NEEDS_MOE] = field(True, "scale the weights of a token's experts so that they sum to 1")
+    routed_scaling: Annotated[Positive, NEEDS_MOE] = field(1.0, "factor on the weights of a token's experts")
+    router_bias: Annotated[bool, NEEDS_MOE] = field(False, "add a bias to the router's logits")
+    choice_bias: Annotated[bool, NEEDS_MOE] = field(
         False, "add a bias to the scores when experts are chosen, but not to their weights; only bias_update_rate changes it"
     )
-    n_groups: Annotated[Count, EXPERTS] = field(1, "groups of experts; a token's experts come from top_k_groups of them")
-    top_k_groups: Annotated[Count, EXPERTS, GROUPS] = field(1, "groups per token")
-    group_score: Annotated[Literal["max", "top2"], EXPERTS, GROUPS] = field(
+    n_groups: Annotated[Count, NEEDS_MOE] = field(1, "groups of experts; a token's experts come from top_k_groups of them")
+    top_k_groups: Annotated[Count, NEEDS_MOE, NEEDS_EXPERT_GROUPS] = field(1, "groups per token")
+    group_score: Annotated[Literal["max", "top2"], NEEDS_MOE, NEEDS_EXPERT_GROUPS] = field(
         "max", "score of a group: the best expert (max), or the sum of the best two (top2)"
     )
-    alpha_balance: Annotated[NonNegative, EXPERTS] = field(0.01, "weight of the load-balance loss, averaged over layers")
-    router_z_loss: Annotated[NonNegative, EXPERTS] = field(
+    alpha_balance: Annotated[NonNegative, NEEDS_MOE] = field(0.01, "weight of the load-balance loss, averaged over layers")
+    router_z_loss: Annotated[NonNegative, NEEDS_MOE] = field(
         0.0, "weight of the router z-loss (squared log-normalizer of the scores), averaged over layers"
     )
-    bias_update_rate: Annotated[NonNegative, EXPERTS] = field(
+    bias_update_rate: Annotated[NonNegative, NEEDS_MOE] = field(
         0.0, "balance without a loss: step by which choice_bias rises for experts with few tokens (0: off)"
     )
 
 
-SLIDING = Needs(("attention.sliding_window", True))
-LATENT = Needs(("attention.kv_lora_rank", is_set))
-SCALED = Needs(("attention.rope_scaling", differs("none")))
+NEEDS_SLIDING_WINDOW = Needs(("attention.sliding_window", True))
+NEEDS_LATENT_ATTENTION = Needs(("attention.kv_lora_rank", is_set))
+NEEDS_ROPE_SCALING = Needs(("attention.rope_scaling", differs("none")))
 LLAMA3, YARN = Needs(("attention.rope_scaling", "llama3")), Needs(("attention.rope_scaling", "yarn"))
-LONGROPE = Needs(("attention.rope_scaling", "longrope"))
-PROPORTIONAL = Needs(("attention.rope_scaling", "proportional"))
-ROTARY = Needs(("attention.use_rotary_pos", True))
+NEEDS_LONGROPE = Needs(("attention.rope_scaling", "longrope"))
+NEEDS_PROPORTIONAL = Needs(("attention.rope_scaling", "proportional"))
+NEEDS_ROTARY = Needs(("attention.use_rotary_pos", True))
 
 
 class AttentionSection(Section):
@@ -163,20 +165,20 @@ class AttentionSection(Section):
     use_rotary_pos: bool = field(True, "rotary position embeddings (RoPE, half-split layout)")
     trainable_pos: bool = field(False, "learned position embeddings")
     absolute_pos: bool = field(False, "sinusoidal position embeddings")
-    rope_theta: Annotated[Positive, ROTARY] = field(10000.0, "base of the rotary frequencies")
-    rope_local_theta: Annotated[Positive | None, ROTARY, SLIDING] = field(
+    rope_theta: Annotated[Positive, NEEDS_ROTARY] = field(10000.0, "base of the rotary frequencies")
+    rope_local_theta: Annotated[Positive | None, NEEDS_ROTARY, NEEDS_SLIDING_WINDOW] = field(
         None, "base of the rotary frequencies of sliding layers, without rope_scaling (null: as in all layers)"
     )
-    rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), ROTARY] = field(
+    rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), NEEDS_ROTARY] = field(
         (True,), "which layers rotate queries and keys; the pattern repeats over the layers"
     )
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), NEEDS_ROTARY] = field(
         1.0, "fraction of each head that is rotated, from its first dimension"
     )
-    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"], ROTARY] = field(
+    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"], NEEDS_ROTARY] = field(
         "none", "method that lowers rotary frequencies for contexts longer than the original one"
     )
-    rope_factor: Annotated[float, Field(ge=1, allow_inf_nan=False), SCALED] = field(
+    rope_factor: Annotated[float, Field(ge=1, allow_inf_nan=False), NEEDS_ROPE_SCALING] = field(
         1.0, "divisor of the rotary frequencies: new context / original context"
     )
     rope_original_context: Annotated[
@@ -209,18 +211,20 @@ class AttentionSection(Section):
     query_scaling_beta: Annotated[
         Positive | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
     ] = field(None, "β: multiply queries at position p by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: off)")
-    rope_share: Annotated[float, Field(gt=0, le=1), PROPORTIONAL] = field(
+    rope_share: Annotated[float, Field(gt=0, le=1), NEEDS_PROPORTIONAL] = field(
         1.0, "proportional: fraction of a head's frequencies that rotate, from the highest; the others are 0"
     )
-    rope_short_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
+    rope_short_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), NEEDS_LONGROPE] = field(
         None, "longrope: divisors of the frequencies if max_context is at most rope_original_context"
     )
-    rope_long_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
+    rope_long_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), NEEDS_LONGROPE] = field(
         None, "longrope: divisors of the frequencies if max_context is longer than rope_original_context"
     )
     sliding_window: bool = field(False, "limit attention of sliding layers to the last context_window + 1 keys")
-    context_window: Annotated[CountOrZero | None, SLIDING] = field(None, "earlier keys that a query of a sliding layer can see")
-    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = field(
+    context_window: Annotated[CountOrZero | None, NEEDS_SLIDING_WINDOW] = field(
+        None, "earlier keys that a query of a sliding layer can see"
+    )
+    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), NEEDS_SLIDING_WINDOW] = field(
         ("sliding",), "kind of each layer; the pattern repeats over the layers"
     )
     kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = field(
@@ -239,14 +243,14 @@ class AttentionSection(Section):
     kv_lora_rank: Count | None = field(
         None, "latent attention: size of the vector from which all heads compute keys and values (null: ordinary attention)"
     )
-    q_lora_rank: Annotated[Count | None, LATENT] = field(
+    q_lora_rank: Annotated[Count | None, NEEDS_LATENT_ATTENTION] = field(
         None, "size of a latent vector from which queries are computed (null: none)"
     )
-    qk_rope_head_dim: Annotated[Count | None, LATENT] = field(
+    qk_rope_head_dim: Annotated[Count | None, NEEDS_LATENT_ATTENTION] = field(
         None, "rotated dimensions of queries and keys, in addition to head_size unrotated ones (null: head_size / 2)"
     )
-    v_head_dim: Annotated[Count | None, LATENT] = field(None, "size of the values of a head (null: head_size)")
-    latent_norm_epsilon: Annotated[Positive | None, LATENT] = field(
+    v_head_dim: Annotated[Count | None, NEEDS_LATENT_ATTENTION] = field(None, "size of the values of a head (null: head_size)")
+    latent_norm_epsilon: Annotated[Positive | None, NEEDS_LATENT_ATTENTION] = field(
         None, "number added to the variance in normalizations of latents (null: model.norm_epsilon)"
     )
     sink_logits: bool = field(False, "add a learned logit per head to the softmax, without a value (attention sink)")
@@ -649,7 +653,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
     if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
         sentence = f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}"
         raise UserError(sentence, key="model.padded_vocab_size", value=m.padded_vocab_size)
-    hidden_dim = m.hidden_dim or (math.ceil(8 * m.dim / 3 / 32) * 32 if m.activation in GATED else 4 * m.dim)
+    hidden_dim = m.hidden_dim or (math.ceil(8 * m.dim / 3 / 32) * 32 if m.activation in GATED_ACTIVATIONS else 4 * m.dim)
     if moe.expansion is not None:
         hidden_dim = max(1, round(moe.expansion * m.dim))
     head_size = m.head_size or m.dim // m.n_heads

@@ -18,8 +18,8 @@ from dantinox.files import UserError
 
 Threshold = NonNegative | None
 Coefficient = Annotated[float, Field(ge=-1000, le=1000)]
-ATTENTION = Needs(("router.use_attention", True))
-AttentionTerm = Annotated[float, Field(ge=-1000, le=1000), ATTENTION]  # a coefficient of attention metrics
+NEEDS_ATTENTION = Needs(("router.use_attention", True))
+AttentionTerm = Annotated[float, Field(ge=-1000, le=1000), NEEDS_ATTENTION]  # a coefficient of attention metrics
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
 WindowCount = Annotated[int, Field(ge=1, le=256)]  # candidates come from the window of most likely tokens
 KEEP_ALL = 2**30  # a top_k that keeps every token
@@ -34,13 +34,13 @@ RULES: dict[str, tuple[tuple[str, str, str], ...]] = {
 }
 STRATEGIES = (*RULES, "adaptive")
 THRESHOLDS = tuple(dict.fromkeys(threshold for conditions in RULES.values() for *_, threshold in conditions))
-MEASURED = (
+CALIBRATED_THRESHOLDS = (
     "low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy", "entropy_scale", "varentropy_scale",
 )  # fmt: skip
-# Values of each preset. `calibrated` reads the values of `MEASURED` from a file in the run directory.
+# Values of each preset. `calibrated` reads the values of `CALIBRATED_THRESHOLDS` from a file in the run directory.
 PRESET_NUMBERS: dict[str, dict[str, float]] = {
     "guide": {
-        **dict(zip(MEASURED, (0.1, 0.1, 3.0, 5.0, 5.0, 1.0, 1.0), strict=True)),
+        **dict(zip(CALIBRATED_THRESHOLDS, (0.1, 0.1, 3.0, 5.0, 5.0, 1.0, 1.0), strict=True)),
         "temperature_min": 0.0,
         "temperature_max": inf,
         "resample_temperature_min": 2.0,
@@ -147,16 +147,16 @@ class RouterSection(Section):
         """Returns setting name → value for every number of the router. The preset supplies the values that are null.
 
         Args:
-          measured: values of `MEASURED` from a calibration of the model; only the preset `calibrated` uses them.
+          measured: values of `CALIBRATED_THRESHOLDS` from a calibration of the model; only the preset `calibrated` uses them.
 
         Raises:
           UserError: the preset is `calibrated`, and a value is neither measured nor set.
         """
         preset = PRESET_NUMBERS[self.router_preset]
         if self.router_preset == "calibrated":
-            preset = preset | {name: (measured or {})[name] for name in MEASURED if name in (measured or {})}
+            preset = preset | {name: (measured or {})[name] for name in CALIBRATED_THRESHOLDS if name in (measured or {})}
         set_values = self.model_dump(exclude={"router_preset", "use_attention", "clarify_token"}, exclude_none=True)
-        missing = [f"router.{name}" for name in MEASURED if name not in preset | set_values]
+        missing = [f"router.{name}" for name in CALIBRATED_THRESHOLDS if name not in preset | set_values]
         if missing:
             raise UserError(
                 "router.router_preset calibrated needs thresholds measured on this model: run `dantinox calibrate "
@@ -167,7 +167,7 @@ class RouterSection(Section):
         return {name: float(value) for name, value in (preset | set_values).items()}
 
 
-ATTENTION_TERMS = tuple(name for name, field in RouterSection.model_fields.items() if ATTENTION in field.metadata)
+ATTENTION_TERMS = tuple(name for name, field in RouterSection.model_fields.items() if NEEDS_ATTENTION in field.metadata)
 
 
 class Bases(TypedDict, total=False):

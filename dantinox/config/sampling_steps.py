@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from dantinox.config.base import Count, CountOrZero, Finite, Fraction, NonNegative, Positive, Section, as_tuple, field
 from dantinox.config.prerequisites import Condition, Needs, differs, equals, nonempty, nonzero
 
-TINY = 1.1754943508222875e-38  # the smallest normal float32
+MIN_NORMAL_FLOAT = 1.1754943508222875e-38  # the smallest normal float32
 
 
 def is_digits(text: str) -> bool:
@@ -120,8 +120,8 @@ below_one = Condition("is below 1", lambda value: value is not None and value < 
 not_one = differs(1)
 
 
-CHAIN = (Needs(("generation.strategy", "chain")),)
-RANGED = (Needs(("generation.repetition_range", Condition("is above 1", lambda tokens: tokens > 1))),)
+NEEDS_CHAIN = (Needs(("generation.strategy", "chain")),)
+NEEDS_RANGE = (Needs(("generation.repetition_range", Condition("is above 1", lambda tokens: tokens > 1))),)
 
 
 class StepSettings(Section):
@@ -143,7 +143,7 @@ class StepSettings(Section):
         1.0, "divide positive and multiply negative logits of earlier tokens by this number (1: off)"
     )
     repetition_range: CountOrZero = field(0, "penalize tokens among the last N only (0: all)")
-    repetition_slope: Annotated[NonNegative, *RANGED] = field(
+    repetition_slope: Annotated[NonNegative, *NEEDS_RANGE] = field(
         0.0, "how much more the newest of the last repetition_range tokens are penalized (0: all equally)"
     )
     repetition_scope: Scope = field(
@@ -167,7 +167,7 @@ class StepSettings(Section):
     smoothing_curve: Annotated[float, Field(ge=1, le=3)] = field(1.0, "shape of the smoothing, from quadratic (1) to cubic (3)")
     top_k: int | None = field(None, "keep the k most likely tokens (null, 0 or less: off)")
     top_p: Fraction | None = field(None, "keep the smallest set of tokens with this total probability (null or 1: off)")
-    top_p_rule: Annotated[Literal["inclusive", "exclusive"], *CHAIN] = field(
+    top_p_rule: Annotated[Literal["inclusive", "exclusive"], *NEEDS_CHAIN] = field(
         "inclusive", "keep the token that crosses top_p (inclusive), or drop it (exclusive, as KoboldAI on TPU)"
     )
     min_p: Fraction = field(0.0, "keep tokens with at least this fraction of the largest probability (0: off)")
@@ -183,7 +183,7 @@ class StepSettings(Section):
     xtc_threshold: Fraction = field(
         0.1, "XTC: tokens with at least this probability are top choices; all but the least likely are removed (above 0.5: off)"
     )
-    ties: Annotated[Literal["first", "all"], *CHAIN] = field(
+    ties: Annotated[Literal["first", "all"], *NEEDS_CHAIN] = field(
         "first", "top_k, top_p, typical: of tokens equal to the last kept one, keep those with lower ids (first), or all"
     )
     mirostat: Literal[0, 1, 2] = field(0, "version of mirostat, which keeps the surprise of the text constant (0: off)")
@@ -315,7 +315,7 @@ def number_bounds(kind: object) -> Bounds | None:
     schema = next((option for option in schema.get("anyOf", ()) if option.get("type") != "null"), schema)
     if schema.get("type") not in ("integer", "number") or "enum" in schema:
         return None
-    low = schema.get("minimum", TINY if "exclusiveMinimum" in schema else -math.inf)
+    low = schema.get("minimum", MIN_NORMAL_FLOAT if "exclusiveMinimum" in schema else -math.inf)
     high = schema.get("maximum", schema.get("exclusiveMaximum", math.inf))
     return Bounds(low, math.inf if high >= 2**31 - 1 else high, schema["type"] == "integer")
 

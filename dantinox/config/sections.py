@@ -74,8 +74,8 @@ def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
 
 is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
 has_records = Condition("may contain JSON Lines", may_hold_records)
-HUB = Needs(("data.dataset_source", "huggingface"))
-CHAT = Needs(("training.objective", differs("next_token")))  # conversations instead of plain text
+NEEDS_HUB = Needs(("data.dataset_source", "huggingface"))
+NEEDS_CHAT_OBJECTIVE = Needs(("training.objective", differs("next_token")))  # conversations instead of plain text
 
 
 class DataSection(Section):
@@ -88,7 +88,7 @@ class DataSection(Section):
     mixture: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), Needs(("data.path", is_list))] = field(
         None, "relative sampling weight of each entry of a path that is a list"
     )
-    chat_template: Annotated[str | None, CHAT] = field(
+    chat_template: Annotated[str | None, NEEDS_CHAT_OBJECTIVE] = field(
         None, "sft, dpo: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
@@ -107,9 +107,11 @@ class DataSection(Section):
     dataset_source: Literal["local", "huggingface"] = field(
         "local", "read path as local files or as Hugging Face datasets (needs the extra `hf`)"
     )
-    dataset_split: Annotated[str, HUB] = field("train", "huggingface: split of the dataset")
-    dataset_config: Annotated[str | None, HUB] = field(None, "huggingface: configuration of the dataset (null: its default)")
-    streaming: Annotated[bool, HUB] = field(
+    dataset_split: Annotated[str, NEEDS_HUB] = field("train", "huggingface: split of the dataset")
+    dataset_config: Annotated[str | None, NEEDS_HUB] = field(
+        None, "huggingface: configuration of the dataset (null: its default)"
+    )
+    streaming: Annotated[bool, NEEDS_HUB] = field(
         False, "huggingface: stream the dataset instead of storing a copy in the library's cache"
     )
 
@@ -182,7 +184,7 @@ class TrainingSection(Section):
 Axis = Annotated[int, Field(ge=-1, le=2**20)]
 
 
-AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
 
 
 class DistributedSection(Section):
@@ -226,7 +228,7 @@ class LoggingSection(Section):
 
 def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among these settings."""
-    axes = {name: getattr(d, name) for name in AXES}
+    axes = {name: getattr(d, name) for name in MESH_AXES}
     for name, size in axes.items():
         if size == 0:
             yield f"distributed.{name}", "must be at least 1, or -1 for all remaining devices, got 0"

@@ -19,10 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dantinox.config import Config, UserError
 from dantinox.files import first_line
 
-HEARTBEAT = 8  # seconds; if a process sends no heartbeat for this long, the other processes exit
-TIMEOUT = 24 * 3600 * 1000  # milliseconds; the heartbeat detects a lost process much earlier
+HEARTBEAT_SECONDS = 8  # seconds; if a process sends no heartbeat for this long, the other processes exit
+BARRIER_TIMEOUT_MS = 24 * 3600 * 1000  # milliseconds; the heartbeat detects a lost process much earlier
 BARRIERS = itertools.count()
-LAG = 2  # steps between the all-reduce of a signal and the read of its result; an earlier read would stall the devices
+RESULT_LAG_STEPS = (
+    2  # steps between the all-reduce of a signal and the read of its result; an earlier read would stall the devices
+)
 
 
 def initialize_processes(config: Config) -> None:
@@ -36,7 +38,7 @@ def initialize_processes(config: Config) -> None:
         return
     address = None if d.coordinator == "auto" else d.coordinator  # None: jax detects the cluster
     jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM, which `StopSync` needs
-    timeouts = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": HEARTBEAT}
+    timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": HEARTBEAT_SECONDS}
     try:
         jax.distributed.initialize(address, d.processes, d.process, **timeouts)  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
@@ -54,7 +56,7 @@ def barrier() -> None:
         return
     from orbax.checkpoint.multihost import get_barrier_sync_fn
 
-    get_barrier_sync_fn()(key=f"dantinox_{next(BARRIERS)}", timeout_ms=TIMEOUT)
+    get_barrier_sync_fn()(key=f"dantinox_{next(BARRIERS)}", timeout_ms=BARRIER_TIMEOUT_MS)
 
 
 def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
@@ -114,7 +116,9 @@ class StopSync:
         self._pending: deque[jax.Array] = deque()
 
     def poll(self, signal: int | None) -> int | None:
-        """Returns the signal that some process had received `LAG` calls ago, or None. Every process calls it once per step.
+        """Returns the signal that some process had received `RESULT_LAG_STEPS` calls ago, or None.
+
+        Every process calls it once per step.
 
         Args:
           signal: the signal that this process received, or None.
@@ -125,7 +129,7 @@ class StopSync:
         sharding = NamedSharding(mesh, PartitionSpec("process"))
         own = np.array([signal or 0], np.int32)
         self._pending.append(largest(jax.make_array_from_process_local_data(sharding, own)))
-        if len(self._pending) <= LAG:
+        if len(self._pending) <= RESULT_LAG_STEPS:
             return None
         return int(np.asarray(self._pending.popleft())) or None
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.config.kv_settings import AVERAGES, KVSection
+from dantinox.config.kv_settings import AVERAGE_POLICIES, KVSection
 from dantinox.config.model import uneven_keys
 from dantinox.generation.cache_budgets import (
     SLOT_UNIT,
@@ -155,7 +155,7 @@ def _compression(
         prompt={"expected_attention": "expected", "kvzip": "reconstruction"}.get(kv.policy, "attention"),
         rotations=tuple(config.rotation(layer) for layer in range(config.num_blocks)) if is_expected else (),
         rotated=config.rotated_size if is_expected else 0,
-        recency=kv.policy in AVERAGES,
+        recency=kv.policy in AVERAGE_POLICIES,
         sinks=kv.sinks,
         recent=kv.recent,
         ratio=(kv.budget or total / full),

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
+from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import load
 from dantinox.generation.quantized_weights import dequantize
 from dantinox.measure.texts import map_batches, open_text_store
@@ -42,7 +42,7 @@ class RouterCalibration:
       skipped: number of other positions of the text.
       window: tokens of a window.
       context: first tokens of a window, which were not measured.
-      measured: the numbers named in `MEASURED`; see `thresholds`.
+      measured: the numbers named in `CALIBRATED_THRESHOLDS`; see `thresholds`.
       quantiles: the percentiles `percent` of `entropy` (bits) and `varentropy` (bits²).
       density: a histogram over entropy and varentropy; see `density`.
       shares: preset → strategy → its share of the positions, without the attention metrics.
@@ -127,7 +127,7 @@ def calibrate_router(
 
 
 def thresholds(H: np.ndarray, V: np.ndarray) -> dict[str, float]:
-    """Returns the numbers named in `MEASURED` for entropies H and varentropies V: quantiles, and twice the medians."""
+    """Returns the `CALIBRATED_THRESHOLDS` for entropies H and varentropies V: quantiles, and twice the medians."""
     numbers = {
         "low_entropy": np.quantile(H, 0.25),
         "low_varentropy": np.quantile(V, 0.25),
@@ -137,7 +137,7 @@ def thresholds(H: np.ndarray, V: np.ndarray) -> dict[str, float]:
         "entropy_scale": max(MIN_SCALE, 2 * np.median(H)),
         "varentropy_scale": max(MIN_SCALE, 2 * np.median(V)),
     }
-    return {name: float(numbers[name]) for name in MEASURED}
+    return {name: float(numbers[name]) for name in CALIBRATED_THRESHOLDS}
 
 
 def shares(H: np.ndarray, V: np.ndarray, measured: Mapping[str, float]) -> dict[str, dict[str, float]]:

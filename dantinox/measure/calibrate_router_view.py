@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, RULES, strategy_intervals
+from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, PRESET_NUMBERS, RULES, strategy_intervals
 from dantinox.measure.calibrate_router import RouterCalibration
 from dantinox.report.plots import new_figure, to_png
 from dantinox.report.tables import percent, side_by_side, wrap_lines
@@ -23,9 +23,12 @@ def calibration_lines(calibration: RouterCalibration, width: int = 100) -> Itera
     yield ""
     quantiles = zip(*(calibration.quantiles[name] for name in ("percent", "entropy", "varentropy")), strict=True)
     yield from side_by_side([["%", "H bits", "V bits²"], *([str(at), f"{H:.3f}", f"{V:.3f}"] for at, H, V in quantiles)])
-    numbers = {preset: [f"{_numbers(calibration, preset)[name]:.3f}" for name in MEASURED] for preset in PRESETS}
+    numbers = {preset: [f"{_numbers(calibration, preset)[name]:.3f}" for name in CALIBRATED_THRESHOLDS] for preset in PRESETS}
     shares = {preset: [percent(share) for share in calibration.shares[preset].values()] for preset in PRESETS}
-    for title, names, columns in (("setting", MEASURED, numbers), ("strategy", calibration.shares[PRESETS[0]], shares)):
+    for title, names, columns in (
+        ("setting", CALIBRATED_THRESHOLDS, numbers),
+        ("strategy", calibration.shares[PRESETS[0]], shares),
+    ):
         yield ""
         yield from side_by_side([[title, *names], *([preset, *cells] for preset, cells in columns.items())])
     use = "saved in the run directory: --strategy entropy --router_preset calibrated uses it"

@@ -22,8 +22,8 @@ from dantinox.report.metric_files import read_csv
 from dantinox.run import RunDirectory, open_run
 from dantinox.text import Batch, Preferences, TokenStore, open_store
 
-TOKENS = 8192  # of validation text; the comparison is paired, so more tokens would hardly change it
-ROWS = 8
+COMPARED_TOKENS = 8192  # of validation text; the comparison is paired, so more tokens would hardly change it
+BATCH_ROWS = 8
 
 
 def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iterator[str]:
@@ -34,7 +34,7 @@ def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iter
         validation tokens that training saved in the run, if any.
     """
     directory = open_run(run_dir)
-    text_store = None if data_path is None else open_text_store(directory, data_path, TOKENS + 1)
+    text_store = None if data_path is None else open_text_store(directory, data_path, COMPARED_TOKENS + 1)
     run = load(run_dir)
     yield _model(run)
     yield _training(directory, run.config)
@@ -116,7 +116,9 @@ class FloatReference:
 
     def __init__(self, run: LoadedModel, store: TokenStore):
         self.model = prepare(run.model, "float32", run.config.generation.matmul_dtype)
-        self.batches = jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *map(_rows, store.validation(ROWS, TOKENS)))
+        self.batches = jax.tree.map(
+            lambda *x: jnp.asarray(np.stack(x)), *map(_rows, store.validation(BATCH_ROWS, COMPARED_TOKENS))
+        )
         self.x_NBTD = _hidden(self.model, self.batches)
 
     def compare(self, other: Transformer) -> list[float]:

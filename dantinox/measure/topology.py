@@ -18,7 +18,7 @@ from dantinox.config import UserError
 from dantinox.files import escape_name, first_line
 from dantinox.programs import CHIPS, Chip, available_bytes, compile_program, find_chip
 
-NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
+TOPOLOGY_NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
 COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 GPU_COUNTS = tuple(map(str, range(1, 9)))  # of GPUs connected by NVLink
 CUDNN, CAPABILITY = 91000, (9, 0)  # cuDNN 9.10.0 and an H100, as in `H100`
@@ -94,9 +94,9 @@ def find_topology(name: str | None = None) -> Topology:
         return Topology(name or platform, platform, devices, memory, find_chip(devices[0]))
     found = re.fullmatch(r"(gpu|tpu):(\w+)(?::(\d+(?:x\d+)*))?", name)
     family, model, shape = found.groups() if found else ("", "", None)
-    if f"{family}:{model}" not in NAMES or (shape and family == "gpu" and shape not in GPU_COUNTS):
+    if f"{family}:{model}" not in TOPOLOGY_NAMES or (shape and family == "gpu" and shape not in GPU_COUNTS):
         raise UserError(
-            f"unknown topology {escape_name(name)}: use one of {', '.join(NAMES)}; for a GPU, add a count of up to "
+            f"unknown topology {escape_name(name)}: use one of {', '.join(TOPOLOGY_NAMES)}; for a GPU, add a count of up to "
             f"{GPU_COUNTS[-1]}, as in gpu:h100:8; for a TPU, add a shape, as in tpu:v5e:4x4"
         )
     if not any(map(find_spec, COMPILERS[family])):

@@ -1,7 +1,7 @@
 """Formulas for the FLOPs and the active parameters of a model."""
 
 from dantinox.config import ModelConfig
-from dantinox.config.model import GATED
+from dantinox.config.model import GATED_ACTIVATIONS
 from dantinox.model.cache import uncompressed_slots
 from dantinox.model.lora import layer_projections, projection_sizes
 
@@ -24,7 +24,7 @@ def _layer_parameters(model: ModelConfig, kv_projections: int) -> int:
         R, P, V, rank = model.latent.rank, model.latent.rotated_size, model.latent.value_size, model.latent.query_rank
         queries = D * model.n_heads * (Q + P) if rank is None else D * rank + rank * model.n_heads * (Q + P)
         attention = D * (R + P) + R * model.n_heads * (Q + V) + queries + (1 + model.no_sink) * model.n_heads * V * D
-    matrices = 3 if model.activation in GATED else 2
+    matrices = 3 if model.activation in GATED_ACTIVATIONS else 2
     feed_forward = matrices * D * F
     if (experts := model.experts) is not None:
         feed_forward = matrices * D * (experts.top_k * F + experts.shared_dim) + D * (experts.count + experts.shared_gate)

@@ -19,8 +19,8 @@ from dantinox.report.trace_file import LISTS, replace_nonfinite
 
 Words = dict[tuple[int, str], int]  # (token id, text) → its index in the table that all samples share
 
-SHARED = ("page_core.js", "page_plots.js", "page_token.js")  # also used by the server's web page
-SCRIPTS = (*SHARED, "page.js")
+SHARED_SCRIPTS = ("page_core.js", "page_plots.js", "page_token.js")  # also used by the server's web page
+SCRIPTS = (*SHARED_SCRIPTS, "page.js")
 GLYPHS = {"greedy": "▬", "clarify": "?", "explore": "▲", "resample": "↻", "adaptive": "•"}
 DIGITS = 5  # significant digits of the numbers in the page
 EXACT = {"entropy": 9, "varentropy": 9}  # digits that represent a float32 exactly: the router compares these with thresholds

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-MISSING = "–"
+MISSING_CELL = "–"
 
 
 class Column(NamedTuple):
@@ -32,7 +32,7 @@ class Column(NamedTuple):
     def number(self, value: Any) -> str:
         """Formats one cell: a number by `form`, text as it is, None as a dash."""
         if value is None or isinstance(value, str):
-            return value or MISSING
+            return value or MISSING_CELL
         form = re.sub(r"[.]\d", ".0", self.form) if abs(value) >= 100 else self.form
         return f"{value:{form}}"
 

@@ -13,14 +13,14 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from dantinox.config import ModelConfig
 from dantinox.config.base import Count, NonNegative, Section
-from dantinox.config.router_settings import MEASURED, Scale
+from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, Scale
 from dantinox.files import UserError, atomic_write, escape_name, read_text
 from dantinox.run.directory import RunDirectory
 from dantinox.run.manifest import MANIFEST, recorded_file_damage, write_file
 from dantinox.run.weights import weights_digest
 
 MAX_ROUTER_BYTES = 1 << 20
-_NUMBERS: Any = {name: (Scale if name.endswith("_scale") else NonNegative, ...) for name in MEASURED}
+_NUMBERS: Any = {name: (Scale if name.endswith("_scale") else NonNegative, ...) for name in CALIBRATED_THRESHOLDS}
 _Measured = create_model("_Measured", __base__=Section, **_NUMBERS)
 _RouterFile = create_model("_RouterFile", version=(Literal[1], ...), weights=(str, ...), measured=(_Measured, ...))
 
@@ -38,7 +38,7 @@ def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> Non
     """Writes the router calibration of a run.
 
     Args:
-      record: `weights` (the SHA-256 of the weights), `measured` (a value for each name in `config.router_settings.MEASURED`),
+      record: `weights` (the SHA-256 of the weights), `measured` (a value for each of the `CALIBRATED_THRESHOLDS`),
         and any further fields.
 
     Raises:
@@ -53,7 +53,7 @@ def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, floa
     Warns if the weights of the run have changed since the calibration. With a path as `source`, the weights are not checked.
 
     Returns:
-      The value of each name in `config.router_settings.MEASURED`, or None for a run that was not calibrated.
+      The value of each name in `config.router_settings.CALIBRATED_THRESHOLDS`, or None for a run that was not calibrated.
 
     Raises:
       UserError: the file cannot be read or is invalid, or the manifest lists the file but it is missing.

@@ -1,6 +1,6 @@
 """HTTP errors except those of body validation: status, message, code and headers.
 
-`Busy` means that the queue is full: `limits.QUEUE` requests (`--queue`) wait. Its status is 429 (503 for KoboldAI clients),
+`Busy` means that `limits.MAX_QUEUED_REQUESTS` requests (`--queue`) wait already. Its status is 429 (503 for KoboldAI clients),
 with the header `Retry-After`.
 """
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-QUEUE = 64  # requests that may wait for a slot (`--queue`); a further request gets `errors.Busy`
+MAX_QUEUED_REQUESTS = 64  # requests that may wait for a slot (`--queue`); a further request gets `errors.Busy`
 MAX_CONNECTIONS = 1000  # open connections; a request on a further connection gets the error `overloaded`
 DRAIN_SECONDS = 30.0  # for running responses after the first signal
 ABORT_SECONDS = 4.0  # from the second signal to the end of the process

@@ -29,7 +29,7 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "cache-control": "no-store",
 }
-HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:\d{1,5})?")
+HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:\d{1,5})?")
 
 
 class Guard:
@@ -95,7 +95,7 @@ class Guard:
             raise http_error("head_too_large")
         hosts, hosts_allowed = values(b"host"), self._options.hosts
         host = hosts[0].lower() if len(hosts) == 1 else ""
-        found = HOST.fullmatch(host)
+        found = HOST_HEADER.fullmatch(host)
         if found is None or not _is_allowed(found[1].removesuffix("."), hosts_allowed):
             raise http_error("host", escape_name(host))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):

@@ -9,11 +9,11 @@ from starlette.routing import Route
 
 from dantinox.config import UserError
 from dantinox.files import quote
-from dantinox.report.page import SHARED, empty_page, escape_json, html_fragments, read_asset, strategy_data
+from dantinox.report.page import SHARED_SCRIPTS, empty_page, escape_json, html_fragments, read_asset, strategy_data
 from dantinox.serve.service import Service
 
 SCRIPTS = ("write.js", "write_settings.js", "write_files.js", "write_start.js")  # in the order they are loaded
-STATIC = {**dict.fromkeys((*SHARED, "page.css"), "report"), **dict.fromkeys((*SCRIPTS, "write.css"), "serve")}
+STATIC = {**dict.fromkeys((*SHARED_SCRIPTS, "page.css"), "report"), **dict.fromkeys((*SCRIPTS, "write.css"), "serve")}
 PUBLIC = ("/", "/page/report.html", *(f"/page/{name}" for name in STATIC))  # need no API key: they contain no data of the model
 TYPES = {"js": "text/javascript", "css": "text/css"}
 POLICY = (
@@ -30,7 +30,7 @@ LITE_POLICY = (
 
 def page_routes(service: Service) -> list[Route]:
     """Returns the routes of the web page `/` and its files."""
-    scripts = "\n".join(f'<script src="/page/{script}" defer></script>' for script in (*SHARED, *SCRIPTS))
+    scripts = "\n".join(f'<script src="/page/{script}" defer></script>' for script in (*SHARED_SCRIPTS, *SCRIPTS))
     page = Template(_read_file("write.html", "serve")).substitute(
         data=escape_json(strategy_data()), scripts=scripts, **html_fragments()
     )

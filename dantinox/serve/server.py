@@ -18,7 +18,7 @@ from dantinox.serve.connection import connection_protocol
 from dantinox.serve.limits import ABORT_SECONDS, DRAIN_SECONDS, FAULT_SECONDS, Limits
 from dantinox.serve.response_stream import EngineProtocol
 
-FAILED = 1  # exit code
+EXIT_FAILED = 1  # exit code
 
 
 class RunnableEngine(EngineProtocol, Protocol):
@@ -58,7 +58,7 @@ def serve(app: ASGIApp, engine: RunnableEngine, listener: socket.socket, limits:
     """Serves until a signal or a failure of the engine; returns the exit code.
 
     SIGTERM and SIGINT drain the engine for at most `DRAIN_SECONDS`, during which new requests get 503; the exit code is then 0.
-    A second signal ends the server immediately. After a second signal or a failure of the engine, the exit code is `FAILED`.
+    A second signal ends the server immediately. After a second signal or an engine failure, the exit code is `EXIT_FAILED`.
 
     Args:
       app: the ASGI application.
@@ -106,7 +106,7 @@ async def _serve(
 
     def force_exit_after(seconds: float) -> None:
         """Ends the process after `seconds` even if a thread still runs, because a compilation cannot be interrupted."""
-        timers.append(timer := threading.Timer(seconds, exit_now, (FAILED,)))
+        timers.append(timer := threading.Timer(seconds, exit_now, (EXIT_FAILED,)))
         timer.daemon = True
         timer.start()
 
@@ -116,7 +116,7 @@ async def _serve(
 
     def fail() -> None:
         nonlocal code
-        code = FAILED
+        code = EXIT_FAILED
         loop.call_later(FAULT_SECONDS, stop)
         force_exit_after(FAULT_SECONDS + ABORT_SECONDS)
 
@@ -127,7 +127,7 @@ async def _serve(
             force_exit_after(DRAIN_SECONDS + ABORT_SECONDS)
             tasks.append(loop.create_task(drain()))
         elif signals == 2:
-            code = FAILED
+            code = EXIT_FAILED
             server.force_exit = True
             stop()
             force_exit_after(ABORT_SECONDS - 0.5)

@@ -124,7 +124,7 @@ def _make_task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kin
     """Returns the tokens of a prompt, with `context` tokens before the question, and the token of its answer."""
     for _ in range(MAX_TRIES):
         lines = f"{tokenizer.decode(ids_ST[rng.randrange(len(ids_ST))])}\n".splitlines(keepends=True)
-        lines = [line for line in lines if not line.startswith(f"{builtin_recall.MARK} ")]
+        lines = [line for line in lines if not line.startswith(f"{builtin_recall.LINE_PREFIX} ")]
         if kind == "needle":
             task = builtin_recall.fact_task(rng, lines, FACTS_PER_PROMPT)
         else:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.report.plots import new_figure, study_files, style_axes, to_png
-from dantinox.report.tables import MISSING, Column, bullets, csv_table, markdown_table, text_table, wrap_lines
+from dantinox.report.tables import MISSING_CELL, Column, bullets, csv_table, markdown_table, text_table, wrap_lines
 from dantinox.studies.sampling import Difference, MethodResult, SamplingStudy, format_values
 from dantinox.studies.statistics import verdict
 
@@ -168,4 +168,4 @@ def _notes(study: SamplingStudy) -> list[str]:
 
 
 def _setting(method: MethodResult) -> str:
-    return format_values(method.tuned) + " *" * method.at_edge if method.tuned else MISSING
+    return format_values(method.tuned) + " *" * method.at_edge if method.tuned else MISSING_CELL

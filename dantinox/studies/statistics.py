@@ -16,7 +16,7 @@ import numpy as np
 
 from dantinox.config import UserError
 
-RESAMPLINGS = 2000
+BOOTSTRAP_SAMPLES = 2000
 CONFIDENCE = 0.95
 LARGE_MODEL = 10e6  # parameters; larger models get smaller studies by default
 BLEU_SMOOTHING = 0.1  # number of matches assumed for an n-gram order without a match
@@ -117,7 +117,7 @@ def bootstrap_indices(prompts: int) -> Iterator[np.ndarray]:
     """
     yield np.arange(prompts)
     random = np.random.default_rng(0)
-    for _ in range(RESAMPLINGS):
+    for _ in range(BOOTSTRAP_SAMPLES):
         yield random.integers(prompts, size=prompts)
 
 

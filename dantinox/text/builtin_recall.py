@@ -23,7 +23,7 @@ cloth: canvas cotton denim felt flannel lace leather linen satin silk velvet woo
 spice: basil cinnamon clove cumin dill ginger mint mustard nutmeg pepper saffron sage
 """
 TOPICS = {topic: tuple(words.split()) for topic, _, words in (line.partition(":") for line in _TOPICS.strip().splitlines())}
-MARK = ">>"  # starts every statement and question
+LINE_PREFIX = ">>"  # starts every statement and question
 SHARE = 0.3  # share of tasks in the corpus, by characters
 FIELD = "text"  # the field of a record
 MIN_FACTS = 3  # per document
@@ -42,7 +42,7 @@ def fact_task(rng: random.Random, lines: Sequence[str], count: int) -> Task:
     stated = _draw_facts(rng, count)
     asked = rng.randrange(count)
     topic, word = stated[asked]
-    return Task("".join(_insert_facts(rng, lines, stated)), f"{MARK} {topic}", f" {word}")
+    return Task("".join(_insert_facts(rng, lines, stated)), f"{LINE_PREFIX} {topic}", f" {word}")
 
 
 def copy_task(rng: random.Random, count: int) -> Task:
@@ -53,7 +53,7 @@ def copy_task(rng: random.Random, count: int) -> Task:
 
 
 def _format_record(stated: Sequence[tuple[str, str]]) -> str:
-    return " ".join([MARK, *(f"{topic} {word}" for topic, word in stated)])
+    return " ".join([LINE_PREFIX, *(f"{topic} {word}" for topic, word in stated)])
 
 
 def _draw_facts(rng: random.Random, count: int) -> list[tuple[str, str]]:
@@ -64,7 +64,7 @@ def _insert_facts(rng: random.Random, lines: Sequence[str], stated: Sequence[tup
     """Inserts one line per fact at random positions between the lines."""
     mixed = list(lines)
     for topic, word in stated:
-        mixed.insert(rng.randrange(len(mixed) + 1), f"{MARK} {topic} {word}\n")
+        mixed.insert(rng.randrange(len(mixed) + 1), f"{LINE_PREFIX} {topic} {word}\n")
     return mixed
 
 
@@ -78,7 +78,7 @@ def _make_document(rng: random.Random, lines: Sequence[str]) -> str:
         return "".join(_insert_facts(rng, (), [rng.choice(stated) for _ in range(rng.randrange(30, 90))]))
     asked = stated * 2
     rng.shuffle(asked)
-    return "".join(_insert_facts(rng, lines, stated) + [f"{MARK} {topic} {word}\n" for topic, word in asked])
+    return "".join(_insert_facts(rng, lines, stated) + [f"{LINE_PREFIX} {topic} {word}\n" for topic, word in asked])
 
 
 def recall_corpus(texts: Iterable[str], seed: int = 0) -> Iterator[bytes]:

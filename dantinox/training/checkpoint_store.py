@@ -21,7 +21,9 @@ from dantinox.run import DAMAGED_PREFIX, SAVING_SUFFIX, find_log_damage, find_st
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import State
 
-TRASH = ".removed"  # a step is moved here before it is deleted, so that a killed process never leaves half of it in place
+REMOVED_SUFFIX = (
+    ".removed"  # a step is moved here before it is deleted, so that a killed process never leaves half of it in place
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Checkpoints:
             best_fn=_val_loss,
             best_mode="min",
             cleanup_tmp_directories=True,
-            todelete_subdir=TRASH,
+            todelete_subdir=REMOVED_SUFFIX,
             enable_async_checkpointing=True,
         )
         return self._guard_disk(lambda: orbax.CheckpointManager(self.path, options=options, item_names=("state", "facts")))
@@ -226,7 +228,7 @@ class Checkpoints:
 
     def _delete_removed(self) -> None:
         if is_rank0():
-            shutil.rmtree(self.path / TRASH, ignore_errors=True)
+            shutil.rmtree(self.path / REMOVED_SUFFIX, ignore_errors=True)
 
     def _set_aside(self, step: int) -> Path:
         """Renames a step and returns its new path. The run will save a step with the same number again."""

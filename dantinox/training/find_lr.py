@@ -20,7 +20,7 @@ from dantinox.training.resume import frozen_weights, starting_tokenizer, startin
 from dantinox.training.step import TrainStep
 
 SMOOTHING = 0.9  # decay of the running mean of the losses, which is bias-corrected
-DIVERGED = 1.5  # training has diverged above this multiple of the lowest smoothed loss
+DIVERGENCE_RATIO = 1.5  # training has diverged above this multiple of the lowest smoothed loss
 MAX_FACTOR, MIN_FACTOR = 1e2, 1e-3  # multiples of the configured rates
 
 
@@ -83,7 +83,7 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
             )
             losses.append(float(metrics.loss))
             rates.append(float(metrics.rates[key]))
-            if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGED * min(losses)):
+            if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGENCE_RATIO * min(losses)):
                 break
     return analyze_losses(f"training.{key}", rates, losses)
 
@@ -98,7 +98,7 @@ def analyze_losses(key: str, rates: list[float], losses: list[float]) -> RateTes
     for number, loss in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
         smoothed.append(mean / (1 - SMOOTHING**number))
-        if not smoothed[-1] <= DIVERGED * min(smoothed):
+        if not smoothed[-1] <= DIVERGENCE_RATIO * min(smoothed):
             break
     kept = sum(math.isfinite(loss) for loss in smoothed)
     rates, losses, smoothed = rates[:kept], losses[:kept], smoothed[:kept]

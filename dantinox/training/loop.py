@@ -10,8 +10,8 @@ All threads end when `train` returns:
 
 * The main thread runs the loop. Only this thread calls compiled programs, writes logs, starts checkpoints and modifies
   `Trainer`. Signal handlers also run on it and only set `StopRequest.signal`.
-* `batches` (one thread, `prefetch_batches`) reads up to `PREFETCH` batches ahead and sends them to the devices. It shares only
-  immutable token arrays and the store's dictionary of epochs, which is replaced and never mutated.
+* `batches` (one thread, `prefetch_batches`) reads up to `PREFETCH_BATCHES` batches ahead and sends them to the devices. It
+  shares only immutable token arrays and the store's dictionary of epochs, which is replaced and never mutated.
 * `compile` (one thread, `Programs`) compiles the evaluation while the main thread compiles the step. No other thread compiles.
 * `manifest` (one thread, `Checkpoints`) waits for Orbax's writer threads, then writes the manifest of the step.
 
@@ -49,7 +49,7 @@ from dantinox.training.step import Programs, State, TrainStep, select_rows
 from dantinox.training.text_samples import Sampler, build_sampling_model
 from dantinox.training.training_log import NonFiniteLoss, TrainingLog, reward_metrics
 
-PREFETCH = 4  # batches
+PREFETCH_BATCHES = 4  # batches
 MAX_REWINDS = 3  # to the same checkpoint
 PEER_LOST = 3  # exit code of a process after another process of its training run has ended
 
@@ -60,7 +60,7 @@ def prefetch_batches(batch: Callable[[int], Batch], first: int, end: int) -> Gen
     try:
         pending: deque[Future[Batch]] = deque()
         for step in range(first, end):
-            while len(pending) < PREFETCH and step + len(pending) < end:
+            while len(pending) < PREFETCH_BATCHES and step + len(pending) < end:
                 pending.append(pool.submit(batch, step + len(pending)))
             yield pending.popleft().result()  # raises errors of the thread
     finally:

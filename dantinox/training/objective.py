@@ -13,7 +13,7 @@ from dantinox.platform import get_platform
 from dantinox.text import Preferences
 
 # Logits in memory at one time: 64 MiB in float32. Larger batches are scored in chunks.
-CHUNK_LOGITS = 1 << 24
+MAX_CHUNK_LOGITS = 1 << 24
 
 
 class LossSums(NamedTuple):
@@ -51,7 +51,7 @@ def batch_losses(model: Transformer, batch: Any, beta: float, *, rngs: nnx.Rngs 
 
 
 def next_token_losses(
-    model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = CHUNK_LOGITS
+    model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = MAX_CHUNK_LOGITS
 ) -> LossSums:
     """Runs the model over a batch and sums its losses.
 
@@ -93,7 +93,7 @@ def pair_logprobs(model: Transformer, pairs: Preferences) -> jax.Array:
 
 
 def _pair_logprobs_and_aux(model: Transformer, pairs: Preferences, rngs: nnx.Rngs | None) -> tuple[jax.Array, dict]:
-    nats_N, _, _, aux = _per_token_losses(model, pairs.rows(), rngs, CHUNK_LOGITS)
+    nats_N, _, _, aux = _per_token_losses(model, pairs.rows(), rngs, MAX_CHUNK_LOGITS)
     return -jnp.sum(nats_N.reshape(pairs.tokens_P2T.shape), axis=-1), aux
 
 

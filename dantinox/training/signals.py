@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from dantinox.programs import exit_now
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
@@ -44,7 +44,9 @@ def stop_request() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # `nohup` and `&` ignore some
+    handled = [
+        number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    ]  # `nohup` and `&` ignore some
     previous = {number: signal.signal(number, request.receive) for number in handled}
     try:
         yield request

@@ -276,10 +276,10 @@ def test_invalid_flags(argv, sentence):
 
 
 def test_generate_has_cache_flags_and_explain_has_none():
-    options = given_flags("--run_dir", "r", "--kv_budget", "0.2", command=generate.generate_flags)
+    options = given_flags("--run_dir", "r", "--kv_budget", "0.2", command=generate.add_generate_flags)
     assert given_settings(options) == {"kv_budget": 0.2}
     with pytest.raises(UserError, match=ERRORS["unknown_flag_kv_budget"]):
-        given_flags("--run_dir", "r", "--kv_budget", "0.2", command=measure.explain_flags)
+        given_flags("--run_dir", "r", "--kv_budget", "0.2", command=measure.add_explain_flags)
 
 
 @pytest.mark.parametrize("tree", [{"kv_budget": 0.2}, {"generation": {"kv_budget": 0.2}}, {"generation": {"budgets": 0.2}}])
@@ -306,7 +306,7 @@ def test_a_misplaced_setting_is_reported_with_its_section(tree):
     ],
 )
 def test_flags_of_calibrate_depend_on_what_is_calibrated(argv, sentence):
-    options = given_flags("--run_dir", "r", *argv.split(), command=measure.calibrate_flags)
+    options = given_flags("--run_dir", "r", *argv.split(), command=measure.add_calibrate_flags)
     if not sentence:
         measure.calibration(options)
         return
@@ -317,6 +317,6 @@ def test_flags_of_calibrate_depend_on_what_is_calibrated(argv, sentence):
 
 def test_eval_has_all_evaluations():
     for what in ("sampling", "kv"):
-        assert given_flags(what, "--run_dir", "r", command=measure.evaluate_flags).what == what
+        assert given_flags(what, "--run_dir", "r", command=measure.add_evaluate_flags).what == what
     with pytest.raises(UserError, match=ERRORS["choose_from"]):
-        given_flags("cache", "--run_dir", "r", command=measure.evaluate_flags)
+        given_flags("cache", "--run_dir", "r", command=measure.add_evaluate_flags)

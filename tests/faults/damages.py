@@ -8,7 +8,7 @@ import re
 from training.small import SETTINGS
 
 from dantinox.config import build_config
-from dantinox.config.router_settings import MEASURED
+from dantinox.config.router_settings import CALIBRATED_THRESHOLDS
 from dantinox.report import Console
 from dantinox.run import RunDirectory, head_names, save_kv_calibration, save_router_calibration, weights_digest
 
@@ -44,7 +44,7 @@ def small_run(folder):
     corpus.write_text("".join(f"nel mezzo del cammin {i} di nostra vita\n" for i in range(60)))
     settings, run = config(corpus), RunDirectory(folder / "run")
     launch(settings, run.path)
-    save_router_calibration(run, {"weights": weights_digest(run), "measured": dict.fromkeys(MEASURED, 0.5)})
+    save_router_calibration(run, {"weights": weights_digest(run), "measured": dict.fromkeys(CALIBRATED_THRESHOLDS, 0.5)})
     m = architecture(settings, run)
     entropies = dict.fromkeys(head_names(m.num_blocks, m.n_heads, "H"), 0.5)
     heads = {"n_layer": m.num_blocks, "n_head": m.n_heads, "n_head_kv": m.kv_heads, "head_entropies": entropies}

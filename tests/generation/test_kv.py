@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.config.kv_settings import AVERAGES, KVSection
+from dantinox.config.kv_settings import AVERAGE_POLICIES, KVSection
 from dantinox.generation import decode, generate, prepare
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import _generate_toks
@@ -317,7 +317,9 @@ def test_important_tokens_are_not_just_the_recent_ones():
     model = builder.model(CONFIG)
     kept = {}
     for policy in POLICIES:
-        more = {"decay": 0.5} if policy in AVERAGES else {}  # otherwise the recency term exceeds the attention of this model
+        more = (
+            {"decay": 0.5} if policy in AVERAGE_POLICIES else {}
+        )  # otherwise the recency term exceeds the attention of this model
         running = session(model, [prompt()], NEW, plan_of(budget_tokens=40, policy=policy, **more))
         running.start()
         kept[policy] = [set(row.tolist()) for group in groups_of(running.cache) for row in np.asarray(group.position_BKS[0])]

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.config.router_settings import MEASURED, RULES, STRATEGIES, RouterSection, strategy_intervals
+from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, RULES, STRATEGIES, RouterSection, strategy_intervals
 from dantinox.generation import load
 from dantinox.measure import calibrate_router as calibrate
 from dantinox.measure.calibrate_router import MIN_SCALE, calibrate_router, cut_windows, density, thresholds
@@ -120,7 +120,7 @@ def quantile(values, share):
 
 
 def by_hand(H, V, n):
-    """Returns the shares of the strategies for thresholds in the order of `MEASURED`; the first matching strategy counts."""
+    """Returns the share of each strategy for the `CALIBRATED_THRESHOLDS`, in their order; the first matching strategy counts."""
     conditions = [(n[0] > H) & (n[1] > V), (n[2] < H) & (n[1] > V), (n[3] > H) & (n[4] < V), (n[3] < H) & (n[4] < V)]
     taken = np.select(conditions, [0, 1, 2, 3], 4)
     return [np.mean(taken == strategy) for strategy in range(5)]
@@ -136,7 +136,7 @@ def test_numbers_match_numpy(source, record):
     assert record.tokens == len(H) and record.tokens + record.skipped == count - 1
     expected = [quantile(H, 0.25), quantile(V, 0.25), quantile(H, 0.75), quantile(H, 0.9), quantile(V, 0.75)]
     expected += [2 * quantile(H, 0.5), 2 * quantile(V, 0.5)]
-    assert tuple(record.measured) == MEASURED
+    assert tuple(record.measured) == CALIBRATED_THRESHOLDS
     np.testing.assert_allclose(list(record.measured.values()), expected, rtol=2e-4)
     quantiles = record.quantiles
     assert quantiles["percent"][0] == 0 and quantiles["percent"][-1] == 100
@@ -207,7 +207,7 @@ def test_measured_positions():
 
 def test_model_without_entropy_still_has_scales():
     measured = thresholds(np.zeros(9), np.zeros(9))
-    assert measured == dict.fromkeys(MEASURED, 0.0) | {"entropy_scale": MIN_SCALE, "varentropy_scale": MIN_SCALE}
+    assert measured == dict.fromkeys(CALIBRATED_THRESHOLDS, 0.0) | {"entropy_scale": MIN_SCALE, "varentropy_scale": MIN_SCALE}
     RouterConfig.build(RouterSection(router_preset="calibrated"), measured)
     RouterSection(entropy_scale=MIN_SCALE)
     with pytest.raises(ValueError):
@@ -289,7 +289,7 @@ def test_summary_names_unused_strategies():
         "With 80 tokens H is at most log2 80 = 6.32 bits: the guide's thresholds give adaptive 95.0% of the positions and none "
         "to clarify and resample; the calibrated ones give explore 60.0% of the positions and use all five strategies."
     )
-    numbers = dict.fromkeys(MEASURED, 1.0) | {"clarify_entropy": 6.214, "low_varentropy": 4.58}
+    numbers = dict.fromkeys(CALIBRATED_THRESHOLDS, 1.0) | {"clarify_entropy": 6.214, "low_varentropy": 4.58}
     never = {"calibrated": dict.fromkeys(STRATEGIES, 0.25) | {"clarify": 0.0}}
     assert list(unused_strategies(SimpleNamespace(tokens=5808, measured=numbers, shares=never))) == [
         "problem: none of the 5,808 positions meets the calibrated thresholds of clarify (H > 6.21 and V < 4.58): this model "
@@ -302,7 +302,9 @@ def test_plotted_areas_match_the_rules():
     random = np.random.default_rng(0)
     for _ in range(20):
         high_V, clarify_H = 2 + random.random(), 1 + 3 * random.random()
-        numbers = dict(zip(MEASURED, (random.random(), random.random(), clarify_H, 4.0, high_V, 1.0, 1.0), strict=True))
+        numbers = dict(
+            zip(CALIBRATED_THRESHOLDS, (random.random(), random.random(), clarify_H, 4.0, high_V, 1.0, 1.0), strict=True)
+        )
         H, V = 6 * random.random((2, 300))
         config = RouterConfig.build(RouterSection(router_preset="calibrated", use_attention=False), numbers)
         taken = np.asarray(select_strategy(Metrics(jnp.float32(H), jnp.float32(V)), config))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dantinox.config.router_settings import MEASURED, RouterSection
+from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, RouterSection
 from dantinox.files import atomic_write
 from dantinox.run import (
     RunDirectory,
@@ -23,7 +23,7 @@ from tests.error_texts import ERRORS
 
 from .small import sentence, some_weights
 
-NUMBERS = dict(zip(MEASURED, (0.25, 0.0, 2, 3.5, 1.75, 1e-6, 4.5), strict=True))
+NUMBERS = dict(zip(CALIBRATED_THRESHOLDS, (0.25, 0.0, 2, 3.5, 1.75, 1e-6, 4.5), strict=True))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dantinox.config.router_settings import MEASURED, RouterSection
+from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, RouterSection
 from dantinox.sampling import entropy_router as router
 from dantinox.sampling import steps
 from dantinox.sampling.entropy_router import (
@@ -49,7 +49,7 @@ LOGITS, ATTENTION, GUIDE_METRICS, ROUTE, ROUTES, LAYER = map(
 )
 GUIDE = RouterConfig()
 FILTERS = jax.jit(lambda x_V, t, k, p, m: steps.min_p(steps.top_p(steps.top_k(steps.temperature(x_V, t), k), p), m))
-MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(MEASURED)}
+MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(CALIBRATED_THRESHOLDS)}
 CALIBRATED = RouterConfig.build(RouterSection(router_preset="calibrated"), MEDIAN)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 # Thresholds with which every row uses one strategy.

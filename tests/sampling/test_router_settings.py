@@ -11,12 +11,12 @@ import pytest
 from pydantic import ValidationError
 
 from dantinox.config import UserError
-from dantinox.config.router_settings import KEEP_ALL, MEASURED, RouterSection, router_conflicts, with_request_bases
+from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, KEEP_ALL, RouterSection, router_conflicts, with_request_bases
 from dantinox.sampling.entropy_router import AttentionMetrics, Metrics, RouterConfig, route
 from tests.error_texts import ERRORS
 
 PRESET = json.loads(Path(__file__).with_name("entropy_router.json").read_text())["preset"]
-MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(MEASURED)}
+MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(CALIBRATED_THRESHOLDS)}
 CALIBRATED = RouterConfig.build(RouterSection(router_preset="calibrated"), MEDIAN)
 
 
@@ -51,7 +51,7 @@ def test_numbers_beyond_float32_become_its_largest():
 
 
 def test_the_calibrated_preset_uses_measured_thresholds():
-    for name in MEASURED:
+    for name in CALIBRATED_THRESHOLDS:
         assert getattr(CALIBRATED, name) == np.float32(MEDIAN[name])
     section = RouterSection(router_preset="calibrated", high_entropy=4.0, temperature_max=3.0)
     config = RouterConfig.build(section, MEDIAN)
@@ -59,7 +59,7 @@ def test_the_calibrated_preset_uses_measured_thresholds():
     with pytest.raises(UserError, match=ERRORS["dantinox_calibrate_or_set_router"]):
         RouterConfig.build(section)
     with pytest.raises(UserError, match=ERRORS["set_router_low_entropy"]):
-        RouterConfig.build(section, {name: 1.0 for name in MEASURED if name != "low_entropy"})
+        RouterConfig.build(section, {name: 1.0 for name in CALIBRATED_THRESHOLDS if name != "low_entropy"})
     assert RouterConfig.build(RouterSection(), MEDIAN).low_entropy == np.float32(0.1)  # the guide preset ignores measurements
 
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.config.router_settings import MEASURED, STRATEGIES, THRESHOLDS, forcing_thresholds
+from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, STRATEGIES, THRESHOLDS, forcing_thresholds
 from dantinox.generation import load
 from dantinox.measure.texts import equal_batches
 from dantinox.model.parameters import abstract_model
@@ -178,7 +178,7 @@ def test_excess_is_the_distance_from_the_curve_at_equal_diversity():
     found = excess(method, ruler)
     # All pieces lie on one line, so the distance is the same in every resample.
     np.testing.assert_allclose(found, 0.25, atol=1e-9)
-    assert len(found) == 1 + statistics.RESAMPLINGS
+    assert len(found) == 1 + statistics.BOOTSTRAP_SAMPLES
     np.testing.assert_allclose(excess(ruler[2], ruler), 0, atol=1e-9)
 
 
@@ -339,7 +339,7 @@ def toy(tmp_path_factory):
         generation={"temperature": 0.1, "top_k": 1, "stop": ["a"], "max_new_tokens": 3},  # without effect on a comparison
     )
     prepare_data(config, run.data, tokenizer)
-    calibrated = dict(zip(MEASURED, (1.0, 0.5, 5.0, 6.0, 3.0, 8.0, 4.0), strict=True))
+    calibrated = dict(zip(CALIBRATED_THRESHOLDS, (1.0, 0.5, 5.0, 6.0, 3.0, 8.0, 4.0), strict=True))
     save_router_calibration(run, {"weights": weights_digest(run), "measured": calibrated})
     return path
 
