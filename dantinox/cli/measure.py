@@ -81,7 +81,7 @@ EVALUATE: Flags = {
     "shots": ("tasks", COUNT_OPTION | {"help": "number of examples before each question (default: that of the task)"}),
     "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
         "precision of the weights (default: the run's generation.weights)"}),
-    "tensor_parallel": ("ppl tasks", COUNT_OPTION | {"help": "number of devices to split each layer over (default: the run's)"}),
+    "tensor_parallel": ("ppl tasks", COUNT_OPTION | {"help": "number of devices that share each layer (default: the run's)"}),
     "json": ("ppl tasks", {"action": "store_true", "default": None, "help": "print one JSON object"}),
 }  # fmt: skip
 

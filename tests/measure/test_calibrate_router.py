@@ -120,7 +120,7 @@ def quantile(values, share):
 
 
 def by_hand(H, V, n):
-    """Returns the share of each strategy for the `CALIBRATED_THRESHOLDS`, in their order; the first matching strategy counts."""
+    """Returns the share of each strategy for thresholds in the order of `CALIBRATED_THRESHOLDS`; the first match counts."""
     conditions = [(n[0] > H) & (n[1] > V), (n[2] < H) & (n[1] > V), (n[3] > H) & (n[4] < V), (n[3] < H) & (n[4] < V)]
     taken = np.select(conditions, [0, 1, 2, 3], 4)
     return [np.mean(taken == strategy) for strategy in range(5)]

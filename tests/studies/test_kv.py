@@ -267,7 +267,7 @@ def test_tasks_have_one_length_and_contain_their_answer(run, text):
     for ids, length, answer, needle in zip(tasks.tokens, tasks.lengths, tasks.answers, tasks.needles, strict=True):
         context, question = (run.tokenizer.decode(part) for part in (ids[: tasks.context], ids[tasks.context : length]))
         answer = run.tokenizer.decode([answer])
-        records = [line for line in context.splitlines() if line.startswith(recall.MARK)]
+        records = [line for line in context.splitlines() if line.startswith(recall.LINE_PREFIX)]
         assert answer.strip() in recall.TOPICS[question.split()[-1]]
         assert question + answer in records and (needle or records[-1] == question + answer)
         assert len(question.split()) == (2 if needle else 2 * 8)

@@ -17,7 +17,7 @@ from tests.error_texts import ERRORS
 
 WORDS = {word for words in recall.TOPICS.values() for word in words}
 TEXTS = ["".join(f"{i} {'ab ' * (i * n % 17)}\n" for i in range(40 * n)) for n in range(1, 12)]
-LINE = re.compile(rf"^{re.escape(recall.MARK)} (\w+) (\w+)\n", re.MULTILINE)
+LINE = re.compile(rf"^{re.escape(recall.LINE_PREFIX)} (\w+) (\w+)\n", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_the_requested_fact_is_stated_once(seed: int, count: int, lines: list[st
     task = recall.fact_task(random.Random(seed), lines, count)
     facts = LINE.findall(task.context)
     assert len(facts) == count == len(dict(facts)) and all(word in recall.TOPICS[topic] for topic, word in facts)
-    topic = task.question.removeprefix(f"{recall.MARK} ")
+    topic = task.question.removeprefix(f"{recall.LINE_PREFIX} ")
     assert task.answer == f" {dict(facts)[topic]}" and f"{topic}{task.answer}\n" in task.context
     assert LINE.sub("", task.context) == "".join(lines), "the text around the facts is as it was"
     assert task == recall.fact_task(random.Random(seed), lines, count)
