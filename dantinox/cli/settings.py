@@ -29,7 +29,7 @@ def settings(options: argparse.Namespace) -> int:
     found = find_settings(options.pattern or "", options.section)
     if not found:
         raise UserError(f"no setting matches {escape_name(options.pattern)}: leave the pattern out to list all settings")
-    return print_lines(lambda width: _json_lines(found) if options.json else _table(found, width))
+    return print_lines(lambda _: _json_lines(found) if options.json else _table(found))
 
 
 def find_settings(pattern: str, section: str | None = None) -> list[SettingRecord]:
@@ -69,7 +69,7 @@ def _json_lines(found: list[SettingRecord]) -> Iterator[str]:
         yield json.dumps({"key": record.key, "flag": record.flag} | record._asdict(), ensure_ascii=False)
 
 
-def _table(found: list[SettingRecord], width: int) -> Iterator[str]:
+def _table(found: list[SettingRecord]) -> Iterator[str]:
     for section in dict.fromkeys(record.section for record in found):
         records = [record for record in found if record.section == section]
         yield f"{section} ({len(records)}): {section_titles()[section]}"

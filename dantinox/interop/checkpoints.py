@@ -153,13 +153,13 @@ def import_run(
     return RunDirectory(path)
 
 
-def _sampling_defaults(source: Source, model: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling_defaults(source: Source, model_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns generation settings from the checkpoint, or `INSTRUCT_DEFAULTS` if it has none and has a chat template."""
     settings = {key: source.generation_config.get(key) for key in SAMPLING_KEYS if source.generation_config.get("do_sample")}
     settings = {key: value for key, value in settings.items() if value is not None}
     if settings or source.chat_template is None:
         return settings
-    half_context = model.get("max_context", Config().model.max_context) // 2
+    half_context = model_settings.get("max_context", Config().model.max_context) // 2
     return INSTRUCT_DEFAULTS | {"max_new_tokens": max(1, min(INSTRUCT_DEFAULTS["max_new_tokens"], half_context))}
 
 

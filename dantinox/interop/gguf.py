@@ -25,7 +25,7 @@ from dantinox.interop.gguf_config import (
     unsupported_feature,
 )
 from dantinox.interop.gguf_families import FAMILIES, Family, MergedTensor
-from dantinox.interop.gguf_file import PLAIN_TYPES, GGUFFile, Shape, StoredTensor, read_tensor, write_gguf
+from dantinox.interop.gguf_file import PLAIN_DTYPES, GGUFFile, Shape, StoredTensor, read_tensor, write_gguf
 from dantinox.interop.gguf_keys import LLAMA3, LONG, SHORT, Metadata
 from dantinox.interop.gguf_vocabulary import read_vocabulary, vocabulary_metadata
 from dantinox.interop.hf_config import hf_config_to_settings
@@ -69,7 +69,7 @@ def source_from_gguf(file: GGUFFile) -> Source:
     tensors: dict[str, Tensor] = {}
     for name, (stored_names, expert) in locations.items():
         stored = [file.tensors[stored_name] for stored_name in stored_names]
-        dtypes = {PLAIN_TYPES[tensor.kind].name if tensor.kind in PLAIN_TYPES else "float32" for tensor in stored}
+        dtypes = {PLAIN_DTYPES[tensor.kind].name if tensor.kind in PLAIN_DTYPES else "float32" for tensor in stored}
         if merged := family.merged.get(_generalize(name)):
             shape = _merged_shape(merged, config, [t.shape for t in stored], f"{path} has {' and '.join(stored_names)}")
         else:

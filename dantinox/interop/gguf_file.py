@@ -24,7 +24,7 @@ STRING, ARRAY = 8, 9
 MAX_AXES = 4
 MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 13, 24  # smallest sizes in a file; they limit the counts that a header can state
 MAX_ENTRIES, MAX_STRING_BYTES = 1 << 22, 1 << 26  # limits for a list and for a string, whatever the file's size
-PLAIN_TYPES = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}  # memory-mapped, not copied
+PLAIN_DTYPES = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}  # memory-mapped, not copied
 TYPE_NAMES = {kind.number: name for name, kind in TYPES.items()}
 Shape = tuple[tuple[int, ...], str]  # the shape in NumPy's axis order, and the type name
 
@@ -77,8 +77,8 @@ def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarra
         size //= shape[0]
         shape, offset = shape[1:], offset + part * size
     raw = np.asarray(file.content[offset : offset + size])
-    if kind in PLAIN_TYPES:
-        return raw.view(PLAIN_TYPES[kind]).reshape(shape)
+    if kind in PLAIN_DTYPES:
+        return raw.view(PLAIN_DTYPES[kind]).reshape(shape)
     return dequantize(kind, raw).reshape(shape)
 
 
@@ -147,9 +147,9 @@ def _encode_value(value: Any) -> bytes:
 
 def _encode_tensor(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Converts an array to the type that the file stores."""
-    if kind in PLAIN_TYPES:
+    if kind in PLAIN_DTYPES:
         with np.errstate(over="ignore"):
-            plain = np.ascontiguousarray(array, PLAIN_TYPES[kind])
+            plain = np.ascontiguousarray(array, PLAIN_DTYPES[kind])
         if kind == "F16" and not np.isfinite(plain).all() and np.isfinite(array).all():
             raise UserError("the weights have numbers above 65,504, the largest of float16: export bf16 or f32")
         return plain

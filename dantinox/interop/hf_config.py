@@ -14,19 +14,20 @@ from dantinox.interop.hf_unsupported import IGNORED_KEYS, SUPPORTED_VALUES, UNSU
 
 # For each RoPE scaling type, the keys in transformers and the settings that they map to.
 FACTOR_KEYS = {"factor": "attention.rope_factor"}
-LLAMA3 = FACTOR_KEYS | {"low_freq_factor": "attention.low_freq_factor", "high_freq_factor": "attention.high_freq_factor"}
-YARN = FACTOR_KEYS | {
+LLAMA3_KEYS = FACTOR_KEYS | {"low_freq_factor": "attention.low_freq_factor", "high_freq_factor": "attention.high_freq_factor"}
+YARN_KEYS = FACTOR_KEYS | {
     "beta_fast": "attention.beta_fast", "beta_slow": "attention.beta_slow", "truncate": "attention.rope_truncate",
     "attention_factor": "attention.rope_attention_factor",
     "mscale": "attention.rope_mscale", "mscale_all_dim": "attention.rope_mscale_all_dim",
 }  # fmt: skip
-LONGROPE = FACTOR_KEYS | {
+LONGROPE_KEYS = FACTOR_KEYS | {
     "short_factor": "attention.rope_short_factors", "long_factor": "attention.rope_long_factors",
     "attention_factor": "attention.rope_attention_factor",
 }  # fmt: skip
-PROPORTIONAL = FACTOR_KEYS | {"partial_rotary_factor": "attention.rope_share"}
+PROPORTIONAL_KEYS = FACTOR_KEYS | {"partial_rotary_factor": "attention.rope_share"}
 ROPE_SCALINGS = {
-    "default": {}, "linear": FACTOR_KEYS, "llama3": LLAMA3, "yarn": YARN, "longrope": LONGROPE, "proportional": PROPORTIONAL,
+    "default": {}, "linear": FACTOR_KEYS, "llama3": LLAMA3_KEYS, "yarn": YARN_KEYS, "longrope": LONGROPE_KEYS,
+    "proportional": PROPORTIONAL_KEYS,
 }  # fmt: skip
 ORIGINAL, BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")

@@ -23,7 +23,10 @@ SHARED_SCRIPTS = ("page_core.js", "page_plots.js", "page_token.js")  # also used
 SCRIPTS = (*SHARED_SCRIPTS, "page.js")
 GLYPHS = {"greedy": "▬", "clarify": "?", "explore": "▲", "resample": "↻", "adaptive": "•"}
 DIGITS = 5  # significant digits of the numbers in the page
-EXACT = {"entropy": 9, "varentropy": 9}  # digits that represent a float32 exactly: the router compares these with thresholds
+EXACT_DIGITS = {
+    "entropy": 9,
+    "varentropy": 9,
+}  # digits that represent a float32 exactly: the router compares these with thresholds
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -94,7 +97,7 @@ def _sample(trace: Mapping[str, Any], words: Words) -> dict[str, Any]:
         **{key: replace_nonfinite(value) for key, value in trace.items() if key != "tokens"},
         "columns": {
             "word": [_word_index(token, words) for token in tokens],
-            **{name: [_shorten(token.get(name), EXACT.get(name, DIGITS)) for token in tokens] for name in plain},
+            **{name: [_shorten(token.get(name), EXACT_DIGITS.get(name, DIGITS)) for token in tokens] for name in plain},
         },
         "lists": {
             kind: _list_columns([token.get(kind, []) for token in tokens], names[2:], words) for kind, names in LISTS.items()

@@ -124,7 +124,7 @@ def top_p(logits_V: Array, p: Number, rule: Rule = "inclusive", ties: Ties = "fi
 
 
 def nucleus(
-    scores_V: Array, weights_V: Array, p: Array, rule: Rule = "inclusive", ties: Ties = "first", outside: Number = 0.0
+    scores_V: Array, weights_V: Array, p: Array, rule: Rule = "inclusive", ties: Ties = "first", outside_weight: Number = 0.0
 ) -> Array:
     """Returns the mask of the first tokens with mass p, at least one, in descending order of `scores_V`.
 
@@ -135,10 +135,10 @@ def nucleus(
       scores_V: the order of the tokens.
       weights_V: their masses, not normalized.
       p, rule, ties: as in `top_p`.
-      outside: total weight of tokens that are not in the row.
+      outside_weight: total weight of tokens that are not in the row.
     """
     keys_V = ordered_keys(scores_V)
-    target = p * (jnp.sum(weights_V) + outside)
+    target = p * (jnp.sum(weights_V) + outside_weight)
     exclusive = rule == "exclusive" if isinstance(rule, str) else rule
 
     def below(mass: Array, target: Array) -> Array:
@@ -205,7 +205,7 @@ def typical(logits_V: Array, p: Number, ties: Ties = "first", rest: Rest = EMPTY
     p = jnp.asarray(p, jnp.float32)
     logP_V, lnZ = _log_softmax(logits_V, rest)
     keep_V = nucleus(
-        -jnp.abs(logP_V + entropy(logits_V, rest)), jnp.exp(logP_V), p, ties=ties, outside=rest.mass * jnp.exp(-lnZ)
+        -jnp.abs(logP_V + entropy(logits_V, rest)), jnp.exp(logP_V), p, ties=ties, outside_weight=rest.mass * jnp.exp(-lnZ)
     )
     return jnp.where(p >= 1, logits_V, keep_only(logits_V, keep_V))
 

@@ -66,7 +66,7 @@ class Reply:
         """Returns the bytes at the end of a stream."""
         return b""
 
-    def format_error(self, error: RequestError) -> bytes:
+    def format_stream_error(self, error: RequestError) -> bytes:
         """Returns the bytes at the end of a stream that fails after its first bytes."""
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class Service:
             if not started:
                 raise
             reply.failed = True
-            yield reply.format_error(to_request_error(error))
+            yield reply.format_stream_error(to_request_error(error))
         finally:
             reply.close()
 

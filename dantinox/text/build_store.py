@@ -96,7 +96,7 @@ def prepare_data(
       UserError: there is no corpus, it is invalid or too small, or the directory cannot be written.
     """
     directory, objective = Path(directory), config.training.objective
-    with fetch_datasets(config.data, directory, whole=objective != "next_token") as data:
+    with fetch_datasets(config.data, directory, all_fields=objective != "next_token") as data:
         config = config.model_copy(update={"data": data})
         if objective == "next_token":
             plan = _make_plan(config)

@@ -11,7 +11,7 @@ from dantinox.files import UserError, escape_name, first_line, require_extra, wr
 
 
 @contextlib.contextmanager
-def fetch_datasets(data: DataSection, directory: Path, whole: bool = False) -> Iterator[DataSection]:
+def fetch_datasets(data: DataSection, directory: Path, all_fields: bool = False) -> Iterator[DataSection]:
     """Context manager that writes the datasets in the settings to temporary JSON Lines files.
 
     The files are as large as the text and are deleted on exit. With `data.streaming`, Hugging Face's cache keeps no copy of the
@@ -20,7 +20,7 @@ def fetch_datasets(data: DataSection, directory: Path, whole: bool = False) -> I
     Args:
       data: the settings. Settings for local data are returned unchanged.
       directory: where the temporary files are written.
-      whole: write all fields of the records instead of only the text.
+      all_fields: write all fields of the records instead of only the text.
 
     Yields:
       The settings, with the paths of the local files.
@@ -35,7 +35,7 @@ def fetch_datasets(data: DataSection, directory: Path, whole: bool = False) -> I
     files = [directory / f".dataset-{number}.jsonl" for number in range(len(names))]
     try:
         for name, file in zip(names, files, strict=True):
-            _write(data, name, file, whole)
+            _write(data, name, file, all_fields)
         paths = tuple(map(str, files))
         yield data.model_copy(update={"dataset_source": "local", "path": paths if len(paths) > 1 else paths[0]})
     finally:
@@ -43,15 +43,15 @@ def fetch_datasets(data: DataSection, directory: Path, whole: bool = False) -> I
             file.unlink(missing_ok=True)
 
 
-def _write(data: DataSection, name: str, file: Path, whole: bool) -> None:
+def _write(data: DataSection, name: str, file: Path, all_fields: bool) -> None:
     with wrap_os_errors(f"cannot write the texts of {escape_name(name)} to {file}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "w", encoding="utf-8") as out:
-            for record in _records(data, name, whole):
+            for record in _records(data, name, all_fields):
                 out.write(json.dumps(record, default=str) + "\n")
 
 
-def _records(data: DataSection, name: str, whole: bool) -> Iterator[dict[str, Any]]:
+def _records(data: DataSection, name: str, all_fields: bool) -> Iterator[dict[str, Any]]:
     shown = escape_name(name)
     with require_extra("hf", f"the dataset {shown} needs Hugging Face's library"):
         from datasets import load_dataset
@@ -60,7 +60,7 @@ def _records(data: DataSection, name: str, whole: bool) -> Iterator[dict[str, An
             load_dataset(name, data.dataset_config, split=data.dataset_split, streaming=data.streaming)
         )
         for row in rows:
-            if whole:
+            if all_fields:
                 yield row
                 continue
             text = row.get(data.text_field)

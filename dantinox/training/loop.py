@@ -293,7 +293,7 @@ class Trainer:
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
             rows = self.layout.put_batch(partial(select_rows, batch), self.programs.eval_rows)
             part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen))
-            nats, count = nats + float(part.nats), count + float(part.targets)
+            nats, count = nats + float(part.nats), count + float(part.num_targets)
             if part.rewards is not None:
                 rewards = np.asarray(part.rewards, np.float64) + (0 if rewards is None else rewards)
             self.stop.signal = all_reduce_max(self.stop.signal or 0) or None

@@ -22,16 +22,16 @@ class LossSums(NamedTuple):
     Attributes:
       nats: −log p(target); for preference pairs, the losses of the pairs.
       penalty: squared log-normalizers (the z-loss of Chowdhery et al. 2022, section 5).
-      targets: number of counted targets; for preference pairs, the number of pairs.
+      num_targets: number of counted targets; for preference pairs, the number of pairs.
       routing: for models with experts: balance loss and z-loss, each averaged over the layers with experts and multiplied by
-        `targets`, and the number of tokens of each expert of each layer, `[L, E]`.
+        `num_targets`, and the number of tokens of each expert of each layer, `[L, E]`.
       rewards: for preference pairs, `[2]`: the sum of the reward margins, and the number of pairs with a positive margin. The
         margin is beta times the difference of the log-probability gains of the chosen and the rejected answer.
     """
 
     nats: jax.Array
     penalty: jax.Array
-    targets: jax.Array
+    num_targets: jax.Array
     routing: Routing | None = None
     rewards: jax.Array | None = None
 
@@ -62,8 +62,8 @@ def next_token_losses(
         of each chunk, so that `[B, T, V]` never exists. A chunk has at least the platform's `min_loss_chunk_tokens`.
     """
     nats_N, squares_N, mask_N, aux = _per_token_losses(model, batch, rngs, chunk_logits)
-    targets = jnp.sum(mask_N)
-    return LossSums(jnp.sum(nats_N), jnp.sum(squares_N), targets, _routing(model, aux, targets))
+    num_targets = jnp.sum(mask_N)
+    return LossSums(jnp.sum(nats_N), jnp.sum(squares_N), num_targets, _routing(model, aux, num_targets))
 
 
 def dpo_losses(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx.Rngs | None = None) -> LossSums:
@@ -119,13 +119,13 @@ def _per_token_losses(
     return nats_N, squares_N, mask_N, aux
 
 
-def _routing(model: Transformer, aux: dict, targets: jax.Array) -> Routing | None:
+def _routing(model: Transformer, aux: dict, num_targets: jax.Array) -> Routing | None:
     routing: Routing | None = aux.get("routing")
     if routing is None:
         return None
     L, experts = model.config.num_blocks, model.config.experts
     routed = L - (len(experts.dense_layers) if experts else 0)  # balance loss and z-loss of dense layers are zero
-    balance, z = (targets * model.parallelism.copy_to_tp(jnp.sum(part) / routed) for part in (routing.balance, routing.z))
+    balance, z = (num_targets * model.parallelism.copy_to_tp(jnp.sum(part) / routed) for part in (routing.balance, routing.z))
     return Routing(balance, z, routing.counts_E)
 
 

@@ -149,7 +149,7 @@ def _adafactor(training: TrainingSection, rate: Schedule) -> optax.GradientTrans
 
     It has no momentum, clips updates to a root mean square of 1, and uses absolute learning rates, as AdamW does.
     """
-    factored = _apply_to_matrices(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))
+    factored = _with_matrix_shapes(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))
     return optax.chain(
         factored, optax.add_decayed_weights(training.weight_decay, _decay_mask), optax.scale_by_learning_rate(rate)
     )
@@ -164,7 +164,7 @@ RULES: dict[str, Callable[[TrainingSection, Schedule], optax.GradientTransformat
 }
 
 
-def _apply_to_matrices(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+def _with_matrix_shapes(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Wraps a rule so that it receives each hidden matrix with two axes (fan in, fan out). Stacks are split."""
 
     def flat(tree: Parameters) -> Parameters:

@@ -43,7 +43,7 @@ def test_lines_through_a_pipe(talk, tmp_path):
     code, out, err = talk(["a", "", "/set max_new_tokens 5", "b", "/undo", f"/save {file}", "/quit", "never read"])
     assert (code, out) == (0, AROUND + "\n" + "\nca" + AROUND[:1] + "\n")
     assert err.splitlines() == [
-        "this model has no chat template: it continues your text, and the whole conversation is one text",
+        "this model has no chat template: it continues your text, and the conversation is a single text",
         "max_new_tokens 5",
         "removed: b",
         f"saved {file}",

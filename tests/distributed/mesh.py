@@ -130,7 +130,7 @@ def trained(kind: str, mesh: str = "", bad_step: int | None = None, chunks: int 
     counted = make_eval_step(model, layout)(state.weights, rows(layout, next(store.validation(8))))
     weights = {name: np.asarray(array) for name, array in state.weights.items()}
     counts_LE = None if metrics.expert_counts is None else np.asarray(metrics.expert_counts)
-    return Trained(np.array(losses), np.array(norms), counts_LE, weights, float(counted.nats) / float(counted.targets))
+    return Trained(np.array(losses), np.array(norms), counts_LE, weights, float(counted.nats) / float(counted.num_targets))
 
 
 def same(got: Trained, expected: Trained, tolerance: float = 1e-5) -> None:

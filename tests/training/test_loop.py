@@ -99,7 +99,7 @@ def test_exported_weights_are_those_of_the_best_evaluation(workshop):
     rows = read_csv(run.log(config))
     store, evaluate = small_store(config), make_eval_step(config.architecture(VOCABULARY))
     parts = [jax.device_get(evaluate(_weights(run, config), batch)) for batch in store.validation(16)]
-    loss = sum(float(p.nats) for p in parts) / sum(float(p.targets) for p in parts)
+    loss = sum(float(p.nats) for p in parts) / sum(float(p.num_targets) for p in parts)
     best = min(rows, key=lambda row: row["val_loss"])
     assert loss == pytest.approx(best["val_loss"], rel=1e-5)
     assert best["bits_per_byte"] == pytest.approx(best["val_loss"] / np.log(2) * 299 / 600)

@@ -65,7 +65,7 @@ def test_loss_equals_float64(model, pairs):
     of_loss = jax.jit(lambda model, pairs: dpo_losses(model, pairs, BETA))
     got, expected = of_loss(model, pairs), reference(logits_of(model, pairs), pairs)
     np.testing.assert_allclose([got.nats, *got.rewards], expected[:3], rtol=1e-5)
-    assert float(got.targets) == 3
+    assert float(got.num_targets) == 3
     logp = np.asarray(jax.jit(pair_logprobs)(model, pairs))
     at_start = of_loss(model, pairs._replace(reference_P2=logp))
     np.testing.assert_allclose([at_start.nats, *at_start.rewards], [3 * np.log(2), 0, 0], atol=1e-6)
@@ -173,7 +173,7 @@ def test_packed_conversations_have_the_losses_of_separate_ones(base):
 
 def _summed(model, batch):
     total = next_token_losses(model, batch)
-    return total.nats, total.targets
+    return total.nats, total.num_targets
 
 
 def test_end_tokens_of_the_template_become_stop_tokens(base, tmp_path):

@@ -192,7 +192,7 @@ class Generation(Reply):
             "message", {"token": delta.text, "finish_reason": delta.finish_reason and FINISH_REASONS[delta.finish_reason]}
         )
 
-    def format_error(self, error: RequestError) -> bytes:
+    def format_stream_error(self, error: RequestError) -> bytes:
         return _event("error", format_error(error))
 
     def close(self) -> None:

@@ -219,7 +219,7 @@ class NativeReply(Reply):
         numbers["decode_tok_per_s"] = later / seconds if later > 0 and seconds > 0 else None
         return _event("end", {"finish_reasons": [reason for _, reason in sorted(self._reasons.items())], "stats": numbers})
 
-    def format_error(self, error: RequestError) -> bytes:
+    def format_stream_error(self, error: RequestError) -> bytes:
         return _event("error", {"message": error.message, "param": error.param})
 
 

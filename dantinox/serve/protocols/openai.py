@@ -229,7 +229,7 @@ class OpenAIReply(Reply):
             return DONE
         return _event({**self._frame, "object": self._form.chunk_object, "choices": [], "usage": self._usage()}) + DONE
 
-    def format_error(self, error: RequestError) -> bytes:
+    def format_stream_error(self, error: RequestError) -> bytes:
         return _event(error_object(error)) + DONE
 
     def _usage(self) -> dict[str, JSON]:
