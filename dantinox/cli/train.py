@@ -114,7 +114,7 @@ def init(options: argparse.Namespace) -> int:
 
 
 def add_sweep_flags(command: Parser) -> None:
-    what = "YAML file with base, grid (or random, trials and seed) and runs_dir; repeat the command to continue"
+    what = "YAML file with the keys base, runs_dir, and grid or random (with trials and seed); repeat the command to continue"
     command.add_argument("file", type=Path, metavar="SWEEP.yaml", help=what)
     command.add_argument("--dry_run", action="store_true", help="check and print the trials, then exit")
     command.add_argument("--retry", action="store_true", help="repeat trials that ended with an error")

@@ -22,8 +22,8 @@ from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform
 HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8")
 MATMUL_DTYPES = ("auto", "float32", "bfloat16")
-# With this many inputs (16 KiB) or more, XLA does not fuse the conversion into the matrix multiplication; it would write a
-# float32 copy of the weights for each row.
+# If a row has this many inputs (16 KiB) or more, XLA does not fuse the conversion into a matrix multiplication, but writes a
+# float32 copy of the weights for each row. `_matvec` then sums elementwise products instead.
 LONG_INPUT = 4096
 # Up to this many rows, a matrix-vector loop per row is faster on a CPU than one matrix multiplication with float32 weights.
 MAX_MATVEC_ROWS = 4
@@ -39,9 +39,9 @@ class LowPrecisionLinear(nnx.Module):
     """A `Linear` with bfloat16 weights, or int8 weights with a scale per output. The kernel is stored as `[O, I]`.
 
     On a CPU the conversion to float32 fuses into the matrix-vector loop, so fewer bytes mean less time. Two XLA optimizations
-    must be prevented. A barrier keeps XLA from hoisting the conversion out of the decoding loop, because it would then write a
-    float32 copy of all weights. A division by the parameter `one`, whose value XLA does not know, keeps XLA from fusing the
-    computation of the row into the loop, because it would then repeat that computation for every weight (3 times slower).
+    must be prevented. Without the barrier, XLA would hoist the conversion out of the decoding loop and write a float32 copy of
+    all weights. Without the division by the parameter `one`, whose value XLA does not know, XLA would fuse the computation of
+    the row into the loop and repeat it for every weight (3 times slower).
 
     With at least `min_bfloat16_rows` rows, all rows are multiplied in one bfloat16 matrix multiplication with float32 sums. The
     value is None where bfloat16 is slow; such a model must be dequantized for inputs with many rows.
@@ -179,7 +179,7 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         # On a GPU, XLA would compute a single row times `[I, O]` as elementwise sums and transpose the weights on every call.
         low_precision = "compute" if get_platform(model.config.platform).name == "cpu" else "bfloat16"
         weights = "float32" if model.dtype == jnp.float32 else low_precision
-    # Learned positions are added to the float32 embedding, so the embedding is cast only without them.
+    # A model with learned positions adds them to the float32 embedding, so its embedding is not cast.
     if weights != "float32" and model.config.position in ("rope", "none"):
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
     if weights != "float32" and model.per_layer is not None:

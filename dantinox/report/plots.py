@@ -198,7 +198,7 @@ def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> 
       files: file name → function that returns its content.
 
     Raises:
-      UserError: a file cannot be written, or matplotlib is missing. The files before it have then been written.
+      UserError: a file cannot be written, or matplotlib is missing. Earlier entries of `files` have then been written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,9 +40,9 @@ class Candidates(NamedTuple):
 def best_of_n(logits_V: Array, raw_V: Array, n: Number, weight: Number = 1.0) -> Array:
     """Returns the log-probabilities [V] of the token with the best `guide_score` among n draws. Off: n ≤ 1.
 
-    Rank the tokens by model logit, and let S_r be the mass at rank r and all lower ranks. Then P(rank r) = S_rⁿ − S_{r+1}ⁿ: all
-    draws have rank r or lower, but not all have a lower rank. Tokens with equal logits share a rank. The probability of the
-    rank is divided among them in proportion to their mass.
+    Rank the tokens by score, the best at rank 1, and let S_r be the mass of rank r and all worse ranks. Then
+    P(rank r) = S_rⁿ − S_{r+1}ⁿ: all draws have rank r or a worse one, but not all have a worse one. Tokens with equal scores
+    share a rank. The probability of the rank is divided among them in proportion to their mass.
 
     Args:
       logits_V: the logits to draw from. If more than 256 tokens remain, only the 256 most likely are used.
@@ -137,12 +137,12 @@ def candidates_given_token(
 ) -> Candidates:
     """Draws candidates of which a given token from `best_of_n` is the best.
 
-    The joint distribution of token and candidates is that of `best_candidate`. Let s be the mass of the token's rank divided
-    by the mass of this and all lower ranks. The probability that the j-th draw is the first of that rank is proportional to
-    (1 − s)^(j−1). Earlier draws have a lower rank; later draws have this rank or a lower one.
+    The joint distribution of token and candidates is that of `best_candidate`. Ranks are as in `best_of_n`. Let s be the mass
+    of the token's rank divided by the mass of this and all worse ranks. The probability that the j-th draw is the first of that
+    rank is proportional to (1 − s)^(j−1). Earlier draws have a worse rank; later draws have this rank or a worse one.
 
     Args:
-      token: a token drawn from `best_of_n` with the numbers of `config`.
+      token: a token drawn from `best_of_n` with n = `config.candidates` and weight = `config.score_logprob`.
       logits_V, raw_V, metrics: as in `best_candidate`.
       key: a random key that no other draw of the row uses.
       config: the router numbers of the row.

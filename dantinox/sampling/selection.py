@@ -65,8 +65,8 @@ def _key_by_key(enough: Callable[[Array], Array], keys_V: Array, weights_V: Arra
 def top_k_by_id(x_V: Array, count: int) -> tuple[Array, Array]:
     """Returns the `count` ≤ V largest values and their ids, in ascending order of ids. Ties go to the lowest ids.
 
-    On a CPU 0 counts as larger than -0. On an accelerator `lax.top_k` with a large k is a full sort, so ranks are counted
-    instead.
+    On a CPU, the value 0 counts as larger than -0. On an accelerator, `lax.top_k` with a large k is a full sort, so ranks are
+    counted instead.
     """
     branches = {"cpu": partial(_by_top_k, count), "default": partial(_by_ranks, count)}
     return lax.platform_dependent(x_V, **branches)
@@ -131,8 +131,9 @@ def row_sum(x_V: Array) -> Array:
 def first_crossing(weights_N: Array, target: Callable[[Array], Array]) -> tuple[Array, Array]:
     """Returns the first index with positive weight whose cumulative sum exceeds `target(total)`, and the sum before that index.
 
-    If the target is not below the total, it returns the last index with a positive weight. A parallel cumulative sum is not
-    always monotone in the last bit. The condition of a positive weight excludes removed entries despite such rounding.
+    If the target is not below the total, it returns the last index with a positive weight. Rounding makes a parallel
+    cumulative sum slightly non-monotone, so it may first exceed the target at an entry of weight 0. Such an entry was removed
+    and must not be returned, hence the condition of a positive weight.
     """
     sums_N = jnp.cumsum(weights_N)
     positive_N = weights_N > 0
@@ -154,7 +155,10 @@ def _nth_by_ranks(hit_V: Array, n: Array) -> Array:
 
 
 def _nth_by_bisection(hit_V: Array, n: Array) -> Array:
-    """Bisects over ids. Needs no pass if n is at least the number of true entries, which holds in rows without equal logits."""
+    """Bisects over ids, with no step if n is at least the number of true entries.
+
+    If the true entries are the tokens whose logit equals a threshold, this is the case in rows without equal logits.
+    """
     V = hit_V.shape[0]
     ids_V = jnp.arange(V)
     hits_V = hit_V.astype(jnp.float32)  # exact up to 2²⁴; XLA adds integers four times slower on a CPU

@@ -70,7 +70,8 @@ def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int) -> "Pa
     if not len(sizes_P):
         raise UserError("data.packing: best_fit found no document with at least two tokens: set data.path to other text")
     occupied_P = sizes_P.copy()
-    if ids[-1] != eos_id:  # the validation split truncates the last document: no document may follow it in its row
+    # If the validation split cut the last document, no EOS token ends it, so no document may follow it in its row.
+    if ids[-1] != eos_id:
         occupied_P[starts_P + sizes_P == len(ids)] = length + 1
     return PackedRows(start + starts_P, sizes_P, occupied_P, length)
 
@@ -167,10 +168,10 @@ class ShuffledRows:
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
-        """Returns the token indices [N, T + 1] of rows, numbered from the first row of the training run."""
+        """Returns the token indices [N, T + 1] of the rows `numbers_N`, ascending; row 0 is the first of the training run."""
         epochs_N, offsets_N = np.divmod(numbers_N, self.rows.count)
         parts = []
-        for epoch in np.unique(epochs_N).tolist():  # numbers ascend
+        for epoch in np.unique(epochs_N).tolist():  # in the order of the ascending `numbers_N`
             epoch_random, order = self._order(epoch)
             parts.append(self.rows.read(order[offsets_N[epochs_N == epoch]], epoch_random))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -202,7 +203,7 @@ class MixtureRows:
         self._pattern = np.repeat(np.arange(len(sources)), shares)
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
-        """Returns the token indices [N, T + 1] of rows, numbered from the first row of the training run."""
+        """Returns the token indices [N, T + 1] of the rows `numbers_N`, ascending; row 0 is the first of the training run."""
         cycles_N, offsets_N = np.divmod(numbers_N, MIXTURE_CYCLE)
         source_N, within_N = np.empty_like(numbers_N), np.empty_like(numbers_N)
         for cycle in np.unique(cycles_N).tolist():

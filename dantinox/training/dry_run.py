@@ -21,14 +21,14 @@ from dantinox.training.step import Metrics, Programs, TrainStep
 from dantinox.training.text_samples import make_sampler
 from dantinox.training.training_log import duration_line
 
-DEFAULT_STEPS = 1000  # length of the schedule for `benchmark_step` if the settings give epochs: it does not read the corpus
+# Length of the schedule if the settings give epochs: `benchmark_step` does not read the corpus, so it cannot count the steps.
+DEFAULT_STEPS = 1000
 
 
 def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
-    """Reports what `launch` would do without creating a run directory: the plan, the first batch as text, memory
-    and time.
+    """Reports the plan, the first batch as text, memory and time of the run that `launch` would start.
 
-    The time is measured on a training step with random tokens.
+    It creates no run directory. The time is measured on a training step with random tokens.
 
     Raises:
       UserError: the settings or the data are invalid, or memory is insufficient.

@@ -155,7 +155,7 @@ def test_the_numbers_of_the_router_are_reported():
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({}, "prompt or messages is missing"),
+        ({}, "the body must have prompt, messages or both"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": [1, True]}, "prompt"),
         ({"prompt": [1.5]}, "prompt"),

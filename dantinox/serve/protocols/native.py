@@ -81,7 +81,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
       RequestError, UserError: the body cannot be served.
     """
     if body.prompt is None and body.messages is None:
-        raise RequestError(400, "prompt or messages is missing", param="prompt")
+        raise RequestError(400, "the body must have prompt, messages or both", param="prompt")
     config = service.settings(body.settings)
     if config.generation.seed is None:
         config = service.settings(body.settings | {"seed": secrets.randbelow(2**32)})
@@ -91,7 +91,8 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         config = service.model.with_stop_ids(config, ends)
         ids = [*head, *ids]
     context, size = service.context, service.tokenizer.vocab_size
-    # Truncate the beginning of a long prompt, to reserve the requested length of the answer, but at most half of the context.
+    # With `fit`, a long prompt loses its beginning. This reserves space for the requested length of the answer, but never more
+    # than half of the context.
     reserved = min(config.generation.max_new_tokens, context // 2)
     left_out = max(0, len(ids) - (context - reserved)) if body.fit else 0
     request = GenerationRequest(tuple(ids[left_out:]), config, min(body.alternatives, size))
