@@ -5,7 +5,7 @@ A key is the beginning of the message. A reworded message changes here only.
 
 ERRORS = {
     # cli
-    "no_command_help_lists_them": "no command /: /help lists them",
+    "no_command_help_lists_the_commands": "no command /: /help lists the commands",
     "there_is_no_command": "there is no command",
     "top_p": "top_p",
     # config

@@ -159,7 +159,8 @@ def command(line: str) -> tuple[str, str] | None:
     name, _, rest = line[1:].strip().partition(" ")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean /{near[0]}?" if near else "/help lists them; start a message with // to send a slash"
+        fallback = "/help lists the commands; to send a message that begins with a slash, begin it with //"
+        hint = f"did you mean /{near[0]}?" if near else fallback
         raise UserError(f"there is no command /{escape_name(name)}: {hint}")
     return name, rest.strip()
 
@@ -289,9 +290,10 @@ def _show(parts: "Generator[TextPart]", entropy: bool, colors: Any, stopped: Cal
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Yields a list to which Ctrl-C appends, so that the caller can stop between parts; a second one raises KeyboardInterrupt.
+    """Yields a list to which the first Ctrl-C appends, so that the caller can stop between parts.
 
-    Raising an exception at an arbitrary place could leave compilation or decoding in an inconsistent state.
+    Only a second Ctrl-C raises KeyboardInterrupt, because an exception at an arbitrary place could leave compilation or
+    decoding in an inconsistent state.
     """
     interrupts: list[int] = []
 

@@ -23,7 +23,8 @@ from dantinox.model import Compression, compute_dtype
 from dantinox.model.cache import uncompressed_slots
 from dantinox.run import KVCalibration
 
-ENTROPY_LIFETIME = 16.0  # with `decay: entropy`: the decay time of an importance, in tokens, for a head of entropy 0
+# With `kv.decay: entropy`, an importance in a head with entropy H sums over about ENTROPY_LIFETIME · 2ᴴ queries.
+ENTROPY_LIFETIME = 16.0
 
 
 class CachePlan(NamedTuple):
@@ -77,10 +78,10 @@ def head_order(config: ModelConfig, kv: KVSection, calibration: KVCalibration | 
 
 
 def fall_back_to_uniform(kv: KVSection, calibration: KVCalibration | None, remedy: str) -> KVSection:
-    """Returns the settings, with a warning and `kv.signal` set to uniform if the signal was not measured.
+    """Returns the settings. If `kv.signal` was not measured, warns and returns a copy in which it is uniform.
 
     Args:
-      remedy: the end of the warning without any calibration: how to get one.
+      remedy: the end of the warning if `calibration` is None: what the user can do.
     """
     if not kv.compresses or kv.signal == "uniform":
         return kv

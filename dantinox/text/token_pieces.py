@@ -43,7 +43,7 @@ def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: fro
     kinds = _independent_step_types(decoder)
     if kinds is None:
         return None
-    # Not get_vocab: the library decodes an added token in its normalized form.
+    # The library decodes an added token to its normalized form, which `id_to_token` returns and `get_vocab` does not.
     tokens = [None if index in specials else core.id_to_token(index) for index in range(core_vocab_size(core))]
     if kinds == ["ByteLevel"]:
         values = {letter: byte for byte, letter in enumerate(byte_letters())}
@@ -66,7 +66,7 @@ def core_vocab_size(core: Core) -> int:
 
 
 def _independent_step_types(decoder: dict[str, Any] | None) -> list[str] | None:
-    """Returns the types of the steps of a decoder, or None if the text of a token other than the first depends on others."""
+    """Returns the types of a decoder's steps, or None if the text of any token but the first depends on other tokens."""
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

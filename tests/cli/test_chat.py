@@ -61,7 +61,7 @@ def test_each_error_is_one_sentence_and_the_conversation_continues(talk):
         "/set top_p 0.3 0.4": "top_p takes one value, got 2",
         "/entropy maybe": "/entropy must be on or off, got 'maybe'",
         "/save": "/save needs a file name",
-        "/foo": "no command /foo: /help lists them",
+        "/foo": "no command /foo: /help lists the commands",
         "/retry": "the conversation has no messages yet",
     }
     code, out, err = talk([*lines, "a"])
@@ -96,7 +96,7 @@ def test_help_names_every_command(talk):
     assert all(f"\n/{name}" in err for name in chatting.COMMANDS)
     assert chatting.command("//x") is chatting.command("x /help") is None
     assert chatting.command("/set  a b ") == ("set", "a b")
-    with pytest.raises(UserError, match=ERRORS["no_command_help_lists_them"]):
+    with pytest.raises(UserError, match=ERRORS["no_command_help_lists_the_commands"]):
         chatting.command("/")
 
 
