@@ -2,7 +2,8 @@
 
 Creates a random Llama with transformers, imports it, exports it as GGUF, and decodes greedily from the same prompts. Without
 `--torch` it creates a random run with a byte tokenizer instead. Each round starts one process per program, one after another.
-Prints the best of all rounds as a JSON line, with the ratios to DantinoX and the number of equal tokens in the first row.
+For each batch size it prints a JSON line with every program's best speed of all rounds, DantinoX's speed divided by that of
+each other program, and the number of tokens in the first row that are the same as DantinoX's.
 
     python benchmarks/imported.py --torch /path/to/python-with-torch --llama /path/to/python-with-llama-cpp
     python benchmarks/imported.py … --weights int8                      # compared with GGUF q8_0
@@ -71,7 +72,7 @@ def timed(o: argparse.Namespace, peer: str, run: Callable[[int, int], list[list[
 
 
 def write_llama(o: argparse.Namespace) -> None:
-    """Writes a random Llama in the Hugging Face format to `hf`. The benchmark uses only token ids, not its byte tokenizer."""
+    """Writes a random Llama to `hf` in the Hugging Face format, with a byte tokenizer that only import and export use."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -12,7 +12,8 @@ PROMPTS = builder.prompts(5, 9, 2)
 STEPS = 20
 WINDOWS = {"full": (None, None), "sliding": (4, 4), "mixed": (3, None)}
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
-# Covers every position with every window, and every number of key heads with each of both; every second pair is exhaustive.
+# All pairs of position and windows. Each number of key heads occurs with every position and with every kind of windows.
+# Every second pair has the mark `exhaustive`.
 PAIRS = [(i, j) for i in range(4) for j in range(3)]
 KINDS = [
     pytest.param(POSITIONS[i], list(WINDOWS)[j], (1, 2, 4)[(i + j) % 3], marks=[pytest.mark.exhaustive] * ((i + j) % 2))

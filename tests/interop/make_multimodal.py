@@ -1,4 +1,4 @@
-"""Writes tests/interop/multimodal: small random vision–language models, and transformers' logits of text.
+"""Writes tests/interop/multimodal: small random vision–language models, with logits of transformers for text only.
 
 python tests/interop/make_multimodal.py [MODEL …]     (needs torch and transformers; the tests do not)
 """
