@@ -350,7 +350,7 @@ def test_a_context_that_is_too_short_is_one_warning(generate):
         (["--prompt", "a", "--prompt_file", "b"], ["--prompt_file", "use one of them"]),
         (["--chat"], ["--chat answers a message", "--prompt"]),
         (["--chat", "--prompt", "a"], ["has no chat template", "--chat_template"]),
-        (["--chat", "--prompt", "a", "--parse_special"], ["--parse_special", "--chat", "use one of them"]),
+        (["--chat", "--prompt", "a", "--parse_special"], ["--parse_special", "--chat", "use one of the flags"]),
         (["--prompt", "a", "--system", "b"], ["--system needs --chat"]),
         (["--prompt", "a", "--chat_template", "plain"], ["--chat_template needs --chat"]),
         (["--logprobs", "3"], ["--logprobs needs --json"]),

@@ -478,7 +478,7 @@ def calibrate(toy):
 @pytest.mark.slow
 def test_record_of_an_evaluation(toy, monkeypatch):
     calibrate(toy)
-    monkeypatch.setattr(statistics, "RESAMPLINGS", 50)
+    monkeypatch.setattr(statistics, "BOOTSTRAP_SAMPLES", 50)
     messages = []
     names = ["uniform", "entropy", "oracle"]  # each additional method takes seconds to compile
     monkeypatch.setattr(kv, "QUICK_COUNTS", (48, 3))

@@ -138,7 +138,7 @@ def test_interval_has_the_width_of_a_normal_interval():
 
 
 def test_intervals_have_their_nominal_coverage(monkeypatch):
-    monkeypatch.setattr(statistics, "RESAMPLINGS", 200)
+    monkeypatch.setattr(statistics, "BOOTSTRAP_SAMPLES", 200)
     random = np.random.default_rng(0)
     for draw, truth in ((lambda: random.normal(1, 1, 40), 1), (lambda: random.exponential(2, 40), 2)):
         found = [mean_interval(draw()) for _ in range(200)]
@@ -570,7 +570,7 @@ def test_control_uses_the_measured_shares():
         shares = {"adaptive": method.values["candidates"]} if report else None
         return Continuations(np.arange(60).reshape(2, 30) % (12 // method.values["candidates"]), [], [], shares)
 
-    bench = SimpleNamespace(effort=StudySize(trials=3), progress=lambda _: None, continue_prompts=continue_prompts)
+    bench = SimpleNamespace(size=StudySize(trials=3), progress=lambda _: None, continue_prompts=continue_prompts)
     tuning = PromptWindows(["a", "b"], ["c", "d"], np.arange(60).reshape(2, 30) % 4)
     tuned = _tune_all(bench, ["router_calibrated", "router_random"], tuning)
     # Trials with 1, 3 and 6 candidates give texts of period 12, 4 and 2. The target has period 4.
