@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
             choose_run(options)
             code: int = options.run(options)
         finally:
-            sys.stdout.flush()  # here, so that a failure can be reported
+            sys.stdout.flush()  # here and not at exit, so that a failure to write can be reported
         return code
     except UserError as error:
         if debug:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _discard_output() -> None:
-    """Discards the rest of the output, which cannot be written, including the interpreter's last flush."""
+    """Redirects stdout to the null device, because nothing more can be written, not even by the interpreter's last flush."""
     with contextlib.suppress(OSError):  # a stream in memory has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -99,7 +99,10 @@ def parser_of(chosen: Collection[str]) -> Parser:
 
 
 def command_parser(name: str) -> Parser:
-    """Returns the parser of a command with all its flags: `train`, or `eval ppl` for a subcommand.
+    """Returns the parser of a command with all its flags.
+
+    Args:
+      name: a command such as `train`, or a subcommand such as `eval ppl`.
 
     Raises:
       UserError: there is no such command.

@@ -270,7 +270,7 @@ def _run_pipe(conversation: "Chat") -> int:
 
 
 def _show(parts: "Generator[TextPart]", entropy: bool, colors: Any, stopped: Callable[[], bool]) -> None:
-    """Prints an answer while it is generated. If entropies are shown without colors, prints it when it is complete."""
+    """Prints an answer while it is generated, or only when it is complete if entropies are shown without colors."""
     from dantinox.report.entropy_view import digit_lines, shade_text
 
     is_deferred = entropy and colors == "none"

@@ -28,7 +28,7 @@ PROMPT_HELP = "- reads stdin without its last line break (default: the run's tra
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the flags of `generation`, `router` and `kv` by setting name without its section, as `overlay` expects them."""
+    """Returns the settings that were given as flags, as `overlay` expects them: name without section → value."""
     from dantinox.config.flag_values import overrides
 
     return {flat_name(key): value for key, value in overrides(options).items()}
@@ -59,7 +59,7 @@ def add_run(command: Parser, text: str = "run directory of the model") -> None:
 
 
 def choose_run(options: argparse.Namespace) -> None:
-    """Stores RUN or --run_dir in `run_dir`, for commands that have a run.
+    """Stores the path that RUN or --run_dir gives in `options.run_dir`. Does nothing for a command without these arguments.
 
     Raises:
       UserError: neither or both are given.
@@ -92,7 +92,7 @@ def chosen_template(options: argparse.Namespace, run_template: Path | None, toke
 
 
 class _OneLine(logging.Filter):
-    """Shortens a log record with a traceback to one line. jax logs one for each plugin that cannot start."""
+    """Shortens a log record with a traceback to one line. jax logs such a record for each plugin that cannot start."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info:
@@ -110,7 +110,7 @@ def plain_warnings() -> None:
 
 
 def backend_problem() -> str | None:
-    """Returns an error about JAX_PLATFORMS if jax finds no such device, else None."""
+    """Returns an error message if jax finds no device of the platforms in JAX_PLATFORMS, else None."""
     wanted = os.environ.get("JAX_PLATFORMS")
     if not wanted or "jax" not in sys.modules:
         return None
@@ -133,7 +133,11 @@ def use_compilation_cache() -> None:
 
 
 def print_lines(lines: Callable[[int], Iterable[str]], width: int = 100) -> int:
-    """Prints the lines for the width of the terminal, or for `width` without a terminal; returns the exit code 0."""
+    """Prints the lines that `lines` returns for the width of the terminal; returns the exit code 0.
+
+    Args:
+      width: the width if there is no terminal.
+    """
     for line in lines(shutil.get_terminal_size((width, 24)).columns):
         print(line, flush=True)
     return 0

@@ -224,7 +224,7 @@ def _show(documents: list[dict[str, Any]]) -> None:
 
 
 def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Writes the files of --trace and --report. If one of them cannot be written, the other still is."""
+    """Writes the files of --trace and --report. If one of them cannot be written, the other is written all the same."""
     from dantinox.report.page import report_page
     from dantinox.report.trace_file import trace_lines
 
@@ -236,7 +236,10 @@ def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None
 
 
 def _prompts(options: argparse.Namespace, settings: dict[str, Any], base: "Config") -> "list[tuple[str, Config]]":
-    """Returns every prompt with its validated settings: those of the run (`base`), then the flags, then the prompt's line."""
+    """Returns every prompt with its validated settings.
+
+    Flags override the settings of the run (`base`). Settings in a prompt's line of --prompt_file override both.
+    """
     from dantinox.config import overlay
 
     config = overlay(base, settings, "command line")

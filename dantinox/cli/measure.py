@@ -24,7 +24,8 @@ from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.files import UserError, atomic_write, check_writable_folder
 
 COUNT_OPTION: dict[str, Any] = {"type": whole_number, "metavar": "N"}
-# Flag → its kinds and its arguments of `add_argument`. A kind is a value of `calibrate --what` or of `eval`; "": all kinds.
+# Flag → the kinds that it applies to ("": all kinds), and its arguments for `add_argument`. A kind is a value of
+# `calibrate --what`, or a subcommand of `eval`.
 Flags = dict[str, tuple[str, dict[str, Any]]]
 CALIBRATE: Flags = {
     "data_path": ("", {"type": Path, "metavar": "FILE", "help":
@@ -89,7 +90,8 @@ EVALUATE: Flags = {
 def _add(command: Parser, flags: Flags, kind: str = "") -> None:
     """Adds flags to a parser.
 
-    With a kind, the flags of the other kinds are parsed but hidden from `--help`, so that `given` can name them in its error.
+    If `kind` is not empty, the flags of the other kinds are parsed but hidden from `--help`, so that `given` can name them in
+    its error.
     """
     for name, (kinds, arguments) in flags.items():
         text = arguments["help"]
@@ -336,7 +338,7 @@ def plan(options: argparse.Namespace) -> int:
     import jax
 
     if options.topology is not None:
-        jax.config.update("jax_platforms", "cpu")  # jax must not look for the target device here
+        jax.config.update("jax_platforms", "cpu")  # jax must not look for the target device on this machine
     from dantinox.measure.plan import make_plan, plan_lines
     from dantinox.measure.topology import find_topology
     from dantinox.report.console import steady_progress

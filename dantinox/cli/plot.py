@@ -99,7 +99,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
 
 
 def _generation(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
-    """Returns a function that generates tokens after a one-token prompt with compiled programs, and their number."""
+    """Returns a function that generates tokens after a one-token prompt with compiled programs, and the number of tokens."""
     from dantinox.generation import load
 
     run = load(subject)

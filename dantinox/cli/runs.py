@@ -78,7 +78,7 @@ def _import_lines(found: "Imported") -> Iterator[str]:
 
 
 def _size(path: Path) -> int:
-    """Returns the bytes of a file, or of the weights in a folder."""
+    """Returns the size in bytes of a file, or of the weights in a folder."""
     files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.msgpack")]
     return sum(file.stat().st_size for file in files)
 

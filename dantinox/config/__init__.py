@@ -1,6 +1,7 @@
 """Typed settings, their YAML files and their command-line flags. No module here imports jax.
 
-A name below is imported when it is first used. Help pages and flags do not need pydantic, which takes most of the import time.
+A name below is imported only when it is first used: pydantic takes most of the import time, and help pages and flags do not
+need it.
 """
 
 from importlib import import_module

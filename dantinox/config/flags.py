@@ -41,7 +41,8 @@ def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, mo
     """Adds a flag for every setting of `sections` (default: all); `overrides` reads them back.
 
     Args:
-      most_used: the flags that the first help page shows, without dashes. They may be flags of the command or of settings.
+      most_used: names (without dashes) of the flags that the first help page shows: the command's own flags and flags of
+        settings.
     """
     records = {record.key: record for record in setting_records()}
     keys = {key: key for key in records} | ALIASES

@@ -98,7 +98,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
 ROUTED_STEPS = ("temperature", "top_k", "top_p", "min_p")  # steps whose values the entropy router sets
 KOBOLD_CODES = ("top_k", "top_a", "top_p", "tail_free", "typical", "temperature", "repetition_penalty")
 KOBOLD_ORDERS = {"kobold": (6, 0, 1, 2, 3, 4, 5), "koboldcpp": (6, 0, 1, 3, 4, 2, 5)}
-# The steps that KoboldCpp runs in the place of one step of KoboldAI.
+# Step of KoboldAI → the steps that KoboldCpp runs in its place.
 KOBOLDCPP_STEPS = {
     "top_p": ("top_p", "min_p"),
     "temperature": ("dynamic_temperature", "temperature", "smoothing", "top_n_sigma"),
@@ -112,7 +112,9 @@ def active_steps(g: GenerationSection) -> frozenset[str]:
 
 
 def kobold_order(codes: Sequence[int]) -> tuple[str, ...]:
-    """Returns the step names of a KoboldAI `sampler_order`. With the six older codes, the repetition penalty runs first.
+    """Returns the step names of a KoboldAI `sampler_order`.
+
+    An order in the older format has only the codes 0…5. The repetition penalty (code 6) then runs first.
 
     Raises:
       ValueError: the codes are not a permutation of 0…5 or 0…6.

@@ -40,7 +40,8 @@ class LayeredParser(argparse.ArgumentParser):
       sections: the command's own flags by section.
       own: the command's own flags that are in no section.
       settings: dotted path (of a setting or an alias) → its record and flag.
-      most_used: the flags that the first help page shows, without dashes; if empty, every flag that is not a setting.
+      most_used: names (without dashes) of the flags that the first help page shows. If it is empty, the page shows every flag
+        that is not a setting.
     """
 
     def __init__(self, **options: Any):

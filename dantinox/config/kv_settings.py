@@ -18,7 +18,7 @@ Signal = Literal["uniform", "entropy", "coverage", "distance", "loss"]
 NEEDS_BUDGET = Needs(("kv.budget", is_set), ("kv.budget_tokens", is_set))
 NEEDS_SNAPKV = NEEDS_BUDGET, Needs(("kv.policy", "snapkv+ema"))
 NEEDS_AVERAGE = NEEDS_BUDGET, Needs(*(("kv.policy", policy) for policy in AVERAGE_POLICIES))
-# Signals that are measured per query head.
+# The values of `kv.signal` that are measured per query head.
 NEEDS_HEAD_SIGNAL = tuple(("kv.signal", signal) for signal in ("entropy", "coverage", "distance"))
 
 

@@ -439,7 +439,10 @@ class ModelConfig:
         return max(i for i in range(first) if (self.windows[i] is None) == (self.windows[layer] is None))
 
     def kv_projections(self, layer: int) -> int:
-        """Returns the number of projections per key head: 2, or 1 if values equal keys, or 0 if the layer reuses both."""
+        """Returns the number of key and value projections per key head.
+
+        It is 2, or 1 if the values equal the keys, or 0 if the layer reuses the keys and values of another layer.
+        """
         if self.kv_source(layer) is not None:
             return 0
         return 1 if self.k_eq_v and self.windows[layer] is None else 2
@@ -554,7 +557,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
 
 
 def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
-    """Returns the first setting that makes layers share keys and values or differ in the shapes of these, or None."""
+    """Returns the first setting that makes layers share keys and values, or differ in their shapes. None: no such setting."""
     keys = ("kv_shared_layers", "global_head_size", "global_kv_heads")
     return next((f"attention.{key}" for key in keys if getattr(settings, key)), None)
 

@@ -15,7 +15,7 @@ ALIASES = V0_NAMES | FORMER_NAMES  # old dotted path → new dotted path
 # Additional flags of settings: name → dotted path.
 SHORT_NAMES = {"data_path": "data.path"}
 
-# Names in other programs → the setting with the same meaning and another name.
+# Name in other programs → the setting that has the same meaning, but a different name here.
 OTHER_NAMES = {
     "learning_rate": "training.lr",
     "max_steps": "training.steps",
@@ -44,6 +44,9 @@ OTHER_NAMES = {
 
 
 def flat_name(key: str) -> str:
-    """Returns the name of a setting as a flag or a keyword argument. It has no section (`lr`) except for `kv` (`kv_budget`)."""
+    """Returns the name of a setting as a flag or a keyword argument.
+
+    This is the name without its section, such as `lr`. Only settings of `kv` keep the section as a prefix, as in `kv_budget`.
+    """
     section, _, name = key.partition(".")
     return f"kv_{name}" if section == "kv" else name

@@ -54,7 +54,7 @@ class Needs:
         return any(condition(value_of(key)) for key, condition in self.others)
 
     def __str__(self) -> str:
-        """Returns text such as `training.optimizer is adamw or muon`, or `a or b is set` for a shared condition."""
+        """Returns text such as `training.optimizer is adamw or muon`, or `a or b is set` if both have the same condition."""
         keys: dict[str, list[str]] = {}
         alternatives_of: dict[str, list[str]] = {}
         for key, condition in self.others:
@@ -70,7 +70,7 @@ def inactive_settings(
 ) -> dict[str, str]:
     """Returns the settings that differ from their default and have no effect: dotted path → reason (`while … is …`).
 
-    The check of other settings' prerequisites treats an inactive setting as if it had its default.
+    A prerequisite that refers to an inactive setting is checked as if that setting had its default.
     """
     reasons: dict[str, str] = {}
 

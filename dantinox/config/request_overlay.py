@@ -28,15 +28,15 @@ def settings_of(config: Config) -> dict[str, object]:
 def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: Mapping[str, object] | None = None) -> Config:
     """Returns a config with the settings of a request applied to its `generation`, `router` and `kv` sections.
 
-    If a base setting has no effect together with the request, it prints one warning and is reset to its default. Some settings
-    replace each other:
+    Base settings that have no effect together with the request are reset to their defaults, with one warning per reason. Some
+    settings replace each other:
 
     * a preset replaces the base's `sampler_order`, and a `sampler_order` of step names replaces the base's preset;
     * `strategy: entropy` replaces `greedy`;
     * `kv_budget` replaces `kv_budget_tokens`, and the reverse;
     * a base value of the router (`base_top_k`) replaces the chain's value (`top_k`), and the reverse.
 
-    With `strategy: entropy`, a request's temperature of 1 and min_p of 0 become base values of the router.
+    With `strategy: entropy`, a temperature of 1 or a min_p of 0 in the request also becomes a base value of the router.
 
     Args:
       given: name without section → value; the names of the `kv` section are `kv_budget` and so on.
@@ -82,7 +82,11 @@ def _without_superseded(base: Mapping[str, object], request: Mapping[str, object
 
 
 def _with_bases(request: Mapping[str, object], base: Mapping[str, object]) -> dict[str, object]:
-    """Returns a request's settings. With `strategy: entropy`, values that equal chain defaults also set the router's bases."""
+    """Returns a request's settings, completed by base values of the router.
+
+    With `strategy: entropy`, a temperature of 1 or a min_p of 0 also sets the base value, which the router would not take from
+    a value that equals the default of the chain.
+    """
     if request.get("strategy", base.get("strategy")) != "entropy":
         return dict(request)
     defaults = {"temperature": 1, "min_p": 0}

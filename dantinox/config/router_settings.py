@@ -205,7 +205,7 @@ def router_bases(
 
 
 def strategy_intervals(strategy: str, numbers: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Returns metric → open interval in which the conditions of a strategy of `RULES` hold (0: no lower bound)."""
+    """Returns metric → open interval in which the conditions of a strategy of `RULES` hold (a lower end of 0 is no bound)."""
     intervals = dict.fromkeys(("entropy", "varentropy"), (0.0, inf))
     for metric, relation, threshold in RULES[strategy]:
         low, high = intervals[metric]

@@ -40,7 +40,7 @@ def _as_sequence_biases(value: object) -> Any:
 
 
 def _pairs(value: object) -> list[tuple[Any, Any]] | None:
-    """Converts a mapping, `name=bias` strings or pairs to (name, bias) pairs, with -inf for null. Other types return None."""
+    """Converts a mapping, `name=bias` strings or pairs to (name, bias) pairs, with -inf for null; other types to None."""
     if isinstance(value, list | tuple):
         parts = [text.rpartition("=")[::2] if isinstance(text, str) else text for text in value]
         if any(not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] == "" for pair in parts):
@@ -293,7 +293,10 @@ MIROSTAT_STEPS = tuple(name for name, step in STEPS.items() if "mu" in step.read
 
 
 def step_prerequisites(key: str) -> tuple[Needs, ...]:
-    """Returns the prerequisite that one of the steps with this setting is on; empty for a setting that switches a step on."""
+    """Returns the prerequisite of a step's setting: at least one of the steps that use the setting is on.
+
+    The tuple is empty for a setting that itself switches a step on.
+    """
     owners = [step for step in STEPS.values() if key in step.settings]
     if not owners or any(key in step.on for step in owners):
         return ()

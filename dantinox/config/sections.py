@@ -246,7 +246,7 @@ def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
             yield "distributed.process", f"must be less than distributed.processes, got {d.process} and {d.processes}"
 
 
-UNCHECKED = "unchecked"  # validation context of a caller that calls `conflicts` itself
+UNCHECKED = "unchecked"  # validation context with which `Config` skips its checks, because the caller runs them
 
 
 class Config(Section):

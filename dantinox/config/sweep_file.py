@@ -124,7 +124,7 @@ def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any
 
 
 def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yields distinct random choices. With a larger `trials`, the sequence begins with the choices of a smaller `trials`."""
+    """Yields distinct random choices. A larger `trials` extends the sequence without changing its beginning."""
     trials, seed = tree.get("trials", 0), tree.get("seed", 0)
     is_count = isinstance(trials, int) and not isinstance(trials, bool) and 1 <= trials <= MAX_TRIALS
     sentence = f"trials must be an integer in [1, {MAX_TRIALS}] with random, got {quote(tree.get('trials'))}"
@@ -143,7 +143,10 @@ def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, A
 
 
 def _draw(position: float, values: Any, is_integer: bool) -> Any:
-    """Returns the element of a list or the number of a range at a position in [0, 1). Numbers have four significant digits."""
+    """Maps a position in [0, 1) to an element of a list, or to a number of a range.
+
+    Numbers that are not integers are rounded to four significant digits.
+    """
     if isinstance(values, list):
         return values[int(position * len(values))]
     low, high = values["min"], values["max"]

@@ -207,7 +207,11 @@ def inherit_settings(config: Config) -> Config:
 
 
 def _check_start(base: Config, config: Config, keys: Iterable[str], where: Mapping[str, str], init_from: str) -> None:
-    """Raises a UserError if one of the settings `keys` contradicts the weights or the tokenizer of the base."""
+    """Raises a UserError if one of the settings `keys` contradicts the weights or the tokenizer of the run `init_from`.
+
+    Args:
+      base: the settings of that run.
+    """
     before, after = flatten_config(base), flatten_config(config)
     for key in keys:
         section, _, name = key.partition(".")

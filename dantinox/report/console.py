@@ -13,7 +13,7 @@ from dantinox.report.tables import human_count, human_time
 
 Row = Mapping[str, Any]
 PROGRESS_INTERVAL = 5.0  # seconds between two lines of progress
-REPEAT_INTERVAL = 8.0  # seconds without a line after which `steady_progress` repeats the last one
+REPEAT_INTERVAL = 8.0  # seconds without a new line after which `steady_progress` repeats the last line
 
 
 def show_progress(line: str) -> None:
@@ -25,7 +25,10 @@ def show_progress(line: str) -> None:
 def steady_progress(
     show: Callable[[str], None] = show_progress, seconds: float = REPEAT_INTERVAL
 ) -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows a line. After `seconds` without a line, the last one is repeated with its elapsed time."""
+    """Yields a function that shows a line.
+
+    After `seconds` without a new line, the last line is repeated with the time since it was first shown.
+    """
     stopped, lock = threading.Event(), threading.Lock()
     last, started, shown = "starting", time.monotonic(), time.monotonic()
 
@@ -67,7 +70,7 @@ class Progress:
         show(f"{task}: {human_count(total)} {unit}")
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Adds `count` completed units; `note` is appended to the line if one is shown."""
+        """Adds `count` completed units. If it is time to show a line, `note` is appended to the line."""
         self.done, now = self.done + count, time.monotonic()
         if now - self.shown < PROGRESS_INTERVAL:
             return
@@ -80,8 +83,9 @@ class Progress:
 class Console:
     """Prints a line of `key value` pairs per interval and evaluation: `step 250 val_loss 1.9412 bits_per_byte 2.801`.
 
-    The rows are those of the metric files, except that the `train_loss` of an evaluation is shown as `train_loss_since_eval`,
-    because an interval that ends at the same step has a different mean. `seconds_left` is shown as a duration.
+    The rows are those of the metric files. In the line of an evaluation, however, `train_loss` is called
+    `train_loss_since_eval`, to distinguish it from the `train_loss` of an interval that ends at the same step: the two means
+    differ. `seconds_left` is shown as a duration.
     """
 
     def __init__(self, stream: TextIO):

@@ -28,9 +28,11 @@ RAMP = np.array([
     (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140), (40, 174, 128), (94, 201, 98),
     (173, 220, 48), (253, 231, 37),
 ])  # fmt: skip
-# The same ramp in the 256 colors that all terminals share, also with increasing lightness.
+# A similar ramp for terminals with 256 colors. Its lightness increases, too.
 RAMP_256 = (53, 55, 24, 31, 36, 77, 149, 220, 226)
-RAMP_BITS = 8.0  # the end of the ramps; the first bits, where tokens differ most, cover most of a ramp
+# Entropy at the end of the ramps. The position on a ramp is the square root of the entropy's share of this value. So low
+# entropies, where tokens differ most, cover a large part of a ramp.
+RAMP_BITS = 8.0
 WHITE_BELOW = {"truecolor": 1.503, "256": 0.782}  # bits below which white letters have more contrast than black ones (WCAG 2)
 LEGEND_BITS = (0, 0.5, 1, 2, 3, 4, 6, 8)
 MARKS = {"greedy": "ᵍ", "clarify": "ᶜ", "explore": "ᵉ", "resample": "ʳ", "adaptive": "ᵃ"}
@@ -55,7 +57,7 @@ class Glyph(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """Its largest width in terminal cells: some terminals draw joined emoji as one, others side by side."""
+        """The glyph's largest width in terminal cells: joined emoji are one picture in some terminals, several in others."""
         return max(cell_len(self.text), sum(map(cell_len, self.text)))
 
 
@@ -74,7 +76,7 @@ def show_entropy(documents: Sequence[Document], width: int, colors: Colors) -> I
 
     Args:
       documents: as `trace_file` describes them.
-      width: in terminal cells, at least 20.
+      width: the maximum width of a line in terminal cells, at least 20.
       colors: `truecolor` and `256` shade with escape sequences, which each line resets; `none` prints digits below each line.
     """
     width = max(width, 20)
@@ -125,14 +127,14 @@ def _ramp_position(bits: float) -> float:
 
 
 def escape_character(character: str) -> str:
-    """Returns a character, or its visible replacement if a terminal would interpret it, hide it or reorder text by it."""
+    """Returns a character, or its visible replacement if it could control a terminal, be invisible or reorder text."""
     is_unsafe = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     is_joiner = character in (ZERO_WIDTH_NON_JOINER, ZERO_WIDTH_JOINER)
     return PICTURES.get(character, f"<U+{ord(character):04X}>" if is_unsafe and not is_joiner else character)
 
 
 def _pieces(tokens: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """Yields the pieces of a text. Tokens that together form one character get the entropy of the most uncertain one."""
+    """Yields the pieces of a text. Tokens that together form one character get the highest of their entropies."""
     parts: list[Mapping[str, Any]] = []
     for token in tokens:
         parts.append(token)

@@ -19,7 +19,8 @@ from dantinox.report.trackers import Tracker
 
 HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb,mfu,muon_lr"
 COLUMNS = HEADER.split(",")
-MIN_COLUMNS = COLUMNS.index("memory_gb") + 1  # a log with the columns of an older version keeps them
+# An older version wrote fewer columns, but at least these. Its log keeps its columns if a run continues it.
+MIN_COLUMNS = COLUMNS.index("memory_gb") + 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class MetricsLog:
             tracker.end(failed=failure is not None)
 
     def event(self, kind: str, row: Mapping[str, Any]) -> None:
-        """Adds an `interval` of `logging.log_every` steps, or another event, to the JSON lines.
+        """Adds a row to the JSON lines. `kind` is `interval` (of `logging.log_every` steps), or the kind of another event.
 
         The `step` of `row` must not be smaller than that of the previous row.
         """
@@ -88,7 +89,7 @@ class MetricsLog:
 
 
 def _truncate(path: Path, step: int) -> None:
-    """Keeps the header and the leading complete rows up to `step` of a CSV or JSON-lines file; ignores a missing file."""
+    """Shortens a CSV or JSON-lines file to its header and its leading complete rows up to `step`. The file may be missing."""
     content, kept = _read(path), b""
     for line in content.splitlines(keepends=True):
         at = _step_of(line) if kept or path.suffix == ".jsonl" else -1  # a CSV begins with its header
@@ -111,7 +112,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _read(path: Path) -> bytes:
-    """Returns the content of a file, empty for a missing one."""
+    """Returns the content of a file, or no bytes if the file does not exist."""
     with wrap_os_errors(f"cannot read {path}"):
         return path.read_bytes() if path.exists() else b""
 
@@ -122,7 +123,9 @@ def _whole_lines(path: Path) -> str:
 
 
 def read_csv(path: Path) -> list[dict[str, float]]:
-    """Returns the rows of a training log without empty cells and without an incomplete last line; none for a missing file.
+    """Returns the rows of a training log, or no rows if the file does not exist.
+
+    Empty cells and an incomplete last line are left out.
 
     Raises:
       UserError: the file cannot be read or is not a training log.
@@ -135,7 +138,7 @@ def read_csv(path: Path) -> list[dict[str, float]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics file without an incomplete last line; none for a missing file.
+    """Returns the rows of a metrics file, or no rows if the file does not exist. An incomplete last line is left out.
 
     Raises:
       UserError: the file cannot be read or is not JSON lines.

@@ -26,7 +26,7 @@ DIGITS = 5  # significant digits of the numbers in the page
 EXACT_DIGITS = {
     "entropy": 9,
     "varentropy": 9,
-}  # digits that represent a float32 exactly: the router compares these with thresholds
+}  # the router compares these two with thresholds, so they need enough digits to represent a float32 exactly
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -60,7 +60,7 @@ def _page(data: Mapping[str, Any]) -> str:
 
 
 def html_fragments() -> dict[str, str]:
-    """Returns the HTML that the report and the server's web page share, by the placeholder's name in their templates."""
+    """Returns the HTML that the report and the server's web page share: name of the placeholder in their templates → HTML."""
     return {"plots": read_asset("page_plots.html"), "words": read_asset("page_words.html")}
 
 
@@ -117,7 +117,7 @@ def _word_index(token: Mapping[str, Any], words: Words) -> int:
 
 
 def _shorten(value: Any, digits: int = DIGITS) -> Any:
-    """Rounds a float to `digits` significant digits; returns None for a non-finite one and any other value unchanged."""
+    """Rounds a finite float to `digits` significant digits. Other floats become None, and other values stay unchanged."""
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):

@@ -182,7 +182,10 @@ def _add_tokens(axes: Any, per_step: float) -> None:
 def study_files(
     name: str, study: Any, csv: Callable[[Any], str], markdown: Callable[[Any], str], draw: Callable[[Any], bytes]
 ) -> dict[str, Callable[[], str | bytes]]:
-    """Returns functions that create the content of a study's files, by file name. The plot, which needs matplotlib, is last."""
+    """Returns file name → function that creates the content, for each file of a study.
+
+    The plot comes last, because it alone needs matplotlib.
+    """
 
     def as_json(study: Any) -> str:
         return json.dumps(asdict(study), indent=1, allow_nan=False) + "\n"

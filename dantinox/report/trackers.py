@@ -1,7 +1,7 @@
 """Experiment trackers: TensorBoard and Weights & Biases.
 
-They receive the samples, the settings, and the numbers of the rows, with names such as `interval/train_loss` and
-`evaluation/val_loss`.
+They receive the generated texts, the settings, and the numbers in the rows of `metrics.jsonl`, with names such as
+`interval/train_loss` and `evaluation/val_loss`.
 
 `begin(step, last_step, rows)` is called before the first row, and whenever the run returns to an earlier step, which
 invalidates the rows after `step`. `last_step` is the last step that had a row on disk before the call. `rows` are the rows up
@@ -52,7 +52,8 @@ class _TensorBoard:
     """
 
     def __init__(self, folder: Path, config: Config):
-        # The synchronous part of the library. SummaryWriter passes rows to a thread, and a killed process loses some of them.
+        # This part of the library writes synchronously. `SummaryWriter` would pass rows to a thread, so a killed process would
+        # lose some of them.
         self.files = _library("tensorboardX.event_file_writer", "tensorboard")
         self.events = _library("tensorboardX.proto.event_pb2", "tensorboard")
         self.summary = _library("tensorboardX.summary", "tensorboard")
@@ -67,7 +68,7 @@ class _TensorBoard:
             self.writer = self.files.EventsWriter(str(self.folder / "events"), f".{time.time_ns()}")
         if not new:
             restart = self.events.SessionLog(status=self.events.SessionLog.START)
-            self._write(step + 1, session_log=restart)  # invalidates earlier events from this step on
+            self._write(step + 1, session_log=restart)  # invalidates this step and later ones in earlier files
             return
         settings = {
             key: x if isinstance(x, int | float | str) else str(x)
@@ -107,8 +108,8 @@ def _verbatim(text: str) -> str:
 class _WeightsAndBiases:
     """Logs all sessions of a run to one Weights & Biases run. `wandb/dantinox.json` has its id and last logged step.
 
-    Weights & Biases does not accept a step twice, so steps that it already has are skipped. Online, the service reports its
-    last step; offline, it is the last step that this machine has logged.
+    Weights & Biases does not accept a step twice, so all steps up to the last logged one are skipped. Online, the service
+    reports the last logged step. Offline, the step is the last one that this machine has logged.
     """
 
     def __init__(self, folder: Path, config: Config):

@@ -12,8 +12,8 @@ The threads and their responsibilities:
 * `prepare` (one thread) builds the sampling parameters and the constraint of each request.
 * `engine` (one thread) runs `Engine.step`. Only this thread uses the batch and the cache on the device.
 * `compile` (one thread) compiles the programs that a request needs and that the warm-up did not compile: programs for the
-  entropy router and for prompt log-probabilities. There are at most a dozen. The decode program that the warm-up compiles
-  supports every order of sampling steps.
+  entropy router and for prompt log-probabilities. There are at most a dozen such programs. The decode program that the warm-up
+  compiles supports every order of sampling steps.
 
 `Engine.lock` guards the scheduler and the table of jobs; `_lock` guards the state of this class. A thread that holds `_lock`
 may acquire `Engine.lock`, but not the reverse. No lock is held during a computation.
@@ -43,7 +43,7 @@ from dantinox.sampling import StepInfo
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
 
-MAX_CACHED_LENGTH = 4096  # characters of settings whose configuration is cached
+MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its settings have at most this many characters
 
 log = logging.getLogger("dantinox.serve")
 
@@ -135,13 +135,14 @@ class AsyncEngine:
         self._thread.start()
 
     def settings(self, overrides: Mapping[str, object]) -> Config:
-        """Returns the server's configuration with a request's settings applied; `n` is 1 unless they set it.
+        """Returns the server's configuration with a request's settings applied; `n` is 1 unless the request sets it.
 
         Raises:
           UserError: a name or value is wrong, or a setting can only be set when the server starts.
         """
         seed = overrides.get("seed")
-        has_plain_seed = type(seed) is int and 0 <= seed < 2**32  # the cache key omits such a seed: each one would add an entry
+        # The cache key omits such a seed, because otherwise every new seed would add an entry to the cache.
+        has_plain_seed = type(seed) is int and 0 <= seed < 2**32
         rest: Mapping[str, object] = {name: value for name, value in overrides.items() if name != "seed" or not has_plain_seed}
         key = CacheKey(rest, rest)
         config: Config = self._cached_config(key) if len(key.text) <= MAX_CACHED_LENGTH else self._apply_overrides(key)
@@ -192,7 +193,7 @@ class AsyncEngine:
         return Status(self._state, self._doing, *load, self._batch.context, counters)
 
     async def drain(self, seconds: float) -> None:
-        """Stops accepting requests and returns when all are complete. After `seconds`, cancels the remaining ones."""
+        """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
         with self._lock:
             if self._state in ("ready", "loading"):
                 self._state, self._doing = "draining", "it accepts no more requests"
@@ -210,7 +211,8 @@ class AsyncEngine:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        for executor in (self._preparer, self._compiler):  # wait: a process that exits during a compilation is aborted
+        # Wait for a running compilation: a process that exits during one is aborted.
+        for executor in (self._preparer, self._compiler):
             executor.shutdown(cancel_futures=True)
 
     # --- the threads `prepare` and `compile`
@@ -225,7 +227,10 @@ class AsyncEngine:
         self._wake.set()
 
     def _request_compilation(self, config: Config, echo: bool) -> None:
-        """Queues the compilation of a request's programs once. The engine calls it for each request that waits for them."""
+        """Queues the compilation of a request's programs unless it is queued or running already.
+
+        The engine calls this method for every request that waits for its programs.
+        """
         program = self._batch.program_key(config), echo
         if program in self._failed:
             raise RequestFailed("the programs for these settings could not be compiled")
@@ -273,7 +278,7 @@ class AsyncEngine:
             self._responders.clear()
 
     def _deliver(self, output: Output) -> None:
-        """Passes an output to its stream. An error here ends only this request."""
+        """Passes an output to its stream. An error in this method ends only the request of this output."""
         responder = self._responders.get(output.job)
         if responder is None:
             return

@@ -4,23 +4,23 @@ from dataclasses import dataclass
 
 MAX_QUEUED_REQUESTS = 64  # requests that may wait for a slot (`--queue`); a further request gets `errors.Busy`
 MAX_CONNECTIONS = 1000  # open connections; a request on a further connection gets the error `overloaded`
-DRAIN_SECONDS = 30.0  # for running responses after the first signal
+DRAIN_SECONDS = 30.0  # time after the first signal in which running responses may be completed
 ABORT_SECONDS = 4.0  # from the second signal to the end of the process
-FAULT_SECONDS = 2.0  # from a failure of the engine until the server stops, so that clients get error responses and /health
+FAULT_SECONDS = 2.0  # from a failure of the engine until the server stops; until then, clients get error responses
 
 # Bodies.
 MAX_DEPTH = 32  # of nested JSON lists and objects
 MAX_DIGITS = 20  # characters of a JSON integer, including its sign
-DRAIN_FACTOR = 16  # a body of up to this multiple of the limit is read, so that its sender receives the error
+DRAIN_FACTOR = 16  # a body that is too large is still read up to this multiple of the limit, so that its sender gets the error
 THREAD_THRESHOLD = 1 << 14  # larger bodies (bytes) and prompts (characters) are processed on a thread
-LOG_SECONDS = 60.0  # between two equal log lines
-LOG_LINES = 256  # different log lines in that time
+LOG_SECONDS = 60.0  # minimum time between two equal log lines
+LOG_LINES = 256  # maximum number of different log lines in `LOG_SECONDS`
 
 # One request.
 MAX_PROMPTS = 64  # of one completion request
-MAX_SAMPLES = 16  # `n`
+MAX_SAMPLES = 16  # the value of `n`
 MAX_STOPS, MAX_STOP_LENGTH = 32, 512  # number of stop strings, and characters of each
-MAX_NUMBER = 2**32  # absolute value of a number in a setting: the product of two is finite in float32
+MAX_NUMBER = 2**32  # absolute value of a number in a setting; the product of two such numbers is finite in float32
 # Entries of a setting that is a list or a map. `generation.slot_batch` has the same limits for its arrays.
 MAX_ENTRIES = 1024
 MAX_ENTRIES_OF = {"bad_words": 256, "sequence_bias": 256, "stop_token_ids": 32, "dry_breakers": 8192}

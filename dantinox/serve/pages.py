@@ -62,7 +62,7 @@ def _static_route(path: str, text: str, media_type: str) -> Route:
 
 
 def lite_routes(service: Service) -> list[Route]:
-    """Returns the route `/lite` if `--lite` is set. The route serves that file, or `index.html` in that folder.
+    """Returns the route `/lite` if `--lite` is set. It serves the file that `--lite` names, or `index.html` in the folder.
 
     Raises:
       UserError: `--lite` is neither a file nor a folder with an `index.html`.

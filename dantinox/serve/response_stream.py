@@ -48,7 +48,7 @@ class ResponseStream:
         raise StopAsyncIteration if item is None else item
 
     def cancel(self) -> None:
-        """Frees the request's slots within a chunk. Unfinished samples end with `cancelled`."""
+        """Frees the request's slots after at most one chunk of decoding steps. Unfinished samples end with `cancelled`."""
         self._cancel()
 
     # The engine calls the following methods, from any thread.

@@ -34,7 +34,7 @@ class RunnableEngine(EngineProtocol, Protocol):
         """Starts loading and the warm-up; returns immediately."""
 
     async def drain(self, seconds: float) -> None:
-        """Stops accepting requests and returns when all are complete, or cancelled after `seconds`."""
+        """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
 
     def close(self) -> None:
         """Stops the engine immediately; incomplete requests get an error."""
@@ -57,8 +57,9 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(app: ASGIApp, engine: RunnableEngine, listener: socket.socket, limits: Limits, ready: Callable[[], None]) -> int:
     """Serves until a signal or a failure of the engine; returns the exit code.
 
-    SIGTERM and SIGINT drain the engine for at most `DRAIN_SECONDS`, during which new requests get 503; the exit code is then 0.
-    A second signal ends the server immediately. After a second signal or an engine failure, the exit code is `EXIT_FAILED`.
+    After SIGTERM or SIGINT, running responses have `DRAIN_SECONDS` to be completed, and new requests get the status 503. The
+    server then ends with the exit code 0. A second signal ends the server immediately. After a second signal or an engine
+    failure, the exit code is `EXIT_FAILED`.
 
     Args:
       app: the ASGI application.

@@ -14,8 +14,8 @@ from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.limits import MAX_DEPTH, MAX_DIGITS
 
-MAX_ALTERNATIVES = 20  # reported with a token
-# Unsupported fields of OpenAI's API that would change the response, each with its values that have no effect.
+MAX_ALTERNATIVES = 20  # maximum number of alternatives reported with a token
+# Unsupported fields of OpenAI's API that would change the response → their values that are accepted, as they have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
@@ -28,9 +28,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class StrictBody(BaseModel):
-    """An object in a body. Null means an absent field, values are not converted, and unknown fields are kept in `model_extra`.
+    """An object in a body. A null field counts as absent, values are not converted, and `model_extra` has the unknown fields.
 
-    `unsupported` has the unsupported fields that would change the response, each with its values that have no effect.
+    `unsupported` maps each unsupported field that would change the response to its values that are accepted, because they have
+    no effect.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())

@@ -104,7 +104,7 @@ async def parse(
 def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> dict[str, Any]:
     """Returns the settings of banned tokens and biases, including the bans of the server's settings.
 
-    A string of one character bans every token that contains it. Of a longer string, only its usual tokenization is banned.
+    A string of one character bans every token that contains it. For a longer string, only its usual token sequence is banned.
     """
     texts, ids = body.banned_tokens or (), list(body.custom_token_bans or ())
     check_ids(tokenizer, ids, "custom_token_bans")
@@ -202,15 +202,18 @@ class Generation(Reply):
 
 
 def _event(name: str, content: JSON) -> bytes:
-    """Formats an event as Lite parses it: both lines, plain line feeds, and ASCII, because other characters may end a line."""
+    """Formats an event as Lite parses it: a line `event` and a line `data`, which end with plain line feeds.
+
+    The text is ASCII, because some other characters can end a line.
+    """
     return f"event: {name}\ndata: {json.dumps(content, ensure_ascii=True, allow_nan=False)}\n\n".encode()
 
 
 class Generations:
     """The running and the recently finished generations, which other requests can query or abort.
 
-    A request without a key must not see another client's generation. It finds a generation only if that has no key and is the
-    only running one.
+    A request without a key must not see another client's generation. Therefore it finds a generation only if exactly one is
+    running and this one has no key.
     """
 
     def __init__(self) -> None:
@@ -223,7 +226,7 @@ class Generations:
         self._kept = [*self._recent(), generation]
 
     def find(self, key: str, *, live: bool = False) -> list[Generation]:
-        """Returns the generations of a key, the newest last; only running ones if `live`."""
+        """Returns the generations of a key, the newest last. With `live`, returns only generations that are running."""
         self._kept = self._recent()
         running = [one for one in self._kept if one.ended is None]
         if not key:
@@ -232,7 +235,7 @@ class Generations:
 
     def finish(self, generation: Generation) -> None:
         self.last = generation
-        if not generation.key:  # no request can refer to it
+        if not generation.key:  # without a key, no request can refer to an ended generation
             self._kept = [one for one in self._kept if one is not generation]
 
     def _recent(self) -> list[Generation]:

@@ -15,7 +15,7 @@ from dantinox.generation.constraints import Constraint
 from dantinox.serve.limits import MAX_SAMPLES
 from dantinox.serve.protocols.bodies import StrictBody, parse_json
 
-MAX_ALTERNATIVES = 5  # reported with a token
+MAX_ALTERNATIVES = 5  # maximum number of alternatives reported with a token
 MAX_BANS, MAX_BAN_LENGTH = 64, 512  # number of banned strings, and characters of each
 MAX_KEY_LENGTH = 256
 FILTERS_OFF: dict[str, object] = {
@@ -38,7 +38,7 @@ def _to_integer(value: Any) -> Any:
 
 
 def _to_texts(value: Any) -> Any:
-    """Converts a string or list to a tuple of strings, without the empty ones of unfilled forms."""
+    """Converts a string or list to a tuple of strings. Drops empty strings, which come from unfilled forms."""
     if isinstance(value, str):
         return (value,) if value else ()
     return tuple(text for text in value if text not in ("", None)) if isinstance(value, list) else value
@@ -218,7 +218,8 @@ class GenerateBody(StrictBody):
         """Returns the settings of the request, for `EngineProtocol.settings`.
 
         Values that disable a step in KoboldCpp disable it here, and parameters of a disabled step are omitted. Settings without
-        a KoboldCpp name keep their names. With the entropy router, only the penalties of a request apply.
+        a KoboldCpp name keep their names. With the entropy router, the KoboldCpp fields for temperature and truncation are
+        ignored, but those for penalties apply.
 
         Args:
           base: the generation settings of the server.
@@ -243,7 +244,7 @@ class GenerateBody(StrictBody):
             found["repetition_penalty"] = max(penalties) or 1.0
         if self.presence_penalty is not None:
             found["presence_penalty"] = self.presence_penalty
-        if self.rep_pen_range == 0:  # disables the penalties in KoboldCpp, but means all tokens here
+        if self.rep_pen_range == 0:  # this disables the penalties in KoboldCpp, but means all tokens in DantinoX
             return {"repetition_penalty": 1.0, "presence_penalty": 0.0}
         if found.get("presence_penalty"):
             found["presence_scope"] = "all"
@@ -293,7 +294,7 @@ class GenerateBody(StrictBody):
         return int(base.mirostat if self.mirostat is None else max(self.mirostat, 0))
 
     def _filters(self, base: GenerationSection) -> dict[str, object]:
-        """Returns the settings of the truncation steps and their order. Mirostat disables all others, as in KoboldCpp."""
+        """Returns the settings of the truncation steps and their order. Mirostat disables the other steps, as in KoboldCpp."""
         found: dict[str, Any] = {}
         if self.sampler_order:
             found |= {"preset": "koboldcpp", "sampler_order": list(self.sampler_order), **STEPS_OFF}

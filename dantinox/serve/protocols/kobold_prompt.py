@@ -9,7 +9,7 @@ from dantinox.generation import LoadedModel
 from dantinox.serve.errors import RequestError
 from dantinox.text import ChatTemplate, Tokenizer
 
-MIN_TOKENS = 16  # minimum of `max_context_length`, and of the prompt that remains after a long memory
+MIN_TOKENS = 16  # smallest `max_context_length`, and smallest number of prompt tokens kept after a long memory
 PLACEHOLDER = re.compile(r"\n?\{\{\[(INPUT|OUTPUT|SYSTEM|INPUT_END|OUTPUT_END|SYSTEM_END)\]\}\}\n?")
 # The tags of a model without a chat template, as in KoboldCpp.
 DEFAULT_TAGS = {"INPUT": "\n### Instruction:\n", "OUTPUT": "\n### Response:\n", "SYSTEM": "\n### Instruction:\n"}
@@ -46,7 +46,11 @@ class Placeholders:
         return PLACEHOLDER.sub(tag, text)
 
     def fill_all(self, memory: str, prompt: str, stops: Sequence[str]) -> tuple[frozenset[int], str, str, tuple[str, ...]]:
-        """Replaces all placeholders; returns the ids that end a turn (none without placeholders), memory, prompt and stops."""
+        """Replaces the placeholders in all texts.
+
+        Returns:
+          The token ids that end a turn (none if the texts have no placeholders), memory, prompt and stop strings.
+        """
         has_placeholder = any(map(PLACEHOLDER.search, (memory, prompt, *stops)))
         ends = self._template.end_ids if self._template and has_placeholder else frozenset()
         prompt = self.fill(prompt, not memory.strip())

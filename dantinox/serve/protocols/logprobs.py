@@ -8,7 +8,7 @@ from dantinox.serve.protocols.token_text import token_bytes, token_name
 from dantinox.text import Tokenizer
 
 MIN_LOGPROB = -9999.0  # replaces −∞, which JSON cannot represent
-PREFIX_TOKENS = 16  # last tokens of a prompt, which determine the text of the next token
+PREFIX_TOKENS = 16  # number of last prompt tokens that are enough to determine the text of the next token
 
 Logprobs = dict[str, Any]  # name → list
 # (tokenizer, request, first text of the choice) → function that formats successive records of one choice
@@ -16,7 +16,10 @@ LogprobsFormatter = Callable[[Tokenizer, GenerationRequest, str], Callable[[Sequ
 
 
 class CompletionLogprobs:
-    """Formats the log-probabilities of one choice of a completion. A call continues after the records of the previous call."""
+    """Formats the log-probabilities of one choice of a completion.
+
+    Each call gets the records that follow those of the previous call.
+    """
 
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, head: str):
         self._tokenizer, self._offset = tokenizer, 0

@@ -67,7 +67,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     service.check_model(body.model)
     config = service.settings(body.settings(body.max_tokens))
     tokenizer = service.tokenizer
-    # Refuse token ids that do not fit the context before `prompt_ids` checks each of them.
+    # Refuse a prompt that is too long for the context before `prompt_ids` checks each of its token ids.
     _check_lengths(service, (prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
     prompts = await prompt_ids(service.model, body.prompt)
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
