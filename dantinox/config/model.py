@@ -292,7 +292,7 @@ class ExpertsConfig:
       count: experts per layer; each token uses `top_k` of them.
       shared_dim: width of the shared expert layer (0: no such layer); `shared_gate`: whether this layer has a gate.
       score: function that turns router logits into scores. `normalize`: whether the weights of a token sum to 1. `scaling`:
-        factor on the weights.
+        factor by which these weights are multiplied.
       bias: whether a bias affects the choice of experts (see `model.moe.Router`); `logit_bias`: whether the logits have a bias.
       branch_norms: whether experts and the shared layer have separate norms (see `model.moe.BranchedExperts`).
       groups: number of expert groups; a token uses experts of the `top_groups` groups with the highest `group_score`.

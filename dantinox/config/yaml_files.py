@@ -198,7 +198,9 @@ def build_training(
 
 
 def inherit_settings(config: Config) -> Config:
-    """Copies model and tokenizer settings that `config` does not set from the run `training.init_from`.
+    """Returns `config`, completed by settings of the run `training.init_from` if there is such a run.
+
+    Model and tokenizer settings that `config` does not set are copied from that run.
 
     Raises:
       UserError: as for `build_training`.

@@ -1,8 +1,8 @@
 """Generated text in a terminal, with each token shaded by the entropy of its distribution.
 
-Shades go from dark to light (viridis, which color-blind readers can distinguish) with black or white letters, so that they
-are readable on dark and light terminals. Without colors, a line of digits below each line of text shows the entropies in whole
-bits, and a line of letters below that shows the strategies.
+Shades go from dark to light (viridis, which color-blind readers can distinguish) with black or white letters, so that
+text is readable on dark and light terminals. Without colors, a line of digits below each line of text shows the entropies in
+whole bits, and a line of letters below the digits shows the strategies.
 
 Generated text cannot control the terminal: control characters are shown as symbols (␛), and other characters that can hide or
 reorder text as `<U+202E>`. A line break is shown as ↵.

@@ -54,7 +54,8 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
 
     Args:
       logs: name of a run → paths of its CSV and JSON lines.
-      by: the x axis, a key of `BY`. `time` counts only steps, not startup, compilation, evaluations or checkpoints.
+      by: the x axis, a key of `BY`. `time` is the time in training steps, without startup, compilation,
+        evaluations and checkpoints.
 
     Raises:
       UserError: matplotlib is not installed, a run has no loss yet, or a file cannot be read or written.

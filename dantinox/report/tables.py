@@ -18,8 +18,8 @@ class Column(NamedTuple):
       heading: heading in text and Markdown.
       value: returns a row's cell: text, a number or None; with `interval` set, [value, low, high] or None.
       form: format specification of a number; numbers of 100 and more have no decimals.
-      interval: whether the value has an interval. CSV then has three columns, and Markdown shows both ends.
-      spread: whether text shows half the width of the interval after the value.
+      interval: whether the value has an interval. The CSV table then has three columns for it, and Markdown shows both ends.
+      spread: whether the text table shows half the width of the interval after the value.
     """
 
     name: str

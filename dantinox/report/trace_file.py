@@ -1,15 +1,16 @@
 """The file of `--trace`: one line of JSON per token.
 
 Each sample is a document: a dict with `prompt`, `text`, `seed`, `finish_reason`, `strategy`, `settings`, `router`, `stats`,
-`vocab_size` and `tokens`, a list of dicts. In the file it becomes the lines
+`vocab_size` and `tokens`, a list of dicts. In the file, it becomes one line for the sample, with the number of its tokens, and
+one line for each token:
 
     {"kind": "sample", "sample": 0, "prompt": …, "text": …, …, "tokens": 64}
     {"kind": "token", "sample": 0, "step": 0, "position": 12, "id": 31, "text": " di", "entropy": 0.83, …}
 
-one for the sample, with the number of its tokens, and one for each token. `sample` counts the samples of the file and `step`
-the tokens of a sample, both from 0. `position` is the token's position in the context, including the prompt. A token's
-`alternatives` are lists `[id, text, logprob, logprob_sampled]`, with the most likely first. Its `candidates` are lists
-`[id, text, logprob, score]` in the order of their draws. All other values are numbers, strings or booleans.
+`sample` is the index of the sample in the file, and `step` the index of the token in its sample, both from 0. `position` is
+the token's position in the context, including the prompt. A token's `alternatives` are lists
+`[id, text, logprob, logprob_sampled]`, with the most likely first. Its `candidates` are lists `[id, text, logprob, score]` in
+the order of their draws. All other values are numbers, strings or booleans.
 `pandas.read_json(path, lines=True).query("kind == 'token'")` returns a table of the tokens.
 
 The files are strict JSON: infinite numbers and NaN are null.

@@ -116,7 +116,7 @@ class AsyncEngine:
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
         self._engine.compile = self._request_compilation
         self._responders: dict[Job, _Responder] = {}
-        # Applying settings takes a millisecond, and clients often send the same ones.
+        # Applying settings takes a millisecond, and clients often send the same settings again.
         self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._state, self._doing, self._closing = "loading", "warming up", False

@@ -16,9 +16,10 @@ from dantinox.serve.limits import MAX_CONNECTIONS, Limits
 def connection_protocol(limits: Limits) -> type[H11Protocol]:
     """Returns the protocol class for `uvicorn.Config(http=…)`.
 
-    It adds what uvicorn lacks: timeouts for the first request of a connection, for an incomplete request head, and for a client
-    that stops reading, and JSON responses to too many connections and to malformed requests. uvicorn's option
-    `h11_max_incomplete_event_size` limits the size of an incomplete head; `middleware.Guard` limits that of a complete one.
+    It adds timeouts that uvicorn lacks: for the first request of a connection, for an incomplete request head, and for a client
+    that stops reading. It also sends a JSON response if there are too many connections, or if a request is malformed. uvicorn's
+    option `h11_max_incomplete_event_size` limits the size of an incomplete head; `middleware.Guard` limits the size of a
+    complete head.
     """
 
     class Connection(H11Protocol):

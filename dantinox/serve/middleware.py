@@ -99,8 +99,9 @@ class Guard:
         if found is None or not _is_allowed(found[1].removesuffix("."), hosts_allowed):
             raise http_error("host", escape_name(host))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            # A web page of another site can send requests to this server through DNS rebinding, or as cross-origin requests
-            # whose responses it cannot read. Browsers send the page's origin in the header Origin.
+            # A web page of another site can send requests to this server: through DNS rebinding, or as cross-origin requests,
+            # which have an effect although the page cannot read the responses. Browsers send the page's origin in the header
+            # Origin.
             allowed = self._options.origins
             for origin in map(str.lower, values(b"origin")):
                 if origin not in allowed and "*" not in allowed and urlsplit(origin).netloc != host:

@@ -111,7 +111,7 @@ def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context
 
 
 def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Splits stop strings into texts and token ids. A string that starts with a special token's name becomes its id."""
+    """Splits stop strings into texts and token ids. A string that starts with a special token's name becomes the token's id."""
     texts, ids = [], []
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     for stop in stops:

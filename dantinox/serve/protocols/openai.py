@@ -115,7 +115,8 @@ class ReplyFormat(NamedTuple):
       id: prefix of the response's id.
       object, chunk_object: value of the field `object` in a complete response, and in a chunk of a streamed response.
       logprobs: formats the log-probabilities of a choice.
-      message, delta: functions from the complete text of a choice, or from a delta of it, to the fields of the choice.
+      message: function from the complete text of a choice to the fields of the choice.
+      delta: function from a delta of the text to the fields of the choice in a chunk.
       opening: fields of the first chunk of each choice, which is sent before any text; None: no such chunk.
     """
 
