@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _discard_output() -> None:
-    """Redirects stdout to the null device, because nothing more can be written, not even by the interpreter's last flush."""
+    """Redirects stdout to the null device, so that further writes and the interpreter's last flush do not fail."""
     with contextlib.suppress(OSError):  # a stream in memory has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -61,7 +61,7 @@ def _value(key: str, value: str | list[str]) -> Any:
                 parsed = json.loads(value[0])
                 is_string_list = isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed)
                 if is_string_list or not any(get_args(kind)[:1] == (str,) for kind in kinds if get_origin(kind) is tuple):
-                    return parsed  # otherwise it is a string, such as `[1]` in a list of strings
+                    return parsed  # otherwise the text is kept: `[1]` is a string in a list of strings
         texts = [_unescape(text) for text in value] if key.startswith("generation.") else value
         if all(get_origin(kind) is tuple and set(_members(get_args(kind)[0])) <= {int, float, bool} for kind in kinds):
             return [parse_value(text) for text in texts]

@@ -557,7 +557,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
 
 
 def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
-    """Returns the first setting that makes layers share keys and values, or differ in their shapes. None: no such setting."""
+    """Returns the first setting by which layers share keys and values or have keys and values of different shapes, or None."""
     keys = ("kv_shared_layers", "global_head_size", "global_kv_heads")
     return next((f"attention.{key}" for key in keys if getattr(settings, key)), None)
 

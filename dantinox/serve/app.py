@@ -88,7 +88,7 @@ def server_routes(engine: EngineProtocol, metrics: Metrics) -> list[Route]:
     async def health(request: Request) -> Response:
         """Returns the state of the server; the status is 200 if it accepts requests, else 503."""
         status = engine.status()
-        doing = status.doing if status.state != "failed" else "see the server's log"  # anybody can read this: it needs no key
+        doing = status.doing if status.state != "failed" else "see the server's log"  # no details: this path needs no key
         content = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}
         content |= {"busy": status.busy, "queued": status.queued}
         return JSONResponse(content, 200 if status.state == "ready" else 503)
