@@ -85,7 +85,8 @@ def calibrate_kv(
     Args:
       sequences: number of sequences to read; fewer if the text has fewer distinct ones.
       length: maximum tokens of a sequence; None: `LENGTH` or the model's context, whichever is smaller.
-      data_path: the text, in the form of `data.path` (only the beginning of a long one); None: the run's training tokens.
+      data_path: the text, in the form of `data.path`; of a long text, only the beginning is used. None: the run's training
+        tokens.
       seed: selects the sequences.
       output: write to this file instead of the run directory.
       from_results: measure nothing and import this file of format 1 or 2, which must describe this model.

@@ -45,7 +45,7 @@ class RouterCalibration:
       measured: the numbers named in `CALIBRATED_THRESHOLDS`; see `thresholds`.
       quantiles: the percentiles `percent` of `entropy` (bits) and `varentropy` (bits²).
       density: a histogram over entropy and varentropy; see `density`.
-      shares: preset → strategy → its share of the positions, without the attention metrics.
+      shares: preset → strategy → share of the positions where the router chooses it, if attention metrics are ignored.
     """
 
     weights: str

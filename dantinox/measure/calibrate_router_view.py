@@ -110,10 +110,11 @@ def _draw(axes: Any, calibration: RouterCalibration, preset: str) -> None:
 
 
 def max_varentropy(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns H and V of the distributions with the largest V for their H: one token has p, all others are equal.
+    """Returns H and V of the distributions with the largest varentropy V for their entropy H.
 
+    In these distributions, one token has probability p and all others have equal probabilities.
     At the maximum of V for a given H, log p of every token solves the same quadratic equation (Lagrange multipliers). So a
-    maximum has at most two different probabilities. V is largest if a single token has the larger one.
+    maximum has at most two different probabilities. V is largest if a single token has the larger of the two.
     """
     others = max(vocab_size - 1, 1)
     odds = np.linspace(-30, 40, 1400)  # ln(p / (1 - p)), dense where the curve is steep

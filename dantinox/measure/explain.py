@@ -136,7 +136,11 @@ def explain(run: LoadedModel, prompt: str | Sequence[int], settings: Mapping[str
 def _trace_steps(
     model: Transformer, tokens_1T: jax.Array, length: jax.Array, params: SamplingParams, state: SamplerState
 ) -> tuple[jax.Array, Route | None, jax.Array, jax.Array]:
-    """Returns the logits `[S, V]` after each step and the route of the first sample; each sample's token; which were forced."""
+    """Runs the sampling chain on the logits after the prompt.
+
+    Returns:
+      The first sample's logits after each step, `[S, V]`, and its route; the token of each sample; whether each was forced.
+    """
     x_1TD, _, aux = dequantize(model).hidden(tokens_1T, padded_positions(tokens_1T, length[None]), probe=make_probe(params))
     outputs = dequantize(model).logits(x_1TD[:, length - 1]), attention_metrics(params, aux)
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), outputs)

@@ -21,7 +21,7 @@ BEFORE, REMOVED, AFTER, ACCENT = "#c9ced6", "#eceef1", "#0072b2", "#d55e00"
 
 
 def explanation_lines(explanation: Explanation, width: int = 100) -> Iterator[str]:
-    """Yields the table of tokens, the table of steps and the samples, in lines of at most `width` if a column fits.
+    """Yields the table of tokens, the table of steps and the samples, in lines of at most `width` if a column fits in it.
 
     Only steps that change the distribution get a column. If not all columns fit side by side, the table
     continues below and repeats the tokens.
@@ -73,7 +73,7 @@ def _probabilities(explanation: Explanation) -> Iterator[list[str]]:
 
 
 def _column_heading(step: Step) -> str:
-    """Returns the name of a step in lines that fit a column, and its setting if it has exactly one number."""
+    """Returns the name of a step in lines that fit a column, and the value of its setting if it has exactly one number."""
     lines = [line.replace(" ", "_") for line in textwrap.wrap(step.name.replace("_", " "), COLUMN)]
     values = list(_nondefault_settings(step).values())
     if len(values) == 1 and not isinstance(values[0], str):

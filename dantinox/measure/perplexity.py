@@ -1,8 +1,9 @@
 """`dantinox eval ppl`: perplexity and bits per byte of a text, in sliding windows.
 
 The windows follow Hugging Face's guide "Perplexity of fixed-length models". Each window begins `stride` tokens after the
-previous one and scores only the tokens that no earlier window has scored. So each token is scored once, with at least
-`context − stride` tokens before it. Tokens in the first window of a document have all tokens of the document before them.
+previous one and scores only the tokens that no earlier window has scored. So each token is scored once. After
+the first window of a document, a scored token sees at least `context − stride` earlier tokens. In the first window, it
+sees all earlier tokens of the document.
 """
 
 import math
@@ -33,7 +34,8 @@ from dantinox.report.console import Progress
 class Perplexity:
     """The result of `eval ppl`.
 
-    Each document begins with the BOS token if `bos_ids` returns one and has no EOS token. No token sees another document.
+    Each document begins with the BOS token, if `bos_ids` returns one. It does not end with an EOS token. No token sees another
+    document.
 
     Attributes:
       nats: mean −ln p of a scored token.

@@ -19,7 +19,7 @@ from dantinox.measure.hlo import Instruction, instructions
 from dantinox.report.tables import Column, percent, text_table, wrap_lines
 
 CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}  # their contents are traced separately
-# The kind of an operation is the first kind here with an opcode that the operation contains.
+# Kind → its opcodes. An operation has the first of these kinds that has an opcode in common with it.
 KINDS = {
     "matmul": ("dot", "convolution", "ragged-dot"),
     "collective": ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),
@@ -143,7 +143,8 @@ def _program_texts(names: set[str]) -> Iterator[tuple[str, str]]:
 def rank_operations(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operation]:
     """Groups operations by kind and origin, most expensive first, without containers such as loops.
 
-    Several programs can have the same name. A run is assigned to the one that has the most of its operations.
+    Several programs can have the same name. A run in the trace is assigned to the program that contains the most
+    of the operations in that run.
     """
     groups: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
     for (name, _), times in runs.items():

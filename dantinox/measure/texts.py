@@ -19,7 +19,7 @@ from dantinox.text.tokenizer import UnknownCharacter
 MAX_TEXT_TOKENS = 1 << 22  # read from a given text
 WINDOW = 1024  # maximum tokens of a window in the store of a given text
 CHARACTERS = 1 << 16  # encoded in one call
-MAX_CHARACTERS = 4 << 20  # the same for tokenizers of kind `other`, which may treat the beginning of a text differently
+MAX_CHARACTERS = 4 << 20  # encoded in one call if the tokenizer is of kind `other`: it may treat a text's beginning differently
 
 
 def equal_batches(count: int, max_size: int) -> Iterator[np.ndarray]:

@@ -25,8 +25,8 @@ CUDNN, CAPABILITY = 91000, (9, 0)  # cuDNN 9.10.0 and an H100, as in `H100`
 H100 = Path(__file__).with_name("h100.txtpb")
 # Autotuning runs kernels on the device. Without a device, XLA's heuristics choose the kernels.
 OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0}}
-# Without these, libtpu searches the network for its machine, prints long errors and allows one process at a time, and JAX
-# searches for NVIDIA's libraries.
+# Without these variables, libtpu searches the network for its machine, prints long errors and allows one process at a time,
+# and JAX searches for NVIDIA's libraries.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",

@@ -72,7 +72,10 @@ def draw_windows(
 
 
 def _decode_windows(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yields (prompt, continuation, tokens of the continuation). A split character belongs to the text in which it ends."""
+    """Yields (prompt, continuation, tokens of the continuation).
+
+    A character whose bytes are split between two texts belongs to the text in which it ends.
+    """
     for ids_T in ids_WT:
         detokenizer = tokenizer.detokenizer()
         before = detokenizer.push(ids_T[:prompt]).lstrip("\ufffd")

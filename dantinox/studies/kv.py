@@ -1,12 +1,14 @@
 """`dantinox eval kv`: the quality of a model with compressed caches.
 
-All caches of a ratio have the same total number of slots. Each cache is compared with the full cache on the same text. The
-measures are the loss of the tokens after a prompt, greedy continuations, and recall tasks about distant facts. A text without
-long-range dependencies would show no difference, so the study also measures these dependencies.
+A ratio is a share of the slots of the full cache; all compressed caches of a ratio have the same total number of slots. Each
+cache is compared with the full cache on the same text. The measures are the loss of the tokens after a prompt, greedy
+continuations, and recall tasks about distant facts. A text without long-range dependencies would show no difference, so the
+study also measures these dependencies.
 
-The rule for the signal that divides the slots among heads was fixed before any measurement. A signal beats equal shares at a
-ratio if the interval of the paired loss difference excludes 0 in all three seeds. Among the signals that beat equal shares at
-some ratio and lose at none, the one with the lowest loss wins; if there is none, equal shares win.
+A signal is a measured property of the heads, by which the slots are divided among them. The rule that selects the default
+signal was fixed before any measurement. A signal beats equal shares at a ratio if the interval of the paired loss difference
+excludes 0 in all three seeds. Among the signals that beat equal shares at some ratio and lose at none, the one with the lowest
+loss wins; if there is no such signal, equal shares win.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +76,8 @@ class CacheResult:
       same: share of greedy tokens equal to those of the full cache, in %.
       diverges: median number of equal greedy tokens before the first different one.
       tok_per_s: tokens per second.
-      needle_aware, needle_agnostic: correct answers in % if the cache is compressed with and without the question in view.
+      needle_aware: correct answers in % if the question is part of the prompt when the cache is compressed.
+      needle_agnostic: correct answers in % if the question is read after the compression.
       copy_aware, copy_agnostic: the same for the copy tasks.
       gap_closed: share of the gap between streaming and oracle that the cache closes, in %.
     """
@@ -160,7 +163,8 @@ def evaluate_kv(
       quick: use the counts `QUICK_COUNTS` instead of `FULL_COUNTS`.
       ratios: shares of the slots; None: those of `RATIOS` that the sequence length allows, or `LARGE_RATIOS` for a model with
         more than 10 M parameters.
-      methods: names of `METHODS`; None: all whose signal was measured, or `LARGE_METHODS` for such a model.
+      methods: names of `METHODS`; None: all whose signal was measured; of these only `LARGE_METHODS` for a model with
+        more than 10 M parameters.
       kv_calibration: the file of measured signals; None: that of the run.
       kv_dtype: dtype of the compressed caches, a value of `kv.dtype`; the full cache has the compute dtype.
       progress: called with a line at the start of each part of the work and then every few seconds.
@@ -246,7 +250,7 @@ def _loss_metrics(cache: ReadMetrics, full: ReadMetrics, seeds_S: np.ndarray) ->
 
 
 def intervals_by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[float], float] = float) -> SeedIntervals:
-    """Returns intervals of the mean, mapped by the increasing function `of`, over all values and over those of each seed."""
+    """Returns the interval of `of(mean)` over all values, and over the values of each seed; `of` is an increasing function."""
     parts = [values_S, *(values_S[seeds_S == seed] for seed in range(SEEDS))]
     whole, *seeds = [Interval(*(float(of(end)) for end in mean_interval(part))) for part in parts]
     return SeedIntervals(whole, seeds)

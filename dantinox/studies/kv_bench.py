@@ -43,7 +43,7 @@ RATIOS = (0.5, 0.3, 0.2, 0.1)
 LARGE_METHODS, LARGE_RATIOS = (STREAMING, UNIFORM, "distance", "loss", ORACLE), (0.5, 0.2)
 NEAR_KEYS = 64  # keys that remain visible when the study measures the value of distant keys
 FREE_TOKENS, FREE_ROWS = 64, 8
-MIN_TIMED_BATCHES = 3  # the speed of the fastest one is reported
+MIN_TIMED_BATCHES = 3  # the speed of the fastest batch is reported
 
 
 class CacheVariant(NamedTuple):
@@ -315,7 +315,7 @@ class CacheBenchmark:
         ]
 
     def _map_batches(self, task: str, count: int, caches: int, read: Callable[[np.ndarray, Progress], Any]) -> Any:
-        """Applies `read` to all sequences in batches as large as memory allows. Progress counts a batch for each cache."""
+        """Applies `read` to all sequences in batches as large as memory allows. Progress counts each batch once per cache."""
         scored = -(-self.caches[0].plan.slots // 2)  # the other half is the prompt
         max_size = rows_per_batch(self.caches[0].model.config, scored)
         done = self._start_progress(task, -(-count // max_size) * caches)

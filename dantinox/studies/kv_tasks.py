@@ -26,7 +26,7 @@ class Sequences(NamedTuple):
       ids: tokens `[S, T]`.
       seeds: index of the seed that selected each sequence, `[S]`.
       overlapping: whether sequences overlap because the text is short.
-      repeated: share of word 4-grams in the sequences that occurred in them earlier.
+      repeated: share of the word 4-grams of the sequences that are repetitions of an earlier 4-gram.
     """
 
     ids: np.ndarray

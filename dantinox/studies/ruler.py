@@ -1,7 +1,8 @@
 """`dantinox eval ruler`: the tasks of RULER with compressed caches.
 
-The question is either read after the cache of the prompt is compressed, or it is part of the prompt. The question, or its last
-token if it is part of the prompt, is read token by token. Then the answer is decoded greedily from the compressed cache.
+There are two modes. With `agnostic`, the cache of the prompt is compressed before the question is read, token by token. With
+`aware`, the question is part of the prompt, and only its last token is read after the compression. In both modes, the answer is
+then decoded greedily from the compressed cache.
 """
 
 import time

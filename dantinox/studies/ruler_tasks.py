@@ -1,9 +1,10 @@
 """The 13 tasks of RULER, generated locally (Hsieh et al. 2024, arXiv 2404.06654, table 1 and appendix B).
 
 Eight tasks hide needles in a haystack, one assigns variables in chains, two count words, and two ask about documents. The
-numbers, kinds and sizes are those of RULER. No data set is downloaded, so the texts differ. The wording is our own. The essays
-are sentences of Python's manual or of a given text, and the words are taken from them. The documents are generated. One
-document contains the answer where RULER uses SQuAD, two where it uses HotpotQA. Scores are not comparable with published ones.
+number and kinds of tasks and the sizes in them are those of RULER. No data set is downloaded, so the texts differ. The wording
+is our own. The essays consist of sentences of Python's manual or of a given text; the words to count come from the same source.
+The documents are generated. In place of SQuAD, the answer follows from one document; in place of HotpotQA, from two. Scores are
+not comparable with published ones.
 """
 
 import math

@@ -82,9 +82,9 @@ class SamplingMethod(NamedTuple):
         }
 
 
-# The scale of the router first lowers the number of candidates from the guide's 12 at its base temperature, then raises the
-# temperature with a single candidate. Temperature alone may not reach the diversity of real text: the best of 12 candidates
-# favors likely text at any temperature.
+# The scale of the router first lowers the number of candidates from 12, the value of the preset `guide`, while the base
+# temperature stays at its default. Then it raises the base temperature with a single candidate. Temperature alone may not reach
+# the diversity of real text: the best of 12 candidates favors likely text at any temperature.
 FEWER_CANDIDATES = (TunedSetting("candidates", 12, 1, integer=True), TunedSetting("base_temperature", 0.666, 4.0))
 CALIBRATED = {"strategy": "entropy", "router_preset": "calibrated"}
 # Truncation methods run at temperature 1. The router runs with the settings of its presets.
@@ -319,7 +319,11 @@ class SamplingBenchmark:
         )
 
     def measure(self, windows: PromptWindows, samples: Sequence[tuple[Sequence[str], np.ndarray]]) -> MeasuresByPrompt:
-        """Returns every measure per prompt, averaged over its samples (texts, tokens `[P, T]`). Self-BLEU needs several."""
+        """Returns every measure per prompt, averaged over the samples; self-BLEU only if there are several samples.
+
+        Args:
+          samples: (texts, tokens `[P, T]`) of each sample.
+        """
         ids_SP = [ids_PT.tolist() for _, ids_PT in samples]
         texts_S = [tuple(texts) for texts, _ in samples]
         score = self.reference_model.bits_per_byte
@@ -403,7 +407,7 @@ def _test_all(
     for seed in range(1, bench.size.seeds + 1):
         for name in names[seed % len(names) :] + names[: seed % len(names)]:
             if rounds[name] and methods[name].settings.get("greedy"):
-                rounds[name].append(rounds[name][0])  # the seed changes nothing
+                rounds[name].append(rounds[name][0])  # greedy text does not depend on the seed
                 continue
             bench.progress(f"round {seed} of {bench.size.seeds}: {name}")
             rounds[name].append(bench.continue_prompts(test, methods[name], seed))

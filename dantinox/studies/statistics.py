@@ -54,7 +54,7 @@ def default_count(count: int, least: int, parameters: int) -> int:
 
 
 def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
-    """Returns all n-grams in order; an empty list for a shorter text."""
+    """Returns all n-grams in order; an empty list for a text of fewer than n tokens."""
     return list(zip(*(tokens[i:] for i in range(n)), strict=False))
 
 
@@ -139,9 +139,9 @@ def mean_interval(values_P: np.ndarray) -> Interval:
 
 
 def excess(method: MeasuresByPrompt, curve: Sequence[MeasuresByPrompt]) -> np.ndarray | None:
-    """Returns by how much `bits_per_byte` of a method exceeds a reference curve at the same `diversity`, `[1 + R]`.
+    """Returns by how much `bits_per_byte` of a method exceeds a reference curve at the same `diversity`.
 
-    The first value is for the sample, the others are for the resamples.
+    The result has shape `[1 + R]`: the value on the sample, then the values on R resamples.
 
     Args:
       method: measures of the method.

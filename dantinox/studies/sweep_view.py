@@ -28,7 +28,7 @@ def format_value(value: Any) -> str:
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Returns the settings without their section if that is unambiguous."""
+    """Returns the names of the settings, without their section where this is unambiguous."""
     names = [key.partition(".")[2] for key in keys]
     return {key: name if names.count(name) == 1 else key for key, name in zip(keys, names, strict=True)}
 

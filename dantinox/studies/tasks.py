@@ -1,9 +1,9 @@
 """`dantinox eval tasks`: lm-evaluation-harness on a run.
 
-Texts are encoded as the harness does for Hugging Face models. Trailing spaces of a context are moved to its continuation. Both
-are encoded together. If the context alone has n tokens, the tokens after the first n are the continuation. The BOS token
-precedes every text if `bos_ids` returns one. An empty context becomes the BOS token, or else the EOS token. A text that is too
-long for the model's context is truncated at its beginning.
+Texts are encoded as the harness encodes them for Hugging Face models. Trailing spaces of a context are moved to its
+continuation. Context and continuation are encoded as one text. If the context alone has n tokens, the tokens after the first n
+are the continuation. The BOS token precedes every text if `bos_ids` returns one. An empty context becomes the BOS token, or
+else the EOS token. A text that is too long for the model's context is truncated at its beginning.
 """
 
 import contextlib
@@ -55,7 +55,11 @@ class LMEvalModel:
             raise UserError("eval tasks needs a tokenizer with a BOS or an EOS token, to score the first token of a text")
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Returns for each (context, continuation) ln p of the continuation, and whether all its tokens are the most likely."""
+        """Scores the continuation in each pair (context, continuation).
+
+        Returns:
+          ln p of the continuation, and whether each of its tokens is the most likely token at its position.
+        """
         texts = []
         for context, continuation in pairs:
             spaces = len(context) - len(context.rstrip())
@@ -156,7 +160,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskStudy:
-    """The results of `eval tasks`. `versions` are the versions of the tasks, `harness` is that of the library."""
+    """The results of `eval tasks`. `versions` has the version of each task; `harness` is the version of the library."""
 
     scores: list[TaskScore]
     versions: dict[str, Any]

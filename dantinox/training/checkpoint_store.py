@@ -22,7 +22,7 @@ from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import State
 
 REMOVED_SUFFIX = (
-    ".removed"  # a step is moved here before it is deleted, so that a killed process never leaves half of it in place
+    ".removed"  # a step is moved here before its deletion, so that a killed process never leaves half a step in place
 )
 
 
@@ -31,7 +31,7 @@ class TrainingProgress:
     """The state of the training loop that `State` does not hold.
 
     Attributes:
-      evaluation_due: the metrics already known for the row of an evaluation that an interruption prevented; else None.
+      evaluation_due: if an interruption prevented an evaluation, the metrics of its log row that were already known; else None.
       skipped_batches: how many batches rewinds have skipped, that is, how far the data are ahead of the step.
     """
 
@@ -127,11 +127,12 @@ class Checkpoints:
     def restore(self, abstract: State) -> RestoredCheckpoint | None:
         """Restores the newest intact step with the shardings of `abstract`; returns None if no step was completed.
 
-        Damaged newer steps are renamed, to `damaged-12` for example. Only the remains of an interrupted save are deleted. Only
-        a difference from the manifest counts as damage: other errors, such as lack of memory, are raised unchanged.
+        Damaged newer steps are renamed, to `damaged-12` for example. Nothing is deleted except the remains of an
+        interrupted save. A step counts as damaged only if it differs from its manifest: other errors, such as lack of memory,
+        are raised unchanged.
 
         Raises:
-          UserError: all steps are damaged, or a log file is.
+          UserError: all steps are damaged, or a log file is damaged.
         """
         chosen = broadcast_from_rank0(self._choose_step)
         if chosen is None:
@@ -147,7 +148,7 @@ class Checkpoints:
         return RestoredCheckpoint(step, state, TrainingProgress(**progress), facts, tuple(notes))
 
     def _choose_step(self) -> tuple[int, list[tuple[int, str]], list[str]] | None:
-        """Returns the newest intact step, newer steps with their damage, and notes; None if there is no step."""
+        """Returns the newest intact step, the damaged newer steps with their damage, and notes; None if there is no step."""
         damaged: dict[int, str] = {}
         for step in self._finished_steps():
             problem = next(find_step_damage(self.path / str(step)), None)
@@ -231,7 +232,7 @@ class Checkpoints:
             shutil.rmtree(self.path / REMOVED_SUFFIX, ignore_errors=True)
 
     def _set_aside(self, step: int) -> Path:
-        """Renames a step and returns its new path. The run will save a step with the same number again."""
+        """Renames a step and returns its new path. This frees the number, because the run will save that step again."""
         names = (f"{DAMAGED_PREFIX}{step}" + f"-{number}" * (number > 1) for number in itertools.count(1))
         aside = next(self.path / name for name in names if not (self.path / name).exists())
         return self._guard_disk(lambda: (self.path / str(step)).rename(aside))
@@ -265,7 +266,7 @@ class Checkpoints:
             raise
         except (OSError, ValueError, RuntimeError) as error:
             if "RESOURCE_EXHAUSTED" in str(error):
-                raise  # memory, not the disk
+                raise  # the error is about memory, not about the disk
             raise UserError(f"cannot write checkpoints to {self.path}: {self._disk_problem(error)}") from error
 
     def _disk_problem(self, error: Exception) -> str:

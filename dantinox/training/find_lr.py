@@ -29,7 +29,7 @@ class RateTest:
     """Losses of steps whose learning rate rises by a constant factor, up to the step where the loss diverged.
 
     Attributes:
-      key: the setting that `rates` are values of. With Muon, `training.lr` rises in proportion.
+      key: the setting whose values are `rates`. With Muon, `training.lr` rises in proportion.
       rates: the rate of each step.
       losses: nats per token before the update of each step.
       smoothed: the running mean of `losses`.

@@ -66,7 +66,7 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
     trackers(settings, Path())  # report a missing tracker library before the corpus is read
     initialize_processes(settings)
     use_compilation_cache()
-    # Settings of this launch and settings without effect are not saved.
+    # Settings that apply only to this launch, and settings without effect, are not saved.
     settings = reset_settings(settings, [*LAUNCH_SETTINGS, *find_inactive(settings)])
     with contextlib.ExitStack() as stack:
         console: Any = stack.enter_context(open_console() if is_rank0() else NullOutput())

@@ -11,7 +11,8 @@ All threads end when `train` returns:
 * The main thread runs the loop. Only this thread calls compiled programs, writes logs, starts checkpoints and modifies
   `Trainer`. Signal handlers also run on it and only set `StopRequest.signal`.
 * `batches` (one thread, `prefetch_batches`) reads up to `PREFETCH_BATCHES` batches ahead and sends them to the devices. It
-  shares only immutable token arrays and the store's dictionary of epochs, which is replaced and never mutated.
+  shares two things with the main thread: immutable token arrays, and the store's dictionary of epochs, which is replaced and
+  never mutated.
 * `compile` (one thread, `Programs`) compiles the evaluation while the main thread compiles the step. No other thread compiles.
 * `manifest` (one thread, `Checkpoints`) waits for Orbax's writer threads, then writes the manifest of the step.
 
@@ -190,7 +191,7 @@ class Trainer:
         return self.layout.put_batch(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
 
     def _rewind(self, bad: NonFiniteLoss) -> None:
-        """Restores the newest checkpoint or the initial state, and skips the batches up to that of the bad step."""
+        """Restores the newest checkpoint or the initial state, and skips all batches up to and including the bad one."""
         self.rewinds += 1
         if self.rewinds > MAX_REWINDS:
             raise UserError(f"{bad}; {MAX_REWINDS} rewinds to the same checkpoint did not help")

@@ -59,7 +59,8 @@ def next_token_losses(
       batch: has `tokens_BT`, `targets_BT`, `segments_BT` (int32) and `mask_BT` (float32, 1 for counted targets).
       rngs: enables dropout if it has a `dropout` stream.
       chunk_logits: a batch with more logits than this is scored in chunks of tokens. The backward pass recomputes the logits
-        of each chunk, so that `[B, T, V]` never exists. A chunk has at least the platform's `min_loss_chunk_tokens`.
+        of each chunk, so that `[B, T, V]` never exists. A chunk has at least `min_loss_chunk_tokens` tokens, a number
+        that depends on the platform.
     """
     nats_N, squares_N, mask_N, aux = _per_token_losses(model, batch, rngs, chunk_logits)
     num_targets = jnp.sum(mask_N)
@@ -88,7 +89,7 @@ def _pair_mask(pairs: Preferences) -> jax.Array:
 
 
 def pair_logprobs(model: Transformer, pairs: Preferences) -> jax.Array:
-    """Returns the summed ln p of the counted targets of both answers of P pairs: float32 `[P, 2]`; see `dpo_losses`."""
+    """Returns ln p of both answers of P pairs, each summed over its counted targets: float32 `[P, 2]`; see `dpo_losses`."""
     return _pair_logprobs_and_aux(model, pairs, None)[0]
 
 

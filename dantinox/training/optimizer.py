@@ -28,10 +28,10 @@ PRECISION = "high"
 
 
 def schedule(training: TrainingSection, steps: int) -> Schedule:
-    """Returns a function that maps the optimizer step, from 0, to a factor in [0, 1] on the peak learning rates.
+    """Returns a function that maps the optimizer step (0 is the first) to a factor in [0, 1].
 
-    The factor rises linearly over `warmup_steps` (it is not 0 at step 0) and reaches `min_lr_ratio` in the last of
-    `steps`.
+    A learning rate is its peak value times this factor. The factor rises linearly over `warmup_steps` (it is not 0 at step 0)
+    and reaches `min_lr_ratio` in the last of `steps`.
     """
     warmup, low = training.warmup_steps, training.min_lr_ratio
     if warmup is None or warmup > steps:
@@ -88,8 +88,8 @@ class Optimizer(NamedTuple):
 
     Attributes:
       init, update: as in `optax.GradientTransformation`. With `training.ema` the state is an `EMAState`.
-      rates: step (0 is the first) → the learning rates that `update` applies, by setting: `lr`, and with Muon `muon_lr` for its
-        matrices.
+      rates: maps a step (0 is the first) to a dictionary of the learning rates that `update` applies. The keys are the names of
+        the settings: `lr`, and with Muon also `muon_lr`, the rate of its matrices.
     """
 
     init: Callable[[Parameters], Any]
@@ -198,7 +198,8 @@ def with_ema(rule: optax.GradientTransformation, decay: float) -> optax.Gradient
     """Adds a moving average of the updated weights to a rule (Polyak & Juditsky 1992). The updates do not change.
 
     After step t, counted from 0, the average moves by the fraction 1 − min(decay, (1 + t) / (10 + t)) toward the weights. So
-    its horizon grows to 1 / (1 − decay) steps, and the initial weights soon lose their influence.
+    the number of steps that it effectively averages over grows to 1 / (1 − decay), and the initial weights soon lose their
+    influence.
     """
 
     def init(parameters: Parameters) -> EMAState:
@@ -361,8 +362,8 @@ def _sharded_inverse_roots(
 def _inverse_root(grams_MNN: jax.Array) -> jax.Array:
     """Approximates A^(−1/2) of symmetric positive semi-definite matrices. The root stays bounded for a singular A.
 
-    All matrices here are polynomials of A and commute. If p maps X to p(A) X, then A becomes p(A) A p(A).
-    A is first divided by its Frobenius norm, which is at least its largest eigenvalue.
+    A is first divided by its Frobenius norm, which is at least its largest eigenvalue. A step that maps X to p(A) X also maps
+    A = X Xᵀ to p(A) A p(A). All matrices here are polynomials of the first A, so they commute.
     """
     matmul = partial(jnp.matmul, precision=PRECISION)
     norm_M11 = jnp.linalg.norm(grams_MNN, axis=(1, 2), keepdims=True) + 1e-20

@@ -33,8 +33,8 @@ class State(NamedTuple):
     """Everything that the next step depends on, which is what exact resume needs. Data and dropout are functions of `step`.
 
     With adapters, `parameters` holds only the adapters; the frozen weights are a separate argument of the programs.
-    `loss_since_eval` and `loss_since_log` are `[sum of step losses, steps]` since the last evaluation row of
-    the CSV log and since the last interval row of metrics.jsonl.
+    `loss_since_eval` is `[sum of step losses, number of steps]` since the last evaluation row of the CSV log. `loss_since_log`
+    is the same since the last interval row of metrics.jsonl.
     """
 
     step: jax.Array
@@ -211,7 +211,7 @@ class TrainStep:
 
 
 def _keep_if_finite(finite: jax.Array, after: Any, before: Any) -> Any:
-    """Returns `after` if the step was finite, else `before`. Integer step counts always advance, as the schedule does."""
+    """Returns `after` if the step was finite, else `before`. Integers are step counts and always advance, like the schedule."""
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if jnp.issubdtype(a.dtype, jnp.floating) else a, after, before)
 
 

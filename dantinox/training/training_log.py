@@ -97,7 +97,10 @@ class TrainingLog:
             self.console.note(duration_line(steps - step, seconds))
 
     def row_metrics(self, step: int) -> dict[str, Any]:
-        """Waits for the device and returns the last metrics of every row: times, rates, gradient norm, tokens, memory."""
+        """Waits for the device and returns the newest values of the metrics that every row has.
+
+        These are times, learning rates, the gradient norm, tokens and memory.
+        """
         metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
         tokens, context = tokens_per_step(self.config), self.config.model.max_context
         rates = {name: float(rate) for name, rate in metrics.rates.items()}
@@ -127,7 +130,7 @@ class TrainingLog:
         self.files.evaluation(row)
         if rewards:
             self.files.event("preferences", {"step": row["step"]} | rewards)
-        # The `train_loss` of an interval at the same step covers other steps.
+        # An interval row of the same step has a `train_loss` that covers other steps, so this one gets another name.
         renamed = {"train_loss_since_eval" if name == "train_loss" else name: value for name, value in row.items()}
         self.console.evaluation(renamed | rewards)
 
