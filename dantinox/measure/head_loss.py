@@ -31,7 +31,8 @@ CONTINUATIONS = 4  # sampled for each sequence
 @partial(jax.tree_util.register_dataclass, data_fields=["kept_K", "from_B"], meta_fields=["best"])
 @dataclass(frozen=True)
 class LimitedKeys:
-    """The keys of one attention call, where later queries see only some of them, as if a cache had evicted the others.
+    """The keys of one attention call. From a given position on, queries see only some keys, as if a cache had evicted
+    the others.
 
     The keys that a query sees do not depend on earlier queries, so one call reads a whole sequence.
 
@@ -110,7 +111,7 @@ class OffsetOutput:
 
     Attributes:
       offset_BTKGH: added to the output of each query head.
-      from_B: position of the first query of each row that a limit would affect.
+      from_B: for each row, the position of the first query that a limit would affect.
       sizes: numbers of keys to compare, as in `LimitedKeys.kept_K`.
       changes_CBTKGH: set by a call: the change of each head's output under each size, without gradient.
     """

@@ -110,8 +110,8 @@ def _training(directory: RunDirectory, config: Config) -> str:
 class FloatReference:
     """The trained model in float32 on validation text, the reference for other weight dtypes.
 
-    The reference reads the text once. Before the comparison, other weights are converted to float32 without a change of their
-    values, so that all models run the same compiled program.
+    The reference reads the text once. Before the comparison, other weights are converted to float32, so that all models run the
+    same compiled program. The conversion does not change the values of the weights.
     """
 
     def __init__(self, run: LoadedModel, store: TokenStore):
@@ -126,7 +126,7 @@ class FloatReference:
 
         Returns:
           Mean −ln p per target of the reference and of `other`, the mean squared difference of their logits, and the number
-          of targets. The mean of the logits at each position is subtracted before the difference.
+          of targets. At each position, each model's logits are centered (their mean is subtracted) before the difference.
         """
         other = dequantize(other)
         sums_NB4 = _compare_logits(self.model, other, self.x_NBTD, _hidden(other, self.batches), self.batches)

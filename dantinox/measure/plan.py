@@ -70,9 +70,9 @@ class Program:
       mesh: description of the mesh that shares the program.
       reads: description of the input of a call.
       flops: a device's share of the model FLOPs, by `FORMULAS`, without work that the program discards.
-      again: FLOPs of recomputation: the second forward pass of the layers with full `model.gradient_checkpointing`.
-      traffic: bytes that must move between memory and chip: every weight, optimizer moment and key once, plus the bytes that
-        are written or received.
+      again: FLOPs of the second forward pass of the layers, if `model.gradient_checkpointing` recomputes everything.
+      traffic: bytes that must move between memory and chip. Every weight, optimizer moment, key and value is read once. The
+        bytes that are written, or received from other devices, are added.
       collectives: kind → number per call, with loop iterations counted, and the bytes that the device sends.
       bytes: memory of the compiled program; None if it did not compile.
       needs: peak memory in bytes; None if the compiler does not report it.
@@ -80,7 +80,7 @@ class Program:
       kernels: custom calls and sorts in the program's text, with their number of occurrences.
       compute_seconds, memory_seconds, link_seconds: time of `flops + again`, of `traffic`, and of the bytes sent to other
         devices, at the published rates of the chip; None without published rates.
-      mfu: upper bound of the model FLOPs utilization, reached if a call takes no longer than the longest of these times.
+      mfu: upper bound of the model FLOPs utilization, reached if a call takes no longer than the longest of the three times.
       failure: the error if the program did not compile.
     """
 

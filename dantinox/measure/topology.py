@@ -62,7 +62,10 @@ class Topology:
 
     @contextlib.contextmanager
     def emulated(self) -> Iterator[None]:
-        """Makes JAX's cuDNN attention assume an H100 inside the block. It queries the device when it is traced and lowered."""
+        """Makes JAX's cuDNN attention assume an H100 inside the block.
+
+        The attention function queries the device when it is traced and when it is lowered.
+        """
         if self.platform != "gpu" or self.device in jax.devices():
             yield
             return

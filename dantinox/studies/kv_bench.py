@@ -109,7 +109,7 @@ def _teacher_forced_logprobs(
 
 @nnx.jit(static_argnames=("plan",), graph_updates=False)
 def _answer_from_cache(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
-    """Returns the most likely token after a prompt whose last token is read twice, the second time from the compressed cache.
+    """Returns the most likely token after a prompt whose last token is read twice, the second time with the compressed cache.
 
     During prefill every query sees the whole prompt, so the next token after prefill would not depend on the compression.
     """

@@ -46,7 +46,7 @@ from dantinox.studies.statistics import (
 
 
 class TunedSetting(NamedTuple):
-    """A setting to tune, from its least diverse value `least` to its most diverse value `most`.
+    """A setting to tune, from `least`, the value for the least diverse text, to `most`, the value for the most diverse text.
 
     Positions from 0 to 1 are on a logarithmic scale of the value, or of 1 − value if `log_complement` is set.
     """
@@ -73,8 +73,8 @@ class SamplingMethod(NamedTuple):
     def values_at(self, position: float) -> dict[str, float]:
         """Returns the values of the tuned settings at a position in [0, 1] of the scale.
 
-        Each setting has an equal part of the scale. Before its part, a setting is omitted, since its least value is the
-        default. After its part, it has its most diverse value.
+        Each setting has an equal part of the scale. At positions before its part, the setting is omitted, because `least` is
+        its default. At positions after its part, it has the value `most`.
         """
         parts = [position * len(self.scale) - i for i in range(len(self.scale))]
         return {

@@ -59,7 +59,7 @@ def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
 
 
 def distinct(tokens: Tokens, n: int) -> float:
-    """Returns distinct n-grams over all n-grams of one text; 1 if it has none (Li et al. 2016, for one sample)."""
+    """Returns the share of distinct n-grams among all n-grams of one text; 1 without n-grams (Li et al. 2016, one sample)."""
     grams = ngrams(tokens, n)
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -145,7 +145,8 @@ def excess(method: MeasuresByPrompt, curve: Sequence[MeasuresByPrompt]) -> np.nd
 
     Args:
       method: measures of the method.
-      curve: measures of one sampling method at several settings. The curve interpolates its mean bits by mean diversity.
+      curve: measures of one sampling method at several settings. Between them, mean bits are interpolated over mean
+        diversity.
 
     Returns:
       None if the mean diversity of the method is outside the range of the curve.

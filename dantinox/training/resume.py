@@ -20,7 +20,8 @@ from dantinox.run import RunDirectory, load_run_config, open_base, weights_diges
 from dantinox.run.adapters import load_run_weights
 from dantinox.text import Tokenizer, vocabulary_size
 
-# These do not affect the result of a step with a finite loss, except `steps` and `epochs`, which stretch the schedule.
+# The settings of `training` that may change. They do not affect the result of a step with a finite loss, except that `steps`
+# and `epochs` stretch the schedule.
 MUTABLE_SETTINGS = {
     "steps", "epochs", "eval_every", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "nan_policy",
 }  # fmt: skip
@@ -71,7 +72,7 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     """Compares a checkpoint's facts with those of this process and returns notes about differences.
 
     Raises:
-      UserError: the tokenizer differs, or the base weights of adapters do.
+      UserError: the tokenizer differs, or the run has adapters and their base weights differ.
     """
     if (old := saved.get("base_sha256")) != (new := now.get("base_sha256")):
         raise UserError(

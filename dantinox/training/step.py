@@ -219,7 +219,7 @@ def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: flo
     """Moves each expert's router bias by `rate`: up if it had fewer tokens than the mean, down if it had more.
 
     Args:
-      kinds: number of layers in a period of scanned layers; without scanning, the number of layers.
+      kinds: with scanned layers, the number of layers in the group that repeats; without scanning, the number of all layers.
     """
     moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
     updated = {}

@@ -30,7 +30,10 @@ pytestmark = pytest.mark.slow
 
 
 def expected(config, weights, text) -> np.ndarray:
-    """Returns entropy, keys for 95 % and distance at the measured queries, `[3, R, L, N]`, with the tests' slow transformer."""
+    """Returns entropy, number of keys that hold 95 %, and distance at the measured queries, `[3, R, L, N]`.
+
+    They are computed with the tests' slow transformer.
+    """
     result = np.zeros((3, 4, config.num_blocks, config.n_heads))
     for row in range(4):
         end = -(-len(text) * (row + 1) // 4)
@@ -161,7 +164,7 @@ def test_text_without_a_long_document_gives_no_sequence(monkeypatch):
     ids = np.tile(np.append(np.ones(63), EOS), 9)
     assert sample_sequences(ids, 3, 200, EOS, 0) == [] and sample_sequences(ids[:0], 3, 200, EOS, 0) == []
     assert {len(text) for text in sample_sequences(ids, 3, 63, EOS, 0)} == {63}
-    assert len(sample_sequences(ids[:63], 9, 60, EOS, 0)) == 4  # there are only four distinct ones
+    assert len(sample_sequences(ids[:63], 9, 60, EOS, 0)) == 4  # there are only four distinct sequences
 
 
 # --- a run

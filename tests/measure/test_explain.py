@@ -272,7 +272,7 @@ def test_error_without_matplotlib_names_the_extra(long_record, monkeypatch):
 
 
 def test_router_is_explained(run):
-    """Covers its strategy, the settings that it overrides, and best-of-n as a separate step."""
+    """Covers the strategy of the router, the settings that the router overrides, and best-of-n as a separate step."""
     rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # makes every row adaptive
     settings = {"strategy": "entropy", "seed": 1, "temperature": 1.5, "candidates": 4, **rules}
     found = explain(run, PROMPT, settings)
@@ -286,7 +286,7 @@ def test_router_is_explained(run):
     assert numbers["candidates"] == 4
     kept, best = np.transpose(tokens(found, "probabilities"))[-2:]
     order = np.argsort(-logits_after(run, PROMPT)[tokens(found, "id")], kind="stable")
-    tail = found.steps[-2].others + np.cumsum(kept[order][::-1])[::-1]  # the mass of each rank and all lower ranks
+    tail = found.steps[-2].others + np.cumsum(kept[order][::-1])[::-1]  # the mass of each rank and all worse ranks
     np.testing.assert_allclose(best[order], tail**4 - np.append(tail[1:], found.steps[-2].others) ** 4, rtol=1e-4, atol=1e-7)
     lines = "\n".join(explanation_lines(found, 120))
     assert "the entropy router chose: adaptive" in lines

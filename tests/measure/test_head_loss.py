@@ -69,7 +69,7 @@ def test_limited_text_equals_the_text_of_the_visible_tokens():
 @partial(jax.tree_util.register_dataclass, data_fields=["limited", "scale_K"], meta_fields=[])
 @dataclass(frozen=True)
 class Scaled:
-    """Attention over all keys, plus the change of its output under limited keys times a scale for each head."""
+    """Attention over all keys, plus the change of its output under limited keys multiplied by the scale of each head."""
 
     limited: LimitedKeys
     scale_K: jax.Array
@@ -81,7 +81,7 @@ class Scaled:
 
 @pytest.mark.slow
 def test_estimate_is_the_quadratic_term_of_the_divergence(monkeypatch):
-    """Compares with KL(whole ‖ whole + ε δ) / ε² for a small ε, from float64 logits, for every head."""
+    """Compares the estimate for every head with KL(whole ‖ whole + ε δ) / ε², from float64 logits and with a small ε."""
     model = builder.model(builder.config(windows=(None, None), kv_heads=K))
     lengths, scale = np.array([T, 12]), 0.03
     tokens = np.random.default_rng(8).integers(0, builder.V, (2, T))

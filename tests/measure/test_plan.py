@@ -95,11 +95,14 @@ def test_matrix_parameters_are_the_shapes_of_the_kernels(config, changes):
 
 def test_only_the_experts_of_a_token_count(config):
     model, D = replace(config.architecture(259), experts=ExpertsConfig(5, 2, shared_dim=24)), 16
-    assert matrix_parameters(model) - N == 2 * (2 * 3 * D * 24 + 5 * D)  # two experts more, and the router
+    assert matrix_parameters(model) - N == 2 * (2 * 3 * D * 24 + 5 * D)  # per layer: two more experts, and the router
 
 
 def test_flops_of_latents(config):
-    """In training, queries and keys have 8 + 4 numbers and values 10; when latents are read, 6 + 4 and 6."""
+    """In training, queries and keys have 8 + 4 numbers and values have 10.
+
+    In decoding, which reads the latents, queries and keys have 6 + 4 numbers and values have 6.
+    """
     settings = {f"attention.{key}": value for key, value in (("kv_lora_rank", 6), ("qk_rope_head_dim", 4), ("v_head_dim", 10))}
     changed = build_config({}, SETTINGS | settings | {"model.kv_heads": None})
     model = changed.architecture(259, "cpu")

@@ -21,7 +21,7 @@ from dantinox.training.step import TrainStep
 
 pytestmark = pytest.mark.aot
 
-V, D, T = 8192, 256, 512  # a vocabulary larger than is sampled from directly, and sequences of several blocks
+V, D, T = 8192, 256, 512  # a vocabulary too large for direct sampling, and sequences of several blocks
 SIZE = {
     "model.dim": D, "model.n_heads": 4, "model.kv_heads": 2, "model.hidden_dim": 512, "model.max_context": T,
     "tokenizer.vocab_size": V, "training.batch_size": 4, "training.grad_accum": 2, "generation.seed": 1,
@@ -100,7 +100,7 @@ def compiled(topology: str, case: str, name: str) -> Compiled:
 
 @each(*ALL)
 def test_program_compiles_with_little_memory(topology, case, name):
-    """The memory of a chip is many times that of a small model, with all settings."""
+    """With all settings, a small model needs only a small part of the memory of a chip."""
     assert compiled(topology, case, name).bytes.peak < 1 << 28
 
 
@@ -125,7 +125,7 @@ def test_decoding_many_rows_needs_little_temporary_memory(topology, case, name):
 
 @each("train", "evaluation")
 def test_attention_uses_the_kernel_of_the_chip(topology, case, name):
-    """Once per layer forward and once backward; a TPU has two backward kernels, for queries and for keys and values."""
+    """A layer has one forward and one backward kernel. A TPU has two backward kernels: for queries, and for keys and values."""
     kernel, backwards = {"gpu:h100": ("__cudnn$fmha", 1), "tpu:v5e": ("tpu_custom_call", 2)}[topology]
     found = [count for target, count in find_kernels(compiled(topology, case, name).text).items() if target.startswith(kernel)]
     layers = {"greedy": 2, "muon": 1}[case]
@@ -134,7 +134,7 @@ def test_attention_uses_the_kernel_of_the_chip(topology, case, name):
 
 @each(*ALL)
 def test_matmuls_are_bfloat16(topology, case, name):
-    """All except known float32 ones. The backward pass of `splash` itself sums out · d out."""
+    """Exceptions are those of Muon, and one on a TPU: the backward pass of `splash` sums out · d out in float32."""
     lowered = compiled(topology, case, name).lowered
     products = re.findall(r"stablehlo\.dot_general .*? : \(tensor<([^>]+)>, tensor<([^>]+)>\)", lowered)
     kinds = Counter(tuple(side.rpartition("x")[2] for side in product) for product in products)
@@ -149,7 +149,10 @@ def test_nothing_is_sorted(topology, case, name):
 
 
 def kernels_of_a_token(text: str) -> int:
-    """Returns the kernels that an iteration of the token loop starts. It has no inner loop; the shorter branch counts."""
+    """Counts the kernels that an iteration of the token loop starts, with the shorter branch of each conditional.
+
+    The loop has no inner loop.
+    """
     bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
 
     def count(name: str) -> int:
@@ -170,7 +173,7 @@ def test_sampling_chain_adds_few_kernels(topology, case, name):
 
 @each("decode", cases=(*ONE_ROW, "rows", "int8 rows", "deep greedy", "deep chain"))
 def test_only_loop_is_over_tokens(topology, case, name):
-    """An inner loop would start its kernels again in every iteration, for every token."""
+    """An inner loop would start its kernels in each of its iterations, for every token."""
     assert len(re.findall(r" while\(", compiled(topology, case, name).text)) == 1
 
 
@@ -240,7 +243,7 @@ MESHES = [(topology, tensor, "train") for topology in MESH_KERNELS for tensor in
 
 @on_meshes(*MESHES)
 def test_mesh_uses_the_kernels_of_the_chip(topology, tensor, name):
-    """Once forward, and once backward (twice on a TPU), without recomputation."""
+    """The only layer has one forward kernel and one backward kernel (two on a TPU): nothing is recomputed."""
     found = sum(
         count for kind, count in meshed(topology, tensor, name).kernels.items() if kind.startswith(MESH_KERNELS[topology])
     )
@@ -249,7 +252,7 @@ def test_mesh_uses_the_kernels_of_the_chip(topology, tensor, name):
 
 @on_meshes(*MESHES)
 def test_mesh_gathers_each_weight_twice_per_microbatch(topology, tensor, name):
-    """Tables once; no unsharded gradients after the loop over microbatches; and no all-to-all."""
+    """Tables are gathered once. There are no unsharded gradients after the loop over microbatches, and no all-to-all."""
     found = meshed(topology, tensor, name)
     count, parts, devices = found.work.count, 2, len(find_topology(topology).devices)
     assert set(count) <= {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}

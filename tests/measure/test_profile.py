@@ -137,7 +137,7 @@ def test_training_is_traced_without_changing_its_run(run, capsys):
 
 @pytest.mark.slow
 def test_generation_operations_have_their_part_of_the_model(run_dir, tmp_path, capsys):
-    """Also if an earlier program of the process has traced equal layers."""
+    """This must hold even if an earlier program of the same process has traced equal layers."""
     dantinox.load(run_dir).generate("a", max_new_tokens=2)
     flags = ["--generate", "--steps", "2", "--out", str(tmp_path), "--json"]
     assert cli.main(["profile", str(run_dir), *flags]) == 0

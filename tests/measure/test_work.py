@@ -72,7 +72,7 @@ def test_program_is_counted_with_its_loops():
 
 
 def test_collective_in_several_fusions_is_counted_once():
-    """On a TPU, three fusions start, continue and finish a collective. Also a sum of which each device keeps a part."""
+    """On a TPU, three fusions start, continue and finish a collective. Also covers a sum of which each device keeps a part."""
     groups = "replica_groups={{0,1,2,3}}"
     gather = f'%g = bf16[8,2]{{1,0}} all-gather(%p), {groups}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
     text = f"""HloModule example, num_partitions=4
@@ -114,7 +114,7 @@ ENTRY %main (p: bf16[2,2], q: f32[8,2]) -> f32[2,2] {{
 
 @pytest.mark.parametrize(("turns", "unknown"), [(6, 0), (None, 1)])
 def test_compiled_loop(turns, unknown):
-    """With the compiler of this machine: six multiplications in a loop, and a loop with a data-dependent end."""
+    """Covers a loop of six multiplications and a loop with a data-dependent end, compiled for this machine."""
 
     def times(x, w):
         if turns:

@@ -27,7 +27,7 @@ def test_analysis_of_a_curve_of_known_shape():
     x = np.linspace(-4, 1, 200)
     losses = 3 - 2 / (1 + np.exp(-8 * (x + 2))) + 9 * np.maximum(x + 1, 0) ** 2
     found = analyze_losses("training.lr", (10**x).tolist(), losses.tolist())
-    delay = 9 * 5 / 199  # of the running mean, in decades: SMOOTHING / (1 - SMOOTHING) steps
+    delay = 9 * 5 / 199  # the running mean lags by SMOOTHING / (1 - SMOOTHING) = 9 steps; here in decades
     assert np.log10(found.steepest) == pytest.approx(-2 + delay, abs=0.15)
     assert np.log10(found.lowest) == pytest.approx(-1 + delay, abs=0.25)
     assert len(found.losses) < 200 and found.smoothed[-1] <= 1.6 * min(found.smoothed)

@@ -106,7 +106,7 @@ def test_exported_weights_are_those_of_the_best_evaluation(workshop):
 
 
 def test_moving_average_is_evaluated_sampled_and_exported(workshop):
-    """Compared with a run without a moving average, whose steps are the same."""
+    """Compares with a run without a moving average. Both have the same steps, but different validation losses."""
     plain, config = small_config(), small_config(training__ema=0.9, training__sample_every=24)
     seen = []
     run = workshop.train("run", config, sample=lambda model: seen.append(nnx.to_flat_state(nnx.state(model))) or "text")

@@ -40,7 +40,7 @@ QKV = {name: place for name, place in projections("swiglu").items() if place.mod
 
 
 def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32"):
-    """Returns a layer, and its kernel and the A and B of every target in float64."""
+    """Returns an adapted layer and its parameters in float64: the kernel, and the matrices A and B of every target."""
     rngs = nnx.Rngs(0)
     linear = Linear(shape_in, shape_out, dtype=jnp.float32, rngs=rngs)
     layer = AdaptedLinear(linear, targets, LoraConfig(2, 1.5, tuple(targets), held=held), rngs=rngs)

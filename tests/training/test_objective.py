@@ -53,7 +53,7 @@ def test_sums_equal_float64_with_and_without_chunks(model, batch, chunk_logits):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
-    """Also with the code path of accelerators, which rounds the output layer once for all chunks."""
+    """Also covers the code path of accelerators, which rounds the output layer once for all chunks."""
     monkeypatch.setitem(PLATFORMS, "gpu", replace(PLATFORMS["gpu"], min_loss_chunk_tokens=1))
 
     def gradient(platform, chunk_logits):

@@ -142,7 +142,7 @@ def test_preference_training_learns_and_resumes_exactly(base):
 
 
 def test_packed_conversations_have_the_losses_of_separate_ones(base):
-    """Compares with the loss of each conversation of the first batch separately, from float64 logits, and its gradient."""
+    """Compares loss and gradient of the first batch with those of its conversations, each read alone, from float64 logits."""
     config = config_of(base, objective="sft", steps=8, **{"model.max_context": 64, "model.dtype": "float32"})
     tokenizer, store = prepare_data(config, base / "packed")
     batch = store.batch(0)
@@ -177,7 +177,7 @@ def _summed(model, batch):
 
 
 def test_end_tokens_of_the_template_become_stop_tokens(base, tmp_path):
-    """No special token of this vocabulary has the name of an EOS token. The EOS token of the template becomes one."""
+    """No special token of this vocabulary has the name of an EOS token, but the template's end token becomes a stop token."""
     content = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json()
     (tmp_path / "t.json").write_text(content.replace("<eos>", "<turn>"))
     (tmp_path / "t.jinja").write_text(

@@ -125,7 +125,7 @@ def test_only_steps_intervals_and_logging_may_differ():
 
 
 def test_other_versions_and_gpus_are_noted(monkeypatch):
-    """A run may continue with them, and prints whether results may differ."""
+    """A run may continue with another version or on a GPU. It notes that results may not be bit-exact."""
     config = small_config()
     now = run_facts(config, "0" * 64, make_layout(config, config.architecture(VOCABULARY), jax.devices()[:1]))
     assert check_facts(now, now, deterministic=False) == []

@@ -92,7 +92,7 @@ def test_the_period_divides_the_depth(layers, kinds, period):
 
 @pytest.mark.exhaustive
 def test_run_with_stacked_layers_trains_resumes_and_samples(workshop):
-    """Its file has unstacked layers, it resumes, and its samples use a model with unstacked layers."""
+    """The exported file of the run and the model for its samples have unstacked layers. The run can be resumed."""
     config = small_config(
         **SETTINGS, model__scan_layers=True, training__steps=4, training__eval_every=2, training__sample_every=2
     )
