@@ -31,10 +31,10 @@ CONTINUATIONS = 4  # sampled for each sequence
 @partial(jax.tree_util.register_dataclass, data_fields=["kept_K", "from_B"], meta_fields=["best"])
 @dataclass(frozen=True)
 class LimitedKeys:
-    """The keys of one attention call. From a given position on, queries see only some keys, as if a cache had evicted
-    the others.
+    """The keys of one attention call, of which queries from a given position on see only some.
 
-    The keys that a query sees do not depend on earlier queries, so one call reads a whole sequence.
+    It is as if a cache had evicted the other keys. The keys that a query sees do not depend on earlier queries, so one call
+    reads a whole sequence.
 
     Attributes:
       kept_K: number of keys per key/value head.

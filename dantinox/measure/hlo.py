@@ -30,11 +30,11 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction `name = type opcode(operands), attributes`. Only `instructions` sets the last four fields.
+    """An instruction `name = type opcode(operands), attributes`. Only the function `instructions` sets the last four fields.
 
     Attributes:
       inside: the opcodes of the instructions fused into it.
-      label: the `op_name` that JAX gave its origin, such as `jit(step)/transpose(jvp())/dot_general`.
+      label: the `op_name` of the JAX operation that it comes from, such as `jit(step)/transpose(jvp())/dot_general`.
       frames: the Python call stack in which it was traced, innermost last.
       target: the target of a custom call.
     """

@@ -1,9 +1,9 @@
 """`dantinox eval ppl`: perplexity and bits per byte of a text, in sliding windows.
 
 The windows follow Hugging Face's guide "Perplexity of fixed-length models". Each window begins `stride` tokens after the
-previous one and scores only the tokens that no earlier window has scored. So each token is scored once. After
-the first window of a document, a scored token sees at least `context − stride` earlier tokens. In the first window, it
-sees all earlier tokens of the document.
+previous one and scores only the tokens that no earlier window has scored. So each token is scored once. In the
+first window of a document, a scored token sees all earlier tokens of the document. In the other windows, it sees at least
+`context − stride` earlier tokens.
 """
 
 import math

@@ -19,7 +19,7 @@ from dantinox.measure.hlo import Instruction, instructions
 from dantinox.report.tables import Column, percent, text_table, wrap_lines
 
 CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}  # their contents are traced separately
-# Kind → its opcodes. An operation has the first of these kinds that has an opcode in common with it.
+# Kind → opcodes. The kind of an operation is the first one here that lists an opcode of the operation.
 KINDS = {
     "matmul": ("dot", "convolution", "ragged-dot"),
     "collective": ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),

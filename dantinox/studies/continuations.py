@@ -154,9 +154,9 @@ FORCING_THRESHOLDS = np.array([[*forcing_thresholds(name).values()] for name in 
 
 
 def draw_strategies(params: SamplingParams, shares: Mapping[str, float], random: np.random.Generator) -> SamplingParams:
-    """Samples a router strategy for every row, independently of the metrics, for the control method.
+    """Samples a router strategy for every row, independently of the metrics, for the control of `eval sampling`.
 
-    The formulas of the strategies do not change.
+    Only the choice is random: every strategy keeps its formulas.
     """
     assert params.router is not None
     strategy_B = random.choice(len(STRATEGIES), params.batch, p=[shares[name] for name in STRATEGIES])

@@ -55,7 +55,7 @@ class SeedIntervals:
 
     @property
     def verdict(self) -> str:
-        """`better` or `worse` if a difference of losses excludes 0 in all seeds with the same sign, else `same`."""
+        """For a loss difference: `better` or `worse` if all seeds' intervals exclude 0 with the same sign, else `same`."""
         verdicts = {verdict(interval) for interval in self.seeds}
         return verdicts.pop() if len(verdicts) == 1 else "same"
 

@@ -42,8 +42,8 @@ def load_or_compute_logprobs(
     """Loads the log-probabilities of the run's tokens, float32 `[pairs, 2]`, or computes and saves them.
 
     Args:
-      weights: the SHA-256 of the reference weights. None when a run is resumed: the file must then exist, since training
-        has changed the weights of the run.
+      weights: the SHA-256 of the reference weights, which are the weights before training. None when a run is
+        resumed: training has then changed the weights of the run, so the file must exist.
 
     Raises:
       UserError: the file is damaged, or missing when a run is resumed.
