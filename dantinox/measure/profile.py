@@ -33,7 +33,7 @@ DATA_MOVEMENT = {
     "copy", "transpose", "concatenate", "pad", "reverse", "slice", "bitcast", "broadcast", "reshape", "convert", "iota",
     "parameter", "constant", "fusion",
 }  # fmt: skip
-OUTER_SCOPES = ("Transformer.", "Block.")  # nearly all operations are inside these
+OUTER_SCOPES = ("Transformer.", "Block.")  # nearly all operations are inside these modules
 PACKAGE = f"/{__package__.partition('.')[0]}/"
 # The kind of a custom call, by its target or name.
 KERNELS = {

@@ -68,7 +68,7 @@ class RulerResult:
       bytes: bytes of one row.
       share: `bytes` relative to the full cache in the compute dtype.
       scores: `agnostic` or `aware` → task → score in %, and the score of all tasks as `mean`.
-      prefill_seconds: median time of one prompt; None with a single batch.
+      prefill_seconds: median prefill time of one prompt; None with a single batch.
       tokens_per_second: median decoding speed of a batch; None with a single batch.
     """
 

@@ -18,8 +18,8 @@ from dantinox.model.parameters import Parameters
 Schedule = Callable[[Any], jax.Array]
 MUON_MOMENTUM = 0.95
 # Coefficients of odd polynomials a x + b x³ + c x⁵. Applied in sequence they map singular values from [0.01, 1] to
-# [0.73, 1.27]. Each is the minimax approximation of 1 on the image of the previous one (Amsel et al. 2025, "The Polar
-# Express", algorithm 1).
+# [0.73, 1.27]. Each is the minimax approximation of 1 on the interval to which the previous ones map the singular values
+# (Amsel et al. 2025, "The Polar Express", algorithm 1).
 POLAR_STEPS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
 # Precision of float32 matrix multiplications: TF32 on a GPU and three bfloat16 passes on a TPU. Full precision takes seven
 # times as long on a GPU and twice as long on a TPU. The update directions differ from full precision by about 1 %, and by 1 to

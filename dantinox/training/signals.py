@@ -39,7 +39,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Handles the signals inside the block. Has no effect outside the main thread, as Python requires."""
+    """Handles the signals inside the block. Outside the main thread, Python allows no signal handlers: nothing changes."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
