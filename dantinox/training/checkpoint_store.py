@@ -19,7 +19,7 @@ from dantinox.distributed import broadcast_from_rank0, is_rank0
 from dantinox.files import UserError, first_line
 from dantinox.run import DAMAGED_PREFIX, SAVING_SUFFIX, find_log_damage, find_step_damage, saved_steps, write_step_manifest
 from dantinox.run.manifest import MANIFEST
-from dantinox.training.step import State
+from dantinox.training.step import TrainState
 
 REMOVED_SUFFIX = (
     ".removed"  # a step is moved here before its deletion, so that a killed process never leaves half a step in place
@@ -28,7 +28,7 @@ REMOVED_SUFFIX = (
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The state of the training loop that `State` does not hold.
+    """The state of the training loop that `TrainState` does not hold.
 
     Attributes:
       evaluation_due: if an interruption prevented an evaluation, the metrics of its log row that were already known; else None.
@@ -52,7 +52,7 @@ class RestoredCheckpoint(NamedTuple):
     """A checkpoint in memory. `notes` lists damaged steps and why this step was chosen."""
 
     step: int
-    state: State
+    state: TrainState
     progress: TrainingProgress
     facts: dict[str, Any]
     notes: tuple[str, ...]
@@ -99,7 +99,9 @@ class Checkpoints:
         )
         return self._guard_disk(lambda: orbax.CheckpointManager(self.path, options=options, item_names=("state", "facts")))
 
-    def save(self, step: int, state: State, progress: TrainingProgress, facts: dict[str, Any], val_loss: float | None) -> None:
+    def save(
+        self, step: int, state: TrainState, progress: TrainingProgress, facts: dict[str, Any], val_loss: float | None
+    ) -> None:
         """Copies the state and returns; writing continues in the background. `val_loss` is the loss of this step, if known."""
         import orbax.checkpoint as orbax
 
@@ -124,7 +126,7 @@ class Checkpoints:
             write_step_manifest(self.path / str(step), facts, logs)
             self._unfinished(step).unlink()
 
-    def restore(self, abstract: State) -> RestoredCheckpoint | None:
+    def restore(self, abstract: TrainState) -> RestoredCheckpoint | None:
         """Restores the newest intact step with the shardings of `abstract`; returns None if no step was completed.
 
         Damaged newer steps are renamed, to `damaged-12` for example. Nothing is deleted except the remains of an
@@ -177,7 +179,7 @@ class Checkpoints:
         self._remove_unfinished()
         return notes
 
-    def read(self, step: int | None, abstract: State) -> State | None:
+    def read(self, step: int | None, abstract: TrainState) -> TrainState | None:
         """Returns the state of a step, or None if that step is missing or damaged."""
         intact = broadcast_from_rank0(
             lambda: step in self._finished_steps() and not any(find_step_damage(self.path / str(step)))
@@ -237,7 +239,7 @@ class Checkpoints:
         aside = next(self.path / name for name in names if not (self.path / name).exists())
         return self._guard_disk(lambda: (self.path / str(step)).rename(aside))
 
-    def _load(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
+    def _load(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
         import orbax.checkpoint as orbax
 
         args, expected = orbax.args, _state_dict(abstract)
@@ -245,7 +247,7 @@ class Checkpoints:
         arguments = args.Composite(state=args.StandardRestore(_with_sharding(expected)), facts=args.JsonRestore())
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(self.path / str(step), args=arguments)
-        return State(*(restored.state[name] for name in expected)), dict(restored.facts)
+        return TrainState(*(restored.state[name] for name in expected)), dict(restored.facts)
 
     def _check_shapes(self, step: int, expected: dict[str, Any]) -> None:
         """Raises UserError if a step differs from `expected` in the names or shapes of its arrays."""
@@ -277,7 +279,7 @@ class Checkpoints:
         return next((message for message in messages if message in str(error)), first_line(error))
 
 
-def _state_dict(state: State) -> dict[str, Any]:
+def _state_dict(state: TrainState) -> dict[str, Any]:
     """Returns the state as a dictionary with the field names that the files use."""
     saved_as = {"loss_since_eval": "since_row", "loss_since_log": "since_line"}
     return {saved_as.get(name, name): value for name, value in state._asdict().items()}

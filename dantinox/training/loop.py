@@ -3,7 +3,7 @@
 Exact resume relies on three facts:
 
 * Batches and dropout are functions of the step.
-* `State` holds everything else that a step depends on.
+* `TrainState` holds everything else that a step depends on.
 * A log row is on disk before the checkpoint of its step. Rows after a restored step are removed.
 
 All threads end when `train` returns:
@@ -46,7 +46,7 @@ from dantinox.training.memory import check_memory, keep_freed_memory, out_of_mem
 from dantinox.training.results import export_weights, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.signals import StopRequest, stop_request
-from dantinox.training.step import Programs, State, TrainStep, select_rows
+from dantinox.training.step import Programs, TrainState, TrainStep, select_rows
 from dantinox.training.text_samples import Sampler, build_sampling_model
 from dantinox.training.training_log import NonFiniteLoss, TrainingLog, reward_metrics
 
@@ -136,7 +136,7 @@ class Trainer:
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
         self.stop_sync = StopSync()
         self.step, self.progress = 0, TrainingProgress()
-        self.state: State
+        self.state: TrainState
         self.frozen: Parameters = {}  # the frozen weights under adapters
         self.val_loss: float | None = None  # of the current step
         self.saved_step: int | None = None
@@ -351,10 +351,10 @@ class Trainer:
         if not broadcast_from_rank0(self.run.weights_or_adapter.exists):
             self._export(self._best_state())
 
-    def _export(self, state: State) -> None:
+    def _export(self, state: TrainState) -> None:
         export_weights(self.run, self.model, state, self.facts)
 
-    def _best_state(self) -> State:
+    def _best_state(self) -> TrainState:
         """Returns the state of the best evaluation, or the current state if no checkpoint has it."""
         best = self.progress.best_step
         best_state = None if best in (None, self.step) else self.checkpoints.read(best, self.train_step.shapes)

@@ -13,11 +13,11 @@ from dantinox.report import Console, plot_loss
 from dantinox.run import RunDirectory, save_weights, write_file
 from dantinox.run.adapters import save_adapter
 from dantinox.training.checkpoint_store import TrainingProgress
-from dantinox.training.step import State
+from dantinox.training.step import TrainState
 from dantinox.training.training_log import tokens_per_step
 
 
-def export_weights(run: RunDirectory, model: ModelConfig, state: State, facts: dict[str, Any]) -> None:
+def export_weights(run: RunDirectory, model: ModelConfig, state: TrainState, facts: dict[str, Any]) -> None:
     """Writes the weights or adapters of a state in the format that generation reads."""
     weights = fetch_to_host(state.weights)
     if is_rank0():
@@ -32,7 +32,7 @@ def write_summary(
     config: Config,
     run: RunDirectory,
     model_config: ModelConfig,
-    state: State,
+    state: TrainState,
     step: int,
     progress: TrainingProgress,
     facts: dict[str, Any],

@@ -29,7 +29,7 @@ from dantinox.training.optimizer import EMAState, Schedule, optimizer
 EVAL_TOKENS_PER_CALL = 8192
 
 
-class State(NamedTuple):
+class TrainState(NamedTuple):
     """Everything that the next step depends on, which is what exact resume needs. Data and dropout are functions of `step`.
 
     With adapters, `parameters` holds only the adapters; the frozen weights are a separate argument of the programs.
@@ -111,9 +111,9 @@ class TrainStep:
         sums: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
         count: Any = jax.ShapeDtypeStruct((), jnp.int32)
         moments = jax.eval_shape(self.optimizer.init, parameters)
-        self.shapes: State = self.layout.place_shapes(State(count, parameters, moments, sums, sums))
+        self.shapes: TrainState = self.layout.place_shapes(TrainState(count, parameters, moments, sums, sums))
 
-    def initial_state(self, weights: Mapping[str, np.ndarray] | None = None) -> State:
+    def initial_state(self, weights: Mapping[str, np.ndarray] | None = None) -> TrainState:
         """Returns the state before the first step, with the given weights, or else with random ones from `training.seed`."""
         model, layout = self.model, self.layout
         shardings = None if layout.mesh is None else layout.shardings(self.shapes)
@@ -129,7 +129,7 @@ class TrainStep:
             parameters = jax.jit(fresh, out_shardings=shardings.parameters)()
         moments = jax.jit(self.optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
         zero, *sums = (layout.replicate(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
-        return State(zero, parameters, moments, *sums)
+        return TrainState(zero, parameters, moments, *sums)
 
     @cached_property
     def program(self) -> Any:
@@ -137,7 +137,7 @@ class TrainStep:
         shardings = None if self.layout.mesh is None else (self.layout.shardings(self.shapes), self.layout.replicated)
         return jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
 
-    def _step(self, state: State, batch: Batch, base: Parameters = {}) -> tuple[State, Metrics]:  # noqa: B006
+    def _step(self, state: TrainState, batch: Batch, base: Parameters = {}) -> tuple[TrainState, Metrics]:  # noqa: B006
         training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
         replicated, trained = PartitionSpec(), trainable_parameters(layout.specs, model)
@@ -156,7 +156,7 @@ class TrainStep:
             loss_and_count = jnp.where(finite, loss_and_count, 0.0)
             parameters, moments = _keep_if_finite(finite, (parameters, moments), (state.parameters, state.optimizer))
         since_eval, since_log = (total + loss_and_count for total in (state.loss_since_eval, state.loss_since_log))
-        next_state = State(state.step + 1, parameters, moments, since_eval, since_log)
+        next_state = TrainState(state.step + 1, parameters, moments, since_eval, since_log)
         return next_state, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, rewards)
 
     def _gradient(
@@ -290,7 +290,9 @@ class Programs:
         # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in parallel.
         self._evaluate: Future[Any] = Future()
         Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
-        self.train: Callable[[State, Batch, Parameters], tuple[State, Metrics]] = compile_program(train_lowered, train.options)
+        self.train: Callable[[TrainState, Batch, Parameters], tuple[TrainState, Metrics]] = compile_program(
+            train_lowered, train.options
+        )
         base, all_weights = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
         self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, tree_bytes(all_weights) // 4)
 

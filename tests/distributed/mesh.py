@@ -13,7 +13,7 @@ from dantinox.measure.program_cost import Work, count_work
 from dantinox.programs import memory_usage, tree_bytes
 from dantinox.text import Batch, TokenStore
 from dantinox.training.objective import next_token_losses
-from dantinox.training.step import State, TrainStep, abstract_batch, make_eval_step
+from dantinox.training.step import TrainState, TrainStep, abstract_batch, make_eval_step
 
 V, STEPS = 64, 3
 BASE = {
@@ -118,7 +118,7 @@ def trained(kind: str, mesh: str = "", bad_step: int | None = None, chunks: int 
     """Trains `STEPS` steps with `program`; the loss of step `bad_step` is NaN."""
     step, config = program(kind, mesh, chunks, **changes).run, settings(kind, mesh, **changes)
     model, layout, store, t = config.architecture(V), layout_of(config), store_of(config), config.training
-    state: State = TrainStep(config, model, t.steps, layout=layout).initial_state()
+    state: TrainState = TrainStep(config, model, t.steps, layout=layout).initial_state()
     losses, norms = [], []
     for number in range(STEPS):
         batch = store.batch(number)
