@@ -125,7 +125,7 @@ def min_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:
 def allocate_by_weight(weights_LK: np.ndarray, caps_L: Sequence[int], total: int, floor: int) -> Allocation:
     """Allocates slots in proportion to the weights.
 
-    The slots add up to `total`, less a remainder smaller than `SLOT_UNIT`, or to the sum of the caps if the caps are smaller.
+    The slots add up to `total`, less a remainder smaller than `SLOT_UNIT`, or to the sum of the caps if that sum is smaller.
 
     Water-filling: each head requests level · weight slots, clipped to [floor, cap of its layer] and rounded to whole units.
     The level is the highest value at which all requests fit. Every head of a group gets the request of its first head.
@@ -133,7 +133,7 @@ def allocate_by_weight(weights_LK: np.ndarray, caps_L: Sequence[int], total: int
     Args:
       weights_LK: positive numbers.
       caps_L: the largest useful number of slots per head of each layer. A cap need not be a multiple of `SLOT_UNIT`.
-      floor: the fewest slots of a head, rounded up to whole units; the cap of the layer if the cap is lower.
+      floor: the fewest slots of a head, rounded up to whole units. In a layer with a lower cap, the cap is the minimum.
 
     Returns:
       An allocation in which, within a layer, a head with a larger weight has at least as many slots. The order of the heads
@@ -213,10 +213,10 @@ def _distribute_remainder(
 ) -> None:
     """Distributes the slots that remain after water-filling.
 
-    First, each group gets one more unit per head if that fits, in descending order of the shortfall. One unit for every group
-    never fits: at the next higher level each head requests at most one unit more, and the requests exceed the total. So at
-    least one group is skipped, and the remainder is smaller than one unit per head of that group. Then the remainder goes to
-    the one layer whose new split in two reduces the shortfall most.
+    First, each group gets one more unit per head if that fits, in descending order of the shortfall. One more unit per head
+    never fits for all groups: at the next higher level each head requests at most one unit more, and these requests exceed the
+    total. So at least one group is skipped, and the remainder is then smaller than one unit per head of that group. This
+    remainder goes to a single layer: the one whose new split into two groups reduces the shortfall most.
     """
     remaining = total - sum(int(_slots_per_head(layer).sum()) for layer in layers)
     group_keys = [(number, i) for number, layer in enumerate(layers) for i in range(len(layer))]
@@ -254,8 +254,9 @@ def _resplit(layer: Layer, shares_K: np.ndarray, floor: int, cap: int, remaining
     if total >= K * cap:
         return None
     heads_H1 = np.arange(1, K)[:, None]
-    # Search around the sizes at which both groups differ equally from their mean shares. K units to either side suffice: the
-    # second sizes that leave whole units for the first group repeat with a period of at most K units.
+    # Search around the point at which the sizes of both groups differ by the same amount from the mean shares of the groups. K
+    # units to either side suffice: the second sizes that leave whole units for the first group repeat with a period of at most
+    # K units.
     first_H1 = np.cumsum(shares_K)[:-1, None]
     middle_H1 = (shares_K.sum() - first_H1) / (K - heads_H1) + (total - shares_K.sum()) / K
     middle_H1 = np.clip(middle_H1, np.maximum(floor, (total - heads_H1 * cap) / (K - heads_H1)), total / K)

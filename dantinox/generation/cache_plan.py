@@ -23,7 +23,8 @@ from dantinox.model import Compression, compute_dtype
 from dantinox.model.cache import uncompressed_slots
 from dantinox.run import KVCalibration
 
-# With `kv.decay: entropy`, an importance in a head with entropy H sums over about ENTROPY_LIFETIME · 2ᴴ queries.
+# With `kv.decay: entropy`, the importance of a token is a decaying sum of the attention it received. In a head whose attention
+# has entropy H, the sum covers about the last ENTROPY_LIFETIME · 2ᴴ queries.
 ENTROPY_LIFETIME = 16.0
 
 
@@ -40,7 +41,7 @@ def plan_cache(
 ) -> CachePlan:
     """Returns the plan for sequences of up to `slots` tokens.
 
-    The heads of the model must be in the `head_order` of the same settings.
+    The key heads of the model must already be in the order that `head_order` returns for the same settings.
 
     Args:
       calibration: the measurements of the model, if a signal or the decay reads them.
@@ -78,7 +79,7 @@ def head_order(config: ModelConfig, kv: KVSection, calibration: KVCalibration | 
 
 
 def fall_back_to_uniform(kv: KVSection, calibration: KVCalibration | None, remedy: str) -> KVSection:
-    """Returns the settings. If `kv.signal` was not measured, warns and returns a copy in which it is uniform.
+    """Returns the settings. If `kv.signal` was not measured, warns and returns a copy with the signal `uniform`.
 
     Args:
       remedy: the end of the warning if `calibration` is None: what the user can do.

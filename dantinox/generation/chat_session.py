@@ -119,7 +119,7 @@ class Chat:
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         ids, room = self._build_prompt(turn)
         generation = self.config.generation
-        # With a seed a conversation is reproducible. Every answer, also a second answer to the same message, has another seed.
+        # A seed makes the conversation reproducible. Each answer, even a retry for the same message, gets a seed of its own.
         seed = None if generation.seed is None else (generation.seed + self._answers) % 2**32
         config = with_generation(self.config, max_new_tokens=min(generation.max_new_tokens, room), seed=seed)
         config = self.model.with_stop_ids(config, self.template.end_ids)

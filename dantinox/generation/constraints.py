@@ -130,7 +130,7 @@ class Matcher:
     """
 
     def __init__(self, matcher: "LLMatcher", kind: str, end: int, vocab_size: int, ends: Sequence[int]):
-        """Created by `ConstraintCompiler.matcher`; `end` is the EOS token that llguidance uses, `ends` the EOS tokens here."""
+        """Created by `ConstraintCompiler.matcher`; `end` is llguidance's own EOS token, `ends` those of the sequence."""
         self._matcher, self._kind, self._end = matcher, kind, end
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         self._words = -(-vocab_size // 32)
@@ -213,7 +213,10 @@ class _VocabularyAdapter:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Encodes a text that the constraint forces, with the tokenizer or, if that fails, greedily with the longest tokens."""
+        """Encodes a text that the constraint forces.
+
+        If the tokenizer cannot encode it exactly, the longest matching token is taken at each position.
+        """
         data = text.encode()
         try:
             ids = self._tokenizer.encode(text)

@@ -24,7 +24,7 @@ from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, c
 
 DECODE_CHUNK = 32  # tokens
 COMPRESSED_PREFILL_CHUNK = 2048  # longest part of a prompt that a compressed cache processes at a time
-# The most prompt tokens in one forward pass over several prompts, because the activations take memory for each token.
+# The most prompt tokens in one forward pass over several prompts. It bounds the memory for activations.
 PREFILL_BATCH_TOKENS = 1 << 14
 
 
@@ -91,7 +91,8 @@ def _generate_toks(
 ) -> tuple[KVCache | None, DecodeState, Emitted, jax.Array | None]:
     """Generates up to `chunk` tokens per row.
 
-    With `prompt`, it prefills the prompts and generates the first token of each row; without, the next `steps` tokens.
+    With `prompt`, it prefills the prompts and generates the first token of each row. Otherwise it generates the next `steps`
+    tokens.
 
     Args:
       model: a `SplitModel` reduces the host overhead of a call considerably.

@@ -7,7 +7,7 @@
             print(output.text, end="")
 
 `LoadedModel` uses it with a `StaticBatch`, whose prompts start together. `serve.AsyncEngine` runs it on a thread with a
-`SlotBatch`, whose slots are refilled. After the prefill, both run the same code.
+`SlotBatch`, whose slots are refilled. After the prefill, both kinds of batch run the same code.
 
 Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel` and `load` may be called from any thread. `lock`
 guards the scheduler and the table of jobs, which all of these threads use.
@@ -48,7 +48,7 @@ class RequestFailed(Exception):
 
 
 class Output(NamedTuple):
-    """New output of one sample, or with `ended` the end of a request.
+    """New output of one sample. If `ended` is true, it marks the end of the request.
 
     Attributes:
       parts: new text, one part per token if the request reports log-probabilities.
@@ -137,10 +137,10 @@ class Engine:
 
         Args:
           queue: the most requests that may wait for a slot.
-          chunk_seconds: the approximate duration of a chunk; None: `max_steps` ≤ 32 tokens per chunk.
+          chunk_seconds: the approximate duration of a chunk; None: every chunk has `max_steps` ≤ 32 tokens.
           dispatch_ahead: dispatch a chunk before the previous one is returned, so that the device does not wait for the host.
-          isolate: continue after an unexpected exception: it ends only the request that raised it, or all running requests if
-            it belongs to no single request. Without `isolate`, `step` raises the exception.
+          isolate: after an unexpected exception, end only the request that raised it and continue. If the exception belongs to
+            no single request, all running requests end. Without `isolate`, `step` raises the exception.
         """
         self.model, self.batch, self.counters = model, batch, Counter[str]()
         self.lock = threading.RLock()
@@ -361,7 +361,7 @@ class Engine:
     def _prefill_prompts(self) -> None:
         """Prefills prompts: the whole first prompt if no request is decoding, else a few chunks between two decode chunks.
 
-        The budget of tokens grows with the number of requests in prefill per decoding request.
+        If more requests are in prefill than are decoding, proportionally more prompt tokens are prefilled in between.
         """
         batch, prefilling = self._slots, self._scheduler.prefilling
         budget = PREFILL_CHUNKS_PER_STEP * batch.prefill_chunk * max(1, len(prefilling) // max(1, len(batch.remaining())))
@@ -431,7 +431,7 @@ class Engine:
         steps = min(steps, *remaining.values())
         if self._scheduler.prefilling:
             return min(steps, STEPS_WHILE_PREFILLING)
-        # A chunk of one token returns the first token sooner. If requests wait for slots, throughput matters more.
+        # A chunk of only one token returns the first token sooner. But if requests wait for slots, throughput matters more.
         first = not self._scheduler.waiting and any(not job.texts[job.rows[slot]].tokens for slot, job in jobs.items())
         return 1 if first else steps
 

@@ -45,7 +45,7 @@ from dantinox.text import ChatTemplate, Tokenizer
 # Requests in one batch must agree in these settings, and also in router.use_attention, in all settings of kv, and in the
 # reports they ask for.
 PER_BATCH_SETTINGS = ("use_cache", "weights", "matmul_dtype", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
-ALIAS_ALIGNMENT = 64  # bytes; on a CPU `jax.device_put` creates an alias of a NumPy array with this alignment, not a copy
+ALIAS_ALIGNMENT = 64  # bytes; on a CPU, `jax.device_put` does not copy a NumPy array with this alignment, but aliases it
 
 
 class GenerateOptions(RequestSettings, total=False):
@@ -313,7 +313,8 @@ class LoadedModel(ModelBundle):
 
         Args:
           requests: prompts with their settings, as returned by `request`.
-          stream: decode in short chunks, so that the text appears smoothly; otherwise in chunks of the fastest length.
+          stream: decode in short chunks, so that the text appears smoothly; otherwise in chunks of the length that decodes
+            fastest.
           pad: function from the length of a prompt, or of a prompt with its continuation, to the padded length. Each padded
             length needs a compiled program.
           steps: tokens per chunk; each chunk is collected before the next is dispatched. None: `stream` decides.
@@ -387,7 +388,8 @@ def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
 
 def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int = 1) -> Transformer:
     """Returns the transformer of a run with its weights; each weight is moved to its devices when it is read."""
-    # The attention kernel of the run was chosen for the training machine, and decoding uses separate layers.
+    # Override two settings of the run: its attention kernel was chosen for the training machine, and decoding needs separate
+    # layers.
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
     build, shapes = abstract_model(model)
     shardings = weight_shardings(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}

@@ -19,8 +19,8 @@ from dantinox.run import KVCalibration
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import ChatTemplate, Tokenizer
 
-# The most prepared models in memory, besides the model of the run. Each order of heads needs a separate prepared model. With
-# `kv.signal: loss` each budget has another order.
+# How many prepared models are kept in memory, besides the model of the run. Each order of heads needs its own prepared model,
+# and with `kv.signal: loss` each budget has a different order.
 MAX_PREPARED = 4
 
 

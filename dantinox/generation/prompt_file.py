@@ -17,7 +17,7 @@ def read_prompts(path: Path, settings: Mapping[str, object], base: Config) -> Pr
       base: the settings of the run, which `settings` override.
 
     Raises:
-      UserError: the file cannot be read, or a line is invalid; the error message contains its number.
+      UserError: the file cannot be read, or a line is invalid; the error message contains the line number.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` would also split at other Unicode line breaks

@@ -208,7 +208,10 @@ def _min_bfloat16_rows(platform: str, weights: str, matmul_dtype: str) -> int | 
 
 
 def dequantize(model: Transformer) -> Transformer:
-    """Returns the model for inputs with many rows: low-precision projections that multiply in float32 become plain ones."""
+    """Returns the model for inputs with many rows.
+
+    Low-precision projections that multiply in float32 are replaced by plain projections.
+    """
     low_precision = LowPrecisionLinear, LowPrecisionExperts
     if not any(isinstance(node, low_precision) and node.min_bfloat16_rows is None for _, node in nnx.iter_graph(model)):
         return model

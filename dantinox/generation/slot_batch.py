@@ -44,9 +44,9 @@ COMPILE_THREADS = 2  # programs compiled in parallel
 MAX_ALTERNATIVES = 20  # the most alternatives reported per token
 CACHED_SETTINGS = 64  # different request settings whose parameter arrays are cached
 DEFAULT_SLOTS = 8
-MEMORY_SHARE = 4  # the caches of all slots take at most this fraction (1/4) of the free memory
-# The most entries of a list in the settings of a request, sequences in a list, tokens per sequence, and end ids. Lists are
-# padded to these sizes, so that all requests share the same programs.
+MEMORY_SHARE = 4  # the caches of all slots take at most 1 / MEMORY_SHARE of the free memory
+# Limits for the lists in the settings of a request: entries of a list, sequences in a list, tokens per sequence, and end ids.
+# Lists are padded to these sizes, so that all requests share the same programs.
 MAX_ENTRIES, MAX_SEQUENCES, MAX_SEQUENCE_LENGTH, MAX_END_IDS = 1024, 256, 16, 32
 MAX_ENTRIES_BY_SETTING = {"stop_ids": MAX_END_IDS, "protected_ids": MAX_END_IDS, "dry_breakers": 8192}
 
@@ -145,7 +145,7 @@ class SlotBatch(RunningBatch):
         compiled = jax.jit(make_cache, static_argnums=range(6))
         self._make_cache: Callable[[int], KVCache] = lambda rows: compiled(self._architecture, rows, *plan, segmented)
         self._cache_shapes: KVCache = jax.eval_shape(lambda: self._make_cache(self.count))
-        # Only in a compressed cache must a slot be cleared before a new request.
+        # A slot of a compressed cache must be cleared before a new request. Other caches do not need this.
         self._empty_row: KVCache | None = self._make_cache(1) if self._cache_shapes.compressed else None
         self._min_ring_slots = min(self._cache_shapes.uncompressed_slots)
         chunk = COMPRESSED_PREFILL_CHUNK if self._cache_shapes.compressed else SLOT_PREFILL_CHUNK
@@ -153,7 +153,7 @@ class SlotBatch(RunningBatch):
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
-        # Clients repeat their settings, and creating the arrays takes about 10 ms while a program is running.
+        # Clients repeat their settings, so the arrays are cached: creating them takes about 10 ms while a program is running.
         self._cached_row_params = lru_cache(CACHED_SETTINGS)(self._row_params)
 
     # --- programs
@@ -246,7 +246,7 @@ class SlotBatch(RunningBatch):
         Raises:
           UserError: as in `program_key`, or a list in the settings is too long for a server or has an invalid token.
         """
-        ignored = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # of the arrays, only the seed depends on these
+        ignored = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # they affect no array but `seed`, set below
         generation = config.generation.model_copy(update=ignored)
         key = CacheKey(config.model_copy(update={"generation": generation}), generation, config.router, config.kv)
         cached = self._cached_row_params(key)

@@ -38,7 +38,10 @@ def padded_length(length: int) -> int:
 
 
 def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = padded_length) -> int:
-    """Returns the cache slots per row: the padded length of the longest row of `lengths` prompt and `limits` new tokens."""
+    """Returns the cache slots per row: the padded length of the longest row.
+
+    Row i has `lengths[i]` prompt tokens and up to `limits[i]` new tokens.
+    """
     return pad(int(np.max(lengths + limits)))
 
 
@@ -76,7 +79,7 @@ class DecodedChunk(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The seconds of a whole run and up to its first tokens, and the compile time within each of the two."""
+    """The seconds of a whole run, the seconds up to its first tokens, and the part of each that was spent on compilation."""
 
     total: float = 0.0
     first: float = 0.0
@@ -92,8 +95,8 @@ class Times(NamedTuple):
 class StaticBatch(RunningBatch):
     """A batch of prompts that start together, in a program that contains only the sampling steps that their settings use.
 
-    `generation.engine.Engine` runs it. Code that works on token ids calls `run`, or `start` for the first token of every row
-    and `advance` for the next tokens.
+    `generation.engine.Engine` runs the batch. Code that works on token ids needs no engine: it calls `run`, or `start` for the
+    first token of every row and `advance` for the next tokens.
 
     Attributes:
       echo: log-probabilities `[P, T]` of the prompt tokens, if requested; available after the first chunk.

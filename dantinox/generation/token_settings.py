@@ -113,7 +113,10 @@ def _encode(tokenizer: Tokenizer, text: str, key: str) -> list[int]:
 
 
 def _token_sequences(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> list[tuple[int, ...]]:
-    """Returns the tokens of a text, and the tokens of the text after a space if they do not end with the same tokens."""
+    """Returns the tokens of a text, and those of the text with a space in front, unless these end with the tokens of the text.
+
+    Token ids are returned unchanged, as the only sequence.
+    """
     if not isinstance(word, str):
         return [word]
     plain = tuple(_encode(tokenizer, word, f"generation.{key}"))
@@ -128,9 +131,9 @@ def _token_sequences(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str
 
 @lru_cache(maxsize=16)
 def tokens_containing(tokenizer: Tokenizer, breakers: tuple[str | int, ...]) -> tuple[int, ...]:
-    """Returns the ids in `breakers` and the ids of all tokens that contain one of its texts, ascending.
+    """Returns the ids in `breakers` and the ids of all tokens that contain one of the texts in `breakers`, ascending.
 
-    It looks up every substring of every token in a set of the texts, so the time does not depend on the number of texts.
+    Every substring of every token is looked up in the set of texts, so the time does not depend on the number of texts.
     """
     ids = {token for token in breakers if isinstance(token, int)}
     texts = {text for text in breakers if isinstance(text, str)}

@@ -30,8 +30,8 @@ class Attention(nnx.Module):
     key and the value. With `k_eq_v` the key is also the value, and the kernel is `[D, K, G+1, H]`. In a layer that reuses the
     keys and values of another layer the kernel is `[D, K, G, H]`. The kernel of `out` is `[K, G, H, D]`.
 
-    Scores are divided by √H. To get the other divisor of `query_pre_attn_scalar`, the queries are scaled first. `layer` is the
-    index of the layer, from 0.
+    Scores are divided by √H. With `query_pre_attn_scalar` = s the divisor is √s instead; for this, the queries are multiplied
+    by √(H / s) first. `layer` is the index of the layer, from 0.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):

@@ -2,8 +2,8 @@
 
 Every kind of layer cache has the method `attend(q, k, v, positions, window, probe, softmax) -> (out, updated layer, probed)`.
 It writes the new keys and values, computes attention for the queries, and returns the updated layer, so the attention module
-needs no branch per kind. A layer cache is a pytree of arrays whose first axis is the batch. `attend` keeps the shapes of these
-arrays, because the cache is repeated for samples and carried through loops.
+needs no separate code for each kind. A layer cache is a pytree of arrays whose first axis is the batch. `attend` keeps the
+shapes of these arrays, because the cache is repeated for samples and carried through loops.
 
 Position −1 marks padding: a padding token is not written to the cache, and no query attends to it. The valid positions of a
 row are consecutive and precede its padding.
@@ -102,7 +102,7 @@ class RingLayer:
         return self.store, self._slot_positions(last_B)
 
     def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "RingLayer":
-        """Returns the layer with these keys and values; of more than W, only the newest are written."""
+        """Returns the layer with these keys and values; if there are more than W, only the newest W are written."""
         if positions_BT.shape[1] == 1:
             slots_B1 = jnp.where(positions_BT < 0, self.store.slots, positions_BT % self.store.slots)
             return RingLayer(self.store.write(k_BTKH, v_BTKH, slots_B1[:, :, None]))
@@ -233,10 +233,10 @@ class RecordingLayer:
 @partial(jax.tree_util.register_dataclass, data_fields=["layer", "k_BTKH", "v_BTKH"], meta_fields=[])
 @dataclass(frozen=True)
 class SharedKeys:
-    """The layer cache of a layer without keys and values, which reads those of an earlier source layer and stores nothing.
+    """The layer cache of a layer without keys and values of its own. It reads those of an earlier layer, its source layer.
 
-    `attend` repeats the update of the source layer, from the same state and the same new keys. The compiler recognizes the
-    common expression and computes it only once.
+    It stores nothing: `attend` repeats the update of the source layer, from the same state and the same new keys. The compiler
+    recognizes the common expression and computes it only once.
 
     Attributes:
       layer: the cache of the source layer before this call.

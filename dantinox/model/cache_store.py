@@ -23,8 +23,8 @@ MIN_SEGMENT, MAX_SEGMENTS = 128, 4
 class Store:
     """Keys and values of S slots.
 
-    Keys are stored as `[B, K, H, S]`, with the slots in the last axis, so that the scores q · k need no transpose: on a CPU
-    they take less than two thirds of the time of q · kᵀ.
+    Keys are stored as `[B, K, H, S]`, with the slots in the last axis, so that the scores q · k need no transpose. On a CPU,
+    this product takes less than two thirds of the time of q · kᵀ.
 
     The dtype is one of:
 
@@ -33,8 +33,8 @@ class Store:
     * int8: every key and every value has a scale, which maps its largest magnitude to 127. The scales are applied to the
       operands or the results of the matrix multiplications.
     * `INT4_PACKED`: int4. Byte h of a vector holds number h in its lower four bits and number H/2 + h in its upper four bits.
-      `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits, the scales of all groups
-      before their minima. The shape of scales and minima is `[B, K, 2 H/32, S]` for keys and `[B, K, S, 2 H/32]` for values.
+      `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits. They are in one array: first
+      the scales of all groups, then their minima. Its shape is `[B, K, 2 H/32, S]` for keys and `[B, K, S, 2 H/32]` for values.
     """
 
     k_BKHS: jax.Array
@@ -221,9 +221,8 @@ class StorePrefix(NamedTuple):
 class SegmentedStore:
     """A store that is split into segments along the slots; attention on a CPU skips segments that no row has reached.
 
-    Slot s of the whole store holds position s. The result of a row does not depend, to the last bit, on the length of the other
-    rows: sums are computed segment by segment, and segments after the end of the row add zeros. Only `FullLayer` uses this
-    store.
+    Slot s of the whole store holds position s. The length of other rows does not change a single bit of the result of a row:
+    sums are computed segment by segment, and segments after the end of the row add zeros. Only `FullLayer` uses this store.
 
     Attributes:
       used_B: for each row, the number of slots up to the newest slot of the last `write`; 0 if it wrote nothing to the row.
@@ -360,8 +359,8 @@ def _matmul_per_head(
 ) -> jax.Array:
     """Multiplies head by head, so that the converted keys or values of a head fit into the cache of a CPU core.
 
-    A batched multiplication would write a float32 copy of the whole layer. So would XLA if it hoisted the conversion out of the
-    loop; the barrier prevents this.
+    A batched multiplication would write a float32 copy of the whole layer. Without the barrier, XLA would hoist the conversion
+    out of the loop and write this copy too.
     """
     B, K = w_BKIO.shape[:2]
     flat = jax.tree.map(lambda leaf: leaf.reshape(B * K, *leaf.shape[2:]), (x_BKMI, w_BKIO, groups))
@@ -377,7 +376,7 @@ def _matmul_per_head(
 
 
 def _dequantize(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
-    """Converts stored vectors to float32; `axis` is the axis of the vector elements, an axis that int8 scales lack."""
+    """Converts stored vectors to float32; `axis` is the axis of the vector elements, which int8 scales do not have."""
     if w.dtype == INT4_PACKED:
         numbers = jnp.concatenate([w & 15, w >> 4], axis=axis).astype(jnp.float32)
         assert scale is not None

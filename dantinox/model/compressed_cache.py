@@ -55,7 +55,7 @@ class Compression:
       recency: rank tokens as if each query had also given attention 1 / age to every token. Prompt tokens are ranked this way
         only if `prompt` is `attention`. In a head that attends to few tokens, the attention to all other tokens is noise, and
         the newer of these tokens are more likely to be needed.
-      sinks, recent: the numbers of first and of newest tokens that are never evicted.
+      sinks, recent: how many of the first tokens and of the newest tokens are never evicted.
       ratio: the requested fraction of the slots of an uncompressed cache.
     """
 
@@ -160,7 +160,7 @@ class HeadGroup:
         """Processes a part of a prompt: attends to the cache and to the part, and then chooses the tokens to keep.
 
         Args:
-          again: the same tokens in the second pass, for `reconstruction`; their output is appended to the output.
+          again: the same tokens in the second pass, for `reconstruction`; their output is appended to that of the first pass.
         """
         B, K, C = self.position_BKS.shape
         sorted_group = self._in_order()
@@ -328,9 +328,9 @@ def expected_attention(
 
     This follows Devoto et al. 2025, section 3. Queries before their rotation are modeled as Gaussian, with the mean μ and the
     covariance Σ of the prompt queries. Let R be the mean rotation over the `FUTURE` positions after the prompt. Then
-    E exp(qᵀk / √H) = exp(μᵀRᵀk / √H + kᵀRΣRᵀk / 2H). A softmax over the keys normalizes this expectation. Its mean over the
-    query heads is multiplied by the norm of the value, divided by the mean norm. The first `sinks` tokens are excluded from
-    the statistics and get zero.
+    E exp(qᵀk / √H) = exp(μᵀRᵀk / √H + kᵀRΣRᵀk / 2H). A softmax over the keys normalizes this expectation. The mean of the
+    softmax over the query heads is multiplied by the norm of the value, relative to the mean norm of all values. The first
+    `sinks` tokens are excluded from the statistics, and their result is zero.
 
     Args:
       q_BTKGH, k_BUKH: queries and keys after rotation.

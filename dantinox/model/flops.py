@@ -9,7 +9,7 @@ from dantinox.model.lora import layer_projections, projection_sizes
 def matrix_parameters(model: ModelConfig) -> int:
     """Returns N, the number of matrix weights used per token: attention `D·Q·(2H + 2K)`, feed-forward, and `D·V`.
 
-    A mixture of experts counts with its router and the experts that a token uses, per-layer inputs with `3·L·D·P`.
+    For a mixture of experts, the router and the experts that a token uses count. Per-layer inputs add `3·L·D·P`.
     """
     D, L, P = model.dim, model.num_blocks, model.per_layer_dim
     layers = sum(_layer_parameters(model.of_layer(layer), model.kv_projections(layer)) for layer in range(L))
@@ -34,7 +34,8 @@ def _layer_parameters(model: ModelConfig, kv_projections: int) -> int:
 def attention_flops(model: ModelConfig, keys: int) -> int:
     """Returns the FLOPs of attention for one query, `4·L·H·Q·T`: the scores and weighted values of `keys` keys.
 
-    In a windowed layer at most the window counts. Keys that the causal mask hides count too, as in the cited formulas.
+    In a layer with a sliding window, T is at most the window. Keys that the causal mask hides count too, as in the cited
+    formulas.
     """
     if model.latent is not None:
         size = model.head_size + model.latent.rotated_size + model.latent.value_size

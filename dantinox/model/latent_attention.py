@@ -37,7 +37,10 @@ class UpProjection(nnx.Module):
         return both[..., : self.key_size], both[..., self.key_size :]
 
     def queries(self, q_BTNH: jax.Array) -> jax.Array:
-        """Maps queries to `[B, T, N, R]`, so that their dot products with latents equal those of the queries with the keys."""
+        """Maps queries to `[B, T, N, R]`.
+
+        The dot product of a mapped query with a latent equals that of the query with the unrotated part of the key.
+        """
         return self._by_head("BTNH,RNH->BTNR", q_BTNH, self.kernel[..., : self.key_size])
 
     def values(self, latent_BTNR: jax.Array) -> jax.Array:
@@ -53,9 +56,10 @@ class LatentAttention(nnx.Module):
     """Multi-head latent attention.
 
     `kv_a [D, R + P]` computes the latent and the rotated part of the key, which all heads share. `kv_b` computes
-    the unrotated part of the keys, and the values. Queries come from `q [D, N, H + P]`, or from a latent of their own.
+    the unrotated part of the keys, and the values. Queries are projected by `q [D, N, H + P]`, or from a separate latent.
 
-    Scores are divided by √(H + P). With `mscale_all_dim` they are multiplied by the square of its YaRN gain (DeepSeek-V2).
+    Scores are divided by √(H + P). With `mscale_all_dim` they are also multiplied by the square of the YaRN gain for this
+    weight (DeepSeek-V2).
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):

@@ -25,10 +25,10 @@ def cast_tensordot(
 
     Both operands are cast to `dtype`, the sums are in float32, and the result has the dtype `out_dtype`. The backward pass also
     casts the incoming gradient to `dtype`. Otherwise a float32 gradient, such as that of the logits, would turn all later
-    matrix multiplications of the backward pass into float32. CPUs with bfloat16 units are also faster with float32 sums.
+    matrix multiplications of the backward pass into float32. On CPUs with bfloat16 units, float32 sums are also faster.
 
     Args:
-      cast_w: w in `dtype`, for callers that multiply by w many times; the gradient still goes to w.
+      cast_w: w already cast to `dtype`, for callers that multiply by w many times; the gradient still goes to w.
     """
     w = w.astype(dtype) if cast_w is None else cast_w
     return jnp.tensordot(x.astype(dtype), w, axes, preferred_element_type=jnp.float32).astype(out_dtype)
@@ -44,7 +44,8 @@ def _cast_tensordot_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, 
     def weight_gradient(dtype: DTypeLike, x: jax.Array, d_y: jax.Array) -> jax.Array:
         return jnp.tensordot(x.astype(dtype), d_y.astype(dtype), (lead, lead), preferred_element_type=jnp.float32)
 
-    # The float32 results are equal. On CPUs XLA has no fast bfloat16 kernel for this form, and none at all for its transpose.
+    # Both branches give equal float32 results. The CPU branch multiplies in float32, because on CPUs XLA has no fast bfloat16
+    # kernel for this form, and no bfloat16 kernel at all for its transpose.
     branches = {"cpu": partial(weight_gradient, jnp.float32), "default": partial(weight_gradient, dtype)}
     if dtype == jnp.float32:
         d_w = weight_gradient(dtype, x, d_y)

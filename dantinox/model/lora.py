@@ -127,7 +127,7 @@ class LowRank(nnx.Module):
 class AdaptedLinear(nnx.Module):
     """A `Linear` with frozen weights, and an adapter for each of its projections in `targets`.
 
-    `kernel` is stored in the dtype `lora.held`; int8 has a `scale` per output. Dropout is on if `key` is set.
+    `kernel` is stored in the dtype `lora.held`; with int8, `scale` holds one scale per output. Dropout is on if `key` is set.
     """
 
     def __init__(self, linear: Linear, targets: Mapping[str, Projection], lora: LoraConfig, *, rngs: nnx.Rngs):

@@ -79,7 +79,7 @@ def init_parameters(config: ModelConfig, seed: int) -> Parameters:
 
 
 def random_key(seed: int) -> jax.Array:
-    """Returns the root key of a run, for the generator of XLA, which compiles and runs much faster than Threefry."""
+    """Returns the root key of a run. It uses the random generator of XLA, which compiles and runs much faster than Threefry."""
     return jax.random.key(seed, impl="rbg")
 
 

@@ -33,12 +33,13 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
 
     * `linear`: all frequencies (Chen et al. 2023).
     * `llama3`: frequencies with a wavelength above (original context) / `low_freq_factor`. It keeps frequencies with a
-      wavelength below (original context) / `high_freq_factor` and interpolates between the two (Llama 3.1).
+      wavelength below (original context) / `high_freq_factor`, and interpolates between the two wavelengths (Llama 3.1).
     * `yarn`: frequencies with fewer than `beta_slow` turns in the original context. It keeps frequencies with more than
       `beta_fast` turns, and interpolates linearly in the index between the two (Peng et al. 2023, sections 3.2 to 3.4). With
       `mscale` and `mscale_all_dim` the gain is the quotient of the gains for these two weights (DeepSeek-V2).
-    * `longrope`: each frequency, but by a separate factor, with a gain similar to `yarn` (Ding et al. 2024, section 3.2).
-    * `proportional`: all frequencies. It sets the frequencies after the first `share` of them to 0 (Gemma 4).
+    * `longrope`: each frequency, but by a separate factor, with a gain similar to that of `yarn` (Ding et al. 2024, section
+      3.2).
+    * `proportional`: the first frequencies, a fraction `share` of all. It sets the other frequencies to 0 (Gemma 4).
     """
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     slow, turns = frequencies / scaling.factor, scaling.original_context * frequencies / (2 * math.pi)

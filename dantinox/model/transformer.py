@@ -41,7 +41,8 @@ def _save_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return not primitives & {"all_gather", "reshape"} and parameters.get("name") != GATHERED
 
 
-# Policies for the values saved for the backward pass. With "none", all are saved except weights gathered from several devices.
+# Policies that decide which values are saved for the backward pass. With "none", all values are saved, except weights that were
+# gathered from several devices.
 REMAT_POLICIES = {
     "full": None,
     "dots": jax.checkpoint_policies.save_only_these_names(LINEAR_OUTPUT),
