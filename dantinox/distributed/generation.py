@@ -35,7 +35,9 @@ class TensorParallelism(Parallelism):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None)))
 
     def shard_features(self, x: jax.Array) -> jax.Array:
-        """Keeps features sharded. Otherwise XLA gathers quantized gate and up weights, which share one array, for `down`."""
+        """Keeps features sharded. Otherwise XLA would gather the quantized gate and up weights, which share one array, before
+        `down`.
+        """
         assert self.mesh is not None
         spec = PartitionSpec(None, *[None] * (x.ndim - 2), "tensor")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -151,7 +153,7 @@ def weight_shardings(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSh
 
 
 def shard_model(model: Transformer, mesh: Mesh, put: Callable[[Any, Any], Any] = jax.device_put) -> Transformer:
-    """Returns the model with its weights sharded over a mesh; `put` places them, given their shardings."""
+    """Returns the model with its weights sharded over a mesh; `put(weights, shardings)` places the weights on the devices."""
     graph, state = nnx.split(model)
     sharded = nnx.merge(graph, put(state, model_shardings(model, mesh)))
     sharded.parallelism = TensorParallelism(mesh=mesh)

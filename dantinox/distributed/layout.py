@@ -148,7 +148,7 @@ class Layout:
         return checkpoint_name(_gather(w, split.gathered, dtype, tensor if has_identical_gradients else 1), GATHERED)
 
     def reduce_gradients(self, gradients: Parameters) -> Parameters:
-        """All-reduces the gradients of local shards over those mesh axes over which they are not yet summed."""
+        """All-reduces the gradients of local shards over the mesh axes over which they are not summed yet."""
         if self.mesh is None:
             return gradients
 
@@ -187,7 +187,7 @@ class Layout:
     def shardings(self, tree: Any) -> Any:
         """Returns the shardings of a tree such as the training state.
 
-        Leaves with the name and shape of a parameter are sharded like it, all others are replicated. The result is None if
+        Leaves with the name and shape of a parameter are sharded like the parameter, all others are replicated. It is None if
         everything is on the default device.
         """
         if self.mesh is None:
@@ -237,8 +237,8 @@ class Layout:
     def put_batch(self, read: Callable[..., Any], count: int, accumulated: int = 1) -> Any:
         """Puts a batch on the devices.
 
-        Each process reads only the rows of its devices. The batch has `accumulated` parts, which hold the same rows as on a
-        single device. Each part is split over all devices in order.
+        Each process reads only the rows of its devices. The batch has `accumulated` parts, and each part holds the same rows as
+        it would on a single device. The rows of a part are split over all devices in order.
 
         Args:
           read: `read()` returns all rows, `read(numbers)` the rows with these ascending numbers.
@@ -280,7 +280,7 @@ def _gather(w: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: 
       w: the local shard.
       dims: (array axis, mesh axes) to gather.
       dtype: the dtype of the result.
-      copies: the number of devices that compute identical gradients; the sum of the gradients is divided by it.
+      copies: the number of devices that compute identical gradients; the sum of the gradients is divided by this number.
     """
     w = w.astype(dtype)
     for axis, names in dims:

@@ -37,7 +37,7 @@ def initialize_processes(config: Config) -> None:
     if d.coordinator is None or jax.distributed.is_initialized():
         return
     address = None if d.coordinator == "auto" else d.coordinator  # None: jax detects the cluster
-    jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM, which `StopSync` needs
+    jax.config.update("jax_enable_preemption_service", False)  # the service would intercept SIGTERM, which `StopSync` needs
     timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": HEARTBEAT_SECONDS}
     try:
         jax.distributed.initialize(address, d.processes, d.process, **timeouts)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
       make: returns a JSON value; called only on rank 0.
 
     Raises:
-      UserError: `make` raised it on rank 0; it is raised in all processes.
+      UserError: `make` raised this error on rank 0. All processes then raise it.
     """
     if jax.process_count() == 1:
         return make()
@@ -116,7 +116,7 @@ class StopSync:
         self._pending: deque[jax.Array] = deque()
 
     def poll(self, signal: int | None) -> int | None:
-        """Returns the signal that some process had received `RESULT_LAG_STEPS` calls ago, or None.
+        """Returns the signal that any process reported in the call `RESULT_LAG_STEPS` calls ago, or None.
 
         Every process calls it once per step.
 

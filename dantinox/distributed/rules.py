@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import UserError
 
-AXES = ("data", "fsdp", "expert", "tensor")  # adjacent devices differ in the last axis, which has the most traffic
-BATCH = ("data", "fsdp", "expert")  # devices that differ in these have different rows
+AXES = ("data", "fsdp", "expert", "tensor")  # adjacent devices differ in the last axis, because it has the most traffic
+BATCH = ("data", "fsdp", "expert")  # devices that differ in one of these axes have different rows
 STORAGE_AXES = ("fsdp", "expert", "tensor")  # parameters are sharded over these axes, if their sizes allow
 # Parameters whose gradients are summed over `tensor` too.
 SUMMED_OVER_TENSOR = (
@@ -28,10 +28,11 @@ class Rule(NamedTuple):
 
     Attributes:
       path: the path of the parameter in its layer, or in the model. `*` matches any part of a name.
-      axes: one letter per array axis, as in the names of shapes; N also stands for the heads of latent attention.
+      axes: one letter per array axis, as in the shape suffixes of names; N also stands for the heads of latent attention.
       compute: maps a letter to the mesh axis over which the matmul itself is sharded.
-      storage: letters of axes that can also be sharded in memory; the first divisible one is used. Axes that are not the
-        shorter side of a matrix come first, because Muon then all-reduces small Gram matrices instead of full matrices.
+      storage: letters of axes that can also be sharded in memory; the first axis of divisible size is used. Axes that are not
+        the shorter side of a matrix come first, because the optimizer Muon then all-reduces small Gram matrices instead of full
+        matrices.
     """
 
     path: str
@@ -93,8 +94,8 @@ RULES = (
     Rule("ffn/shared/up/bias", "F", WIDTH, ""),
     Rule("ffn/shared/down/bias", "D", {}, ""),
     Rule("ffn/shared_gate/kernel", "D1", {}, "D"),
-    # With adapters: scales of quantized weights, and the matrices A and B. These are small, so they are replicated, except
-    # along axes whose matmul is sharded.
+    # For models with adapters: the scales of quantized weights, and the adapter matrices A and B. These are small, so they are
+    # replicated, except along axes over which the matmul is sharded.
     Rule("attention/qkv/scale", "KGH", HEADS, ""),
     Rule("attention/gate/scale", "KGH", HEADS, ""),
     Rule("layer_input/gate/scale", "P", {}, ""),
@@ -142,7 +143,7 @@ class Split(NamedTuple):
         return tuple((number, names) for number, names in enumerate(self.storage) if names)
 
     def axes_of(self, axes: slice) -> tuple[str, ...]:
-        """Returns the mesh axes over which some of its array axes are sharded."""
+        """Returns the mesh axes over which the array axes in the slice `axes` are sharded."""
         return tuple(name for a, s in zip(self.compute[axes], self.storage[axes], strict=True) for name in a + s)
 
     @property

@@ -61,7 +61,7 @@ def best_of_n(logits_V: Array, raw_V: Array, n: Number, weight: Number = 1.0) ->
 
 
 def _rank_logprobs(x_K: Array, raw_K: Array, n: Array) -> Array:
-    """Computes the closed form for K tokens by comparing all pairs, which needs no sort and handles ties."""
+    """Computes the closed form of `best_of_n` for K tokens. It compares all pairs, so it needs no sort and handles ties."""
     w_K = jnp.exp(x_K - finite_max(x_K))
     w_K = jnp.where(w_K < TINY, 0, w_K)
     lower_K = jnp.sum(jnp.where(raw_K < raw_K[:, None], w_K, 0), axis=1)

@@ -97,7 +97,7 @@ def sample(
         edits, others = _shared_order(params, EDIT_STEPS), RowOrders.build(params.order, params.enabled, active_B)
     edited_BV = run_steps(_apply_step, edits, allowed_BV, context)
     final_BV, log_mass_B = run_chain(_apply_step, others, edited_BV, context, active_B)
-    # Greedy rows enable no other steps. If edits and penalties all come first, the greedy token does not depend on the others.
+    # Greedy rows enable only edits and penalties. If these all come first, the greedy token does not depend on later steps.
     greedy_first = params.order is None and not any(name in GREEDY_STEPS for name in params.plan[first:])
     token_B = jax.vmap(first_argmax)(edited_BV if greedy_first else final_BV).astype(jnp.int32)
     greedy_B = params.temperature < GREEDY_BELOW
@@ -173,7 +173,7 @@ def _apply_allowed(raw_BV: Array, params: SamplingParams) -> Array:
 def _mask_disallowed(raw_V: Array, bits_W: Array) -> Array:
     allowed_V = unpack_bits(bits_W, raw_V.shape[0])
     allowed_logits_V = jnp.where(allowed_V, raw_V, -jnp.inf)
-    # If all allowed tokens have logit -inf, they become equally likely: the constraint holds for any logits.
+    # If all allowed tokens have the logit -inf, they become equally likely, so that the constraint holds for any logits.
     all_removed = (allowed_logits_V == -jnp.inf).all() & ~allowed_V.all()
     return jnp.where(all_removed & allowed_V, 0.0, allowed_logits_V)
 
@@ -181,7 +181,10 @@ def _mask_disallowed(raw_V: Array, bits_W: Array) -> Array:
 def _apply_router(
     params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None
 ) -> tuple[SamplingParams, Metrics, Route]:
-    """Runs the router. Returns the parameters with its numbers for this token, the metrics, and the choice of the router."""
+    """Runs the router.
+
+    Returns the parameters, with the numbers that the router chose for this token, the metrics, and the choice of the router.
+    """
     assert params.router is not None
     if params.uses_attention and attention is None:
         raise ValueError("this router uses attention metrics: pass attention, or build it with use_attention: false")
@@ -207,7 +210,7 @@ def _best_of_n_logits(final_BV: Array, raw_BV: Array, params: SamplingParams, ro
 def _candidates(
     drawn_B: Array, processed_BV: Array, raw_BV: Array, keys_B: Array, metrics: Any, params: SamplingParams
 ) -> Candidates:
-    """Draws the candidates of every row. Without a score function, the drawn token is the best of them."""
+    """Draws the candidates of every row. Without a score function, they are drawn so that the drawn token is the best."""
     assert params.router is not None
     score_fn, draws = params.score_fn, params.candidates
 
@@ -251,7 +254,7 @@ def run_step(name: str, x_N: Array, row: Context, **overrides: Any) -> Array:
 
 
 def _token_table(row: Context, name: str, suffix: str = "") -> Array:
-    """Returns the table of the token list that belongs to a step."""
+    """Returns the table of token ids that a step reads."""
     return row.params.tables[STEPS[name].indirect[0] + suffix]
 
 
@@ -284,7 +287,8 @@ def _protected(x_N: Array, row: Context, name: str) -> Array:
     return (ids_N[:, None] == row.params.tables["protected_ids"]).any(axis=1)
 
 
-# The inputs of steps besides their settings, by parameter name of the step function: (row or window, context, step) -> value.
+# Functions (row or window, context, step) -> value that compute the inputs of a step besides its settings. The key is the name
+# of the parameter in the function of the step.
 STEP_INPUTS: dict[str, Callable[[Array, Context, str], Any]] = {
     "history_S": lambda x_N, row, name: row.state.text,
     "length": lambda x_N, row, name: row.state.length,

@@ -25,7 +25,9 @@ def draw(logits_V: Array, key: Array) -> Array:
 
 
 def inverse_cdf_token(logits_V: Array, uniforms_2: Array) -> Array:
-    """Returns the token id at which the cumulative masses, first of blocks and then in one, cross two uniform numbers."""
+    """Returns the token id that two uniform numbers select: the first by the cumulative mass of the blocks, the second by the
+    cumulative mass in the chosen block.
+    """
     largest = jnp.max(logits_V)
     weights_V = jnp.where(logits_V == -jnp.inf, 0.0, jnp.exp(logits_V - largest))
     # Denormal weights would be flushed to zero in some sums but not in others.

@@ -1,8 +1,8 @@
 """The entropy router (entropix): metrics of a decoding step, the choice of a strategy, and its sampling parameters.
 
 All functions are pure functions of one row in float32; use `jax.vmap` for a batch. Entropies are in bits, varentropies in
-bits². Strategies and formulas are those of the entropix guide. Some metrics of the guide's code depend on the cache size or on
-the batch instead of the model; these are redefined here. `guide_metrics` computes the original ones.
+bits². Strategies and formulas are those of the entropix guide. In the guide's code, some metrics depend not only on the model,
+but on the cache size or on the batch. These metrics are redefined here; `guide_metrics` computes the original ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class AttentionMetrics(NamedTuple):
 
     Attributes:
       attn_entropy: mean entropy of the heads' attention, ≥ 0, in bits.
-      attn_entropy_norm: the entropy divided by log2(number of valid keys), in [0, 1]; 0 with a single key.
+      attn_entropy_norm: mean of the entropies divided by log2(number of valid keys), in [0, 1]; 0 with a single key.
       attn_varentropy: variance of the entropy over the heads of a layer, in bits².
       attn_disagreement: ½ Σ|a − mean of a over heads|, averaged over heads, in [0, 1).
       attn_agreement: 1 − attn_disagreement.
@@ -117,9 +117,9 @@ def combine_layers(layers: LayerAttention | Sequence[LayerAttention]) -> Attenti
 def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
     """Computes the metrics exactly as the guide's code does, for comparison.
 
-    They cover one layer and all T cache positions, and are averaged over the batch. `attn_varentropy` is the variance over
-    heads. `attn_varentropy_guide_axis` uses the guide's axis, the queries, and is 0 in decoding. `agreement` is a disagreement
-    divided by T. One difference from the guide: 0·log 0 is 0 where a logit is -inf.
+    The metrics cover one layer and all T cache positions, and are averaged over the batch. `attn_varentropy` is the variance
+    over heads. `attn_varentropy_guide_axis` is the variance over queries, as in the guide, which is 0 in decoding. Despite its
+    name, `agreement` is a disagreement divided by T. One difference from the guide: 0·log 0 is 0 where a logit is -inf.
 
     Args:
       logits: [B, V].
@@ -225,9 +225,9 @@ class Route(NamedTuple):
 def route(metrics: Metrics, config: RouterConfig) -> Route:
     """Chooses the strategy of a row and computes its sampling parameters, by the formulas of the entropix guide.
 
-    All formulas are computed, and one result is selected without a branch. Conditions compare entropy and varentropy directly;
-    formulas first divide them by `entropy_scale` and `varentropy_scale`. Without attention metrics, the attention terms are
-    omitted.
+    The formulas of all strategies are computed, and one result is selected without a branch. The conditions of the strategies
+    compare entropy and varentropy directly; the formulas first divide them by `entropy_scale` and `varentropy_scale`. Without
+    attention metrics, the attention terms are omitted.
     """
     metrics = jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), metrics)
     c, attn = config, metrics.attention
@@ -288,7 +288,8 @@ def select_strategy(metrics: Metrics, config: RouterConfig) -> Array:
 
 
 def should_clarify(strategy: Array, edited_V: Array, distance: Array, config: RouterConfig) -> Array:
-    """Returns whether to emit `clarify_token` instead of drawing: it is configured, allowed, and its cooldown is over.
+    """Returns whether to emit `clarify_token` instead of drawing: the token is configured and allowed, its cooldown is over,
+    and the strategy asks for it.
 
     Args:
       strategy: the id of the chosen strategy.

@@ -35,7 +35,7 @@ def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, rang
     Args:
       distance_V: distance of each token's last occurrence from the end of the history (0: the last token); -1: no occurrence.
       penalty: P.
-      range: the number of tokens at the end of the history that are penalized. 0: all of them, with a flat penalty.
+      range: the number of tokens at the end of the history that are penalized. 0: all tokens of the history, without slope.
       slope: how steeply the penalty rises towards the end of the range (KoboldAI). 0: flat.
     """
     d_V = distance_V.astype(jnp.float32)
@@ -104,7 +104,9 @@ def no_repeat_ngram(logits_V: Array, history_S: Array, length: Number, run_S: Ar
 
 
 def dry(logits_V: Array, repeated_V: Array, multiplier: Number, base: Number, allowed_length: Number) -> Array:
-    """Subtracts m·b^(L−A) from a token that would extend a repeated suffix of L ≥ A tokens (DRY, p-e-w 2024). Off: m = 0.
+    """Subtracts m·b^(L−A) from the logit of a token that would extend a repeated suffix of L ≥ A tokens. Off: m = 0.
+
+    Source: DRY, p-e-w 2024.
 
     Args:
       repeated_V: L, from `longest_repeats`.
@@ -120,7 +122,8 @@ def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: A
 
     Args:
       run_S: the `repeat_lengths` of the history.
-      breaker_S: the mask of positions whose token ends a repetition. No repetition contains or is extended by such a token.
+      breaker_S: the mask of positions whose token ends a repetition. A repetition neither contains such a token nor is extended
+        by one.
       window: the number of tokens at the end of the history that are searched. 0: all.
     """
     position_S = jnp.arange(history_S.shape[0])
@@ -133,7 +136,7 @@ def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: A
 
 
 def bad_words(logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array) -> Array:
-    """Bans the last token of every sequence whose other tokens are the end of the history.
+    """Bans the last token of every sequence of which all other tokens are the end of the history.
 
     Args:
       prefix_WM: all tokens but the last of each of W sequences, right-aligned and padded with -1.
@@ -143,7 +146,10 @@ def bad_words(logits_V: Array, history_S: Array, length: Number, prefix_WM: Arra
 
 
 def sequence_bias(logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array, bias_W: Array) -> Array:
-    """Adds `bias_W` to the last token of every sequence whose other tokens end the history; see `bad_words`. -inf bans."""
+    """Adds `bias_W` to the logit of the last token of every sequence whose other tokens end the history.
+
+    A bias of -inf bans the token. The other arguments are those of `bad_words`.
+    """
     V = logits_V.shape[0]
     next_W = jnp.where(_prefix_matches(history_S, length, prefix_WM) & (last_W >= 0), last_W, V)
     return logit_bias(logits_V, jnp.zeros(V).at[next_W].add(bias_W, mode="drop"))

@@ -104,7 +104,7 @@ def _check_histories(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
 
 
 def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]]:
-    """Returns the name of a step, its parameters for one row, and the arguments that the decoder otherwise computes."""
+    """Returns the name of a step, its parameters for one row, and the arguments that the decoder would compute itself."""
     if not isinstance(given, Mapping):
         raise UserError(f"a sampling step must be a mapping of name and parameters, got {given!r}")
     name = given.get("name")

@@ -59,8 +59,8 @@ class SharedOrder:
 class RowOrders:
     """A separate order of steps for every row, in one program.
 
-    The program repeats: choose a step that is next in some row, and run it for all rows in which it is next. If all orders are
-    equal, this is one pass over the enabled steps. The result of a row does not depend on the other rows.
+    The program is a loop: each iteration chooses a step that is next in some row, and runs it for all rows in which it is next.
+    If all orders are equal, the loop is one pass over the enabled steps. The result of a row does not depend on other rows.
 
     Attributes:
       steps: [B, N] int32, the steps of every row in order, as indices into `ORDERABLE`.

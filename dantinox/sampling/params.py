@@ -34,7 +34,7 @@ from dantinox.sampling.order import ORDERABLE, order_array
 CHOICE_SETTINGS = tuple(
     dict.fromkeys(key for step in STEPS.values() for key in step.arguments.values() if key not in NUMBER_BOUNDS)
 )
-# Settings that determine the program, so all rows of a batch must share them.
+# Settings that determine the compiled program, so they must be equal in all rows of a batch.
 BATCH_SETTINGS = ("strategy", "preset", "sampler_order", *CHOICE_SETTINGS)
 SETTING_NAMES = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *BATCH_SETTINGS, "greedy", "seed"})
 LARGEST_INT = 2**31 - 1
@@ -70,24 +70,24 @@ class SamplingParams:
     Attributes:
       numbers: maps each numeric setting of the plan's steps, and the temperature, to [B] float32 or int32.
       enabled: maps each step of the plan to the rows that enable it, [B] bool. A greedy row enables only edits and penalties.
-      tables: lists of token ids and their values, [B, K], padded with −1.
+      tables: maps a name to token ids or to their values (such as biases), [B, K]; unused ids are −1.
       seed, sample_index: [B], the seeds of the random draws.
       plan: the steps that some row enables, in the order in which they run.
-      stochastic: whether some row draws at random. If False, no draw is compiled.
+      stochastic: whether some row draws at random. If False, the program contains no random draw.
       choices: pairs (setting, value) of `CHOICE_SETTINGS`, such as `ties` and `top_p_rule`. With `order`, the choices are in
         `numbers` instead.
       router: the numbers of the entropy router, [B] each. For every token, the router replaces the numbers of the steps in
         `ROUTED_STEPS`. None: no router is compiled.
       uses_attention: whether the router reads attention metrics, which the model then has to return.
-      score_fn: scores the candidates, which are then drawn explicitly. None: the most likely candidate wins; this distribution
-        has a closed form, so no candidates are drawn.
+      score_fn: scores the candidates, which are then drawn explicitly. None: the most likely candidate wins. The distribution
+        of the winner has a closed form, so no candidates need to be drawn.
       candidates: maximum number of router candidates to draw; 0 if they are neither scored nor reported.
       skip_inactive_steps: whether the program skips, at run time, the steps that no row enables; useful if many different rows
         share the plan.
       report_rows: [B] bool, the rows that need a report. If there are none, no report is computed. None: all rows.
       allowed_bits: [B, ⌈V/32⌉] uint32, the mask of tokens that a row may produce next: bit i mod 32 of word ⌊i/32⌋ for token i.
-        The mask overrides all steps. None: all tokens are allowed, and no mask is compiled.
-      order: [B, N] int32, a separate order of the steps after the edits for every row, as indices into `order.ORDERABLE`,
+        The mask overrides all steps. None: all tokens are allowed, and the program contains no mask.
+      order: [B, N] int32, for every row its own order of the steps that follow the edits, as indices into `order.ORDERABLE`,
         padded with −1. None: all rows use the order of the plan, for which the program is compiled.
     """
 
@@ -138,10 +138,10 @@ class SamplingParams:
           measured: the calibration of the model, for rows with `router_preset: calibrated`.
           score_fn: draws the router's candidates and chooses the one with the highest score; part of the program.
           show_candidates: reports the router's candidates with each token. The tokens do not change.
-          extra_steps: steps that the program contains even if no row enables them; the program then always contains a draw.
-            Rows that enable these steps can later use the same program.
-          dynamic_order: builds one program with all steps that reads their order from an array, so that rows may differ in
-            `preset`, `sampler_order`, `ties` and `top_p_rule`. Not possible with the entropy router.
+          extra_steps: steps that the program contains even if no row enables them, so that rows that enable these steps can
+            later use the same program. The program then always contains a random draw too.
+          dynamic_order: builds one program that contains all steps and reads their order from an array, so that rows may differ
+            in `preset`, `sampler_order`, `ties` and `top_p_rule`. Not possible with the entropy router.
 
         Raises:
           UserError: a name is unknown, a value is out of range, rows differ in a setting that must be equal, or a row draws
@@ -172,8 +172,8 @@ class SamplingParams:
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
         enabled_by_row = [_enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
         stochastic = extra_steps is not None or any(not _is_greedy(section) for section in sections)
-        # Every program that draws contains the temperature step, so that a new temperature, the most frequent change, compiles
-        # nothing.
+        # Every program that draws contains the temperature step. A new temperature, the most frequent change of a setting, then
+        # needs no compilation.
         always = {"temperature"} if stochastic and not any("dynamic_temperature" in on for on in enabled_by_row) else set()
         always |= {*(extra_steps or ())}
         plan = tuple(
@@ -259,7 +259,7 @@ def _is_greedy(section: GenerationSection) -> bool:
 
 
 def _enabled_steps(section: GenerationSection, has_stop_ids: bool) -> set[str]:
-    """Returns the steps that have an effect in this row. In a greedy row, only edits and penalties have one."""
+    """Returns the steps that have an effect in this row. In a greedy row, only edits and penalties have an effect."""
     on = active_steps(section) - (set() if has_stop_ids else {"min_tokens"})
     if section.strategy == "entropy":
         return {*on, *ROUTED_STEPS}

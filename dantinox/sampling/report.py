@@ -19,7 +19,7 @@ class RouterReport(NamedTuple):
       route: the strategy, and the temperature, top-p, top-k and min-p to draw with.
       forced: whether the clarify token was emitted instead of a drawn token.
       candidates: the candidates in rows with the strategy `adaptive`; None if they are neither scored nor reported. Token ids,
-        ln p under the model, and scores have shape [B, N]. An id of −1 is an unused entry.
+        ln p under the model, and scores have shape [B, N]. The id −1 marks an unused entry.
     """
 
     attention: AttentionMetrics | None
@@ -33,7 +33,7 @@ class StepInfo(NamedTuple):
 
     Attributes:
       logprob: ln p of the token under the model, before any sampling step.
-      logprob_sampled: ln p under the distribution from which it was drawn; 0 in a greedy row.
+      logprob_sampled: ln p under the distribution from which the token was drawn; 0 in a greedy row.
       rank: number of tokens that are more likely under the model, or equally likely with a lower id.
       survivors: number of tokens that no sampling step removed; 1 in a greedy row.
       entropy, varentropy: of the model's distribution, in bits and bits².

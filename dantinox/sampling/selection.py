@@ -57,7 +57,10 @@ def _digit_by_digit(enough: Callable[[Array], Array], keys_V: Array, weights_V: 
 
 
 def _key_by_key(enough: Callable[[Array], Array], keys_V: Array, weights_V: Array) -> Array:
-    """Tests only the keys, because the sum changes only there. If a sum of 0 is enough, returns the largest uint32."""
+    """Tests only the keys as thresholds, because the sum changes only there.
+
+    If a sum of 0 is enough, returns the largest uint32.
+    """
     sums_V = jnp.sum(jnp.where(keys_V >= keys_V[:, None], weights_V, 0), axis=1)
     return jnp.where(enough(jnp.zeros(())), ~jnp.uint32(0), jnp.max(jnp.where(enough(sums_V), keys_V, 0)))
 

@@ -17,7 +17,7 @@ FIELDS_OF_INPUT = {
     "history_S": {"text"}, "run_S": {"text", "repeats"}, "repeated_V": {"text", "repeats", "breaker"},
     "distance_V": {"last_seen"}, "count_V": {"count"}, "mu": {"mu"},
 }  # fmt: skip
-_REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # jitted, because an eager loop is compiled at every call
+_REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # jitted, because outside jit the loop would be compiled at every call
 
 
 def fields_read(plan: Iterable[str]) -> set[str]:

@@ -18,7 +18,8 @@ from dantinox.config.generation_settings import GREEDY_BELOW
 from dantinox.sampling.selection import first_argmax, nth_true, ordered_keys, row_sum, threshold_key
 
 Number = Array | float
-# A choice given as a string is compiled into the program. As an array, True means the second option.
+# A choice that is given as a string is compiled into the program. If it is given as a boolean array, True means the second
+# option.
 Ties = Literal["first", "all"] | Array
 Rule = Literal["inclusive", "exclusive"] | Array
 LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -128,8 +129,8 @@ def nucleus(
 ) -> Array:
     """Returns the mask of the first tokens with mass p, at least one, in descending order of `scores_V`.
 
-    Equal scores must have equal weights: among equal tokens at the threshold, the j-th is kept if `above + j·weight` passes the
-    comparison with p times the total.
+    Equal scores must have equal weights. Let `above` be the mass of the tokens with a higher score than the threshold. Among
+    the tokens at the threshold, the j-th is kept if `above + j·weight` passes the comparison with p times the total.
 
     Args:
       scores_V: the order of the tokens.
@@ -147,7 +148,7 @@ def nucleus(
     edge = threshold_key(keys_V, weights_V, lambda mass: ~below(mass, target))
     above = jnp.sum(jnp.where(keys_V > edge, weights_V, 0))
     weight = jnp.max(jnp.where(keys_V == edge, weights_V, 0))
-    # The quotient may round across an integer, so the exact comparison is repeated for its neighbors.
+    # The quotient may round across an integer, so the exact comparison is made for the neighboring integers too.
     guess = jnp.floor((target - above) / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny))
     base = jnp.clip(guess, 1, 2.0**30).astype(jnp.int32) - 1
     counted = base + jnp.arange(4) + exclusive
@@ -235,7 +236,7 @@ def top_n_sigma(logits_V: Array, n: Number, rest: Rest = EMPTY_REST) -> Array:
 def xtc(logits_V: Array, threshold: Number, probability: Number, u: Number, protected_V: Array | None = None) -> Array:
     """Excludes top choices: if u < probability, removes all tokens with P ≥ threshold except the least likely of them.
 
-    Off: probability = 0, or a threshold above 0.5, which two tokens cannot both reach.
+    Off: probability = 0, or a threshold above 0.5, because two tokens cannot both have a probability above 0.5.
 
     Args:
       threshold: minimum probability of a top choice.
@@ -323,7 +324,7 @@ def entropy(logits_V: Array, rest: Rest = EMPTY_REST) -> Array:
 def _first_k(logits_V: Array, k: Array, ties: Ties = "first") -> Array:
     """Returns the mask of the first k tokens in canonical order.
 
-    It counts in float32, exact up to 2²⁴ tokens, because XLA adds integers four times slower on a CPU.
+    The counts are float32, which is exact up to 2²⁴ tokens, because XLA adds integers four times slower on a CPU.
     """
     keys_V = ordered_keys(logits_V)
     edge = threshold_key(keys_V, jnp.ones(keys_V.shape, jnp.float32), lambda count: count >= k)

@@ -93,7 +93,9 @@ def run_rows(apply: Apply, order: Order, rows: LogitRows, context: Context) -> L
 
 
 def run_chain(apply: Apply, order: Order, logits_BV: Array, context: Context, active_B: Array) -> LogitRows:
-    """Runs steps over rows: from the first truncation step on in the window, or over the whole row if the window is too small.
+    """Runs steps over rows.
+
+    From the first truncation step on, the steps run in the window, or over the whole row if the window is too small.
 
     Args:
       apply: applies one step.
@@ -131,7 +133,7 @@ def _run_truncations(apply: Apply, order: Order, rows: LogitRows, context: Conte
 
 
 def run_all_rows(apply: Apply, order: Order, rows: LogitRows, context: Context, windowed: WindowResult) -> LogitRows:
-    """Runs the steps over the whole vocabulary for all rows, and uses the result for those that failed in the window."""
+    """Runs the steps over the whole vocabulary for all rows, and uses the results of the rows that failed in the window."""
     whole = run_rows(apply, order, rows, context)
     failed_B1, open_B1 = windowed.failed[:, None], windowed.open[:, None]
     logits_BV = jnp.where(failed_B1, whole.logits, jnp.where(open_B1, rows.logits, windowed.rows.logits))
@@ -169,10 +171,11 @@ def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Contex
         if not STEPS[name].keeps:
             return WindowResult(rows, open_B, failed_B | touched_B), rest
         # A step keeps the first tokens in canonical order. If it removes the last token of the window, it also removes all
-        # tokens outside. `lax.top_k` distinguishes 0 from -0, so a window that ends in zeros may lack the first of them.
+        # tokens outside. `lax.top_k` distinguishes 0 from -0, so if the smallest logit of a window is 0, the window may lack
+        # the first of the tokens with this logit.
         closed_B = (rows.logits[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
         if STEPS[name].keeps == "typical":
-            # Typical sampling has the order of the logits only among tokens whose surprise exceeds the entropy.
+            # Typical sampling keeps tokens in the order of their logits only where the surprise exceeds the entropy.
             surprise_B = jax.vmap(log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
             closed_B &= surprise_B >= jax.vmap(entropy)(x_BK, rest)
         open_B &= ~(touched_B & closed_B)

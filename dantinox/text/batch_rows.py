@@ -13,7 +13,7 @@ from dantinox.files import UserError
 CACHED_EPOCHS = 4  # number of epochs whose row order stays in memory
 SCAN_TOKENS = 1 << 22  # tokens per block of a scan; a whole store may be larger than the memory
 NO_TOKEN = -1  # padding in a row of token indices
-MIXTURE_CYCLE = 1000  # number of consecutive rows of a mixture in which every source has its exact share
+MIXTURE_CYCLE = 1000  # in each cycle of this many consecutive rows of a mixture, every source has its exact share
 
 
 class Rows(Protocol):
@@ -84,7 +84,7 @@ class PackedRows:
 
         Args:
           starts_P, sizes_P: first token and number of tokens of each chunk.
-          occupied_P: the number of tokens of a row that each chunk occupies, at least its size.
+          occupied_P: the number of tokens that each chunk occupies in its row; not less than the size of the chunk.
           length: T.
         """
         row_P = best_fit(occupied_P, length + 1)
@@ -140,7 +140,10 @@ def split_documents(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarr
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Returns the row of each chunk by best-fit decreasing: longest first, each into the fullest row in which it fits."""
+    """Returns the row of each chunk by best-fit decreasing.
+
+    Chunks are placed longest first, each into the fullest row in which it fits.
+    """
     row_of = np.empty(len(sizes), np.int64)
     open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by free space
     free_sizes = rows = 0  # bit r of `free_sizes`: some row has r tokens free
@@ -191,7 +194,7 @@ class ShuffledRows:
 class MixtureRows:
     """Rows of several sources. Each source has its share of every cycle of `MIXTURE_CYCLE` rows, in a random order.
 
-    Each source has its own epochs, independent of the length of the others.
+    Each source has its own epochs, whose length does not depend on the other sources.
     """
 
     def __init__(self, sources: Sequence[ShuffledRows], weights: Sequence[float], seed: int):
@@ -228,7 +231,8 @@ class MixtureRows:
 def philox_permutation(count: int, key: int, counter: int) -> tuple[int, np.ndarray]:
     """Returns a random 64-bit integer and a random permutation of `count` indices.
 
-    It uses raw Philox words instead of `np.random.Generator`, because NumPy guarantees only the raw words across versions.
+    It uses raw Philox words instead of `np.random.Generator`, because NumPy guarantees only that the raw words stay the same
+    across versions.
     """
     words = np.random.Philox(key=np.array([key, counter], np.uint64)).random_raw(count + 1)
     return int(words[0]), np.argsort(words[1:], kind="stable")

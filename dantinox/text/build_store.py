@@ -47,7 +47,7 @@ class TextChunk(NamedTuple):
 
 
 class _CorpusPlan(NamedTuple):
-    """The corpora to encode, their extents, and the character in each at which validation begins."""
+    """The corpora to encode, their extents, and for each corpus the character at which validation begins."""
 
     corpora: tuple[Corpus, ...]
     extents: tuple[Extent, ...]
@@ -83,8 +83,8 @@ def prepare_data(
 
     Existing tokens in `directory` are reused if corpus, tokenizer and options are unchanged; otherwise they are rebuilt. The
     last `data.val_fraction` of the characters is for validation. A corpus of several documents is split at the document end
-    closest to that point, a single document exactly there. BPE is trained on the training part; a character vocabulary covers
-    both parts.
+    closest to that point, a single document at exactly that point. BPE is trained on the training part; a character vocabulary
+    covers both parts.
 
     Args:
       directory: where the token files are.
@@ -197,7 +197,10 @@ def _make_tokenizer(config: Config, plan: _CorpusPlan, progress: Progress | None
 
 
 def _split_chunks(plan: _CorpusPlan, tokenizer: Tokenizer) -> Iterator[TextChunk]:
-    """Splits the text into chunks to encode. They are small only for our own BPE, whose tokens do not depend on the split."""
+    """Splits the text into chunks to encode.
+
+    Only the chunks for our own BPE are small, because its tokens do not depend on the split.
+    """
     size = CHUNK_CHARACTERS if tokenizer.kind == "bpe" else BATCH_CHARACTERS
     return (TextChunk(part, document, text) for part, document, long in plan.chunks() for text in split_text(long, size))
 

@@ -1,10 +1,10 @@
 """`builtin:recall`: synthetic recall tasks that require attention to distant tokens.
 
-A task states facts, which are pairs of a topic and one of its words, and then asks for them. The facts form a document of their
+A fact is a pair of a topic and one of its words. A task states facts and then asks for them. The facts form a document of their
 own, appear between lines of ordinary text, or form a record that is repeated. Each topic has its own words, so one attention
-layer can find the fact: a model learns this in a few hundred steps, while matching arbitrary pairs of words takes many
-thousands. The words are common and few, so a tokenizer trained on the corpus has a token for each. The module uses only methods
-of `random.Random` that return the same numbers in Python 3.11 and all later versions.
+layer can find the fact: a model learns this in a few hundred steps, while learning to match arbitrary pairs of words takes many
+thousands of steps. The words are common and few, so a tokenizer that is trained on the corpus has a token for each of them. The
+module uses only methods of `random.Random` that return the same numbers in Python 3.11 and all later versions.
 """
 
 import json
@@ -69,7 +69,9 @@ def _insert_facts(rng: random.Random, lines: Sequence[str], stated: Sequence[tup
 
 
 def _make_document(rng: random.Random, lines: Sequence[str]) -> str:
-    """Makes a document: a repeated record, facts stated repeatedly, or facts between lines of text, each asked for twice."""
+    """Makes a document of one of three kinds: a repeated record; lines that state some facts again and again; or facts between
+    lines of text, followed by two questions with answers per fact.
+    """
     stated = _draw_facts(rng, rng.randrange(MIN_FACTS, len(TOPICS) + 1))
     kind = rng.randrange(5)
     if kind == 0:

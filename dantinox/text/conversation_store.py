@@ -36,8 +36,8 @@ class ConversationStore(TokenStore):
     """Training and validation conversations. A batch is a pure function of (seed, step), as in `TokenStore`.
 
     A row holds whole conversations, packed by best fit, each in a separate segment. In batches of pairs, a row holds only one
-    conversation. Only the answers are targets in the loss. Conversations longer than T + 1 tokens, and pairs that contain one,
-    are skipped.
+    conversation. Only the answers are targets in the loss. Conversations longer than T + 1 tokens are skipped, and so are pairs
+    that contain such a conversation.
 
     Attributes:
       pairs: whether batches are `Preferences`. Then `batch_size` and `windows_per_epoch` count pairs.

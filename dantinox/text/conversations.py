@@ -15,7 +15,7 @@ from dantinox.text.token_store import Counts
 IN_LOSS, FIRST_TOKEN = 1, 2  # flags of a token: a target in the loss; the first token of a conversation
 
 Objective = Literal["sft", "dpo"]
-# A conversation, and the index of a message: assistant messages from this one on are in the loss.
+# The messages of a conversation, and the index of a message: assistant messages from this index on are in the loss.
 TrainingConversation = tuple[Sequence[Message], int]
 
 
@@ -26,7 +26,7 @@ class Encoded(NamedTuple):
       part: 0 for training, 1 for validation.
       source: the index of the corpus.
       ids: token ids, int32.
-      added: the counts of these tokens and their text. The sum over a part is the size of the part.
+      added: the counts of these tokens and their text. The counts of a part of the corpus are the sum of its `added`.
       marks: uint8, combinations of `IN_LOSS` and `FIRST_TOKEN`; None for plain text.
     """
 

@@ -20,8 +20,8 @@ from dantinox.text.sources import Source, find_sources
 
 BLOCK_BYTES = 4 << 20
 RECORD_BYTES = 1 << 28  # a record is read into memory as a whole
-# Byte-level BPE with the GPT-2 pattern starts a new word after a single line break and at a single space, so splitting there
-# changes no token. The pattern merges a line break with adjacent white space, so there is no safe split point there.
+# Byte-level BPE with the GPT-2 pattern starts a new word after a single line break and at a single space, so a split at these
+# points changes no token. If a line break is next to other white space, the pattern merges them, so a split is not safe.
 _SAFE_SPLIT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 _SPLIT_RANGE = 2048
 
@@ -72,7 +72,7 @@ class Corpus:
         return total.hexdigest()
 
     def _contents(self, total: Any, expected: str | None = None) -> Iterator[tuple[Source, Any]]:
-        """Yields every file with a hash object, which the caller updates with the content of the file.
+        """Yields every file with a hash object. The caller updates the hash object with the content of the file.
 
         The file type is hashed too, because the same bytes form different documents as text and as records.
 

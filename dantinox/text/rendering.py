@@ -116,7 +116,7 @@ def lower_limit(kind: int, soft: int, hard: int) -> None:
 
 def restrict_process() -> None:
     """Limits the memory of this process, and forbids it to open or write files and to start processes."""
-    # These two calls load the time zone file and a codec while files can be opened.
+    # These two calls load the time zone file and a codec now, before opening files is forbidden.
     time.localtime()
     make_environment().from_string("{{ '\\n' }}").render()
     limits = {"RLIMIT_AS": MEMORY_BYTES, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 3, "RLIMIT_NPROC": 0}

@@ -42,8 +42,8 @@ class Source(NamedTuple):
 def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
     """Returns the files of the paths in `data.path`, in the order of the paths. Folders are read recursively.
 
-    The files of a folder or glob are sorted by name. In folders, names that start with a dot are skipped. So are files without
-    one of the `TEXT_SUFFIXES`, which a compression suffix may follow.
+    The files of a folder or glob are sorted by name. In folders, names that start with a dot are skipped. Files without one of
+    the `TEXT_SUFFIXES` are skipped too; a compression suffix may follow the text suffix.
 
     Raises:
       UserError: a path does not exist, cannot be read, or contains no text file.

@@ -13,8 +13,8 @@ class TokenPieces(NamedTuple):
     """Bytes by token id.
 
     Attributes:
-      first: for the first token of a text; it differs for decoders that drop a leading space.
-      inner: for all other tokens.
+      first: the bytes of a token at the start of a text; they differ from `inner` if the decoder drops a leading space there.
+      inner: the bytes of a token anywhere else.
     """
 
     first: list[bytes]
@@ -43,7 +43,7 @@ def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: fro
     kinds = _independent_step_types(decoder)
     if kinds is None:
         return None
-    # The library decodes an added token to its normalized form, which `id_to_token` returns and `get_vocab` does not.
+    # The library decodes an added token to its normalized form. `id_to_token` returns this form, but `get_vocab` does not.
     tokens = [None if index in specials else core.id_to_token(index) for index in range(core_vocab_size(core))]
     if kinds == ["ByteLevel"]:
         values = {letter: byte for byte, letter in enumerate(byte_letters())}
@@ -66,7 +66,10 @@ def core_vocab_size(core: Core) -> int:
 
 
 def _independent_step_types(decoder: dict[str, Any] | None) -> list[str] | None:
-    """Returns the types of a decoder's steps, or None if the text of any token but the first depends on other tokens."""
+    """Returns the types of a decoder's steps.
+
+    The result is None if the text of a token, other than the first token, depends on other tokens.
+    """
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

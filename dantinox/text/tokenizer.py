@@ -156,7 +156,7 @@ class Tokenizer:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_specials(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes a text in which the names of special tokens, unless escaped by `escape_special_tokens`, become those tokens.
+        """Encodes a text. The names of special tokens become these tokens, unless `escape_special_tokens` has escaped them.
 
         NULs in the text are removed. Ordinary text gives the same ids as in the tokenizers library.
 
@@ -186,7 +186,10 @@ class Tokenizer:
         return ids_N, ends_N
 
     def encode_special_ids(self, text: str) -> list[int]:
-        """Returns the ids of `encode_specials`. The first call is faster if no ordinary text contains a special token name."""
+        """Returns the ids of `encode_specials`.
+
+        If no ordinary text contains a special token name, the first call is faster than that of `encode_specials`.
+        """
         parts = self._special_pattern.split(text)
         parts[::2] = [part.replace("\0", "") for part in parts[::2]]
         joined = "".join(parts)
@@ -246,7 +249,7 @@ class Tokenizer:
         return stream.push(ids) + stream.flush()
 
     def token_text(self, token: int, errors: str = "replace") -> str:
-        """Returns the text of one token in the middle of a text. Only at the start, some vocabularies drop a leading space.
+        """Returns the text that one token has in the middle of a text. At the start, some vocabularies drop its leading space.
 
         Args:
           token: the id; an id outside the vocabulary returns "".
