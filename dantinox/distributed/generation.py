@@ -64,7 +64,7 @@ def max_tensor_parallel(model: ModelConfig, limit: int) -> int:
 
 
 def _sharded_sizes(model: ModelConfig) -> dict[str, int]:
-    """Returns the sizes per layer that are sharded over devices, by description."""
+    """Returns the sizes in a layer (such as numbers of heads) that are sharded over devices; the keys describe them."""
     heads = {"key heads": model.kv_heads} if model.latent is None else {"heads": model.n_heads}
     if model.global_kv_heads is not None:
         heads["key heads without a window"] = model.global_kv_heads

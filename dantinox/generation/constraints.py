@@ -197,7 +197,7 @@ class Matcher:
 
 
 class _VocabularyAdapter:
-    """A vocabulary in the format of llguidance, with an extra EOS token for llguidance as the last token."""
+    """A vocabulary in the format of llguidance. Its last token is an extra EOS token, which only llguidance uses."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

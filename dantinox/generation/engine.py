@@ -241,7 +241,7 @@ class Engine:
         return self.batch
 
     def add_static(self, requests: Sequence[GenerationRequest], limits: Sequence[int]) -> list[Job]:
-        """Assigns requests to the rows of a static batch, which already holds their prompts, in order."""
+        """Assigns the requests, in order, to the rows of a static batch that already holds their prompts."""
         jobs = []
         for request, limit in zip(requests, limits, strict=True):
             job = Job(request, limit)
@@ -293,7 +293,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _isolate_errors(self, job: Job) -> Iterator[None]:
-        """Ends a job with the exception that its own work raises."""
+        """Ends a job with any exception that the work for this job raises."""
         try:
             yield
         except UserError as error:

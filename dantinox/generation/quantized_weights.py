@@ -44,7 +44,7 @@ class LowPrecisionLinear(nnx.Module):
     the row into the loop and repeat it for every weight (3 times slower).
 
     With at least `min_bfloat16_rows` rows, all rows are multiplied in one bfloat16 matrix multiplication with float32 sums. The
-    value is None where bfloat16 is slow; such a model must be dequantized for inputs with many rows.
+    value is None where bfloat16 is slow. There, a model must be dequantized before it processes inputs with many rows.
     """
 
     def __init__(self, linear: Linear, dtype: str, min_bfloat16_rows: int | None = None):

@@ -25,7 +25,7 @@ class SlotOutput(NamedTuple):
 
 
 class HostChunk(NamedTuple):
-    """A chunk on the host: tokens `[B, N]`, false `active_BN` for padding, the rows that ended `[B]`, and the reports."""
+    """A chunk on the host: tokens `[B, N]`, their mask (false for padding), the rows that ended `[B]`, and the reports."""
 
     tokens_BN: np.ndarray
     active_BN: np.ndarray
@@ -39,7 +39,7 @@ class Row:
 
     Attributes:
       program: the key of the program that decodes the row; None before decoding starts and after it ends.
-      remaining: the most new tokens in chunks that are not dispatched yet.
+      remaining: how many new tokens the row may still get, not counting the chunks that are already dispatched.
       reports: whether to return a `StepInfo` with the tokens.
     """
 
@@ -87,7 +87,7 @@ class RunningBatch:
         return bool(self.remaining())
 
     def remaining(self) -> dict[int, int]:
-        """Returns, for each decoding slot, the most new tokens in chunks that are not dispatched yet."""
+        """Returns, for each decoding slot, how many new tokens its row may get, not counting chunks already dispatched."""
         return {slot: row.remaining for slot, row in enumerate(self._rows) if row.program is not None and row.remaining > 0}
 
     def set_token_mask(self, slot: int, bits_W: np.ndarray | None) -> None:

@@ -279,7 +279,7 @@ class SlotBatch(RunningBatch):
         """Returns the longest prefix of a prompt that a slot already holds."""
         if self._empty_row is not None:
             return NO_PREFIX
-        # A row that is longer than the ring buffer of a windowed layer has lost its beginning.
+        # If a row is longer than the ring buffer of a sliding-window layer, the buffer has lost the beginning of the row.
         valid = ((slot, row) for slot, row in enumerate(self._rows) if row.max_written <= self._min_ring_slots)
         cached = ((slot, row.ids, row.prefilled_in_chunks) for slot, row in valid)
         return longest_prefix(ids, cached, self.prefill_chunk)
@@ -428,7 +428,7 @@ def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], voc
     padding_sizes = [limit - table.shape[1], *(MAX_SEQUENCE_LENGTH - size for size in table.shape[2:])]
     if min(padding_sizes) < 0:
         raise UserError(f"generation.{key} must have at most {limit} {unit} in a server", key=f"generation.{key}")
-    # The prefix of a sequence is right-aligned.
+    # The tokens before the last token of a sequence are right-aligned, so they are padded on the left.
     padding = [(0, 0), (0, padding_sizes[0]), *((before, 0) for before in padding_sizes[1:])]
     # Use NumPy, because jax would compile an operation for every length of a list.
     return np.pad(np.asarray(table), padding, constant_values=0 if name.endswith("_by") else NO_ID)

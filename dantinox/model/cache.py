@@ -305,8 +305,8 @@ class KVCache:
 
         `bytes` is the sum of `nbytes` over all leaves. `payload_bytes` counts keys and values; `metadata_bytes` counts scales,
         positions and importances. `full_bytes` is the size of an uncompressed cache of the same dtype, and
-        `full_bytes_bfloat16` that of an uncompressed cache in bfloat16. `slots` lists `[key heads, slots]` for each group of
-        heads of each layer.
+        `full_bytes_bfloat16` is the size of an uncompressed cache in bfloat16. `slots` lists, for each layer, one pair
+        `[key heads, slots]` per group of heads.
         """
         groups = [_stores(layer) for layer in self.layers]
         stores = [store for layer in groups for store in layer]

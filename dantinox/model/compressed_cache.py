@@ -53,8 +53,8 @@ class Compression:
         the queries after the prompt), or `reconstruction` (the largest attention during a second pass).
       rotations, rotated: for `expected`, the rotation of each layer and the number of rotated elements of a head.
       recency: rank tokens as if each query had also given attention 1 / age to every token. Prompt tokens are ranked this way
-        only if `prompt` is `attention`. In a head that attends to few tokens, the attention to all other tokens is noise, and
-        the newer of these tokens are more likely to be needed.
+        only if `prompt` is `attention`. Reason: in a head that attends to few tokens, the attention to all other tokens is
+        noise, and the newer ones among these other tokens are more likely to be needed.
       sinks, recent: how many of the first tokens and of the newest tokens are never evicted.
       ratio: the requested fraction of the slots of an uncompressed cache.
     """
@@ -115,7 +115,7 @@ class HeadGroup:
 
     @property
     def _effective_queries_K1(self) -> jax.Array:
-        """The effective number of queries in the sum of an importance: 1 / (1 − decay)."""
+        """The effective number of queries that an importance sums over: 1 / (1 − decay)."""
         return 1 / (1 - jnp.minimum(self._decay_K1, MAX_DECAY))
 
     def _priority(self, position_BKS: jax.Array, importance_BKS: jax.Array | None, last_B11: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ class HeadGroup:
         return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), readout
 
     def _second_pass(self, cached_and_new: Store, position_BKU, again: QKV, window, softmax) -> StoreReadout:
-        """Computes attention from the repeated tokens to the cached and new tokens and to each other.
+        """Computes the attention of the repeated tokens to the cached tokens, to the new tokens, and to each other.
 
         `received_BKS` holds the largest weight that each key receives.
         """

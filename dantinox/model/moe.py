@@ -214,7 +214,7 @@ class MixtureOfExperts(nnx.Module):
         """Returns the contribution of the experts on this device to each token: float32 `[N, D]`."""
         E_local = self.router.rule.count // parallelism.groups
         expert_M = experts_NK.reshape(-1)
-        if parallelism.groups > 1:  # index `E_local` sorts the rows of experts on other devices to the end
+        if parallelism.groups > 1:  # rows of experts on other devices get the index `E_local`, which sorts them to the end
             local_M = expert_M - parallelism.first_expert(E_local)
             expert_M = jnp.where((local_M >= 0) & (local_M < E_local), local_M, E_local)
         order_M = jnp.argsort(expert_M)
@@ -275,7 +275,7 @@ combine.defvjp(lambda y_MD, order_M, inverse_M: (y_MD[inverse_M], order_M), lamb
 
 def grouped_matmul(x_MI: Array, w_EIO: Array, rows: ExpertRows, platform: str) -> Array:
     """Multiplies every row by the weights of its expert, with float32 sums: `[M, O]`."""
-    if len(x_MI) <= min(MAX_MATVEC_ROWS, len(w_EIO)):  # rows of other devices use the last expert; the caller drops them
+    if len(x_MI) <= min(MAX_MATVEC_ROWS, len(w_EIO)):  # rows for other devices use the last expert here; the caller drops them
         chosen = [lax.dynamic_index_in_dim(w_EIO, expert, keepdims=False) for expert in rows.expert_M]
         return jnp.stack([jnp.matmul(x, w, preferred_element_type=jnp.float32) for x, w in zip(x_MI, chosen, strict=True)])
     if get_platform(platform).name == "cpu":  # on a CPU `ragged_dot` multiplies all rows by all experts

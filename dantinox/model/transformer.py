@@ -142,8 +142,9 @@ def stack_blocks(blocks: list[Block]) -> Block:
 class Transformer(nnx.Module):
     """A decoder-only transformer, built from its `ModelConfig` alone.
 
-    Its layers are in `blocks`. With `scan_layers` they are in the stacks `rolled`: layer i has index i // period in stack
-    i mod period. Weights and logits are float32; activations have the compute dtype.
+    Its layers are in `blocks`. With `scan_layers` they are in the stacks `rolled`: layer i has index i // p in stack i mod p,
+    where p is `config.period`, the number of layers after which the kinds of layers repeat. Weights and logits are float32;
+    activations have the compute dtype.
 
     Attributes:
       parallelism: the collectives; code that places the model on a mesh sets it.

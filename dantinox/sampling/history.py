@@ -29,8 +29,9 @@ def min_tokens(logits_V: Array, n: Number, stop_ids_S: Array, n_generated: Numbe
 
 
 def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, range: Number = 0, slope: Number = 0.0) -> Array:
-    """Scales the logit x of every token in the history: x·P if x ≤ 0, else x/P (Keskar et al. 2019, equation 2). Off: penalty =
-    1.
+    """Scales the logit x of every token in the history: x·P if x ≤ 0, else x/P. Off: penalty = 1.
+
+    Source: Keskar et al. 2019, equation 2.
 
     Args:
       distance_V: distance of each token's last occurrence from the end of the history (0: the last token); -1: no occurrence.

@@ -115,7 +115,7 @@ def top_p(logits_V: Array, p: Number, rule: Rule = "inclusive", ties: Ties = "fi
     Args:
       p: the mass in [0, 1]; 0 keeps only the first token.
       rule: `inclusive` keeps a token if the mass strictly before it is below p, so the token that crosses p stays;
-        `exclusive` keeps it if the mass up to and including it is at most p. The first token always stays.
+        `exclusive` keeps a token if the mass up to and including it is at most p. The first token always stays.
       ties: `all` also keeps every token with the same logit as the last kept token.
       rest: sums over the tokens outside the window.
     """

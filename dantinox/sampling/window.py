@@ -61,7 +61,7 @@ class WindowResult(NamedTuple):
 
     Attributes:
       rows: the logits.
-      open: rows that no step has truncated yet; their original logits are valid.
+      open: rows that no step has truncated yet; the result of such a row is its logits before the steps.
       failed: rows whose result is invalid, because a step needs or keeps tokens outside the window.
     """
 

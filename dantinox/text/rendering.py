@@ -1,10 +1,10 @@
 """The subprocess that renders chat templates, with limits on time and memory.
 
-It runs as a program and is never imported. Each input line is a JSON request with the template, its global variables and a list
-of conversations. Each output line is the response: the rendered texts, `{"error": …}` or `{"refusal": …}`. The process loads
-only the standard library and Jinja. The environment of a template is that of Transformers (`apply_chat_template`): an immutable
-sandbox, trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, and
-`{% generation %}` blocks, which have no effect on the text.
+This module runs as a program and is never imported. Each input line is a JSON request with the template, its global variables
+and a list of conversations. Each output line is the response: the rendered texts, `{"error": …}` or `{"refusal": …}`. The
+process loads only the standard library and Jinja. The environment of a template is that of Transformers
+(`apply_chat_template`): an immutable sandbox, trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that
+does not escape HTML, and `{% generation %}` blocks, which have no effect on the text.
 """
 
 import contextlib
