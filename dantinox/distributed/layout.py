@@ -187,8 +187,8 @@ class Layout:
     def shardings(self, tree: Any) -> Any:
         """Returns the shardings of a tree such as the training state.
 
-        Leaves with the name and shape of a parameter are sharded like the parameter, all others are replicated. It is None if
-        everything is on the default device.
+        Leaves with the name and shape of a parameter are sharded like the parameter, all others are replicated. The
+        result is None if everything is on the default device.
         """
         if self.mesh is None:
             return None if self.device is None else jax.tree.map(lambda _: SingleDeviceSharding(self.device), tree)
@@ -274,7 +274,7 @@ class Layout:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(w: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DTypeLike, copies: int) -> jax.Array:
-    """All-gathers shards, rounded to `dtype` before the transfer. Gradients are reduce-scattered in float32.
+    """Rounds shards to `dtype` and then all-gathers them. Gradients are reduce-scattered in float32.
 
     Args:
       w: the local shard.

@@ -51,7 +51,7 @@ def is_rank0() -> bool:
 
 
 def barrier() -> None:
-    """Waits up to a day for all processes. A collective between devices would time out sooner."""
+    """Waits up to a day for all processes. A collective operation between devices would time out sooner."""
     if jax.process_count() == 1:
         return
     from orbax.checkpoint.multihost import get_barrier_sync_fn

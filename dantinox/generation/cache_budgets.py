@@ -69,7 +69,7 @@ def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float
     L, K, _ = rises_LKC.shape
     size_S, curves_LKS = _loss_curves(rises_LKC, slots_C, floor)
     S = len(size_S)
-    # All splits of a layer: the h heads that gain most have the larger size.
+    # All splits of a layer into two sizes: the h heads that gain most get the larger size.
     large_X, small_X, heads_X = (x.ravel() for x in np.indices((S, S, K)))
     slots_X = heads_X * size_S[large_X] + (K - heads_X) * size_S[small_X]
     steps_X = np.ceil(slots_X * KNAPSACK_STEPS / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
@@ -169,9 +169,9 @@ def _round_to_units(shares_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.nd
 
 
 def _padded_totals(requests_LK: np.ndarray) -> np.ndarray:
-    """Returns the slots of a layer for every split `[L, K]`, with each group padded to the request of its first head.
+    """Returns the total slots of each layer for every split into two groups, `[L, K]`.
 
-    Split h has h heads in the first group; split 0 has a single group.
+    Every head of a group gets the request of its first head. Split h has h heads in the first group; split 0 has only one.
     """
     K = requests_LK.shape[-1]
     heads_K = np.arange(K)
@@ -180,7 +180,7 @@ def _padded_totals(requests_LK: np.ndarray) -> np.ndarray:
 
 
 def _split_heads(requests_K: np.ndarray) -> Layer:
-    """Returns the split with the smallest padded total."""
+    """Returns the groups of the split with the smallest total."""
     heads = int(_padded_totals(requests_K).argmin())
     rest = (len(requests_K) - heads, int(requests_K[heads]))
     return [(heads, int(requests_K[0])), rest] if heads else [rest]

@@ -130,7 +130,7 @@ class Matcher:
     """
 
     def __init__(self, matcher: "LLMatcher", kind: str, end: int, vocab_size: int, ends: Sequence[int]):
-        """Created by `ConstraintCompiler.matcher`; `end` is llguidance's own EOS token, `ends` those of the sequence."""
+        """Created by `ConstraintCompiler.matcher`; `end` is the EOS token of llguidance, `ends` are the real EOS tokens."""
         self._matcher, self._kind, self._end = matcher, kind, end
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         self._words = -(-vocab_size // 32)

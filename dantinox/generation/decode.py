@@ -98,8 +98,8 @@ def _generate_toks(
       model: a `SplitModel` reduces the host overhead of a call considerably.
       cache: keys and values of the tokens before `state`; donated. None with a prompt (the program creates the cache) and
         without `use_cache`.
-      steps: the number of tokens to decode, at most `chunk`. It is traced, so short chunks use the same program.
-      prompt: (tokens `[P, T]` right-padded, lengths `[P]`), with `P · samples` rows in total.
+      steps: the number of tokens to decode, at most `chunk`. It is a traced value, so short chunks use the same program.
+      prompt: (tokens `[P, T]` right-padded, lengths `[P]`). The batch then has `P · samples` rows.
       report: the number of alternatives to report per token; None: report nothing.
       echo: report the log-probabilities of the prompt tokens.
       plan: the plan of the cache to create.

@@ -48,7 +48,7 @@ class RequestFailed(Exception):
 
 
 class Output(NamedTuple):
-    """New output of one sample. If `ended` is true, it marks the end of the request.
+    """New output of one sample. If `ended` is true, this output marks the end of the request.
 
     Attributes:
       parts: new text, one part per token if the request reports log-probabilities.
@@ -285,7 +285,7 @@ class Engine:
             self._collect(pending, jobs)
             elapsed, self._collected = time.monotonic() - self._collected, time.monotonic()
             self._chunks += 1
-            if self.batch.refills or self._chunks > 2:  # the first two chunks of a static batch compile
+            if self.batch.refills or self._chunks > 2:  # the first two chunks of a static batch include compilation
                 self._step_seconds += 0.3 * (elapsed / max(1, pending.steps) - self._step_seconds)
             self._failures = 0
         else:
@@ -354,7 +354,7 @@ class Engine:
     def _prefix(self, job: Job) -> PrefixMatch:
         try:
             return NO_PREFIX if job.request.echo else self._slots.match_prefix(job.request.ids)
-        except Exception as error:  # the scheduler calls this for any job, so only this job must fail
+        except Exception as error:  # the scheduler calls this method for any job, so an error must fail only its own job
             job.error = error
             return NO_PREFIX
 

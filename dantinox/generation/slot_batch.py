@@ -246,7 +246,7 @@ class SlotBatch(RunningBatch):
         Raises:
           UserError: as in `program_key`, or a list in the settings is too long for a server or has an invalid token.
         """
-        ignored = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # they affect no array but `seed`, set below
+        ignored = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # these affect no array except `seed`
         generation = config.generation.model_copy(update=ignored)
         key = CacheKey(config.model_copy(update={"generation": generation}), generation, config.router, config.kv)
         cached = self._cached_row_params(key)

@@ -157,8 +157,8 @@ class StoreReadout(NamedTuple):
     """The result of attention over a store.
 
     Attributes:
-      received_BKS: the attention that each key received from the counted queries: the weights, summed over queries and
-        averaged over the query heads of the key head, or the largest weight. None if no queries are counted.
+      received_BKS: the attention that each key received from the counted queries: the sum of the weights over queries, averaged
+        over the query heads of the key head; with `use_max` the largest weight. None if no queries are counted.
       probed: the result of the probe for the newest query of each row.
     """
 

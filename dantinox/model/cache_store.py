@@ -33,7 +33,7 @@ class Store:
     * int8: every key and every value has a scale, which maps its largest magnitude to 127. The scales are applied to the
       operands or the results of the matrix multiplications.
     * `INT4_PACKED`: int4. Byte h of a vector holds number h in its lower four bits and number H/2 + h in its upper four bits.
-      `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits. They are in one array: first
+      `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits. They share one array: first
       the scales of all groups, then their minima. Its shape is `[B, K, 2 H/32, S]` for keys and `[B, K, S, 2 H/32]` for values.
     """
 

@@ -28,7 +28,9 @@ MAX_MATVEC_ROWS = 16
 
 
 class Routing(NamedTuple):
-    """Statistics of the distribution of a batch over the experts of a layer, or of all layers with a leading layer axis.
+    """Statistics of how a batch is distributed over the experts of a layer, or of all layers.
+
+    For all layers, each array has a leading layer axis.
 
     Attributes:
       balance: the balancing loss, E · Σ over experts of (share of the rows) · (mean score); 1 for a uniform distribution (Fedus

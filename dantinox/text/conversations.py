@@ -26,7 +26,7 @@ class Encoded(NamedTuple):
       part: 0 for training, 1 for validation.
       source: the index of the corpus.
       ids: token ids, int32.
-      added: the counts of these tokens and their text. The counts of a part of the corpus are the sum of its `added`.
+      added: the counts of these tokens and their text. Summed over a part of the corpus, they give its size.
       marks: uint8, combinations of `IN_LOSS` and `FIRST_TOKEN`; None for plain text.
     """
 

@@ -143,7 +143,7 @@ def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes
 
 
 def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
-    """Yields the parts of a text file, at most three blocks each, as (whether the part starts a document, text)."""
+    """Yields the parts of a text file, at most three blocks each, as pairs (whether the part starts a document, text)."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     starts, text, position = True, "", 0
     for block in chain(_blocks(source, content), [b""]):
@@ -157,7 +157,7 @@ def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
         except UnicodeDecodeError as error:
             raise UserError(f"{source.path} is not UTF-8 text: byte {position - pending + error.start} is invalid") from None
         position += len(block)
-        if block and len(text) < max(2, BLOCK_BYTES):  # a short text may have no good split point
+        if block and len(text) < max(2, BLOCK_BYTES):  # read on, because a short text may have no good split point
             continue
         end = find_split(text, 0, len(text) - 1) if block else len(text)
         if end:

@@ -41,7 +41,8 @@ class TokenStore:
 
     A training batch is a pure function of (seed, step), so the position in the data is one integer, and several threads may
     call `batch` concurrently. An epoch contains each of `windows_per_epoch` rows once, in an order that depends only on (seed,
-    epoch); see `dantinox.text.batch_rows`. A batch may contain rows of two epochs. Each source of a mixture has its own epochs.
+    epoch); see `dantinox.text.batch_rows`. A batch may contain rows of several epochs. Each source of a mixture has its own
+    epochs.
 
     Attributes:
       train, val: `Counts` of the two parts.
