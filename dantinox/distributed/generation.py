@@ -35,8 +35,9 @@ class TensorParallelism(Parallelism):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None)))
 
     def shard_features(self, x: jax.Array) -> jax.Array:
-        """Keeps features sharded. Otherwise XLA would gather the quantized gate and up weights, which share one array, before
-        `down`.
+        """Keeps features sharded.
+
+        Otherwise XLA would gather the quantized gate and up weights, which share one array, before `down`.
         """
         assert self.mesh is not None
         spec = PartitionSpec(None, *[None] * (x.ndim - 2), "tensor")

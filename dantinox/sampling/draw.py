@@ -25,8 +25,9 @@ def draw(logits_V: Array, key: Array) -> Array:
 
 
 def inverse_cdf_token(logits_V: Array, uniforms_2: Array) -> Array:
-    """Returns the token id that two uniform numbers select: the first by the cumulative mass of the blocks, the second by the
-    cumulative mass in the chosen block.
+    """Returns the token id that two uniform numbers select.
+
+    The first number selects a block by the cumulative mass of the blocks, the second a token by the cumulative mass in it.
     """
     largest = jnp.max(logits_V)
     weights_V = jnp.where(logits_V == -jnp.inf, 0.0, jnp.exp(logits_V - largest))

@@ -288,8 +288,9 @@ def select_strategy(metrics: Metrics, config: RouterConfig) -> Array:
 
 
 def should_clarify(strategy: Array, edited_V: Array, distance: Array, config: RouterConfig) -> Array:
-    """Returns whether to emit `clarify_token` instead of drawing: the token is configured and allowed, its cooldown is over,
-    and the strategy asks for it.
+    """Returns whether to emit `clarify_token` instead of drawing.
+
+    This is the case if the strategy asks for it, the token is configured and allowed, and its cooldown is over.
 
     Args:
       strategy: the id of the chosen strategy.

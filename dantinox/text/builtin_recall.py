@@ -69,8 +69,10 @@ def _insert_facts(rng: random.Random, lines: Sequence[str], stated: Sequence[tup
 
 
 def _make_document(rng: random.Random, lines: Sequence[str]) -> str:
-    """Makes a document of one of three kinds: a repeated record; lines that state some facts again and again; or facts between
-    lines of text, followed by two questions with answers per fact.
+    """Makes a document of one of three kinds.
+
+    It holds a repeated record, or lines that state the facts again and again, or facts between lines of text and then two
+    questions with answers per fact.
     """
     stated = _draw_facts(rng, rng.randrange(MIN_FACTS, len(TOPICS) + 1))
     kind = rng.randrange(5)

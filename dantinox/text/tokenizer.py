@@ -188,7 +188,7 @@ class Tokenizer:
     def encode_special_ids(self, text: str) -> list[int]:
         """Returns the ids of `encode_specials`.
 
-        If no ordinary text contains a special token name, the first call is faster than that of `encode_specials`.
+        The first call is faster than that of `encode_specials` if no ordinary text contains a special token name.
         """
         parts = self._special_pattern.split(text)
         parts[::2] = [part.replace("\0", "") for part in parts[::2]]
