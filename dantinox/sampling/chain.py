@@ -254,7 +254,7 @@ def run_step(name: str, x_N: Array, row: Context, **overrides: Any) -> Array:
 
 
 def _token_table(row: Context, name: str, suffix: str = "") -> Array:
-    """Returns the table that a step reads: its token ids or, with the suffix `_by`, their biases."""
+    """Returns the table that a step reads: its token ids, their biases (`_by`), or the tokens before them (`_before`)."""
     return row.params.tables[STEPS[name].indirect[0] + suffix]
 
 
