@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MAX_QUOTED = 60  # characters of a value in a message
+MAX_QUOTED = 60  # characters of a quoted value in an error message
 
 
 class UserError(Exception):
@@ -45,7 +45,7 @@ def wrap_os_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def require_extra(extra: str, what: str) -> Iterator[None]:
-    """Converts an `ImportError` in the block to a `UserError`: `what`, then the command that installs the extra."""
+    """Converts an `ImportError` in the block to a `UserError` that says `what` and the command that installs the extra."""
     try:
         yield
     except ImportError:

@@ -1,4 +1,4 @@
-"""Small HTML for notebooks: what `_repr_html_` methods return."""
+"""Short HTML fragments for notebooks, which the `_repr_html_` methods return."""
 
 from collections.abc import Mapping
 from html import escape

@@ -23,7 +23,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from dantinox.files import atomic_write
 
 LARGE_MODEL_BYTES = 1 << 25  # bytes of weights
-# From this `bfloat16_gain` on, matmuls with bfloat16 and int8 weights run in bfloat16, which also avoids a float32 conversion.
+# If `bfloat16_gain` is at least this, matmuls with bfloat16 and int8 weights run in bfloat16. The limit is below 1 because
+# bfloat16 also avoids the conversion of the weights to float32.
 MIN_BFLOAT16_GAIN = 0.8
 
 
@@ -37,9 +38,10 @@ class Platform:
         to float32 for every write and every read.
       segmented_cache: whether the cache of a running batch is divided into segments, so that unused segments are not read.
       attention_kernel: the fastest attention kernel, used where it is available (`dantinox.model.kernels`).
-      max_matvec_rows: the largest number of rows for which a matmul with quantized weights runs as one matrix–vector product
-        per row: for bfloat16 weights, for int8 weights.
-      min_loss_chunk_tokens: the smallest chunk of the loss. Every chunk reads the output layer and writes its gradient.
+      max_matvec_rows: two numbers, for bfloat16 weights and for int8 weights. A matmul with up to this many rows runs as one
+        matrix–vector product per row.
+      min_loss_chunk_tokens: the smallest number of tokens in a chunk of the loss. Every chunk reads the weights of the output
+        layer and writes their gradient, so many small chunks cost memory traffic.
       float32_options: compiler options for training and evaluation in float32.
       large_model_options: compiler options for models with more than `LARGE_MODEL_BYTES` of weights, in any dtype.
     """
@@ -67,8 +69,8 @@ class Platform:
 # YNNPACK for matmuls only: with its reductions, a small step is 10 % slower than with XLA's reductions.
 YNNPACK_MATMULS = ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_DOT")
 # XLA's default scheduler starts every operation as early as possible, which keeps the cores busy in a small step. In a large
-# step the cores are busy anyway, and early results occupy memory. With this scheduler a step of 124 M parameters needs a third
-# less memory and takes the same time.
+# step the cores are busy anyway, and early results only occupy memory. With the memory scheduler, a step of a model with 124 M
+# parameters needs a third less memory and takes the same time.
 MEMORY_SCHEDULER = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
 PLATFORMS = {
     "cpu": Platform(

@@ -34,11 +34,11 @@ def shared_trace(*static_argnames: str) -> Callable[[Callable], Callable]:
 
 @contextmanager
 def separate_traces() -> Iterator[None]:
-    """Makes programs that are traced in the block keep the source line of every operation, even inside `shared_trace`.
+    """Turns off `shared_trace` inside the block, so that every operation of a traced program keeps its own source line.
 
-    Tracing takes longer. The block clears the traces of this process when it starts and when it ends. Programs in the
-    persistent compilation cache may have the source lines of another version, so the block uses a cached program only if its
-    source lines are equal.
+    Tracing takes longer. The traces of this process are cleared when the block starts and when it ends. A program in the
+    persistent compilation cache may have the source lines of another version of the code, so inside the block a cached program
+    is used only if its source lines are equal.
     """
     global _shares_traces
     key_has_lines = "jax_compilation_cache_include_metadata_in_key"
@@ -78,7 +78,7 @@ class Chip:
     source: str
 
 
-# A TPU's memory is published in units of 2³⁰ bytes: on a v5e, programs can use 15.75 of its 16.
+# A TPU's memory is published in units of 2³⁰ bytes. Of the 16 units of a v5e, programs can use 15.75.
 CHIPS = {
     "h100": Chip(
         "gpu", "NVIDIA H100 80GB HBM3", 989.4e12, 80 * 10**9, 3.35e12, 450e9, "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"
@@ -120,7 +120,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 def compile_program(lowered: Any, options: Mapping[str, Any]) -> Any:
-    """Compiles a lowered program with these compiler options, or without any if this jaxlib does not support one of them."""
+    """Compiles a lowered program with these options. If this jaxlib does not support one of them, compiles without options."""
     try:
         return lowered.compile(compiler_options=dict(options))
     except jax.errors.JaxRuntimeError as error:

@@ -1,4 +1,4 @@
-"""`import_checkpoint` converts a checkpoint in another format to a run directory; `export_checkpoint` does the opposite."""
+"""`import_checkpoint` converts a checkpoint to a run directory; `export_checkpoint` converts a run to a checkpoint format."""
 
 import json
 import os
@@ -72,11 +72,11 @@ def import_checkpoint(
       source: a Hugging Face model folder, a .gguf file, a run directory of DantinoX 0, a repository `owner/model` on the
         Hugging Face Hub, or a key of `interop.packaged_checkpoints.PACKAGED` ("smollm2").
       run_dir: the run directory to create.
-      dtype: the dtype of stored matrices: float32, bfloat16, or `auto`, which keeps bfloat16 and converts all other dtypes to
-        float32.
+      dtype: the dtype in which matrices are stored: float32, bfloat16, or `auto`. `auto` keeps bfloat16 and converts all other
+        dtypes to float32.
       max_context: the longest sequence in tokens; None: the length in the checkpoint, or for longrope
         its original context length.
-      note: a function that receives a one-line message before a download, and another one if parts are not imported.
+      note: a function that is called with a one-line message before a download, and if parts of the source are not imported.
 
     Raises:
       UserError: the model cannot be represented exactly, or a file cannot be read or written; the message names the cause.
@@ -186,7 +186,7 @@ def import_v0(folder: Path, run_dir: str | Path, dtype: str, max_context: int | 
 
 
 def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: str) -> dict[str, dict[str, Any]]:
-    """Returns the vocabulary settings of a model whose embedding has `rows` rows, possibly more than there are tokens."""
+    """Returns the vocabulary settings of a model. Its embedding has `rows` rows, which may exceed the number of tokens."""
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but {where} has vocab_size: {rows}: "
@@ -249,7 +249,7 @@ def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _origin(source: Source) -> dict[str, Any]:
-    """Returns the content of `origin.json`: data of the checkpoint that an export needs and no other file of the run has."""
+    """Returns the content of `origin.json`: data of the checkpoint that export needs and no other file of the run holds."""
     usual = Counter(tensor.dtype for tensor in source.tensors.tensors.values()).most_common(1)[0][0]
     others = {name: tensor.dtype for name, tensor in source.tensors.tensors.items() if tensor.dtype != usual}
     return {
@@ -271,7 +271,7 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
       run_dir: the run directory.
       dest: the folder (`hf`) or file (`gguf`) to create.
       format: `hf` for a Hugging Face model folder, or `gguf` for a llama.cpp file.
-      kind: the number type: f32, f16 or bf16, and for GGUF also q8_0. None: `hf` keeps the dtypes, `gguf` uses f32.
+      kind: the number type: f32, f16 or bf16, and for GGUF also q8_0. None: as in `export_hf` for `hf`, f32 for `gguf`.
 
     Returns:
       The model family, transformers' `model_type`.

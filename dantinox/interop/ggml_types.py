@@ -15,7 +15,7 @@ from dantinox.interop.ggml_codebooks import codebook
 
 CHUNK = 1 << 16  # values converted at a time, so that intermediate arrays fit the caches of a CPU
 F16, F32, U8, I8, U16, U32 = "<f2", "<f4", "u1", "i1", "<u2", "<u4"
-# The doubled values of 4-bit floats (E2M1).
+# Twice the value of each 4-bit float (E2M1), so that all entries are integers.
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 # The values of the nonlinear 4-bit types (IQ4_NL and IQ4_XS).
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -29,7 +29,7 @@ class GGMLType(NamedTuple):
       number: the number of the type in GGUF.
       values: the number of values in a block. A row consists of whole blocks.
       block: the dtype of a block, with its fields in the order of the file.
-      decode: converts `[N]` blocks to float32 values of any shape whose first axis is N; None: a block is one plain number.
+      decode: converts `[N]` blocks to float32 values, in any shape whose first axis is N. None: a block is a single number.
     """
 
     number: int
@@ -153,7 +153,7 @@ def _q3_k(b: np.ndarray) -> np.ndarray:
 
 
 def _six_bit_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 6-bit scales and minima of 8 groups, `[N, 8, 1]`. Those of the last four groups are split in two fields."""
+    """Returns the 6-bit scales and minima of 8 groups, `[N, 8, 1]`. For the last four groups, each is split into two fields."""
     low, high, rest = b["scales"].reshape(-1, 3, 4).swapaxes(0, 1)
     six, top = np.uint8(63), np.uint8(48)
     scales = np.concatenate([low & six, rest & np.uint8(15) | low >> np.uint8(2) & top], 1)
@@ -182,7 +182,8 @@ def _q6_k(b: np.ndarray) -> np.ndarray:
 def _tq1_0(b: np.ndarray) -> np.ndarray:
     """Converts TQ1_0 blocks.
 
-    The first five base-3 digits (four in `qh`) of the fraction byte / 256 are values. Multiplying by 3 shifts out one digit.
+    A byte b stands for the fraction b / 256. Its first five digits in base 3 (four digits for a byte of `qh`) are five values.
+    Multiplication by 3 moves the next digit in front of the point.
     """
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     parts = ((b["qs"][:, :32], 5), (b["qs"][:, 32:], 5), (b["qh"], 4))
@@ -196,12 +197,12 @@ def _tq2_0(b: np.ndarray) -> np.ndarray:
 
 
 def _mxfp4(b: np.ndarray) -> np.ndarray:
-    scales = np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128)  # half of 2^(e - 127), because the table is doubled
+    scales = np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128)  # half of 2^(e - 127), because `E2M1` holds doubled values
     return scales[:, None] * E2M1[_nibbles(b["qs"])]
 
 
 def _nvfp4(b: np.ndarray) -> np.ndarray:
-    """Scales are unsigned E4M3, where 0x7f means zero instead of NaN. They are halved, because the table is doubled."""
+    """Scales are unsigned E4M3, but 0x7f means zero, not NaN. They are halved here, because `E2M1` holds doubled values."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, (code & 7).astype(np.float32)
     table = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)).astype(np.float32) / 2
@@ -221,7 +222,7 @@ def _iq4_xs(b: np.ndarray) -> np.ndarray:
 
 
 def _seven_signs(codes: np.ndarray) -> np.ndarray:
-    """Returns the eight signs of a 7-bit code, `[..., 8]`. The eighth makes the number of minus signs even."""
+    """Returns the eight signs of a 7-bit code, `[..., 8]`. The eighth sign makes the number of minus signs even."""
     codes = codes.astype(np.uint8)
     parity = _bits(codes[..., None]).sum(-1, dtype=np.uint8) & np.uint8(1)
     return _signs(_bits((codes | parity << np.uint8(7))[..., None]))
@@ -328,7 +329,7 @@ TYPES = {
     "IQ1_S": _type(19, 256, _iq1_s, d=F16, qs=(U8, 32), qh=(U16, 8)),
     "IQ1_M": _type(29, 256, _iq1_m, qs=(U8, 32), qh=(U8, 16), scales=(U16, 4)),
 }
-# GGUF types that are not supported: types used only in computation, integers, float64, and types removed from ggml.
+# GGUF types that are not supported: integers, float64, types that ggml uses only during computation, and types that it removed.
 UNSUPPORTED_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",

@@ -32,7 +32,7 @@ from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.source import LazyArrays, Source, Tensor
 from dantinox.text import Tokenizer
 
-# For each value of the flag `--type`: the GGUF type name, and llama.cpp's file type number.
+# For each value of the flag `--type`: the name of the type in GGUF, and the number of the file type in llama.cpp.
 TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
 # Routers and position embeddings, which are stored as float32. Biases and one-dimensional tensors are also float32.
 ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
@@ -40,7 +40,7 @@ ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
 NEEDS_OUTPUT_LAYER = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1", "phi2")
 # Text models with multimodal rotary positions (M-RoPE), and the equivalent architectures without M-RoPE.
 MROPE_ARCHITECTURES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
-Q8_0_BLOCK = 32  # values that share a scale in q8_0; a matrix whose row length is not a multiple is stored as f16
+Q8_0_BLOCK = 32  # values that share a scale in q8_0; a matrix whose row length is not a multiple of 32 is stored as f16
 
 
 def source_from_gguf(file: GGUFFile) -> Source:
@@ -98,10 +98,10 @@ def source_from_gguf(file: GGUFFile) -> Source:
 
 
 def _drop_mrope(file: GGUFFile) -> GGUFFile:
-    """Converts the metadata of a Qwen-VL text model to the equivalent architecture without M-RoPE.
+    """Converts the metadata of a Qwen-VL text model to those of the equivalent architecture without M-RoPE.
 
     M-RoPE gives a token one position per axis (time, height, width). The three positions of a text token are equal, so plain
-    RoPE gives the same rotations. A fourth section must be 0.
+    RoPE gives the same rotations. If the metadata have a fourth section, it must be 0.
     """
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in MROPE_ARCHITECTURES:
@@ -147,7 +147,7 @@ def _split_qkv(file: GGUFFile) -> GGUFFile:
 
 
 def _merged_shape(merged: MergedTensor, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str) -> tuple[int, ...]:
-    """Returns the shape of a merged tensor, given the shapes of its parts; `what` begins the error message."""
+    """Returns the shape of a merged tensor, given the shapes of its parts. Error messages begin with `what`."""
     try:
         shape = merged.shape(config, *shapes)
         parts = merged.parts(np.broadcast_to(np.uint8(0), shape), config)
@@ -203,7 +203,7 @@ def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str
 
 
 def _same_bytes(file: GGUFFile, first: Any, second: Any) -> bool:
-    """Returns whether two tensors have equal bytes. Some converters write tied embeddings twice."""
+    """Returns whether two tensors have equal bytes, like tied embeddings that some converters write twice."""
     if first[:2] != second[:2]:
         return False
     a, b = (file.content[stored.offset : stored.offset + stored.size] for stored in (first, second))
@@ -217,7 +217,7 @@ def _is_transposed(family: Family, name: str, axes: int) -> bool:
 
 
 def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray, back: bool) -> np.ndarray:
-    """Converts a tensor from GGUF to transformers, or if `back` from transformers to GGUF."""
+    """Converts a tensor from GGUF to transformers or, if `back` is true, from transformers to GGUF."""
     if _is_transposed(family, name, array.ndim):
         return array.T
     if family.norms_plus_one and name.endswith("norm.weight"):
@@ -229,7 +229,7 @@ def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.nda
 
 
 def _permuted_heads(family: Family, config: Mapping[str, Any], name: str) -> int:
-    """Returns the number of heads in a tensor whose rows are permuted in GGUF, 0 for all other tensors."""
+    """Returns the number of heads in a tensor if GGUF stores its rows in another order, else 0."""
     if not family.interleaved_rope or not re.search(r"\.[qk]_proj\.(weight|bias)$", name):
         return 0
     key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
@@ -272,7 +272,8 @@ def export_gguf(
         raise UserError(f"llama.cpp's {family.arch} does not support {feature}")
     context = hf_config.get("max_position_embeddings", model.max_context)
     if not family.full_every and all(window is None or window >= model.max_context for window in model.windows):
-        # A window as long as the context has no effect, so the file must not state a longer context than the run.
+        # A window at least as long as the run's context has no effect in the run, but would have one in a longer context.
+        # So the file must not state a longer context than the run.
         context = context if model.windows.count(None) == model.num_blocks else model.max_context
         model = replace(model, windows=(None,) * model.num_blocks)
     extra = frequency_tensors(config, model, family)
@@ -298,7 +299,7 @@ def export_gguf(
 
 
 def _group_by_stored(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Maps each GGUF tensor to its transformers tensors: a single one, or one per expert in order."""
+    """Maps each GGUF tensor to the transformers tensors that it holds: a single tensor, or one per expert in order."""
     names = {hf_name: stored for stored, hf_name in family.names.items()}
     sources: dict[str, dict[int, str]] = {}
     for name in tensors:

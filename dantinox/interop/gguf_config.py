@@ -40,7 +40,7 @@ HEADS_SPAN_WIDTH = (
     "phi2",
 )  # n_heads × head_size must equal the model dimension
 GLM_FLASH = (47, 48), 154880  # layer counts and vocabulary size for which llama.cpp assumes sigmoid scores in a deepseek2
-LARGE_MODEL_LAYERS = 64  # from this number of layers on, llama.cpp assumes that a command-r normalizes queries and keys
+LARGE_MODEL_LAYERS = 64  # if a command-r has at least this many layers, llama.cpp assumes that it normalizes queries and keys
 DEEPSEEK_LITE_LAYERS = (26, 27)  # layer counts for which llama.cpp reads a deepseek2 without a query latent (`q_lora_rank`)
 OLMO_EPSILON = 1e-5  # transformers has this value as a constant
 
@@ -100,7 +100,7 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     if family.arch in ("gemma2", "gemma3"):
         wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
-    if family.arch in ("olmo", "olmo2", "olmoe", "stablelm", "cohere2", "phi2"):  # not a key in transformers
+    if family.arch in ("olmo", "olmo2", "olmoe", "stablelm", "cohere2", "phi2"):  # transformers has no such key for these
         del config["head_dim"]
     if family.arch == "olmo" and (epsilon := config.pop("layer_norm_eps")) != OLMO_EPSILON:
         raise UserError(f"{file.path} has olmo.attention.layer_norm_epsilon: {epsilon}; only {OLMO_EPSILON} is supported")
@@ -159,7 +159,7 @@ def select_family(hf_config: Mapping[str, Any]) -> Family:
 
 
 def count_mtp_layers(meta: Metadata) -> int:
-    """Returns the number of multi-token prediction layers. They are the last layers of a file and are not imported."""
+    """Returns the number of multi-token prediction layers, which are the last layers of a file and are not imported."""
     return meta("nextn_predict_layers", 0) if meta.arch in WITH_SCORE_FUNCTION else 0
 
 
@@ -170,7 +170,7 @@ def _check_head_lengths(meta: Metadata, head_size: int) -> None:
 
 
 def _latent_config(meta: Metadata, heads: int, key_heads: int) -> dict[str, Any]:
-    """Returns the sizes of latent attention. llama.cpp describes its cache as one key head of latent rank + rotary elements."""
+    """Returns the sizes of latent attention. In llama.cpp, its cache is one key head of size latent rank + rotary size."""
     if key_heads != 1:
         raise UserError(f"{meta.name} must have {meta.arch}.attention.head_count_kv: 1, got {key_heads}")
     rank, rotated = meta("attention.kv_lora_rank"), meta("rope.dimension_count")
@@ -210,7 +210,7 @@ def _window_config(meta: Metadata, family: Family, layers: int) -> dict[str, Any
         if family.arch == "phi3":
             meta.used.add("attention.sliding_window")  # llama.cpp reads it, but does not use it
         if family.arch == "exaone4":
-            if layers == LARGE_MODEL_LAYERS:  # llama.cpp assumes sliding windows for such a model
+            if layers == LARGE_MODEL_LAYERS:  # for this number of layers, llama.cpp assumes sliding windows
                 raise UserError(
                     f"{meta.name} has an exaone4 of {LARGE_MODEL_LAYERS} layers, whose sliding windows are not supported"
                 )
@@ -271,7 +271,7 @@ def _rope_config(meta: Metadata, family: Family, file: GGUFFile, config: dict[st
             rope["truncate"] = False
         if family.arch == "mistral3":
             rope |= _query_scaling(meta)
-        if family.names is LATENT_ATTENTION:  # llama.cpp has one key for both values
+        if family.names is LATENT_ATTENTION:  # llama.cpp has a single key for `mscale` and `mscale_all_dim`
             rope["mscale"] = rope["mscale_all_dim"] = round(10 * meta("rope.scaling.yarn_log_multiplier", kind=float), 6)
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
@@ -351,12 +351,12 @@ def frequency_tensors(config: Config, model: ModelConfig, family: Family) -> dic
 
 
 def gguf_metadata(model: ModelConfig, family: Family, context: int) -> dict[str, Any]:
-    """Returns the metadata of a model, with keys that lack the architecture prefix.
+    """Returns the metadata of a model. The keys do not have the architecture prefix yet.
 
     Args:
       model: the architecture.
       family: the model's family.
-      context: the context length of the checkpoint, which may be longer than the run's.
+      context: the context length of the checkpoint, which may be longer than that of the run.
     """
     norm = "layer_norm_epsilon" if model.norm == "layernorm" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {
@@ -435,7 +435,7 @@ def _latent_metadata(model: ModelConfig) -> dict[str, Any]:
 
 
 def unsupported_feature(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> str | None:
-    """Returns a setting that llama.cpp does not support for this family although GGUF can store it, or None."""
+    """Returns a setting that GGUF can store but llama.cpp does not support for this family, or None if there is none."""
     experts = model.experts
     if family.arch == "deepseek2" and experts is not None and experts.groups > 1 and experts.group_score == "max":
         return "moe.group_score: max (it uses the sum of the best two)"

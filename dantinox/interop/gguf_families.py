@@ -38,12 +38,12 @@ def _expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str]:
 
 
 class MergedTensor(NamedTuple):
-    """A transformers tensor that GGUF stores as one or several tensors with a different axis order.
+    """A tensor of transformers that GGUF stores differently: with another name or axis order, or split into several tensors.
 
     Attributes:
       stored: the names of the tensors in GGUF, with `{}` for the layer index.
-      shape: a function of `config.json` and the shapes in GGUF that returns the shape in transformers.
-      parts: a function of the tensor and `config.json` that returns one view per GGUF tensor, in GGUF's axis order.
+      shape: a function that takes `config.json` and the shapes in GGUF, and returns the shape in transformers.
+      parts: a function that takes the tensor and `config.json`, and returns one view per GGUF tensor, in GGUF's axis order.
     """
 
     stored: tuple[str, ...]
@@ -52,7 +52,7 @@ class MergedTensor(NamedTuple):
 
 
 def _split_latent_kv(tensor: np.ndarray, config: Mapping[str, Any]) -> list[np.ndarray]:
-    """Splits the projection from a latent vector to keys and values, `[N (H+V), R]`, into `[N, R, H]` and `[N, V, R]`."""
+    """Splits the matrix that projects a latent vector to keys and values: `[N (H+V), R]` → `[N, R, H]` and `[N, V, R]`."""
     heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
     H = config["qk_nope_head_dim"]
     return [heads[:, :H].transpose(0, 2, 1), heads[:, H:]]
@@ -124,7 +124,7 @@ class Family(NamedTuple):
       arch: the name of the architecture in llama.cpp.
       names: maps module names of GGUF to those of transformers, with `{}` for the layer index and `{e}` for the expert index.
       fixed: keys of `config.json` whose values the architecture implies.
-      interleaved_rope: whether GGUF orders query and key rows for the rotary pairs (x₀, x₁), (x₂, x₃), ….
+      interleaved_rope: whether the query and key rows in GGUF are ordered for the rotary pairs (x₀, x₁), (x₂, x₃), ….
       norms_plus_one: whether GGUF stores norm weights as 1 + w.
       full_every: n if every n-th layer has no sliding window; 0 if llama.cpp supports no windows for this architecture.
       epsilon_key: the key of `config.json` for the epsilon of norms; a key other than `rms_norm_eps` means layer norms.
@@ -268,7 +268,7 @@ GRANITE_MOE_SHARED = Family(
     keys=GRANITE_SHARED_KEYS,
     merged=GRANITE_MERGED | {LAYER + "shared_mlp.input_linear.weight": SHARED_GATE_UP},
 )
-# A file is read as the first family with its architecture, unless `gguf_config` selects another family.
+# If several families have the architecture of a file, it is read as the first of them, unless `gguf_config` selects another.
 FAMILIES = (
     Family("llama", "llama", DENSE, SILU, interleaved_rope=True),
     Family("mistral", "llama", DENSE, SILU, interleaved_rope=True),

@@ -23,7 +23,7 @@ NUMBER_TYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f
 STRING, ARRAY = 8, 9
 MAX_AXES = 4
 MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 13, 24  # smallest sizes in a file; they limit the counts that a header can state
-MAX_ENTRIES, MAX_STRING_BYTES = 1 << 22, 1 << 26  # limits for a list and for a string, whatever the file's size
+MAX_ENTRIES, MAX_STRING_BYTES = 1 << 22, 1 << 26  # limits for a list and for a string in a file of any size
 PLAIN_DTYPES = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}  # memory-mapped, not copied
 TYPE_NAMES = {kind.number: name for name, kind in TYPES.items()}
 Shape = tuple[tuple[int, ...], str]  # the shape in NumPy's axis order, and the type name
@@ -171,7 +171,7 @@ class _Reader:
         self.content, self.path, self.position = content, path, 0
 
     def skip(self, size: int, what: str) -> int:
-        """Skips `size` bytes and returns the position of the first one."""
+        """Skips `size` bytes and returns the position of the first skipped byte."""
         start = self.position
         if size > len(self.content) - start:
             raise self.damaged(f"{what} extends past the end of the file")

@@ -84,7 +84,7 @@ def _per_layer_values(meta: Metadata, key: str, layers: int) -> list[int]:
 def _proportional_rope(file: GGUFFile, size: int) -> dict[str, Any]:
     """Returns the RoPE scaling of full layers.
 
-    The file stores a divisor for each frequency. Frequencies that are not rotated have a huge divisor.
+    The file stores a divisor for each rotary frequency. Pairs that are not rotated have a huge divisor.
     """
     if LLAMA3 not in file.tensors:
         raise UserError(f"{file.path} lacks {LLAMA3}")

@@ -59,14 +59,14 @@ class Metadata:
         if type(value) is not kind or (kind in (int, float) and not 0 < value < MAX_NUMBER):
             found = "nothing" if value is None else quote(value)
             raise UserError(f"{self.name} must have {self.arch}.{key} as a {TYPE_NAMES[kind]}, got {found}")
-        # Converts a float32 to the shortest decimal number that rounds to it.
+        # A float32 becomes the shortest decimal number that rounds to it, for example 0.1.
         return float(str(np.float32(value))) if kind is float else value
 
     def has(self, key: str) -> bool:
         return f"{self.arch}.{key}" in self.entries
 
     def check_sizes(self, tensors: Mapping[str, StoredTensor]) -> None:
-        """Raises a `UserError` if a size is larger than any tensor, before anything of that size is allocated."""
+        """Raises a `UserError` if a size is larger than every tensor; runs before anything of that size is allocated."""
         largest = max((max(stored.shape) for stored in tensors.values()), default=0)
         for key, limit in ({"block_count": len(tensors)} | dict.fromkeys(AXIS_KEYS, largest)).items():
             values = self.entries.get(f"{self.arch}.{key}")

@@ -1,9 +1,14 @@
 """Import and export of tokenizers in GGUF metadata: byte-level BPE and SentencePiece vocabularies.
 
-Three kinds of tokenizer are supported. `gpt2` is byte-level BPE: it has a list of merges, and the name (`pre`) of the rule that
-splits text into words (`pre_tokenizers.py`). `llama` is SentencePiece BPE: ▁ stands for a space, adjacent pieces whose
-concatenation is a token are merged in the order of the token scores, and unknown characters become byte tokens. `gemma4` has
-SentencePiece tokens and a list of merges. Source: llama.cpp, `src/llama-vocab.cpp`.
+Three kinds of tokenizer are supported:
+
+* `gpt2` is byte-level BPE. Its metadata are a list of merges, and the name (`pre`) of the rule that splits text into words
+  (`pre_tokenizers.py`).
+* `llama` is SentencePiece BPE. ▁ stands for a space. Two adjacent pieces are merged if their concatenation is a token; the pair
+  whose token has the highest score is merged first. Unknown characters become byte tokens.
+* `gemma4` has SentencePiece tokens and a list of merges.
+
+Source: llama.cpp, `src/llama-vocab.cpp`.
 """
 
 import difflib
@@ -105,7 +110,7 @@ def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict
     llama.cpp requires at least one merge.
     """
     model, steps = tree["model"], _list_steps(tree["pre_tokenizer"], "pretokenizers")
-    complete = not model["unk_token"] or model["vocab"].keys() >= set(byte_letters())  # no text is then encoded as <unk>
+    complete = not model["unk_token"] or model["vocab"].keys() >= set(byte_letters())  # if true, no text is encoded as <unk>
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if not complete or any(model[key] for key in options):
         raise UserError(
@@ -124,8 +129,8 @@ def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict
 def _matches_rule(rule: Rule, steps: list[dict[str, Any]], normalizer: Any, whole_words: bool) -> bool:
     """Returns whether a tokenizer splits text by this rule.
 
-    `trim_offsets` does not change the tokens. The rules' expressions match all text, so `Removed` with `invert` is equivalent
-    to `Isolated`.
+    Two differences are ignored. `trim_offsets` does not change the tokens. The behavior `Removed` with `invert` is equivalent
+    to `Isolated`, because the expressions of the rules match all text.
     """
     isolated: dict[str, Any] = {"behavior": "Isolated", "invert": False}
 
@@ -137,7 +142,7 @@ def _matches_rule(rule: Rule, steps: list[dict[str, Any]], normalizer: Any, whol
 
 
 def _character_metadata_as_bytes(names: dict[int, str], kinds: Mapping[int, int]) -> dict[str, Any]:
-    """Returns a character vocabulary as byte-level BPE metadata. The merges build each character from its bytes.
+    """Returns a character vocabulary as the metadata of a byte-level BPE, whose merges build each character from its bytes.
 
     llama.cpp drops characters that are not in the vocabulary.
     """
@@ -158,7 +163,7 @@ def _unused_merge(names: Mapping[int, str]) -> str:
 
 
 def _character_metadata(names: dict[int, str], kinds: dict[int, int]) -> dict[str, Any]:
-    """Returns the metadata of a vocabulary of characters and bytes as SentencePiece without merges."""
+    """Returns the metadata of a vocabulary of characters and bytes, represented as SentencePiece without merges."""
     for index, name in names.items():
         if name == SPACE:
             raise UserError(
@@ -191,10 +196,10 @@ def _sentencepiece_metadata(tree: dict[str, Any], names: dict[int, str], kinds: 
 
 
 def tokens_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str] | None:
-    """Returns the merged tokens in merge order if merging by token score is equivalent to these merges, else None.
+    """Returns the merged tokens in merge order, or None if merging by token score is not equivalent to these merges.
 
-    Hugging Face sorts the merges of a repeated character by the two halves. Any order that has longer repetitions first gives
-    the same tokens: repetitions grow from the left.
+    Hugging Face sorts the merges that build repetitions of one character by their two halves. Any order in which longer
+    repetitions come first gives the same tokens, because repetitions grow from the left.
     """
     merged = [token for token, _ in groupby(left + right for left, right in merges)]
     runs = {token for token, count in Counter(merged).items() if count > 1}
@@ -204,7 +209,7 @@ def tokens_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str
         order += sorted(set(tokens), key=len, reverse=True) if tied else tokens
     if len(order) != len(set(order)) or any(len(set(token)) > 1 for token in runs):
         return None
-    # llama.cpp begins with single characters, even those that are not tokens.
+    # llama.cpp starts from single characters, including characters that are not tokens.
     symbols = pieces.union(*pieces)
     return order if set(merges) == {pair for piece in pieces for pair in _split_pairs(piece, symbols)} else None
 
@@ -221,7 +226,7 @@ def _adds_space_prefix(tree: dict[str, Any]) -> bool:
     splits = _list_steps(tree["pre_tokenizer"], "pretokenizers")
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
-    # This step has no effect, because an earlier step has replaced all spaces.
+    # A split at spaces has no effect, because an earlier step has replaced all spaces.
     no_split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     if normalizers in ([replace], [prepend, replace]) and splits in ([], [no_split]):
         return prepend in normalizers
@@ -418,7 +423,8 @@ def _sentencepiece_tree(entries: dict[str, Any], tokens: list[str], types: list[
     if not prefix and all(len(token) == 1 for token in normal):
         plain = {" " if token == SPACE else token: index for token, index in vocab.items()}
         return _tokenizer_tree(plain, [], {"type": "Sequence", "decoders": fall_back}, byte_fallback=True)
-    # Tokens of several spaces have equal scores. Longer tokens come first, which gives the order of llama.cpp (from the left).
+    # Tokens of several spaces have equal scores, so llama.cpp merges spaces from the left. Here, merges of
+    # longer tokens come first, which gives the same tokens.
     order = sorted(normal, key=lambda token: (-scores[vocab[token]], -len(token), vocab[token]))
     merges = [pair for token in order for pair in _split_pairs(token, normal)]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}

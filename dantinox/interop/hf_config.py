@@ -12,7 +12,7 @@ from dantinox.files import escape_name, quote
 from dantinox.interop.hf_families import CONVERSIONS, FAMILIES, Family
 from dantinox.interop.hf_unsupported import IGNORED_KEYS, SUPPORTED_VALUES, UNSUPPORTED_FAMILIES
 
-# For each RoPE scaling type, the keys in transformers and the settings that they map to.
+# For each RoPE scaling type, maps the keys in transformers to DantinoX settings.
 FACTOR_KEYS = {"factor": "attention.rope_factor"}
 LLAMA3_KEYS = FACTOR_KEYS | {"low_freq_factor": "attention.low_freq_factor", "high_freq_factor": "attention.high_freq_factor"}
 YARN_KEYS = FACTOR_KEYS | {
@@ -58,7 +58,7 @@ class _Keys:
         self.remaining, self.family = deepcopy(dict(config)), family
 
     def take(self, names: str, default: Any = None) -> Any:
-        """Removes a key and returns its value, or transformers' default if it is absent. `a|b` are two names of one key."""
+        """Removes a key; returns its value or, if it is absent, transformers' default. `a|b` are two names of one key."""
         first, *others = names.split("|")
         values = [self.remaining.pop(name) for name in (first, *others) if name in self.remaining]
         return values[0] if values else (HF_DEFAULTS | dict(self.family.defaults)).get(first, default)
@@ -79,8 +79,8 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
 
     Args:
       config: the content of the file.
-      max_context: the longest sequence in tokens; None: the length in the checkpoint, or for longrope its original context
-        length. A value above the original context length selects longrope's long factors for every sequence, even a short one.
+      max_context: the longest sequence in tokens. None: the context length in the checkpoint, or for longrope its original
+        context length. For longrope, a larger value selects the long factors for every sequence, even a short one.
 
     Raises:
       UserError: the family is unknown, or a key has no equivalent setting; the message names the key.
@@ -181,7 +181,7 @@ def _rope_settings(keys: _Keys, model_settings: Mapping[str, Any]) -> dict[str, 
         scaling = dict(scaling or parameters)
     found["attention.rope_theta"] = scaling.pop("rope_theta", theta)
     if family.ntk_alpha and "dynamic" in (scaling.get("rope_type"), scaling.get("type")) and scaling.get("alpha"):
-        # NTK-aware scaling with a constant base; transformers ignores the other keys.
+        # With `alpha`, the scaling is NTK-aware with a constant base, and transformers ignores the other keys.
         alpha, size = _check_positive(scaling["alpha"], "alpha"), model_settings["model.head_size"]
         theta = _check_positive(found["attention.rope_theta"], "rope_theta")
         found["attention.rope_theta"] = theta * alpha ** (_check_integer(size, "head_dim", least=4) / (size - 2))
@@ -205,7 +205,7 @@ def _scaling_settings(keys: _Keys, model_settings: Mapping[str, Any], scaling: d
     kinds = scaling.pop("rope_type", None), scaling.pop("type", None)
     kind = kinds[0] or kinds[1] or "default"
     longrope = keys.family.rope == "longrope"
-    if longrope and kind in ("su", "yarn"):  # older files of this family use these names for longrope
+    if longrope and kind in ("su", "yarn"):  # names of longrope in older files of this family
         kind = "longrope"
     model_original = keys.take(ORIGINAL) if longrope else None
     if keys.family.query_scaling:
@@ -300,7 +300,7 @@ def _head_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the keys that `_head_settings` reads, and `vocab_size_per_layer_input`."""
+    """Returns the `config.json` keys that `_head_settings` reads, and `vocab_size_per_layer_input`."""
     if not family.per_layer_heads:
         return {}
     size, heads = model.global_head_size or model.head_size, model.global_kv_heads
@@ -377,7 +377,10 @@ def _optional_expert_settings(keys: _Keys) -> dict[str, Any]:
 
 
 def _parallel_expert_settings(keys: _Keys) -> dict[str, Any]:
-    """Returns the settings of experts next to a dense branch, or of a dense model if `enable_moe_block` is false."""
+    """Returns the settings of a model whose layers have experts and a parallel dense branch, or of a dense model.
+
+    `enable_moe_block` decides between the two.
+    """
     names = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
     enabled = keys.take("enable_moe_block", False)
     count, top_k, width, dense = (keys.take(name) for name in names)
@@ -390,7 +393,7 @@ def _parallel_expert_settings(keys: _Keys) -> dict[str, Any]:
 
 
 def _expert_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the keys that `_expert_settings` reads."""
+    """Returns the `config.json` keys that `_expert_settings` reads."""
     written: dict[str, Any]
     if family.dense_layers == "all or none":
         written = {"position_embedding_type": "rope" if model.position == "rope" else None}
@@ -480,7 +483,7 @@ def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = 
 
 
 def _required_differences(model: ModelConfig, family: Family) -> list[str]:
-    """Returns the settings that make a family unusable for a model, whatever the model's other settings are."""
+    """Returns the settings that rule out a family for a model, whatever values the other settings of the model have."""
     experts, latents = "moe.use_moe" in family.settings, "kv_lora_rank" in family.keys
     pairs = {"moe.use_moe": (model.experts is not None, experts), "attention.kv_lora_rank": (model.latent is not None, latents)}
     if family.dense_layers in ("all or none", "parallel"):  # the family has models with and without experts
@@ -565,7 +568,7 @@ def _window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
     if window is None and family.per_layer_heads:
         window = family.defaults["sliding_window"]  # transformers requires a number, even if no layer has a window
     if window is None and (family.rope == "sliding layers" or (family.rope == "windowed layers" and model.unrotated)):
-        window = family.defaults["sliding_window"]  # no layer has it; transformers then rotates no full layers
+        window = family.defaults["sliding_window"]  # no layer has this window, but with it transformers rotates no full layer
     written: dict[str, Any] = {"sliding_window": window}
     if "optional" in family.window:
         written["use_sliding_window"] = window is not None
@@ -575,7 +578,7 @@ def _window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _changed_settings(written: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Returns the settings that change when a written `config.json` is converted back to settings."""
+    """Returns the settings that have another value after a written `config.json` is converted back to settings."""
     try:
         converted = build_config(hf_config_to_settings(written, model.max_context)).architecture(model.vocab_size)
     except UserError:

@@ -43,7 +43,7 @@ from dantinox.interop.hf_tensors import (
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
 UNGATED = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu2": "relu2"}
-# Keys whose value is not the value of the setting: the function from key to setting, and its inverse.
+# For keys whose value differs from that of the setting: the function that converts key to setting, and its inverse.
 CONVERSIONS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
     "logit_scale": (lambda factor: 1 / factor, lambda divisor: 1 / divisor),
 }
@@ -66,10 +66,10 @@ class Family:
 
     Attributes:
       architecture: the model class in transformers.
-      tensors: the tensors of all models of the family. A model has a tensor if it has the tensor's parameter.
+      tensors: all tensors that a model of the family can have. A model has a tensor if it has the parameter that contains it.
       keys: keys of `config.json`, and the setting or settings that each key determines. `a|b` are two names of one key; export
         writes the first name.
-      defaults: transformers' values of absent keys, where DantinoX has another default or no default.
+      defaults: transformers' default values of keys for which DantinoX has another default or no default.
       settings: the settings that all models of the family share.
       activation: the key that names the activation, and the supported names.
       rope: which layers use rotary positions, and for which part of a head; None: no layer.
@@ -85,12 +85,12 @@ class Family:
         `use_sliding_window` is true. `layers`: the layers in `layer_types`. `optional layers`: both conditions.
       full_every: without `layer_types`, every n-th layer has full attention.
       dense_layers: how `config.json` specifies the dense layers of a model with experts; None: there are no dense layers.
-        `first`: as the number of dense layers at the start. `steps`: all but every n-th layer are dense, and the layers of a
-        list. `range`: the layers outside a range. `all or none`: all layers if the number of experts is 0. `types`: the
-        dense layers in `mlp_layer_types`.
+        `first`: a number n; the first n layers are dense. `steps`: all but every n-th layer are dense, and also the layers in a
+        list. `range`: the layers outside a range are dense. `all or none`: all layers are dense if the number of experts is 0.
+        `types`: the layers that `mlp_layer_types` marks as dense.
         `parallel`: no layer; `enable_moe_block` says whether every layer has experts next to a dense branch.
-      group_score: for models that route a token to the best groups of experts, the score of a group: `max` is the score of its
-        best expert, `top2` the sum of its two best scores.
+      group_score: how groups of experts are scored, in models that route a token only to the best groups. `max`: the score of
+        the best expert of the group. `top2`: the sum of its two best scores.
       interleaved_rope: name suffixes of tensors whose rows are stored for the pairs (x₀, x₁), (x₂, x₃), … of a head.
       reversed_rope: name suffixes of tensors whose rows are stored for the pairs (x_{i+R/2}, x_i).
       query_scaling: whether queries are scaled by a factor that grows with their position (`llama_4_scaling_beta`).
@@ -98,7 +98,7 @@ class Family:
       per_layer_heads: whether `per_layer_config` sets a different head size and number of key heads for full layers.
       supported: keys of this family that must have a fixed value, in addition to `SUPPORTED_VALUES`.
       ignored: keys of this family that have no effect, in addition to `IGNORED_KEYS`.
-      buffers: name suffixes of tensors in older files that are not weights.
+      buffers: name suffixes of tensors that older files contain but that are not weights.
     """
 
     architecture: str
@@ -351,7 +351,7 @@ FAMILIES: dict[str, Family] = {
         HEAD_SIZES | {"attention_bias": BIASES},
         TIED | {"head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192, "hidden_act": "gelu_pytorch_tanh"},
         {"model.norm_zero_centered": True, "model.scale_embeddings": True},
-        ("hidden_act", GATED | {"gelu": "geglu"}),  # transformers uses the tanh approximation for this name
+        ("hidden_act", GATED | {"gelu": "geglu"}),  # in this family, transformers takes `gelu` as the tanh approximation
         supported={"hidden_activation": "gelu_pytorch_tanh"},
     ),
     "ministral3": Family(

@@ -61,7 +61,7 @@ def open_folder(folder: str | Path) -> Source:
         raise UserError(f"{folder} has no tokenizer.json{f', only {slow}' if slow else ''}: {remedy}")
     tokenizer_config = settings("tokenizer_config.json")
     template = text("chat_template.jinja") or tokenizer_config.get("chat_template")
-    template = template or settings("chat_template.json").get("chat_template")  # the file that multimodal processors write
+    template = template or settings("chat_template.json").get("chat_template")  # multimodal processors write this file
     if isinstance(template, list):  # a list of named templates
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
@@ -124,7 +124,7 @@ def open_tensors(folder: Path) -> LazyArrays:
     """Opens the tensors of `model.safetensors` in a folder, or of the shards that the index lists.
 
     Raises:
-      UserError: both are missing, a file is damaged, or the files contradict the index.
+      UserError: there is neither `model.safetensors` nor an index, a file is damaged, or the files contradict the index.
     """
     file_of: dict[str, SafetensorsFile] = {}
     for name, expected in _list_files(folder).items():

@@ -20,8 +20,8 @@ class Multimodal(NamedTuple):
       architecture: the model class in transformers.
       text: the `model_type` of the text model, used if `text_config` has no `model_type`.
       others: the parts that are not imported, as the first component of their tensor names after the prefix `model.`.
-      flat: the top-level keys of `config.json` that belong to other parts, for models whose older files also have the text
-        model's keys at the top level.
+      flat: for models whose older files have the keys of the text model at the top level of `config.json`, the top-level keys
+        that belong to the other parts.
     """
 
     architecture: str
@@ -80,13 +80,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": QWEN_VL,
     "qwen3_vl_text": QWEN_7B | {"max_position_embeddings": 128000, "rope_theta": 5e5},
 }
-# Keys in the `text_config` of Idefics and SmolVLM that do not change the text model, and keys with the supported value.
+# Keys in the `text_config` of Idefics and SmolVLM: first those that do not change the text model, then those that must have the
+# given value.
 IGNORED_KEYS = ("_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor")
 SUPPORTED_VALUES = {"use_resampler": False, "qk_layer_norms": False}
 # Top-level keys that also apply to the text model.
 INHERITED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-DTYPES = ("dtype", "torch_dtype")  # of the tensors in the file
-# Tensor name prefixes of the text model in transformers' classes and versions, and the prefixes in a text-only model.
+DTYPES = ("dtype", "torch_dtype")  # keys that name the dtype of the tensors
+# Prefixes of the text model's tensor names, which depend on class and version of transformers. Each is mapped to the prefix in
+# a text-only model.
 PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -175,7 +177,7 @@ def _text_config(config: Mapping[str, Any], multimodal: Multimodal, has_head: bo
     if kind in MROPE_MODELS:
         text |= {key: _drop_mrope(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
     # Some versions of transformers read the text model's `tie_word_embeddings`, other versions the top-level key. If the two
-    # differ, the embeddings count as tied if the checkpoint has no output layer.
+    # differ, the embeddings are regarded as tied if and only if the checkpoint has no output layer.
     ties = [value for value in (text_config.get("tie_word_embeddings"), config.get("tie_word_embeddings")) if value is not None]
     text["tie_word_embeddings"] = ties[0] if ties and ties.count(ties[0]) == len(ties) else not has_head
     return text | {"model_type": family, "architectures": [FAMILIES[family].architecture]}

@@ -2,7 +2,8 @@
 
 The key `quantization_config` of `config.json` names the method. Each method stores a matrix as several tensors. The formats are
 defined by Transformers for fp8 and mxfp4 (`integrations/finegrained_fp8.py`, `mxfp4.py`), by the library compressed-tensors
-(`compressors/`), by AutoAWQ for AWQ (`gemm`), and by AutoGPTQ for GPTQ. Every product is rounded to float32 once.
+(`compressors/`), by AutoAWQ for AWQ (`gemm`), and by AutoGPTQ for GPTQ. The product of value and scale is rounded to float32
+once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 FLOATS = ("float32", "bfloat16", "float16")
 # The value of each code of a 4-bit float (E2M1).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of its eight outputs
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # for each of the eight outputs in a word, its position in the word
 # Suffixes of activation and cache scales, which are not imported.
 ACTIVATION_SCALES = (
     ".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
@@ -41,8 +42,8 @@ class Method(NamedTuple):
 
     Attributes:
       find: a function that returns all quantized tensors of a checkpoint, by their names in an unquantized checkpoint.
-      supported: options that change the weights, and the supported values of each option; () means that `find` checks the
-        value. A null option is treated as absent.
+      supported: maps each option that changes the weights to its supported values; () means that `find` checks the value. An
+        option with the value null is treated as absent.
       ignored: options that do not change the weights.
     """
 
@@ -54,7 +55,8 @@ class Method(NamedTuple):
 def dequantize_checkpoint(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[dict[str, Any], LazyArrays]:
     """Returns `config.json` without `quantization_config`, and tensors with the names of an unquantized checkpoint.
 
-    Each tensor is dequantized when it is read, to float32, or for mxfp4 to bfloat16, which represents its values exactly.
+    Each tensor is dequantized when it is read. The result is float32, but bfloat16 for mxfp4, whose values bfloat16
+    represents exactly.
 
     Raises:
       UserError: the method or an option is not supported, or the tensors are inconsistent; the message names the cause.
@@ -114,7 +116,7 @@ def _number(options: Mapping[str, Any], key: str, default: int | None = None, le
 
 
 def _stored_tensor(tensors: LazyArrays, name: str, companion: str, dtypes: tuple[str, ...]) -> Tensor:
-    """Returns the shape and dtype of a stored tensor, which must accompany `companion` and have one of these dtypes."""
+    """Returns shape and dtype of a tensor that must be stored with the tensor `companion` and have one of these dtypes."""
     if name not in tensors.tensors:
         raise UserError(f"the checkpoint has {escape_name(companion)} without {escape_name(name)}")
     tensor = tensors.tensors[name]
@@ -186,7 +188,7 @@ def _apply_scales(
       scale: `[row blocks, column blocks]`.
       blocks: the rows and columns of a block.
       zero: the zero points: one number, or an array with the shape of `scale`.
-      groups: the column block of each column, if column blocks are not contiguous.
+      groups: for each column, the index of its column block; None if column blocks are contiguous.
       codebook: the value of each code, if `values` are codes.
     """
     rows, columns = values.shape
@@ -204,7 +206,7 @@ def _apply_scales(
 
 
 def _fp8(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """Finds 8-bit float matrices `X` with scales in `X_scale_inv` or `X_scale`."""
+    """Finds 8-bit float matrices. The scales of a matrix `X` are in `X_scale_inv` or `X_scale`."""
     block = _block_size(options.get("weight_block_size"), "weight_block_size")
     found = {}
     for name, tensor in tensors.tensors.items():
@@ -269,7 +271,7 @@ def _compressed_tensors(options: Mapping[str, Any], tensors: LazyArrays) -> dict
 
 
 def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | None]:
-    """Returns the widths in bits and the block shape in the groups of a compressed-tensors config."""
+    """Returns the bit widths and the block shape that the groups of a compressed-tensors config specify."""
     groups = options.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise UserError(f"config.json has config_groups: {quote(groups)} in quantization_config, expected an object of schemes")
@@ -292,7 +294,7 @@ def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | No
 
 
 def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequantized:
-    """Returns a matrix of offset integers. They are packed into int32 words along the columns, zero points along the rows."""
+    """Returns a matrix of offset integers. These are packed into int32 words along columns, their zero points along rows."""
     packed, scale, size, zero, order = (
         f"{module}.weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx")
     )
@@ -360,8 +362,10 @@ def _packed_fp4(tensors: LazyArrays, module: str) -> Dequantized:
 
 
 def _mxfp4(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """A tensor `X` `[experts, columns, rows]`: bytes `X_blocks` `[experts, rows, blocks, 16]` and `X_scales` `[experts, rows,
-    blocks]`."""
+    """Finds tensors `X` `[experts, columns, rows]`.
+
+    `X` is stored as two arrays of bytes: `X_blocks` `[experts, rows, blocks, 16]` and `X_scales` `[experts, rows, blocks]`.
+    """
     found = {}
     for name in _modules(tensors, "_blocks"):
         blocks, scales = f"{name}_blocks", f"{name}_scales"
@@ -422,7 +426,7 @@ def _grouped_sizes(
 
 
 def _awq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """Each word of `qweight` `[inputs, outputs / 8]` and of `qzeros` contains eight outputs in the order `AWQ_ORDER`."""
+    """Finds AWQ matrices. Each word of `qweight` `[inputs, outputs / 8]` and `qzeros` holds eight outputs, see `AWQ_ORDER`."""
 
     def make(module: str, sizes: _GroupedSizes) -> np.ndarray:
         def unpack(part: str) -> np.ndarray:
@@ -442,9 +446,9 @@ def _awq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantiz
 
 
 def _gptq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """`qweight` `[inputs · bits / 32, outputs]` is packed along the inputs, `qzeros` along the outputs.
+    """Finds GPTQ matrices: `qweight` `[inputs · bits / 32, outputs]` is packed along the inputs, `qzeros` along the outputs.
 
-    The first version of the format stores zero points minus one, modulo 2^bits.
+    The first version of the format stores each zero point z as z − 1, modulo 2^bits.
     """
     one = 0 if "gptq_v2" in (options.get("checkpoint_format"), options.get("format")) else 1
 

@@ -14,12 +14,13 @@ WHOLE = np.s_[...]
 
 
 class Axes(NamedTuple):
-    """The axes of a transformers tensor, and of the part of a parameter that has the same values.
+    """The axes of a transformers tensor, and of the part of a DantinoX parameter that holds the same values.
 
     Attributes:
       parameter: the axes of this part of the parameter.
-      tensor: the same axes in the tensor's order. Axes written without a space between them form one axis of the tensor.
-      index: the index of the part in the parameter, or in one expert's parameter.
+      tensor: the same axes in the tensor's order, separated by spaces. Axes without a space between them are merged into one
+        axis of the tensor.
+      index: the index of the part in the parameter, or in the parameter of one expert.
     """
 
     parameter: str
@@ -27,7 +28,7 @@ class Axes(NamedTuple):
     index: Any = WHOLE
 
     def view(self, parameter: np.ndarray) -> np.ndarray:
-        """Returns a view of this part of a parameter with the axes in the tensor's order, not merged."""
+        """Returns a view of this part of a parameter. Its axes are in the tensor's order, but not yet merged."""
         axes = self.tensor.replace(" ", "")
         return parameter[self.index].transpose([self.parameter.index(axis) for axis in axes])
 
@@ -44,7 +45,7 @@ class Row(NamedTuple):
       tensor: the name of the tensor, with `{i}` for the layer index and `{e}` for the expert index.
       parameter: the path of the parameter, with `{i}` for the index of a layer.
       parts: the parts of the parameter that the tensor concatenates along its first axis.
-      condition: the path of a parameter. The row applies only if this parameter exists, or after `!` only if it does not exist.
+      condition: the path of a parameter. The row applies only if this parameter exists (with a leading `!`: does not).
       kv_projections: the row applies to layers that project both keys and values (2), only keys (1), or neither (0).
     """
 
@@ -110,11 +111,11 @@ FUSED_PROJECTIONS = rows(LAYER, {
 
 
 def with_condition(row: Row, condition: str) -> Row:
-    """Returns a row with this condition: the path of a parameter that must exist, or after `!` must not exist."""
+    """Returns a row with this condition, the path of a parameter that must exist (with a leading `!`: must not exist)."""
     return row._replace(condition=condition.replace("!", "!" + BLOCK) if "!" in condition else BLOCK + condition)
 
 
-# Queries of latent attention are projected from the residual stream, or from their own latent vector.
+# Latent attention projects queries either from the residual stream, or from a latent vector of their own.
 LATENT_ATTENTION = rows(LAYER + "self_attn.", {
     "kv_a_proj_with_mqa.weight": ("kv_a/kernel", Axes("DR", "R D")), "kv_a_layernorm.weight": ("kv_norm/scale", VECTOR),
     "kv_b_proj.weight": ("kv_b/kernel", Axes("RNH", "NH R")), "o_proj.weight": ("out/kernel", Axes("NHD", "D NH")),

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-# Keys that do not change the logits: they describe training, execution and labels. Special tokens are read in `checkpoints`.
+# Keys that do not change the logits: they describe training, execution and labels. Special tokens are handled in the module
+# `checkpoints`.
 IGNORED_KEYS = frozenset((
     "model_type", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
     "transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "initializer_range",
@@ -27,7 +28,7 @@ SUPPORTED_VALUES: dict[str, Any] = {
     "clip_qkv": None,
 }  # fmt: skip
 
-# Unsupported families: the most similar supported family, and the missing features.
+# For each unsupported family: the most similar supported family, and the features that DantinoX lacks.
 UNSUPPORTED_FAMILIES = {
     "qwen3_next": ("qwen3_moe", "gated DeltaNet layers, which have a recurrent state instead of a KV cache"),
     "qwen3_5_text": ("qwen3", "gated DeltaNet layers, which have a recurrent state instead of a KV cache"),

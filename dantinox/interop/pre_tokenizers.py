@@ -1,7 +1,7 @@
 """Rules that split text into words for byte-level BPE, by their names in GGUF (`tokenizer.ggml.pre`).
 
-The names come from llama.cpp's `src/llama-vocab.cpp` (July 2026). A rule is the pre-tokenizer in the `tokenizer.json` that the
-model's publisher provides. llama.cpp uses its own regular expressions, which split some texts differently;
+The names come from llama.cpp's `src/llama-vocab.cpp` (July 2026). Each rule is the pre-tokenizer of the `tokenizer.json` that
+the model's publisher provides. llama.cpp uses its own regular expressions, which split some texts differently;
 `tests/interop/tokenizers_live.py` lists the differences. For names without a known `tokenizer.json` (`afmoe`, `chameleon`,
 `default`, `jais-2`, `superbpe`, `ufakzeka`, `youtu`, and all aliases), the rules are llama.cpp's.
 """
@@ -19,7 +19,7 @@ LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + BREAKS
 PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + BREAKS
-# Words that change from upper case to lower case at most once. {0}: an optional ending; {1}: a restriction of the letters.
+# Words in which upper case is followed by lower case at most once. {0}: an optional ending; {1}: a restriction of the letters.
 CASED_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}{1}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}{1}]+{0}"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}{1}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}{1}]*{0}"
@@ -54,7 +54,7 @@ class Rule(NamedTuple):
 
     Attributes:
       steps: the pre-tokenizers of a `tokenizer.json`, in order.
-      whole_words: whether a word that is a token is encoded as that token without merges (`ignore_merges`).
+      whole_words: whether a word that is itself a token is encoded as this token, without any merges (`ignore_merges`).
       normalizer: the normalizer of a `tokenizer.json`.
     """
 
@@ -124,7 +124,8 @@ RULES = {
         )
     ),
     "youtu": Rule(_splits(YOUTU, _cased(CONTRACTIONS + "?") + r"|\p{N}" + PATHS), whole_words=True),
-    # The first expression leaves the first digits of a number attached to the preceding text; the third separates them.
+    # After the first expression, the first digits of a number are still attached to the text before them. The third expression
+    # separates them.
     "afmoe": Rule(
         _splits(r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", THAI_TO_HANGUL, DEEPSEEK_WORDS + r"[\r\n]*" + BREAKS)
     ),

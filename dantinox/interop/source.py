@@ -1,4 +1,4 @@
-"""`Source`: a checkpoint in any supported format, with Hugging Face's names for settings, tensors and tokenizer keys."""
+"""`Source`: a checkpoint of any supported format. Settings, tensors and tokenizer keys have Hugging Face's names."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ def storage_dtype(parameter: str, requested: str, found: set[str]) -> str:
 
     Args:
       parameter: the path of the parameter.
-      requested: the dtype of matrices; `auto` is bfloat16 if all tensors in the checkpoint are bfloat16, else float32.
+      requested: the dtype of matrices. `auto` is bfloat16 if `found` contains only bfloat16, else float32.
       found: the dtypes of the parameter's tensors in the checkpoint.
     """
     if parameter != "embed" and not parameter.endswith(("/embed", "/kernel")):
@@ -58,7 +58,7 @@ class Source:
       tokenizer_config: the keys of transformers' `tokenizer_config.json`: `bos_token`, `eos_token`, `pad_token` (special tokens
         as strings) and `add_bos_token`. An absent key is looked up in `generation_config`, then in the tokenizer.
       chat_template: the Jinja template in the checkpoint.
-      generation_config: `eos_token_id` (one or several), `bos_token_id`, `pad_token_id`, and sampling defaults.
+      generation_config: `eos_token_id` (one id or a list), `bos_token_id`, `pad_token_id`, and sampling defaults.
       skipped: one line about the parts of the checkpoint that are not imported; None if everything is imported.
     """
 
@@ -79,7 +79,8 @@ class ExportBundle(NamedTuple):
     Attributes:
       hf_config, generation_config, tokenizer_config: the contents of those JSON files.
       tensors: the tensors, with transformers' names and the dtypes of the run's parameters.
-      dtypes: the dtype of each tensor in the imported checkpoint, or in the run if it was not imported.
+      dtypes: the dtype of each tensor in the checkpoint from which the run was imported. For a run that was not imported, the
+        dtype in the run.
     """
 
     config: Config

@@ -1,7 +1,8 @@
 """Reads run directories of DantinoX 0 and converts their settings, weights and tokenizers.
 
-Differences of DantinoX 0: `qkv` is one matrix [q | k | v]. RoPE rotates pairs of adjacent elements, not elements half a head
-apart. The gate and up projections of SwiGLU are one matrix. Parameter names differ between its versions.
+DantinoX 0 differs from this version in four ways. `qkv` is one matrix [q | k | v]. RoPE rotates pairs of adjacent elements, not
+of elements that are half a head apart. The gate and up projections of SwiGLU are one matrix. Parameter names differ between
+the versions of DantinoX 0.
 
 Only dense causal models are supported. Other models are refused with an error message that gives the reason.
 """
@@ -23,7 +24,7 @@ from dantinox.run.weights import StoredArray, read_arrays
 
 # The weights files of a run, in order of preference.
 WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack", "model_weights.msgpack", "checkpoint_latest.msgpack")
-MAX_FILE_BYTES = 128 << 20  # of config.yaml and tokenizer.json
+MAX_FILE_BYTES = 128 << 20  # limit for config.yaml and for tokenizer.json
 EPSILON = 1e-6  # of LayerNorm and RMSNorm
 EMBED = "embed/embedding", "wte/embedding"
 # Supported values by setting. A run may omit any of these settings.
@@ -91,7 +92,7 @@ def convert_parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> L
     if not model.no_sink:
         rest -= {name for name in rest if fnmatch(name, "*/attention/W/*")}
     if model.weight_tying:
-        # They equal the embeddings: `_convert_settings` sets `weight_tying` only in this case.
+        # These output layers equal the embeddings, since `_convert_settings` sets `weight_tying` only in this case.
         rest -= {"head/kernel", "lm_head/kernel"}
     found: dict[str, tuple[StoredArray, Callable[[np.ndarray], np.ndarray]]] = {}
     kinds: dict[str, Tensor] = {}
@@ -258,7 +259,7 @@ def _position(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def _check_angles(theta: float, weights: Path, arrays: dict[str, StoredArray], head_size: int) -> None:
-    """Raises a `UserError` if the rotary frequencies are unsupported, or unknown as in files of the first versions."""
+    """Raises a `UserError` if the rotary frequencies are not supported, or unknown, as in files of the first versions."""
     angles = arrays.get("blocks/0/attention/angle")
     if angles is not None:
         expected = theta ** (-np.arange(0, head_size, 2) / head_size)

@@ -28,7 +28,7 @@ ADAPTER_DTYPES = ("float32", "float16", "bfloat16")
 
 
 class AdapterDelta(NamedTuple):
-    """The change of a kernel by one adapter: adds scale · A B, with A `[in, r]` and B `[r, out]`, to `projection.part`."""
+    """The change of a kernel by one adapter: scale · A B, with A `[in, r]` and B `[r, out]`, is added to `projection.part`."""
 
     projection: Projection
     a_IR: np.ndarray

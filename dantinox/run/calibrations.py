@@ -99,7 +99,7 @@ class HeadCalibrationFile(Section):
     Format 1 has only the fields up to `calibration`.
 
     Attributes:
-      n_layer, n_head, n_head_kv: layers, query heads per layer and key heads per layer.
+      n_layer, n_head, n_head_kv: the numbers of layers, of query heads per layer and of key heads per layer.
       head_entropies: attention entropy of each query head in bits, by names such as `L0_H1`.
       n_ctx: tokens per sequence.
       lengths: for each measured query position, the mean number of tokens up to this query.
@@ -108,7 +108,7 @@ class HeadCalibrationFile(Section):
       distance: mean attention distance of a query head in tokens. Attention to the first tokens (attention sinks) is ignored.
       loss: for each key head (`L0_K1`), the increase of the loss in nats per token if the head keeps only n cache slots, for
         each n of `loss_slots`.
-      split_half_correlation: the correlation of the heads' entropies between odd and even sequences.
+      split_half_correlation: the correlation between the heads' entropies in odd sequences and those in even sequences.
       tokenizer, weights: the SHA-256 (hex) of the tokenizer and of the weights.
     """
 
@@ -223,7 +223,7 @@ def read_kv_calibration(
 
     Args:
       config: the model that the file must match in layers and heads.
-      weights: the expected SHA-256 of the weights. It is compared only if the file contains one. None: not compared.
+      weights: the expected SHA-256 of the weights, compared only if the file contains a SHA-256. None: not compared.
       tokenizer: the expected SHA-256 of the tokenizer, compared in the same way.
 
     Returns:

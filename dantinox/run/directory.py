@@ -46,7 +46,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.manifest = self.path / MANIFEST
         self.tokenizer = self.path / "tokenizer.json"
-        self.tokenizer_config = self.path / "tokenizer_config.json"  # BOS and EOS tokens whose names do not reveal their roles
+        self.tokenizer_config = self.path / "tokenizer_config.json"  # BOS and EOS tokens whose names do not tell their role
         self.origin = self.path / "origin.json"  # only in imported runs: metadata of the checkpoint
         self.chat_template = self.path / "chat_template.jinja"
         self.weights = self.path / "model_weights.msgpack"
@@ -81,7 +81,7 @@ class RunDirectory:
         return self.path / config.logging.summary_file
 
     def tokens(self, recorded: bool = False) -> list[str]:
-        """Returns the relative paths of the token files on disk, or if `recorded` of the files in the manifest."""
+        """Returns the relative paths of the token files on disk or, if `recorded` is true, of those listed in the manifest."""
         if recorded:
             names = list(read_manifest(self.manifest)["files"])
         else:
@@ -124,7 +124,7 @@ class RunDirectory:
             for leftover in (
                 *self.path.glob(".*.tmp"),
                 *self.path.glob("*/.*.tmp"),
-            ):  # temporary files of an `atomic_write` in a killed process
+            ):  # temporary files that remain if a process is killed during an `atomic_write`
                 with contextlib.suppress(OSError):
                     leftover.unlink()
             yield
@@ -228,7 +228,7 @@ def open_base(init_from: str | None, run: RunDirectory | None = None) -> RunDire
 
 
 def save_config(run: RunDirectory, config: Config) -> None:
-    """Writes all settings, including defaults, so that new defaults in a later version do not change the run."""
+    """Writes all settings, including default values, so that a later version with other defaults does not change the run."""
     write_file(run.path, run.config.name, dump_config(config))
 
 
@@ -266,8 +266,8 @@ def load_run_config(run: RunDirectory) -> Config:
     """Loads the settings that the run was started with.
 
     Raises:
-      UserError: config.yaml is not valid, or differs from what was written.
+      UserError: config.yaml is not valid, or was changed after the run wrote it.
     """
-    config = load_config(run.config)  # before the manifest check, which would hide the error of an invalid line
+    config = load_config(run.config)  # first: if a line is invalid, its error says more than the manifest check
     run.check(run.config)
     return config

@@ -1,9 +1,9 @@
 """Manifests record the SHA-256 and the size of every file that a run writes, so that damage can be detected.
 
-A manifest is a JSON object, followed by one line with the SHA-256 of the lines above. The object holds the SHA-256 and the size
-of each file, and the provenance of the files: settings, tokenizer, versions. The run directory has a manifest for the files
-outside of checkpoints, and every checkpoint has its own manifest. A manifest reveals files that are changed, truncated, empty,
-missing or swapped. The last line reveals damage to the manifest itself.
+A manifest is a JSON object, followed by one line with the SHA-256 of the lines before it. The object holds the SHA-256 and the
+size of each file, and the provenance of the files: settings, tokenizer, versions. The run directory has a manifest for the
+files outside of checkpoints, and every checkpoint has its own manifest. A manifest reveals files that are changed, truncated,
+empty, missing or swapped. Its last line reveals damage to the manifest itself.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from dantinox.files import UserError, atomic_write, quote, staged_write, wrap_os
 MANIFEST = "manifest.txt"
 MANIFEST_FORMAT = 1
 CHECKSUM_LINE_BYTES = 65  # bytes: 64 hexadecimal digits and a line break
-SMALL_FILE_BYTES = 1 << 20  # bytes; a quick check reads files up to this size and compares only the size of larger ones
+SMALL_FILE_BYTES = 1 << 20  # bytes; a quick check hashes files up to this size; of a larger file it compares only the size
 READ_BYTES = 8 << 20  # bytes per read
 
 
@@ -33,7 +33,7 @@ class DamagedFile(UserError):
 
 
 class Entry(NamedTuple):
-    """The SHA-256 (hex) of a file, or of its first bytes, and the number of bytes that were hashed."""
+    """The SHA-256 (hex) of a file or of its beginning, and the number of bytes that were hashed."""
 
     sha256: str
     size: int
@@ -165,7 +165,8 @@ def write_file(
         before = record["files"].get(name, [None])[0]
         with staged_write(folder / name, read()):
             new = Entry(digest.hexdigest(), size)
-            # File and manifest cannot be replaced in one operation. In between, the old and the new file are valid.
+            # File and manifest cannot be replaced in one operation. In between, the manifest accepts both the old and the new
+            # content of the file.
             _write_sorted_manifest(folder, record | {"files": record["files"] | {name: [new, before]}})
         _write_sorted_manifest(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
 
@@ -190,7 +191,7 @@ def record_files(folder: Path, names: Iterable[str], reset: bool = False) -> Non
 
 @contextlib.contextmanager
 def _lock_manifest(folder: Path) -> Iterator[None]:
-    """Locks the manifest against other processes: a run may be calibrated while it is trained."""
+    """Locks the manifest, because two processes may write it: a run can be calibrated while it is trained."""
     with wrap_os_errors(f"cannot write {folder / MANIFEST}"):
         directory = os.open(folder, os.O_RDONLY)
     try:
@@ -307,7 +308,7 @@ def find_step_damage(step: Path, quick: bool = False) -> Iterator[str]:
 
 
 def find_log_damage(folder: Path, step: Path) -> Iterator[str]:
-    """Yields one sentence for each log whose beginning differs from its content when the checkpoint was saved."""
+    """Yields one sentence for each log whose beginning is no longer what it was when the checkpoint was saved."""
     for name, size, entries in recorded_logs(step):
         problem = describe_damage(folder, name, entries, lambda path, size=size: hash_file(path, size))  # type: ignore[misc]
         if problem:

@@ -50,7 +50,7 @@ class SafetensorsFile:
           UserError: the file cannot be read, is damaged, or holds an array of an unknown dtype.
         """
         try:
-            with open(path, "rb") as file:  # unlike the library's error, an OSError of `open` contains the reason
+            with open(path, "rb") as file:  # if opening fails, the OSError of `open` says why; the library's error does not
                 length = int.from_bytes(file.read(8), "little")
                 if MAX_HEADER_BYTES < length <= os.fstat(file.fileno()).st_size:
                     raise UserError(f"{path} has a header of {length} bytes, the maximum is {MAX_HEADER_BYTES}")
@@ -99,7 +99,7 @@ def safetensors_pieces(
       tensors: the names, shapes and dtypes of the arrays in the file.
       metadata: strings for the header, added to `format: pt`.
     """
-    # The same order as the library's, which keeps the data aligned: largest item size first, then by name.
+    # The library also writes arrays in this order: largest item size first, then by name. It keeps the data aligned.
     order = sorted(tensors, key=lambda name: (-DTYPES[DTYPE_CODES[tensors[name].dtype]].itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0

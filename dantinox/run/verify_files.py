@@ -90,7 +90,7 @@ def _check_own_files(run: RunDirectory, found: VerifyReport) -> list[str]:
         found.files = found.bytes = 0
         before = _file_state(run.manifest)
         problems = list(_errors_as_problems(find_file_damage(run, counted)))
-        if not problems or before == _file_state(run.manifest):  # else a training process replaced files: check again
+        if not problems or before == _file_state(run.manifest):  # if it changed, a training process replaced files: check again
             return problems
 
 

@@ -33,7 +33,7 @@ PACKER = msgpack.Packer()
 
 
 def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
-    """Writes arrays in Flax's msgpack format, and the SHA-256 of the file to the manifest in the same directory.
+    """Writes arrays in Flax's msgpack format, and adds the SHA-256 of the file to the manifest in the same directory.
 
     Equal weights result in equal bytes. Arrays are read from `parameters` one at a time, so a lazy mapping needs memory for
     only one array.
@@ -96,7 +96,7 @@ def read_arrays(path: Path) -> tuple[dict[str, "StoredArray"], int]:
 
 
 def weights_digest(run: RunDirectory) -> str:
-    """Returns the SHA-256 (hex) of the weights of a run, or of its adapters, which contain the digest of their base.
+    """Returns the SHA-256 (hex) of the weights of a run, or of its adapter file, which contains the digest of the base weights.
 
     The digest is computed again only if the file changes.
 
