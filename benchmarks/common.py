@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: the parser with `--smoke`, a run with random weights, and the number of threads.
+"""Helpers of the benchmarks: a parser with the flag `--smoke`, a run with random weights, and a limit for the threads.
 
 Some benchmarks also run in environments without DantinoX, so this module imports only the standard library at module level.
 """
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
       doc: the description that `--help` prints.
-      smoke: the default of each destination under `--smoke`.
+      smoke: maps the name of each parsed value (`dest` in argparse) to its default under `--smoke`.
     """
 
     def __init__(self, doc: str | None, smoke: dict[str, Any]):

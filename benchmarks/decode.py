@@ -1,4 +1,4 @@
-"""Measures the decoding speed of the engine with a Llama-shaped model with random weights.
+"""Measures how fast the engine decodes. The model is Llama-shaped and has random weights.
 
 Prints a JSON line per batch and mode with `"peer": "dantinox"`. Compile time is reported separately as `compile_s`.
 `bandwidth_share` is the number of weight bytes that decoding reads per second, divided by the memory bandwidth measured in the
@@ -50,7 +50,7 @@ def main() -> None:
     from dantinox.sampling import SamplingParams
 
     def bandwidth() -> float:
-        """Returns the bytes per second of summing a large array, the best of 7 repeats."""
+        """Returns the bytes per second at which a large array is summed, the best of 7 repeats."""
         x = jnp.ones(1 << 27, jnp.float32)
         total = jax.jit(jnp.sum)
         total(x).block_until_ready()
@@ -71,7 +71,8 @@ def main() -> None:
     plain = nnx.merge(graph, make())
     params_m = sum(leaf.size for leaf in jax.tree.leaves(state)) / 1e6
     model = prepare(plain, o.weights)
-    # A step reads only a few rows of the embedding table. The prepared output layer is a separate copy of it.
+    # A step reads only a few rows of the embedding table, so the table is not counted. The prepared output layer is a separate
+    # copy of the table, and is counted.
     read_bytes = weight_bytes(model) - model.embed[...].nbytes
     chain = {
         "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024, "repetition_slope": 0.7, "top_k": 100,

@@ -1,8 +1,9 @@
 """Compares a run with its export to transformers: greedy tokens, logits and tokenization.
 
-Prints one JSON line. `same_tokens` is the share of equal greedy tokens after `prompts` lines of the text, position by
-position. `logits` is the largest difference of logits over these sequences. `same_lines` is the share of `lines` lines that
-are encoded to the same tokens, and `same_text` the share of lines that are decoded to the same text.
+Prints one JSON line. Both libraries continue `prompts` lines of the text greedily: `same_tokens` is the share of positions at
+which their tokens are equal. `logits` is the largest difference of their logits over these lines and DantinoX's continuations.
+Both also tokenize `lines` lines: `same_lines` is the share of lines that are encoded to the same tokens, `same_text` the share
+of lines that are decoded to the same text.
 
     python benchmarks/exported.py runs/quickstart --text file.py --peer /path/to/python-with-transformers
 """
@@ -18,7 +19,7 @@ from common import Parser, random_run
 
 
 def answer(folder: Path) -> None:
-    """Runs in the Python of the peer: evaluates job.json with transformers and writes answer.npz."""
+    """Evaluates job.json with transformers and writes answer.npz. Runs in the Python interpreter of `--peer`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

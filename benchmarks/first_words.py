@@ -1,4 +1,4 @@
-"""Compares the text of a chat model under its default settings with llama.cpp's default sampler chain on the same file.
+"""Compares the texts that a chat model generates with its default settings and with llama.cpp's default sampler chain.
 
     python benchmarks/first_words.py RUN [--peer MODEL.gguf] [--router] [--prompts 40] [--seeds 3] [--new 200]
 
@@ -6,14 +6,15 @@ RUN is a run directory, as `dantinox import smollm2` writes it. Half of the prom
 as in `chat` and the server. The other half are plain text, as in `generate`. For every seed, each prompt is continued by
 `--new` tokens; special tokens are banned. The generators are
 
-* `defaults`: the run's own generation settings;
-* `llama.cpp`, with `--peer` (needs llama-cpp-python), with its default chain: top_k 40, top_p 0.95, min_p 0.05, temperature
-  0.8;
-* `llamacpp`: the same chain in DantinoX;
-* with `--router`, the variants of the entropy router in `ROUTER` (calibrate the run first).
+* `defaults`: DantinoX with the run's own generation settings;
+* `llama.cpp`, if `--peer` is given (needs llama-cpp-python): llama.cpp with its default chain, which is top_k 40, top_p 0.95,
+  min_p 0.05, temperature 0.8;
+* `llamacpp`: DantinoX with the same chain;
+* if `--router` is given, DantinoX with each variant of the entropy router in `ROUTER` (calibrate the run first).
 
-Columns: the mean log-probability of a token in nats under the float32 model, distinct-1, -2 and -3, and the percentage of
-texts with a loop: 1 to 50 tokens that occur at least 4 times in a row. Intervals of 95 % are bootstrapped over prompts.
+The columns are the mean log-probability of a token in nats under the float32 model; distinct-1, -2 and -3; and the percentage
+of texts that contain a loop, which is a sequence of 1 to 50 tokens that occurs at least 4 times in a row. 95 % intervals are
+bootstrapped over prompts.
 """
 
 import itertools
@@ -64,7 +65,7 @@ COLUMNS = ("log p", "distinct_1", "distinct_2", "distinct_3", "loops")
 
 
 def loops(ids: Sequence[int]) -> bool:
-    """Returns whether 1 to 50 tokens occur at least 4 times in a row.
+    """Returns whether some sequence of 1 to 50 tokens occurs at least 4 times in a row.
 
     With a period of p tokens, a loop is a span of (REPEATS − 1) · p tokens that each equal the token p positions earlier.
     """

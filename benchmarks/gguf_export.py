@@ -1,15 +1,16 @@
 """Compares a run with its export to GGUF in llama.cpp: logits, greedy tokens and tokenization.
 
 Prints one JSON line per GGUF type. `logits` is the largest difference of logits over `prompts` lines of the text and their
-continuations by DantinoX. `same_choice` is the share of the tokens of DantinoX that llama.cpp also chooses after the same
-preceding tokens. `same_tokens` is the share of equal tokens in the continuations that llama.cpp generates itself, position by
-position. `same_lines` is the share of lines that are encoded to the same tokens.
+continuations by DantinoX. `same_choice` is the share of DantinoX's tokens for which llama.cpp, given the same
+preceding tokens, chooses the same token. For `same_tokens`, llama.cpp continues the prompts by itself; it is the share of
+positions at which the two continuations have equal tokens. `same_lines` is the share of lines that are encoded to the same
+tokens.
 
     python benchmarks/gguf_export.py runs/quickstart --text file.py --peer /path/to/python-with-llama-cpp
     python benchmarks/gguf_export.py --families --peer /path/to/python-with-llama-cpp
 
-With `--families`, the logits of small random models of every family are compared. Options that llama.cpp does not support have
-the same values as in the tests.
+With `--families`, the logits of a small random model of every family are compared. Options that llama.cpp does not support are
+replaced by the same values as in the tests.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def main() -> None:
     read = jax.jit(lambda tokens_BT, positions_BT: run.model(tokens_BT, positions_BT)[0])
     logits_BTV = np.asarray(read(jnp.asarray(tokens_BT), jnp.asarray(positions_BT)))
     ours = np.concatenate([logits_BTV[row, : len(tokens)] for row, tokens in enumerate(sequences)])
-    # The positions from the last prompt token on: their logits determine our continuation.
+    # The positions from the last prompt token on. The logits at these positions determine the continuation by DantinoX.
     chosen = np.concatenate([np.arange(-o.new - 1, -1) + end for end in np.cumsum([len(tokens) for tokens in sequences])])
     lines = [lines[i * len(lines) // o.lines] for i in range(o.lines)] if len(lines) > o.lines else lines
     line_ids = [run.tokenizer.encode(line) for line in lines]

@@ -2,8 +2,8 @@
 
     python benchmarks/gguf_peer.py FOLDER      (needs llama-cpp-python; reads FOLDER/job.json, writes FOLDER/answer.npz)
 
-The job names a file, token `sequences` to compute logits for, token `prompts` to continue greedily by `new` tokens, and text
-`lines` to tokenize.
+The job names a GGUF file. Its `sequences` are token ids for which logits are computed, its `prompts` are token ids that are
+continued greedily by `new` tokens, and its `lines` are texts to tokenize.
 """
 
 import json

@@ -2,8 +2,9 @@
 
     python benchmarks/import_memory.py [--gigabytes 2] [--folder DIR]
 
-Memory mapped from a file does not count, since the kernel can drop it at any time. So the import runs in a separate process
-that samples RssAnon in /proc/self/status every 2 ms. The value before the import is subtracted.
+Memory that is mapped from a file does not count, since the kernel can drop it at any time. Therefore the anonymous memory is
+measured: the import runs in a separate process, which samples RssAnon in /proc/self/status every 2 ms. The value before the
+import is subtracted.
 """
 
 import json
@@ -54,7 +55,7 @@ def write_llama(folder: Path, gigabytes: float) -> None:
 
 
 def measure_import(source: Path, run_dir: Path, found) -> None:
-    """Runs the import. Puts the anonymous memory before it, the peak and the seconds into the queue `found`."""
+    """Runs the import. Puts three values into the queue `found`: the anonymous memory before it, the peak, and the seconds."""
     from dantinox.interop.checkpoints import import_run
     from dantinox.interop.hf_folder import open_folder
 

@@ -1,9 +1,10 @@
 """Compares the decoding speed of an imported model with transformers and llama.cpp on the same weights.
 
-Creates a random Llama with transformers, imports it, exports it as GGUF, and decodes greedily from the same prompts. Without
-`--torch` it creates a random run with a byte tokenizer instead. Each round starts one process per program, one after another.
-For each batch size it prints a JSON line with every program's best speed of all rounds, DantinoX's speed divided by that of
-each other program, and the number of tokens in the first row that are the same as DantinoX's.
+Creates a random Llama with transformers, imports it, exports it as GGUF, and decodes greedily from the same prompts in each
+program. Without `--torch`, a random run with a byte tokenizer takes the place of the Llama. Each round starts one process per
+program, one after another. For each batch size, the script prints a JSON line with every program's best speed of all rounds,
+DantinoX's speed divided by that of each other program, and the number of tokens in the first row that are the same as
+DantinoX's.
 
     python benchmarks/imported.py --torch /path/to/python-with-torch --llama /path/to/python-with-llama-cpp
     python benchmarks/imported.py … --weights int8                      # compared with GGUF q8_0
@@ -56,7 +57,7 @@ def prompts(o: argparse.Namespace, batch: int) -> list[list[int]]:
 
 
 def timed(o: argparse.Namespace, peer: str, run: Callable[[int, int], list[list[int]]]) -> None:
-    """Prints a line per batch; `run(batch, new)` decodes and returns the new tokens of all rows."""
+    """Times `run(batch, new)`, which decodes and returns the new tokens of all rows; prints a line per batch size."""
     for batch in o.batch:
         run(batch, o.new)
         run(batch, 1)

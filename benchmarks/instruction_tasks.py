@@ -1,11 +1,11 @@
-"""Measures how often a chat model solves short tasks with each sampling method, as tuned by `dantinox eval sampling`.
+"""Measures how often a chat model solves short tasks with each sampling method. `dantinox eval sampling` has tuned the methods.
 
     python benchmarks/instruction_tasks.py RUN RUN/evaluation/sampling.csv [--prompts 40] [--seeds 4]
 
-Four tasks, generated from a fixed seed and checked by a program: a sum of two numbers, the city that a sentence names, a JSON
-object with two given keys and values, and a list of three items, one per line, each after a dash. All methods answer the same
-prompts with the same seeds. Prints percentages with 95 % intervals, bootstrapped over prompts. The last two columns are the
-mean over the tasks and its difference from min_p.
+There are four kinds of tasks, generated from a fixed seed and checked by code: a sum of two numbers, the city that a sentence
+names, a JSON object with two given keys and values, and a list of three items, one per line, each after a dash. All methods
+answer the same prompts with the same seeds. Prints the percentages of solved tasks with 95 % intervals, bootstrapped over
+prompts. The last two columns are the mean over the four kinds, and the difference between this mean and that of min_p.
 """
 
 import csv

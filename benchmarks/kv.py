@@ -1,18 +1,20 @@
-"""Measures the bytes and the decoding speed of compressed caches, relative to the fastest full cache for the same sequence.
+"""Measures the bytes and the decoding speed of compressed caches, relative to full caches for the same sequence.
 
-The model is Llama-shaped with random weights. For every context and batch, full caches of each dtype are timed against each
-other: with exactly the slots that the sequence needs, with the slots that the engine allocates, and with `--spare` more than
-needed (powers of two can be slow). The fastest full cache is the baseline for every compressed cache. To compare two caches,
-two sessions of the engine alternate in chunks of 32 tokens, A B B A …, so that each ratio compares measurements that are
-adjacent in time.
+The model is Llama-shaped with random weights. For every context and batch size, full caches of each dtype are timed against
+each other in three sizes: exactly the slots that the sequence needs, the slots that the engine allocates, and `--spare` more
+slots than needed (because sizes that are powers of two can be slow). The fastest full cache is the baseline for the speed of
+every compressed cache. To compare two caches, two sessions of the engine decode chunks of 32 tokens in the order A B B A …, so
+that each ratio compares measurements that are adjacent in time.
 
-There is no prefill: caches are filled with random numbers at the positions of the first and last tokens of a long sequence,
-and the sequence grows up to `context` during the measurement. The time of a step does not depend on the contents of the slots.
+There is no prefill. Instead, caches are filled with random numbers, at the positions of the first and last tokens of a long
+sequence. The sequence grows up to `context` tokens during the measurement. The time of a step does not depend on the contents
+of the slots.
 
-Prints a JSON line per cache; full caches have ratio 1. `bytes_share` is relative to a full cache of the same dtype with
-exactly the slots needed, and `bytes_share_bfloat16` to such a cache in bfloat16. `speed_ratio` is the median time with the
-best full cache divided by the median time with this cache, and `spread` has the quartiles of this ratio within a round. A
-cache that does not fit in `--memory_gb` together with the best one is skipped, and its line says so.
+Prints a JSON line per cache; full caches have ratio 1. `bytes_share` is the size relative to a full cache of the same
+dtype with exactly the slots needed, and `bytes_share_bfloat16` the size relative to such a cache in bfloat16. `speed_ratio` is
+the median time with the best full cache divided by the median time with this cache. `spread` holds the first and the third
+quartile of this ratio, computed in each round. If a cache and the best full cache together do not fit in `--memory_gb`, the
+cache is skipped, and its line says so.
 
     python benchmarks/kv.py --context 1024 8192 --batch 1 8 --kv_heads 12
 """
@@ -116,7 +118,7 @@ def decoded_tokens(o: argparse.Namespace) -> int:
 
 
 def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iterator[dict[str, Any]]:
-    """Yields a record per cache: first the full caches, after all of them are measured, then each compressed cache."""
+    """Yields a record per cache: first all full caches, once the last of them is measured, then each compressed cache."""
     best: StaticBatch | None = None
     best_result: dict[str, Any] = {}
     full_results: list[dict[str, Any]] = []
@@ -126,7 +128,8 @@ def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iter
         full_results.append(result)
         if session is None:
             continue
-        # Convert the ratio to one relative to the first cache: multiply by the ratio of the best cache so far.
+        # The measured ratio is relative to the best cache so far. Multiplying by the ratio of that cache makes it relative to
+        # the first cache.
         result["speed_ratio"] = result.get("speed_ratio", 1.0) * best_result.get("speed_ratio", 1.0)
         if best is None or result["speed_ratio"] > best_result["speed_ratio"]:
             best, best_result = session, result
@@ -166,17 +169,17 @@ def compressed_plan(o: argparse.Namespace, model: Any, context: int, ratio: floa
 def measure_cache(
     o: argparse.Namespace, model: Any, context: int, batch: int, plan: CachePlan, best: StaticBatch | None
 ) -> tuple[dict[str, Any], StaticBatch | None, StaticBatch | None]:
-    """Times a cache against the best one, if there is one.
+    """Times a cache against the best full cache so far, if there is one.
 
     Returns:
-      The record of the cache, its session or None if the cache is too large, and the session of the best cache.
+      The record of the cache, the session of the cache (None if the cache is too large), and the session of the best cache.
     """
     needed = size(model, batch, plan) + (0 if best is None else cache_bytes(best))
     if needed > o.memory_gb * 1e9:
         return {"skipped": f"needs {needed / 1e9:.1f} GB with the best full cache"}, None, best
     start = context - decoded_tokens(o)
     session = start_session(model, batch, start, decoded_tokens(o), random_cache(model, batch, plan, start - 2))
-    if best is not None:  # a full cache can be overwritten from an earlier position on
+    if best is not None:  # its cache is reused, since a full cache can be overwritten from any position on
         best = start_session(model, batch, start, decoded_tokens(o), best.cache)
     times, *others = time_alternating(o, [session] if best is None else [session, best])
     total = cache_bytes(session)
@@ -216,7 +219,7 @@ def rate(batch: int, times: list[float]) -> float:
 
 
 def start_session(model: Any, batch: int, length: int, new: int, cache: KVCache | None) -> StaticBatch:
-    """Returns a session that has read all but the last of `length` tokens and decodes `new` more. It owns the cache."""
+    """Returns a session that has read `length` tokens except the last, and decodes `new` more. The session owns `cache`."""
     session = StaticBatch(
         model, np.ones((batch, length), np.int32), np.full(batch, length), SamplingParams.build({"greedy": True}, batch=batch),
         limits_B=np.full(batch, new), eos_ids=[[]] * batch,
@@ -261,7 +264,7 @@ def random_cache(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
 
 
 def noise(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns normal numbers, the same for all rows. Scales and importances (three axes) are small and positive."""
+    """Returns normal random numbers, the same in all rows. Scales and importances (three axes) are small and positive."""
     row = jax.random.normal(key, shape[1:])
     if dtype == jnp.int8:
         row = jnp.clip(jnp.round(row * 40), -127, 127)

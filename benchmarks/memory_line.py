@@ -1,9 +1,10 @@
-"""Compares the estimated memory of a run with the memory of its first steps, on a CPU under Linux.
+"""Compares the memory estimate for a run with the measured memory of its first steps, on a CPU under Linux.
 
 The benchmark measures five models, each in its own process.
 
-The measurement is the peak resident memory from the creation of the state to the end of five steps, minus the resident memory
-after compilation, once the compiler's freed memory has been returned to the system. Prints a JSON line for each model.
+First the training step is compiled, and memory that the compiler has freed is returned to the system. The measurement is the
+peak resident memory from the creation of the state to the end of five steps, minus the resident memory before the state was
+created. Prints a JSON line for each model.
 
     python benchmarks/memory_line.py [NAME …]
 """

@@ -1,14 +1,16 @@
-"""Measures the cost of the entropy router per decoding step of a 100M-parameter model, and checks that it costs nothing if off.
+"""Measures what the entropy router costs per decoding step of a 100M-parameter model, and checks that it is free when off.
 
-Cases: greedy, a plain chain with the router's base values, the router without and with attention metrics. All sessions
-alternate in chunks of 32 tokens, in a different order each round, so that each ratio compares measurements that are adjacent
-in time at the same context length. Prints a JSON line per batch and case: milliseconds per step (the median over the rounds),
-and the medians of the ratios to `greedy` and to `chain` within a round. `first_s` includes compilation and the first tokens.
-The weights are random and give a flat distribution, so the output layer is scaled until the logits have the spread of a
-language model. `strategies` lists the strategies that the router then chose.
+There are four cases: greedy decoding, a plain sampling chain with the base values of the router, the router without attention
+metrics, and the router with attention metrics. In each round, every session decodes a chunk of 32 tokens, in an order that
+changes from round to round. So each ratio compares measurements that are adjacent in time and have the same context length.
+Prints a JSON line per batch size and case: milliseconds per step (the median over the rounds), and the medians of the ratios to
+`greedy` and to `chain` within a round. `first_s` is the time of compilation and the first tokens. Random weights give a flat
+distribution, so the output layer is scaled until the logits have the spread of a language model. `strategies` is the share of
+each strategy that the router chose for the first tokens.
 
-Another line describes the program of the plain chain: whether its compiled HLO contains instructions of the router (the HLO of
-the case `router` does), and with `--before` whether its lowered text equals that of an older checkout without the router.
+Another line describes the program of the plain chain. It says whether the compiled HLO contains instructions of the router, as
+the HLO of the case `router` does. With `--before`, it also says whether the lowered text of the program equals that of an older
+checkout without the router.
 
     python benchmarks/router.py --batch 1 8 --before /path/to/older/checkout
 """
@@ -93,7 +95,7 @@ def build(o: argparse.Namespace) -> Any:
 
 
 def length(o: argparse.Namespace) -> int:
-    """Returns the length of a sequence: the prompt, the first token, a chunk for compilation, and one chunk per round."""
+    """Returns the length of a sequence: the prompt, the first token, a chunk during compilation, and one chunk per round."""
     return o.prompt + 1 + 32 * (o.rounds + 1)
 
 

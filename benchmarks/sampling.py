@@ -1,10 +1,11 @@
-"""Measures the milliseconds from logits to tokens, for each single step and the full KoboldAI chain.
+"""Measures the milliseconds from logits to tokens, for each single sampling step and for the full KoboldAI chain.
 
-The times are compared with those of sorting and of torch. Logits fall with the logarithm of the rank, as those of a language
-model do. The first filter of `chain` keeps at most 100 tokens. `wide chain` keeps more tokens than fit into the window, so
-that whole rows are searched. There are two peers. One is the chain with `jnp.sort`, as in most JAX code, in the same process.
-The other uses the logits processors of transformers with softmax and a multinomial draw, and runs in another interpreter right
-before each size. It has no top_a and no tail_free, so its chain is shorter.
+Logits fall with the logarithm of the rank, as those of a language model do. The first filter of `chain` keeps at most 100
+tokens. `wide chain` keeps more tokens than fit into the window, so that whole rows are searched.
+
+The times are compared with those of two peers. The first peer is the same chain with `jnp.sort`, as in most JAX code, in the
+same process. The second peer uses the logits processors of transformers with softmax and a multinomial draw; for each size, it
+runs in another interpreter right before DantinoX. Transformers has no top_a and no tail_free, so its chain is shorter.
 
     python benchmarks/sampling.py --peer /path/to/python-with-torch
 """
@@ -130,7 +131,7 @@ def sorted_chain(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> f
 
 
 def transformers(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float | None:
-    """Times the logits processors of transformers with torch's multinomial; returns None for steps that they do not have."""
+    """Times the logits processors of transformers with torch's multinomial; returns None for steps that transformers lacks."""
     import torch
     import transformers as t
 

@@ -2,12 +2,14 @@
 
 Starts `dantinox serve` with a random model of 10 M parameters (or your run) and sends streamed `/v1/completions` requests:
 
-* closed loop: 1, 8 and 32 clients, each of which sends its next request after a response
-* open loop: requests at random times, at 0.7 of the rate of the closed loop, and at ten times that rate, where most are
-  rejected
-* `of offline`: tokens per second divided by those of `LoadedModel.generate` before and after, with as many rows as slots
-* HTTP minus in-process: the time of one token from an idle server over HTTP, minus that from an `AsyncEngine` in this process
-* seeded requests in a batch of one and then in a mixed batch: how many responses are equal
+* closed loop: 1, 8 and 32 clients; each client sends its next request when it has the response to the previous one
+* open loop: requests at random times, first at 0.7 of the request rate of the closed loop, then at ten times that rate, where
+  most requests are rejected
+* `of offline`: the tokens per second of the server, divided by those of `LoadedModel.generate` with as many rows as the server
+  has slots, measured before and after
+* HTTP minus in-process: the time in which an idle server generates one token over HTTP, minus the time of an `AsyncEngine` in
+  this process
+* seeded requests: how many give the same response in a batch of one and in a mixed batch
 * a story that is sent again with its continuation: the time to its first token, relative to the first turn
 * abandoned requests: how long the next request takes
 
@@ -45,7 +47,7 @@ HEAD: Row = ("", "answered", "refused", "req/s", "tok/s", "of offline", "first t
 
 
 class Timing(NamedTuple):
-    """The measurements of one request: status, seconds to the first text, between texts and in total, tokens, and text."""
+    """One request: its status; the seconds to the first text, between texts and in total; the number of tokens; the text."""
 
     status: int
     first: float
@@ -90,7 +92,7 @@ def prompt(o: argparse.Namespace, number: int) -> str:
 
 
 def offline(o: argparse.Namespace, run_dir: Path) -> Callable[[], float]:
-    """Returns a function that measures tokens per second without a server: one row per slot, the median of five runs."""
+    """Returns a function that measures tokens per second without a server, with a row per slot, as the median of five runs."""
     import dantinox
 
     run = dantinox.load(run_dir)
@@ -107,7 +109,7 @@ def offline(o: argparse.Namespace, run_dir: Path) -> Callable[[], float]:
 
 
 async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.ndarray:
-    """Returns the seconds `[requests, 2]` to generate one token: over HTTP, and with an engine in this process, in turns."""
+    """Returns the seconds `[requests, 2]` to generate one token, alternately over HTTP and with an engine in this process."""
     import dantinox
     from dantinox.generation.request import GenerationRequest
     from dantinox.serve.async_engine import AsyncEngine
@@ -199,7 +201,7 @@ async def send_request(
 
 
 async def closed_loop(target: Target, o: argparse.Namespace, clients: int) -> tuple[list[Timing], float]:
-    """Runs a closed loop: each client sends its next request after a response. Returns all timings and the total seconds."""
+    """Runs a closed loop: each client awaits a response before its next request. Returns all timings and the total seconds."""
     numbers, found, begun = iter(range(max(o.requests, 2 * clients))), list[Timing](), time.perf_counter()
 
     async def one() -> None:
@@ -235,7 +237,7 @@ async def same_in_mixed_batch(target: Target, o: argparse.Namespace) -> str:
 
 
 async def second_turn(target: Target, o: argparse.Namespace) -> np.ndarray:
-    """Returns the seconds `[stories, 2]` to the first token: of a story, and of its second turn with one more line."""
+    """Returns the seconds `[stories, 2]` to the first token, for a story and for its second turn, which has one more line."""
     firsts = []
     for number in range(8):
         story = "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz ", k=o.story))
@@ -246,7 +248,7 @@ async def second_turn(target: Target, o: argparse.Namespace) -> np.ndarray:
 
 
 async def time_after_abandoned(target: Target, o: argparse.Namespace) -> float:
-    """Returns the seconds of a request sent directly after the clients of many other requests disconnected."""
+    """Returns the seconds of a request that is sent directly after the clients of many other requests have disconnected."""
     tasks = [asyncio.create_task(send_request(target, o, number)) for number in range(o.requests)]
     await asyncio.sleep(0.3)
     for task in tasks:
@@ -285,7 +287,7 @@ def show(rows: list[Row]) -> None:
 
 
 async def measure_server(target: Target, o: argparse.Namespace, alone: Callable[[], float]) -> tuple[list[Row], float]:
-    """Runs the closed loops of one server, each between two measurements without a server.
+    """Runs the closed loops of one server. Before and after each loop, the speed without a server is measured.
 
     Returns:
       The rows of the table, and the requests per second of the last loop.

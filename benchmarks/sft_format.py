@@ -4,8 +4,8 @@
     python train.py --config configs/sft.yaml --run_dir runs/sft
     python benchmarks/sft_format.py runs/quickstart runs/sft
 
-The last command prints for each run how many answers match the format `dantinox.text.builtin_instructions.ANSWER`, and two of
-the answers. The prompts of all runs use the chat template of the last run.
+For each run, the last command prints two of the answers, and how many of all answers match the format
+`dantinox.text.builtin_instructions.ANSWER`. The prompts of all runs use the chat template of the last run.
 """
 
 from common import Parser, random_run

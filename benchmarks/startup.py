@@ -1,7 +1,8 @@
-"""Measures the seconds from the start of `generate.py` to its first text and to its end, for each of several processes.
+"""Measures the seconds from the start of `generate.py` to its first text and to its end, in several processes.
 
-Runs `generate.py` on a run directory several times and streams to a pipe. The first start fills the compilation cache if it is
-empty; later starts show how long a user waits. With `--chat` the prompt is a message in the model's chat template.
+The benchmark runs `generate.py` on a run directory several times and reads its text from a pipe. The first start fills the
+compilation cache if it is empty; later starts show how long a user waits. With `--chat` the prompt is a message in the model's
+chat template.
 
     python benchmarks/startup.py RUN [--chat] [--prompt TEXT] [--new 64] [--repeats 4]
 """
