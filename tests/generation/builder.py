@@ -1,4 +1,4 @@
-"""Small models with random weights, and a slow reference generation that reads the whole sequence again for every token."""
+"""Small models with random weights, and a slow reference generator that reads the whole sequence again for every token."""
 
 from dataclasses import replace
 from functools import cache
@@ -30,14 +30,14 @@ BASE = ModelConfig(
 
 
 def config(**changes: Any) -> ModelConfig:
-    """Returns `BASE` with changes; `windows` sets the depth."""
+    """Returns `BASE` with changes; the number of `windows` sets the number of layers."""
     windows = changes.get("windows", BASE.windows)
     return replace(BASE, num_blocks=len(windows), **changes)
 
 
 @cache
 def model(config: ModelConfig = BASE, seed: int = 0) -> Transformer:
-    """Returns a model with weights large enough for varied greedy text."""
+    """Returns a model with random weights that are large enough to give varied greedy text."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(seed)
 
@@ -136,8 +136,9 @@ def slowly(
     order: tuple[str, ...] = ORDER,
     **settings: Any,
 ) -> list[int]:
-    """Returns the continuation of one prompt. Settings as in `generate`; a temperature of 0 or `greedy` takes the largest
-    logit.
+    """Returns the continuation of one prompt. The settings are those of `generate`.
+
+    With a temperature of 0 or with `greedy`, every token is the one with the largest logit.
     """
     text, eos = list(prompt), list(settings.get("eos_ids", ()))
     greedy = settings.get("greedy", False) or settings.get("temperature", 1.0) == 0

@@ -1,4 +1,4 @@
-"""The compiled loop, token for token against a loop on the host that reads the whole sequence again for every token."""
+"""Compares the compiled loop, token for token, with a loop on the host that reads the whole sequence again for every token."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ SETTINGS = {
     [("temperature", True), pytest.param("all", True, marks=pytest.mark.exhaustive), ("all", False)],
 )
 def test_batches_with_one_setting(name, use_cache):
-    """Batches with one setting in common, for which less is compiled than for mixed ones."""
+    """All rows of a batch have one setting in common, so less code is compiled than for mixed batches."""
     model, settings = builder.model(), SETTINGS[name]
     tokens, lengths = builder.padded(PROMPTS)
     out = generate(model, tokens, STEPS, prompt_lengths=lengths, seed=11, use_cache=use_cache, **settings)
@@ -48,7 +48,7 @@ def test_batches_with_one_setting(name, use_cache):
 
 
 def test_every_setting_in_one_batch():
-    """Rows with different lengths, settings, seeds and limits; each gives the same tokens as alone."""
+    """Each row of a batch with different lengths, settings, seeds and limits has the same tokens as when it runs alone."""
     model = builder.model()
     rows = [settings | {"seed": 7 + b} for b, settings in enumerate(SETTINGS.values())]
     prompts = builder.prompts(*(1 + b % 9 for b in range(len(rows))), seed=3)
@@ -119,7 +119,7 @@ def decoded(model, rows, prompts, steps):
 
 @pytest.mark.exhaustive
 def test_every_chain_in_one_batch():
-    """Token for token equal to steps on the host with the same draw; most rows use their window, some leave it."""
+    """Tokens equal those of steps on the host with the same random draws. Most rows use their window, some leave it."""
     model = builder.model(builder.config(vocab_size=WIDE))
     prompts = builder.prompts(*(2 + b % 7 for b in range(len(CHAINS))), seed=5)
     rows = [settings | {"seed": 50 + b} for b, settings in enumerate(CHAINS.values())]
@@ -193,7 +193,7 @@ def test_samples_of_a_prompt_are_adjacent():
 
 
 def test_log_probabilities_of_drawn_tokens():
-    """Before and after the chain, against float64."""
+    """Log-probabilities before and after the chain equal those in float64."""
     out, details = generate(builder.model(), [PROMPTS[1]], 12, temperature=2.0, top_k=3, seed=2, logprobs=4, return_info=True)
     logits = builder.all_logits(builder.model(), out[0].tolist()).astype(np.float64)[8:-1]
     plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

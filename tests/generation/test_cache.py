@@ -1,4 +1,4 @@
-"""The same tokens with and without a cache, in a mixed batch and in a batch of one."""
+"""Generation gives the same tokens with and without a cache, in a mixed batch and in a batch of one."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ PROMPTS = builder.prompts(5, 9, 2)
 STEPS = 20
 WINDOWS = {"full": (None, None), "sliding": (4, 4), "mixed": (3, None)}
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
-# All pairs of position and windows. Each number of key heads occurs with every position and with every kind of windows.
+# All pairs of a position encoding and a kind of windows. Each number of key heads occurs with every encoding and every kind.
 # Every second pair has the mark `exhaustive`.
 PAIRS = [(i, j) for i in range(4) for j in range(3)]
 KINDS = [
@@ -23,7 +23,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("position", "windows", "kv_heads"), KINDS)
 def test_a_ragged_batch_equals_the_slow_reference(position, windows, kv_heads):
-    """The same tokens, and log-probabilities of a float64 softmax."""
+    """The tokens are the same, and log-probabilities equal those of a float64 softmax."""
     extra = {"qk_norm": True, "no_sink": True, "dropout_rate": 0.5} if kv_heads == 4 else {}
     model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
     tokens, lengths = builder.padded(PROMPTS)

@@ -1,4 +1,4 @@
-"""Slots per head: the total is met, every head is within bounds, larger weights get more, and a layer has at most two sizes."""
+"""Slots per head: totals and bounds hold, larger weights get more slots, and a layer has at most two different numbers."""
 
 import itertools
 import time
@@ -76,7 +76,7 @@ def test_every_head_is_within_bounds_and_in_whole_units(request):
 @laws
 @given(requests())
 def test_groups(request):
-    """At most two per layer, the one with more slots first; plain integers, for shapes and hashing."""
+    """A layer has at most two groups, first that with more slots. Numbers are plain integers, for shapes and hashing."""
     weights_LK, caps, total, floor = request
     allocation = allocate_by_weight(weights_LK, caps, total, floor)
     for groups in allocation.groups:
@@ -113,7 +113,7 @@ def test_the_order_is_that_of_the_weights_whatever_the_total(request, data):
 @laws
 @given(requests(uniform=True))
 def test_equal_weights_differ_by_at_most_a_unit(request):
-    """Every head is at most a unit above the smallest one; only a head at its cap may have fewer."""
+    """A head below its cap has at most one unit of slots fewer than the largest head."""
     weights_LK, caps, total, floor = request
     slots_LK = slots_of(allocate_by_weight(weights_LK, caps, total, floor))
     below = slots_LK[slots_LK < np.array(caps)[:, None]]
@@ -123,7 +123,7 @@ def test_equal_weights_differ_by_at_most_a_unit(request):
 @laws
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_no_split_in_two_is_smaller(wishes):
-    """Brute force over all ways to put heads into two groups, sorted or not."""
+    """Compares with all ways to put heads into two groups, whether or not the groups are contiguous in sorted order."""
     wishes = sorted(wishes, reverse=True)
     least = min(
         sum(len(part) * max(part) for part in (first, second) if part)
@@ -136,7 +136,7 @@ def test_no_split_in_two_is_smaller(wishes):
 
 
 def requests_at(level, weights_LK, caps, floor):
-    """Computes head by head: level · weight in the nearest whole units, half a unit rounded up, within the bounds."""
+    """Returns level · weight for each head, rounded to whole units (half a unit is rounded up) and limited to the bounds."""
     out = []
     for weights_K, cap in zip(weights_LK, caps, strict=True):
         least = min((floor + SLOT_UNIT - 1) // SLOT_UNIT * SLOT_UNIT, cap)
@@ -156,7 +156,7 @@ def padded(requests_LK):
 @laws
 @given(requests())
 def test_the_level_is_the_highest_that_fits(request):
-    """Requests only grow with the level: at the next larger number they exceed the total, unless all are caps."""
+    """Requests never shrink as the level rises. At the next larger level they exceed the total, unless all are caps."""
     weights_LK, caps, total, floor = request
     caps_L1 = np.array(caps)[:, None]
     level = budgets._water_level(np.sort(weights_LK)[:, ::-1], budgets._floors(caps_L1, floor), caps_L1, total)
@@ -250,11 +250,11 @@ def test_allocation_of_a_large_model_is_fast():
         assert 0 <= total - spent < SLOT_UNIT
 
 
-# by the cost of eviction
+# Allocation by the cost of eviction
 
 
 def curves(rises, slots, floor):
-    """Returns the allowed sizes between the measured ones, and the cost of each head at them."""
+    """Returns the allowed sizes, which interpolate between the measured sizes, and the cost of each head at each size."""
     log = [np.log2(slots[0])]
     for a, b in itertools.pairwise(np.log2(slots)):
         log += [a + (b - a) * part / SIZES_PER_DOUBLING for part in range(1, SIZES_PER_DOUBLING + 1)]
@@ -265,11 +265,11 @@ def curves(rises, slots, floor):
 
 
 def min_cost(size, cost, layers, heads, total):
-    """Returns the minimum cost by integer programming: a pair of sizes per layer, one of the two per head."""
+    """Returns the minimum cost by integer programming. Each layer has a pair of sizes, and each of its heads one of the two."""
     S = len(size)
     pairs = list(itertools.combinations_with_replacement(range(S), 2))
     P = len(pairs)
-    use = layers * P  # the first variables choose the pair of a layer; then, per head and pair, which of the two
+    use = layers * P  # these variables choose the pair of each layer; the others choose a size per head and pair
     count = use + layers * heads * P * 2
     objective, slots = np.zeros(count), np.zeros(count)
     rows, right = [], []
@@ -297,7 +297,7 @@ def min_cost(size, cost, layers, heads, total):
     st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_no_allocation_costs_less(layers, heads, sizes, floor, share, seed):
-    """Integer programming finds nothing better, except for the slots that rounding leaves unused."""
+    """Integer programming finds no lower cost, apart from what the slots that rounding leaves unused could save."""
     slots = [16 << i for i in range(sizes)]
     rises = np.random.default_rng(seed).normal(0, 0.01, (layers * heads, sizes)) + np.linspace(0.02, 0, sizes)
     found = allocate_by_loss(rises.reshape(layers, heads, sizes), slots, share, floor)

@@ -1,4 +1,4 @@
-"""Chat sessions without a terminal: prompts, stored messages, settings, a full context, and the file."""
+"""Chat sessions without a terminal: prompts, stored messages, settings, a full context, and the file of a chat."""
 
 import json
 
@@ -83,7 +83,7 @@ def test_the_end_token_ends_an_answer(ending):
 
 
 def test_the_special_token_that_ends_a_turn_ends_an_answer(run):
-    """Here the template declares the first byte of "😀" as the token that ends turns."""
+    """In this test, the template declares the first byte of "😀" as the token that ends turns."""
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 40})
     chat.template.end_ids = frozenset("😀".encode()[:1])
     assert joined(chat.answer("a")) == "è€"

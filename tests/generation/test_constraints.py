@@ -1,4 +1,4 @@
-"""Constraints: masks against every text of small languages, and the output of random models."""
+"""Constraints: masks are compared with every text of small languages, and random models obey the constraints."""
 
 import itertools
 import json

@@ -50,7 +50,7 @@ def session(model, prompts, new, plan=None, report=None, **settings: Any) -> Sta
 
 
 def create_cache(*arguments):
-    """Returns a cache created by one program, because leaf by leaf each shape would be a program."""
+    """Returns a cache that one program creates. If each leaf were created alone, each shape would compile another program."""
     return jax.jit(partial(make_cache, *arguments))()
 
 
@@ -181,7 +181,7 @@ def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
 
 @pytest.mark.parametrize("ratio", [0.5, pytest.param(0.3, marks=pytest.mark.exhaustive)])
 def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimized):
-    """No leaf and no tensor of the compiled program has an axis of N; temporaries are small and the cache is not copied."""
+    """No array of the cache or of the compiled program has an axis of length N. Temporaries are small; no cache is copied."""
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
     running = session(model, [[1] * 5] * 2, 9)
@@ -210,7 +210,7 @@ def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
     )
     held = cache.report()["bytes"]
     assert held < 0.6 * create_cache(config, 2, 2048, jnp.float32).report()["bytes"]
-    # At most two of the eight heads of each of four layers at a time.
+    # In each of four layers, at most two of the eight heads at a time.
     assert program.memory_analysis().temp_size_in_bytes < 0.1 * held * {"bfloat16": 1, "int8": 2, "int4": 3}[dtype]
     assert program.memory_analysis().alias_size_in_bytes >= held
 
@@ -248,7 +248,7 @@ def test_only_filled_slots_are_read():
     ],
 )
 def test_a_row_is_equal_alone_and_in_a_batch(kv):
-    """Rows of different lengths in a batch: the tokens of the row alone, and the same positions in the cache."""
+    """In a batch of rows with different lengths, each row has the same tokens and cached positions as alone."""
     config = builder.config(max_context=512, windows=(None, 48))
     model, plan = builder.model(config), plan_of(128, config, **kv)
     prompts = builder.prompts(40, 9, 33, seed=5)
@@ -264,7 +264,7 @@ def test_a_row_is_equal_alone_and_in_a_batch(kv):
 
 
 def read_with(monkeypatch, plan, model=None, dense=False, **limits):
-    """Returns two long prompts after their first token, with other limits on the work per pass."""
+    """Returns a session of two long prompts and its first chunk, with other limits on the work per pass."""
     for name, value in limits.items():
         monkeypatch.setattr(decode, name, value)
     for module in (attention, kernels):
@@ -286,7 +286,7 @@ def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
     wanted, chunk = read_with(monkeypatch, plan, model, dense=True)
     for limits in ({}, {"PREFILL_BATCH_TOKENS": 512}):
         got, same = read_with(monkeypatch, plan, model, **limits)
-        # A key that differs by rounding may become another integer in int8.
+        # With int8, a key that differs by a rounding error may be stored as another integer.
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1 if a.dtype == np.int8 else 1e-4), wanted.cache, got.cache
         )
@@ -332,7 +332,7 @@ def test_important_tokens_are_not_just_the_recent_ones():
 
 
 def test_the_router_reads_the_compressed_cache():
-    """Its attention metrics equal those over the cached keys alone, also in groups of different size."""
+    """The router's attention metrics equal metrics over the cached keys alone, even if groups have different sizes."""
     model = builder.model(CONFIG)
     calibration = make_calibration([[1, 1, 4, 4], [1, 1, 2, 2]])
     kv = KVSection(budget=0.35, signal="entropy")

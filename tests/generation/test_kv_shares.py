@@ -1,4 +1,4 @@
-"""The shares of the heads by their measured signal, and the warnings without one."""
+"""Heads get shares of the cache according to a measured signal; without a measurement there is a warning."""
 
 import warnings
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ LOSS = {"loss_LKC": RISES, "loss_slots": (16, 256)}
 
 
 def groups(calibration, **kv):
-    """Returns the groups of slots of a run with this calibration for 256 tokens, and the warnings."""
+    """Returns the groups of slots that a run with this calibration gets for 256 tokens, and the warnings."""
     run = LoadedModel(Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration)
     with warnings.catch_warnings(record=True) as warning:
         warnings.simplefilter("always")

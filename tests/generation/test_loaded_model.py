@@ -119,7 +119,7 @@ def test_a_stop_string_does_not_match_the_prompt(run):
 
 
 def test_held_back_text_comes_at_the_end(run):
-    """The text ends inside what might have become a stop string."""
+    """Generation ends while the last characters could still become a stop string; they belong to the text."""
     assert greedy(run, max_new_tokens=12, stop=["\ncX"]).text == "è€😀b\nc"
     assert "".join(run.stream("a", greedy=True, max_new_tokens=12, stop=["\ncX"])) == "è€😀b\nc"
 
@@ -131,7 +131,7 @@ def test_the_end_token_inside_a_possible_stop_string(ending):
 
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 def test_streamed_text_equals_the_text(run, temperature):
-    """Text at a high temperature is hardly ever valid UTF-8: incomplete characters are replaced at the same positions."""
+    """At a high temperature, text is rarely valid UTF-8. Streaming replaces incomplete characters at the same positions."""
     settings = {"temperature": temperature, "seed": 5, "max_new_tokens": 40}
     pieces = list(run.stream("a", **settings))
     assert "".join(pieces) == run.generate("a", **settings).text
@@ -154,7 +154,7 @@ def test_a_stream_closed_early_has_no_effect(run):
 
 
 def test_finished_rows_do_not_affect_others(ending):
-    """Rows end by the EOS token, by a stop string, by their limit; each has the same text as alone."""
+    """Rows end with the EOS token, a stop string, or at their limit. Each row has the same text as alone."""
     requests = [
         ("a", {"greedy": True, "max_new_tokens": 40}),
         ("€", {"greedy": True, "stop": ["b"], "max_new_tokens": 40}),
@@ -194,7 +194,7 @@ def test_a_seed_is_drawn_reported_and_repeatable(run):
 
 
 def test_log_probabilities_of_text_and_prompt(run):
-    """Against a softmax in float64 over the logits of one pass without a cache."""
+    """Log-probabilities equal a float64 softmax over the logits of one pass without a cache."""
     prompt = "Nel mezzo del"
     result = run.generate(prompt, logprobs=3, echo=True, temperature=2.0, top_k=4, seed=1, max_new_tokens=12)
     ids = [*run.tokenizer.encode(prompt), *result.tokens]
@@ -324,7 +324,7 @@ def test_a_prompt_that_is_too_long_is_rejected_first(run):
 
 
 def test_a_space_before_the_first_new_word_stays(run):
-    """Vocabularies whose words include their leading space drop it at the start of a text, but not of a continuation."""
+    """If words include their leading space, decoding drops the space at the start of a text, but not of a continuation."""
     words = {f"▁w{n}": n for n in range(256)}
     tree = {
         "version": "1.0",

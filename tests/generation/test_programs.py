@@ -1,4 +1,4 @@
-"""Which programs are compiled, how often, and their memory, counted and read from the compiled programs."""
+"""Counts which programs are compiled and how often, and reads their memory use from the compiled programs."""
 
 import re
 
@@ -66,7 +66,7 @@ def test_short_chunks_use_the_same_program(programs):
 
 @pytest.mark.parametrize("dispatch_ahead", [False, True])
 def test_dispatch_ahead_changes_no_token(dispatch_ahead):
-    """Rows that end by an id, by their limit, and by hand between two chunks: each has the same tokens as alone."""
+    """Rows end with a token id, at their limit, or because the caller stops them between two chunks; tokens are as alone."""
     model, prompts, limits = builder.model(), np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32), np.array([58, 33, 50])
     free = generate(model, prompts, 58, greedy=True)[:, 3:]
     end = int(free[2, 40])
@@ -86,7 +86,7 @@ def test_dispatch_ahead_changes_no_token(dispatch_ahead):
 
 
 def test_another_step_compiles_both_programs():
-    """Prefill and decoding are two programs; a step added to the plan recompiles both and nothing else."""
+    """Prefill and decoding are two programs. A step that is added to the plan recompiles these two and nothing else."""
     model, prompt, cache_size = builder.model(), [[1, 2, 3]], _generate_toks.jitted_fn._cache_size
     generate(model, prompt, 40, greedy=True)
     before = cache_size()
@@ -97,7 +97,7 @@ def test_another_step_compiles_both_programs():
 
 
 def test_temperatures_share_a_program(programs):
-    """Version 0 compiled again for every temperature, and divided by a temperature of zero."""
+    """Regression: DantinoX 0 compiled again for every temperature, and divided by zero at a temperature of zero."""
     model, prompt = builder.model(), [[1, 2, 3]]
     generate(model, prompt, 40, temperature=0.7, seed=0)
     programs()
@@ -152,20 +152,20 @@ def prefill_program(model, length, **report):
 
 
 def positions_with_logits(program):
-    """Returns the most rows of an array with a vocabulary axis, without the weights of the output layer."""
+    """Returns the largest number of rows among the arrays with a vocabulary axis, except the weights of the output layer."""
     V, D = 1031, 32
     shapes = [[int(x) for x in shape.split(",")] for shape in re.findall(r"f32\[([\d,]+)\]", program.as_text())]
     return max(int(np.prod(shape)) // V for shape in shapes if V in shape and sorted(shape)[-2:] != [D, V])
 
 
 def test_prefill_computes_logits_of_the_last_position_only(wide, optimized):
-    """No array of logits has a second position, whatever is reported of the new tokens."""
+    """Every array of logits has only one position, even if the logits of new tokens are reported."""
     assert positions_with_logits(optimized(prefill_program(wide, 500, report=3))) == 1
 
 
 @pytest.mark.exhaustive
 def test_logits_of_prompt_tokens_are_computed_in_parts(wide, monkeypatch, optimized):
-    """511 positions by 1,031 tokens are never held together, and the results equal those of a single pass."""
+    """The logits of 511 positions × 1,031 tokens are never in memory together, and the results equal those of a single pass."""
     V, found = wide.config.vocab_size, {}
     for limit in (V * 512, V * 100):
         monkeypatch.setitem(scoring.map_positions.__kwdefaults__, "max_logits", limit)
@@ -179,7 +179,7 @@ def test_logits_of_prompt_tokens_are_computed_in_parts(wide, monkeypatch, optimi
 
 
 def test_prefill_processes_the_padded_prompt_only(wide, optimized):
-    """Version 0 processed all of `max_context` for a prompt of ten tokens."""
+    """Regression: for a prompt of ten tokens, DantinoX 0 processed all of `max_context`."""
     text = optimized(prefill_program(wide, 10)).as_text()
     sizes = {int(size) for shape in re.findall(r"\[([\d,]+)\]", text) for size in shape.split(",")}
     assert 16 in sizes and 4096 not in sizes
@@ -188,7 +188,7 @@ def test_prefill_processes_the_padded_prompt_only(wide, optimized):
 
 
 def test_cost_of_a_decode_step(wide, optimized):
-    """It grows with the cache of the request, not with `max_context`."""
+    """The cost depends on the size of the request's cache, not on `max_context`."""
     small = optimized(decode_program(wide, {"greedy": True}, slots=32)[0])
     same = builder.model(builder.config(vocab_size=1031, head_size=32, kv_heads=4, windows=(None,) * 4, max_context=64))
     expected = optimized(decode_program(same, {"greedy": True}, slots=32)[0])

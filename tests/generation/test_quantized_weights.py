@@ -1,4 +1,4 @@
-"""int8 and bfloat16 weights against a model whose float weights NumPy has rounded."""
+"""Models with int8 and bfloat16 weights equal a model whose float weights NumPy has rounded."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from . import builder
 pytestmark = pytest.mark.slow
 
 PROMPTS = builder.prompts(5, 9, 2, 7, 3, 8)
-ROWS = [1, 4, 6]  # one row, the most rows for matrix-vector loops in float32, and more rows with dequantized weights
+ROWS = [1, 4, 6]  # one row; the most rows that use matrix-vector loops in float32; more rows, with dequantized weights
 TIED = builder.config(no_sink=True)
 UNTIED = builder.config(weight_tying=False, activation="gelu", kv_heads=1, qkv_bias=True, out_bias=True, mlp_bias=True)
 
@@ -59,7 +59,7 @@ def rounded_model(model, weights):
     ],
 )
 def test_low_precision_weights_equal_rounded_ones(config, weights):
-    """With one row, with four, and with more rows than matrix-vector loops handle."""
+    """Tests one row, four rows, and more rows than matrix-vector loops handle."""
     model = builder.model(config)
     low_precision, expected = prepare(model, weights, "float32"), rounded_model(model, weights)
     tokens, lengths = builder.padded(PROMPTS)
@@ -76,7 +76,7 @@ def test_low_precision_weights_equal_rounded_ones(config, weights):
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 def test_bfloat16_matmul_equals_rounded_operands(weights):
-    """float64 NumPy, for one row and for more rows than matrix-vector loops, which keep the rows in float32."""
+    """Compares with float64 NumPy: for few rows (matrix-vector loops, which keep the rows in float32) and for more rows."""
     linear = Linear((3, 8), (5, 2), dtype=jnp.float32, rngs=nnx.Rngs(3))
     model = builder.model(TIED)
     few = LowPrecisionLinear(linear, weights, 4)
@@ -90,7 +90,7 @@ def test_bfloat16_matmul_equals_rounded_operands(weights):
 
 
 def test_int8_weights_are_not_dequantized_for_bfloat16_matmul():
-    """Neither in prefill nor in decoding of many rows is there a float array as large as an int8 kernel."""
+    """Prefill and decoding of many rows never create a float array as large as an int8 kernel."""
     model = prepare(builder.model(TIED), "int8", "bfloat16")
     assert dequantize(model) is model
     dequantized = dequantize(prepare(builder.model(TIED), "int8", "float32"))
@@ -140,7 +140,7 @@ def decoding(model, params, use_cache=True):
 
 
 def test_without_a_cache_one_matmul_covers_the_sequence():
-    """Matrix-vector loops are for few rows: over a whole sequence the program would be as long as the sequence."""
+    """Matrix-vector loops are for few rows. For a whole sequence, they would make a program as long as the sequence."""
     params = SamplingParams.build({"greedy": True})
     products = [
         decoding(prepare(builder.model(TIED), weights, "float32"), params, use_cache=False).as_text().count("dot_general")
@@ -162,7 +162,7 @@ def test_the_original_model_is_unchanged(weights):
 
 
 def test_weight_bytes():
-    """One byte or two per projected weight, four per scale, four for everything else and for the `one` of each projection."""
+    """A projected weight has one or two bytes; a scale, any other weight, and the parameter `one` of a projection have four."""
     model = builder.model(TIED)
     kernels = [node.kernel for _, node in nnx.iter_graph(model) if isinstance(node, Linear)]
     outputs = sum(int(np.prod(k.shape)) for k in kernels)
@@ -191,7 +191,7 @@ def test_unknown_precision():
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 def test_long_inputs_write_no_float32_weights(weights):
-    """From 4096 inputs on XLA does not fuse the conversion into a matrix multiplication, which then costs ten times as much."""
+    """With 4096 or more inputs, XLA does not fuse the conversion into a matmul, which then costs ten times as much."""
     linear = Linear((4096,), (64,), dtype=jnp.float32, rngs=nnx.Rngs(0))
     low_precision, x = (
         LowPrecisionLinear(linear, weights),
@@ -212,7 +212,7 @@ def test_a_row_of_zeros_stays_zero():
 
 
 def test_decoding_writes_no_float32_copy_of_low_precision_weights(optimized):
-    """Temporaries of a decode program stay far below the float32 size of the low-precision weights."""
+    """Temporaries of a decode program are far smaller than the low-precision weights would be in float32."""
     config = builder.config(dim=256, hidden_dim=768, head_size=32, n_heads=8, vocab_size=1031)
     model = builder.model(config)
     low_precision = prepare(model, "int8")
@@ -222,7 +222,7 @@ def test_decoding_writes_no_float32_copy_of_low_precision_weights(optimized):
 
 
 def test_the_table_of_a_bfloat16_model_is_looked_up_in_bfloat16():
-    """The lookup is rounded anyway; with learned positions only after the addition."""
+    """The embedding is rounded to bfloat16 after the lookup anyway, but with learned positions only after they are added."""
     tokens_BT, positions_BT = jnp.asarray([PROMPTS[1]]), jnp.arange(len(PROMPTS[1]))[None]
     for position, kept in (("rope", "bfloat16"), ("learned", "float32")):
         model = builder.model(builder.config(dtype="bfloat16", position=position))

@@ -1,4 +1,4 @@
-"""The entropy router in the compiled loop: token for token as on the host, whatever cache, padding and batch."""
+"""In the compiled loop, the entropy router gives the same tokens as on the host, for any cache, padding and batch."""
 
 import json
 from functools import cache
@@ -101,8 +101,9 @@ _route = jax.jit(route)
 
 
 def slowly(model, prompt, steps, settings, seed, attends):
-    """Returns the continuation on the host, and per token (strategy, forced, entropy, varentropy, attention, ln p, rank,
-    survivors).
+    """Returns the continuation, computed on the host, and the details of each token.
+
+    The details are (strategy, forced, entropy, varentropy, attention, ln p, rank, survivors).
     """
     text, details = list(prompt), []
     settings = {key: value for key, value in settings.items() if key != "strategy"}
@@ -201,7 +202,7 @@ def _attended(model, tokens_BT, positions_BT, cache):
 
 
 def attended(model, texts, prompt_lengths, slots):
-    """Returns the attention metrics [B, steps, 6] of a prompt and then token by token; without slots, in one pass."""
+    """Returns attention metrics [B, steps, 6] after the prompts and each further token; without slots, there is no cache."""
     B, steps = len(texts), min(len(t) - n for t, n in zip(texts, prompt_lengths, strict=True))
     found, cache = [], None
     if slots:
@@ -230,7 +231,7 @@ def attended(model, texts, prompt_lengths, slots):
     ],
 )
 def test_metrics_do_not_depend_on_slots_padding_and_cache(windows):
-    """64 slots or 4,096, a short prompt in a batch or alone, a ring or the whole sequence: equal to 1e-5."""
+    """Metrics agree to 1e-5 for 64 or 4,096 slots, a short prompt in a batch or alone, and a ring or the whole sequence."""
     model = builder.model(builder.config(windows=windows, max_context=4096))
     texts, lengths = builder.prompts(15, 42, seed=4), [3, 30]
     expected = attended(model, texts, lengths, None)
@@ -241,7 +242,7 @@ def test_metrics_do_not_depend_on_slots_padding_and_cache(windows):
 
 
 def test_a_row_does_not_depend_on_other_rows():
-    """Bitwise, in one program, with other prompts, other values and other seeds around it."""
+    """The row stays bitwise equal in one program, if other rows have other prompts, values and seeds."""
     model, random = builder.model(), np.random.default_rng(0)
     mine, prompt = ENTROPY | {"seed": 5, "clarify_token": 7}, builder.prompts(6, seed=20)[0]
     found = set()
@@ -267,7 +268,7 @@ def test_values_of_the_router_compile_nothing():
     special |= {"adaptive_top_k_min": 2, "adaptive_top_k_max": 50, "temperature_max": 3.0, "adaptive_top_p_max": 0.9}
     decoded(model, [ENTROPY | {"seed": 0}] * 2, prompts, 2)
     programs = _generate_toks.jitted_fn._cache_size()
-    for a, b in zip([first, *names[::2]], [*names[1::2], first], strict=False):  # two rows, so two numbers at a time
+    for a, b in zip([first, *names[::2]], [*names[1::2], first], strict=False):  # two rows test two settings at a time
         rows = [ENTROPY | {"seed": 1, "clarify_token": 3, name: special.get(name, 0.4)} for name in (a, b)]
         decoded(model, rows, prompts, 2)
     assert _generate_toks.jitted_fn._cache_size() == programs
@@ -315,7 +316,7 @@ def test_a_score_function_chooses_among_candidates():
 
 @pytest.mark.exhaustive
 def test_show_candidates_keeps_the_text():
-    """Every adaptive token has n draws and is the first of the most likely; others have none. Nothing else changes."""
+    """An adaptive token reports n draws and is the first of the likeliest. Others report none. Nothing else changes."""
     model, prompt = builder.model(), builder.prompts(6)[0]
     settings = ENTROPY | {"seed": 4, "candidates": 5, "top_k": 60, "logprobs": 3, "return_info": True}
     plain, _ = generate(model, [prompt], STEPS, **settings)
@@ -340,7 +341,7 @@ def test_show_candidates_keeps_the_text():
 
 
 def test_router_calibration_for_token_ids(tmp_path):
-    """Thresholds from a file or by name give the same text as the same values set by hand."""
+    """Thresholds that are read from a file or given by name have the same effect as the same values set by hand."""
     model, prompt = builder.model(), builder.prompts(6)[0]
     measured = {"low_entropy": 1.2, "low_varentropy": 2.0, "clarify_entropy": 3.0, "high_entropy": 2.0, "high_varentropy": 2.6}
     measured |= {"entropy_scale": 2.0, "varentropy_scale": 4.0}

@@ -1,4 +1,4 @@
-"""The scheduler: a simulation of arrivals, cancellations and ends, without time and without a model."""
+"""Tests the scheduler by a simulation of arrivals, cancellations and ends, without a clock and without a model."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Requests that enter and leave a running batch: each has the same tokens as alone, in any mixed batch."""
+"""Requests enter and leave a running batch. In any mixed batch, each request has the same tokens as alone."""
 
 import numpy as np
 import pytest

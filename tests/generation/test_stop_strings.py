@@ -1,4 +1,4 @@
-"""Stop strings, for any split of the text."""
+"""Stop strings are found however the text is split into parts."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def parts(draw):
 
 
 def expected(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
-    """Returns the text up to the stop string that is complete first (the longest of several), and that string."""
+    """Returns the text up to the stop string that is complete first, and that string (the longest if several are)."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

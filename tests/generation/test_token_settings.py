@@ -1,4 +1,4 @@
-"""Tokens named by their text: banned ones never appear, only allowed ones appear, and invalid ones are rejected."""
+"""Settings that name tokens by their text: banned tokens never appear, only allowed tokens do; invalid text is rejected."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_the_last_token_of_a_bad_word_is_banned(run):
 
 
 def test_a_word_is_also_banned_after_a_space():
-    """In vocabularies whose words include their leading space, the two encodings have no token in common."""
+    """If the words of a vocabulary include their leading space, "dog" and " dog" have no token in common."""
     words = resolve_token_ids(GenerationSection(bad_words=("dog", (5, 6))), PAIRS).bad_words
     assert words == (tuple(PAIRS.encode("dog")), tuple(PAIRS.encode(" dog")), (5, 6))
     assert tuple(PAIRS.encode(" dog"))[-len(words[0]) :] != words[0]
@@ -66,7 +66,7 @@ def test_xtc_keeps_the_end_and_the_line_break():
 
 
 def test_a_tokenizer_that_adds_a_leading_space():
-    """No text is encoded as the token of a symbol or a line break alone, but the vocabulary has them."""
+    """The vocabulary has tokens for a symbol alone and for a line break alone, but no text is encoded as such a token."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
     core.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
@@ -113,7 +113,7 @@ def test_text_needs_a_tokenizer():
 
 
 def test_settings_of_the_run_hold_until_disabled(run):
-    """Settings of the run are dropped with the step that they belong to; another preset drops the order of the run."""
+    """If a request disables a step, the run's settings of this step are dropped. Another preset drops the run's order."""
     section = GenerationSection(xtc_probability=0.5, xtc_threshold=0.2, preset="koboldcpp", sampler_order=(0, 1, 2, 3, 4, 5))
     own = LoadedModel(run.config.model_copy(update={"generation": section}), run.model, run.tokenizer)
     off = own.settings({"xtc_probability": 0}).generation

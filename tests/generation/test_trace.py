@@ -1,4 +1,4 @@
-"""The records of a sample: per-token records that agree with the arrays, the text, and the settings of the request."""
+"""The per-token records of a sample agree with the arrays, with the text, and with the settings of the request."""
 
 import json
 
@@ -63,14 +63,14 @@ def test_a_document_equals_the_arrays(run, settings):
 
 @pytest.mark.exhaustive
 def test_parts_of_characters_add_up(run):
-    """Bytes that are not valid text alone: the pieces still add up to the text."""
+    """A token can be bytes that are not valid text alone. The pieces of all tokens still add up to the text."""
     result = run.generate("é", logprobs=2, seed=5, max_new_tokens=40, temperature=3.0, ignore_eos=True)
     texts = [token["text"] for token in trace_document(result, run.tokenizer)["tokens"]]
     assert "".join(texts) == result.text and "" in texts
 
 
 def test_the_first_token_continues_the_prompt(run):
-    """A vocabulary that drops the space at the start of a text keeps it after the prompt."""
+    """If a vocabulary drops the space at the start of a text, it still keeps the space at the start of a continuation."""
     result = run.generate("abc", logprobs=4, seed=3, max_new_tokens=12, top_k=9, ignore_eos=True)
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"▁{n}": n for n in range(259)}, unk_token="▁0"))
     core.decoder = tokenizers.decoders.Metaspace()

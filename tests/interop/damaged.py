@@ -1,6 +1,6 @@
 """Damaged and inconsistent checkpoints: changes to a GGUF file and to a folder with safetensors that an import must reject.
 
-`test_damaged.py` applies them to small checkpoints, `damaged_live.py` to a published one.
+`test_damaged.py` applies these changes to small checkpoints, `damaged_live.py` to a published checkpoint.
 """
 
 import json
@@ -292,7 +292,7 @@ GGUF: dict[str, Change] = {
     "scale NaN": _scale(0x7E00),
     "scale infinite": _scale(0x7C00),
 }  # fmt: skip
-# Where a GGUF file is truncated: a fraction of its header, of its data, or bytes before its end.
+# Where a GGUF file is truncated: after a fraction of its header, after a fraction of its data, or some bytes before its end.
 CUTS = {"nothing": 0.0, "magic": 1e-9, "start": 0.001, "values": 0.3, "tokens": 0.6, "infos": 0.999}
 
 
@@ -342,7 +342,7 @@ ONE = "model.safetensors"
 
 
 def _header(change: Callable[[dict], object], length: Callable[[int], int] = lambda length: length) -> Folder:
-    """Changes the header of the weights, replaces it if `change` returns a string, or changes its length."""
+    """Changes the header of the weights file and its stated length. If `change` returns a string, this replaces the header."""
 
     def to(folder: Path) -> None:
         content = (folder / ONE).read_bytes()

@@ -59,7 +59,7 @@ def main(source: Path, work: Path) -> int:
         for name, write in variants:
             with tempfile.TemporaryDirectory(dir=work) as folder:
                 path = Path(folder) / f"x{suffix}"
-                # The peak memory of a command includes that of its parent process, which must stay small.
+                # The measured peak memory of a command includes that of its parent process, so the parent must stay small.
                 writer = multiprocessing.get_context("fork").Process(target=write, args=(path,))
                 writer.start()
                 writer.join()

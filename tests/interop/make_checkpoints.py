@@ -18,7 +18,7 @@ ROWS, PROMPT, NEW = 2, 8, 32
 
 
 def random_model(family: str, seed: int, **changes):
-    """Returns a model with random weights, including norms and biases, whose next-token distribution is not flat."""
+    """Returns a model with random weights, also in norms and biases. Its next-token distribution is not flat."""
     name, kwargs = keywords(family, **changes)
     config = getattr(transformers, name)(**kwargs)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -64,7 +64,7 @@ def greedy(model, prompt_BT: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarr
 def main() -> None:
     for family in sys.argv[1:] or FAMILIES:
         folder = HERE / family
-        for seed in range(100):  # until rounding cannot change a greedy token
+        for seed in range(100):  # until a seed gives prompts for which rounding cannot change a greedy token
             model = random_model(family, seed)
             prompt_BT = np.random.default_rng(seed).integers(3, 64, (ROWS, PROMPT))
             tokens_BT, logits_BTV = greedy(model, prompt_BT, NEW)

@@ -2,9 +2,9 @@
 
     make parity        (or, where torch and transformers are installed: python -m tests.interop.parity [--seeds N] [FAMILY …])
 
-Each row is a model: the largest difference of logits in float32, after import and after export to transformers; the number of
-most likely tokens that differ; and in bfloat16 the mean difference of each library from float32. For vision–language models
-the logits of text are compared.
+Each row is a model. The columns are the largest difference of logits in float32, after import and after export to transformers;
+the number of positions whose most likely token differs; and the mean difference between bfloat16 and float32 logits in each
+library. For vision–language models, the logits of text are compared.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Quantized tensor types: results equal digests of ggml's results, and those of the library `gguf` on other blocks."""
+"""Quantized tensor types: digests equal those of ggml's results, and on other blocks, values equal the library `gguf`'s."""
 
 import hashlib
 import random
@@ -47,7 +47,7 @@ RECORDED = {
 
 
 def random_blocks(name, seed):
-    """Returns blocks of random bytes with finite and partly extreme float16 scales, equal in all versions of Python."""
+    """Returns blocks of random bytes, the same in all versions of Python. Float16 scales are finite, and some are extreme."""
     source, block = random.Random(seed), TYPES[name].block
     blocks = np.frombuffer(bytearray(source.randbytes(BLOCKS * block.itemsize)), block)
     words = np.frombuffer(source.randbytes(2 * BLOCKS), np.uint16) & np.uint16(0xBFFF)  # no Inf or NaN

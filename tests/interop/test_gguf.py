@@ -62,7 +62,7 @@ LINEAR = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
 PADDED = {"padded_vocab_size": 70, "max_context": 64}
-# A family with two architectures of llama.cpp has two entries.
+# A family that llama.cpp represents by two architectures has two entries.
 NAMED = {}
 for entry in FAMILIES:
     NAMED[f"{entry.model_type}:{entry.arch}" if entry.model_type in NAMED else entry.model_type] = entry
@@ -131,7 +131,7 @@ def test_exported_model_is_imported_with_the_same_architecture_and_weights(famil
     assert replace(model, rope_theta=1.0) == replace(settings.architecture(SYMBOLS), rope_theta=1.0)
     assert arrays.keys() == weights.keys()
     for name, array in weights.items():
-        if "gemma" in family and name.endswith("scale"):  # 1 + w loses the last bits of w
+        if "gemma" in family and name.endswith("scale"):  # these files store 1 + w, which loses the last bits of w
             np.testing.assert_allclose(arrays[name], array, atol=1.2e-7)
         else:
             np.testing.assert_array_equal(arrays[name], array, name)
@@ -148,7 +148,7 @@ def test_exported_model_is_imported_with_the_same_architecture_and_weights(famil
 
 
 def test_llama_heads_are_stored_for_interleaved_rotary_pairs(tmp_path):
-    """Attention scores are equal with half-split rotation of transformers' weights and interleaved rotation of GGUF's."""
+    """Half-split rotation of transformers' weights and interleaved rotation of GGUF's weights give equal attention scores."""
     config = config_of("llama")
     settings, weights = model_of(config)
     _, tensors = to_hf(settings, SYMBOLS, weights, config)
@@ -431,7 +431,7 @@ def test_every_changed_entry_is_rejected_or_changes_the_settings(family, tmp_pat
     arch = file.metadata["general.architecture"]
     before = hf_config_to_settings(source_from_gguf(file).config)
     ignored = {"vocab_size"} | ({"feed_forward_length"} if family in ("qwen3_moe", "qwen2_moe") else set())
-    ignored |= {"rope.freq_base"} if family == "granitemoehybrid" else set()  # it has no rotary positions
+    ignored |= {"rope.freq_base"} if family == "granitemoehybrid" else set()  # this model has no rotary positions
     for key, value in file.metadata.items():
         if not key.startswith(f"{arch}.") or key.removeprefix(f"{arch}.") in ignored:
             continue

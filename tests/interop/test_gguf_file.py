@@ -1,4 +1,4 @@
-"""GGUF files: exchange with the library `gguf` in both directions, and errors for damaged files."""
+"""GGUF files: each library reads files that the other has written (DantinoX and `gguf`), and damaged files give errors."""
 
 import re
 import struct

@@ -40,7 +40,7 @@ LETTERS = byte_letters()
 
 
 def byte_level(metadata, text):
-    """Reference encoder of `gpt2` for one word: byte letters, merged in the order of the merges, leftmost first."""
+    """Reference encoder of `gpt2` for one word: byte letters are merged in the order of the merges, the leftmost pair first."""
     ranks = {merge: rank for rank, merge in reversed(list(enumerate(metadata[KEY + "merges"])))}
     parts = [LETTERS[byte] for byte in text.encode()]
     while True:
@@ -53,7 +53,7 @@ def byte_level(metadata, text):
 
 
 def sentencepiece(metadata, text):
-    """Reference encoder of `llama`: adjacent pieces are merged in the order of their scores, the rest becomes bytes."""
+    """Reference encoder of `llama`: adjacent pieces are merged by the score of their token, and other pieces become bytes."""
     tokens, scores, kinds = (metadata[KEY + name] for name in ("tokens", "scores", "token_type"))
     ids = {token: index for index, token in enumerate(tokens)}
     parts = list((" " * metadata[KEY + "add_space_prefix"] + text).replace(" ", "▁"))

@@ -1,4 +1,4 @@
-"""Small checkpoints written by transformers, compared with its logits and tokens (both from `make_checkpoints.py`)."""
+"""Imported checkpoints give the logits and tokens of transformers (`make_checkpoints.py` has written both)."""
 
 import json
 from dataclasses import replace
@@ -22,9 +22,9 @@ from .families import FAMILIES
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SYMBOLS = 67
 PROMPT = 8
-# The other families differ from these only in features that the tests of the model compare with NumPy.
+# All other families differ from these only in features that tests/model compares with NumPy.
 QUICK = ("llama", "qwen2", "phi3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4", "cohere2", "nanochat")
-# Families whose example is exported as another family that comes first.
+# Families whose example is exported as another family, because export tries that family first.
 SAME = {"helium": "llama", "ernie4_5": "llama", "seed_oss": "qwen2"}
 each = pytest.mark.parametrize("family", FAMILIES)
 most = pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tests.error_texts import ERRORS
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 60}
 GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 60}
 GEMMA4 = {"model_type": "gemma4_text", "vocab_size_per_layer_input": 60, "num_key_value_heads": 4}
-# Keys written by transformers before version 5, without the common ones, and the architecture that they describe.
+# Keys as written by transformers before version 5, without those that all entries share, and the architecture they describe.
 PUBLISHED = {
     "llama 2": (
         {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_scaling": None, "torch_dtype": "float16",

@@ -1,4 +1,4 @@
-"""Text models of vision–language checkpoints, compared with logits of transformers (both from `make_multimodal.py`)."""
+"""Text models of vision–language checkpoints give the logits of transformers. `make_multimodal.py` has written both."""
 
 import json
 import re

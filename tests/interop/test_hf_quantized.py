@@ -1,4 +1,4 @@
-"""Dequantized tensors equal formulas in float64, for matrices that are packed bit by bit in this file.
+"""Dequantized tensors equal float64 formulas. The matrices are packed bit by bit in this file.
 
 `quantized_live.py` compares the same formats with compressed-tensors and transformers.
 """
@@ -40,7 +40,7 @@ def arrays_of(found):
 
 
 def read(options, **tensors):
-    """Returns the tensor `x.weight`, the only one of a checkpoint with these options."""
+    """Returns the only tensor, `x.weight`, of a checkpoint with these quantization options and stored tensors."""
     tensors = {f"x.{name}": np.asarray(array) for name, array in tensors.items()}
     config, found = dequantize_checkpoint({"quantization_config": options, "torch_dtype": "float16"}, arrays_of(tensors))
     assert config == {"torch_dtype": "float32"}
@@ -95,7 +95,7 @@ def test_gptq_with_one_group_and_without_group_indices():
 
 
 def test_awq():
-    """AutoAWQ's `gemm`: output 8 j + order[i] lies in bits 4 i of word j."""
+    """In AutoAWQ's `gemm` format, output 8 j + order[i] is in the four bits of word j that start at bit 4 i."""
     inputs, outputs, group, order = 64, 48, 32, [0, 2, 4, 6, 1, 3, 5, 7]
     q, z, s = RNG.integers(0, 16, (inputs, outputs)), RNG.integers(0, 16, (2, outputs)), scales(2, outputs)
 
@@ -286,7 +286,7 @@ def test_unknown_group_index_is_an_error():
 
 
 def test_quantized_folder_is_exported_without_quantization(tmp_path):
-    """One layer has FP8 matrices. The exported folder equals that of the dequantized model."""
+    """One layer has FP8 matrices. The exported folder equals the folder exported from the dequantized model."""
     source, folder = CHECKPOINTS / "llama", tmp_path / "fp8"
     shutil.copytree(source, folder)
     config = json.loads((source / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Adapters written by PEFT (`make_adapters.py`), and the error messages for unsupported and damaged ones."""
+"""Adapters written by PEFT (`make_adapters.py`), and the error messages for unsupported and damaged adapters."""
 
 import json
 import shutil

