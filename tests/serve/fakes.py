@@ -72,7 +72,7 @@ class FakeEngine:
     async def _answer(self, ask, answer):
         try:
             await self._generate(ask, answer)
-        except Exception as error:  # a client would wait forever for a response that does not end
+        except Exception as error:  # otherwise a client would wait forever for the end of the response
             answer.end(error)
             raise
 

@@ -17,7 +17,7 @@ class FakeRunning(FakeEngine):
     """Loads for a moment, drains like a real engine, and fails at the prompt "fault".
 
     Attributes:
-      stuck: whether closing blocks, as during a compilation.
+      stuck: whether closing the engine blocks, as it does during a compilation.
     """
 
     stuck = False

@@ -1,9 +1,9 @@
 """A long run of a server with valid and invalid clients of all protocols: `python -m tests.serve.soak [MINUTES]`.
 
-10 % of the requests disconnect, 5 % are malformed, 5 % are aborted, and 1 % read slowly. Bursts send three times as many
-requests as the queue can hold. The answer to a seeded request must equal its answer in a batch of one. At the end all slots
-are free, memory, descriptors and threads are as before, nothing was compiled, and no status was 5xx except KoboldAI's 503 for
-a full queue.
+In 10 % of the requests the client disconnects, 5 % are malformed, 5 % are aborted, and in 1 % the client reads slowly. Bursts
+send three times as many requests as the queue can hold. The answer to a seeded request must equal its answer in a batch of one.
+At the end, all slots must be free; memory, descriptors and threads must be as before; nothing may have been compiled; and no
+status may be 5xx, except KoboldAI's 503 for a full queue.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ RAW = (
 
 
 class Question(NamedTuple):
-    """A seeded request, with its paths for a whole and for a streamed response."""
+    """A seeded request, and the paths that answer it with a whole response and with a streamed response."""
 
     path: str
     stream_path: str
@@ -108,7 +108,7 @@ def events(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 async def exchange(port: int, data: bytes, most: int | None = None, pause: float = 0.0) -> Reply:
-    """Sends bytes and reads the response: all of it, `most` bytes before disconnecting, or 64 bytes at a time with a pause."""
+    """Sends bytes and reads the response: completely, or only `most` bytes, or with pauses between reads of 64 bytes."""
     options = socket.socket()
     if pause:
         options.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -161,7 +161,7 @@ class Soak:
         self.references: list[tuple[Question, list[str]]] = []
 
     async def record_references(self) -> None:
-        """Sends every question in a batch of one, whole and streamed."""
+        """Sends every question in a batch of one, for a whole and for a streamed response."""
         for question in questions():
             texts = []
             for streamed in (False, True):

@@ -104,7 +104,7 @@ def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine,
 
 
 def test_repeated_settings_are_cached(engine, run):
-    """Seed, length, samples and stop strings do not add cache entries, and the text equals that of `generate`."""
+    """Another seed, length, sample count or stop string adds no cache entry. The text equals that of `generate`."""
     made = engine._batch._cached_row_params.cache_info().misses
 
     async def read():
@@ -303,7 +303,7 @@ def test_draining_and_failing(run, monkeypatch):
 
 
 VICTIM = "the victim of a fault"
-# Calls on the engine's threads that a fault is injected into: (object, method, whether the call belongs to one request).
+# Calls on the engine's threads in which a fault is injected: (object, method, whether the call belongs to a single request).
 CALLS = [
     *(("batch", name, True) for name in ("row_params", "match_prefix", "assign_prompt", "prefill")),
     *(("batch", name, True) for name in ("prompt_steps", "copy_prompt", "start_decoding", "set_token_mask")),
@@ -322,7 +322,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("where", "name", "own"), CALLS, ids=lambda value: str(value))
 def test_a_fault_in_one_request_ends_only_that_request(engine, run, monkeypatch, where, name, own):
-    """The server continues after any exception on its threads; a fault in one request does not end another."""
+    """The server continues after any exception on its threads. A fault in one request does not end another request."""
     victim_ids, faults = tuple(run.prompt_ids(VICTIM)), []
     owner = {
         "batch": engine._batch, "scheduler": engine._engine._scheduler, "engine": engine._engine, "matcher": Matcher,
@@ -395,7 +395,7 @@ def test_a_constraint_whose_only_token_is_a_stop_token_is_refused(engine):
 
 
 def test_any_order_of_steps_runs_in_the_program_of_the_warm_up(engine, run):
-    """40 orders compile nothing, and each gives the text of a program compiled for that order."""
+    """None of 40 orders compiles a program, and each gives the same text as a program compiled for that order."""
     names = ("top_k", "top_p", "min_p", "typical", "temperature")
     orders = [list(order) for order in itertools.permutations(names)][::3]
     settings = {"top_k": 9, "top_p": 0.9, "typical": 0.8, **DRAWN}

@@ -1,4 +1,4 @@
-"""Tests of real clients against a server on a socket. `make serve-test` installs them with the extra `clients`."""
+"""Tests of real clients against a server on a socket. `make serve-test` installs the clients (the extra `clients`)."""
 
 import json
 import math
@@ -152,7 +152,7 @@ def test_llm(url, tmp_path):
 
 
 def test_lm_eval(url, monkeypatch):
-    """Log-likelihoods of continuations, and texts, with the server's tokenizer."""
+    """lm-eval gets log-likelihoods of continuations, and generated texts, with the server's tokenizer."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: make serve-test")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     from lm_eval.api.instance import Instance
@@ -170,7 +170,7 @@ def test_lm_eval(url, monkeypatch):
 
 
 def test_curl(url):
-    """The command in the documentation."""
+    """The command that the documentation shows works."""
     body = json.dumps({"prompt": "a", "max_tokens": 6})
     headers = ["-H", "Content-Type: application/json", "-H", f"Authorization: Bearer {KEY}"]
     if not Path("/usr/bin/curl").exists():

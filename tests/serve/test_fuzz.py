@@ -1,4 +1,4 @@
-"""Fuzzed requests: none may cause a server error, and the next valid request must be answered as before.
+"""Fuzzed requests. None may cause a server error, and after them a valid request must be answered as before.
 
 `FUZZ=20000 pytest tests/serve/test_fuzz.py` sends 20,000 requests; the default is 400.
 """

@@ -87,7 +87,7 @@ def test_bytes_that_are_not_utf8_are_refused():
 
 
 def test_many_keys_are_checked_in_linear_time():
-    """A quadratic search for duplicate keys would take minutes."""
+    """If the search for duplicate keys took quadratic time, this test would take minutes."""
     names = ",".join(f'"{n}":1' for n in range(100_000))
     before = time.perf_counter()
     with pytest.raises(RequestError, match=ERRORS["twice"]):
@@ -249,7 +249,7 @@ def test_bodies_that_are_too_large():
 
 
 def test_a_real_server_counts_received_bytes():
-    """The limit does not depend on the Content-Length header."""
+    """The size limit holds whatever the Content-Length header says."""
     limits = Limits(max_body=1000, receive_seconds=0.5)
     with serving(make_app(FakeEngine(), Options(limits=limits)), limits) as port:
         part = b"3e8\r\n" + b" " * 1000 + b"\r\n"
@@ -257,9 +257,9 @@ def test_a_real_server_counts_received_bytes():
         assert status(exchange(port, chunked + part * 3 + b"0\r\n\r\n")) == 413
         assert status(exchange(port, chunked + part * 40)) == 413  # without an end
         assert status(exchange(port, post(b" " * 5000))) == 413
-        assert status(exchange(port, post("", length=10**9))) == 413  # the declared length is enough
+        assert status(exchange(port, post("", length=10**9))) == 413  # the declared length suffices for the refusal
         assert status(exchange(port, post("", length=10**18))) == 413
-        assert status(exchange(port, post(json.dumps(ASK), length=900))) == 408  # less than declared
+        assert status(exchange(port, post(json.dumps(ASK), length=900))) == 408  # the body is shorter than declared
         assert status(exchange(port, post(json.dumps(ASK) + "more", length=len(json.dumps(ASK))))) == 200
         assert status(exchange(port, post(json.dumps(ASK), length=5))) == 400  # a truncated body
         assert status(exchange(port, post(json.dumps(ASK), "Content-Length: 7\r\n"))) == 400
@@ -340,7 +340,7 @@ def test_the_server_answers_after_two_hundred_disconnects():
 
 
 def test_small_responses_are_sent_immediately():
-    """With Nagle's algorithm the body would wait 40 ms until the head is confirmed."""
+    """With Nagle's algorithm, the body would wait 40 ms for the acknowledgement of the head."""
     with serving(make_app(FakeEngine())) as port, httpx.Client() as http:
         took = []
         for _ in range(20):
@@ -351,7 +351,7 @@ def test_small_responses_are_sent_immediately():
 
 
 def test_one_connection_for_many_requests():
-    """A refused request closes the connection; an answered one does not."""
+    """A refused request closes the connection; an answered request keeps it open."""
     with serving(make_app(FakeEngine())) as port:
         answer = exchange(port, post(json.dumps(ASK)) * 3 + post("{}", "Host: evil\r\n"), seconds=1)
         assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b"HTTP/1.1 400") == 1

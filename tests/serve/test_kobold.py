@@ -399,7 +399,7 @@ def test_placeholders_become_tags_of_the_template():
         system = {"role": "system", "content": "Be kind"}
         ask = asked(client, engine, memory="{{[SYSTEM]}}\nBe kind\n{{[SYSTEM_END]}}\n", prompt=PLACES.lstrip())
         assert list(ask.ids) == template.encode([system, *said], generation_prompt=True)
-        # Tags that the client writes itself are special tokens too, in the prompt and as stops.
+        # Tags that the client itself writes also become special tokens, both in the prompt and as stop strings.
         ask = asked(client, engine, prompt="<|im_start|>user\nHi<|im_end|>\n", stop_sequence=["<|im_start|>user", "User:"])
         assert [token for token in ask.ids if token in SPECIAL.special_ids] == [start, end]
         assert (ask.config.generation.stop, ask.config.generation.stop_token_ids) == (("User:",), (start,))
@@ -440,7 +440,7 @@ def test_a_generation_is_read_and_aborted_by_its_key():
             assert await text("c") == "" and (await client.get("/api/extra/generate/check")).json()["results"] == [{"text": ""}]
             nobody = await client.post("/api/extra/abort", json={"genkey": "c"})
             assert nobody.json() == {"success": "false", "done": "false"}
-            assert (await client.post("/api/extra/abort")).json()["success"] == "false"  # two are running
+            assert (await client.post("/api/extra/abort")).json()["success"] == "false"  # ambiguous: two are running
             assert not engine.cancelled
             ended = await client.post("/api/extra/abort", json={"genkey": "a"})
             assert ended.json() == {"success": "true", "done": "true"}
@@ -469,7 +469,7 @@ def test_a_request_without_a_key_refers_to_the_only_generation():
             assert SAYS.startswith((await eventually(seen))[: len(SAYS)])
             assert (await client.post("/api/extra/abort")).json()["success"] == "true"
             result = (await work).json()["results"][0]
-            assert result["text"] and (await seen()) == ""  # its owner is unknown afterwards
+            assert result["text"] and (await seen()) == ""  # after the end, its text is no longer available without a key
 
     asyncio.run(run())
 
@@ -521,7 +521,7 @@ def test_a_full_queue_and_an_engine_that_is_not_ready(client, engine):
 
 
 def test_a_failed_stream_has_an_error_event_and_no_final_chunk():
-    """Lite accepts any response with a final chunk as complete."""
+    """Kobold Lite regards every response with a final chunk as complete."""
     engine = FakeEngine()
     engine.fails = Unavailable("the engine failed")
     with serving(make_app(engine)) as port:

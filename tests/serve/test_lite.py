@@ -149,7 +149,7 @@ def test_an_abort_keeps_the_text_and_frees_the_slot(page):
     assert len(page.engine.cancelled) == 1 and not page.engine.tasks
     assert any(url.endswith("/api/extra/abort") for url, _ in page.asked())
     assert 10 < len("".join(page.run("return gametext_arr"))) < 400
-    # Lite also aborts a request that it sends before the response to its abort.
+    # If Lite sends a request before its abort is answered, the abort also ends this request. So wait for the answer.
     page.wait("performance.getEntriesByType('resource').some(one => one.name.endsWith('/abort') && one.responseEnd > 0)")
     time.sleep(1)
     page.send("more")  # the story continues

@@ -298,7 +298,7 @@ def test_logprobs_0_reports_only_the_token(ask):
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_prompt_logprobs_work_for_lm_eval(ask, max_tokens):
-    """lm-eval sums `token_logprobs[context:-1]` and compares with the largest of `top_logprobs`."""
+    """lm-eval sums `token_logprobs[context:-1]`, and compares each of these tokens with the likeliest in `top_logprobs`."""
     ids = [[*b"ab\xc3\xa9c"], [*b"xy"]]
     found = ask({"prompt": ids, "max_tokens": max_tokens, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234})
     for prompt, text, choice in zip(ids, ["abéc", "xy"], found["choices"], strict=True):
@@ -620,7 +620,7 @@ def test_the_number_of_invalid_requests():
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_invalid_requests_are_refused(client, engine, path):
-    """Each gets 400 or 404 with a message, and the next valid request is answered as before."""
+    """Each invalid request gets 400 or 404 with a message, and the next valid request is answered as before."""
     good = {"prompt": "a", "max_tokens": 5} if path == TEXT else {"messages": HELLO, "max_tokens": 5}
     before = client.post(path, json=good).json()["choices"]
     seen = len(engine.asked)
@@ -635,7 +635,7 @@ def test_invalid_requests_are_refused(client, engine, path):
 
 
 def test_other_vocabularies():
-    """Log-probabilities name tokens of any tokenizer."""
+    """The log-probabilities contain the names of tokens, for any kind of tokenizer."""
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([SAYS + "é"]))
     engine = FakeEngine(fake_run(tokenizer=tokenizer))
     body = {"prompt": "once é", "max_tokens": 4, "logprobs": 3, "echo": True}

@@ -64,7 +64,7 @@ def test_a_stream_has_the_same_text(http):
 
 
 def test_log_likelihoods_equal_those_of_the_model(http, run):
-    """Compares requests of lm-evaluation-harness with a softmax in float64."""
+    """Sends requests as lm-evaluation-harness does, and compares the results with a softmax in float64."""
     prompts = [run.tokenizer.encode(text) for text in ("aè€", "hello 😀")]
     found = complete(http, prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True)
     for ids, choice in zip(prompts, found["choices"], strict=True):

@@ -127,7 +127,7 @@ def serve(capfd, run_dir, monkeypatch):
 
 
 def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path):
-    """Uses the engine without a model."""
+    """The command runs with an engine that has no model."""
     made = []
 
     class AsyncEngine(FakeRunning):

@@ -22,7 +22,7 @@ CLEAN = np.array([i for i in CLEAN if "\ufffd" not in WORDS.token_text(i) and i 
 
 
 class VariedEngine(FakeEngine):
-    """Continues with a poem from a position given by the prompt's length, and reports consistent metrics."""
+    """Continues a prompt with a poem, from a position that the prompt's length determines, and reports consistent metrics."""
 
     name = "varied"
 

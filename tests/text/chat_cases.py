@@ -1,4 +1,4 @@
-"""Chat templates like well-known ones, small vocabularies for them, and the tokens of Transformers for conversations.
+"""Chat templates like those of known models, small vocabularies for them, and Transformers' tokens for conversations.
 
 `python tests/text/chat_cases.py` rewrites chat_expected.json; it needs transformers.
 """
@@ -48,7 +48,7 @@ CONVERSATIONS = [
 
 
 def _vocabulary(letters, words):
-    """Returns symbols and merges with which each word becomes one symbol."""
+    """Returns the symbols and merges of a BPE vocabulary in which each of `words` is one symbol."""
     symbols, merges = list(letters), []
     for word in words:
         for end in range(2, len(word) + 1):
@@ -80,7 +80,7 @@ def sentence_pieces(specials):
 
 
 def mistral(specials):
-    """Like Mistral: a space before the first symbol of a text; special tokens absorb the space after them."""
+    """Like Mistral: a text gets a space before its first symbol, and special tokens absorb the space after them."""
     core = sentence_pieces(specials)
     core.normalizer = None
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)

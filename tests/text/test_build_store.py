@@ -73,7 +73,7 @@ def test_several_documents_are_split_at_a_document_end(tmp_path) -> None:
     lengths = [30, 20, 26, 15, 9]
     texts = [letter * length for letter, length in zip("abcde", lengths, strict=True)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    # Ends are at 30, 50, 76, 91 of 100 characters.
+    # The documents end after 30, 50, 76, 91 and 100 of 100 characters.
     for fraction, documents in [(0.1, 4), (0.2, 3), (0.4, 2), (0.99, 1), (0.001, 4)]:
         tokenizer, store = prepare_data(settings(tmp_path, **{"data.val_fraction": fraction}), tmp_path / "store")
         encoded = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
@@ -90,7 +90,7 @@ def test_separate_validation_text(tmp_path) -> None:
 
 @given(text=st.text(st.sampled_from("ab \n.'\r7é"), min_size=60, max_size=400))
 def test_bpe_in_chunks_equals_bpe_of_the_whole_text(tmp_path_factory, text: str) -> None:
-    """The text is encoded in chunks on several cores; if there is a good split point, the tokens are the same."""
+    """Text is encoded in chunks on several cores. If it has good split points, the tokens equal those of the whole text."""
     text = "via " + text.replace("\n", ".\nx") + " via"
     opened = corpus.Corpus.open(str(write(tmp_path_factory.mktemp("t") / "a.txt", text)))
     extent = opened.scan()
@@ -209,7 +209,7 @@ def test_leftover_files_are_never_used(built, monkeypatch) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for progress in (die, None):  # while tokens are written, and before the header
+    for progress in (die, None):  # interrupt while tokens are written, then before the header is written
         with monkeypatch.context() as patch:
             patch.setattr(build, "atomic_write", die)
             with pytest.raises(KeyboardInterrupt):
@@ -339,7 +339,7 @@ print(store.train.tokens + store.val.tokens, store.batch(5).tokens_BT.shape, rou
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit is Linux's")
 def test_a_corpus_larger_than_memory(tmp_path) -> None:
-    """184 MB of text have 368 MB of tokens; RLIMIT_DATA allows the process only 168 MB more than at its start."""
+    """184 MB of text give 368 MB of tokens, but RLIMIT_DATA allows the process only 168 MB more than it has at its start."""
     block = (TEXT.encode() * 5000)[: 1 << 20].decode(errors="ignore").encode()
     with open(tmp_path / "large.txt", "wb") as file:
         file.writelines([block] * 176)

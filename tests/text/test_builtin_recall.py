@@ -84,7 +84,7 @@ def test_tasks_are_15_to_30_percent_of_the_characters(records) -> None:
     plain = made = 0
     for record in records:
         if record in TEXTS:
-            # In every part, because the last documents are the validation split.
+            # The share must hold in every part, because the last documents are the validation split.
             assert plain < 10_000 or 0.15 < made / (plain + made) < 0.33
             plain += len(record)
         else:
@@ -93,7 +93,7 @@ def test_tasks_are_15_to_30_percent_of_the_characters(records) -> None:
 
 
 def test_the_corpus_has_a_fixed_digest() -> None:
-    """The digest from Python 3.11: other versions must produce the same corpus, so that runs can resume."""
+    """The digest was computed with Python 3.11. Other versions must give the same corpus, so that runs can resume."""
     data = b"".join(recall.recall_corpus(TEXTS))
     assert data == b"".join(recall.recall_corpus(iter(TEXTS))) != b"".join(recall.recall_corpus(TEXTS, seed=1))
     assert hashlib.sha256(data).hexdigest() == "666584ebe0b74d815f776841dd8f3616f5b4796bfe5db2e1a8dde403ff8a6b26"

@@ -40,7 +40,7 @@ def test_tokens_equal_those_of_transformers(templates, case):
 
 
 def test_the_loss_mask_covers_a_turn_up_to_its_end_token(templates):
-    """Words outside the vocabulary are encoded by letters; the line break after a turn is not in the mask."""
+    """Words outside the vocabulary are encoded letter by letter. The line break after a turn is not in the mask."""
     conversation = [USER, SPOKEN, {"role": "user", "content": "you"}, {"role": "assistant", "content": "are"}]
     chatml = templates["chatml"]
     ids, loss_mask = chatml.encode_with_loss_mask(conversation)

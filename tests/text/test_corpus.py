@@ -1,4 +1,4 @@
-"""Corpora: text is read unchanged, files are found in a fixed order, and other content raises one sentence."""
+"""Corpora: text is read unchanged, files are found in a fixed order, and other content gives an error in one sentence."""
 
 import gzip
 import json
@@ -181,7 +181,7 @@ def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
 
 
 def test_invalid_corpora_on_the_command_line(tmp_path, monkeypatch, capfd) -> None:
-    """Exit code 2, one line on stderr, and no run directory, so that the corrected command can run again."""
+    """The command exits with 2, prints one line to stderr and leaves no run directory, so it can be corrected and repeated."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "corpora").mkdir()
     for name, (path, message) in bad_corpora(tmp_path / "corpora").items():

@@ -1,4 +1,4 @@
-"""Streaming: the concatenated text equals that of decoding all ids, for any ids and any split of them."""
+"""Streaming: the concatenated pieces equal the text of all ids decoded at once, for any ids and any split of the ids."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Hugging Face datasets from a folder have the same tokens as the same texts in JSON Lines."""
+"""Hugging Face datasets in a folder give the same tokens as the same texts in JSON Lines files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Batches: compares the content of epochs and windows with loops in plain Python."""
+"""Compares the batches of epochs and windows with loops in plain Python."""
 
 import itertools
 import threading
@@ -49,7 +49,7 @@ def test_an_epoch_contains_every_window_once(extra: int, batch: int, length: int
     first, last = e * windows, (e + 1) * windows
     rows = [row for step in range(last // batch + 1) for row in store.batch(step).tokens_BT.tolist()][first:last]
     targets = sorted(token + 1 for row in rows for token in row)
-    # Each token is its position: they are consecutive and unique, and the omitted edges are shorter than two windows.
+    # Each token is its position, so tokens are consecutive and unique. The omitted edges are shorter than two windows.
     assert targets == list(range(targets[0], targets[0] + windows * length))
     assert all(row == list(range(row[0], row[0] + length)) for row in rows)
     assert windows == max(1, (tokens - length) // length) and tokens - 1 - windows * length <= max(0, 2 * length - 2)
@@ -86,7 +86,7 @@ def philox(counter: int, key: tuple[int, int]) -> list[int]:
 
 
 def test_the_order_matches_plain_python() -> None:
-    """A run that resumes with another NumPy version must continue with the same data."""
+    """The order must not depend on NumPy, because a resumed run with another NumPy version must get the same data."""
     store = make(41, batch=2, length=4, seed=7)
     for epoch in (0, 1):
         words = [word for counter in (1, 2, 3) for word in philox(counter, (7, epoch))]
@@ -232,7 +232,7 @@ def test_best_fit_fills_rows_longest_first() -> None:
 
 
 def test_a_mixture_has_exact_shares_and_separate_epochs() -> None:
-    """Each token is its position: 0 to 199 are the first source, the others the second."""
+    """Each token is its position. Tokens 0 to 199 belong to the first source, all others to the second."""
     store = make(1000, 10, 4, mixture=[(200, 3.0), (800, 1.0)])
     rows = np.concatenate([store.batch(step).tokens_BT[:, 0] for step in range(400)])
     assert store.windows_per_epoch == 49 + 199
@@ -243,7 +243,7 @@ def test_a_mixture_has_exact_shares_and_separate_epochs() -> None:
         for epoch in range(2):
             taken = source[epoch * count : (epoch + 1) * count]
             assert len(set(taken.tolist())) == count and np.ptp(np.sort(taken)) == 4 * (count - 1)
-        if alone:  # a single source has the same order
+        if alone:  # the order equals that of the source alone
             assert source[:80].tolist() == [int(alone.batch(step).tokens_BT[0, 0]) for step in range(80)]
     assert np.abs(np.diff(np.flatnonzero(rows[:1000] >= 200))).max() < 40, "sources come mixed"
     again = make(1000, 10, 4, mixture=[(200, 3.0), (800, 1.0)])
