@@ -10,7 +10,6 @@ ERRORS = {
     "top_p": "top_p",
     # config
     "an_alias_of": "an alias of",
-    "as_names_excludes": "as names excludes",
     "choose_from": "choose from",
     "did_you_mean_kv_budget": r"did you mean kv\.budget\?$",
     "generation_dry_base_has_no_effect": r"generation\.dry_base has no effect .* \(the flags and the run's settings\)",
@@ -35,6 +34,7 @@ ERRORS = {
     "warmup_steps_10_is_more_than": "warmup_steps 10 is more than the 5 steps of training.epochs 1 with this corpus",
     "warmup_steps_20_line_is_more": r"warmup_steps 20 \(.*line \d+\) is more than training.steps 2",
     "which_has_no_such_step": "which has no such step: leave it out or switch it off",
+    "with_step_names_excludes": "with step names excludes",
     # distributed
     "distributed_tensor_must_be_1": r"distributed.tensor must be 1 with training.objective: dpo, got 2",
     "fsdp_3_expert_1_tensor": "fsdp 3 × expert 1 × tensor 1 is a mesh of 3 devices, but there are 8",

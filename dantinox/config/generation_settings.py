@@ -72,7 +72,7 @@ class _Request(Section):
         "chain", "chain: this section sets temperature, top_k, top_p and min_p; entropy: the entropy router sets them per token"
     )
     preset: Annotated[Preset, *NEEDS_CHAIN] = field(
-        "default", "program whose order of sampling steps to use; the values of settings do not change"
+        "default", "apply the sampling steps in the order of this program; no other setting changes"
     )
     sampler_order: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_order), *NEEDS_CHAIN] = field(
         None, "Kobold's step codes in another order (preset kobold or koboldcpp), or names of steps (null: the preset's order)"
@@ -83,7 +83,8 @@ class GenerationSection(StepSettings, _Request):
     """Settings of a request, and of all sampling steps."""
 
 
-# The steps that run after the edits, in order. A preset has only the steps that exist in the program of the same name.
+# The sampling steps of each preset, in order; `EDIT_STEPS` run before them.
+# A preset has only the steps that exist in the program of the same name.
 PRESETS: dict[str, tuple[str, ...]] = {
     "default": tuple(name for name in STEPS if name not in EDIT_STEPS),
     "hf": (
@@ -132,13 +133,14 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
     """Returns the steps that run after the edits, in order.
 
     Raises:
-      ValueError: the order is invalid or cannot be combined with the preset. The message continues the setting's name.
+      ValueError: the order is invalid or cannot be combined with the preset. The message follows the name of the setting,
+        as in `generation.sampler_order must …`.
     """
     order = () if sampler_order is None else tuple(sampler_order)
     if sampler_order is None or all(isinstance(code, int) for code in order):
         if preset not in KOBOLD_ORDERS:
             if sampler_order is not None:
-                raise ValueError(f"as codes needs generation.preset kobold or koboldcpp, got {preset}: use names of steps")
+                raise ValueError(f"may hold codes only with generation.preset kobold or koboldcpp, got {preset}: use names")
             return PRESETS[preset]
         try:
             names = kobold_order(KOBOLD_ORDERS[preset] if sampler_order is None else order)  # type: ignore[arg-type]
@@ -163,7 +165,7 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"must name each step once, got {', '.join(map(str, names))}")
     if preset != "default":
-        raise ValueError(f"as names excludes generation.preset {preset}: leave one of them out")
+        raise ValueError(f"with step names excludes generation.preset {preset}: leave one of the two settings out")
     if "mirostat" in names[:-1]:
         raise ValueError("must have mirostat last, because it needs the token that is drawn directly after it")
     return tuple(step for name in names for step in (MIROSTAT_STEPS if name == "mirostat" else (str(name),)))

@@ -178,7 +178,7 @@ class TrainingSection(Section):
     nan_policy: Literal["stop", "skip", "rewind"] = field(
         "stop", "on a NaN or Inf in loss or gradient: stop, skip the update, or rewind to a checkpoint and skip past it"
     )
-    deterministic: bool = field(False, "train bitwise reproducibly on a GPU, which is slower; CPU and TPU always do")
+    deterministic: bool = field(False, "make training on a GPU bitwise reproducible, but slower (on CPU and TPU it always is)")
 
 
 Axis = Annotated[int, Field(ge=-1, le=2**20)]
@@ -192,7 +192,7 @@ class DistributedSection(Section):
 
     data: Axis = field(1, "copies of the model, each with separate rows of the batch (-1: all remaining devices)")
     fsdp: Axis = field(
-        -1, "devices that share the rows of a copy and shard its weights and optimizer state (-1: all remaining devices)"
+        -1, "devices that split the batch of one copy and shard its weights and optimizer state (-1: all remaining devices)"
     )
     expert: Axis = field(
         1, "devices that hold different experts and otherwise work like those of fsdp (-1: all remaining devices)"

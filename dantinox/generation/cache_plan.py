@@ -1,4 +1,4 @@
-"""`CachePlan`: the cache of a batch from the `kv` settings (slots per head, eviction policy, dtype)."""
+"""`CachePlan` describes the cache of a batch as the `kv` settings define it: slots per head, eviction policy, dtype."""
 
 import warnings
 from functools import lru_cache
@@ -82,7 +82,7 @@ def fall_back_to_uniform(kv: KVSection, calibration: KVCalibration | None, remed
     """Returns the settings. If `kv.signal` was not measured, warns and returns a copy with the signal `uniform`.
 
     Args:
-      remedy: the end of the warning if `calibration` is None: what the user can do.
+      remedy: what the user can do. It ends the warning that is given if `calibration` is None.
     """
     if not kv.compresses or kv.signal == "uniform":
         return kv

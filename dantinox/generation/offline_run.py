@@ -172,7 +172,7 @@ class BatchRun:
 
 
 def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
-    """Returns `, cache 1.2 of 5.9 MB (80 % saved, 24 to 64 slots per head)` for a compressed cache, else its size."""
+    """Returns `, cache 1.20 MB of 5.90 (80% saved, 24 to 64 slots per head)` for a compressed cache, else its size."""
     if cache is None:
         return ""
     size = f", cache {cache['bytes'] / 1e6:.2f} MB"

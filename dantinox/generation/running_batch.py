@@ -53,7 +53,7 @@ class PendingChunk(NamedTuple):
 
     Attributes:
       parts: for each program its output, its finished rows, and its rows by slot.
-      is_prefill: whether the call also prefills the prompts; the chunk then holds the first token of each row.
+      is_prefill: whether the chunk also contains the prefill of the prompts, and so the first new token of each row.
     """
 
     parts: list[tuple[Emitted, jax.Array, dict[int, Row]]]

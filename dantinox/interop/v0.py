@@ -1,8 +1,8 @@
 """Reads run directories of DantinoX 0 and converts their settings, weights and tokenizers.
 
 DantinoX 0 differs from this version in four ways. `qkv` is one matrix [q | k | v]. RoPE rotates pairs of adjacent elements, not
-of elements that are half a head apart. The gate and up projections of SwiGLU are one matrix. Parameter names differ between
-the versions of DantinoX 0.
+of elements that are half a head apart. The gate and up projections of SwiGLU are one matrix. Parameters have
+other names, which also differ between the versions of DantinoX 0.
 
 Only dense causal models are supported. Other models are refused with an error message that gives the reason.
 """

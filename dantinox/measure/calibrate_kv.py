@@ -105,7 +105,7 @@ def calibrate_kv(
             raise UserError(f"{name} must be an integer ≥ {least}, got {number}")
     if from_results is not None and (data_path is not None or length is not None or not loss):
         raise UserError("from_results measures nothing: do not give data_path, length or loss")
-    weights = weights_digest(directory)  # before loading, so that weights replaced meanwhile do not get this digest
+    weights = weights_digest(directory)  # before loading: weights that are replaced meanwhile have another digest
     if from_results is not None:
         tokenizer = Tokenizer.load(directory.tokenizer)
         model = load_run_config(directory).architecture(tokenizer.vocab_size)
@@ -114,9 +114,9 @@ def calibrate_kv(
         return imported
     config = load_run_config(directory)
     if config.attention.kv_lora_rank is not None:
-        raise UserError(f"the heads of {directory.path} share latents (attention.kv_lora_rank): they have no slots to divide")
+        raise UserError(f"the heads of {directory.path} share latents (attention.kv_lora_rank): a budget cannot be divided")
     if (uneven := uneven_keys(config.attention)) is not None:
-        raise UserError(f"the keys of {directory.path} differ between layers ({uneven}): their slots cannot be divided")
+        raise UserError(f"the keys of {directory.path} differ between layers ({uneven}): a budget cannot be divided")
     context = config.model.max_context
     if context < ROWS:
         raise UserError(f"calibration needs model.max_context ≥ {ROWS}, got {context}")

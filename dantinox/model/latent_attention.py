@@ -56,10 +56,10 @@ class LatentAttention(nnx.Module):
     """Multi-head latent attention.
 
     `kv_a [D, R + P]` computes the latent and the rotated part of the key, which all heads share. `kv_b` computes
-    the unrotated part of the keys, and the values. Queries are projected by `q [D, N, H + P]`, or from a separate latent.
+    the unrotated part of the keys, and the values. `q [D, N, H + P]` computes the queries from the input, or from a latent.
 
-    Scores are divided by √(H + P). With `mscale_all_dim` they are also multiplied by the square of the YaRN gain for this
-    weight (DeepSeek-V2).
+    Scores are divided by √(H + P). With `mscale_all_dim` they are also multiplied by
+    `yarn_gain(scaling, mscale_all_dim)` squared (DeepSeek-V2).
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):

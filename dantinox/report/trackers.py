@@ -48,7 +48,7 @@ def _numbers(kind: str, row: Row) -> dict[str, float]:
 class _TensorBoard:
     """Writes event files and flushes each event.
 
-    A resumed run starts another file with a session-start event, which makes TensorBoard discard later steps of earlier files.
+    A resumed run starts a new file with a session-start event: TensorBoard discards the steps after it in older files.
     """
 
     def __init__(self, folder: Path, config: Config):
@@ -134,7 +134,7 @@ class _WeightsAndBiases:
 
     def _init(self, identity: str | None) -> Any:
         log = self.config.logging
-        # Without a timeout, a run that should stop waits for a lost network connection. Unsent data stays in `wandb/`.
+        # Without a timeout, a run would wait for a lost network connection instead of ending. Unsent data stays in `wandb/`.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", "8")
         try:
             return self.wandb.init(

@@ -35,7 +35,8 @@ def process_logits(
     Args:
       logits_BV: logits of any numeric type. NaN and +inf are repaired once, at the start.
       steps: mappings with the `name` of a step and its parameters, such as `{"name": "top_p", "p": 0.9}`.
-        In `logit_bias.values`, None means -inf. `xtc` takes its uniform number as `u`, mirostat its bound as `mu`.
+        In `logit_bias.values`, None means -inf. `xtc` takes the uniform random number of its draw as `u`;
+        mirostat takes its bound as `mu`.
       prompt: token ids per row before the output. None: no tokens.
       output: generated token ids per row. None: no tokens.
 

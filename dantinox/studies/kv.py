@@ -62,7 +62,7 @@ class SeedIntervals:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheResult:
-    """The results of a cache. Fields are None if they do not apply: the oracle has no size and generates no text.
+    """The results of a cache. Fields that do not apply are None: `oracle` has no size and no text.
 
     Attributes:
       ratio: requested share of the slots; 1 for the full cache.
@@ -79,7 +79,7 @@ class CacheResult:
       needle_aware: correct answers in % if the question is part of the prompt when the cache is compressed.
       needle_agnostic: correct answers in % if the question is read after the compression.
       copy_aware, copy_agnostic: the same for the copy tasks.
-      gap_closed: share of the gap between streaming and oracle that the cache closes, in %.
+      gap_closed: how much of the loss difference between `streaming` and `oracle` the cache recovers, in %.
     """
 
     name: str
@@ -157,14 +157,14 @@ def evaluate_kv(
     sequences: int | None = None,
     data_path: str | Path | None = None,
 ) -> KVStudy:
-    """Compares compressed caches with the full cache on reading text, continuing it and recall tasks.
+    """Compares compressed caches with the full cache: loss on a text, greedy continuations, and recall tasks.
 
     Args:
       quick: use the counts `QUICK_COUNTS` instead of `FULL_COUNTS`.
       ratios: shares of the slots; None: those of `RATIOS` that the sequence length allows, or `LARGE_RATIOS` for a model with
         more than 10 M parameters.
-      methods: names of `METHODS`; None: all whose signal was measured; of these only `LARGE_METHODS` for a model with
-        more than 10 M parameters.
+      methods: names in `METHODS`. None: the methods whose signal was measured; for a model with more than 10 M parameters,
+        only those in `LARGE_METHODS`.
       kv_calibration: the file of measured signals; None: that of the run.
       kv_dtype: dtype of the compressed caches, a value of `kv.dtype`; the full cache has the compute dtype.
       progress: called with a line at the start of each part of the work and then every few seconds.

@@ -110,7 +110,7 @@ def _per_token_losses(
     # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
     x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
-    shard = model.parallelism.local_shard  # of the tokens that several devices share
+    shard = model.parallelism.local_shard  # selects this device's part of the tokens that several devices share
     x_ND, targets_N, mask_N = (
         shard(x) for x in (x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1))
     )

@@ -49,7 +49,7 @@ REFUSED = {
     "an unknown preset": ({"preset": "ooba"}, "generation.preset must be one of default, hf, vllm"),
     "codes without kobold": (
         {"sampler_order": [6, 0, 1, 2, 3, 4, 5]},
-        "needs generation.preset kobold or koboldcpp, got default",
+        "may hold codes only with generation.preset kobold or koboldcpp, got default",
     ),
     "too few codes": ({"preset": "kobold", "sampler_order": [0, 1]}, "must be a permutation of 0…5 or 0…6, got [0, 1]"),
     "a code twice": ({"preset": "kobold", "sampler_order": [0, 0, 1, 2, 3, 4, 5]}, "must be a permutation"),
@@ -58,7 +58,7 @@ REFUSED = {
     "codes and names": ({"sampler_order": ["top_k", 3]}, "names among repetition_penalty"),
     "a step twice": ({"sampler_order": ["top_k", "top_k"]}, "must name each step once, got top_k, top_k"),
     "an edit in the order": ({"sampler_order": ["logit_bias"]}, "names among repetition_penalty"),
-    "names in a preset": ({"preset": "hf", "sampler_order": ["top_k"]}, "as names excludes generation.preset hf"),
+    "names in a preset": ({"preset": "hf", "sampler_order": ["top_k"]}, "with step names excludes generation.preset hf"),
     "mirostat before others": ({"sampler_order": ["mirostat", "top_k"]}, "must have mirostat last"),
     "an order that is none": (
         {"sampler_order": 3.5},
@@ -257,7 +257,7 @@ def test_overlay_replaces_values():
     kobold = section(preset="kobold", sampler_order=[5, 4, 3, 2, 1, 0], top_k=9)
     assert overlaid(kobold, {"sampler_order": ["top_k"]}) == section(sampler_order=["top_k"], top_k=9)
     assert overlaid(kobold, {"sampler_order": [0, 1, 2, 3, 4, 5]}).preset == "kobold"
-    with pytest.raises(UserError, match=ERRORS["as_names_excludes"]):
+    with pytest.raises(UserError, match=ERRORS["with_step_names_excludes"]):
         overlaid(kobold, {"sampler_order": ["top_k"], "preset": "hf"})
     with pytest.raises(UserError, match=ERRORS["which_has_no_such_step"]):
         overlaid(section(top_a=0.3), {"preset": "hf"})
