@@ -57,7 +57,7 @@ def texts(config, model, length):
 @pytest.mark.parametrize(
     ("changes", "weights", "length"),
     [
-        ({}, "auto", 150),  # read by an attention kernel per head
+        ({}, "auto", 150),  # long enough for an attention kernel
         (LATENT, "int8", 20),
         *(
             pytest.param(changes, weights, length, marks=pytest.mark.exhaustive)

@@ -160,7 +160,7 @@ def test_attention_and_gradients_equal_those_of_jax(window):
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_blocks_of_queries_equal_one_call(window):
-    """Output, received weights and the scores of the newest query equal those without blocks."""
+    """The output, the attention weight of each key, and the scores of the newest query equal those without blocks."""
     random = np.random.default_rng(0)
     B, T, S, K, G, H = 2, 150, 260, 2, 3, 8
     q, k, v = (

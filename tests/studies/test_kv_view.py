@@ -26,7 +26,7 @@ def scoped(value, half):
 
 
 def method(name, ratio, dppl, tasks=True, gap_closed=(57.2, 50.0, 61.0)):
-    """Returns a method whose measures follow from its change of perplexity."""
+    """Returns a method with this change of perplexity; its other measures are constants."""
     oracle = name == "oracle"
     size = {"bytes": None, "share": None, "slots": None} if oracle else {"bytes": 1_234_567, "share": 0.21, "slots": (24, 96)}
     like = {"same": Interval(80.0, 70.0, 90.0), "diverges": 17.0, "tok_per_s": 1500.4}
