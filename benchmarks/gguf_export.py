@@ -23,6 +23,8 @@ from pathlib import Path
 import numpy as np
 from common import Parser, random_run, use_threads
 
+from dantinox.cli.runs import EXPORT_TYPES
+
 
 def parse() -> argparse.Namespace:
     a = Parser(__doc__, smoke={"text": __file__, "prompts": 2, "new": 8, "lines": 20})
@@ -31,7 +33,7 @@ def parse() -> argparse.Namespace:
     a.add_argument("--only", nargs="+", help="only these families (with --families)")
     a.add_argument("--text", help="a file; some of its lines are prompts, and its lines are tokenized")
     a.add_argument("--peer", help="a Python interpreter with llama-cpp-python")
-    a.add_argument("--types", nargs="+", default=["f32", "q8_0"], choices=("f32", "f16", "bf16", "q8_0"))
+    a.add_argument("--types", nargs="+", default=["f32", "q8_0"], choices=EXPORT_TYPES)
     a.add_argument("--prompts", type=int, default=20)
     a.add_argument("--new", type=int, default=64, help="new tokens per prompt")
     a.add_argument("--lines", type=int, default=10_000)

@@ -13,6 +13,7 @@ from dantinox.files import UserError
 if TYPE_CHECKING:
     from dantinox.interop.checkpoints import Imported
 
+EXPORT_TYPES = ["f32", "f16", "bf16", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "q8_0"]
 EXIT_DAMAGED = 1
 # Settings of `generation` that an import may read from a checkpoint.
 SAMPLING_SETTINGS = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
@@ -91,8 +92,8 @@ def add_export_flags(command: Parser) -> None:
     command.add_argument(
         "--format", choices=["hf", "gguf"], help="Hugging Face Transformers folder or GGUF file (default: by the name of DEST)"
     )
-    kind = "number type; q8_0: GGUF only (default: hf: unchanged; gguf: f32)"
-    command.add_argument("--type", choices=["f32", "f16", "bf16", "q8_0"], help=kind)
+    kind = "number type; q*: GGUF only (default: hf: unchanged; gguf: f32)"
+    command.add_argument("--type", choices=EXPORT_TYPES, help=kind)
 
 
 def export(options: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from dantinox.config.model import ARCHITECTURE
 from dantinox.files import quote, read_json, read_text, wrap_os_errors
 from dantinox.interop.gguf import export_gguf, source_from_gguf
 from dantinox.interop.gguf_file import open_gguf
+from dantinox.interop.gguf_file_types import FILE_TYPES
 from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, download_repository, open_folder, write_folder
 from dantinox.interop.hf_weights import from_hf, to_hf
@@ -37,7 +38,7 @@ from dantinox.text.chat_template import MAX_TEMPLATE_BYTES
 from dantinox.text.tokenizer import ROLES
 
 DTYPES = ("auto", "float32", "bfloat16")
-FORMATS = {"hf": tuple(TYPES), "gguf": (*TYPES, "q8_0")}  # export formats and their number types
+FORMATS = {"hf": tuple(TYPES), "gguf": tuple(FILE_TYPES)}  # export formats and their number types
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of generation_config.json
 # Generation settings for a model that has a chat template and whose checkpoint sets no sampling parameters.
 INSTRUCT_DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "max_new_tokens": 512}
@@ -271,7 +272,8 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
       run_dir: the run directory.
       dest: the folder (`hf`) or file (`gguf`) to create.
       format: `hf` for a Hugging Face model folder, or `gguf` for a llama.cpp file.
-      kind: the number type: f32, f16 or bf16, and for GGUF also q8_0. None: as in `export_hf` for `hf`, f32 for `gguf`.
+      kind: the number type: f32, f16 or bf16, and for GGUF also a quantized type such as q8_0 or q4_k_m (`FORMATS`). None: as
+        in `export_hf` for `hf`, f32 for `gguf`.
 
     Returns:
       The model family, transformers' `model_type`.

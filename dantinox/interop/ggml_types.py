@@ -57,24 +57,6 @@ def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
     return result.reshape(-1)
 
 
-def quantize_q8_0(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array's Q8_0 blocks, rounded as in ggml's reference. The size must be a multiple of 32."""
-    kind = TYPES["Q8_0"]
-    values = np.ascontiguousarray(array, np.float32).reshape(-1, kind.values)
-    blocks = np.empty(len(values), kind.block)
-    for start in range(0, len(values), CHUNK // kind.values):
-        part = values[start : start + CHUNK // kind.values]
-        scale = np.abs(part).max(-1, keepdims=True) / np.float32(127)
-        target = blocks[start : start + len(part)]
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            scaled = part * np.where(scale == 0, np.float32(0), 1 / scale)
-            size = np.abs(scaled)
-            floor = np.floor(size)
-            target["qs"] = np.copysign(floor + (size - floor >= 0.5), scaled)  # halves are rounded away from zero
-            target["d"] = scale[:, 0]
-    return blocks.view(np.uint8)
-
-
 def _unpack(packed: np.ndarray, width: int) -> np.ndarray:
     """Unpacks fields of `width` bits from bytes: `[..., n]` → `[..., 8 / width, n]`.
 

@@ -26,21 +26,19 @@ from dantinox.interop.gguf_config import (
 )
 from dantinox.interop.gguf_families import FAMILIES, Family, MergedTensor
 from dantinox.interop.gguf_file import PLAIN_DTYPES, GGUFFile, Shape, StoredTensor, read_tensor, write_gguf
+from dantinox.interop.gguf_file_types import FILE_TYPES, tensor_types
 from dantinox.interop.gguf_keys import LLAMA3, LONG, SHORT, Metadata
 from dantinox.interop.gguf_vocabulary import read_vocabulary, vocabulary_metadata
 from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.source import LazyArrays, Source, Tensor
 from dantinox.text import Tokenizer
 
-# For each value of the flag `--type`: the name of the type in GGUF, and the number of the file type in llama.cpp.
-TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
-# Routers and position embeddings, which are stored as float32. Biases and one-dimensional tensors are also float32.
+# Routers and position embeddings, which are stored as float32. Biases, norms and one-dimensional tensors are also float32.
 ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
 # Architectures for which llama.cpp requires an output layer, even if it equals the embeddings.
 NEEDS_OUTPUT_LAYER = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1", "phi2")
 # Text models with multimodal rotary positions (M-RoPE), and the equivalent architectures without M-RoPE.
 MROPE_ARCHITECTURES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
-Q8_0_BLOCK = 32  # values that share a scale in q8_0; a matrix whose row length is not a multiple of 32 is stored as f16
 
 
 def source_from_gguf(file: GGUFFile) -> Source:
@@ -255,7 +253,8 @@ def export_gguf(
       hf_config: the content of transformers' `config.json`, which determines the family.
       tensors: the tensors, with transformers' names.
       tokenizer: the tokenizer.
-      kind: the type of matrices: f32, f16, bf16 or q8_0. Vectors are float32.
+      kind: the type of matrices, a key of `FILE_TYPES`. Vectors are float32. In a quantized file some matrices have other
+        types, see `tensor_types`.
       chat_template: the Jinja template, or None.
       name: the name of the model in the metadata.
 
@@ -265,9 +264,14 @@ def export_gguf(
     family = select_family(hf_config)
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
     sources = _group_by_stored(family, [name for name in tensors if name not in tied])
-    shapes = {stored: _shape(family, tensors, stored, names, TYPES[kind][0], hf_config) for stored, names in sources.items()}
+    base, file_type = FILE_TYPES[kind]
+    shapes = {stored: _shape(family, tensors, stored, names, base, hf_config) for stored, names in sources.items()}
     rows = shapes["token_embd.weight"][0][0]
     model = config.architecture(tokenizer.vocab_size)
+    if base not in PLAIN_DTYPES:
+        matrices = {stored: shape[-1] for stored, (shape, type_name) in shapes.items() if type_name == base}
+        types = tensor_types(kind, matrices, model.num_blocks, model.experts.count if model.experts else 0)
+        shapes |= {stored: (shapes[stored][0], type_name) for stored, type_name in types.items()}
     if feature := unsupported_feature(model, family, hf_config):
         raise UserError(f"llama.cpp's {family.arch} does not support {feature}")
     context = hf_config.get("max_position_embeddings", model.max_context)
@@ -280,7 +284,7 @@ def export_gguf(
     shapes |= {stored: (array.shape, "F32") for stored, array in extra.items()}
     metadata: dict[str, Any] = {"general.architecture": family.arch, "general.type": "model"}
     metadata |= {"general.name": name} if name else {}
-    metadata |= {"general.file_type": TYPES[kind][1], "general.quantization_version": 2}
+    metadata |= {"general.file_type": file_type, "general.quantization_version": 2}
     metadata |= {f"{family.arch}.{key}": value for key, value in gguf_metadata(model, family, context).items()}
     _check_roundtrip(model, family, metadata, shapes, extra)
     metadata |= vocabulary_metadata(tokenizer, rows, chat_template)
@@ -335,9 +339,8 @@ def _shape(
         shape = shape[::-1]
     if "_exps" in stored and ".experts.0." in names[0]:
         shape = (len(names), *shape)
-    if len(shape) == 1 or stored.endswith(".bias") or any(part in names[0] for part in ALWAYS_F32):
-        return shape, "F32"
-    return shape, "F16" if kind == "Q8_0" and shape[-1] % Q8_0_BLOCK else kind
+    plain = len(shape) == 1 or stored.endswith((".bias", "_norm.weight")) or any(part in names[0] for part in ALWAYS_F32)
+    return shape, "F32" if plain else kind
 
 
 def _check_roundtrip(

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError, check_writable, escape_name, staged_write, wrap_os_errors
-from dantinox.interop.ggml_types import TYPES, UNSUPPORTED_TYPES, dequantize, quantize_q8_0
+from dantinox.interop.ggml_quantize import has_finite_scales, quantize
+from dantinox.interop.ggml_types import TYPES, UNSUPPORTED_TYPES, dequantize
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 # The type codes of metadata values: first numbers, with their NumPy types, then strings and arrays.
@@ -94,7 +95,7 @@ def write_gguf(
       path: the file to create.
       metadata: the entries. Integers are written as uint32, floats as float32. The elements of a list have one type;
         integers in a list are written as int32.
-      shapes: the shape (in NumPy's order) and type (`F32`, `F16`, `BF16`, `Q8_0`) of every tensor.
+      shapes: the shape (in NumPy's order) and type (`F32`, `F16`, `BF16` or a key of `ENCODERS`) of every tensor.
       arrays: the tensors in the order of `shapes`, with any float dtype.
 
     Raises:
@@ -153,9 +154,9 @@ def _encode_tensor(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.n
         if kind == "F16" and not np.isfinite(plain).all() and np.isfinite(array).all():
             raise UserError("the weights have numbers above 65,504, the largest of float16: export bf16 or f32")
         return plain
-    encoded = quantize_q8_0(array)
-    if not np.isfinite(encoded.view(TYPES[kind].block)["d"]).all():
-        raise UserError("the weights have numbers that Q8_0 cannot represent (above 8.3 million, or NaN): export bf16 or f32")
+    encoded = quantize(kind, array)
+    if not has_finite_scales(kind, encoded):
+        raise UserError(f"the weights have numbers that {kind} cannot represent (too large, or NaN): export bf16 or f32")
     return encoded
 
 

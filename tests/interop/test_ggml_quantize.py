@@ -1,0 +1,103 @@
+"""Quantizers: blocks equal those of llama.cpp's reference functions bit for bit; types of tensors equal `llama-quantize`'s."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dantinox.cli.runs import EXPORT_TYPES
+from dantinox.interop.ggml_quantize import CHUNK, ENCODERS, has_finite_scales, quantize
+from dantinox.interop.ggml_types import TYPES, dequantize
+from dantinox.interop.gguf_file_types import FILE_TYPES, tensor_types
+
+# The blocks of `samples()`, in hexadecimal digits, as `quantize_row_*_ref` of ggml 0.25 computes them.
+RECORDED = json.loads((Path(__file__).parent / "ggml_blocks.json").read_text())
+quantizers = pytest.mark.parametrize("name", ENCODERS)
+
+
+def samples():
+    """Returns rows of 256 values, the same in all versions of Python and NumPy."""
+    source = random.Random(5)
+
+    def row(value):
+        return [value(source) for _ in range(256)]
+
+    rows = [row(lambda r: r.gauss(0, 0.02)), row(lambda r: r.random() + 1), row(lambda r: -r.random())]
+    rows += [row(lambda r: r.randint(-8, 8)), row(lambda r: r.gauss(0, 1) * (r.random() < 0.1))]
+    rows += [row(lambda r: r.gauss(0, 1) ** 5), [0.0] * 128 + [1e-20] * 64 + [-0.0] * 64]
+    rows += [[10.0**r for r in range(-8, 0) for _ in range(32)], [3e4] * 32 + [1e-6] * 224]
+    return np.array(rows, np.float64).astype(np.float32)
+
+
+@quantizers
+def test_blocks_equal_those_of_llama_cpp(name):
+    assert quantize(name, samples()).tobytes().hex() == RECORDED[name]
+
+
+@quantizers
+def test_values_are_quantized_equally_across_chunks(name):
+    values = np.random.default_rng(0).normal(size=3 * CHUNK + 256).astype(np.float32)
+    parts = [quantize(name, part) for part in np.split(values, [256, CHUNK, 2 * CHUNK + 512])]
+    np.testing.assert_array_equal(quantize(name, values), np.concatenate(parts))
+    size = {"Q4": 0.15, "Q5": 0.08, "Q6": 0.05, "Q8": 0.01}[name[:2]]
+    assert np.abs(dequantize(name, quantize(name, values)) - values).max() < size * np.abs(values).max()
+
+
+@quantizers
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e11, 1e35])
+def test_values_that_a_type_cannot_represent_give_scales_that_are_not_finite(name, value):
+    values = samples()
+    assert has_finite_scales(name, quantize(name, values))
+    values[1, 40] = value
+    assert not has_finite_scales(name, quantize(name, values))
+
+
+def test_the_command_line_offers_all_file_types():
+    assert list(FILE_TYPES) == EXPORT_TYPES
+
+
+def names(layers, width=512, **others):
+    parts = "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"
+    return {f"blk.{i}.{part}.weight": width for i in range(layers) for part in parts} | {"token_embd.weight": width} | others
+
+
+def layers_with(types, part, kind):
+    return [i for i in range(16) if types[f"blk.{i}.{part}.weight"] == kind]
+
+
+@pytest.mark.parametrize(("file_type", "base"), [("q4_k_m", "Q4_K"), ("q5_k_m", "Q5_K")])
+def test_some_layers_get_more_bits(file_type, base):
+    types = tensor_types(file_type, names(16) | {"output.weight": 512}, 16)
+    more = [0, 1, 4, 7, 10, 13, 14, 15]  # the first and last eighth, and every third layer between
+    for part in ("attn_v", "ffn_down"):
+        assert layers_with(types, part, "Q6_K") == more
+    assert {types[f"blk.{i}.{part}.weight"] for i in range(16) for part in ("attn_q", "ffn_up")} == {base}
+    assert types["output.weight"] == "Q6_K" and types["token_embd.weight"] == base
+    small = tensor_types("q4_k_s", names(16), 16)
+    assert layers_with(small, "attn_v", "Q5_K") == [0, 1, 2, 3] and layers_with(small, "ffn_down", "Q5_K") == [0, 1]
+
+
+def test_tied_embeddings_have_the_type_of_an_output_layer():
+    for file_type in ("q4_0", "q4_1", "q4_k_m", "q5_k_m", "q6_k"):
+        assert tensor_types(file_type, names(2), 2)["token_embd.weight"] == "Q6_K"
+    assert tensor_types("q8_0", names(2), 2)["token_embd.weight"] == "Q8_0"
+
+
+def test_rows_that_are_no_multiple_of_the_block_get_a_type_with_smaller_blocks():
+    types = tensor_types("q4_k_m", names(16, 96) | {"blk.3.ffn_up.weight": 40}, 16)
+    assert types["blk.0.ffn_down.weight"] == types["blk.0.attn_v.weight"] == types["token_embd.weight"] == "Q8_0"
+    assert types["blk.0.attn_q.weight"] == "Q5_0" and types["blk.3.ffn_up.weight"] == "F16"
+    assert tensor_types("q5_k_m", names(16, 96), 16)["blk.0.attn_q.weight"] == "Q5_1"
+    assert tensor_types("q4_0", names(16, 96), 16)["token_embd.weight"] == "Q8_0"
+
+
+def test_eight_experts_have_larger_types_in_attention():
+    types = tensor_types("q4_k_m", names(16), 16, experts=8)
+    assert types["blk.2.attn_k.weight"] == types["blk.2.attn_v.weight"] == "Q8_0"
+    assert types["blk.2.attn_output.weight"] == "Q5_K"
+
+
+def test_every_encoder_fills_whole_blocks():
+    assert all(TYPES[name].values in (32, 256) for name in ENCODERS)
