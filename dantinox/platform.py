@@ -4,23 +4,19 @@ A `ModelConfig` contains the name of the target platform, so the machine that co
 `auto` is the machine that runs the process.
 """
 
-import contextlib
 import ctypes
-import json
 import os
-import platform as machine
 import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from dantinox.files import atomic_write
+from dantinox.machine import cache_folder, cpu_name, measured_once
 
 LARGE_MODEL_BYTES = 1 << 25  # bytes of weights
 # If `bfloat16_gain` is at least this, matmuls with bfloat16 and int8 weights run in bfloat16. The limit is below 1 because
@@ -93,11 +89,6 @@ def get_platform(name: str = "auto") -> Platform:
     return PLATFORMS[jax.default_backend() if name == "auto" else name]
 
 
-def cache_folder() -> Path:
-    """Returns the directory of the user's caches."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dantinox"
-
-
 def release_free_memory() -> None:
     """Gives freed memory that the C library holds back to the operating system (only on Linux with glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -131,17 +122,12 @@ def bfloat16_gain() -> float:
     cache. CPUs without bfloat16 units are many times slower in bfloat16; CPUs with AVX512-BF16 or AMX are up to three
     times faster.
     """
-    file, key = cache_folder() / "products.json", f"{_cpu_name()}, jaxlib {jax.lib.__version__}"
-    known: dict[str, float] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(file.read_text())
-    if not isinstance(known.get(key), float):
+
+    def measure() -> float:
         with jax.ensure_compile_time_eval():  # the caller may be tracing, or inside `eval_shape`
-            known[key] = round(_measure_gain(), 2)
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, json.dumps(known))
-    return known[key]
+            return _measure_gain()
+
+    return measured_once("products.json", f"{cpu_name()}, jaxlib {jax.lib.__version__}", measure)
 
 
 def _measure_gain(size: int = 2048, copies: int = 4, repeats: int = 8) -> float:
@@ -162,13 +148,3 @@ def _measure_gain(size: int = 2048, copies: int = 4, repeats: int = 8) -> float:
             jax.block_until_ready(program(*inputs))
             seconds.append(time.perf_counter() - start)
     return min(times[0][1:]) / min(times[1][1:])
-
-
-def _cpu_name() -> str:
-    """Returns the model of the CPU and its bfloat16 instruction sets."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        units = {"avx512_bf16", "amx_bf16", "bf16"} & {*fields.get("flags", fields.get("Features", "")).split()}
-        return ", ".join((fields.get("model name", machine.machine()), *sorted(units)))
-    return machine.processor() or machine.machine()

@@ -15,8 +15,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A package may import packages of earlier tiers. `cli` and the public API import all.
 TIERS = (
     {"files", "html_repr"},
+    {"machine"},
     {"config"},
-    {"platform", "programs"},
+    {"platform", "programs", "kernels"},
     {"text", "sampling", "model"},
     {"distributed", "run", "interop", "report"},
     {"generation"},

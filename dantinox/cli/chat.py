@@ -317,7 +317,7 @@ def _session() -> Any:
     from prompt_toolkit.key_binding import KeyBindings
 
     from dantinox.config.request_overlay import REQUEST_KEYS
-    from dantinox.platform import cache_folder
+    from dantinox.machine import cache_folder
 
     keys = KeyBindings()
     keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.files import UserError, first_line, wrap_os_errors
-from dantinox.platform import cache_folder
+from dantinox.machine import cache_folder
 
 PIP_SECONDS = 900
 

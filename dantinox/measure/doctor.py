@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 
-from dantinox.platform import bfloat16_gain, cache_folder, get_platform, use_compilation_cache
+from dantinox.machine import cache_folder
+from dantinox.platform import bfloat16_gain, get_platform, use_compilation_cache
 from dantinox.report import human_bytes
 
 PACKAGES = ("dantinox", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy", "matplotlib")

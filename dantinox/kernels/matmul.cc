@@ -1,0 +1,537 @@
+// Products of rows with packed weights on a CPU: y[R, O] = x[R, I] · w[O, I]ᵀ, as a custom call of XLA.
+//
+// Weights are float32, bfloat16, int8, or blocks of ggml's quantized types, and are converted to float32 as they are read.
+// Element i of a row is added to lane i mod LANES of a float32 accumulator, in the order of i, and the lanes are added in a fixed
+// tree. So a result depends neither on the number of threads nor on other rows.
+//
+// The file is compiled once per instruction set (AVX2, AVX-512, AVX-512 with BF16, or NEON); `native.py` chooses one at run time.
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+namespace ffi = xla::ffi;
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
+typedef uint16_t Words __attribute__((vector_size(2 * LANES)));
+#define INLINE inline __attribute__((always_inline))
+
+template <class T> INLINE T load(const void* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+// GCC would widen each byte separately in `__builtin_convertvector`, so x86 uses intrinsics.
+INLINE Ints load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadu_si64(from));
+#else
+  return __builtin_convertvector(load<Bytes>(from), Ints);
+#endif
+}
+INLINE Ints load_signed(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadu_si64(from));
+#else
+  return __builtin_convertvector(load<SignedBytes>(from), Ints);
+#endif
+}
+// Keeps a value in a register. Otherwise GCC would load it again for every product.
+INLINE Floats in_register(Floats value) {
+#if defined(__x86_64__)
+  asm("" : "+v"(value));
+#endif
+  return value;
+}
+INLINE Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
+INLINE Ints lane_numbers() {
+  Ints numbers;
+  for (int i = 0; i < LANES; ++i) numbers[i] = i;
+  return numbers;
+}
+
+// Converts a float16.
+INLINE float half(const uint8_t* from) {
+#if defined(__F16C__)
+  return _cvtsh_ss(load<uint16_t>(from));
+#elif defined(__aarch64__)
+  return static_cast<float>(load<__fp16>(from));
+#else
+  uint16_t bits = load<uint16_t>(from);
+  uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu, word = (rest << 13) + 0x38000000u;
+  if (rest >= 0x7c00u) word += 0x38000000u;
+  float value = load<float>(&word);
+  if (rest < 0x400u) value = static_cast<float>(rest) * 0x1p-24f;
+  return load<uint32_t>(&sign) ? -value : value;
+#endif
+}
+
+// Each format reads a block of VALUES weights in BYTES bytes. A block consists of groups of GROUP weights. After `open(block)` and
+// `select(group)`, `get(s)` returns the LANES weights from element s · LANES of the group.
+struct Float32 {
+  static constexpr int VALUES = 32, BYTES = 128, GROUP = 32;
+  const uint8_t* at;
+  INLINE void open(const uint8_t* block) { at = block; }
+  INLINE void select(int) {}
+  INLINE Floats get(int s) const { return load<Floats>(at + 4 * LANES * s); }
+};
+
+struct BFloat16 {
+  static constexpr int VALUES = 32, BYTES = 64, GROUP = 32;
+  const uint8_t* at;
+  INLINE void open(const uint8_t* block) { at = block; }
+  INLINE void select(int) {}
+  INLINE Floats get(int s) const { return (Floats)(__builtin_convertvector(load<Words>(at + 2 * LANES * s), Ints) << 16); }
+};
+
+struct Int8 {
+  static constexpr int VALUES = 32, BYTES = 32, GROUP = 32;
+  const uint8_t* at;
+  INLINE void open(const uint8_t* block) { at = block; }
+  INLINE void select(int) {}
+  INLINE Floats get(int s) const { return to_floats(load_signed(at + LANES * s)); }
+};
+
+struct Q8_0 {
+  static constexpr int VALUES = 32, BYTES = 34, GROUP = 32;
+  const uint8_t* at;
+  float scale;
+  INLINE void open(const uint8_t* block) { at = block + 2, scale = half(block); }
+  INLINE void select(int) {}
+  INLINE Floats get(int s) const { return to_floats(load_signed(at + LANES * s)) * scale; }
+};
+
+// Returns element s · LANES of a group whose first half is in the low four bits of `SIZE` bytes, the second half in the high bits.
+template <int SIZE> INLINE Ints nibbles(const uint8_t* at, int s) {
+  Ints bytes = load_bytes(at + s * LANES % SIZE);
+  return s * LANES < SIZE ? bytes & 15 : bytes >> 4;
+}
+
+template <int SIZE> struct Nibbles {  // scale, minimum, 4-bit values: Q4_1 and INT4
+  static constexpr int VALUES = SIZE, BYTES = 4 + SIZE / 2, GROUP = SIZE;
+  const uint8_t* at;
+  float scale, minimum;
+  INLINE void open(const uint8_t* block) { at = block + 4, scale = half(block), minimum = half(block + 2); }
+  INLINE void select(int) {}
+  INLINE Floats get(int s) const { return to_floats(nibbles<SIZE / 2>(at, s)) * scale + minimum; }
+};
+
+struct Q4_0 {
+  static constexpr int VALUES = 32, BYTES = 18, GROUP = 32;
+  const uint8_t* at;
+  float scale;
+  INLINE void open(const uint8_t* block) { at = block + 2, scale = half(block); }
+  INLINE void select(int) {}
+  INLINE Floats get(int s) const { return to_floats(nibbles<16>(at, s) - 8) * scale; }
+};
+
+// Returns the fifth bits of LANES values from element s · LANES, in bit 4. Bit i of `bits` belongs to element i.
+INLINE Ints fifth_bits(uint32_t bits, int s) {
+  Ints word = Ints{} + static_cast<int32_t>(bits >> (s * LANES));
+  return ((word >> lane_numbers()) & 1) << 4;
+}
+
+struct Q5_0 {
+  static constexpr int VALUES = 32, BYTES = 22, GROUP = 32;
+  const uint8_t* at;
+  float scale;
+  uint32_t bits;
+  INLINE void open(const uint8_t* block) { at = block + 6, scale = half(block), bits = load<uint32_t>(block + 2); }
+  INLINE void select(int) {}
+  INLINE Floats get(int s) const { return to_floats((nibbles<16>(at, s) | fifth_bits(bits, s)) - 16) * scale; }
+};
+
+struct Q5_1 {
+  static constexpr int VALUES = 32, BYTES = 24, GROUP = 32;
+  const uint8_t* at;
+  float scale, minimum;
+  uint32_t bits;
+  INLINE void open(const uint8_t* block) {
+    at = block + 8, scale = half(block), minimum = half(block + 2), bits = load<uint32_t>(block + 4);
+  }
+  INLINE void select(int) {}
+  INLINE Floats get(int s) const { return to_floats(nibbles<16>(at, s) | fifth_bits(bits, s)) * scale + minimum; }
+};
+
+// Reads the 6-bit scales and minima of the eight groups of a Q4_K or Q5_K block.
+struct Scales {
+  float scale[8], minimum[8];
+  INLINE void open(const uint8_t* block) {
+    uint32_t low = load<uint32_t>(block + 4), high = load<uint32_t>(block + 8), rest = load<uint32_t>(block + 12);
+    uint32_t words[4] = {low & 0x3f3f3f3fu, (rest & 0x0f0f0f0fu) | ((low >> 2) & 0x30303030u), high & 0x3f3f3f3fu,
+                         ((rest >> 4) & 0x0f0f0f0fu) | ((high >> 2) & 0x30303030u)};
+    uint8_t codes[16];
+    std::memcpy(codes, words, 16);
+    float d = half(block), m = half(block + 2);
+    for (int i = 0; i < 8; ++i) scale[i] = d * codes[i], minimum[i] = m * codes[8 + i];
+  }
+};
+
+struct Q4_K {
+  static constexpr int VALUES = 256, BYTES = 144, GROUP = 64;
+  Scales scales;
+  const uint8_t *start, *at;
+  float scale[2], minimum[2];
+  INLINE void open(const uint8_t* block) { scales.open(block), start = block + 16; }
+  INLINE void select(int group) {
+    at = start + 32 * group;
+    for (int i = 0; i < 2; ++i) scale[i] = scales.scale[2 * group + i], minimum[i] = scales.minimum[2 * group + i];
+  }
+  INLINE Floats get(int s) const { return to_floats(nibbles<32>(at, s)) * scale[s * LANES / 32] - minimum[s * LANES / 32]; }
+};
+
+struct Q5_K {
+  static constexpr int VALUES = 256, BYTES = 176, GROUP = 64;
+  Q4_K low;
+  const uint8_t* high;
+  int shift;
+  INLINE void open(const uint8_t* block) { low.scales.open(block), low.start = block + 48, high = block + 16; }
+  INLINE void select(int group) { low.select(group), shift = 2 * group; }
+  INLINE Floats get(int s) const {
+    int part = s * LANES / 32;
+    Ints fifth = ((load_bytes(high + s * LANES % 32) >> (shift + part)) & 1) << 4;
+    return to_floats(nibbles<32>(low.at, s) | fifth) * low.scale[part] - low.minimum[part];
+  }
+};
+
+struct Q6_K {
+  static constexpr int VALUES = 256, BYTES = 210, GROUP = 128;
+  const uint8_t *start, *low, *high;
+  float d, scale[8];
+  INLINE void open(const uint8_t* block) { start = block, d = half(block + 208); }
+  INLINE void select(int group) {
+    low = start + 64 * group, high = start + 128 + 32 * group;
+    for (int i = 0; i < 8; ++i) scale[i] = d * static_cast<int8_t>(start[192 + 8 * group + i]);
+  }
+  INLINE Floats get(int s) const {
+    int part = s * LANES / 32;
+    Ints top = ((load_bytes(high + s * LANES % 32) >> (2 * part)) & 3) << 4;
+    return to_floats((nibbles<64>(low, s) | top) - 32) * scale[s * LANES / 16];
+  }
+};
+
+INLINE float add_lanes(Floats values) {
+  float lanes[LANES];
+  std::memcpy(lanes, &values, sizeof lanes);
+  for (int count = LANES / 2; count; count /= 2)
+    for (int i = 0; i < count; ++i) lanes[i] += lanes[i + count];
+  return lanes[0];
+}
+
+constexpr int64_t DIRECT_ROWS = 16;     // with more rows, weights are converted once and stored
+constexpr int64_t SCRATCH = 96 * 1024;  // bytes of converted weights that stay in a core's cache
+constexpr int64_t MAX_OUTPUTS = 24;     // outputs that are computed together: a multiple of every tile
+
+// Rows are packed in groups of R = 8, 4, 2 or 1: LANES values of each row of the group in turn, filled with zeros to a multiple of
+// ALIGNED values. Products run over at most CHUNK values at a time, so that the packed rows stay in the first-level cache.
+constexpr int64_t ALIGNED = 32, CHUNK = 1024;
+int64_t aligned(int64_t I) { return (I + ALIGNED - 1) / ALIGNED * ALIGNED; }
+int64_t group_size(int64_t rows) { return rows >= 8 ? 8 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
+
+// Packs one group of rows.
+template <class T> void pack(const T* x, int64_t rows, int64_t I, T* to) {
+  constexpr int64_t STEP = 4 * LANES / sizeof(T);
+  for (int64_t i = 0; i < aligned(I); i += STEP)
+    for (int64_t r = 0; r < rows; ++r, to += STEP) {
+      const int64_t count = std::clamp<int64_t>(I - i, 0, STEP);
+      if (count < STEP) std::memset(to, 0, STEP * sizeof(T));
+      std::memcpy(to, x + r * I + i, count * sizeof(T));
+    }
+}
+
+// Adds the products of R packed rows with O outputs, over `blocks` blocks of weights, to `sums`. Prefetches the next tile.
+template <class F, int R, int O>
+void tile(const float* x, const uint8_t* w, int64_t stride, int64_t blocks, Floats (*sums)[O]) {
+  Floats local[R][O];
+  F formats[O];
+  std::memcpy(local, sums, sizeof local);
+  for (int64_t b = 0; b < blocks; ++b) {
+    for (int o = 0; o < O; ++o) {
+      const uint8_t* at = w + o * stride + b * F::BYTES;
+      for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(at + O * stride + line);
+      formats[o].open(at);
+    }
+    for (int group = 0; group < F::VALUES / F::GROUP; ++group) {
+      for (int o = 0; o < O; ++o) formats[o].select(group);
+#pragma GCC unroll 32
+      for (int s = 0; s < F::GROUP / LANES; ++s, x += R * LANES) {
+        Floats weights[O];
+        for (int o = 0; o < O; ++o) weights[o] = formats[o].get(s);
+        for (int r = 0; r < R; ++r) {
+          Floats inputs = in_register(load<Floats>(x + r * LANES));
+          for (int o = 0; o < O; ++o) local[r][o] += inputs * weights[o];
+        }
+      }
+    }
+  }
+  std::memcpy(sums, local, sizeof local);
+}
+
+// As many sums as the registers hold.
+constexpr int tile_outputs(int rows) { return LANES == 16 ? (rows == 8 ? 3 : 4) : rows <= 2 ? 4 : rows == 4 ? 2 : 1; }
+
+// The products of a group of R rows with `count` outputs. `stride` is the bytes of a row of weights, `outputs` the length of a row of y.
+template <class F, int R, int O>
+void outputs_of(const float* x, int64_t I, const uint8_t* w, int64_t stride, float* y, int64_t outputs, int64_t count) {
+  const int64_t tiles = count / O;
+  Floats sums[MAX_OUTPUTS / O][R][O] = {};
+  for (int64_t start = 0; start < I; start += CHUNK) {
+    const int64_t blocks = std::min(CHUNK, I - start) / F::VALUES, done = start + blocks * F::VALUES;
+    const int64_t rest = std::min(CHUNK, I - start) % F::VALUES;  // not 0 only in formats without scales
+    for (int64_t t = 0; t < tiles; ++t) {
+      const uint8_t* at = w + t * O * stride;
+      tile<F, R, O>(x + start * R, at + start / F::VALUES * F::BYTES, stride, blocks, sums[t]);
+      if (!rest) continue;
+      uint8_t padded[2 * O][F::BYTES] = {};
+      for (int o = 0; o < O; ++o) std::memcpy(padded[o], at + o * stride + done / F::VALUES * F::BYTES, rest * (F::BYTES / F::VALUES));
+      tile<F, R, O>(x + done * R, padded[0], F::BYTES, 1, sums[t]);
+    }
+  }
+  for (int64_t t = 0; t < tiles; ++t)
+    for (int r = 0; r < R; ++r)
+      for (int o = 0; o < O; ++o) y[r * outputs + t * O + o] = add_lanes(sums[t][r][o]);
+  if constexpr (O > 1)
+    if (const int64_t first = tiles * O; first < count)
+      outputs_of<F, R, 1>(x, I, w + first * stride, stride, y + first, outputs, count - first);
+}
+
+template <class F>
+void rows_of(const float* x, int64_t rows, int64_t I, const uint8_t* w, int64_t stride, float* y, int64_t outputs, int64_t count) {
+  for (int64_t size; rows; rows -= size, x += size * aligned(I), y += size * outputs) {
+    size = group_size(rows);
+    if (size == 8) outputs_of<F, 8, tile_outputs(8)>(x, I, w, stride, y, outputs, count);
+    if (size == 4) outputs_of<F, 4, tile_outputs(4)>(x, I, w, stride, y, outputs, count);
+    if (size == 2) outputs_of<F, 2, tile_outputs(2)>(x, I, w, stride, y, outputs, count);
+    if (size == 1) outputs_of<F, 1, tile_outputs(1)>(x, I, w, stride, y, outputs, count);
+  }
+}
+
+template <class F> void expand(const uint8_t* w, int64_t I, float* to) {
+  F format;
+  for (int64_t b = 0; b < I / F::VALUES; ++b) {
+    format.open(w + b * F::BYTES);
+    for (int group = 0; group < F::VALUES / F::GROUP; ++group) {
+      format.select(group);
+      for (int s = 0; s < F::GROUP / LANES; ++s, to += LANES) {
+        Floats values = format.get(s);
+        std::memcpy(to, &values, sizeof values);
+      }
+    }
+  }
+}
+
+int64_t outputs_at_once(int64_t row_bytes) { return std::clamp<int64_t>(SCRATCH / std::max<int64_t>(row_bytes, 1) / 12 * 12, 12, MAX_OUTPUTS); }
+
+// An array that starts at a cache line, so that no vector of it crosses one. Null if there is no memory.
+struct Free {
+  void operator()(void* array) const { std::free(array); }
+};
+template <class T> using Array = std::unique_ptr<T[], Free>;
+template <class T> Array<T> make_array(int64_t count) {
+  return Array<T>(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
+}
+
+// The operands of one call. Weights of outputs `lo` to `hi` are multiplied with all rows.
+struct Call {
+  const void* x;
+  int64_t rows, I;
+  const uint8_t* w;
+  float* y;
+  int64_t outputs;
+};
+
+template <class F> void compute(const Call& call, int64_t lo, int64_t hi) {
+  const float* x = static_cast<const float*>(call.x);
+  const int64_t stride = call.I / F::VALUES * F::BYTES + call.I % F::VALUES * (F::BYTES / F::VALUES);
+  const bool direct = std::is_same_v<F, Float32> || call.rows <= DIRECT_ROWS || call.I % F::VALUES;
+  const int64_t step = outputs_at_once(direct ? stride : 4 * call.I);
+  const Array<float> scratch = make_array<float>(direct ? 0 : step * call.I);
+  for (int64_t o = lo; o < hi; o += step) {
+    const int64_t count = std::min(step, hi - o);
+    if (direct) {
+      rows_of<F>(x, call.rows, call.I, call.w + o * stride, stride, call.y + o, call.outputs, count);
+      continue;
+    }
+    for (int64_t i = 0; i < count; ++i) expand<F>(call.w + (o + i) * stride, call.I, scratch.get() + i * call.I);
+    const uint8_t* weights = reinterpret_cast<const uint8_t*>(scratch.get());
+    rows_of<Float32>(x, call.rows, call.I, weights, 4 * call.I, call.y + o, call.outputs, count);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// The products of bfloat16 pairs with float32 sums. I is a multiple of ALIGNED.
+template <int R, int O> void bf16_outputs(const uint16_t* x, int64_t I, const uint16_t* w, float* y, int64_t outputs, int64_t count) {
+  int64_t o = 0;
+  for (; o + O <= count; o += O) {
+    Floats sums[R][O] = {};
+    for (int64_t i = 0; i < I; i += 32) {
+      __m512bh weights[O];
+      for (int k = 0; k < O; ++k) weights[k] = load<__m512bh>(w + (o + k) * I + i);
+      for (int r = 0; r < R; ++r) {
+        __m512bh inputs = load<__m512bh>(x + R * i + 32 * r);
+        for (int k = 0; k < O; ++k) sums[r][k] = (Floats)_mm512_dpbf16_ps((__m512)sums[r][k], inputs, weights[k]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int k = 0; k < O; ++k) y[r * outputs + o + k] = add_lanes(sums[r][k]);
+  }
+  if constexpr (O > 1)
+    if (o < count) bf16_outputs<R, 1>(x, I, w + o * I, y + o, outputs, count - o);
+}
+
+template <class F> void compute_bf16(const Call& call, int64_t lo, int64_t hi) {
+  const uint16_t* x = static_cast<const uint16_t*>(call.x);
+  const int64_t I = call.I, stride = I / F::VALUES * F::BYTES, step = outputs_at_once(2 * I);
+  const Array<float> row = make_array<float>(std::is_same_v<F, BFloat16> ? 0 : I);
+  const Array<uint16_t> scratch = make_array<uint16_t>(std::is_same_v<F, BFloat16> ? 0 : step * I);
+  for (int64_t o = lo; o < hi; o += step) {
+    const int64_t count = std::min(step, hi - o);
+    const uint16_t* weights = reinterpret_cast<const uint16_t*>(call.w + o * stride);
+    if (!std::is_same_v<F, BFloat16>) {
+      for (int64_t k = 0; k < count; ++k) {
+        expand<F>(call.w + (o + k) * stride, I, row.get());
+        for (int64_t i = 0; i < I; i += 32) {
+          __m512bh pair = _mm512_cvtne2ps_pbh((__m512)load<Floats>(row.get() + i + 16), (__m512)load<Floats>(row.get() + i));
+          std::memcpy(scratch.get() + k * I + i, &pair, sizeof pair);
+        }
+      }
+      weights = scratch.get();
+    }
+    for (int64_t r = 0, size; r < call.rows; r += size) {
+      size = group_size(call.rows - r);
+      float* y = call.y + r * call.outputs + o;
+      if (size == 8) bf16_outputs<8, 3>(x + r * I, I, weights, y, call.outputs, count);
+      if (size == 4) bf16_outputs<4, 4>(x + r * I, I, weights, y, call.outputs, count);
+      if (size == 2) bf16_outputs<2, 4>(x + r * I, I, weights, y, call.outputs, count);
+      if (size == 1) bf16_outputs<1, 4>(x + r * I, I, weights, y, call.outputs, count);
+    }
+  }
+}
+#else
+template <class F> void compute_bf16(const Call&, int64_t, int64_t) {}
+#endif
+
+// Runs `function(lo, hi)` on blocks of [0, count); `bytes` is the size of the work. A block has a multiple of MAX_OUTPUTS items.
+// Threads that are free claim blocks from a counter, the calling thread included. So no thread waits for a task that has
+// not started, which could block forever when XLA runs several calls at once.
+template <class Function> void run_blocks(ffi::ThreadPool& pool, int64_t count, int64_t bytes, Function function) {
+  constexpr int64_t MIN_BLOCK_BYTES = 1 << 15, BLOCKS_PER_THREAD = 8;
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t wanted = std::clamp<int64_t>(bytes / MIN_BLOCK_BYTES, 1, threads * BLOCKS_PER_THREAD);
+  const int64_t size = ((count + wanted - 1) / wanted + MAX_OUTPUTS - 1) / MAX_OUTPUTS * MAX_OUTPUTS;
+  struct Job {
+    Function function;
+    int64_t count, size, blocks;
+    std::atomic<int64_t> next{0}, done{0};
+    void work() {
+      for (int64_t block; (block = next.fetch_add(1)) < blocks; done.fetch_add(1, std::memory_order_release))
+        function(block * size, std::min(count, (block + 1) * size));
+    }
+  };
+  const int64_t blocks = (count + size - 1) / size;
+  if (blocks == 1) return function(0, count);
+  std::shared_ptr<Job> job(new Job{function, count, size, blocks});
+  for (int64_t i = 1; i < std::min(threads, blocks); ++i) pool.Schedule([job] { job->work(); });
+  job->work();
+  while (job->done.load(std::memory_order_acquire) < blocks) {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  }
+}
+
+// Returns the packed rows, or null if there is no memory.
+template <class T> Array<T> pack_rows(ffi::ThreadPool& pool, const T* x, int64_t rows, int64_t I) {
+  Array<T> packed = make_array<T>(rows * aligned(I));
+  T* to = packed.get();
+  if (to) run_blocks(pool, rows, rows * I * sizeof(T) / 8, [=](int64_t lo, int64_t hi) {
+      for (int64_t size; lo < hi; lo += size) {
+        size = group_size(std::min(rows, hi) - lo);
+        pack(x + lo * I, size, I, to + lo * aligned(I));
+      }
+    });
+  return packed;
+}
+
+template <class F, class T> ffi::Error multiply(ffi::ThreadPool& pool, Call call, const T* x, int64_t row_bytes) {
+  const bool plain = std::is_same_v<F, Float32> || std::is_same_v<F, BFloat16> || std::is_same_v<F, Int8>;
+  const int64_t expected = call.I / F::VALUES * F::BYTES + call.I % F::VALUES * (F::BYTES / F::VALUES);
+  const bool bf16 = sizeof(T) == 2;
+  if ((!plain && call.I % F::VALUES) || row_bytes != expected || (bf16 && call.I % ALIGNED))
+    return ffi::Error::InvalidArgument("the rows of the weights have a wrong size");
+  Array<T> packed;
+  call.x = x;
+  if (call.rows > 1 || call.I % ALIGNED) {
+    packed = pack_rows(pool, x, call.rows, call.I);
+    if (!packed) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the packed rows");
+    call.x = packed.get();
+  }
+  const int64_t work = std::max(row_bytes, call.rows * call.I / 2) * call.outputs;
+  run_blocks(pool, call.outputs, work, [call](int64_t lo, int64_t hi) { (bf16 ? compute_bf16<F> : compute<F>)(call, lo, hi); });
+  return ffi::Error::Success();
+}
+
+template <class T> ffi::Error multiply_format(ffi::ThreadPool& pool, const Call& call, const T* x, int64_t row_bytes, int64_t format) {
+  switch (format) {
+    case 0: return multiply<Float32>(pool, call, x, row_bytes);
+    case 1: return multiply<BFloat16>(pool, call, x, row_bytes);
+    case 2: return multiply<Int8>(pool, call, x, row_bytes);
+    case 3: return multiply<Q8_0>(pool, call, x, row_bytes);
+    case 4: return multiply<Q4_0>(pool, call, x, row_bytes);
+    case 5: return multiply<Nibbles<32>>(pool, call, x, row_bytes);
+    case 6: return multiply<Q5_0>(pool, call, x, row_bytes);
+    case 7: return multiply<Q5_1>(pool, call, x, row_bytes);
+    case 8: return multiply<Q4_K>(pool, call, x, row_bytes);
+    case 9: return multiply<Q5_K>(pool, call, x, row_bytes);
+    case 10: return multiply<Q6_K>(pool, call, x, row_bytes);
+    case 11: return multiply<Nibbles<64>>(pool, call, x, row_bytes);
+  }
+  return ffi::Error::InvalidArgument("unknown format");
+}
+
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y, int64_t format) {
+  auto in = x.dimensions(), weights = w.dimensions(), out = y->dimensions();
+  const bool bf16 = x.element_type() == ffi::BF16;
+  if (in.size() != 2 || weights.size() != 2 || out.size() != 2 || out[0] != in[0] || out[1] != weights[0] ||
+      (x.element_type() != ffi::F32 && !bf16))
+    return ffi::Error::InvalidArgument("expected x [R, I] in float32 or bfloat16, w [O, bytes] and y [R, O]");
+#if !defined(__AVX512BF16__)
+  if (bf16) return ffi::Error(ffi::ErrorCode::kUnimplemented, "this CPU has no bfloat16 products");
+#endif
+  Call call{nullptr, in[0], in[1], static_cast<const uint8_t*>(w.untyped_data()), y->typed_data(), weights[0]};
+  if (!call.rows || !call.outputs) return ffi::Error::Success();
+  const int64_t row_bytes = static_cast<int64_t>(w.size_bytes()) / call.outputs;
+  if (bf16) return multiply_format(pool, call, static_cast<const uint16_t*>(x.untyped_data()), row_bytes, format);
+  return multiply_format(pool, call, static_cast<const float*>(x.untyped_data()), row_bytes, format);
+}
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dantinox_matmul, Matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("format"));

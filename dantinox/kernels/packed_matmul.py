@@ -1,0 +1,35 @@
+"""Products of rows with packed weights: native kernels on a CPU, XLA elsewhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.kernels.formats import FORMATS, unpack
+from dantinox.kernels.native import TARGET
+
+# Numbers of the dtypes in the native kernel; the numbers of block formats are in `FORMATS`.
+DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "int8": 2}
+
+
+def matmul(rows_RI: jax.Array, weights_OB: jax.Array, kind: str | None = None, *, native: bool = False) -> jax.Array:
+    """Returns rows · weightsᵀ.
+
+    With float32 rows, products and sums are in float32. With bfloat16 rows, the weights are rounded to bfloat16 and the sums
+    are in float32. In the native kernels, a result does not depend on the other rows or on the number of threads.
+
+    Args:
+      rows_RI: float32 or bfloat16 `[R, I]`.
+      weights_OB: packed rows `[O, bytes]` of uint8, or float32, bfloat16 or int8 `[O, I]`.
+      kind: the format of packed rows, a key of `FORMATS`; None for other weights.
+      native: use the native kernel. `load_kernels` must have loaded it. It has no gradient. With bfloat16 rows, it needs
+        `Kernels.multiplies_bfloat16` and a multiple of 32 inputs.
+
+    Returns:
+      float32 `[R, O]`.
+    """
+    if native:
+        number = DTYPE_NUMBERS[weights_OB.dtype.name] if kind is None else FORMATS[kind].number
+        shape = jax.ShapeDtypeStruct((rows_RI.shape[0], weights_OB.shape[0]), jnp.float32)
+        return jax.ffi.ffi_call(TARGET, shape)(rows_RI, weights_OB, format=np.int64(number))
+    weights_OI = (weights_OB if kind is None else unpack(kind, weights_OB)).astype(rows_RI.dtype)
+    return jnp.einsum("RI,OI->RO", rows_RI, weights_OI, preferred_element_type=jnp.float32)
