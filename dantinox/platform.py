@@ -9,10 +9,12 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -38,8 +40,7 @@ class Platform:
         matrix–vector product per row.
       min_loss_chunk_tokens: the smallest number of tokens in a chunk of the loss. Every chunk reads the weights of the output
         layer and writes their gradient, so many small chunks cost memory traffic.
-      float32_options: compiler options for training and evaluation in float32.
-      large_model_options: compiler options for models with more than `LARGE_MODEL_BYTES` of weights, in any dtype.
+      large_model_options: compiler options for training and evaluation of models with more than `LARGE_MODEL_BYTES` of weights.
     """
 
     name: str
@@ -49,21 +50,17 @@ class Platform:
     attention_kernel: str | None = None
     max_matvec_rows: tuple[int, int] = (0, 0)
     min_loss_chunk_tokens: int = 2048
-    float32_options: tuple[tuple[str, str], ...] = ()
     large_model_options: tuple[tuple[str, str], ...] = ()
 
-    def compiler_options(self, float32: bool, bytes_of_weights: int) -> dict[str, str]:
-        """Returns the compiler options for training and evaluating a model.
-
-        Args:
-          float32: whether the model computes in float32.
-          bytes_of_weights: the size of its weights.
-        """
-        return dict(self.float32_options * float32 + self.large_model_options * (bytes_of_weights > LARGE_MODEL_BYTES))
+    def compiler_options(self, bytes_of_weights: int) -> dict[str, str]:
+        """Returns the compiler options for training and evaluating a model with this size of weights."""
+        return dict(self.large_model_options * (bytes_of_weights > LARGE_MODEL_BYTES))
 
 
-# YNNPACK for matmuls only: with its reductions, a small step is 10 % slower than with XLA's reductions.
-YNNPACK_MATMULS = ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_DOT")
+# XLA on a CPU passes matmuls, reductions and combinations of both to the library YNNPACK. jaxlib 0.10.2 computes some
+# combinations wrongly (jax-ml/jax#39103). With this option, YNNPACK computes individual matmuls only.
+MISCOMPILING_JAXLIB = "0.10.2"
+INDIVIDUAL_MATMULS = ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT")
 # XLA's default scheduler starts every operation as early as possible, which keeps the cores busy in a small step. In a large
 # step the cores are busy anyway, and early results only occupy memory. With the memory scheduler, a step of a model with 124 M
 # parameters needs a third less memory and takes the same time.
@@ -76,12 +73,39 @@ PLATFORMS = {
         segmented_cache=True,
         max_matvec_rows=(2, 8),
         min_loss_chunk_tokens=1,
-        float32_options=(YNNPACK_MATMULS,),
         large_model_options=(MEMORY_SCHEDULER,),
     ),
     "gpu": Platform("gpu", "bfloat16", attention_kernel="cudnn"),
     "tpu": Platform("tpu", "bfloat16", attention_kernel="splash"),
 }
+
+
+def _prevent_miscompilation() -> None:
+    """Makes jax compile all CPU programs of this process with `INDIVIDUAL_MATMULS`, if this jaxlib needs it.
+
+    Another value of the option in `XLA_FLAGS`, or in the compiler options of a program, takes precedence.
+
+    The function replaces a private function of jax, and only with the affected version. It does not set `XLA_FLAGS`: XLA reads
+    the variable when the first backend starts, which may be before this import. Child processes would inherit the variable,
+    and a jaxlib that does not know the option aborts the process.
+    """
+    name, value = INDIVIDUAL_MATMULS
+    if jaxlib.__version__ != MISCOMPILING_JAXLIB or name in os.environ.get("XLA_FLAGS", ""):
+        return
+    from jax._src import compiler
+
+    get_compile_options = compiler.get_compile_options
+
+    @wraps(get_compile_options)
+    def with_individual_matmuls(*args: Any, **kwargs: Any) -> Any:
+        if getattr(kwargs.get("backend"), "platform", None) == "cpu":
+            kwargs["env_options_overrides"] = {name: value} | (kwargs.get("env_options_overrides") or {})
+        return get_compile_options(*args, **kwargs)
+
+    compiler.get_compile_options = with_individual_matmuls
+
+
+_prevent_miscompilation()
 
 
 def get_platform(name: str = "auto") -> Platform:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dantinox.machine import cache_folder
-from dantinox.platform import bfloat16_gain, get_platform, use_compilation_cache
+from dantinox.platform import INDIVIDUAL_MATMULS, bfloat16_gain, get_platform, use_compilation_cache
 from dantinox.report import human_bytes
 
 PACKAGES = ("dantinox", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy", "matplotlib")
@@ -29,6 +29,7 @@ def doctor_lines() -> Iterator[str]:
         stats = device.memory_stats() or {}
         memory = f", {human_bytes(stats['bytes_limit'])}" if "bytes_limit" in stats else ""
         yield f"device {device.id}: {device.platform} {device.device_kind}{memory}"
+    yield _compiler_check()
     cpu = get_platform().name == "cpu"
     size, dtype = (1024, jnp.float32) if cpu else (8192, jnp.bfloat16)
     flops = 2 * size**3 / _seconds(jnp.matmul, *[jnp.ones((size, size), dtype)] * 2)
@@ -36,10 +37,23 @@ def doctor_lines() -> Iterator[str]:
     if cpu:
         speed = f"{bfloat16_gain():.2g} × the speed of float32"
         yield f"matrix multiplications of eight rows with bfloat16 weights: {speed} (saved in {cache_folder()})"
-    large = jnp.ones(1 << 26, jnp.float32)
-    yield f"memory: {human_bytes(large.nbytes / _seconds(jnp.sum, large))}/s"
+    large = jnp.ones((1 << 6, 1 << 20), jnp.float32)  # XLA sums the rows of an array in parallel, a single row in one thread
+    yield f"memory: {human_bytes(large.nbytes / _seconds(lambda x: jnp.sum(x, axis=1), large))}/s"
     use_compilation_cache()  # set last: the benchmarks above should not fill the cache
     yield f"compiled programs are cached in {jax.config.values['jax_compilation_cache_dir'] or 'memory only'}"
+
+
+def _compiler_check() -> str:
+    """Runs a program that jaxlib 0.10.2 compiles wrongly by default; see `dantinox.platform.INDIVIDUAL_MATMULS`."""
+    x_RI = jnp.arange(32_769.0)[:, None] * jnp.array([1.0, 0, 0])
+    found, expected = int(jax.jit(jax.vmap(lambda x_I: jnp.sum((jnp.eye(3) @ x_I) ** 2)))(x_RI)[-1]), 2**30
+    if found == expected:
+        return "compiler check: sums of matrix multiplication results are correct"
+    name, value = INDIVIDUAL_MATMULS
+    return (
+        f"compiler check: wrong results, {found} instead of {expected} for a sum of matrix multiplication results; "
+        f"set XLA_FLAGS=--{name}={value}"
+    )
 
 
 def _seconds(function: Callable[..., jax.Array], *inputs: jax.Array) -> float:

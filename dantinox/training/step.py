@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import BATCH, Layout
-from dantinox.model import compute_dtype
 from dantinox.model.lora import enable_dropout, frozen_parameters, trainable_parameters
 from dantinox.model.parameters import Parameters, abstract_model, init_parameters, random_key
 from dantinox.platform import get_platform
@@ -199,9 +198,7 @@ class TrainStep:
         train = self.program.trace(self.shapes, batch, base)
         evaluation = make_eval_step(model, layout, t.dpo_beta).trace(self.shapes.parameters, eval_batch, base)
         platform = get_platform(model.platform)
-        options = platform.compiler_options(
-            compute_dtype(model) == jnp.float32, tree_bytes(abstract_model(replace(model, lora=None))[1])
-        )
+        options = platform.compiler_options(tree_bytes(abstract_model(replace(model, lora=None))[1]))
         if t.deterministic and platform.name == "gpu":
             options |= {"xla_gpu_deterministic_ops": "true"}
         return {

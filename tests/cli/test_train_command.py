@@ -1,10 +1,12 @@
 """`dantinox train` and other commands: errors, configs, files and output."""
 
+import os
 import re
 import subprocess
 import sys
 
 import jax
+import jaxlib
 import pytest
 
 from dantinox import cli
@@ -186,7 +188,19 @@ def test_doctor(dantinox, tmp_path, monkeypatch):
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     assert (code, err) == (0, "") and "jax " in out and "device 0: " in out and "GFLOP/s" in out
+    assert "\ncompiler check: sums of matrix multiplication results are correct\n" in out
     assert out.endswith(f"compiled programs are cached in {tmp_path / 'dantinox' / 'jax'}\n")
+
+
+@pytest.mark.skipif(jaxlib.__version__ != "0.10.2", reason="other versions are correct with any option")
+def test_doctor_finds_wrong_results():
+    code, value = "from dantinox.measure.doctor import _compiler_check; print(_compiler_check())", "LIBRARY_FUSION_TYPE_DOT"
+    environment = os.environ | {"XLA_FLAGS": f"--xla_cpu_experimental_ynn_fusion_type={value}"}
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    assert out == (
+        "compiler check: wrong results, 1065369600 instead of 1073741824 for a sum of matrix multiplication results; "
+        "set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT\n"
+    )
 
 
 def test_plot_writes_a_figure_and_prints_its_path(tmp_path, capsys):
