@@ -28,7 +28,8 @@ def parse() -> argparse.Namespace:
     a.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     a.add_argument("--threads", type=int, default=2)
     a.add_argument("--repeats", type=int, default=3)
-    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
+    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8", "int4"), default="auto")
+    a.add_argument("--matmul_kernel", choices=("auto", "xla", "native"), default="auto")
     a.add_argument("--modes", nargs="+", choices=("greedy", "top_p", "chain"), default=["greedy", "top_p"])
     a.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     return a.parse_args()
@@ -70,7 +71,7 @@ def main() -> None:
     make = jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
     plain = nnx.merge(graph, make())
     params_m = sum(leaf.size for leaf in jax.tree.leaves(state)) / 1e6
-    model = prepare(plain, o.weights)
+    model = prepare(plain, o.weights, matmul_kernel=o.matmul_kernel)
     # A step reads only a few rows of the embedding table, so the table is not counted. The prepared output layer is a separate
     # copy of the table, and is counted.
     read_bytes = weight_bytes(model) - model.embed[...].nbytes

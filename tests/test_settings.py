@@ -130,6 +130,7 @@ OTHER: dict[str, tuple] = {
     "generation.max_new_tokens": (3,), "generation.n": (2,), "generation.seed": (9,), "generation.stop": (["a"],),
     "generation.keep_stop": (True, {"generation.stop": ["a"]}),
     "generation.matmul_dtype": ("float32", {"generation.weights": "int8"}), "generation.tensor_parallel": (2,),
+    "generation.matmul_kernel": ("xla",),
     "generation.stop_token_ids": ([3], {"generation.min_tokens": 2}),
     "generation.ignore_eos": (True,), "generation.use_cache": (False,), "generation.weights": ("int8",),
     "generation.greedy": (True,), "generation.strategy": ("entropy",), "generation.preset": ("llamacpp",),
@@ -237,7 +238,18 @@ LOOP = (
     "eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from",
     "deterministic",
 )  # fmt: skip
-REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights", "matmul_dtype", "tensor_parallel")
+REQUEST = (
+    "max_new_tokens",
+    "n",
+    "stop",
+    "keep_stop",
+    "ignore_eos",
+    "use_cache",
+    "weights",
+    "matmul_dtype",
+    "matmul_kernel",
+    "tensor_parallel",
+)
 START_UP = ("coordinator", "processes", "process")
 HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
 

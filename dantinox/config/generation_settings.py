@@ -47,15 +47,18 @@ class _Request(Section):
     stop_token_ids: Tokens = field((), "tokens that end the text like the EOS token: ids, or strings of one token")
     ignore_eos: bool = field(False, "continue after the EOS token")
     use_cache: bool = field(True, "cache keys and values; false recomputes the whole sequence for each token")
-    weights: Literal["auto", "float32", "bfloat16", "int8"] = field(
+    weights: Literal["auto", "float32", "bfloat16", "int8", "int4"] = field(
         "auto", "dtype of the weights while decoding (auto: the compute dtype of the run)"
     )
     matmul_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", one_of("bfloat16", "int8")))
+        Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", one_of("bfloat16", "int8", "int4")))
     ] = field(
         "auto",
-        "dtype of matrix multiplications with quantized (int8) or bfloat16 weights (auto: bfloat16 if it is faster, "
+        "dtype of matrix multiplications with quantized (int8, int4) or bfloat16 weights (auto: bfloat16 if it is faster, "
         "measured once)",
+    )
+    matmul_kernel: Literal["auto", "xla", "native"] = field(
+        "auto", "native multiplies a few rows with compiled CPU kernels (auto: if they are faster, measured once)"
     )
     tensor_parallel: Count = field(1, "devices that hold different heads and features of each layer")
     greedy: bool = field(False, "always choose the most likely token")

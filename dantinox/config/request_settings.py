@@ -20,8 +20,9 @@ class SamplingSettings(TypedDict, total=False):
     stop_token_ids: Sequence[int | str]
     ignore_eos: bool
     use_cache: bool
-    weights: Literal["auto", "float32", "bfloat16", "int8"]
+    weights: Literal["auto", "float32", "bfloat16", "int8", "int4"]
     matmul_dtype: Literal["auto", "float32", "bfloat16"]
+    matmul_kernel: Literal["auto", "xla", "native"]
     tensor_parallel: int
     greedy: bool
     strategy: Literal["chain", "entropy"]

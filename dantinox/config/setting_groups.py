@@ -79,7 +79,9 @@ GROUPS: dict[str, SettingGroup] = {
         "max_new_tokens n seed stop keep_stop stop_token_ids ignore_eos min_tokens",
     ),
     "decoding": SettingGroup(
-        "generation", "KV cache, precision and devices of decoding", "use_cache weights matmul_dtype tensor_parallel"
+        "generation",
+        "KV cache, precision and devices of decoding",
+        "use_cache weights matmul_dtype matmul_kernel tensor_parallel",
     ),
     "steps": SettingGroup(
         "generation", "Greedy decoding, and the order of sampling steps", "greedy strategy preset sampler_order ties"

@@ -44,7 +44,7 @@ from dantinox.text import ChatTemplate, Tokenizer
 
 # Requests in one batch must agree in these settings, and also in router.use_attention, in all settings of kv, and in the
 # reports they ask for.
-PER_BATCH_SETTINGS = ("use_cache", "weights", "matmul_dtype", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
+PER_BATCH_SETTINGS = ("use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
 ALIAS_ALIGNMENT = 64  # bytes; on a CPU, `jax.device_put` does not copy a NumPy array with this alignment, but aliases it
 
 

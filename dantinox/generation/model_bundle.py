@@ -44,7 +44,7 @@ class ModelBundle:
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.calibration, self.kv_calibration, self.chat_template = calibration, kv_calibration, chat_template
-        self._prepared: dict[tuple[str, str, int, HeadOrder | None], Transformer] = {}
+        self._prepared: dict[tuple[tuple[str, ...], int, HeadOrder | None], Transformer] = {}
 
     @property
     def parameters(self) -> int:
@@ -83,12 +83,15 @@ class ModelBundle:
 
     def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
         """Returns the model for decoding; caches the last `MAX_PREPARED` models by precision, devices and order of heads."""
-        weights, matmul_dtype, tensor = generation.weights, generation.matmul_dtype, generation.tensor_parallel
-        key = weights, matmul_dtype, tensor, order
+        tensor, kernel = generation.tensor_parallel, generation.matmul_kernel
+        if tensor > 1 and kernel == "native":
+            raise UserError("generation.matmul_kernel: native needs generation.tensor_parallel: 1")
+        precision = generation.weights, generation.matmul_dtype, "xla" if tensor > 1 else kernel
+        key = precision, tensor, order
         prepared = self._prepared.pop(key, None)
         if prepared is None:
             mesh = tensor_mesh(self.model.config, tensor) if tensor > 1 else None
-            prepared = prepare(permute_heads(self.model, order), weights, matmul_dtype)
+            prepared = prepare(permute_heads(self.model, order), *precision)
             prepared = prepared if mesh is None else shard_model(prepared, mesh)
         self._prepared[key] = prepared
         if len(self._prepared) > MAX_PREPARED:

@@ -1,6 +1,7 @@
-"""Weights for decoding: int8 or bfloat16 matrices, a transposed tied embedding, reordered key heads."""
+"""Weights for decoding: bfloat16, int8 or 4-bit matrices, a transposed tied embedding, reordered key heads."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -11,6 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.config import UserError
+from dantinox.kernels import FORMATS, load_kernels, matmul, unpack
+from dantinox.kernels.native import library_name
+from dantinox.machine import cpu_name, measured_once
 from dantinox.model import Transformer
 from dantinox.model.attention import Attention
 from dantinox.model.cache_store import quantize_int8
@@ -20,8 +24,13 @@ from dantinox.model.transformer import make_output_layer
 from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform
 
 HeadOrder = tuple[tuple[int, ...], ...]
-WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8")
+WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 MATMUL_DTYPES = ("auto", "float32", "bfloat16")
+MATMUL_KERNELS = ("auto", "xla", "native")
+INT4_SHRINK = (0.015, 0.03, 0.05)  # parts of a block's range that quantization may cut off at each end
+MIN_NATIVE_BYTES = 1 << 23  # `auto` uses native kernels for models with more bytes of float32 weights
+# With more rows, XLA multiplies in float32 faster than the native kernels, or in bfloat16.
+MAX_NATIVE_ROWS, MAX_NATIVE_BFLOAT16_ROWS = 16, 64
 # If a row has this many inputs (16 KiB) or more, XLA does not fuse the conversion into a matrix multiplication, but writes a
 # float32 copy of the weights for each row. `_matvec` then sums elementwise products instead.
 LONG_INPUT = 4096
@@ -36,48 +45,71 @@ def _matvec(row_I: jax.Array, weights_OI: jax.Array) -> jax.Array:
 
 
 class LowPrecisionLinear(nnx.Module):
-    """A `Linear` with bfloat16 weights, or int8 weights with a scale per output. The kernel is stored as `[O, I]`.
+    """A `Linear` whose kernel is stored as `[O, I]`: float32, bfloat16, int8 with a scale per output, or 4-bit blocks.
 
-    On a CPU the conversion to float32 fuses into the matrix-vector loop, so fewer bytes mean less time. Two XLA optimizations
-    must be prevented. Without the barrier, XLA would hoist the conversion out of the decoding loop and write a float32 copy of
-    all weights. Without the division by the parameter `one`, whose value XLA does not know, XLA would fuse the computation of
-    the row into the loop and repeat it for every weight (3 times slower).
+    On a CPU, decoding reads all weights for every token, so fewer bytes mean less time. The native kernels
+    (`dantinox.kernels`) convert the weights as they read them. Without them, two XLA optimizations must be prevented. Without
+    the barrier, XLA would hoist the conversion out of the decoding loop and write a float32 copy of all weights. Without the
+    division by the parameter `one`, whose value XLA does not know, XLA would fuse the computation of the row into the loop and
+    repeat it for every weight (3 times slower).
 
     With at least `min_bfloat16_rows` rows, all rows are multiplied in one bfloat16 matrix multiplication with float32 sums. The
     value is None where bfloat16 is slow. There, a model must be dequantized before it processes inputs with many rows.
+
+    Attributes:
+      kind: the block format of the kernel (`dantinox.kernels.FORMATS`), which is then uint8 `[O, bytes]`; None: a dtype.
+      native: whether the native kernels multiply.
     """
 
-    def __init__(self, linear: Linear, dtype: str, min_bfloat16_rows: int | None = None):
-        self.min_bfloat16_rows = min_bfloat16_rows
+    def __init__(self, linear: Linear, dtype: str, min_bfloat16_rows: int | None = None, native: bool = False):
+        self.min_bfloat16_rows, self.native = min_bfloat16_rows, native
         self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
         self.dtype, self.out_dtype = linear.dtype, linear.out_dtype
         self.one = nnx.Param(jnp.ones((), jnp.float32))
         self.bias = linear.bias
         weights_OI = linear.kernel[...].reshape(math.prod(self.shape_in), -1).T
-        weights_OI, scale_O = quantize_int8(weights_OI) if dtype == "int8" else (weights_OI, None)
+        self.kind = int4_format(weights_OI.shape[1]) if dtype == "int4" else None
+        scale_O = None
+        if self.kind is not None:
+            weights_OI = quantize_int4(weights_OI, FORMATS[self.kind].values)
+        elif dtype in ("int4", "int8"):
+            weights_OI, scale_O = quantize_int8(weights_OI)
+        else:
+            weights_OI = weights_OI.astype(dtype)
         self.scale = None if scale_O is None else nnx.Param(scale_O)
-        self.kernel = nnx.Param(weights_OI.astype(dtype))
+        self.kernel = nnx.Param(weights_OI)
 
     def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
         batch_shape = x.shape[: x.ndim - len(self.shape_in)]
         rows_RI = x.reshape(math.prod(batch_shape), -1)
         use_matmul = self.min_bfloat16_rows is not None and len(rows_RI) >= self.min_bfloat16_rows
-        y_RO = (self._matmul if use_matmul else self._matvec_rows)(rows_RI)
+        multiply = self._native if self.native else self._matmul if use_matmul else self._matvec_rows
+        y_RO = multiply(rows_RI)
         y_RO = y_RO if self.scale is None else y_RO * self.scale[...]
         return add_bias(reduce(y_RO.reshape(*batch_shape, *self.shape_out).astype(self.out_dtype)), self.bias)
+
+    def _native(self, rows_RI: jax.Array) -> jax.Array:
+        if len(rows_RI) <= MAX_NATIVE_ROWS:
+            return matmul(rows_RI.astype(jnp.float32), self.kernel[...], self.kind, native=True)
+        weights_OI = jax.lax.optimization_barrier(self.kernel[...])
+        if self.min_bfloat16_rows is None:
+            return matmul(rows_RI.astype(jnp.float32), weights_OI, self.kind)
+        native = len(rows_RI) <= MAX_NATIVE_BFLOAT16_ROWS and rows_RI.shape[1] % 32 == 0 and load_kernels().multiplies_bfloat16
+        return matmul(rows_RI.astype(jnp.bfloat16), weights_OI, self.kind, native=native)
 
     def _matvec_rows(self, rows_RI: jax.Array) -> jax.Array:
         rows_RI = jax.lax.optimization_barrier(rows_RI.astype(jnp.float32)) / self.one[...]
         weights_OI, rows_RI = jax.lax.optimization_barrier((self.kernel[...], rows_RI))
+        weights_OI = weights_OI if self.kind is None else unpack(self.kind, weights_OI)
         return jnp.stack([_matvec(row_I, weights_OI) for row_I in rows_RI])
 
     def _matmul(self, rows_RI: jax.Array) -> jax.Array:
-        weights_OI = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16)
-        return jnp.einsum("RI,OI->RO", rows_RI.astype(jnp.bfloat16), weights_OI, preferred_element_type=jnp.float32)
+        return matmul(rows_RI.astype(jnp.bfloat16), jax.lax.optimization_barrier(self.kernel[...]), self.kind)
 
     def dequantize(self) -> Linear:
         """Returns a `Linear` with the dequantized float32 weights."""
-        weights_OI = self.kernel[...].astype(jnp.float32)
+        weights_OI = self.kernel[...]
+        weights_OI = weights_OI.astype(jnp.float32) if self.kind is None else unpack(self.kind, weights_OI)
         if self.scale is not None:
             weights_OI = weights_OI * self.scale[...][:, None]
         kernel = jax.lax.optimization_barrier(weights_OI.T).reshape(*self.shape_in, *self.shape_out)
@@ -85,10 +117,49 @@ class LowPrecisionLinear(nnx.Module):
         return linear
 
 
+def int4_format(inputs: int) -> str | None:
+    """Returns the block format of 4-bit rows with this many inputs; None if no format has blocks that fill a row."""
+    return next((kind for kind in ("INT4", "Q4_1") if inputs % FORMATS[kind].values == 0), None)
+
+
+def quantize_int4(weights_OI: jax.Array, group: int) -> jax.Array:
+    """Quantizes rows to 4-bit blocks: a float16 scale d, a float16 minimum m, and integers q in [0, 15], w ≈ d · q + m.
+
+    The range of a block is shrunk if this reduces its squared error.
+
+    Args:
+      weights_OI: `[O, I]`; I must be a multiple of `group`.
+      group: the number of weights in a block.
+
+    Returns:
+      uint8 `[O, bytes]` in the layout of ggml's Q4_1, with `group` weights per block.
+    """
+    blocks = weights_OI.astype(jnp.float32).reshape(len(weights_OI), -1, group)
+    low, high = (function(blocks, axis=-1, keepdims=True) for function in (jnp.min, jnp.max))
+
+    def quantize(shrink: jax.Array) -> tuple[jax.Array, ...]:
+        minimum = (low + shrink * (high - low)).astype(jnp.float16)
+        scale = ((1 - 2 * shrink) * (high - low) / 15).astype(jnp.float16)
+        d, m = scale.astype(jnp.float32), minimum.astype(jnp.float32)
+        q = jnp.clip(jnp.round((blocks - m) / jnp.where(d == 0, 1, d)), 0, 15)
+        return jnp.sum(jnp.square(d * q + m - blocks), -1, keepdims=True), scale, minimum, q.astype(jnp.uint8)
+
+    best = quantize(jnp.float32(0))
+    for shrink in INT4_SHRINK:
+        other = quantize(jnp.float32(shrink))
+        best = tuple(jnp.where(other[0] < best[0], new, old) for new, old in zip(other, best, strict=True))
+    _, scale, minimum, q = best
+    half = group // 2
+    packed = [jax.lax.bitcast_convert_type(x[..., 0], jnp.uint8) for x in (scale, minimum)]
+    packed.append(q[..., :half] | q[..., half:] << jnp.uint8(4))
+    return jnp.concatenate(packed, -1).reshape(len(weights_OI), -1)
+
+
 class LowPrecisionExperts(nnx.Module):
     """An `ExpertLinear` with bfloat16 or int8 weights `[E, O, I]`, computed as in `LowPrecisionLinear`."""
 
-    def __init__(self, linear: ExpertLinear, dtype: str, min_bfloat16_rows: int | None = None):
+    def __init__(self, linear: ExpertLinear, dtype: str, min_bfloat16_rows: int | None = None, native: bool = False):
+        # Native kernels have no products with a different matrix per row.
         self.min_bfloat16_rows, self.platform = min_bfloat16_rows, linear.platform
         self.shape_out, self.dtype = linear.shape_out, linear.dtype
         self.one = nnx.Param(jnp.ones((), jnp.float32))
@@ -148,18 +219,21 @@ def _merge(graph: Any, structure: Any) -> Callable[[tuple[jax.Array, ...]], Tran
     return lambda leaves: nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
 
-def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto") -> Transformer:
+def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto", matmul_kernel: str = "auto") -> Transformer:
     """Returns a copy of a model for decoding. `model` is not modified and shares the unchanged arrays with the copy.
 
     Args:
       model: the model; its layers must be separate (no `scan_layers`).
-      weights: dtype of the projections and the output layer: `float32`, `bfloat16` or `int8` (symmetric, one scale per output
-        row). Norms and embeddings keep their dtype. `auto` is the compute dtype of the model.
-      matmul_dtype: dtype of matrix multiplications with bfloat16 or int8 weights: `float32` or `bfloat16`. `auto` is bfloat16
-        on an accelerator, and on a CPU if a measurement shows that it is faster.
+      weights: dtype of the projections and the output layer: `float32`, `bfloat16`, `int8` (symmetric, one scale per output
+        row) or `int4` (a scale and a minimum per 64 or 32 weights; int8 for the output layer, for experts, and for rows that
+        are not a multiple of 32). Norms and embeddings keep their dtype. `auto` is the compute dtype of the model.
+      matmul_dtype: dtype of matrix multiplications with bfloat16, int8 or int4 weights: `float32` or `bfloat16`. `auto` is
+        bfloat16 on an accelerator, and on a CPU if a measurement shows that it is faster.
+      matmul_kernel: `native` multiplies up to 16 rows with the native CPU kernels, which are compiled when they are first
+        used; `xla` does not. `auto` is native on a CPU if a measurement shows that it is faster and the model is not tiny.
 
     Raises:
-      UserError: a dtype is unknown.
+      UserError: an argument is unknown, or there are no native kernels for `matmul_kernel="native"`.
 
     Example:
       >>> model = dantinox.load("runs/quickstart").model
@@ -167,7 +241,11 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
       >>> dantinox.generate(quantized, [[97, 98]], max_new_tokens=4).shape
       (1, 6)
     """
-    for key, value, allowed in (("weights", weights, WEIGHT_DTYPES), ("matmul_dtype", matmul_dtype, MATMUL_DTYPES)):
+    for key, value, allowed in (
+        ("weights", weights, WEIGHT_DTYPES),
+        ("matmul_dtype", matmul_dtype, MATMUL_DTYPES),
+        ("matmul_kernel", matmul_kernel, MATMUL_KERNELS),
+    ):
         if value not in allowed:
             raise UserError(f"generation.{key} must be one of {', '.join(allowed)}, got {value!r}")
     model = nnx.clone(model)
@@ -185,13 +263,71 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
     if weights != "float32" and model.per_layer is not None:
         model.per_layer.embed = nnx.Param(model.per_layer.embed[...].astype(model.dtype))
     min_rows = _min_bfloat16_rows(model.config.platform, weights, matmul_dtype)
-    change = {
-        "float32": lambda linear: _cast_kernel(linear, jnp.float32),
-        "compute": lambda linear: _cast_kernel(linear, linear.dtype),
-        "bfloat16": lambda linear: LOW_PRECISION[type(linear)](linear, "bfloat16", min_rows),
-        "int8": lambda linear: LOW_PRECISION[type(linear)](_cast_kernel(linear, jnp.float32), "int8", min_rows),
-    }[weights]
+    native = _uses_native(model, weights, matmul_kernel)
+    head = model.head
+
+    def change(linear: Linear | ExpertLinear) -> Any:
+        if weights == "compute":
+            return _cast_kernel(linear, linear.dtype)
+        if weights == "float32" and not (native and isinstance(linear, Linear) and linear.dtype == jnp.float32):
+            return _cast_kernel(linear, jnp.float32)
+        dtype = "int8" if weights == "int4" and (linear is head or isinstance(linear, ExpertLinear)) else weights
+        linear = linear if weights == "bfloat16" else _cast_kernel(linear, jnp.float32)
+        return LOW_PRECISION[type(linear)](linear, dtype, min_rows, native)
+
     return _replace(model, (Linear, ExpertLinear), change)
+
+
+def _uses_native(model: Transformer, weights: str, matmul_kernel: str) -> bool:
+    """Returns whether the native kernels multiply.
+
+    Raises:
+      UserError: `matmul_kernel` is `native` and the kernels cannot be used.
+    """
+    on_cpu = get_platform(model.config.platform).name == jax.default_backend() == "cpu"
+    if matmul_kernel == "xla" or weights == "compute" or (matmul_kernel == "auto" and not on_cpu):
+        return False
+    if matmul_kernel == "native" and not on_cpu:
+        raise UserError("generation.matmul_kernel: native needs a CPU")
+    if matmul_kernel == "native" and load_kernels().instructions is None:
+        raise UserError(f"generation.matmul_kernel: {load_kernels().note}")
+    if matmul_kernel == "native":
+        return True
+    size = 4 * sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    return size >= MIN_NATIVE_BYTES and load_kernels().instructions is not None and native_gain(weights) >= 1
+
+
+def native_gain(dtype: str) -> float:
+    """Returns how many times faster than XLA the native kernels multiply one row with weights of this dtype.
+
+    The measurement takes under a second. It runs once for each CPU, version of jaxlib and version of the kernels.
+    """
+
+    def measure() -> float:
+        with jax.ensure_compile_time_eval():  # the caller may be tracing, or inside `eval_shape`
+            return _measure_native_gain(dtype)
+
+    instructions = load_kernels().instructions
+    assert instructions is not None
+    return measured_once("products.json", f"{cpu_name()}, {library_name(instructions)}, {dtype}", measure)
+
+
+def _measure_native_gain(dtype: str, size: int = 2048, copies: int = 4, repeats: int = 8) -> float:
+    """Measures both alternately. The weights are larger than the CPU's caches."""
+    linear = Linear((size,), (size,), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    row, runs = jnp.ones((1, size), jnp.float32), []
+    for native in (False, True):
+        layer = LowPrecisionLinear(linear, dtype, native=native)
+        graph, state = nnx.split(layer)
+        states = [jax.tree.map(lambda x: x + 0, state) for _ in range(copies)]
+        runs.append((jax.jit(lambda states, row, graph=graph: [nnx.merge(graph, part)(row) for part in states]), states))
+    times: list[list[float]] = [[], []]
+    for _ in range(repeats + 1):
+        for (program, states), seconds in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(program(states, row))
+            seconds.append(time.perf_counter() - start)
+    return min(times[0][1:]) / min(times[1][1:])
 
 
 LOW_PRECISION: dict[type, type] = {Linear: LowPrecisionLinear, ExpertLinear: LowPrecisionExperts}
@@ -200,11 +336,11 @@ LOW_PRECISION: dict[type, type] = {Linear: LowPrecisionLinear, ExpertLinear: Low
 def _min_bfloat16_rows(platform: str, weights: str, matmul_dtype: str) -> int | None:
     """Returns the smallest number of rows for which low-precision weights are multiplied in bfloat16; None: never."""
     target = get_platform(platform)
-    if matmul_dtype == "float32" or weights not in ("bfloat16", "int8"):
+    if matmul_dtype == "float32" or weights not in ("bfloat16", "int8", "int4"):
         return None
     if matmul_dtype == "auto" and target.name == "cpu" and bfloat16_gain() < MIN_BFLOAT16_GAIN:
         return None
-    return 1 + target.max_matvec_rows[weights == "int8"]
+    return 1 + target.max_matvec_rows[weights != "bfloat16"]
 
 
 def dequantize(model: Transformer) -> Transformer:
@@ -213,9 +349,17 @@ def dequantize(model: Transformer) -> Transformer:
     Low-precision projections that multiply in float32 are replaced by plain projections.
     """
     low_precision = LowPrecisionLinear, LowPrecisionExperts
-    if not any(isinstance(node, low_precision) and node.min_bfloat16_rows is None for _, node in nnx.iter_graph(model)):
+    nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, low_precision)]
+    if not any(_needs_dequantization(node) for node in nodes):
         return model
-    return _replace(nnx.clone(model), low_precision, lambda linear: linear.dequantize())
+    return _replace(
+        nnx.clone(model), low_precision, lambda linear: linear.dequantize() if _needs_dequantization(linear) else linear
+    )
+
+
+def _needs_dequantization(linear: LowPrecisionLinear | LowPrecisionExperts) -> bool:
+    """Returns whether a layer multiplies every row separately, however many there are."""
+    return linear.min_bfloat16_rows is None and not getattr(linear, "native", False)
 
 
 def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:

@@ -165,7 +165,7 @@ class SlotBatch(RunningBatch):
           UserError: a setting of weights or caches differs from that of the server.
         """
         for section, names in (
-            ("generation", ("weights", "matmul_dtype", "tensor_parallel", "use_cache")),
+            ("generation", ("weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "use_cache")),
             ("kv", type(config.kv).model_fields),
         ):
             for name in names:

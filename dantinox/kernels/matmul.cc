@@ -7,10 +7,14 @@
 // The file is compiled once per instruction set (AVX2, AVX-512, AVX-512 with BF16, or NEON); `native.py` chooses one at run time.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -232,12 +236,20 @@ struct Q6_K {
   }
 };
 
+// Adds lanes i and i + LANES / 2, and so on.
 INLINE float add_lanes(Floats values) {
-  float lanes[LANES];
-  std::memcpy(lanes, &values, sizeof lanes);
-  for (int count = LANES / 2; count; count /= 2)
-    for (int i = 0; i < count; ++i) lanes[i] += lanes[i + count];
-  return lanes[0];
+#if defined(__AVX512F__)
+  __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)values), _mm512_extractf32x8_ps((__m512)values, 1));
+#elif defined(__AVX2__)
+  __m256 eight = (__m256)values;
+#endif
+#if defined(__AVX2__)
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+  return (values[0] + values[2]) + (values[1] + values[3]);
+#endif
 }
 
 constexpr int64_t DIRECT_ROWS = 16;     // with more rows, weights are converted once and stored
@@ -433,33 +445,96 @@ template <class F> void compute_bf16(const Call& call, int64_t lo, int64_t hi) {
 template <class F> void compute_bf16(const Call&, int64_t, int64_t) {}
 #endif
 
-// Runs `function(lo, hi)` on blocks of [0, count); `bytes` is the size of the work. A block has a multiple of MAX_OUTPUTS items.
-// Threads that are free claim blocks from a counter, the calling thread included. So no thread waits for a task that has
-// not started, which could block forever when XLA runs several calls at once.
-template <class Function> void run_blocks(ffi::ThreadPool& pool, int64_t count, int64_t bytes, Function function) {
-  constexpr int64_t MIN_BLOCK_BYTES = 1 << 15, BLOCKS_PER_THREAD = 8;
-  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
-  const int64_t wanted = std::clamp<int64_t>(bytes / MIN_BLOCK_BYTES, 1, threads * BLOCKS_PER_THREAD);
-  const int64_t size = ((count + wanted - 1) / wanted + MAX_OUTPUTS - 1) / MAX_OUTPUTS * MAX_OUTPUTS;
-  struct Job {
-    Function function;
-    int64_t count, size, blocks;
-    std::atomic<int64_t> next{0}, done{0};
-    void work() {
-      for (int64_t block; (block = next.fetch_add(1)) < blocks; done.fetch_add(1, std::memory_order_release))
-        function(block * size, std::min(count, (block + 1) * size));
+// The threads that share the work of a call with the thread that makes it. XLA's own pool puts an idle thread to sleep, and waking
+// it can take longer than a small product. These threads wait actively for SPIN_TIME after each job, and give up their cores to any
+// other thread that needs one. They sleep until the next job after that.
+class Workers {
+ public:
+  static Workers& get() {
+    static Workers* const workers = new Workers;  // never destroyed: its threads run until the process ends
+    return *workers;
+  }
+
+  // Calls `run(context, block)` for all blocks. Each thread that is free claims a block from a counter, the calling thread included.
+  // So no call waits for a thread that has not started. If another call is using the threads, this one runs alone.
+  void run_all(int64_t threads, int64_t blocks, void (*run)(void*, int64_t), void* context) {
+    std::unique_lock<std::mutex> busy(busy_, std::try_to_lock);
+    if (!busy || threads < 2) {
+      for (int64_t block = 0; block < blocks; ++block) run(context, block);
+      return;
     }
-  };
-  const int64_t blocks = (count + size - 1) / size;
-  if (blocks == 1) return function(0, count);
-  std::shared_ptr<Job> job(new Job{function, count, size, blocks});
-  for (int64_t i = 1; i < std::min(threads, blocks); ++i) pool.Schedule([job] { job->work(); });
-  job->work();
-  while (job->done.load(std::memory_order_acquire) < blocks) {
+    for (; started_ < threads - 1; ++started_) std::thread([this] { serve(); }).detach();
+    run_ = run, context_ = context, done_.store(0);
+    jobs_.store(static_cast<uint64_t>(blocks));
+    if (sleeping_.load()) {
+      std::lock_guard<std::mutex> lock(sleep_);
+      wake_.notify_all();
+    }
+    work();
+    for (int spins = 0; done_.load(std::memory_order_acquire) < blocks; ++spins) pause(spins);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr auto SPIN_TIME = std::chrono::milliseconds(2);
+  static constexpr int SPINS = 200;
+
+  static void pause(int spins) {
+    if (spins % SPINS == SPINS - 1) std::this_thread::yield();
 #if defined(__x86_64__)
     _mm_pause();
 #endif
   }
+
+  void work() {
+    for (uint64_t left = jobs_.load(std::memory_order_acquire); left;) {
+      if (!jobs_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) continue;
+      run_(context_, static_cast<int64_t>(left - 1));
+      done_.fetch_add(1, std::memory_order_release);
+      left = jobs_.load(std::memory_order_acquire);
+    }
+  }
+
+  [[noreturn]] void serve() {
+    for (Clock::time_point idle = Clock::now();;) {
+      for (int spins = 0; !jobs_.load(std::memory_order_acquire); ++spins) {
+        pause(spins);
+        if (spins % SPINS || Clock::now() - idle < SPIN_TIME) continue;
+        std::unique_lock<std::mutex> lock(sleep_);
+        ++sleeping_;
+        wake_.wait(lock, [this] { return jobs_.load() != 0; });
+        --sleeping_;
+      }
+      work();
+      idle = Clock::now();
+    }
+  }
+
+  std::mutex busy_, sleep_;
+  std::condition_variable wake_;
+  int64_t started_ = 0;
+  std::atomic<int64_t> sleeping_{0}, done_{0};
+  std::atomic<uint64_t> jobs_{0};  // blocks that nobody has claimed
+  void (*run_)(void*, int64_t) = nullptr;
+  void* context_ = nullptr;
+};
+
+// Runs `function(lo, hi)` on blocks of [0, count); `bytes` is the size of the work. A block has a multiple of MAX_OUTPUTS items.
+template <class Function> void run_blocks(ffi::ThreadPool& pool, int64_t count, int64_t bytes, Function function) {
+  constexpr int64_t MIN_BLOCK_BYTES = 1 << 15, BLOCKS_PER_THREAD = 8;
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t wanted = std::clamp<int64_t>(bytes / MIN_BLOCK_BYTES, 1, threads * BLOCKS_PER_THREAD);
+  struct Job {
+    Function function;
+    int64_t count, size;
+  } job{function, count, ((count + wanted - 1) / wanted + MAX_OUTPUTS - 1) / MAX_OUTPUTS * MAX_OUTPUTS};
+  const int64_t blocks = (count + job.size - 1) / job.size;
+  auto run = [](void* context, int64_t block) {
+    const Job& job = *static_cast<Job*>(context);
+    job.function(block * job.size, std::min(job.count, (block + 1) * job.size));
+  };
+  if (blocks == 1) return run(&job, 0);
+  Workers::get().run_all(threads, blocks, run, &job);
 }
 
 // Returns the packed rows, or null if there is no memory.

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 
+from dantinox.kernels import load_kernels
 from dantinox.machine import cache_folder
 from dantinox.platform import INDIVIDUAL_MATMULS, bfloat16_gain, get_platform, use_compilation_cache
 from dantinox.report import human_bytes
@@ -37,6 +38,7 @@ def doctor_lines() -> Iterator[str]:
     if cpu:
         speed = f"{bfloat16_gain():.2g} × the speed of float32"
         yield f"matrix multiplications of eight rows with bfloat16 weights: {speed} (saved in {cache_folder()})"
+        yield load_kernels().note
     large = jnp.ones((1 << 6, 1 << 20), jnp.float32)  # XLA sums the rows of an array in parallel, a single row in one thread
     yield f"memory: {human_bytes(large.nbytes / _seconds(lambda x: jnp.sum(x, axis=1), large))}/s"
     use_compilation_cache()  # set last: the benchmarks above should not fill the cache

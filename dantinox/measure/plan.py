@@ -247,7 +247,8 @@ def generation_programs(
 ) -> Iterator[PlannedProgram]:
     """Yields prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
     g, rows, model = config.generation, batch * config.generation.n, replace(model, scan_layers=False)
-    weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.matmul_dtype))
+    # XLA's cost analysis does not see the work of native kernels.
+    weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.matmul_dtype, "xla"))
     mesh = tensor_mesh(model, g.tensor_parallel, topology.devices) if g.tensor_parallel > 1 else None
     place: Callable[[Any], Any] = topology.place
     if mesh is not None:

@@ -239,6 +239,7 @@ def test_the_table_of_flags_is_complete():
         "use_cache",
         "weights",
         "matmul_dtype",
+        "matmul_kernel",
         "tensor_parallel",
     }
     assert {*AS_FLAGS} == {*GenerationSection.model_fields} - refining - others

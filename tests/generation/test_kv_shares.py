@@ -69,7 +69,7 @@ def test_token_ids_without_a_run_need_a_calibration_file():
 def test_prepared_models_are_cached_by_head_order(monkeypatch):
     made = []
     monkeypatch.setattr(model_bundle, "permute_heads", lambda model, order: order)
-    monkeypatch.setattr(model_bundle, "prepare", lambda model, weights, matmul_dtype: made.append(model) or model)
+    monkeypatch.setattr(model_bundle, "prepare", lambda model, *precision: made.append(model) or model)
     run = LoadedModel(Config(), SimpleNamespace(config=CONFIG), None)
     for order in (1, 2, 1, 3, 4, 5, 1, 2):
         assert run.prepared(GenerationSection(), order) == order

@@ -11,9 +11,10 @@ from dantinox.config import UserError
 from dantinox.generation import generate, prepare
 from dantinox.generation import quantized_weights as weights_module
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.quantized_weights import LowPrecisionLinear, dequantize, weight_bytes
+from dantinox.generation.quantized_weights import LowPrecisionLinear, dequantize, quantize_int4, weight_bytes
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.model import make_cache
+from dantinox.kernels import Kernels, load_kernels, unpack
+from dantinox.model import Transformer, make_cache
 from dantinox.model.layers import Linear
 from dantinox.sampling import SamplingParams
 from tests.error_texts import ERRORS
@@ -229,3 +230,43 @@ def test_the_table_of_a_bfloat16_model_is_looked_up_in_bfloat16():
         prepared = prepare(model)
         assert prepared.embed[...].dtype == jnp.dtype(kept)
         np.testing.assert_array_equal(prepared.hidden(tokens_BT, positions_BT)[0], model.hidden(tokens_BT, positions_BT)[0])
+
+
+def test_int4_blocks_are_close_to_the_weights():
+    """The error of a uniform quantizer with 15 steps is at most half a step, plus the float16 rounding of scale and minimum."""
+    weights = np.random.default_rng(0).standard_normal((6, 192)).astype(np.float32)
+    for group, kind in ((64, "INT4"), (32, "Q4_1")):
+        found = np.asarray(unpack(kind, quantize_int4(jnp.asarray(weights), group))).reshape(6, -1, group)
+        blocks = weights.reshape(6, -1, group)
+        span = blocks.max(-1) - blocks.min(-1)
+        low, step = blocks.min(-1)[..., None], (span / 15)[..., None]
+        plain = np.square(blocks - np.round((blocks - low) / step) * step - low).sum(-1)
+        assert np.all(np.abs(found - blocks) <= 0.11 * span[..., None])
+        assert np.all(np.square(found - blocks).sum(-1) <= plain * 1.01 + 1e-4)
+
+
+def test_int4_blocks_of_equal_weights():
+    for value in (0.0, 0.5, -2.0):
+        assert np.all(np.asarray(unpack("INT4", quantize_int4(jnp.full((2, 64), value), 64))) == value)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 70])
+def test_native_kernels_multiply_the_same_weights(weights, rows):
+    if load_kernels().instructions is None:
+        pytest.skip(load_kernels().note)
+    linear = Linear((3, 64), (2, 25), dtype=jnp.float32, rngs=nnx.Rngs(0), bias=True)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, 3, 64)), jnp.float32)
+    native = LowPrecisionLinear(linear, weights, native=True)
+    exact = np.asarray(native.dequantize().kernel[...], np.float64).reshape(192, 50)
+    expected = np.asarray(x, np.float64).reshape(rows, 192) @ exact + np.asarray(linear.bias[...]).reshape(-1)
+    np.testing.assert_allclose(np.asarray(native(x)).reshape(rows, 50), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(native(x), LowPrecisionLinear(linear, weights)(x), rtol=1e-5, atol=1e-5)
+
+
+def test_matmul_kernel_native_needs_kernels(monkeypatch):
+    model = Transformer(UNTIED, rngs=nnx.Rngs(0))
+    assert not prepare(model, "int8").head.native  # a tiny model gains nothing
+    monkeypatch.setattr("dantinox.generation.quantized_weights.load_kernels", lambda: Kernels(None, "no C++ compiler"))
+    with pytest.raises(UserError, match=r"generation.matmul_kernel: no C\+\+ compiler"):
+        prepare(model, "int8", matmul_kernel="native")

@@ -26,7 +26,8 @@ from dantinox.serve.protocols.bodies import MAX_ALTERNATIVES, Alternatives, Mess
 from dantinox.serve.protocols.token_text import check_ids
 from dantinox.serve.service import Reply, Service
 
-SERVER_SETTINGS = ("n", "use_cache", "weights", "matmul_dtype", "tensor_parallel")  # fixed when the server starts
+# Fixed when the server starts.
+SERVER_SETTINGS = ("n", "use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel")
 
 
 def _check_prompt(value: Any) -> Any:
