@@ -13,7 +13,7 @@ from flax import nnx
 
 from dantinox.config import UserError
 from dantinox.kernels import FORMATS, load_kernels, matmul, unpack
-from dantinox.kernels.native import library_name
+from dantinox.kernels.native_library import library_name
 from dantinox.machine import cpu_name, measured_once
 from dantinox.model import Transformer
 from dantinox.model.attention import Attention

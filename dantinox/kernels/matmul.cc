@@ -4,7 +4,7 @@
 // Element i of a row is added to lane i mod LANES of a float32 accumulator, in the order of i, and the lanes are added in a fixed
 // tree. So a result depends neither on the number of threads nor on other rows.
 //
-// The file is compiled once per instruction set (AVX2, AVX-512, AVX-512 with BF16, or NEON); `native.py` chooses one at run time.
+// The file is compiled once per instruction set (AVX2, AVX-512, AVX-512 with BF16, or NEON); `native_library.py` chooses one at run time.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.kernels.formats import FORMATS, unpack
-from dantinox.kernels.native import TARGET
+from dantinox.kernels.native_library import TARGET
 
 # Numbers of the dtypes in the native kernel; the numbers of block formats are in `FORMATS`.
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "int8": 2}

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from dantinox.kernels import native
-from dantinox.kernels.native import KernelError, Kernels, compile_kernels, instruction_sets, load_kernels
+from dantinox.kernels import native_library as native
+from dantinox.kernels.native_library import KernelError, Kernels, compile_kernels, instruction_sets, load_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_every_instruction_set_is_exact(tmp_path, name):
     code = f"""
 import sys
 import pytest
-from dantinox.kernels import native
+from dantinox.kernels import native_library as native
 sets = native.instruction_sets()
 native.instruction_sets = lambda: {{{name!r}: sets[{name!r}]}}
 assert native.load_kernels().instructions == {name!r}
