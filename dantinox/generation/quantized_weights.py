@@ -32,16 +32,31 @@ MIN_NATIVE_BYTES = 1 << 23  # `auto` uses native kernels for models with more by
 # With more rows, XLA multiplies in float32 faster than the native kernels, or in bfloat16.
 MAX_NATIVE_ROWS, MAX_NATIVE_BFLOAT16_ROWS = 16, 64
 # If a row has this many inputs (16 KiB) or more, XLA does not fuse the conversion into a matrix multiplication, but writes a
-# float32 copy of the weights for each row. `_matvec` then sums elementwise products instead.
+# float32 copy of the weights for each row. `_matvec` then multiplies parts with up to `PART_INPUTS` inputs.
 LONG_INPUT = 4096
+PART_INPUTS = 2048
 # Up to this many rows, a matrix-vector loop per row is faster on a CPU than one matrix multiplication with float32 weights.
 MAX_MATVEC_ROWS = 4
 
 
-def _matvec(row_I: jax.Array, weights_OI: jax.Array) -> jax.Array:
-    """Returns weights · row in float32; the weights are converted as they are read."""
-    float_OI = weights_OI.astype(jnp.float32)
-    return row_I @ float_OI.T if len(row_I) < LONG_INPUT else jnp.sum(row_I * float_OI, axis=1)
+def _matvec(row_I: jax.Array, weights_OI: jax.Array, one: jax.Array) -> jax.Array:
+    """Returns weights · row in float32; the weights are converted as they are read.
+
+    XLA must not fuse the sum of the parts into their matrix multiplications, because it would then convert all weights first.
+    The division by `one`, a 1 that XLA does not know, and the barrier prevent this.
+    """
+    if len(row_I) < LONG_INPUT:
+        return row_I @ weights_OI.astype(jnp.float32).T
+    count = math.ceil(len(row_I) / PART_INPUTS)
+    parts = zip(_equal_parts(row_I, count), _equal_parts(weights_OI, count), strict=True)
+    sums_PO = jax.lax.optimization_barrier([row @ weights.astype(jnp.float32).T / one for row, weights in parts])
+    return sum(sums_PO[1:], sums_PO[0])
+
+
+def _equal_parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """Splits the last axis; the last part is shorter if the parts cannot be equal."""
+    size = math.ceil(x.shape[-1] / count)
+    return [x[..., start : start + size] for start in range(0, x.shape[-1], size)]
 
 
 class LowPrecisionLinear(nnx.Module):
@@ -101,7 +116,7 @@ class LowPrecisionLinear(nnx.Module):
         rows_RI = jax.lax.optimization_barrier(rows_RI.astype(jnp.float32)) / self.one[...]
         weights_OI, rows_RI = jax.lax.optimization_barrier((self.kernel[...], rows_RI))
         weights_OI = weights_OI if self.kind is None else unpack(self.kind, weights_OI)
-        return jnp.stack([_matvec(row_I, weights_OI) for row_I in rows_RI])
+        return jnp.stack([_matvec(row_I, weights_OI, self.one[...]) for row_I in rows_RI])
 
     def _matmul(self, rows_RI: jax.Array) -> jax.Array:
         return matmul(rows_RI.astype(jnp.bfloat16), jax.lax.optimization_barrier(self.kernel[...]), self.kind)
@@ -178,7 +193,7 @@ class LowPrecisionExperts(nnx.Module):
     def _matvec_rows(self, x_MI: jax.Array, rows: ExpertRows) -> jax.Array:
         x_MI = jax.lax.optimization_barrier(x_MI.astype(jnp.float32)) / self.one[...]
         weights_EOI, x_MI = jax.lax.optimization_barrier((self.kernel[...], x_MI))
-        return jnp.stack([_matvec(x_I, weights_EOI[e]) for x_I, e in zip(x_MI, rows.expert_M, strict=True)])
+        return jnp.stack([_matvec(x_I, weights_EOI[e], self.one[...]) for x_I, e in zip(x_MI, rows.expert_M, strict=True)])
 
     def _matmul(self, x_MI: jax.Array, rows: ExpertRows) -> jax.Array:
         weights_EIO = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16).swapaxes(1, 2)

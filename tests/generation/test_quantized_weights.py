@@ -191,18 +191,26 @@ def test_unknown_precision():
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_long_inputs_write_no_float32_weights(weights):
-    """With 4096 or more inputs, XLA does not fuse the conversion into a matmul, which then costs ten times as much."""
-    linear = Linear((4096,), (64,), dtype=jnp.float32, rngs=nnx.Rngs(0))
-    low_precision, x = (
-        LowPrecisionLinear(linear, weights),
-        np.random.default_rng(0).standard_normal((1, 4096)).astype(np.float32),
-    )
+@pytest.mark.parametrize("inputs", [4095, 4096, 4097, 6011, 8192, 11008])
+def test_long_inputs_write_no_float32_weights(weights, inputs):
+    """With 4096 or more inputs, XLA does not fuse the conversion into a matmul, which then costs ten times as much.
+
+    The second call depends on the first one, as in a decoding loop.
+    """
+    linear = Linear((inputs,), (64,), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    low_precision = LowPrecisionLinear(linear, weights)
+    x = np.random.default_rng(0).standard_normal((2, inputs)).astype(np.float32)
     graph, state = nnx.split(low_precision)
-    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile()
-    expected = x.astype(np.float64) @ rounded(np.asarray(linear.kernel[...]), (4096,), weights)
-    np.testing.assert_allclose(run(state, x), expected, rtol=1e-4, atol=1e-4)
-    assert run.memory_analysis().temp_size_in_bytes < 4096 * 64
+
+    def call(i, carry):
+        state, x, y = carry
+        return state, x, y + nnx.merge(graph, state)(x + 0 * y.sum())
+
+    steps, zero = jnp.int32(2), jnp.zeros((2, 64))
+    run = jax.jit(lambda *carry: jax.lax.fori_loop(0, carry[0], call, carry[1:])[2]).lower(steps, state, x, zero).compile()
+    expected = 2 * x.astype(np.float64) @ np.asarray(low_precision.dequantize().kernel[...], np.float64)
+    np.testing.assert_allclose(run(steps, state, x, zero), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert run.memory_analysis().temp_size_in_bytes < 64 * inputs
 
 
 def test_a_row_of_zeros_stays_zero():
