@@ -50,7 +50,8 @@ def _matvec(row_I: jax.Array, weights_OI: jax.Array, one: jax.Array) -> jax.Arra
     count = math.ceil(len(row_I) / PART_INPUTS)
     parts = zip(_equal_parts(row_I, count), _equal_parts(weights_OI, count), strict=True)
     sums_PO = jax.lax.optimization_barrier([row @ weights.astype(jnp.float32).T / one for row, weights in parts])
-    return sum(sums_PO[1:], sums_PO[0])
+    total_O: jax.Array = sum(sums_PO)
+    return total_O
 
 
 def _equal_parts(x: jax.Array, count: int) -> list[jax.Array]:
