@@ -26,7 +26,7 @@ def add_import_flags(command: Parser) -> None:
     )
     command.add_argument("source", metavar="SRC", help=source)
     command.add_argument("--run_dir", type=Path, required=True, metavar="RUN", help="run directory to create")
-    dtype = "precision of stored matrices (default: auto: bfloat16 if the checkpoint has it, else float32)"
+    dtype = "precision of stored matrices (default: auto: quantized GGUF blocks or bfloat16 of the checkpoint, else float32)"
     command.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help=dtype)
     context = "longest sequence in tokens (default: the checkpoint's; with longrope: the original context)"
     command.add_argument("--max_context", type=int, metavar="N", help=context)
@@ -49,12 +49,14 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     from dantinox.config.sections import FIELDS
     from dantinox.model.parameters import abstract_model
     from dantinox.report.tables import human_bytes, human_count, table
-    from dantinox.run import load_run_config
+    from dantinox.run import load_run_config, packed_arrays
     from dantinox.text import Tokenizer
 
     run, tokenizer = found.run, Tokenizer.load(found.run.tokenizer)
     config, templated = load_run_config(run), run.chat_template.is_file()
     model, read, written = config.architecture(tokenizer.vocab_size), _size(found.source), _size(run.weights)
+    kinds = sorted({name.rpartition("/")[2] for name in packed_arrays(run.weights)})
+    kept = f" in quantized blocks ({', '.join(kinds)})" if kinds else ""
     parameters = sum(shape.size for shape in abstract_model(model)[1].values())
     given = {key: value for key, value in settings_of(config).items() if key in SAMPLING_SETTINGS}
     changed = {key: value for key, value in given.items() if value != FIELDS[REQUEST_KEYS[key]].default}
@@ -62,7 +64,7 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     yield from table([
         ("run directory", run.path),
         ("model", f"{found.family}: {model.num_blocks} layers, width {model.dim}, {human_count(parameters)} parameters"),
-        ("weights", f"{found.tensors} tensors, {human_bytes(read)} read, {human_bytes(written)} written"),
+        ("weights", f"{found.tensors} tensors, {human_bytes(read)} read, {human_bytes(written)} written{kept}"),
         ("context", f"{model.max_context:,} tokens"),
         ("vocabulary", f"{tokenizer.vocab_size:,} tokens"),
         ("chat template", "yes" if templated else "none: the model continues text"),

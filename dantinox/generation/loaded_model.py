@@ -35,6 +35,7 @@ from dantinox.run import (
     load_router_calibration,
     load_run_config,
     open_run,
+    packed_arrays,
     weights_digest,
 )
 from dantinox.run.adapters import load_run_weights
@@ -391,7 +392,12 @@ def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int =
     # Override two settings of the run: its attention kernel was chosen for the training machine, and decoding needs separate
     # layers.
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
-    build, shapes = abstract_model(model)
+    # Sharded weights and weights with merged adapters are floats.
+    packed = packed_arrays(run.weights) if tensor == 1 and config.lora.rank is None else {}
+    try:
+        build, shapes = abstract_model(model, packed)
+    except ValueError as error:
+        raise UserError(f"the weights {run.weights} {error}") from None
     shardings = weight_shardings(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
 
     def place(path: str, array: np.ndarray) -> jax.Array:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Unpack
 
-import jax
 from flax import nnx
 
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
@@ -15,6 +14,7 @@ from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matc
 from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
+from dantinox.model.packed import parameter_count, unpack_modules
 from dantinox.run import KVCalibration
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import ChatTemplate, Tokenizer
@@ -49,7 +49,7 @@ class ModelBundle:
     @property
     def parameters(self) -> int:
         """The number of weights, embeddings included."""
-        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.model, nnx.Param)))
+        return parameter_count(self.model)
 
     def settings(self, overrides: Mapping[str, object] | Config) -> Config:
         """Returns the settings of the run with validated overrides of `generation`, `router` and `kv`, such as `kv_budget`."""
@@ -91,7 +91,11 @@ class ModelBundle:
         prepared = self._prepared.pop(key, None)
         if prepared is None:
             mesh = tensor_mesh(self.model.config, tensor) if tensor > 1 else None
-            prepared = prepare(permute_heads(self.model, order), *precision)
+            model = permute_heads(self.model, order)
+            if mesh is not None:  # packed weights cannot be sharded
+                model = nnx.clone(model)
+                unpack_modules(model)
+            prepared = prepare(model, *precision)
             prepared = prepared if mesh is None else shard_model(prepared, mesh)
         self._prepared[key] = prepared
         if len(self._prepared) > MAX_PREPARED:

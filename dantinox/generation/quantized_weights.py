@@ -20,6 +20,7 @@ from dantinox.model.attention import Attention
 from dantinox.model.cache_store import quantize_int8
 from dantinox.model.layers import Linear, add_bias
 from dantinox.model.moe import ExpertLinear, ExpertRows, grouped_matmul
+from dantinox.model.packed import PackedLinear, PackedTable, is_packed, unpack_modules, use_native_kernels
 from dantinox.model.transformer import make_output_layer
 from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform
 
@@ -242,7 +243,8 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
       model: the model; its layers must be separate (no `scan_layers`).
       weights: dtype of the projections and the output layer: `float32`, `bfloat16`, `int8` (symmetric, one scale per output
         row) or `int4` (a scale and a minimum per 64 or 32 weights; int8 for the output layer, for experts, and for rows that
-        are not a multiple of 32). Norms and embeddings keep their dtype. `auto` is the compute dtype of the model.
+        are not a multiple of 32). Norms and embeddings keep their dtype. `auto` is the compute dtype of the
+        model, and packed weights stay packed.
       matmul_dtype: dtype of matrix multiplications with bfloat16, int8 or int4 weights: `float32` or `bfloat16`. `auto` is
         bfloat16 on an accelerator, and on a CPU if a measurement shows that it is faster.
       matmul_kernel: `native` multiplies up to 16 rows with the native CPU kernels, which are compiled when they are first
@@ -265,7 +267,12 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         if value not in allowed:
             raise UserError(f"generation.{key} must be one of {', '.join(allowed)}, got {value!r}")
     model = nnx.clone(model)
-    if model.head is None:
+    if weights != "auto":
+        unpack_modules(model)
+    elif is_packed(model):
+        use_native_kernels(model, _uses_native(model, "int4", matmul_kernel))
+    packed_table = isinstance(model.embed, PackedTable)
+    if model.head is None and not packed_table:
         V, D = model.embed.shape
         model.head = nnx.eval_shape(lambda: make_output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
         model.head.kernel = nnx.Param(model.embed[...].T)
@@ -274,9 +281,9 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         low_precision = "compute" if get_platform(model.config.platform).name == "cpu" else "bfloat16"
         weights = "float32" if model.dtype == jnp.float32 else low_precision
     # A model with learned positions adds them to the float32 embedding, so its embedding is not cast.
-    if weights != "float32" and model.config.position in ("rope", "none"):
+    if weights != "float32" and model.config.position in ("rope", "none") and not packed_table:
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
-    if weights != "float32" and model.per_layer is not None:
+    if weights != "float32" and model.per_layer is not None and not isinstance(model.per_layer.embed, PackedTable):
         model.per_layer.embed = nnx.Param(model.per_layer.embed[...].astype(model.dtype))
     min_rows = _min_bfloat16_rows(model.config.platform, weights, matmul_dtype)
     native = _uses_native(model, weights, matmul_kernel)
@@ -405,8 +412,10 @@ def weight_bytes(model: Transformer) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def _permute_linear(linear: Linear | LowPrecisionLinear, index_K: jax.Array, by_output: bool) -> Linear | LowPrecisionLinear:
+def _permute_linear(linear: Any, index_K: jax.Array, by_output: bool) -> Any:
     """Permutes the outputs (`by_output`) or the inputs of a projection, whose first output or input axis is the key head."""
+    if isinstance(linear, PackedLinear):
+        return linear.permute_heads(index_K, by_output)
     linear = nnx.clone(linear)
     if by_output and linear.bias is not None:
         linear.bias = nnx.Param(linear.bias[...][index_K])

@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +21,10 @@ from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, download_repository, open_folder, write_folder
 from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.interop.packaged_checkpoints import PACKAGED, find_packaged_checkpoint
+from dantinox.interop.packed_import import pack_parameters
 from dantinox.interop.source import ExportBundle, LazyArrays, Source
 from dantinox.interop.v0 import convert_parameters, read_v0
-from dantinox.model.parameters import abstract_model
+from dantinox.model.parameters import abstract_model, widen_arrays
 from dantinox.run import (
     RunDirectory,
     load_run_config,
@@ -73,8 +75,9 @@ def import_checkpoint(
       source: a Hugging Face model folder, a .gguf file, a run directory of DantinoX 0, a repository `owner/model` on the
         Hugging Face Hub, or a key of `interop.packaged_checkpoints.PACKAGED` ("smollm2").
       run_dir: the run directory to create.
-      dtype: the dtype in which matrices are stored: float32, bfloat16, or `auto`. `auto` keeps bfloat16 and converts all other
-        dtypes to float32.
+      dtype: the dtype in which matrices are stored: float32, bfloat16, or `auto`. `auto` keeps bfloat16, and
+        keeps the blocks of a quantized GGUF file if their type is a key of `dantinox.kernels.FORMATS`. It converts matrices of
+        other quantized types in GGUF to bfloat16, and all other dtypes to float32.
       max_context: the longest sequence in tokens; None: the length in the checkpoint, or for longrope
         its original context length.
       note: a function that is called with a one-line message before a download, and if parts of the source are not imported.
@@ -106,7 +109,7 @@ def import_checkpoint(
         checkpoint = source_from_gguf(open_gguf(path))
     else:
         checkpoint = open_folder(path if path.exists() else download_repository(str(source)))
-    run = import_run(checkpoint, run_dir, dtype, max_context, sampling)
+    run = import_run(checkpoint, run_dir, dtype, max_context, sampling, note)
     if checkpoint.skipped is not None:
         note(checkpoint.skipped)
     return Imported(run, checkpoint.path, checkpoint.config["model_type"], len(checkpoint.tensors))
@@ -118,6 +121,7 @@ def import_run(
     dtype: str = "auto",
     max_context: int | None = None,
     sampling: Mapping[str, float] | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> RunDirectory:
     """Writes a run directory from an open checkpoint; the other arguments and errors are those of `import_checkpoint`.
 
@@ -142,7 +146,13 @@ def import_run(
     settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
     settings["generation"] = _sampling_defaults(source, settings["model"]) | dict(sampling or {})
     config = build_config(settings, source=where)
-    arrays = from_hf(source.config, config.architecture(tokenizer.vocab_size), source.tensors, dtype)
+    model = config.architecture(tokenizer.vocab_size)
+    arrays = from_hf(source.config, model, source.tensors, dtype)
+    if dtype == "auto" and source.blocks is not None:
+        arrays, widened = pack_parameters(source, model, arrays)
+        if widened:
+            types = ", ".join(sorted({kind for kinds in widened.values() for kind in kinds}))
+            note(f"{len(widened)} matrices are stored as bfloat16 (types {types}): --dtype float32 stores all weights exactly")
     with _staged_directory(path) as folder:
         run = RunDirectory(folder)
         save_weights(run.weights, arrays)
@@ -313,8 +323,8 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
     if run.weights_or_adapter != run.weights:
         raise UserError(f"{run.path} contains only adapters: use `dantinox merge-lora` and export the merged run")
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
-    shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
-    weights = load_weights(run.weights, shapes)
+    model = config.architecture(tokenizer.vocab_size)
+    weights = load_weights(run.weights, abstract_model(model)[1], widen=partial(widen_arrays, model))
     origin = _origin_of(run, config, tokenizer.vocab_size)
     like = None if origin is None else origin["config"]
     hf_config, tensors = to_hf(config, tokenizer.vocab_size, weights, like)

@@ -6,8 +6,9 @@ Three conversions change tensors. GGUF orders the query and key rows of the Llam
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from dantinox.interop.gguf_config import (
     unsupported_feature,
 )
 from dantinox.interop.gguf_families import FAMILIES, Family, MergedTensor
-from dantinox.interop.gguf_file import PLAIN_DTYPES, GGUFFile, Shape, StoredTensor, read_tensor, write_gguf
+from dantinox.interop.gguf_file import PLAIN_DTYPES, GGUFFile, Shape, StoredTensor, read_rows, read_tensor, write_gguf
 from dantinox.interop.gguf_file_types import FILE_TYPES, tensor_types
 from dantinox.interop.gguf_keys import LLAMA3, LONG, SHORT, Metadata
 from dantinox.interop.gguf_vocabulary import read_vocabulary, vocabulary_metadata
 from dantinox.interop.hf_config import hf_config_to_settings
-from dantinox.interop.source import LazyArrays, Source, Tensor
+from dantinox.interop.source import LazyArrays, Source, StoredBlocks, Tensor
 from dantinox.text import Tokenizer
 
 # Routers and position embeddings, which are stored as float32. Biases, norms and one-dimensional tensors are also float32.
@@ -75,22 +76,31 @@ def source_from_gguf(file: GGUFFile) -> Source:
             shape = shape[::-1] if _is_transposed(family, name, len(shape)) else shape
         tensors[name] = Tensor(shape, dtypes.pop() if len(dtypes) == 1 else "float32")
 
-    def make(name: str) -> np.ndarray:
+    def make(read: Callable[[str, int | None], np.ndarray], name: str) -> np.ndarray:
         stored_names, expert = locations[name]
         merged = family.merged.get(_generalize(name))
         if merged is None:
-            return _convert(family, config, name, read_tensor(file, stored_names[0], expert), back=False)
-        arrays = [read_tensor(file, stored_name) for stored_name in stored_names]
+            return _convert(family, config, name, read(stored_names[0], expert), back=False)
+        arrays = [read(stored_name, None) for stored_name in stored_names]
         merged_array = np.empty(tensors[name].shape, arrays[0].dtype if len({a.dtype for a in arrays}) == 1 else np.float32)
         for part, array in zip(merged.parts(merged_array, config), arrays, strict=True):
             part[...] = array
         return merged_array
 
+    kinds = {name: stored.kind for name, stored in file.tensors.items()}
+    quantized = any(kind not in PLAIN_DTYPES for kind in kinds.values())
+    blocks = StoredBlocks(
+        kinds=kinds,
+        shapes={name: stored.shape for name, stored in file.tensors.items()},
+        raw=partial(read_rows, file),
+        convert=lambda read: LazyArrays(tensors, partial(make, read)),
+    )
     return Source(
         path=path,
         format="gguf",
         config=config,
-        tensors=LazyArrays(tensors, make),
+        tensors=LazyArrays(tensors, partial(make, partial(read_tensor, file))),
+        blocks=blocks if quantized else None,
         **vocabulary._asdict(),
     )
 

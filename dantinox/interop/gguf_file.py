@@ -83,6 +83,12 @@ def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarra
     return dequantize(kind, raw).reshape(shape)
 
 
+def read_rows(file: GGUFFile, name: str) -> np.ndarray:
+    """Returns the bytes of a tensor without conversion, uint8 `[rows, bytes of a row]`; memory-mapped and read-only."""
+    shape, _, offset, size = file.tensors[name]
+    return np.asarray(file.content[offset : offset + size]).reshape(math.prod(shape[:-1]), -1)
+
+
 def write_gguf(
     path: str | Path,
     metadata: Mapping[str, Any],

@@ -45,6 +45,23 @@ def storage_dtype(parameter: str, requested: str, found: set[str]) -> str:
     return requested if requested != "auto" else "bfloat16" if found == {"bfloat16"} else "float32"
 
 
+class StoredBlocks(NamedTuple):
+    """The tensors of a GGUF file before dequantization, with the file's names.
+
+    Attributes:
+      kinds: the ggml type of each tensor.
+      shapes: the shape of each tensor in NumPy's axis order.
+      raw: returns the bytes of a tensor, `[rows, bytes of a row]`.
+      convert: returns the checkpoint's tensors (see `Source.tensors`), given a function that reads a tensor of the file, or the
+        slice of one expert.
+    """
+
+    kinds: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    raw: Callable[[str], np.ndarray]
+    convert: Callable[[Callable[[str, int | None], np.ndarray]], LazyArrays]
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint to import.
@@ -60,6 +77,7 @@ class Source:
       chat_template: the Jinja template in the checkpoint.
       generation_config: `eos_token_id` (one id or a list), `bos_token_id`, `pad_token_id`, and sampling defaults.
       skipped: one line about the parts of the checkpoint that are not imported; None if everything is imported.
+      blocks: the tensors as they are stored, if some of them are quantized in ggml's types.
     """
 
     path: Path
@@ -71,6 +89,7 @@ class Source:
     chat_template: str | None = None
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     skipped: str | None = None
+    blocks: StoredBlocks | None = None
 
 
 class ExportBundle(NamedTuple):

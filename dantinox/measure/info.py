@@ -17,6 +17,7 @@ from dantinox.generation.quantized_weights import WEIGHT_DTYPES, dequantize, wei
 from dantinox.measure.texts import open_text_store
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
+from dantinox.model.packed import packed_kinds
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metric_files import read_csv
 from dantinox.run import RunDirectory, open_run
@@ -42,6 +43,9 @@ def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iter
     if store is None:
         yield "this run has no saved training tokens: select a text with --data_path to measure int8 and bfloat16 weights\n"
     reference = FloatReference(run, store) if store is not None else None
+    if kinds := packed_kinds(run.model):
+        parts = ", ".join(f"{kind} {human_bytes(count)}" for kind, count in kinds.items())
+        yield f"weights packed    {human_bytes(weight_bytes(run.model)):>8}  {parts}"
     for name in WEIGHT_DTYPES[1:]:
         if reference is not None and name == "float32":
             model = reference.model

@@ -6,6 +6,7 @@ contiguous rows. The cost depends on K, not on the number of experts.
 Shapes: N tokens, K experts per token, M = N · K rows, E experts, D model, F the width of an expert.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -300,15 +301,37 @@ def _over_tiles(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
 
     def expert(y: Array, part: Any) -> tuple[Array, None]:
         w_IO, start, size = part
-
-        def tile(i: Array, y: Array) -> Array:
-            first = start + i * R
-            rows = lax.dynamic_slice_in_dim(padded, first, R)
-            return lax.dynamic_update_slice_in_dim(y, jnp.matmul(rows, w_IO, preferred_element_type=jnp.float32), first, 0)
-
-        return lax.fori_loop(0, -(-size // R), tile, y), None
+        return _multiply_rows(padded, y, w_IO, start, size, R), None
 
     return lax.scan(expert, jnp.zeros((M + R, O), jnp.float32), (w_EIO, _starts(sizes_E), sizes_E))[0][:M]
+
+
+def _multiply_rows(x_padded: Array, y: Array, w_IO: Array, start: Array, size: Array, R: int) -> Array:
+    """Multiplies `size` rows from `start` on by the weights of an expert, and writes the results into y."""
+
+    def tile(i: Array, y: Array) -> Array:
+        first = start + i * R
+        rows = lax.dynamic_slice_in_dim(x_padded, first, R)
+        return lax.dynamic_update_slice_in_dim(y, jnp.matmul(rows, w_IO, preferred_element_type=jnp.float32), first, 0)
+
+    return lax.fori_loop(0, -(-size // R), tile, y)
+
+
+def unpacking_matmul(x_MI: Array, packed: Array, outputs: int, sizes_E: Array, unpack: Callable[[Array], Array]) -> Array:
+    """Multiplies every row by the weights of its expert: `[M, outputs]`. Only one expert at a time is unpacked.
+
+    Args:
+      packed: the packed weights of all experts; the first axis is the expert.
+      unpack: converts the packed weights of an expert to `[I, outputs]`.
+    """
+    M, R = len(x_MI), _tile(x_MI)
+    padded = jnp.pad(x_MI, ((0, R), (0, 0)))
+
+    def expert(y: Array, part: Any) -> tuple[Array, None]:
+        weights, start, size = part
+        return lax.cond(size > 0, lambda y: _multiply_rows(padded, y, unpack(weights), start, size, R), lambda y: y, y), None
+
+    return lax.scan(expert, jnp.zeros((M + R, outputs), jnp.float32), (packed, _starts(sizes_E), sizes_E))[0][:M]
 
 
 def _tiled_matmul_backward(residuals: Any, d_MO: Array):

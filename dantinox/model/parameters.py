@@ -4,7 +4,9 @@ Paths are `embed`, `norm_f/scale`, `head/kernel`, `blocks/<layer>/<module>/…/<
 `scan_layers` the layers are `rolled/<kind>/<module>/…/<leaf>` and have a leading layer axis.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,17 +15,30 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig
+from dantinox.files import escape_name
+from dantinox.model.packed import Layout, Part, check_parts, group_parts, pack_modules, packable_layouts, widen
 from dantinox.model.transformer import Transformer
 
 Parameters = dict[str, jax.Array]
 
 
-def abstract_model(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer], dict[str, jax.ShapeDtypeStruct]]:
+def abstract_model(
+    config: ModelConfig, packed: Mapping[str, Any] | None = None
+) -> tuple[Callable[[Parameters], Transformer], dict[str, jax.ShapeDtypeStruct]]:
     """Returns `build(parameters) -> Transformer`, which also works inside jit, and the shape of every parameter.
 
     No arrays are allocated.
+
+    Args:
+      packed: the shapes of packed arrays by their name in a file (see `dantinox.model.packed`). They replace the parameters
+        that they represent.
+
+    Raises:
+      ValueError: a packed array does not fit the model.
     """
-    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=_ConstantKey()))  # type: ignore[arg-type]
+    abstract = _eval_shape(config)
+    if packed:
+        pack_modules(abstract, {name: jax.ShapeDtypeStruct(leaf.shape, jnp.uint8) for name, leaf in packed.items()})
     graph, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
     shapes = {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
@@ -33,6 +48,53 @@ def abstract_model(config: ModelConfig) -> tuple[Callable[[Parameters], Transfor
         return nnx.merge(graph, nnx.from_flat_state(leaves))
 
     return build, shapes
+
+
+def _eval_shape(config: ModelConfig) -> Transformer:
+    model: Transformer = nnx.eval_shape(lambda: Transformer(config, rngs=_ConstantKey()))  # type: ignore[arg-type]
+    return model
+
+
+@dataclass(frozen=True)
+class WidenedArray:
+    """A packed parameter that is converted to float32 on access, with the attributes of a stored array."""
+
+    parts: list[Part]
+    layout: Layout
+    axis: int
+
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * math.prod(self.shape)
+
+    def array(self) -> np.ndarray:
+        return widen([(kind, stored.array()) for kind, stored in self.parts], self.layout, self.axis)
+
+
+def widen_arrays(config: ModelConfig, packed: Mapping[str, Any]) -> dict[str, WidenedArray]:
+    """Returns the parameters that packed arrays represent.
+
+    Args:
+      config: the architecture.
+      packed: stored arrays by their name in a file.
+
+    Raises:
+      ValueError: an array does not fit the model.
+    """
+    layouts = packable_layouts(_eval_shape(replace(config, lora=None)))
+    found = {}
+    for module, parts in group_parts(packed).items():
+        name = module if module in layouts else f"{module}/kernel"
+        if name not in layouts:
+            raise ValueError(f"hold {escape_name(module)} in packed blocks, which this model does not have")
+        found[name] = WidenedArray(parts, layouts[name], check_parts(module, parts, layouts[name]))
+    return found
 
 
 class _ConstantKey:

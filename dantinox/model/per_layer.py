@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.layers import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, Linear, make_norm, make_rms_norm
+from dantinox.model.packed import look_up
 from dantinox.model.parallelism import Parallelism
 
 
@@ -31,7 +32,7 @@ class PerLayerEmbedding(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
         """Returns the per-layer inputs `[L, B, T, P]`; `x_BTD` holds the embeddings that the first layer reads."""
-        own_BTLP = parallelism.all_gather(self.embed[...][tokens_BT].astype(self.dtype)) * jnp.asarray(
+        own_BTLP = parallelism.all_gather(look_up(self.embed, tokens_BT).astype(self.dtype)) * jnp.asarray(
             math.sqrt(self.size), self.dtype
         )
         projected_BTLP = self.norm((self.projection(x_BTD) * self.dim**-0.5).astype(self.dtype))

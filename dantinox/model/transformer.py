@@ -27,6 +27,7 @@ from dantinox.model.layers import (
 )
 from dantinox.model.lora import add_adapters, cast_frozen_table
 from dantinox.model.moe import BranchedExperts, MixtureOfExperts, zero_routing
+from dantinox.model.packed import PackedTable, look_up
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.per_layer import PerLayerEmbedding, PerLayerInput
 from dantinox.model.positions import rotary_angles, sinusoidal
@@ -320,7 +321,9 @@ class Transformer(nnx.Module):
         Args:
           cast_weights_DV: the `output_weights` in the compute dtype, for callers that compute logits many times.
         """
-        if self.head is not None and cast_weights_DV is None:
+        if self.head is None and isinstance(self.embed, PackedTable):
+            logits = self.embed.project(x_BTD)
+        elif self.head is not None and cast_weights_DV is None:
             logits = self.head(x_BTD)
         else:
             logits = cast_tensordot(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, cast_weights_DV)
@@ -334,7 +337,7 @@ class Transformer(nnx.Module):
         return self.embed[...].T if self.head is None else self.head.kernel[...]
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        x_BTD = self.embed[...][tokens_BT]
+        x_BTD = look_up(self.embed, tokens_BT)
         if self.config.scale_embeddings:
             x_BTD = x_BTD.astype(self.dtype) * jnp.asarray(math.sqrt(self.config.dim), self.dtype)
         if self.config.embedding_multiplier != 1:

@@ -43,7 +43,7 @@ from dantinox.run.verify_files import (
     saved_steps,
     verify_run,
 )
-from dantinox.run.weights import load_weights, save_weights, weights_digest
+from dantinox.run.weights import load_weights, packed_arrays, save_weights, weights_digest
 
 __all__ = [
     "DAMAGED_PREFIX",
@@ -72,6 +72,7 @@ __all__ = [
     "newest_run",
     "open_base",
     "open_run",
+    "packed_arrays",
     "read_kv_calibration",
     "record_files",
     "save_config",

@@ -7,6 +7,7 @@ with the module names of Llama in Transformers. The weights of a run with adapte
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from dantinox.config import Config, LoraConfig, ModelConfig
 from dantinox.files import UserError, escape_name, wrap_os_errors
 from dantinox.model.lora import Projection, layer_projections, projection_sizes
+from dantinox.model.parameters import widen_arrays
 from dantinox.run.directory import RunDirectory, load_run_config, open_base
 from dantinox.run.manifest import write_file
 from dantinox.run.safetensors_file import SafetensorsFile, Tensor, safetensors_pieces
@@ -151,14 +153,15 @@ def load_run_weights(
 
     Args:
       config: the settings of the run.
-      shapes, place: as in `load_weights`. Arrays that adapters change are float32.
+      shapes, place: as in `load_weights`. Arrays that adapters change are float32. Packed weights are converted to float32,
+        unless `shapes` contains them.
       vocab_size: the vocabulary size of the model.
 
     Raises:
       UserError: a file is missing or damaged, or the base run is missing or its weights have changed since training.
     """
     if config.lora.rank is None:
-        return load_weights(run.weights, shapes, place)
+        return load_weights(run.weights, shapes, place, partial(widen_arrays, config.architecture(vocab_size)))
     base, lora = open_base(config.training.init_from, run), config.trained_architecture(vocab_size).lora
     assert lora is not None
     deltas, metadata = read_adapter(run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale))

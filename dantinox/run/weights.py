@@ -2,6 +2,9 @@
 
 An array is msgpack extension 1: the packed triple (shape, dtype name, bytes). A large array is a map of flat chunks. The
 reader never executes code from the file, and compares every size with the remaining bytes before it allocates memory.
+
+Arrays are float32 or bfloat16. Weights that stay in the blocks of a quantized GGUF file are uint8 arrays, see
+`dantinox.model.packed`.
 """
 
 import math
@@ -39,7 +42,7 @@ def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping
     only one array.
 
     Args:
-      parameters: arrays by path, such as "blocks/0/norm1/scale". The file holds them as nested dicts: bfloat16 arrays
+      parameters: arrays by path, such as "blocks/0/norm1/scale". The file holds them as nested dicts: bfloat16 and uint8 arrays
         unchanged, all others as float32.
       facts: the provenance of the weights, for the manifest.
 
@@ -51,13 +54,18 @@ def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping
 
 
 def load_weights(
-    path: str | Path, expected_shapes: Mapping[str, Any], place: Callable[[str, np.ndarray], Any] = lambda path, array: array
+    path: str | Path,
+    expected_shapes: Mapping[str, Any],
+    place: Callable[[str, np.ndarray], Any] = lambda path, array: array,
+    widen: "Callable[[Mapping[str, StoredArray]], Mapping[str, Any]] | None" = None,
 ) -> dict[str, Any]:
     """Reads a file that `save_weights` wrote. The file is memory-mapped. Loading never executes code.
 
     Args:
-      expected_shapes: for every path, an object with a `shape`.
-      place: called with each path and its read-only array, float32 or bfloat16 as stored. Its results are returned.
+      expected_shapes: for every path, an object with a `shape`, and the `dtype` uint8 if the array is packed.
+      place: called with each path and its read-only array, with the dtype in the file. Its results are returned.
+      widen: converts packed arrays that are not expected, by name, to parameters with the attributes of a `StoredArray`. None:
+        such arrays are an error.
 
     Returns:
       The results of `place` by path, in the order of `expected_shapes`.
@@ -68,9 +76,20 @@ def load_weights(
     path = Path(path)
     shapes = {name: tuple(leaf.shape) for name, leaf in expected_shapes.items()}
     arrays, size = read_arrays(path)
-    _compare(path, arrays, shapes)
     total = sum(leaf.nbytes for leaf in arrays.values())
-    overhead = 1024 + sum(256 + len(name) for name in shapes)
+    overhead = 1024 + sum(256 + len(name) for name in arrays)
+    packed = {name: array for name, array in arrays.items() if array.dtype == np.uint8 and name not in shapes}
+    if packed and widen is None:
+        raise UserError(
+            f"the weights {path} are quantized ({escape_name(next(iter(packed)))}), and this use needs float weights: "
+            "import the checkpoint again with --dtype bfloat16 or float32"
+        )
+    if packed and widen is not None:
+        try:
+            arrays = {name: array for name, array in arrays.items() if name not in packed} | dict(widen(packed))
+        except ValueError as error:
+            raise UserError(f"the weights {path} {error}") from None
+    _compare(path, arrays, shapes, {name for name, leaf in expected_shapes.items() if getattr(leaf, "dtype", None) == np.uint8})
     if size > total + overhead:
         raise UserError(
             f"the weights {path} are damaged: {size} bytes, expected {total} for the arrays and at most {overhead} more"
@@ -93,6 +112,11 @@ def read_arrays(path: Path) -> tuple[dict[str, "StoredArray"], int]:
         raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, struct.error) as error:  # invalid bytes can cause any of these
         raise UserError(f"the weights {path} are damaged or not a weights file: {first_line(error)}") from None
+
+
+def packed_arrays(path: Path) -> dict[str, "StoredArray"]:
+    """Returns the packed arrays of a weights file by name; the errors are those of `read_arrays`."""
+    return {name: array for name, array in read_arrays(path)[0].items() if array.dtype == np.uint8}
 
 
 def weights_digest(run: RunDirectory) -> str:
@@ -132,8 +156,8 @@ def msgpack_pieces(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview
     """Yields the bytes of a weights file in parts: the arrays as nested dicts with sorted names.
 
     Args:
-      parameters: arrays by path, such as "blocks/0/norm1/scale", each read just before it is written. bfloat16 arrays stay
-        unchanged, all others become float32.
+      parameters: arrays by path, such as "blocks/0/norm1/scale", each read just before it is written. bfloat16 and uint8
+        arrays stay unchanged, all others become float32.
     """
     return _tree_pieces(_nested({name: name for name in parameters}), parameters)
 
@@ -146,7 +170,7 @@ def _tree_pieces(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iter
             yield from _tree_pieces(tree[key], parameters)
             continue
         array = np.asarray(parameters[tree[key]])
-        yield from _array_pieces(array if array.dtype.name == BFLOAT16 else np.asarray(array, np.float32))
+        yield from _array_pieces(array if array.dtype.name in (BFLOAT16, "uint8") else np.asarray(array, np.float32))
         del array  # frees it before the next array is read
 
 
@@ -202,16 +226,20 @@ class StoredArray:
         return flat.reshape(self.shape)
 
 
-def _compare(path: Path, arrays: Mapping[str, StoredArray], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises a UserError for the first parameter that is missing, unexpected, or has a wrong shape or dtype."""
+def _compare(path: Path, arrays: Mapping[str, StoredArray], shapes: dict[str, tuple[int, ...]], packed: set[str]) -> None:
+    """Raises a UserError for the first parameter that is missing, unexpected, or has a wrong shape or dtype.
+
+    The arrays in `packed` must be uint8.
+    """
     for name, shape in shapes.items():
         if name not in arrays:
             raise UserError(f"the weights {path} lack {name} of shape {shape}, which this model needs")
         array = arrays[name]
         if array.shape != shape:
             raise UserError(f"the weights {path} hold {name} with shape {array.shape}, but this model has {shape}")
-        if array.dtype.name not in ("float32", BFLOAT16):
-            raise UserError(f"the weights {path} hold {name} as {array.dtype}, expected float32 or bfloat16")
+        allowed = ("uint8",) if name in packed else ("float32", BFLOAT16)
+        if array.dtype.name not in allowed:
+            raise UserError(f"the weights {path} hold {name} as {array.dtype}, expected {' or '.join(allowed)}")
     for name, array in arrays.items():
         if name not in shapes:
             raise UserError(

@@ -1,0 +1,203 @@
+"""Import of quantized GGUF tensors without conversion: the rows of a tensor become the outputs of a packed parameter.
+
+A parameter joins rows of one or several tensors, in an order that depends on the family. To find the order, tensors whose
+values are the numbers of their rows, or of their columns, go through the same conversion as the weights.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from dantinox.config import ModelConfig, UserError
+from dantinox.files import escape_name
+from dantinox.interop.ggml_quantize import has_finite_scales
+from dantinox.interop.gguf_file import PLAIN_DTYPES
+from dantinox.interop.hf_weights import from_hf
+from dantinox.interop.source import LazyArrays, Source, StoredBlocks, Tensor
+from dantinox.kernels import FORMATS
+from dantinox.model.packed import Layout, packable_layouts, packed_name
+from dantinox.model.transformer import Transformer
+
+MAX_NUMBER = 1 << 24  # float32 represents all smaller integers
+LAYER = re.compile(r"^blk\.(\d+)\.")
+
+
+class RowSources(NamedTuple):
+    """The origin of the rows of a parameter.
+
+    Attributes:
+      names: the tensors in the file.
+      tensor_O, row_O: the index in `names` and the row in that tensor, for every row `[*lead, *shape_out]` of the parameter.
+    """
+
+    names: tuple[str, ...]
+    tensor_O: np.ndarray
+    row_O: np.ndarray
+
+
+class PackedPart(NamedTuple):
+    """A part of a packed parameter: its format, its shape `[*lead, *outputs, bytes]`, and the origin of its rows."""
+
+    kind: str
+    shape: tuple[int, ...]
+    sources: RowSources
+
+
+def pack_parameters(source: Source, model: ModelConfig, arrays: LazyArrays) -> tuple[LazyArrays, dict[str, list[str]]]:
+    """Replaces parameters by packed arrays where the file has them in a format of `FORMATS`.
+
+    Args:
+      source: the checkpoint; it has `blocks`.
+      model: the architecture.
+      arrays: the parameters that `from_hf` returns.
+
+    Returns:
+      The arrays with the names of a weights file, and the quantized parameters that become bfloat16, with the ggml types that
+      prevent packing.
+    """
+    blocks = source.blocks
+    assert blocks is not None
+    layouts = packable_layouts(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
+    find = _RowFinder(source, blocks, model)
+    kinds: dict[str, Tensor] = {}
+    parts: dict[str, PackedPart] = {}
+    widened: dict[str, list[str]] = {}
+    for name, tensor in arrays.tensors.items():
+        if not (name in ("embed", "per_layer/embed") or name.endswith("/kernel")):
+            kinds[name] = tensor
+            continue
+        touched, sources = find(name, layouts.get(name))
+        quantized = sorted({blocks.kinds[stored] for stored in touched} - PLAIN_DTYPES.keys())
+        found = None if sources is None else _split_rows(blocks, sources, layouts[name])
+        if found is None:
+            kinds[name] = tensor._replace(dtype="bfloat16") if quantized else tensor
+            if quantized:
+                widened[name] = [kind for kind in quantized if kind not in FORMATS] or quantized
+            continue
+        for index, part in enumerate(found):
+            stored = packed_name(name, index, part.kind)
+            kinds[stored], parts[stored] = Tensor(part.shape, "uint8"), part
+    bfloat16 = PLAIN_DTYPES["BF16"]
+
+    def make(name: str) -> np.ndarray:
+        if name in parts:
+            return _read_part(source, blocks, parts[name])
+        array = arrays[name]
+        return array.astype(bfloat16) if kinds[name].dtype == "bfloat16" and array.dtype != bfloat16 else array
+
+    return LazyArrays(kinds, make), widened
+
+
+class _RowFinder:
+    """Finds the origin of the rows of each parameter. Layers with equal tensors are converted once."""
+
+    def __init__(self, source: Source, blocks: StoredBlocks, model: ModelConfig):
+        self.source, self.blocks, self.model = source, blocks, model
+        self.known: dict[Any, tuple[tuple[str, ...], RowSources | None]] = {}
+        self.signatures: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for name, shape in blocks.shapes.items():
+            match = LAYER.match(name)
+            self.signatures.setdefault(match[1] if match else "", []).append((LAYER.sub("", name), shape))
+
+    def __call__(self, parameter: str, layout: Layout | None) -> tuple[tuple[str, ...], RowSources | None]:
+        """Returns the tensors that a parameter reads, and the origin of its rows, or None if it does not consist of rows."""
+        match = re.match(r"blocks/(\d+)/", parameter)
+        layer = match[1] if match else ""
+        key = parameter.replace(f"blocks/{layer}/", "blocks/{}/"), layout, tuple(sorted(self.signatures.get(layer, [])))
+        if key not in self.known:
+            self.known[key] = self._trace(parameter, layout)
+        names, sources = self.known[key]
+        here = tuple(LAYER.sub(f"blk.{layer}.", name) for name in names)
+        return here, None if sources is None else sources._replace(names=here)
+
+    def _trace(self, parameter: str, layout: Layout | None) -> tuple[tuple[str, ...], RowSources | None]:
+        starts: dict[str, int] = {}  # the number of the first row of each tensor; rows are numbered across tensors
+
+        def row_numbers(name: str) -> np.ndarray:
+            shape = self.blocks.shapes[name]
+            start = starts.setdefault(name, sum(map(self._count_rows, starts)))
+            numbers = np.arange(start, start + self._count_rows(name), dtype=np.float32)
+            return np.broadcast_to(numbers.reshape(*shape[:-1], 1), shape)
+
+        def column_numbers(name: str) -> np.ndarray:
+            shape = self.blocks.shapes[name]
+            return np.broadcast_to(np.arange(shape[-1], dtype=np.float32), shape)
+
+        rows = self._convert(parameter, row_numbers)
+        names = tuple(starts)
+        if layout is None or sum(map(self._count_rows, names)) >= MAX_NUMBER:
+            return names, None
+        form = math.prod(layout.lead), layout.row, math.prod(layout.shape_out)
+        rows, columns = rows.reshape(form), self._convert(parameter, column_numbers).reshape(form)
+        in_order = (columns == np.arange(layout.row, dtype=np.float32)[:, None]).all()
+        if not in_order or not (rows == rows[:, :1]).all():
+            return names, None
+        numbers = rows[:, 0].reshape(*layout.lead, *layout.shape_out).astype(np.int64)
+        first_rows = np.array([starts[name] for name in names])
+        tensor_O = np.searchsorted(first_rows, numbers, side="right") - 1
+        return names, RowSources(names, tensor_O, numbers - first_rows[tensor_O])
+
+    def _count_rows(self, name: str) -> int:
+        return math.prod(self.blocks.shapes[name][:-1])
+
+    def _convert(self, parameter: str, numbers: Callable[[str], np.ndarray]) -> np.ndarray:
+        def read(name: str, expert: int | None) -> np.ndarray:
+            return numbers(name) if expert is None else numbers(name)[expert]
+
+        return from_hf(self.source.config, self.model, self.blocks.convert(read), "float32")[parameter]
+
+
+def _split_rows(blocks: StoredBlocks, sources: RowSources, layout: Layout) -> list[PackedPart] | None:
+    """Splits a parameter into parts of one format each, slices along one axis of the outputs; None: this is not possible."""
+    kinds = [blocks.kinds[name] for name in sources.names]
+    if any(kind not in FORMATS or layout.row % FORMATS[kind].values for kind in kinds):
+        return None
+    kind_O = np.array([kinds.index(kind) for kind in kinds])[sources.tensor_O]  # the first tensor of the same format
+    lead = len(layout.lead)
+    for axis in range(lead, max(kind_O.ndim, lead + 1)):
+        if kind_O.ndim == lead:  # a table
+            edges, size = [], 1
+            same = (kind_O == kind_O.flat[0]).all()
+        else:
+            lines = np.moveaxis(kind_O, axis, 0).reshape(kind_O.shape[axis], -1)
+            same, size = (lines == lines[:, :1]).all(), len(lines)
+            edges = [i for i in range(1, size) if lines[i, 0] != lines[i - 1, 0]]
+        if same:
+            return [
+                _part(kinds, sources, kind_O, axis if kind_O.ndim > lead else None, slice(start, stop), layout)
+                for start, stop in itertools.pairwise([0, *edges, size])
+            ]
+    return None
+
+
+def _part(
+    kinds: list[str], sources: RowSources, kind_O: np.ndarray, axis: int | None, part: slice, layout: Layout
+) -> PackedPart:
+    index = () if axis is None else (*[slice(None)] * axis, part)
+    tensor_O, row_O = sources.tensor_O[index], sources.row_O[index]
+    kind = kinds[kind_O[index].flat[0]]
+    return PackedPart(kind, (*tensor_O.shape, FORMATS[kind].row_bytes(layout.row)), RowSources(sources.names, tensor_O, row_O))
+
+
+def _read_part(source: Source, blocks: StoredBlocks, part: PackedPart) -> np.ndarray:
+    """Returns the rows of a part.
+
+    Raises:
+      UserError: a scale is NaN or Inf.
+    """
+    names, tensor_O, row_O = part.sources
+    tensor_O, row_O = tensor_O.reshape(-1), row_O.reshape(-1)
+    result = np.empty((len(row_O), part.shape[-1]), np.uint8)
+    for index, name in enumerate(names):
+        chosen = np.flatnonzero(tensor_O == index)
+        if not len(chosen):
+            continue
+        result[chosen] = blocks.raw(name)[row_O[chosen]]
+        if not has_finite_scales(part.kind, result[chosen]):
+            raise UserError(f"{source.path} has NaN or Inf in {escape_name(name)}")
+    return result.reshape(part.shape)
