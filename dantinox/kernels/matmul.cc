@@ -133,22 +133,43 @@ template <int SIZE> INLINE Ints nibbles(const uint8_t* at, int s) {
   return s * LANES < SIZE ? bytes & 15 : bytes >> 4;
 }
 
+// Converts 4-bit integers q to scale · q + offset. AVX-512 looks the values up in a table of 16 floats.
+struct Linear4 {
+#if defined(__AVX512F__)
+  Floats table;
+  INLINE void set(float scale, float offset) { table = to_floats(lane_numbers()) * scale + offset; }
+  template <int SIZE> INLINE Floats get(const uint8_t* at, int s) const {
+    Ints bytes = load_bytes(at + s * LANES % SIZE);  // the lookup ignores all but the low four bits
+    return (Floats)_mm512_permutexvar_ps((__m512i)(s * LANES < SIZE ? bytes : bytes >> 4), (__m512)table);
+  }
+#else
+  float factor, constant;
+  INLINE void set(float scale, float offset) { factor = scale, constant = offset; }
+  template <int SIZE> INLINE Floats get(const uint8_t* at, int s) const {
+    return to_floats(nibbles<SIZE>(at, s)) * factor + constant;
+  }
+#endif
+};
+
 template <int SIZE> struct Nibbles {  // scale, minimum, 4-bit values: Q4_1 and INT4
   static constexpr int VALUES = SIZE, BYTES = 4 + SIZE / 2, GROUP = SIZE;
   const uint8_t* at;
-  float scale, minimum;
-  INLINE void open(const uint8_t* block) { at = block + 4, scale = half(block), minimum = half(block + 2); }
+  Linear4 values;
+  INLINE void open(const uint8_t* block) { at = block + 4, values.set(half(block), half(block + 2)); }
   INLINE void select(int) {}
-  INLINE Floats get(int s) const { return to_floats(nibbles<SIZE / 2>(at, s)) * scale + minimum; }
+  INLINE Floats get(int s) const { return values.get<SIZE / 2>(at, s); }
 };
 
 struct Q4_0 {
   static constexpr int VALUES = 32, BYTES = 18, GROUP = 32;
   const uint8_t* at;
-  float scale;
-  INLINE void open(const uint8_t* block) { at = block + 2, scale = half(block); }
+  Linear4 values;
+  INLINE void open(const uint8_t* block) {
+    float scale = half(block);
+    at = block + 2, values.set(scale, -8 * scale);
+  }
   INLINE void select(int) {}
-  INLINE Floats get(int s) const { return to_floats(nibbles<16>(at, s) - 8) * scale; }
+  INLINE Floats get(int s) const { return values.get<16>(at, s); }
 };
 
 // Returns the fifth bits of LANES values from element s · LANES, in bit 4. Bit i of `bits` belongs to element i.
@@ -179,17 +200,22 @@ struct Q5_1 {
   INLINE Floats get(int s) const { return to_floats(nibbles<16>(at, s) | fifth_bits(bits, s)) * scale + minimum; }
 };
 
-// Reads the 6-bit scales and minima of the eight groups of a Q4_K or Q5_K block.
+// Reads the 6-bit scales and minima of the eight groups of a Q4_K or Q5_K block. The offset of a group is its negative minimum.
 struct Scales {
-  float scale[8], minimum[8];
+  float scale[8], offset[8];
   INLINE void open(const uint8_t* block) {
     uint32_t low = load<uint32_t>(block + 4), high = load<uint32_t>(block + 8), rest = load<uint32_t>(block + 12);
     uint32_t words[4] = {low & 0x3f3f3f3fu, (rest & 0x0f0f0f0fu) | ((low >> 2) & 0x30303030u), high & 0x3f3f3f3fu,
                          ((rest >> 4) & 0x0f0f0f0fu) | ((high >> 2) & 0x30303030u)};
     uint8_t codes[16];
+    float d = half(block), m = half(block + 2), values[16];
     std::memcpy(codes, words, 16);
-    float d = half(block), m = half(block + 2);
-    for (int i = 0; i < 8; ++i) scale[i] = d * codes[i], minimum[i] = m * codes[8 + i];
+    for (int i = 0; i < 16; i += LANES) {
+      Floats factor = lane_numbers() + i < 8 ? Floats{} + d : Floats{} - m;
+      Floats part = to_floats(load_bytes(codes + i)) * factor;
+      std::memcpy(values + i, &part, sizeof part);
+    }
+    std::memcpy(scale, values, 32), std::memcpy(offset, values + 8, 32);
   }
 };
 
@@ -197,26 +223,30 @@ struct Q4_K {
   static constexpr int VALUES = 256, BYTES = 144, GROUP = 64;
   Scales scales;
   const uint8_t *start, *at;
-  float scale[2], minimum[2];
+  Linear4 values[2];
   INLINE void open(const uint8_t* block) { scales.open(block), start = block + 16; }
   INLINE void select(int group) {
     at = start + 32 * group;
-    for (int i = 0; i < 2; ++i) scale[i] = scales.scale[2 * group + i], minimum[i] = scales.minimum[2 * group + i];
+    for (int i = 0; i < 2; ++i) values[i].set(scales.scale[2 * group + i], scales.offset[2 * group + i]);
   }
-  INLINE Floats get(int s) const { return to_floats(nibbles<32>(at, s)) * scale[s * LANES / 32] - minimum[s * LANES / 32]; }
+  INLINE Floats get(int s) const { return values[s * LANES / 32].get<32>(at, s); }
 };
 
 struct Q5_K {
   static constexpr int VALUES = 256, BYTES = 176, GROUP = 64;
-  Q4_K low;
-  const uint8_t* high;
+  Scales scales;
+  const uint8_t *start, *low, *high;
   int shift;
-  INLINE void open(const uint8_t* block) { low.scales.open(block), low.start = block + 48, high = block + 16; }
-  INLINE void select(int group) { low.select(group), shift = 2 * group; }
+  float scale[2], offset[2];
+  INLINE void open(const uint8_t* block) { scales.open(block), start = block + 48, high = block + 16; }
+  INLINE void select(int group) {
+    low = start + 32 * group, shift = 2 * group;
+    for (int i = 0; i < 2; ++i) scale[i] = scales.scale[2 * group + i], offset[i] = scales.offset[2 * group + i];
+  }
   INLINE Floats get(int s) const {
     int part = s * LANES / 32;
     Ints fifth = ((load_bytes(high + s * LANES % 32) >> (shift + part)) & 1) << 4;
-    return to_floats(nibbles<32>(low.at, s) | fifth) * low.scale[part] - low.minimum[part];
+    return to_floats(nibbles<32>(low, s) | fifth) * scale[part] + offset[part];
   }
 };
 
