@@ -54,6 +54,11 @@ ERRORS = {
     "not_a_finite_number_in": "not a finite number in step 21 ",
     "tokens_bin_is_damaged": r"tokens-.*bin is damaged",
     # generation
+    "speculation_is_off_matvec": "generation.speculation is off: with 1 rows and these weights",
+    "most_drafts_in_this_server": "^generation.draft_tokens must be at most 4 in this server, got 5$",
+    "ngram_size_in_this_server": "^generation.ngram_size is 3 in this server, got 2$",
+    "speculation_in_this_server": "^generation.speculation is off in this server, got ngram$",
+    "generation_speculation_has_no_effect": "generation.speculation has no effect while",
     "a_job_of_4_samples": "a job of 4 samples does not fit 3 slots",
     "at_least_one_prompt_is": "at least one prompt is required",
     "cannot_read": "cannot read",

@@ -137,6 +137,8 @@ OTHER: dict[str, tuple] = {
     "generation.sampler_order": (["top_p", "top_k"],),
     "generation.no_repeat_ngram": (3,), "generation.logit_bias": ({"3": 1.0},), "generation.sequence_bias": ([[[3, 4], 1.0]],),
     "generation.allowed_tokens": ([3],), "generation.banned_tokens": ([3],), "generation.bad_words": ([[3, 4]],),
+    "generation.speculation": ("ngram",), "generation.draft_tokens": (3, {"generation.speculation": "ngram"}),
+    "generation.ngram_size": (2, {"generation.speculation": "ngram"}),
     "generation.min_tokens": (2,), "generation.repetition_penalty": (1.5,),
     "generation.repetition_range": (4, {"generation.repetition_penalty": 1.5}),
     "generation.repetition_slope": (2.0, {"generation.repetition_penalty": 1.5, "generation.repetition_range": 4}),
@@ -250,6 +252,7 @@ REQUEST = (
     "matmul_kernel",
     "tensor_parallel",
 )
+DRAFTS = ("speculation", "draft_tokens", "ngram_size")
 START_UP = ("coordinator", "processes", "process")
 HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
 
@@ -292,7 +295,7 @@ def corpora(tmp_path_factory):
 def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *HUB, *START_UP):
+    if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *DRAFTS, *HUB, *START_UP):
         assert is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
         return
     base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})

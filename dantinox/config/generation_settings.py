@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Section, Seed, Strings, field
-from dantinox.config.prerequisites import Condition, Needs, nonempty, one_of
+from dantinox.config.prerequisites import Condition, Needs, differs, equals, nonempty, one_of
 from dantinox.config.sampling_steps import (
     EDIT_STEPS,
     MIROSTAT_STEPS,
@@ -32,6 +32,14 @@ def _as_order(value: Any) -> Any:
 
 
 Preset = Literal["default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"]
+
+
+# Speculative decoding needs a cache that keeps all tokens, because rejected draft tokens must not evict others.
+NEEDS_FULL_CACHE = (
+    Needs(("generation.use_cache", True)),
+    Needs(("kv.budget", equals(None))),
+    Needs(("kv.budget_tokens", equals(None))),
+)
 
 
 class _Request(Section):
@@ -61,6 +69,15 @@ class _Request(Section):
         "auto", "native multiplies a few rows with compiled CPU kernels (auto: if they are faster, measured once)"
     )
     tensor_parallel: Count = field(1, "devices that hold different heads and features of each layer")
+    speculation: Annotated[Literal["off", "ngram"], *NEEDS_FULL_CACHE] = field(
+        "off", "verify draft tokens several at a time, with the same text (ngram: drafts from the text so far)"
+    )
+    draft_tokens: Annotated[int, Field(ge=1, le=15), Needs(("generation.speculation", differs("off")))] = field(
+        5, "most draft tokens that one step verifies"
+    )
+    ngram_size: Annotated[int, Field(ge=1, le=8), Needs(("generation.speculation", "ngram"))] = field(
+        3, "number of newest tokens that are searched in the text so far"
+    )
     greedy: bool = field(False, "always choose the most likely token")
     strategy: Annotated[
         Literal["chain", "entropy"],

@@ -24,6 +24,9 @@ class SamplingSettings(TypedDict, total=False):
     matmul_dtype: Literal["auto", "float32", "bfloat16"]
     matmul_kernel: Literal["auto", "xla", "native"]
     tensor_parallel: int
+    speculation: Literal["off", "ngram"]
+    draft_tokens: int
+    ngram_size: int
     greedy: bool
     strategy: Literal["chain", "entropy"]
     preset: Literal["default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"]

@@ -83,6 +83,10 @@ GROUPS: dict[str, SettingGroup] = {
         "KV cache, precision and devices of decoding",
         "use_cache weights matmul_dtype matmul_kernel tensor_parallel",
     ),
+    "speculation": SettingGroup(
+        "generation", "Speculative decoding: draft tokens that are verified several at a time",
+        "speculation draft_tokens ngram_size",
+    ),
     "steps": SettingGroup(
         "generation", "Greedy decoding, and the order of sampling steps", "greedy strategy preset sampler_order ties"
     ),

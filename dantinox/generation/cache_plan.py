@@ -29,11 +29,17 @@ ENTROPY_LIFETIME = 16.0
 
 
 class CachePlan(NamedTuple):
-    """The slots for a full sequence, the dtype and the compression of a cache; a static argument of compiled programs."""
+    """The plan of a cache, a static argument of compiled programs.
+
+    Attributes:
+      slots: the slots for a full sequence.
+      extra: the slots of ring buffers in addition to their window; at least the number of draft tokens.
+    """
 
     slots: int
     dtype: str
     compression: Compression | None = None
+    extra: int = 0
 
 
 def plan_cache(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.generation.cache_plan import CachePlan
+from dantinox.generation.drafts import DraftPlan, DraftState, draft_lengths, ngram_drafts, pays_off, record
 from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
@@ -30,7 +31,7 @@ PREFILL_BATCH_TOKENS = 1 << 14
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "sequence_BS"],
+    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "sequence_BS", "drafts"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class DecodeState:
       remaining_B: the most tokens that each row may still generate.
       done_B: whether the row is finished; a finished row emits padding and does not write to the cache.
       eos_BE: the ids that end a row, padded with −1.
-      sequence_BS: all tokens so far; only for decoding without a cache.
+      sequence_BS: all tokens so far; only for decoding without a cache or with drafts.
+      drafts: the state of speculative decoding; None without it.
     """
 
     token_B: jax.Array
@@ -52,10 +54,14 @@ class DecodeState:
     eos_BE: jax.Array
     sampler: SamplerState
     sequence_BS: jax.Array | None
+    drafts: DraftState | None = None
 
 
 class Emitted(NamedTuple):
-    """The tokens of one step `[B]`, or of a chunk of steps `[B, steps]`; `active` is false for padding."""
+    """The tokens of one step `[B]`, or of a chunk `[B, N]`.
+
+    `active` is false for padding, which follows the tokens of a row.
+    """
 
     tokens: jax.Array
     active: jax.Array
@@ -66,7 +72,7 @@ class Emitted(NamedTuple):
 # With `graph=False` nnx treats the arguments as plain trees and traverses them once instead of several times.
 _jit: Any = partial(
     nnx.jit,
-    static_argnames=("use_cache", "report", "echo", "chunk", "plan", "samples"),
+    static_argnames=("use_cache", "report", "echo", "chunk", "plan", "samples", "draft_plan"),
     donate_argnames=("cache",),
     graph_updates=False,
     graph=False,
@@ -88,11 +94,12 @@ def _generate_toks(
     chunk: int = DECODE_CHUNK,
     plan: CachePlan | None = None,
     samples: int = 1,
+    draft_plan: DraftPlan | None = None,
 ) -> tuple[KVCache | None, DecodeState, Emitted, jax.Array | None]:
-    """Generates up to `chunk` tokens per row.
+    """Generates up to `chunk` tokens per row, or more with drafts.
 
     With `prompt`, it prefills the prompts and generates the first token of each row. Otherwise it generates the next `steps`
-    tokens.
+    tokens. With a `draft_plan`, each of these steps generates at least one token and at most `draft_plan.width`.
 
     Args:
       model: a `SplitModel` reduces the host overhead of a call considerably.
@@ -103,10 +110,11 @@ def _generate_toks(
       report: the number of alternatives to report per token; None: report nothing.
       echo: report the log-probabilities of the prompt tokens.
       plan: the plan of the cache to create.
+      draft_plan: verify draft tokens; None: one token per step.
 
     Returns:
-      Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt), and with `echo` the log-probabilities `[P, T]` of the
-      prompt tokens, 0 for the first one.
+      Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt, `[B, chunk · width]` with drafts), and with `echo` the
+      log-probabilities `[P, T]` of the prompt tokens, 0 for the first one.
     """
     model = model.merge(model.leaves) if isinstance(model, SplitModel) else model
     rows = state.token_B.shape[0]
@@ -120,6 +128,10 @@ def _generate_toks(
         return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
     model = model if use_cache and rows <= MAX_MATVEC_ROWS else dequantize(model)
 
+    if draft_plan is not None:
+        assert cache is not None
+        return *_decode_with_drafts(model, cache, state, params, jnp.minimum(steps, chunk), draft_plan, report, chunk), None
+
     def step(cache: KVCache | None, state: DecodeState) -> tuple[KVCache | None, DecodeState, Emitted]:
         step_logits, cache = forward_step(model, cache, state, params, use_cache)
         return cache, *sample_step(step_logits, state, params, report)
@@ -129,13 +141,96 @@ def _generate_toks(
         cache, state, emitted = step(cache, state)
         return cache, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
 
-    # The call has the same form as in `step`, so that both share a trace.
-    shapes = jax.eval_shape(lambda *inputs: sample_step(*inputs, params, report), abstract_logits(model, params), state)[1]
-    buffers = jax.tree.map(lambda x: jnp.zeros((rows, chunk, *x.shape[1:]), x.dtype), shapes)
+    buffers = _emitted_buffers(model, state, params, report, chunk)
     max_remaining = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))
     steps = jnp.minimum(jnp.minimum(steps, chunk), max_remaining)
     cache, state, emitted = jax.lax.fori_loop(0, steps, body, (cache, state, buffers))
     return cache, state, emitted, None
+
+
+def _emitted_buffers(model: Transformer, state: DecodeState, params: SamplingParams, report: int | None, size: int) -> Emitted:
+    """Returns empty buffers for `size` tokens per row."""
+    # The call has the same form as in a decode step, so that both share a trace.
+    shapes = jax.eval_shape(lambda *inputs: sample_step(*inputs, params, report), abstract_logits(model, params), state)[1]
+    buffers: Emitted = jax.tree.map(lambda x: jnp.zeros((x.shape[0], size, *x.shape[1:]), x.dtype), shapes)
+    return buffers
+
+
+def _decode_with_drafts(
+    model: Transformer,
+    cache: KVCache,
+    state: DecodeState,
+    params: SamplingParams,
+    steps: jax.Array,
+    plan: DraftPlan,
+    report: int | None,
+    chunk: int,
+) -> tuple[KVCache, DecodeState, Emitted]:
+    """Runs up to `steps` steps, of which each verifies the drafts of all rows or, without drafts, decodes one token per row.
+
+    Both kinds of steps share one loop over the positions for sampling, so equal logits give equal tokens.
+    """
+    B, width = state.token_B.shape[0], plan.width
+    rows_B, index_W = jnp.arange(B), jnp.arange(width)
+    size = chunk * width
+
+    def forward(
+        logits: StepLogits,
+        cache: KVCache,
+        state: DecodeState,
+        verifies: jax.Array,
+        tokens_BW: jax.Array,
+        positions_BW: jax.Array,
+    ) -> tuple[StepLogits, KVCache]:
+        """Writes the logits after each token, or after the newest token only, to the buffers `[W, B, V]`."""
+
+        def decode(_: jax.Array, carry: tuple[StepLogits, KVCache | None]) -> tuple[StepLogits, KVCache | None]:
+            buffers, cache = carry
+            step_logits, cache = forward_step(model, cache, state, params, True)
+            return jax.tree.map(lambda buffer, x: buffer.at[0].set(x), buffers, step_logits), cache
+
+        def verify(_: jax.Array, carry: tuple[StepLogits, KVCache]) -> tuple[StepLogits, KVCache]:
+            return forward_drafts(model, carry[1], tokens_BW, positions_BW, params)
+
+        # Loops with zero or one iteration update the cache in place, unlike `lax.cond`, which would copy it.
+        carry = jax.lax.fori_loop(0, jnp.where(verifies, 0, 1), decode, (logits, cache))
+        updated: tuple[StepLogits, KVCache] = jax.lax.fori_loop(0, jnp.where(verifies, 1, 0), verify, carry)
+        return updated
+
+    def sample_position(carry: Any, step_logits: StepLogits, tokens_BW: jax.Array, length_B: jax.Array) -> Any:
+        j, state, buffers, count_B, active_B = carry
+        new_state, emitted = sample_step(
+            jax.tree.map(lambda x: x[j], step_logits), replace(state, done_B=~active_B), params, report
+        )
+        slot_B = jnp.where(active_B, count_B, size)
+        buffers = jax.tree.map(lambda buffer, x_B: buffer.at[rows_B, slot_B].set(x_B, mode="drop"), buffers, emitted)
+        state = replace(new_state, done_B=state.done_B | (active_B & new_state.done_B))
+        matches_B = (j < length_B) & (emitted.tokens == tokens_BW[:, jnp.minimum(j + 1, width - 1)])
+        return j + 1, state, buffers, count_B + active_B, active_B & matches_B & ~state.done_B
+
+    def step(carry: Any) -> Any:
+        i, cache, state, buffers, count_B, logits = carry
+        drafts_Bk, found_B = ngram_drafts(state.sequence_BS, state.position_B, plan.ngram_size, plan.draft_tokens)
+        length_B = draft_lengths(state.drafts, found_B, state.remaining_B, state.done_B)
+        verifies = pays_off(plan, state.drafts, length_B, state.done_B)
+        length_B = jnp.where(verifies, length_B, 0)
+        tokens_BW = jnp.concatenate([state.token_B[:, None], drafts_Bk], axis=1)
+        is_token_BW = (index_W <= length_B[:, None]) & ~state.done_B[:, None]
+        positions_BW = jnp.where(is_token_BW, state.position_B[:, None] + index_W, -1)
+        logits, cache = forward(logits, cache, state, verifies, tokens_BW, positions_BW)
+        before, first = state, (jnp.int32(0), state, buffers, count_B, ~state.done_B)
+        _, state, buffers, new_count_B, _ = jax.lax.while_loop(
+            lambda carry: carry[-1].any(), lambda carry: sample_position(carry, logits, tokens_BW, length_B), first
+        )
+        new_B = new_count_B - count_B
+        state = replace(state, drafts=record(plan, before.drafts, length_B, new_B))
+        return i + 1, cache, state, buffers, new_count_B, logits
+
+    buffers = _emitted_buffers(model, state, params, report, size)
+    logits = jax.tree.map(lambda x: jnp.zeros((width, *x.shape), x.dtype), abstract_logits(model, params))
+    first = jnp.int32(0), cache, state, buffers, jnp.zeros(B, jnp.int32), logits
+    _, cache, state, buffers, *_ = jax.lax.while_loop(lambda carry: (carry[0] < steps) & ~carry[2].done_B.all(), step, first)
+    return cache, state, buffers
 
 
 class StepLogits(NamedTuple):
@@ -254,6 +349,16 @@ def forward_step(
     positions_BS = jnp.where(index_S <= state.position_B[:, None], index_S, -1)
     x_BSD, _, aux = model.hidden(state.sequence_BS, positions_BS, probe=make_probe(params))
     return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_metrics(params, aux)), cache
+
+
+def forward_drafts(
+    model: Transformer, cache: KVCache, tokens_BW: jax.Array, positions_BW: jax.Array, params: SamplingParams
+) -> tuple[StepLogits, KVCache]:
+    """Returns the logits after each of several tokens, `[W, B, V]`, and the cache updated with all of them."""
+    x_BWD, updated, aux = model.hidden(tokens_BW, positions_BW, cache=cache.for_verification(), probe=make_probe(params))
+    assert updated is not None
+    attention = jax.vmap(jax.vmap(combine_layers))(aux["probe"]) if params.uses_attention else None
+    return StepLogits(model.logits(x_BWD.swapaxes(0, 1)), attention), updated.without_wrappers()
 
 
 @shared_trace("report")  # one trace serves prefill and decoding

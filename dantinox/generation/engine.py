@@ -25,6 +25,7 @@ import jax
 
 from dantinox.config import Config, UserError
 from dantinox.generation.decode import DECODE_CHUNK
+from dantinox.generation.drafts import DraftCounts
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch
 from dantinox.generation.request import GenerationRequest, RequestStats
@@ -117,7 +118,8 @@ class Engine:
 
     Attributes:
       idle: whether `step` has nothing to do until a request is added, prepared or cancelled, or a program is ready.
-      counters: totals by name: `finished`, `cancelled`, `failed`, `reused_tokens`, `new_tokens`.
+      counters: totals by name: `finished`, `cancelled`, `failed`, `reused_tokens`, `new_tokens`,
+        `draft_tokens`, `accepted_draft_tokens`.
       compile: called with the settings and `echo` of a request whose programs are not compiled. The request waits until the
         batch is `ready` for it. The default compiles the programs immediately.
     """
@@ -389,8 +391,14 @@ class Engine:
             text = job.texts[number]
             if self.batch.refills and job.limit > 0 and not text.complete:
                 assert job.params is not None
-                report = job.request.logprobs is not None
-                self._slots.start_decoding(slot, job.params, limit=job.limit, sample_index=number, report=report)
+                self._slots.start_decoding(
+                    slot,
+                    job.params,
+                    limit=job.limit,
+                    sample_index=number,
+                    report=job.request.logprobs is not None,
+                    constrained=text.matcher is not None,
+                )
             if job.limit == 0 or text.complete:
                 self.batch.stop(slot)
                 self._add_tokens(job, slot, [])
@@ -442,10 +450,17 @@ class Engine:
             if job not in self._jobs or job.cancelled:
                 continue
             with self._isolate_errors(job):
+                self._count_drafts(job, output.drafts)
                 self._add_tokens(job, output.slot, output.tokens.tolist(), output.done, output.steps)
                 text = job.texts[job.rows[output.slot]]
                 if text.matcher is not None and text.finish_reason is None:
                     self.batch.set_token_mask(output.slot, text.matcher.mask())
+
+    def _count_drafts(self, job: Job, drafts: DraftCounts) -> None:
+        job.stats.draft_tokens += drafts.drafted
+        job.stats.accepted_draft_tokens += drafts.accepted
+        self.counters["draft_tokens"] += drafts.drafted
+        self.counters["accepted_draft_tokens"] += drafts.accepted
 
     def _add_tokens(self, job: Job, slot: int, ids: list[int], done: bool = True, steps: StepInfo | None = None) -> None:
         """Adds tokens to a sample. Releases the slot when the sample ends, and ends the job when its last sample ends."""

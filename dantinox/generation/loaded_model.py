@@ -46,6 +46,7 @@ from dantinox.text import ChatTemplate, Tokenizer
 # Requests in one batch must agree in these settings, and also in router.use_attention, in all settings of kv, and in the
 # reports they ask for.
 PER_BATCH_SETTINGS = ("use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
+DRAFT_SETTINGS = ("speculation", "draft_tokens", "ngram_size")
 ALIAS_ALIGNMENT = 64  # bytes; on a CPU, `jax.device_put` does not copy a NumPy array with this alignment, but aliases it
 
 
@@ -333,7 +334,7 @@ class LoadedModel(ModelBundle):
         seeded_requests = [replace(request, config=with_default_seed(request.config, random_seed)) for request in requests]
         for number, request in enumerate(seeded_requests):
             config, report = request.config, (request.logprobs, request.echo, request.score_fn, request.show_candidates)
-            shared = [getattr(config.generation, name) for name in PER_BATCH_SETTINGS]
+            shared = [getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)]
             key = (*shared, config.router.use_attention, config.kv, *report, request.constraint is None)
             groups.setdefault(key, []).append(number)
         return [

@@ -8,6 +8,7 @@ import numpy as np
 from dantinox.config import KVSection
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import DECODE_CHUNK
+from dantinox.generation.drafts import plan_drafts
 from dantinox.generation.engine import STREAM_CHUNK_SECONDS, Engine, Job
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
@@ -66,8 +67,10 @@ class BatchRun:
         for row, request in zip(prompt_PT, requests, strict=True):
             row[: len(request.ids)] = request.ids
         stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
+        prepared = model.prepared(section, head_order(model.model.config, kv, calibration))
+        constrained = first.constraint is not None
         self.batch = StaticBatch(
-            model.prepared(section, head_order(model.model.config, kv, calibration)),
+            prepared,
             prompt_PT,
             lengths_P,
             params,
@@ -82,7 +85,8 @@ class BatchRun:
             echo=first.echo,
             plan=plan_cache(model.model.config, kv, slots_needed(lengths_P, limits_P, pad), calibration, True),
             pad=pad,
-            constrained=first.constraint is not None,
+            constrained=constrained,
+            draft_plan=None if constrained else plan_drafts(first.config, prepared, len(configs)),
         )
         seconds = STREAM_CHUNK_SECONDS if stream else None
         self._engine = Engine(
@@ -121,9 +125,13 @@ class BatchRun:
         prompt = sum(len(request.ids) for request in self._requests)
         new = sum(result.stats["new_tokens"] for result in self.results)
         seeds = sorted({result.seed for result in self.results})
+        drafted, accepted = (
+            sum(result.stats[key] for result in self.results) for key in ("draft_tokens", "accepted_draft_tokens")
+        )
+        drafts = f", {accepted} of {drafted} draft tokens accepted" if drafted else ""
         return (
             f"{prompt} prompt + {new} new tokens, first token {stats['first_token_seconds']:.2f} s, "
-            f"{stats['decode_tok_per_s']:.1f} tok/s, compile {stats['compile_seconds']:.2f} s, "
+            f"{stats['decode_tok_per_s']:.1f} tok/s{drafts}, compile {stats['compile_seconds']:.2f} s, "
             f"seed {seeds[0] if len(seeds) == 1 else seeds}{_cache_summary(stats['cache'], self._requests[0].config.kv)}"
         )
 
@@ -134,6 +142,8 @@ class BatchRun:
         stats: GenerationStats = {
             "prompt_tokens": 0,
             "new_tokens": 0,
+            "draft_tokens": 0,
+            "accepted_draft_tokens": 0,
             "seconds": self.times.total,
             "first_token_seconds": self.times.first,
             "compile_seconds": self.times.compiling,
@@ -143,6 +153,7 @@ class BatchRun:
         results = []
         for row, (job, number) in enumerate(self._samples):
             request, sample = job.request, job.texts[number]
+            drafts = self.batch.drafts(row)
             steps = jax.tree.map(lambda *parts: np.concatenate(parts), *reports[row]) if reports[row] else self.batch.no_steps
             results.append(
                 Result(
@@ -152,7 +163,13 @@ class BatchRun:
                     finish_reason=sample.finish_reason or "length",
                     seed=request.config.generation.seed or 0,
                     info={} if steps is None else self._info(job, sample.tokens, steps),
-                    stats={**stats, "prompt_tokens": len(request.ids), "new_tokens": len(sample.tokens)},
+                    stats={
+                        **stats,
+                        "prompt_tokens": len(request.ids),
+                        "new_tokens": len(sample.tokens),
+                        "draft_tokens": drafts.drafted,
+                        "accepted_draft_tokens": drafts.accepted,
+                    },
                     steps=steps,
                     settings=changed_settings(request.config),
                     router=router_values(self.batch.params, row),

@@ -58,6 +58,7 @@ class RequestStats:
     Attributes:
       prompt_tokens, reused_tokens: the number of prompt tokens, and of those the number that came from the prefix cache.
       new_tokens: the number of generated tokens of all samples.
+      draft_tokens, accepted_draft_tokens: the number of draft tokens that were verified, and of those that were accepted.
       queued_seconds, first_token_seconds, seconds: the time from the arrival of the request to its slot, to its first token,
         and to its end.
     """
@@ -65,6 +66,8 @@ class RequestStats:
     prompt_tokens: int
     reused_tokens: int = 0
     new_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     queued_seconds: float = 0.0
     first_token_seconds: float = 0.0
     seconds: float = 0.0

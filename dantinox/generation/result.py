@@ -8,8 +8,8 @@ from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
 
 RESULT_FIELDS = (
-    "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seed", "seconds", "compile_seconds",
-    "decode_tok_per_s", "cache",
+    "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "draft_tokens", "accepted_draft_tokens", "seed",
+    "seconds", "compile_seconds", "decode_tok_per_s", "cache",
 )  # fmt: skip
 
 
@@ -58,10 +58,15 @@ class TokenColumns(TypedDict, total=False):
 
 
 class GenerationStats(TypedDict):
-    """Token counts of a sample, and times of the whole batch in seconds."""
+    """Token counts of a sample, and times of the whole batch in seconds.
+
+    `draft_tokens` counts the verified draft tokens of speculative decoding.
+    """
 
     prompt_tokens: int
     new_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
     seconds: float
     first_token_seconds: float
     compile_seconds: float

@@ -2,12 +2,13 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted
+from dantinox.generation.drafts import NO_DRAFTS, DraftCounts
 from dantinox.model import KVCache
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
@@ -16,20 +17,40 @@ NO_ID = -1  # pads lists of end ids
 
 
 class SlotOutput(NamedTuple):
-    """New tokens of one slot. `done`: the row has ended. `steps`: a `StepInfo` with one entry per token, if requested."""
+    """New tokens of one slot.
+
+    Attributes:
+      done: whether the row has ended.
+      steps: a `StepInfo` with one entry per token, if requested.
+      drafts: the draft tokens of this chunk.
+    """
 
     slot: int
     tokens: np.ndarray
     done: bool
     steps: StepInfo | None
+    drafts: DraftCounts
+
+
+class RowStatus(NamedTuple):
+    """The rows that ended `[B]`, and the draft tokens of each row since its start, `[B]` each; None without drafts."""
+
+    done_B: Any
+    drafted_B: Any = None
+    accepted_B: Any = None
+
+    @classmethod
+    def of(cls, state: DecodeState) -> "RowStatus":
+        drafts = state.drafts
+        return cls(state.done_B) if drafts is None else cls(state.done_B, drafts.drafted_B, drafts.accepted_B)
 
 
 class HostChunk(NamedTuple):
-    """A chunk on the host: tokens `[B, N]`, their mask (false for padding), the rows that ended `[B]`, and the reports."""
+    """A chunk on the host: tokens `[B, N]`, their mask (false for padding), the status of the rows, and the reports."""
 
     tokens_BN: np.ndarray
     active_BN: np.ndarray
-    done_B: np.ndarray
+    status: RowStatus
     info: StepInfo | None
 
 
@@ -39,24 +60,27 @@ class Row:
 
     Attributes:
       program: the key of the program that decodes the row; None before decoding starts and after it ends.
-      remaining: how many new tokens the row may still get, not counting the chunks that are already dispatched.
+      remaining: how many new tokens the row may still get, not counting the chunks that are already dispatched. With drafts,
+        a dispatched chunk counts one token per step until it is collected.
       reports: whether to return a `StepInfo` with the tokens.
+      drafts: the draft tokens since the start of the row.
     """
 
     program: Hashable = None
     remaining: int = 0
     reports: bool = False
+    drafts: DraftCounts = NO_DRAFTS
 
 
 class PendingChunk(NamedTuple):
-    """A chunk of `steps` tokens that the device is computing.
+    """A chunk of `steps` steps that the device is computing; without drafts, a step is a token.
 
     Attributes:
-      parts: for each program its output, its finished rows, and its rows by slot.
+      parts: for each program its output, the status of its rows, and its rows by slot.
       is_prefill: whether the chunk also contains the prefill of the prompts, and so the first new token of each row.
     """
 
-    parts: list[tuple[Emitted, jax.Array, dict[int, Row]]]
+    parts: list[tuple[Emitted, RowStatus, dict[int, Row]]]
     steps: int
     is_prefill: bool = False
 
@@ -90,6 +114,10 @@ class RunningBatch:
         """Returns, for each decoding slot, how many new tokens its row may get, not counting chunks already dispatched."""
         return {slot: row.remaining for slot, row in enumerate(self._rows) if row.program is not None and row.remaining > 0}
 
+    def drafts(self, slot: int) -> DraftCounts:
+        """Returns the draft tokens of the row in a slot since its start."""
+        return self._rows[slot].drafts
+
     def set_token_mask(self, slot: int, bits_W: np.ndarray | None) -> None:
         """Restricts the next token of a slot: bit i mod 32 of word ⌊i/32⌋ stands for token i; None allows all tokens."""
         program = self._rows[slot].program
@@ -106,7 +134,7 @@ class RunningBatch:
             row.program = None
 
     def dispatch(self, steps: int) -> PendingChunk:
-        """Starts a chunk of at most `steps` ≤ 32 tokens for all decoding rows and returns without waiting for the device.
+        """Starts a chunk of at most `steps` ≤ 32 steps for all decoding rows and returns without waiting for the device.
 
         A row that reaches its limit in this chunk counts as finished immediately, so its slot may be refilled.
         """
@@ -116,11 +144,11 @@ class RunningBatch:
         decoding = {slot: self._rows[slot] for slot in remaining}
         parts = []
         for program in dict.fromkeys(row.program for row in decoding.values()):
-            emitted, done_B = self._decode(program, steps)
+            emitted, status = self._decode(program, steps)
             rows = {slot: row for slot, row in decoding.items() if row.program == program}
             for row in rows.values():
                 row.remaining = max(0, row.remaining - steps)
-            parts.append((emitted, done_B, rows))
+            parts.append((emitted, status, rows))
         return PendingChunk(parts, steps)
 
     def collect(self, pending: PendingChunk) -> list[SlotOutput]:
@@ -133,15 +161,25 @@ class RunningBatch:
                     continue
                 count, info = int(chunk.active_BN[slot].sum()), chunk.info if row.reports else None
                 steps = jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], info)
-                outputs.append(SlotOutput(slot, chunk.tokens_BN[slot, :count], bool(chunk.done_B[slot]), steps))
-                if chunk.done_B[slot]:
+                done = bool(chunk.status.done_B[slot])
+                drafts = self._add_accepted(row, slot, chunk.status, count - pending.steps)
+                outputs.append(SlotOutput(slot, chunk.tokens_BN[slot, :count], done, steps, drafts))
+                if done:
                     row.program = None
         return outputs
 
-    def _fetch(self, part: tuple[Emitted, jax.Array, dict[int, Row]]) -> HostChunk:
-        emitted, done_B, rows = part
+    def _add_accepted(self, row: Row, slot: int, status: RowStatus, extra: int) -> DraftCounts:
+        """Updates a row after a chunk with `extra` tokens more than steps, and returns the draft tokens of the chunk."""
+        if status.drafted_B is None:
+            return NO_DRAFTS
+        row.remaining = max(0, row.remaining - max(0, extra))
+        before, row.drafts = row.drafts, DraftCounts(int(status.drafted_B[slot]), int(status.accepted_B[slot]))
+        return DraftCounts(row.drafts.drafted - before.drafted, row.drafts.accepted - before.accepted)
+
+    def _fetch(self, part: tuple[Emitted, RowStatus, dict[int, Row]]) -> HostChunk:
+        emitted, status, rows = part
         info = emitted.info if any(row.reports for row in rows.values()) else None
-        return HostChunk(*jax.device_get((emitted.tokens, emitted.active, done_B, info)))
+        return HostChunk(*jax.device_get((emitted.tokens, emitted.active, status, info)))
 
     def _write_changes(self) -> None:
         for program, allowed_BW in self._masks.items():
@@ -153,6 +191,6 @@ class RunningBatch:
             self._states[program] = params, replace(state, done_B=state.done_B | stopped_B)
         self._masks, self._stopped = {}, {}
 
-    def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
-        """Runs a program for all rows; returns its output and a mask of the rows that are done."""
+    def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
+        """Runs a program for all rows; returns its output and the status of the rows."""
         raise NotImplementedError

@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dantinox.config import Config, UserError
+from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation_settings import section_order
 from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, _generate_toks, prefill_hidden
+from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, init_drafts, plan_drafts
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
 from dantinox.generation.quantized_weights import SplitModel, dequantize, split_model
-from dantinox.generation.running_batch import NO_ID, Row, RunningBatch
+from dantinox.generation.running_batch import NO_ID, Row, RowStatus, RunningBatch
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
 from dantinox.model import KVCache, make_cache
 from dantinox.model.scoring import map_positions
@@ -64,11 +65,15 @@ class ProgramKey(NamedTuple):
 
 
 class RowParams(NamedTuple):
-    """The settings of a request as arrays: sampling parameters with a batch of one and padded lists, and end ids."""
+    """The settings of a request as arrays: sampling parameters with a batch of one and padded lists, and end ids.
+
+    `max_drafts` is the most draft tokens per step; 0: no drafts.
+    """
 
     program: ProgramKey
     params: SamplingParams
     end_ids_1E: np.ndarray
+    max_drafts: int = 0
 
 
 @dataclass(eq=False)
@@ -140,9 +145,12 @@ class SlotBatch(RunningBatch):
         plan = plan_cache(self._architecture, kv, context, calibration)
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
         self.context, self._bundle, self._config = context, model, config
-        self._model = split_model(model.prepared(config.generation, head_order(self._architecture, kv, calibration)))
+        prepared = model.prepared(config.generation, head_order(self._architecture, kv, calibration))
+        self._model, self._draft_plan = split_model(prepared), plan_drafts(config, prepared, self.count)
         segmented = get_platform(self._architecture.platform).segmented_cache
-        compiled = jax.jit(make_cache, static_argnums=range(6))
+        if self._draft_plan is not None:
+            plan = plan._replace(extra=self._draft_plan.draft_tokens)
+        compiled = jax.jit(make_cache, static_argnums=range(7))
         self._make_cache: Callable[[int], KVCache] = lambda rows: compiled(self._architecture, rows, *plan, segmented)
         self._cache_shapes: KVCache = jax.eval_shape(lambda: self._make_cache(self.count))
         # A slot of a compressed cache must be cleared before a new request. Other caches do not need this.
@@ -174,10 +182,26 @@ class SlotBatch(RunningBatch):
                     key = f"{section}.{name}"
                     message = f"{key} is {quote(served)} in this server, got {quote(requested)}"
                     raise UserError(message, key=key, value=requested)
+        self._check_drafts(config.generation)
         g = config.generation
         if g.strategy == "chain":
             return ProgramKey("chain")
         return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS), config.router.use_attention)
+
+    def _check_drafts(self, requested: GenerationSection) -> None:
+        """Checks that the drafts of a request are a part of those that the programs of the server can verify."""
+        served, name = self._config.generation, "speculation"
+        if requested.speculation == "off":
+            return
+        if requested.speculation == served.speculation:
+            name = "ngram_size"
+            if requested.ngram_size == served.ngram_size:
+                if requested.draft_tokens > served.draft_tokens:
+                    message = f"must be at most {served.draft_tokens} in this server, got {requested.draft_tokens}"
+                    raise UserError(f"generation.draft_tokens {message}", key="generation.draft_tokens")
+                return
+        message = f"is {getattr(served, name)} in this server, got {getattr(requested, name)}"
+        raise UserError(f"generation.{name} {message}", key=f"generation.{name}")
 
     def ready(self, program: ProgramKey, echo: bool = False) -> bool:
         """Returns whether all programs for requests with this key are compiled."""
@@ -223,22 +247,29 @@ class SlotBatch(RunningBatch):
             return _prefill_part.lower(*args, report=report if reports else None).compile()
         params, state = self._states[key[0]]
         if kind == "decode":
-            return _decode.lower(self._model, cache, state, params, zero, report=report).compile()
-        _, row, end_ids_1E = self.row_params(config)
+            drafts = self._draft_plan
+            return _decode.lower(self._model, cache, state, params, zero, report=report, draft_plan=drafts).compile()
+        _, row, end_ids_1E, _ = self.row_params(config)
         tokens_1S = np.zeros((1, self.context), np.int32)
+        inputs = row, tokens_1S, zero, zero, end_ids_1E, self._max_drafts(0)
         if kind == "init":
-            return _init_row.lower(row, tokens_1S, zero, zero, end_ids_1E, vocab_size=V).compile()
-        initial = jax.eval_shape(partial(_init_row, vocab_size=V), row, tokens_1S, zero, zero, end_ids_1E)
+            return _init_row.lower(*inputs, vocab_size=V).compile()
+        initial = jax.eval_shape(partial(_init_row, vocab_size=V), *inputs)
         return _insert_row.lower((params, state), (row, initial), zero).compile()
 
     def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
-        (_, row, end_ids_1E), V = self.row_params(config), self._architecture.vocab_size
+        (_, row, end_ids_1E, _), V = self.row_params(config), self._architecture.vocab_size
         tokens_1S = np.zeros((1, self.context), np.int32)
-        state = _init_row(row, tokens_1S, jnp.int32(1), jnp.int32(0), end_ids_1E, vocab_size=V)
+        inputs = row, tokens_1S, jnp.int32(1), jnp.int32(0), end_ids_1E, self._max_drafts(0)
+        state = _init_row(*inputs, vocab_size=V)
         idle = replace(row, enabled=jax.tree.map(jnp.zeros_like, row.enabled)), replace(state, done_B=jnp.ones(1, bool))
         rows: tuple[SamplingParams, DecodeState] = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
         return rows
+
+    def _max_drafts(self, number: int) -> np.ndarray | None:
+        """Returns the argument of `_init_row`: the most draft tokens of a row, or None if the programs verify no drafts."""
+        return None if self._draft_plan is None else _int32(number)
 
     def row_params(self, config: Config) -> RowParams:
         """Returns the settings of a request as arrays; any thread may call it.
@@ -271,7 +302,8 @@ class SlotBatch(RunningBatch):
             "allowed_bits": np.full((1, -(-V // 32)), ALL_ALLOWED, np.uint32),
         }
         end_ids_1E = np.asarray([[*ends, *[NO_ID] * (MAX_END_IDS - len(ends))]], np.int32)
-        return RowParams(program, replace(params, tables=tables, **changes), end_ids_1E)
+        max_drafts = 0 if section.speculation == "off" else section.draft_tokens
+        return RowParams(program, replace(params, tables=tables, **changes), end_ids_1E, max_drafts)
 
     # --- requests
 
@@ -347,7 +379,14 @@ class SlotBatch(RunningBatch):
         self.cache = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *slots), self.cache)
 
     def start_decoding(
-        self, slot: int, row_params: RowParams, *, limit: int, sample_index: int = 0, report: bool = False
+        self,
+        slot: int,
+        row_params: RowParams,
+        *,
+        limit: int,
+        sample_index: int = 0,
+        report: bool = False,
+        constrained: bool = False,
     ) -> None:
         """Starts to decode a prefilled prompt.
 
@@ -355,26 +394,29 @@ class SlotBatch(RunningBatch):
           row_params: the result of `row_params`; its program must be ready.
           limit: the most new tokens, at most the remaining context.
           report: whether to return a `StepInfo` with the tokens.
+          constrained: whether `set_token_mask` will be called for every token. The row then has no drafts, because the mask of
+            a token depends on the tokens before it.
         """
         row, program = self._rows[slot], row_params.program
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(row.ids)] = row.ids
         changes: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
         params = replace(row_params.params, **changes)
-        state = self._programs["init", program](params, tokens_1S, _int32(len(row.ids)), _int32(limit), row_params.end_ids_1E)
+        sizes, max_drafts = (_int32(len(row.ids)), _int32(limit)), self._max_drafts(0 if constrained else row_params.max_drafts)
+        state = self._programs["init", program](params, tokens_1S, *sizes, row_params.end_ids_1E, max_drafts)
         self._states[program] = self._programs["insert", program](self._states[program], (params, state), _int32(slot))
         # Drop pending changes that were meant for the previous request of this slot.
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
             self._masks[program][slot] = ALL_ALLOWED
         row.max_written = max(row.max_written, len(row.ids) + limit)
-        row.remaining, row.program, row.reports = limit, program, report
+        row.remaining, row.program, row.reports, row.drafts = limit, program, report, NO_DRAFTS
 
-    def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
+    def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
         self.cache, state, emitted = self._programs["decode", program](self._model, self.cache, state, params, _int32(steps))
         self._states[program] = params, state
-        return emitted, state.done_B
+        return emitted, RowStatus.of(state)
 
     def reset(self) -> None:
         """Empties all slots and allocates a new cache, for use after a program failed."""
@@ -434,11 +476,20 @@ def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], voc
     return np.pad(np.asarray(table), padding, constant_values=0 if name.endswith("_by") else NO_ID)
 
 
-@partial(jax.jit, static_argnames=("report",), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("report", "draft_plan"), donate_argnames=("cache",))
 def _decode(
-    model: SplitModel, cache: KVCache, state: DecodeState, params: SamplingParams, steps: jax.Array, *, report: int
+    model: SplitModel,
+    cache: KVCache,
+    state: DecodeState,
+    params: SamplingParams,
+    steps: jax.Array,
+    *,
+    report: int,
+    draft_plan: DraftPlan | None,
 ) -> tuple[KVCache, DecodeState, Emitted]:
-    cache, state, emitted, _ = _generate_toks(model, cache, state, params, steps, use_cache=True, report=report)
+    cache, state, emitted, _ = _generate_toks(
+        model, cache, state, params, steps, use_cache=True, report=report, draft_plan=draft_plan
+    )
     return cache, state, emitted
 
 
@@ -463,7 +514,7 @@ def _prefill_part(
     positions_1T = jnp.where(index_T < count, first + index_T, -1)[None]
     x_1TD, updated, _ = prefill_hidden(transformer, tokens_1T, positions_1T, cache.at_slot(slot))
     assert updated is not None
-    cache = updated.without_slot()
+    cache = updated.without_wrappers()
     if report is None:
         return cache, None
 
@@ -491,7 +542,14 @@ _insert_row = jax.jit(_write_row)
 
 @partial(jax.jit, static_argnames=("vocab_size",))
 def _init_row(
-    params: SamplingParams, tokens_1S: jax.Array, length: jax.Array, limit: jax.Array, end_ids_1E: jax.Array, *, vocab_size: int
+    params: SamplingParams,
+    tokens_1S: jax.Array,
+    length: jax.Array,
+    limit: jax.Array,
+    end_ids_1E: jax.Array,
+    max_drafts: jax.Array | None,
+    *,
+    vocab_size: int,
 ) -> DecodeState:
     """Returns the decode state of one row after the prefill of its prompt, which excludes the last token."""
     S = tokens_1S.shape[1]
@@ -503,5 +561,6 @@ def _init_row(
         done_B=jnp.zeros(1, bool),
         eos_BE=end_ids_1E,
         sampler=init_state(params, tokens_1S, valid_1S, vocab_size, S),
-        sequence_BS=None,
+        sequence_BS=None if max_drafts is None else jnp.asarray(tokens_1S),
+        drafts=None if max_drafts is None else init_drafts(jnp.asarray(max_drafts)[None]),
     )

@@ -14,8 +14,9 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, _generate_toks
+from dantinox.generation.drafts import DraftPlan, init_drafts
 from dantinox.generation.quantized_weights import split_model
-from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RunningBatch
+from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RowStatus, RunningBatch
 from dantinox.model import KVCache, Transformer
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL_ALLOWED
@@ -121,6 +122,7 @@ class StaticBatch(RunningBatch):
         plan: CachePlan | None = None,
         pad: Callable[[int], int] = padded_length,
         constrained: bool = False,
+        draft_plan: DraftPlan | None = None,
     ):
         """Creates `P · samples` rows; the samples of a prompt are consecutive rows.
 
@@ -132,6 +134,7 @@ class StaticBatch(RunningBatch):
           plan: the plan of the cache; None: an uncompressed cache in the dtype of the model.
           pad: function from the length of the longest prompt to the padded length.
           constrained: whether `set_token_mask` will be called.
+          draft_plan: verify draft tokens; needs an uncompressed cache and no constraint.
         """
         P, T = prompt_PT.shape
         super().__init__(P * samples)
@@ -139,6 +142,8 @@ class StaticBatch(RunningBatch):
         padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
         lengths_B = np.repeat(lengths_P, samples)
         plan = plan or CachePlan(slots_needed(lengths_B, limits_B, pad), jnp.dtype(model.dtype).name)
+        if draft_plan is not None:
+            plan = plan._replace(extra=draft_plan.draft_tokens)
         tokens_BT = np.repeat(padded_PT, samples, axis=0)
         valid_BT = np.arange(padded_PT.shape[1]) < lengths_B[:, None]
         eos_BE = np.full((self.count, max(1, *(len(ids) for ids in eos_ids))), NO_ID, np.int32)
@@ -158,7 +163,8 @@ class StaticBatch(RunningBatch):
             done_B=jnp.asarray(limits_B <= 0),
             eos_BE=jnp.asarray(eos_BE),
             sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size, plan.slots),
-            sequence_BS=None if use_cache else jnp.asarray(sequence_BS),
+            sequence_BS=None if use_cache and draft_plan is None else jnp.asarray(sequence_BS),
+            drafts=None if draft_plan is None else init_drafts(jnp.full(self.count, draft_plan.draft_tokens, jnp.int32)),
         )
         if constrained:
             words = -(-model.config.vocab_size // 32)
@@ -166,6 +172,7 @@ class StaticBatch(RunningBatch):
         self._states[PROGRAM_NAME] = params, state
         self._model, self._prompt = split_model(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
+        self._decode_options = self._options | ({} if draft_plan is None else {"draft_plan": draft_plan})
         self._prefill_options: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
         self._prefilled = False
 
@@ -200,18 +207,19 @@ class StaticBatch(RunningBatch):
             self._decode(PROGRAM_NAME, 0)
         return super().dispatch(1 if is_prefill else steps)._replace(is_prefill=is_prefill)
 
-    def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
+    def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
-        prompt, options = (None, {}) if self._prefilled else (self._prompt, self._prefill_options)
+        prompt = None if self._prefilled else self._prompt
+        options = self._decode_options if self._prefilled else self._options | self._prefill_options
         self.cache, state, emitted, echo = _generate_toks(
-            self._model, self.cache, state, params, jnp.int32(steps), prompt, **self._options, **options
+            self._model, self.cache, state, params, jnp.int32(steps), prompt, **options
         )
         self._states[program] = params, state
         if not self._prefilled:
             self.echo = None if echo is None else np.asarray(echo)
             self.no_steps = jax.tree.map(lambda x: np.zeros((0, *x.shape[2:]), x.dtype), emitted.info)
             self._prefilled = True
-        return emitted, state.done_B
+        return emitted, RowStatus.of(state)
 
     # --- without an engine
 
@@ -253,17 +261,19 @@ class StaticBatch(RunningBatch):
             self.stop(int(slot))
 
     def _to_chunk(self, pending: PendingChunk) -> DecodedChunk:
-        steps = pending.steps
         if not pending.parts:
             return DecodedChunk(np.zeros((self.count, 0), np.int32), np.zeros(self.count, int), self.done, None)
         running = ~self.done
         (part,) = pending.parts
         fetched = self._fetch(part)
-        for slot in np.flatnonzero(fetched.done_B):
+        counts_B = np.where(running, fetched.active_BN.sum(1), 0)
+        for slot in np.flatnonzero(running):
+            self._add_accepted(self._rows[slot], int(slot), fetched.status, int(counts_B[slot]) - pending.steps)
+        for slot in np.flatnonzero(fetched.status.done_B):
             self._rows[slot].program = None
-        counts_B = np.where(running, fetched.active_BN[:, :steps].sum(1), 0)
-        info = jax.tree.map(lambda x: x[:, :steps], fetched.info)
-        return DecodedChunk(fetched.tokens_BN[:, :steps], counts_B, self.done, info)
+        N = max(pending.steps, int(counts_B.max()))
+        info = jax.tree.map(lambda x: x[:, :N], fetched.info)
+        return DecodedChunk(fetched.tokens_BN[:, :N], counts_B, self.done, info)
 
     def trace(self, to_shapes: ToShapes) -> tuple[jax.stages.Traced, jax.stages.Traced]:
         """Traces the programs of `start` and `advance` without lowering them; the model may hold shapes instead of arrays.
@@ -276,7 +286,7 @@ class StaticBatch(RunningBatch):
         steps = to_shapes(jnp.int32(0))
         first = trace(model, None, state, params, steps, prompt, **self._options, **self._prefill_options)
         (cache, *_), _ = first.out_info
-        return first, trace(model, to_shapes(cache), state, params, steps, **self._options)
+        return first, trace(model, to_shapes(cache), state, params, steps, **self._decode_options)
 
 
 class RunTimer:

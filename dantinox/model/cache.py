@@ -77,7 +77,11 @@ class FullLayer:
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])
 @dataclass(frozen=True)
 class RingLayer:
-    """The last W positions of a sliding-window layer, in a ring buffer: position p is in slot p mod W."""
+    """The last W positions of a sliding-window layer, in a ring buffer: position p is in slot p mod W.
+
+    If W exceeds the window by n, up to n later positions may be written and dropped again, because they overwrite only
+    positions that are outside of the window. Reading masks these.
+    """
 
     store: Store
     is_prefill: ClassVar[bool] = False
@@ -213,6 +217,29 @@ class SlotLayer:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
 @dataclass(frozen=True)
+class VerificationLayer:
+    """Wraps a layer cache for a call with a few tokens per row, whose results must equal those of one call per token.
+
+    The keys of one token at a time are written and read, with the operations of a decode step. So attention gives the same
+    bits, and the probe reports on every token: its result has a leading axis of tokens.
+    """
+
+    layer: FullLayer | RingLayer
+    is_prefill: ClassVar[bool] = False
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
+        def token(layer: FullLayer | RingLayer, inputs: Any) -> tuple[FullLayer | RingLayer, tuple[jax.Array, Any]]:
+            q, k, v, position = (x[:, None] for x in inputs)
+            out_B1KGH, layer, probed = layer.attend(q, k, v, position, window, probe, softmax)
+            return layer, (out_B1KGH[:, 0], probed)
+
+        inputs = tuple(x.swapaxes(0, 1) for x in (q_BTKGH, k_BTKH, v_BTKH, positions_BT))
+        layer, (out_TBKGH, probed) = jax.lax.scan(token, self.layer, inputs)
+        return out_TBKGH.swapaxes(0, 1), replace(self, layer=layer), probed
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
+@dataclass(frozen=True)
 class RecordingLayer:
     """Wraps a layer cache or `NoCache` whose keys and values other layers read too.
 
@@ -291,8 +318,13 @@ class KVCache:
         """Wraps this cache for one call with a single sequence in row `slot`, see `SlotLayer`."""
         return replace(self, layers=tuple(None if layer is None else SlotLayer(layer, slot) for layer in self.layers))  # type: ignore[misc]
 
-    def without_slot(self) -> "KVCache":
-        """Undoes `at_slot` after the call."""
+    def for_verification(self) -> "KVCache":
+        """Wraps this cache for one call with a few tokens per row, see `VerificationLayer`."""
+        layers = tuple(None if layer is None else VerificationLayer(layer) for layer in self.layers)  # type: ignore[arg-type]
+        return replace(self, layers=layers)  # type: ignore[arg-type]
+
+    def without_wrappers(self) -> "KVCache":
+        """Undoes `at_slot` or `for_verification` after the call."""
         return replace(self, layers=tuple(None if layer is None else layer.layer for layer in self.layers))  # type: ignore[union-attr]
 
     @property
@@ -345,9 +377,9 @@ def _stores(layer: FullLayer | RingLayer | CompressedLayer | None) -> list[Any]:
     return [group.store for group in layer.groups] if isinstance(layer, CompressedLayer) else [layer.store]
 
 
-def uncompressed_slots(config: ModelConfig, slots: int) -> tuple[int, ...]:
-    """Returns the slots per layer for sequences of `slots` positions: `slots`, or the window of the layer if it is shorter."""
-    return tuple(slots if window is None else min(window, slots) for window in config.windows)
+def uncompressed_slots(config: ModelConfig, slots: int, extra: int = 0) -> tuple[int, ...]:
+    """Returns the slots per layer for sequences of `slots` positions: `slots`, or the window plus `extra` if it is shorter."""
+    return tuple(slots if window is None else min(window + extra, slots) for window in config.windows)
 
 
 def make_cache(
@@ -356,6 +388,7 @@ def make_cache(
     slots: int,
     dtype: DTypeLike,
     compression: Compression | None = None,
+    extra: int = 0,
     segmented: bool = False,
 ) -> KVCache:
     """Returns an empty cache for `batch` rows of up to `slots` positions; a layer with a shorter window gets a `RingLayer`.
@@ -363,10 +396,11 @@ def make_cache(
     Args:
       dtype: the dtype of keys and values, or of latents: float32, bfloat16, int8 or int4.
       compression: the slots of every head and the eviction policy; None: keep all tokens.
+      extra: slots of each `RingLayer` in addition to its window, for draft tokens that may be rejected.
       segmented: use a `SegmentedStore` for layers that keep all tokens.
     """
     B = batch
-    all_slots = uncompressed_slots(config, slots)
+    all_slots = uncompressed_slots(config, slots, extra)
     stored_dtype = jnp.dtype(dtype)
     if stored_dtype == jnp.bfloat16 and get_platform(config.platform).bfloat16_cache_as_bits:
         stored_dtype = BFLOAT16_BITS

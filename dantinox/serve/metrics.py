@@ -25,6 +25,8 @@ COUNTERS = {
     "prompt_tokens": "tokens of accepted prompts",
     "reused_tokens": "prompt tokens that were found in the prefix cache",
     "new_tokens": "generated tokens",
+    "draft_tokens": "draft tokens that were verified",
+    "accepted_draft_tokens": "draft tokens that were accepted",
     "compilations": "programs compiled after the warm-up",
 }
 

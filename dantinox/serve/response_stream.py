@@ -79,7 +79,7 @@ class Status:
       queued, queue: number of waiting requests, and its maximum.
       context: maximum length of a prompt and its continuation, in tokens.
       counters: sums since the start: `requests`, `finished`, `cancelled`, `refused`, `prompt_tokens`, `reused_tokens`,
-        `new_tokens` and `compilations` (after the warm-up).
+        `new_tokens`, `draft_tokens`, `accepted_draft_tokens` and `compilations` (after the warm-up).
     """
 
     state: str

@@ -225,6 +225,9 @@ def test_every_step_has_a_flag(key):
     assert getattr(given(f"--{key}", *texts, *wants), key) == value
 
 
+DRAFT_SETTINGS = "speculation", "draft_tokens", "ngram_size"
+
+
 def test_the_table_of_flags_is_complete():
     refining = {*REFINES, "temperature"}
     others = {
@@ -241,6 +244,7 @@ def test_the_table_of_flags_is_complete():
         "matmul_dtype",
         "matmul_kernel",
         "tensor_parallel",
+        *DRAFT_SETTINGS,
     }
     assert {*AS_FLAGS} == {*GenerationSection.model_fields} - refining - others
 

@@ -236,12 +236,14 @@ class OpenAIReply(Reply):
     def _usage(self) -> dict[str, JSON]:
         stats = [stream.stats for stream in self.streams.values()]
         prompt, new = sum(len(request.ids) for request in self.requests), sum(one.new_tokens for one in stats)
-        cached = sum(one.reused_tokens for one in stats)
+        cached, accepted = sum(one.reused_tokens for one in stats), sum(one.accepted_draft_tokens for one in stats)
+        rejected = sum(one.draft_tokens for one in stats) - accepted
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
         }
 
 

@@ -1,0 +1,244 @@
+"""Speculative decoding: the drafts, and texts that are equal with and without drafts."""
+
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.generation import LoadedModel, generate
+from dantinox.generation.constraints import Constraint
+from dantinox.generation.decode import _generate_toks
+from dantinox.generation.drafts import (
+    FIRST_GAIN,
+    MAX_BACKOFF,
+    DraftPlan,
+    draft_lengths,
+    init_drafts,
+    ngram_drafts,
+    pays_off,
+    plan_drafts,
+    record,
+)
+from dantinox.generation.engine import Engine
+from dantinox.generation.quantized_weights import prepare
+from dantinox.generation.request import GenerationRequest
+from dantinox.generation.slot_batch import SlotBatch
+from dantinox.generation.static_batch import StaticBatch
+from dantinox.model import make_cache
+from dantinox.sampling import SamplingParams
+from dantinox.text import train_tokenizer
+from tests.error_texts import ERRORS
+
+from . import builder
+
+BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+CONTEXT = 160
+# Steps that read the history, steps that filter, and steps with a state of their own.
+SETTINGS = {
+    "greedy": {"greedy": True},
+    "drawn": {"temperature": 0.3, "seed": 5},
+    "filters": {"temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.02, "typical": 0.9, "seed": 6},
+    "penalties": {
+        "temperature": 0.3, "repetition_penalty": 1.05, "presence_penalty": 0.05, "dry_multiplier": 0.2, "dry_breakers": [1],
+        "no_repeat_ngram": 9, "seed": 7,
+    },
+    "mirostat": {"mirostat": 2, "mirostat_tau": 2.0, "seed": 8},
+    "xtc": {"temperature": 0.5, "xtc_probability": 0.5, "min_tokens": 9, "seed": 9},
+    "router": {"strategy": "entropy", "use_attention": True, "seed": 10},
+}  # fmt: skip
+WINDOWS = {"full": (None, None), "sliding": (6, 2)}
+
+
+def expected_draft(text, size, count):
+    """Searches the newest match from the end, and repeats the text after it."""
+    end = next((end for end in range(len(text) - 2, size - 2, -1) if text[end - size + 1 : end + 1] == text[-size:]), None)
+    if end is None or len(text) <= size:
+        return None
+    after = text[end + 1 :]
+    return [after[i % len(after)] for i in range(count)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_newest_match_gives_the_draft(size):
+    rows = [[random.Random(seed).randrange(3) for _ in range(1 + seed)] for seed in range(24)]
+    tokens = np.full((24, 40), 2)
+    for row, text in zip(tokens, rows, strict=True):
+        row[: len(text)] = text
+    found, matched_B = ngram_drafts(jnp.asarray(tokens), jnp.asarray([len(text) - 1 for text in rows]), size, 4)
+    expected = [expected_draft(text, size, 4) for text in rows]
+    assert matched_B.tolist() == [draft is not None for draft in expected] and 5 < matched_B.sum() < 24
+    assert all(draft is None or draft == row for draft, row in zip(expected, found.tolist(), strict=True))
+
+
+def test_failing_drafts_become_rare():
+    """Two thousand tokens with a draft at every position, of which none is accepted."""
+    plan, one = DraftPlan(4, 3, 1.5), jnp.ones(1, jnp.int32)
+    drafts, step = init_drafts(4 * one), jax.jit(lambda drafts, length_B: record(plan, drafts, length_B, one))
+    verified = 0
+    for _ in range(2000):
+        length_B = draft_lengths(drafts, one > 0, 99 * one, one < 0)
+        length_B = length_B * pays_off(plan, drafts, length_B, one < 0)
+        verified += int(length_B[0] > 0)
+        drafts = step(drafts, length_B)
+    assert verified * (plan.cost - 1) < 0.03 * 2000
+    assert int(drafts.backoff_B[0]) == MAX_BACKOFF and int(drafts.drafted_B[0]) == 4 * verified
+    for _ in range(3):  # accepted drafts end the waiting
+        drafts = record(plan, drafts, 4 * one, 5 * one)
+    assert int(drafts.wait_B[0]) == 0 and float(drafts.gain_B[0]) > FIRST_GAIN
+
+
+def test_a_batch_verifies_only_if_enough_rows_have_drafts():
+    plan, eight = DraftPlan(4, 3, 2.2), jnp.ones(8, jnp.int32)
+    drafts = init_drafts(4 * eight)
+    for rows in range(9):
+        length_B = jnp.where(jnp.arange(8) < rows, 4, 0)
+        assert bool(pays_off(plan, drafts, length_B, eight < 0)) == (rows * FIRST_GAIN >= 1.2 * 8), rows
+    assert draft_lengths(drafts, eight > 0, 3 * eight, jnp.arange(8) > 5).tolist() == [2] * 6 + [0] * 2
+
+
+def continued(model, prompts, settings, plan, report=None):
+    """Returns the continuations, their reports, and the batch; different rows have different seeds."""
+    rows = [settings | {"seed": settings.get("seed", 0) + row} for row in range(len(prompts))]
+    tokens, lengths = builder.padded(prompts)
+    params = SamplingParams.build(rows, vocab_size=builder.V)
+    limits = np.array([40, 23, 40, 31])[: len(prompts)]
+    batch = StaticBatch(
+        model, tokens, lengths, params, limits_B=limits, eos_ids=[[11]] * len(prompts), draft_plan=plan, report=report
+    )
+    found, reports = [[] for _ in prompts], [[] for _ in prompts]
+    for chunk in batch.run(7):
+        for row, count in enumerate(chunk.counts):
+            found[row] += chunk.tokens[row, :count].tolist()
+            reports[row].append(jax.tree.map(lambda x, row=row, count=count: x[row, :count], chunk.info))
+    return found, [jax.tree.map(lambda *parts: np.concatenate(parts), *parts) for parts in reports], batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_drafts_do_not_change_tokens_and_reports(name, windows):
+    model, repeated = builder.model(builder.config(windows=WINDOWS[windows])), builder.prompts(3)[0] * 3
+    prompts = [repeated, *builder.prompts(5, 9, 2)]
+    plain, reports, _ = continued(model, prompts, SETTINGS[name], None, report=3)
+    tokens, drafted_reports, batch = continued(model, prompts, SETTINGS[name], DraftPlan(4, 1, 1.0), report=3)
+    assert tokens == plain and min(map(len, plain)) > 1
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4), drafted_reports, reports)
+    drafted, accepted = (int(sum(x)) for x in (batch.state.drafts.drafted_B, batch.state.drafts.accepted_B))
+    assert drafted > accepted > 0
+
+
+@pytest.mark.slow
+def test_all_drafts_of_a_periodic_text_are_accepted():
+    """Only one token is allowed, so after the first match every step generates five tokens."""
+    settings = {"greedy": True, "allowed_tokens": [5]}
+    tokens, _, batch = continued(builder.model(), builder.prompts(4), settings, DraftPlan(4, 2, 1.0))
+    assert tokens == [[5] * 40]
+    drafts = batch.drafts(0)
+    assert drafts.drafted == drafts.accepted > 28
+
+
+@pytest.mark.slow
+def test_the_cache_is_not_copied(optimized):
+    model, rows = builder.model(builder.config(windows=(None, 512), max_context=4096)), 2
+    params = SamplingParams.build({"seed": 1, "temperature": 0.8}, batch=rows)
+    batch = StaticBatch(
+        model, np.ones((rows, 5), np.int32), np.full(rows, 5), params, limits_B=np.full(rows, 9), eos_ids=[[]] * rows,
+        draft_plan=DraftPlan(3, 2, 1.5),
+    )  # fmt: skip
+    cache = make_cache(model.config, rows, 2048, model.dtype, extra=3)
+    program = _generate_toks.lower(model, cache, batch.state, params, jnp.int32(32), **batch._decode_options)
+    compiled = optimized(program)
+    assert compiled.memory_analysis().alias_size_in_bytes >= cache.report()["bytes"]
+    shapes = {str([*leaf.shape]).replace(" ", "") for leaf in jax.tree.leaves(cache)}
+    copied = set(re.findall(r"= f32(\[[\d,]+\])\S* copy\(", compiled.as_text()))
+    assert len(shapes) == 4 and not shapes & copied
+
+
+@pytest.mark.slow
+def test_generate_reports_drafts():
+    prompt, options = [builder.prompts(4)[0] * 3], {"temperature": 0.4, "seed": 1, "n": 2, "return_info": True}
+    plain, _ = generate(builder.model(), prompt, 30, **options)
+    tokens, _ = generate(builder.model(), prompt, 30, speculation="ngram", ngram_size=2, **options)
+    assert tokens.tolist() == plain.tolist()
+
+
+def loaded():
+    config = build_config({"model": {"max_context": CONTEXT}})
+    return LoadedModel(config, builder.model(builder.config(vocab_size=BYTES.vocab_size, max_context=CONTEXT)), BYTES)
+
+
+def test_the_plan_follows_settings_and_model():
+    model, run = builder.model(), loaded()
+    assert plan_drafts(run.config, model, 1) is None
+    config = run.settings({"speculation": "ngram", "draft_tokens": 6})
+    one, eight = (plan_drafts(config, model, rows) for rows in (1, 8))
+    assert one.draft_tokens == 6 and one.width == 7 and 1 < one.cost < eight.cost
+    with pytest.warns(UserWarning, match=ERRORS["speculation_is_off_matvec"]):
+        assert plan_drafts(config, prepare(model, "int8", "float32"), 1) is None
+
+
+@pytest.mark.parametrize("settings", [{"kv_budget": 0.5}, {"kv_budget_tokens": 64}, {"use_cache": False}])
+def test_drafts_need_a_full_cache(settings):
+    with pytest.raises(UserError, match=ERRORS["generation_speculation_has_no_effect"]):
+        loaded().settings({"speculation": "ngram"} | settings)
+
+
+def run_requests(run, settings, requests):
+    """Returns the tokens, finish reason and log-probabilities of each request, and the statistics of the requests."""
+    engine = Engine(run, SlotBatch(run, 3, CONTEXT, run.settings(settings)), queue=99)
+    jobs = [
+        engine.add(GenerationRequest(tuple(ids), run.settings(own | settings), logprobs, constraint=constraint))
+        for ids, own, logprobs, constraint in requests
+    ]
+    reports = {}
+    while engine.busy:
+        for output in engine.step():
+            if output.steps is not None:
+                reports.setdefault(output.job, []).extend(np.asarray(output.steps.logprob).tolist())
+    found = [(*((text.tokens, text.finish_reason) for text in job.texts),) for job in jobs]
+    return found, [reports.get(job, []) for job in jobs], jobs, engine
+
+
+@pytest.mark.slow
+def test_requests_of_a_server_have_the_same_tokens():
+    """Twenty requests in three slots, among them constrained rows, requests with two samples, and requests without drafts."""
+    pytest.importorskip("llguidance")
+    run, source = loaded(), random.Random(3)
+    chain = [settings for name, settings in SETTINGS.items() if name != "router"]
+    requests = []
+    for number in range(20):
+        settings = chain[number % len(chain)] | {"seed": number, "max_new_tokens": source.choice([9, 25, 40])}
+        settings |= {"stop": ["e"]} if number % 5 == 0 else {"n": 2} if number % 7 == 0 else {}
+        ids = run.prompt_ids(source.choice(["ab", "once "]) * source.randrange(1, 12))
+        constraint = Constraint("regex", "[a-f ]{2,30}") if number % 6 == 1 else None
+        requests.append((ids, settings, source.choice([None, 3]), constraint))
+    plain, reports, _, _ = run_requests(run, {}, requests)
+    found, drafted_reports, jobs, engine = run_requests(
+        run, {"speculation": "ngram", "draft_tokens": 3, "ngram_size": 1}, requests
+    )
+    assert found == plain
+    for report, expected in zip(drafted_reports, reports, strict=True):
+        np.testing.assert_allclose(report, expected, rtol=2e-4, atol=2e-4)
+    drafted, accepted = (sum(getattr(job.stats, name) for job in jobs) for name in ("draft_tokens", "accepted_draft_tokens"))
+    assert drafted > accepted > 0
+    assert (engine.counters["draft_tokens"], engine.counters["accepted_draft_tokens"]) == (drafted, accepted)
+    for job, (*_, constraint) in zip(jobs, requests, strict=True):
+        assert constraint is None or job.stats.draft_tokens == 0
+
+
+def test_a_request_may_have_fewer_drafts_than_the_server():
+    run = loaded()
+    slots = SlotBatch(run, 2, CONTEXT, run.settings({"speculation": "ngram", "draft_tokens": 4}))
+    key = slots.program_key
+    assert slots.row_params(run.settings({"speculation": "ngram", "draft_tokens": 2})).max_drafts == 2
+    assert slots.row_params(run.settings({"speculation": "off"})).max_drafts == 0
+    errors = {5: "most_drafts_in_this_server", 4: "ngram_size_in_this_server"}
+    for settings, error in (({"draft_tokens": 5}, errors[5]), ({"draft_tokens": 4, "ngram_size": 2}, errors[4])):
+        with pytest.raises(UserError, match=ERRORS[error]):
+            key(run.settings({"speculation": "ngram"} | settings))
+    with pytest.raises(UserError, match=ERRORS["speculation_in_this_server"]):
+        SlotBatch(run, 2, CONTEXT).program_key(run.settings({"speculation": "ngram"}))
