@@ -61,7 +61,8 @@ def logits_of(model, texts):
 
 def test_import_prints_the_model_and_the_next_commands(imported):
     path, printed = imported
-    for part in ("llama: 30 layers, width 576, 135M parameters", "272 tensors, 98.4 MB read, 538 MB written", "8,192 tokens"):
+    weights = "272 tensors, 98.4 MB read, 96.6 MB written in quantized blocks (Q4_1, Q8_0)"
+    for part in ("llama: 30 layers, width 576, 135M parameters", weights, "8,192 tokens"):
         assert part in printed
     assert "<|im_end|> <|endoftext|>" in printed and "temperature 0.2, top_p 0.9, min_p 0.05" in printed
     assert f"  dantinox chat {path}\n" in printed
