@@ -285,10 +285,11 @@ INLINE float add_lanes(Floats values) {
 constexpr int64_t DIRECT_ROWS = 16;     // with more rows, weights are converted once and stored
 constexpr int64_t SCRATCH = 96 * 1024;  // bytes of converted weights that stay in a core's cache
 constexpr int64_t MAX_OUTPUTS = 24;     // outputs that are computed together: a multiple of every tile
+constexpr int64_t PREFETCH = 4096;      // bytes
 
 // Rows are packed in groups of R = 8, 4, 2 or 1: LANES values of each row of the group in turn, filled with zeros to a multiple of
-// ALIGNED values. Products run over at most CHUNK values at a time, so that the packed rows stay in the first-level cache.
-constexpr int64_t ALIGNED = 32, CHUNK = 1024;
+// ALIGNED values. Products run over at most CHUNK values of a group at a time, so that they stay in the first-level cache.
+constexpr int64_t ALIGNED = 32, CHUNK = 8192;
 int64_t aligned(int64_t I) { return (I + ALIGNED - 1) / ALIGNED * ALIGNED; }
 int64_t group_size(int64_t rows) { return rows >= 8 ? 8 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
 
@@ -303,16 +304,18 @@ template <class T> void pack(const T* x, int64_t rows, int64_t I, T* to) {
     }
 }
 
-// Adds the products of R packed rows with O outputs, over `blocks` blocks of weights, to `sums`. Prefetches the next tile.
+// Adds the products of R packed rows with O outputs, over `blocks` blocks of weights, to `sums`. Prefetches the weights of a later
+// tile, at least PREFETCH bytes ahead.
 template <class F, int R, int O>
 void tile(const float* x, const uint8_t* w, int64_t stride, int64_t blocks, Floats (*sums)[O]) {
+  const int64_t tile_bytes = O * stride, ahead = (PREFETCH + tile_bytes - 1) / std::max<int64_t>(tile_bytes, 1) * tile_bytes;
   Floats local[R][O];
   F formats[O];
   std::memcpy(local, sums, sizeof local);
   for (int64_t b = 0; b < blocks; ++b) {
     for (int o = 0; o < O; ++o) {
       const uint8_t* at = w + o * stride + b * F::BYTES;
-      for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(at + O * stride + line);
+      for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(at + ahead + line);
       formats[o].open(at);
     }
     for (int group = 0; group < F::VALUES / F::GROUP; ++group) {
@@ -339,9 +342,9 @@ template <class F, int R, int O>
 void outputs_of(const float* x, int64_t I, const uint8_t* w, int64_t stride, float* y, int64_t outputs, int64_t count) {
   const int64_t tiles = count / O;
   Floats sums[MAX_OUTPUTS / O][R][O] = {};
-  for (int64_t start = 0; start < I; start += CHUNK) {
-    const int64_t blocks = std::min(CHUNK, I - start) / F::VALUES, done = start + blocks * F::VALUES;
-    const int64_t rest = std::min(CHUNK, I - start) % F::VALUES;  // not 0 only in formats without scales
+  for (int64_t start = 0; start < I; start += CHUNK / R) {
+    const int64_t size = std::min(CHUNK / R, I - start), blocks = size / F::VALUES, done = start + blocks * F::VALUES;
+    const int64_t rest = size % F::VALUES;  // not 0 only in formats without scales
     for (int64_t t = 0; t < tiles; ++t) {
       const uint8_t* at = w + t * O * stride;
       tile<F, R, O>(x + start * R, at + start / F::VALUES * F::BYTES, stride, blocks, sums[t]);
@@ -384,7 +387,10 @@ template <class F> void expand(const uint8_t* w, int64_t I, float* to) {
   }
 }
 
-int64_t outputs_at_once(int64_t row_bytes) { return std::clamp<int64_t>(SCRATCH / std::max<int64_t>(row_bytes, 1) / 12 * 12, 12, MAX_OUTPUTS); }
+// Returns how many outputs are computed together, given the bytes of a row of weights.
+int64_t outputs_at_once(int64_t row_bytes) {
+  return std::clamp<int64_t>(SCRATCH / std::max<int64_t>(row_bytes, 1) / 12 * 12, 12, MAX_OUTPUTS);
+}
 
 // An array that starts at a cache line, so that no vector of it crosses one. Null if there is no memory.
 struct Free {
