@@ -68,7 +68,7 @@ ERRORS = {
     "generation_banned_tokens_must_have_at": r"generation.banned_tokens must have at most 512 entries in a server",
     "generation_dry_base_has_no_effect_while": r"generation\.dry_base has no effect while generation\.dry_multiplier is 0.0$",
     "generation_strategy_must_be_the": r"generation\.strategy must be the same",
-    "generation_weights_must_be_one": r"generation\.weights must be one of auto, float32, bfloat16, int8, got 'int4'",
+    "generation_weights_must_be_one": r"generation\.weights must be one of auto, float32, bfloat16, int8, int4, got 'int3'",
     "generation_xtc_probability_cannot_be_used": r"generation\.xtc_probability cannot be used with generation\.preset hf",
     "kv_budget_0_1_is": r"kv.budget 0.1 is too small for 128 tokens: .* using 0.188",
     "kv_decay_entropy_needs_the": r"^kv.decay entropy needs the heads' entropies",

@@ -187,7 +187,7 @@ def test_unchanged_arrays_are_shared():
 
 def test_unknown_precision():
     with pytest.raises(UserError, match=ERRORS["generation_weights_must_be_one"]):
-        prepare(builder.model(), "int4")
+        prepare(builder.model(), "int3")
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
