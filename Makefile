@@ -8,7 +8,7 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
 BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildcard benchmarks/*.py))
 
-.PHONY: help benchmarks demo test test-all test-browser serve-test aot aot-tests faults parity real tokenizers lint schema models clean
+.PHONY: help benchmarks demo test test-all test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
 
 help:
 	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (under 3 minutes)"
@@ -21,6 +21,8 @@ help:
 	@echo "make parity        logits of every model family compared with transformers, which it installs with torch"
 	@echo "make real          a published model, SmolLM2-135M-Instruct, compared with recorded results of transformers and llama.cpp (3 minutes)"
 	@echo "make tokenizers    token ids of every vocabulary compared with llama.cpp, on 20,000 lines"
+	@echo "make kernels       build the wheel dantinox-kernels into dist: the native kernels, compiled for this architecture (1 minute)"
+	@echo "make sanitize      the native kernels with the sanitizers of GCC, on Linux (5 minutes)"
 	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (2 minutes)"
 	@echo "make docs          build this site into docs/_build/html; check its links, and run the code of its pages"
 	@echo "make lint          ruff and mypy"
@@ -67,6 +69,12 @@ real: $(VENV)/.dev $(VENV)/.smollm2
 
 tokenizers: $(VENV)/.dev $(VENV)/.tokenizers
 	$(PY) -m tests.interop.tokenizers_live $(TOKENIZERS)
+
+kernels: $(VENV)/.dev
+	$(PY) -m dantinox.kernels.build_wheel dist
+
+sanitize: $(VENV)/.dev
+	$(PY) -m tests.kernels.sanitize
 
 faults: $(VENV)/.dev
 	$(PY) -m pytest -s -m faults tests/faults

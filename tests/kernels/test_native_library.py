@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from dantinox.kernels import native_library as native
+from dantinox.kernels.build_wheel import build_wheel
 from dantinox.kernels.native_library import KernelError, Kernels, compile_kernels, instruction_sets, load_kernels
 
 
@@ -121,6 +122,7 @@ def test_every_instruction_set_is_exact(tmp_path, name):
 import sys
 import pytest
 from dantinox.kernels import native_library as native
+from dantinox.kernels.build_wheel import build_wheel
 sets = native.instruction_sets()
 native.instruction_sets = lambda: {{{name!r}: sets[{name!r}]}}
 assert native.load_kernels().instructions == {name!r}
@@ -128,6 +130,24 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/kernels/test_packed
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_wheel(tmp_path):
+    """Kernels of an installed wheel are loaded without a compiler."""
+    best = next((name for name, (needed, _) in instruction_sets().items() if needed <= native.cpu_flags()), None)
+    if best is None or not any(map(shutil.which, native.COMPILERS)):
+        pytest.skip("no compiler, or no kernels for this CPU")
+    wheel, target, empty = build_wheel(tmp_path / "dist", [best]), tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    subprocess.run(command, check=True)
+    code = "from dantinox.kernels import load_kernels; print(load_kernels().note)"
+    paths = os.pathsep.join(filter(None, (str(target), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PATH": str(empty), "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"native kernels for {best}: {target / native.PACKAGE / native.library_name(best)}"
+    assert not (tmp_path / "cache/dantinox/kernels").exists()
 
 
 def test_a_broken_source_is_one_error(tmp_path):
