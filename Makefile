@@ -22,7 +22,7 @@ help:
 	@echo "make real          a published model, SmolLM2-135M-Instruct, compared with recorded results of transformers and llama.cpp (3 minutes)"
 	@echo "make tokenizers    token ids of every vocabulary compared with llama.cpp, on 20,000 lines"
 	@echo "make kernels       build the wheel dantinox-kernels into dist: the native kernels, compiled for this architecture (1 minute)"
-	@echo "make sanitize      the native kernels with the sanitizers of GCC, on Linux (5 minutes)"
+	@echo "make sanitize      the native kernels with the sanitizers of GCC, on Linux (10 minutes)"
 	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (2 minutes)"
 	@echo "make docs          build this site into docs/_build/html; check its links, and run the code of its pages"
 	@echo "make lint          ruff and mypy"

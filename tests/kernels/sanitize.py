@@ -1,7 +1,7 @@
-"""Runs the tests of the native kernels with the sanitizers of GCC: `python -m tests.kernels.sanitize` (Linux).
+"""Runs the tests of the native kernels with the sanitizers of GCC: `python -m tests.kernels.sanitize [avx2 …]` (Linux).
 
-The tests of the products run with AddressSanitizer and UndefinedBehaviorSanitizer, once for each instruction set of this CPU.
-The threads of the kernels run with ThreadSanitizer in `workers.cc`.
+The tests of the products run with AddressSanitizer and UndefinedBehaviorSanitizer, once for each instruction set of this CPU
+or of the command line. The threads of the kernels run with ThreadSanitizer in `workers.cc`.
 """
 
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from dantinox.kernels import native_library
 from dantinox.kernels.native_library import SOURCE, compile_kernels, instruction_sets
 from dantinox.machine import cpu_flags
 
@@ -22,12 +23,12 @@ import sys
 from pathlib import Path
 import pytest
 from dantinox.kernels import native_library as native
-name, library, *arguments = sys.argv[1:]
+name, library = sys.argv[1:]
 sets = native.instruction_sets()
 native.instruction_sets = lambda: {name: sets[name]}
 native._packaged = lambda instructions: Path(library)
 assert native.load_kernels().instructions == name, native.load_kernels().note
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/kernels/test_packed_matmul.py", "-k", "not threads", *arguments]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/kernels/test_packed_matmul.py", "-k", "not threads"]))
 """
 
 
@@ -36,13 +37,8 @@ def sanitizer_library(name: str) -> str:
     return subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def check_products(name: str, folder: Path, arguments: list[str]) -> None:
-    """Runs the tests of the products with AddressSanitizer and UndefinedBehaviorSanitizer.
-
-    Args:
-      name: the instruction set.
-      arguments: more arguments of pytest.
-    """
+def check_products(name: str, folder: Path) -> None:
+    """Runs the tests of the products for an instruction set with AddressSanitizer and UndefinedBehaviorSanitizer."""
     compiler, library = folder / "c++", folder / f"{name}.so"
     compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {" ".join(OPTIONS)}\n')
     compiler.chmod(0o755)
@@ -52,7 +48,7 @@ def check_products(name: str, folder: Path, arguments: list[str]) -> None:
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    subprocess.run([sys.executable, "-c", PRODUCTS, name, str(library), *arguments], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", PRODUCTS, name, str(library)], check=True, env=environment)
 
 
 def check_threads(folder: Path) -> None:
@@ -65,11 +61,12 @@ def check_threads(folder: Path) -> None:
 
 
 def main() -> None:
+    native_library.COMPILE_SECONDS = 3600  # the checks multiply the time to compile
+    names = [name for name, (needed, _) in instruction_sets().items() if needed <= cpu_flags()]
     with tempfile.TemporaryDirectory() as folder:
-        for name, (needed, _) in instruction_sets().items():
-            if needed <= cpu_flags():
-                print(f"{name}: AddressSanitizer and UndefinedBehaviorSanitizer", flush=True)
-                check_products(name, Path(folder), sys.argv[1:])
+        for name in sys.argv[1:] or names:
+            print(f"{name}: AddressSanitizer and UndefinedBehaviorSanitizer", flush=True)
+            check_products(name, Path(folder))
         print("threads: ThreadSanitizer", flush=True)
         check_threads(Path(folder))
 
