@@ -59,7 +59,7 @@ class _Request(Section):
         "auto", "dtype of the weights while decoding (auto: the compute dtype of the run)"
     )
     matmul_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", one_of("bfloat16", "int8", "int4")))
+        Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", one_of("auto", "bfloat16", "int8", "int4")))
     ] = field(
         "auto",
         "dtype of matrix multiplications with quantized (int8, int4) or bfloat16 weights (auto: bfloat16 if it is faster, "

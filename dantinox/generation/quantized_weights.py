@@ -30,8 +30,7 @@ MATMUL_DTYPES = ("auto", "float32", "bfloat16")
 MATMUL_KERNELS = ("auto", "xla", "native")
 INT4_SHRINK = (0.015, 0.03, 0.05)  # parts of a block's range that quantization may cut off at each end
 MIN_NATIVE_BYTES = 1 << 23  # `auto` uses native kernels for models with more bytes of float32 weights
-# With more rows, XLA multiplies in float32 faster than the native kernels, or in bfloat16.
-MAX_NATIVE_ROWS, MAX_NATIVE_BFLOAT16_ROWS = 16, 64
+MAX_NATIVE_ROWS = 16  # with more rows, XLA multiplies in float32 faster than the native kernels
 # If a row has this many inputs (16 KiB) or more, XLA does not fuse the conversion into a matrix multiplication, but writes a
 # float32 copy of the weights for each row. `_matvec` then multiplies parts with up to `PART_INPUTS` inputs.
 LONG_INPUT = 4096
@@ -111,7 +110,7 @@ class LowPrecisionLinear(nnx.Module):
         weights_OI = jax.lax.optimization_barrier(self.kernel[...])
         if self.min_bfloat16_rows is None:
             return matmul(rows_RI.astype(jnp.float32), weights_OI, self.kind)
-        native = len(rows_RI) <= MAX_NATIVE_BFLOAT16_ROWS and rows_RI.shape[1] % 32 == 0 and load_kernels().multiplies_bfloat16
+        native = rows_RI.shape[1] % 32 == 0 and load_kernels().multiplies_bfloat16
         return matmul(rows_RI.astype(jnp.bfloat16), weights_OI, self.kind, native=native)
 
     def _matvec_rows(self, rows_RI: jax.Array) -> jax.Array:
@@ -246,7 +245,8 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         are not a multiple of 32). Norms and embeddings keep their dtype. `auto` is the compute dtype of the
         model, and packed weights stay packed.
       matmul_dtype: dtype of matrix multiplications with bfloat16, int8 or int4 weights: `float32` or `bfloat16`. `auto` is
-        bfloat16 on an accelerator, and on a CPU if a measurement shows that it is faster.
+        bfloat16 on an accelerator, and on a CPU if a measurement shows that it is faster. For the packed weights of an
+        imported GGUF file, `auto` is float32.
       matmul_kernel: `native` multiplies up to 16 rows with the native CPU kernels, which are compiled when they are first
         used; `xla` does not. `auto` is native on a CPU if a measurement shows that it is faster and the model is not tiny.
 
@@ -270,7 +270,8 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
     if weights != "auto":
         unpack_modules(model)
     elif is_packed(model):
-        use_native_kernels(model, _uses_native(model, "int4", matmul_kernel))
+        native = _uses_native(model, "int4", matmul_kernel)
+        use_native_kernels(model, native, native and matmul_dtype == "bfloat16" and load_kernels().multiplies_bfloat16)
     packed_table = isinstance(model.embed, PackedTable)
     if model.head is None and not packed_table:
         V, D = model.embed.shape

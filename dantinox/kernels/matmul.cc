@@ -14,6 +14,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #if defined(__x86_64__)
@@ -63,7 +64,7 @@ INLINE Ints load_signed(const uint8_t* from) {
 #endif
 }
 // Keeps a value in a register. Otherwise GCC would load it again for every product.
-INLINE Floats in_register(Floats value) {
+template <class T> INLINE T in_register(T value) {
 #if defined(__x86_64__)
   asm("" : "+v"(value));
 #endif
@@ -418,7 +419,7 @@ template <class F> void compute(const Call& call, int64_t lo, int64_t hi) {
   const Array<float> scratch = make_array<float>(direct ? 0 : step * call.I);
   for (int64_t o = lo; o < hi; o += step) {
     const int64_t count = std::min(step, hi - o);
-    if (direct) {
+    if (direct || !scratch) {  // without memory, the weights are converted for every group of rows
       rows_of<F>(x, call.rows, call.I, call.w + o * stride, stride, call.y + o, call.outputs, count);
       continue;
     }
@@ -438,7 +439,7 @@ template <int R, int O> void bf16_outputs(const uint16_t* x, int64_t I, const ui
       __m512bh weights[O];
       for (int k = 0; k < O; ++k) weights[k] = load<__m512bh>(w + (o + k) * I + i);
       for (int r = 0; r < R; ++r) {
-        __m512bh inputs = load<__m512bh>(x + R * i + 32 * r);
+        __m512bh inputs = in_register(load<__m512bh>(x + R * i + 32 * r));
         for (int k = 0; k < O; ++k) sums[r][k] = (Floats)_mm512_dpbf16_ps((__m512)sums[r][k], inputs, weights[k]);
       }
     }
@@ -499,7 +500,10 @@ class Workers {
       for (int64_t block = 0; block < blocks; ++block) run(context, block);
       return;
     }
-    for (; started_ < threads - 1; ++started_) std::thread([this] { serve(); }).detach();
+    try {
+      for (; started_ < threads - 1; ++started_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {  // no more threads are allowed: the calling thread does the rest
+    }
     run_ = run, context_ = context, done_.store(0);
     jobs_.store(static_cast<uint64_t>(blocks));
     if (sleeping_.load()) {

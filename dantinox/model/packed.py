@@ -27,7 +27,8 @@ from dantinox.model.layers import Linear, add_bias
 from dantinox.model.moe import MAX_MATVEC_ROWS, ExpertLinear, ExpertRows, unpacking_matmul
 
 PART_NAME = re.compile(r"(.+)/parts/(\d{1,3})/([A-Z0-9_]+)")
-MAX_NATIVE_ROWS = 128  # with more rows, XLA multiplies faster than the native kernels, but takes longer to compile
+MAX_NATIVE_ROWS = 16  # with more rows, products are in bfloat16 if that is allowed
+MAX_NATIVE_FLOAT32_ROWS = 128  # with more rows, XLA multiplies in float32 faster
 Part = tuple[str, Any]  # the format, and the array or its shape
 
 
@@ -126,11 +127,12 @@ def _native_matmul(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
 class PackedParts(nnx.Module):
     """The parts of a packed parameter; `kinds` are their formats.
 
-    With `native`, products of few rows run in the native kernels, which must be loaded.
+    With `native`, products of few rows run in the native kernels, which must be loaded. With `bfloat16` too, products of more
+    rows run there in bfloat16.
     """
 
     def __init__(self, parts: Iterable[Part]):
-        self.native = False
+        self.native = self.bfloat16 = False
         self.parts = nnx.List([nnx.Dict({kind: nnx.Param(array)}) for kind, array in parts])
 
     def arrays(self) -> list[tuple[str, jax.Array]]:
@@ -140,7 +142,9 @@ class PackedParts(nnx.Module):
     def multiply(self, rows_RI: jax.Array, raw: jax.Array, kind: str) -> jax.Array:
         """Returns the products of rows with a part `[*outputs, bytes]`: float32 `[R, *outputs]`."""
         raw_OB = raw.reshape(-1, raw.shape[-1])
-        native = self.native and len(rows_RI) <= MAX_NATIVE_ROWS
+        if self.bfloat16 and len(rows_RI) > MAX_NATIVE_ROWS:
+            rows_RI = rows_RI.astype(jnp.bfloat16)
+        native = self.native and (rows_RI.dtype == jnp.bfloat16 or len(rows_RI) <= MAX_NATIVE_FLOAT32_ROWS)
         y_RO = _native_matmul(kind)(rows_RI, raw_OB) if native else matmul(rows_RI, _after(rows_RI, raw_OB), kind)
         return y_RO.reshape(len(rows_RI), *raw.shape[:-1])
 
@@ -279,11 +283,11 @@ def is_packed(model: nnx.Module) -> bool:
     return any(isinstance(node, PackedParts) for _, node in nnx.iter_graph(model))
 
 
-def use_native_kernels(model: nnx.Module, native: bool) -> None:
+def use_native_kernels(model: nnx.Module, native: bool, bfloat16: bool) -> None:
     """Selects the implementation of products with packed weights, in place."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, PackedParts):
-            node.native = native
+            node.native, node.bfloat16 = native, bfloat16
 
 
 def packed_kinds(model: nnx.Module) -> dict[str, int]:

@@ -252,7 +252,8 @@ def test_native_kernels_give_the_logits_of_xla(rows, folder):
         pytest.skip(load_kernels().note)
     model = dantinox.load(folder / "packed").model
     tokens = np.random.default_rng(2).integers(0, 200, (rows, 3))
-    found = [prepare(model, matmul_kernel=kernel)(tokens, POSITIONS[:1, :3].repeat(rows, 0))[0] for kernel in ("native", "xla")]
+    positions = POSITIONS[:1, :3].repeat(rows, 0)
+    found = [prepare(model, matmul_kernel=kernel)(tokens, positions)[0] for kernel in ("native", "xla")]
     assert np.abs(np.asarray(found[0] - found[1])).max() <= 1e-5 * np.abs(np.asarray(found[1])).max()
 
 
@@ -268,3 +269,13 @@ def test_xla_does_not_convert_the_weights_of_all_layers_at_once(folder):
     tokens = np.stack([np.full(12, 5), np.full(12, 6)])
     finite = np.isfinite(np.asarray(model.hidden(tokens, POSITIONS)[0])).reshape(2, -1)
     assert finite.any(axis=1).tolist() == finite.all(axis=1).tolist() == [False, True]  # NaN does not spread to other rows
+
+
+def test_prompts_can_be_multiplied_in_bfloat16(folder):
+    if not load_kernels().multiplies_bfloat16:
+        pytest.skip("this CPU has no bfloat16 products")
+    model = dantinox.load(folder / "packed").model
+    tokens, positions = np.arange(20)[None], np.arange(20)[None]
+    exact, rounded = (prepare(model, "auto", dtype, "native")(tokens, positions)[0] for dtype in ("auto", "bfloat16"))
+    error = np.abs(np.asarray(exact - rounded)).max() / np.abs(np.asarray(exact)).max()
+    assert 1e-5 < error < 0.05
