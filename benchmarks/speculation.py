@@ -5,7 +5,8 @@
 RUN is a run directory with a chat template, as `dantinox import smollm2` writes it. The tasks are
 
 * `copy`: print a piece of code again, print it again with a different name, and quote a paragraph before answering;
-* `new`: stories, poems and explanations at temperature 1, in which nothing repeats.
+* `new`: stories, poems and explanations at temperature 1, in which little repeats;
+* `noise`: the same at temperature 3, in which nothing repeats.
 
 Each request is decoded without and with drafts in turn, `--rounds` times after one for compilation. For each request and mode,
 the shortest time of decoding counts, without prefill. The columns are tokens per second without and with drafts, their ratio,
@@ -54,7 +55,8 @@ TASKS = {
         "Describe a market in a harbour town early in the morning.",
     ],
 }
-SAMPLING = {"copy": {"greedy": True}, "new": {"temperature": 1.0, "top_p": 0.95}}
+TASKS["noise"] = TASKS["new"]
+SAMPLING = {"copy": {"greedy": True}, "new": {"temperature": 1.0, "top_p": 0.95}, "noise": {"temperature": 3.0}}
 
 
 def main() -> None:
@@ -100,7 +102,7 @@ def main() -> None:
         times = {mode: [] for mode in modes}
         counts, drafted, accepted, different = [], 0, 0, 0
         for prompt in TASKS[task]:
-            base = {"max_new_tokens": o.new, "weights": o.weights, "ignore_eos": task == "new", **SAMPLING[task]}
+            base = {"max_new_tokens": o.new, "weights": o.weights, "ignore_eos": task != "copy", **SAMPLING[task]}
             found: dict[str, list] = {mode: [] for mode in modes}
             for _ in range(o.rounds + 1):
                 for mode, settings in modes.items():

@@ -55,6 +55,11 @@ ERRORS = {
     "tokens_bin_is_damaged": r"tokens-.*bin is damaged",
     # generation
     "speculation_is_off_matvec": "generation.speculation is off: with 1 rows and these weights",
+    "draft_run_tokenizer": "^generation.draft_run runs/small must have the same tokenizer as the model, but has a different one$",
+    "draft_run_context": "^generation.draft_run runs/small must have a context of at least 160 tokens, got 64$",
+    "draft_needs_a_run_directory": "^generation.speculation: draft needs a model with a run directory$",
+    "draft_needs_draft_run": "^generation.speculation draft needs generation.draft_run, the run directory of the draft model",
+    "draft_run_has_no_effect": "generation.draft_run has no effect while generation.speculation is off",
     "most_drafts_in_this_server": "^generation.draft_tokens must be at most 4 in this server, got 5$",
     "ngram_size_in_this_server": "^generation.ngram_size is 3 in this server, got 2$",
     "speculation_in_this_server": "^generation.speculation is off in this server, got ngram$",

@@ -139,6 +139,7 @@ OTHER: dict[str, tuple] = {
     "generation.allowed_tokens": ([3],), "generation.banned_tokens": ([3],), "generation.bad_words": ([[3, 4]],),
     "generation.speculation": ("ngram",), "generation.draft_tokens": (3, {"generation.speculation": "ngram"}),
     "generation.ngram_size": (2, {"generation.speculation": "ngram"}),
+    "generation.draft_run": ("runs/x", {"generation.speculation": "draft"}),
     "generation.min_tokens": (2,), "generation.repetition_penalty": (1.5,),
     "generation.repetition_range": (4, {"generation.repetition_penalty": 1.5}),
     "generation.repetition_slope": (2.0, {"generation.repetition_penalty": 1.5, "generation.repetition_range": 4}),
@@ -252,7 +253,7 @@ REQUEST = (
     "matmul_kernel",
     "tensor_parallel",
 )
-DRAFTS = ("speculation", "draft_tokens", "ngram_size")
+DRAFTS = ("speculation", "draft_run", "draft_tokens", "ngram_size")
 START_UP = ("coordinator", "processes", "process")
 HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
 

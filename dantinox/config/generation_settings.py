@@ -69,8 +69,13 @@ class _Request(Section):
         "auto", "native multiplies a few rows with compiled CPU kernels (auto: if they are faster, measured once)"
     )
     tensor_parallel: Count = field(1, "devices that hold different heads and features of each layer")
-    speculation: Annotated[Literal["off", "ngram"], *NEEDS_FULL_CACHE] = field(
-        "off", "verify draft tokens several at a time, with the same text (ngram: drafts from the text so far)"
+    speculation: Annotated[Literal["off", "ngram", "draft"], *NEEDS_FULL_CACHE] = field(
+        "off",
+        "verify draft tokens several at a time, with the same text (ngram: drafts from the text so far; draft: from the model "
+        "of draft_run)",
+    )
+    draft_run: Annotated[str | None, Needs(("generation.speculation", "draft"))] = field(
+        None, "run directory of a smaller model with the same tokenizer, which generates the draft tokens"
     )
     draft_tokens: Annotated[int, Field(ge=1, le=15), Needs(("generation.speculation", differs("off")))] = field(
         5, "most draft tokens that one step verifies"
@@ -194,6 +199,8 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
 def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the section."""
     on, greedy = active_steps(g), g.greedy or g.temperature < GREEDY_BELOW
+    if g.speculation == "draft" and g.draft_run is None:
+        yield "generation.speculation", "draft needs generation.draft_run, the run directory of the draft model"
     for key in ("stop", "dry_breakers"):
         if "" in getattr(g, key):
             yield f"generation.{key}", "must not hold an empty string"

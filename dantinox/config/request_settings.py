@@ -24,7 +24,8 @@ class SamplingSettings(TypedDict, total=False):
     matmul_dtype: Literal["auto", "float32", "bfloat16"]
     matmul_kernel: Literal["auto", "xla", "native"]
     tensor_parallel: int
-    speculation: Literal["off", "ngram"]
+    speculation: Literal["off", "ngram", "draft"]
+    draft_run: str | None
     draft_tokens: int
     ngram_size: int
     greedy: bool

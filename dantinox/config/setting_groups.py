@@ -85,7 +85,7 @@ GROUPS: dict[str, SettingGroup] = {
     ),
     "speculation": SettingGroup(
         "generation", "Speculative decoding: draft tokens that are verified several at a time",
-        "speculation draft_tokens ngram_size",
+        "speculation draft_run draft_tokens ngram_size",
     ),
     "steps": SettingGroup(
         "generation", "Greedy decoding, and the order of sampling steps", "greedy strategy preset sampler_order ties"

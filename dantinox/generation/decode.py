@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.drafts import DraftPlan, DraftState, draft_lengths, ngram_drafts, pays_off, record
+from dantinox.generation.drafts import DraftPlan, DraftState, PairedCache, draft_lengths, ngram_drafts, pays_off, record
 from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
@@ -82,11 +82,12 @@ _jit: Any = partial(
 @_jit  # type: ignore[untyped-decorator]
 def _generate_toks(
     model: Transformer | SplitModel,
-    cache: KVCache | None,
+    cache: KVCache | PairedCache | None,
     state: DecodeState,
     params: SamplingParams,
     steps: jax.Array,
     prompt: tuple[jax.Array, jax.Array] | None = None,
+    draft_model: SplitModel | None = None,
     *,
     use_cache: bool,
     report: int | None,
@@ -95,7 +96,7 @@ def _generate_toks(
     plan: CachePlan | None = None,
     samples: int = 1,
     draft_plan: DraftPlan | None = None,
-) -> tuple[KVCache | None, DecodeState, Emitted, jax.Array | None]:
+) -> tuple[KVCache | PairedCache | None, DecodeState, Emitted, jax.Array | None]:
     """Generates up to `chunk` tokens per row, or more with drafts.
 
     With `prompt`, it prefills the prompts and generates the first token of each row. Otherwise it generates the next `steps`
@@ -107,6 +108,7 @@ def _generate_toks(
         without `use_cache`.
       steps: the number of tokens to decode, at most `chunk`. It is a traced value, so short chunks use the same program.
       prompt: (tokens `[P, T]` right-padded, lengths `[P]`). The batch then has `P · samples` rows.
+      draft_model: the model that generates the drafts; the cache is then a `PairedCache`.
       report: the number of alternatives to report per token; None: report nothing.
       echo: report the log-probabilities of the prompt tokens.
       plan: the plan of the cache to create.
@@ -120,8 +122,14 @@ def _generate_toks(
     rows = state.token_B.shape[0]
     if prompt is not None:
         model = dequantize(model)
-        step_logits, x_PTD, cache = _prefill(model, params, prompt, plan if use_cache else None)
+        step_logits, x_PTD, target_cache = _prefill(model, params, prompt, plan if use_cache else None)
+        cache = target_cache
         echo_PT = prompt_logprobs(model, x_PTD, prompt[0]) if echo else None
+        if draft_model is not None and draft_plan is not None:
+            draft = dequantize(draft_model.merge(draft_model.leaves))
+            _, _, draft_cache = _prefill(draft, replace(params, uses_attention=False), prompt, draft_plan.cache)
+            assert target_cache is not None and draft_cache is not None
+            cache = PairedCache(target_cache, draft_cache)
         if samples > 1:
             cache, step_logits = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, step_logits))
         state, emitted = sample_step(step_logits, state, params, report)
@@ -130,7 +138,12 @@ def _generate_toks(
 
     if draft_plan is not None:
         assert cache is not None
-        return *_decode_with_drafts(model, cache, state, params, jnp.minimum(steps, chunk), draft_plan, report, chunk), None
+        drafter = None if draft_model is None else draft_model.merge(draft_model.leaves)
+        if drafter is not None and rows > MAX_MATVEC_ROWS:
+            drafter = dequantize(drafter)
+        steps = jnp.minimum(steps, chunk)
+        return *_decode_with_drafts(model, drafter, cache, state, params, steps, draft_plan, report, chunk), None
+    assert not isinstance(cache, PairedCache)
 
     def step(cache: KVCache | None, state: DecodeState) -> tuple[KVCache | None, DecodeState, Emitted]:
         step_logits, cache = forward_step(model, cache, state, params, use_cache)
@@ -156,16 +169,50 @@ def _emitted_buffers(model: Transformer, state: DecodeState, params: SamplingPar
     return buffers
 
 
+def _draft_tokens(
+    model: Transformer, cache: KVCache, state: DecodeState, params: SamplingParams, plan: DraftPlan, drafts_B: jax.Array
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """Generates drafts for the rows `drafts_B` with a draft model, after it has read the tokens that are not in its cache.
+
+    The sampler of each row draws the drafts with the random keys of their positions, so similar models draw the same tokens.
+
+    Returns:
+      The cache of the draft model, the number of tokens in it `[B]`, and the drafts `[B, draft_tokens]`.
+    """
+    assert state.drafts is not None and state.sequence_BS is not None
+    sequence_BS, end_B = state.sequence_BS, jnp.where(drafts_B, state.position_B, 0)
+
+    def read(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
+        cache, cached_B = carry
+        index_BW = cached_B[:, None] + jnp.arange(plan.width)
+        positions_BW = jnp.where(index_BW < end_B[:, None], index_BW, -1)
+        tokens_BW = jnp.take_along_axis(sequence_BS, jnp.maximum(positions_BW, 0), axis=1)
+        _, updated, _ = model.hidden(tokens_BW, positions_BW, cache=cache)
+        assert updated is not None
+        return updated, jnp.where(cached_B < end_B, jnp.minimum(cached_B + plan.width, end_B), cached_B)
+
+    def step(j: jax.Array, carry: tuple[KVCache, DecodeState, jax.Array]) -> tuple[KVCache | None, DecodeState, jax.Array]:
+        step_logits, cache = forward_step(model, carry[0], carry[1], params, True)
+        state, emitted = sample_step(step_logits, carry[1], params, None)
+        return cache, state, carry[2].at[:, j].set(emitted.tokens)
+
+    cache, cached_B = jax.lax.while_loop(lambda carry: (carry[1] < end_B).any(), read, (cache, state.drafts.cached_B))
+    first = cache, replace(state, done_B=~drafts_B), jnp.zeros((len(end_B), plan.draft_tokens), jnp.int32)
+    cache, _, drafts_Bk = jax.lax.fori_loop(0, jnp.where(drafts_B.any(), plan.draft_tokens, 0), step, first)
+    return cache, jnp.where(drafts_B, state.position_B + plan.draft_tokens, cached_B), drafts_Bk
+
+
 def _decode_with_drafts(
     model: Transformer,
-    cache: KVCache,
+    draft_model: Transformer | None,
+    cache: KVCache | PairedCache,
     state: DecodeState,
     params: SamplingParams,
     steps: jax.Array,
     plan: DraftPlan,
     report: int | None,
     chunk: int,
-) -> tuple[KVCache, DecodeState, Emitted]:
+) -> tuple[KVCache | PairedCache, DecodeState, Emitted]:
     """Runs up to `steps` steps, of which each verifies the drafts of all rows or, without drafts, decodes one token per row.
 
     Both kinds of steps share one loop over the positions for sampling, so equal logits give equal tokens.
@@ -182,12 +229,13 @@ def _decode_with_drafts(
         tokens_BW: jax.Array,
         positions_BW: jax.Array,
     ) -> tuple[StepLogits, KVCache]:
-        """Writes the logits after each token, or after the newest token only, to the buffers `[W, B, V]`."""
+        """Writes the logits after each token, or after the newest token only, to the buffers `[W · B, V]`."""
 
         def decode(_: jax.Array, carry: tuple[StepLogits, KVCache | None]) -> tuple[StepLogits, KVCache | None]:
             buffers, cache = carry
             step_logits, cache = forward_step(model, cache, state, params, True)
-            return jax.tree.map(lambda buffer, x: buffer.at[0].set(x), buffers, step_logits), cache
+            write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
+            return jax.tree.map(write, buffers, step_logits), cache
 
         def verify(_: jax.Array, carry: tuple[StepLogits, KVCache]) -> tuple[StepLogits, KVCache]:
             return forward_drafts(model, carry[1], tokens_BW, positions_BW, params)
@@ -200,7 +248,10 @@ def _decode_with_drafts(
     def sample_position(carry: Any, step_logits: StepLogits, tokens_BW: jax.Array, length_B: jax.Array) -> Any:
         j, state, buffers, count_B, active_B = carry
         new_state, emitted = sample_step(
-            jax.tree.map(lambda x: x[j], step_logits), replace(state, done_B=~active_B), params, report
+            jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, j * B, B), step_logits),
+            replace(state, done_B=~active_B),
+            params,
+            report,
         )
         slot_B = jnp.where(active_B, count_B, size)
         buffers = jax.tree.map(lambda buffer, x_B: buffer.at[rows_B, slot_B].set(x_B, mode="drop"), buffers, emitted)
@@ -209,11 +260,15 @@ def _decode_with_drafts(
         return j + 1, state, buffers, count_B + active_B, active_B & matches_B & ~state.done_B
 
     def step(carry: Any) -> Any:
-        i, cache, state, buffers, count_B, logits = carry
-        drafts_Bk, found_B = ngram_drafts(state.sequence_BS, state.position_B, plan.ngram_size, plan.draft_tokens)
+        i, cache, draft_cache, state, buffers, count_B, logits = carry
+        found_B, cached_B = jnp.ones(B, bool), state.drafts.cached_B
+        if plan.ngram_size is not None:
+            drafts_Bk, found_B = ngram_drafts(state.sequence_BS, state.position_B, plan.ngram_size, plan.draft_tokens)
         length_B = draft_lengths(state.drafts, found_B, state.remaining_B, state.done_B)
         verifies = pays_off(plan, state.drafts, length_B, state.done_B)
         length_B = jnp.where(verifies, length_B, 0)
+        if draft_model is not None:
+            draft_cache, cached_B, drafts_Bk = _draft_tokens(draft_model, draft_cache, state, params, plan, length_B > 0)
         tokens_BW = jnp.concatenate([state.token_B[:, None], drafts_Bk], axis=1)
         is_token_BW = (index_W <= length_B[:, None]) & ~state.done_B[:, None]
         positions_BW = jnp.where(is_token_BW, state.position_B[:, None] + index_W, -1)
@@ -223,14 +278,19 @@ def _decode_with_drafts(
             lambda carry: carry[-1].any(), lambda carry: sample_position(carry, logits, tokens_BW, length_B), first
         )
         new_B = new_count_B - count_B
-        state = replace(state, drafts=record(plan, before.drafts, length_B, new_B))
-        return i + 1, cache, state, buffers, new_count_B, logits
+        # Of the draft tokens in the cache of the draft model, the accepted ones are part of the text.
+        drafts = replace(before.drafts, cached_B=jnp.minimum(cached_B, state.position_B))
+        state = replace(state, drafts=record(plan, drafts, length_B, new_B))
+        return i + 1, cache, draft_cache, state, buffers, new_count_B, logits
 
     buffers = _emitted_buffers(model, state, params, report, size)
-    logits = jax.tree.map(lambda x: jnp.zeros((width, *x.shape), x.dtype), abstract_logits(model, params))
-    first = jnp.int32(0), cache, state, buffers, jnp.zeros(B, jnp.int32), logits
-    _, cache, state, buffers, *_ = jax.lax.while_loop(lambda carry: (carry[0] < steps) & ~carry[2].done_B.all(), step, first)
-    return cache, state, buffers
+    logits = jax.tree.map(lambda x: jnp.zeros((width * B, *x.shape[1:]), x.dtype), abstract_logits(model, params))
+    caches = (cache.target, cache.draft) if isinstance(cache, PairedCache) else (cache, None)
+    first = jnp.int32(0), *caches, state, buffers, jnp.zeros(B, jnp.int32), logits
+    _, target, draft_cache, state, buffers, *_ = jax.lax.while_loop(
+        lambda carry: (carry[0] < steps) & ~carry[3].done_B.all(), step, first
+    )
+    return target if draft_cache is None else PairedCache(target, draft_cache), state, buffers
 
 
 class StepLogits(NamedTuple):
@@ -354,11 +414,14 @@ def forward_step(
 def forward_drafts(
     model: Transformer, cache: KVCache, tokens_BW: jax.Array, positions_BW: jax.Array, params: SamplingParams
 ) -> tuple[StepLogits, KVCache]:
-    """Returns the logits after each of several tokens, `[W, B, V]`, and the cache updated with all of them."""
+    """Returns the logits after each of several tokens, `[W · B, V]`, and the cache updated with all of them."""
     x_BWD, updated, aux = model.hidden(tokens_BW, positions_BW, cache=cache.for_verification(), probe=make_probe(params))
     assert updated is not None
-    attention = jax.vmap(jax.vmap(combine_layers))(aux["probe"]) if params.uses_attention else None
-    return StepLogits(model.logits(x_BWD.swapaxes(0, 1)), attention), updated.without_wrappers()
+    attention = None
+    if params.uses_attention:
+        attention = jax.tree.map(lambda x_WB: x_WB.reshape(-1), jax.vmap(jax.vmap(combine_layers))(aux["probe"]))
+    x_RD = x_BWD.swapaxes(0, 1).reshape(-1, x_BWD.shape[-1])
+    return StepLogits(model.logits(x_RD), attention), updated.without_wrappers()
 
 
 @shared_trace("report")  # one trace serves prefill and decoding

@@ -1,4 +1,5 @@
-"""Draft tokens for speculative decoding: n-gram lookup in the text so far, and the decision when drafts pay off.
+"""Draft tokens for speculative decoding: n-gram lookup in the text so far, caches for a draft model, and the decision when
+drafts pay off.
 
 A verification step runs the model on the newest token of a row and its draft tokens together. A draft token is accepted if it
 equals the token that the sampler of the row draws at its position, so drafts never change the text (Leviathan et al. 2023,
@@ -15,8 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.config import Config, ModelConfig
+from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, MAX_NATIVE_ROWS, LowPrecisionExperts, LowPrecisionLinear
-from dantinox.model import Transformer
+from dantinox.model import CacheReport, KVCache, Transformer
+from dantinox.model.packed import parameter_count
 from dantinox.platform import get_platform
 
 # The expected number of accepted draft tokens of a new row, and the weight of each new observation in its moving average.
@@ -34,13 +37,15 @@ class DraftPlan(NamedTuple):
 
     Attributes:
       draft_tokens: the number of draft tokens that one step can verify.
-      ngram_size: the number of newest tokens that are searched in the text.
-      cost: the duration of a verification step in decode steps.
+      ngram_size: the number of newest tokens that are searched in the text; None: a draft model generates the drafts.
+      cost: the duration of a verification step, drafts included, in decode steps.
+      cache: with a draft model, the plan of its cache.
     """
 
     draft_tokens: int
-    ngram_size: int
+    ngram_size: int | None
     cost: float
+    cache: CachePlan | None = None
 
     @property
     def width(self) -> int:
@@ -48,8 +53,15 @@ class DraftPlan(NamedTuple):
         return self.draft_tokens + 1
 
 
-def plan_drafts(config: Config, model: Transformer, rows: int) -> DraftPlan | None:
-    """Returns the plan of a program for `rows` rows, or None if the settings or the model do not allow drafts."""
+def plan_drafts(
+    config: Config, model: Transformer, rows: int, slots: int, draft_model: Transformer | None = None
+) -> DraftPlan | None:
+    """Returns the plan of a program for `rows` rows, or None if the settings or the model do not allow drafts.
+
+    Args:
+      slots: the length of the cache.
+      draft_model: the model that generates the drafts, with `generation.speculation: draft`.
+    """
     section = config.generation
     if section.speculation == "off" or not section.use_cache or config.kv.compresses:
         return None
@@ -60,7 +72,12 @@ def plan_drafts(config: Config, model: Transformer, rows: int) -> DraftPlan | No
             stacklevel=4,
         )
         return None
-    return DraftPlan(draft_tokens, section.ngram_size, verification_cost(model.config, rows, draft_tokens))
+    cost = verification_cost(model.config, rows, draft_tokens)
+    if draft_model is None:
+        return DraftPlan(draft_tokens, section.ngram_size, cost)
+    cost += (draft_tokens + 1) * parameter_count(draft_model) / parameter_count(model)
+    cache = CachePlan(slots, jnp.dtype(draft_model.dtype).name, extra=draft_tokens)
+    return DraftPlan(draft_tokens, None, cost, cache)
 
 
 def max_rows(model: Transformer, rows: int) -> int:
@@ -106,7 +123,7 @@ NO_DRAFTS = DraftCounts(0, 0)
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["limit_B", "gain_B", "backoff_B", "wait_B", "drafted_B", "accepted_B"],
+    data_fields=["limit_B", "gain_B", "backoff_B", "wait_B", "drafted_B", "accepted_B", "cached_B"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -118,6 +135,7 @@ class DraftState:
       gain_B: a moving average of the accepted draft tokens per verification.
       backoff_B: the tokens to wait after the last failure; `wait_B` of them remain.
       drafted_B, accepted_B: the draft tokens that were verified, and those that were accepted.
+      cached_B: the tokens of the text in the cache of the draft model.
     """
 
     limit_B: jax.Array
@@ -126,12 +144,26 @@ class DraftState:
     wait_B: jax.Array
     drafted_B: jax.Array
     accepted_B: jax.Array
+    cached_B: jax.Array
 
 
-def init_drafts(limit_B: jax.Array) -> DraftState:
-    """Returns the state of new rows."""
-    zero_B = jnp.zeros_like(limit_B)
-    return DraftState(limit_B, jnp.full(limit_B.shape, FIRST_GAIN, jnp.float32), zero_B, zero_B, zero_B, zero_B)
+def init_drafts(limit_B: jax.Array, prefilled_B: jax.Array) -> DraftState:
+    """Returns the state of new rows, of which the draft model has prefilled this number of tokens."""
+    zero_B, gain_B = jnp.zeros_like(limit_B), jnp.full(limit_B.shape, FIRST_GAIN, jnp.float32)
+    return DraftState(limit_B, gain_B, zero_B, zero_B, zero_B, zero_B, prefilled_B)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["target", "draft"], meta_fields=[])
+@dataclass(frozen=True)
+class PairedCache:
+    """The cache of a model and the cache of its draft model, which hold the same rows."""
+
+    target: KVCache
+    draft: KVCache
+
+    def report(self) -> CacheReport:
+        """Returns the size of the cache of the model, as `KVCache.report` does."""
+        return self.target.report()
 
 
 def ngram_drafts(sequence_BS: jax.Array, position_B: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array]:

@@ -46,7 +46,7 @@ from dantinox.text import ChatTemplate, Tokenizer
 # Requests in one batch must agree in these settings, and also in router.use_attention, in all settings of kv, and in the
 # reports they ask for.
 PER_BATCH_SETTINGS = ("use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
-DRAFT_SETTINGS = ("speculation", "draft_tokens", "ngram_size")
+DRAFT_SETTINGS = ("speculation", "draft_run", "draft_tokens", "ngram_size")
 ALIAS_ALIGNMENT = 64  # bytes; on a CPU, `jax.device_put` does not copy a NumPy array with this alignment, but aliases it
 
 
@@ -385,7 +385,7 @@ def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
         path = find_chat_template(run)
         return None if path is None else ChatTemplate.load(path, tokenizer)
 
-    return LoadedModel(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration, chat_template)
+    return LoadedModel(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration, chat_template, load)
 
 
 def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int = 1) -> Transformer:

@@ -31,6 +31,7 @@ class ModelBundle:
       model: the transformer as stored in its file, float32 or bfloat16.
       calibration: returns the router thresholds measured on this model, or None.
       kv_calibration: returns the measurements of the attention heads from the file at a path; None: the file of this run.
+      load_run: loads the model of another run directory, such as that of a draft model.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class ModelBundle:
         calibration: Callable[[], Mapping[str, float] | None] = lambda: None,
         kv_calibration: Callable[[str | None], KVCalibration | None] = lambda path: None,
         chat_template: Callable[[], ChatTemplate | None] = lambda: None,
+        load_run: Callable[[str], "ModelBundle"] | None = None,
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.calibration, self.kv_calibration, self.chat_template = calibration, kv_calibration, chat_template
+        self._load_run, self._draft_runs = load_run, dict[str, ModelBundle]()
         self._prepared: dict[tuple[tuple[str, ...], int, HeadOrder | None], Transformer] = {}
 
     @property
@@ -101,6 +104,31 @@ class ModelBundle:
         if len(self._prepared) > MAX_PREPARED:
             del self._prepared[next(iter(self._prepared))]
         return prepared
+
+    def draft_model(self, generation: GenerationSection) -> Transformer | None:
+        """Returns the draft model for decoding; None if the settings use none.
+
+        Raises:
+          UserError: the run of the draft model cannot be loaded, or has a different tokenizer or a shorter context.
+        """
+        path = generation.draft_run
+        if generation.speculation != "draft" or path is None:
+            return None
+        if path not in self._draft_runs:
+            if self._load_run is None:
+                raise UserError(
+                    "generation.speculation: draft needs a model with a run directory", key="generation.speculation"
+                )
+            bundle = self._load_run(path)
+            if bundle.tokenizer.fingerprint != self.tokenizer.fingerprint:
+                message = f"generation.draft_run {path} must have the same tokenizer as the model, but has a different one"
+                raise UserError(message, key="generation.draft_run")
+            context, own = bundle.model.config.max_context, self.model.config.max_context
+            if context < own:
+                message = f"generation.draft_run {path} must have a context of at least {own} tokens, got {context}"
+                raise UserError(message, key="generation.draft_run")
+            self._draft_runs[path] = bundle
+        return self._draft_runs[path].prepared(generation.model_copy(update={"weights": "auto", "tensor_parallel": 1}))
 
     @cached_property
     def grammars(self) -> ConstraintCompiler:

@@ -68,7 +68,8 @@ class BatchRun:
             row[: len(request.ids)] = request.ids
         stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
         prepared = model.prepared(section, head_order(model.model.config, kv, calibration))
-        constrained = first.constraint is not None
+        slots, constrained = slots_needed(lengths_P, limits_P, pad), first.constraint is not None
+        draft_model = None if constrained else model.draft_model(section)
         self.batch = StaticBatch(
             prepared,
             prompt_PT,
@@ -83,10 +84,11 @@ class BatchRun:
             use_cache=section.use_cache,
             report=first.logprobs,
             echo=first.echo,
-            plan=plan_cache(model.model.config, kv, slots_needed(lengths_P, limits_P, pad), calibration, True),
+            plan=plan_cache(model.model.config, kv, slots, calibration, True),
             pad=pad,
             constrained=constrained,
-            draft_plan=None if constrained else plan_drafts(first.config, prepared, len(configs)),
+            draft_plan=None if constrained else plan_drafts(first.config, prepared, len(configs), slots, draft_model),
+            draft_model=draft_model,
         )
         seconds = STREAM_CHUNK_SECONDS if stream else None
         self._engine = Engine(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted
-from dantinox.generation.drafts import NO_DRAFTS, DraftCounts
+from dantinox.generation.drafts import NO_DRAFTS, DraftCounts, PairedCache
 from dantinox.model import KVCache
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
@@ -98,7 +98,7 @@ class RunningBatch:
 
     def __init__(self, count: int):
         self.count = count
-        self.cache: KVCache | None = None
+        self.cache: KVCache | PairedCache | None = None
         self._rows = [Row() for _ in range(count)]
         self._states: dict[Hashable, tuple[SamplingParams, DecodeState]] = {}
         # Changes are collected on the host and written to the device in one operation before the next chunk.

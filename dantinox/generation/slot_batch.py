@@ -5,7 +5,7 @@ is compiled for all slots and all sampling steps; a step that no row uses is ski
 chunks of a fixed length by the same program, so a chunk from an earlier request is bitwise equal to a new prefill.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -22,13 +22,13 @@ from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, _generate_toks, prefill_hidden
-from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, init_drafts, plan_drafts
+from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, PairedCache, init_drafts, plan_drafts
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
 from dantinox.generation.quantized_weights import SplitModel, dequantize, split_model
 from dantinox.generation.running_batch import NO_ID, Row, RowStatus, RunningBatch
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
-from dantinox.model import KVCache, make_cache
+from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.scoring import map_positions
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import available_bytes, tree_bytes
@@ -146,17 +146,28 @@ class SlotBatch(RunningBatch):
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
         self.context, self._bundle, self._config = context, model, config
         prepared = model.prepared(config.generation, head_order(self._architecture, kv, calibration))
-        self._model, self._draft_plan = split_model(prepared), plan_drafts(config, prepared, self.count)
+        draft_model = model.draft_model(config.generation)
+        self._model, self._draft_model = split_model(prepared), None if draft_model is None else split_model(draft_model)
+        self._draft_plan = plan_drafts(config, prepared, self.count, context, draft_model)
         segmented = get_platform(self._architecture.platform).segmented_cache
         if self._draft_plan is not None:
             plan = plan._replace(extra=self._draft_plan.draft_tokens)
         compiled = jax.jit(make_cache, static_argnums=range(7))
-        self._make_cache: Callable[[int], KVCache] = lambda rows: compiled(self._architecture, rows, *plan, segmented)
-        self._cache_shapes: KVCache = jax.eval_shape(lambda: self._make_cache(self.count))
+
+        def make(rows: int) -> KVCache | PairedCache:
+            cache: KVCache = compiled(self._architecture, rows, *plan, segmented)
+            if draft_model is None or self._draft_plan is None or self._draft_plan.cache is None:
+                return cache
+            return PairedCache(cache, compiled(draft_model.config, rows, *self._draft_plan.cache, segmented))
+
+        self._make_cache = make
+        self._cache_shapes: KVCache | PairedCache = jax.eval_shape(lambda: self._make_cache(self.count))
         # A slot of a compressed cache must be cleared before a new request. Other caches do not need this.
-        self._empty_row: KVCache | None = self._make_cache(1) if self._cache_shapes.compressed else None
-        self._min_ring_slots = min(self._cache_shapes.uncompressed_slots)
-        chunk = COMPRESSED_PREFILL_CHUNK if self._cache_shapes.compressed else SLOT_PREFILL_CHUNK
+        caches = _caches(self._cache_shapes)
+        compressed = caches[0].compressed
+        self._empty_row = self._make_cache(1) if compressed else None
+        self._min_ring_slots = min(slots for cache in caches for slots in cache.uncompressed_slots)
+        chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
         self.prefill_chunk = min(chunk, _next_power_of_two(context, MIN_PADDED_CHUNK))
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
@@ -194,8 +205,8 @@ class SlotBatch(RunningBatch):
         if requested.speculation == "off":
             return
         if requested.speculation == served.speculation:
-            name = "ngram_size"
-            if requested.ngram_size == served.ngram_size:
+            name = "ngram_size" if requested.speculation == "ngram" else "draft_run"
+            if getattr(requested, name) == getattr(served, name):
                 if requested.draft_tokens > served.draft_tokens:
                     message = f"must be at most {served.draft_tokens} in this server, got {requested.draft_tokens}"
                     raise UserError(f"generation.draft_tokens {message}", key="generation.draft_tokens")
@@ -243,18 +254,19 @@ class SlotBatch(RunningBatch):
         if kind == "prefill":
             length, reports = key
             tokens_1T = jnp.zeros((1, length), jnp.int32)
-            args = self._model, cache, zero, tokens_1T, zero, zero, tokens_1T
+            args = self._model, cache, zero, tokens_1T, zero, zero, tokens_1T, self._draft_model
             return _prefill_part.lower(*args, report=report if reports else None).compile()
         params, state = self._states[key[0]]
         if kind == "decode":
             drafts = self._draft_plan
-            return _decode.lower(self._model, cache, state, params, zero, report=report, draft_plan=drafts).compile()
+            inputs = self._model, cache, state, params, zero, self._draft_model
+            return _decode.lower(*inputs, report=report, draft_plan=drafts).compile()
         _, row, end_ids_1E, _ = self.row_params(config)
         tokens_1S = np.zeros((1, self.context), np.int32)
-        inputs = row, tokens_1S, zero, zero, end_ids_1E, self._max_drafts(0)
+        row_inputs = row, tokens_1S, zero, zero, end_ids_1E, self._max_drafts(0)
         if kind == "init":
-            return _init_row.lower(*inputs, vocab_size=V).compile()
-        initial = jax.eval_shape(partial(_init_row, vocab_size=V), *inputs)
+            return _init_row.lower(*row_inputs, vocab_size=V).compile()
+        initial = jax.eval_shape(partial(_init_row, vocab_size=V), *row_inputs)
         return _insert_row.lower((params, state), (row, initial), zero).compile()
 
     def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
@@ -348,7 +360,7 @@ class SlotBatch(RunningBatch):
         tokens_2T[0, :count] = row.ids[row.prefilled : row.prefilled + count]
         tokens_2T[1, :count] = row.ids[row.prefilled + 1 : row.prefilled + 1 + count]
         program = self._programs["prefill", length, row.prompt_reports is not None]
-        args = _int32(slot), tokens_2T[:1], _int32(row.prefilled), _int32(count), tokens_2T[1:]
+        args = _int32(slot), tokens_2T[:1], _int32(row.prefilled), _int32(count), tokens_2T[1:], self._draft_model
         self.cache, info = program(self._model, self.cache, *args)
         if row.prompt_reports is not None:
             row.prompt_reports.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
@@ -414,7 +426,9 @@ class SlotBatch(RunningBatch):
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
-        self.cache, state, emitted = self._programs["decode", program](self._model, self.cache, state, params, _int32(steps))
+        self.cache, state, emitted = self._programs["decode", program](
+            self._model, self.cache, state, params, _int32(steps), self._draft_model
+        )
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
 
@@ -450,6 +464,11 @@ def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
     return int(min(DEFAULT_SLOTS, fitting))
 
 
+def _caches(cache: KVCache | PairedCache) -> tuple[KVCache, ...]:
+    """Returns the cache of the model, and the cache of the draft model if there is one."""
+    return (cache.target, cache.draft) if isinstance(cache, PairedCache) else (cache,)
+
+
 def _int32(value: int) -> np.ndarray:
     return np.asarray(value, np.int32)  # jnp.int32 would run a separate operation, which takes a third of a millisecond
 
@@ -479,16 +498,17 @@ def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], voc
 @partial(jax.jit, static_argnames=("report", "draft_plan"), donate_argnames=("cache",))
 def _decode(
     model: SplitModel,
-    cache: KVCache,
+    cache: KVCache | PairedCache,
     state: DecodeState,
     params: SamplingParams,
     steps: jax.Array,
+    draft_model: SplitModel | None,
     *,
     report: int,
     draft_plan: DraftPlan | None,
-) -> tuple[KVCache, DecodeState, Emitted]:
+) -> tuple[KVCache | PairedCache, DecodeState, Emitted]:
     cache, state, emitted, _ = _generate_toks(
-        model, cache, state, params, steps, use_cache=True, report=report, draft_plan=draft_plan
+        model, cache, state, params, steps, None, draft_model, use_cache=True, report=report, draft_plan=draft_plan
     )
     return cache, state, emitted
 
@@ -496,25 +516,33 @@ def _decode(
 @partial(jax.jit, static_argnames=("report",), donate_argnames=("cache",))
 def _prefill_part(
     model: SplitModel,
-    cache: KVCache,
+    cache: KVCache | PairedCache,
     slot: jax.Array,
     tokens_1T: jax.Array,
     first: jax.Array,
     count: jax.Array,
     next_1T: jax.Array,
+    draft_model: SplitModel | None = None,
     *,
     report: int | None,
-) -> tuple[KVCache, StepInfo | None]:
+) -> tuple[KVCache | PairedCache, StepInfo | None]:
     """Prefills `count` tokens of a sequence from position `first` on; returns the cache and reports on the `next_1T` tokens.
 
     `next_1T` holds the token after each of `tokens_1T`.
     """
-    transformer = dequantize(model.merge(model.leaves))
     index_T = jnp.arange(tokens_1T.shape[1])
     positions_1T = jnp.where(index_T < count, first + index_T, -1)[None]
-    x_1TD, updated, _ = prefill_hidden(transformer, tokens_1T, positions_1T, cache.at_slot(slot))
-    assert updated is not None
-    cache = updated.without_wrappers()
+
+    def read(model: SplitModel, cache: KVCache) -> tuple[Transformer, jax.Array, KVCache]:
+        transformer = dequantize(model.merge(model.leaves))
+        x_1TD, updated, _ = prefill_hidden(transformer, tokens_1T, positions_1T, cache.at_slot(slot))
+        assert updated is not None
+        return transformer, x_1TD, updated.without_wrappers()
+
+    target, *draft = _caches(cache)
+    transformer, x_1TD, cache = read(model, target)
+    if draft_model is not None and draft:
+        cache = PairedCache(cache, read(draft_model, draft[0])[2])
     if report is None:
         return cache, None
 
@@ -562,5 +590,5 @@ def _init_row(
         eos_BE=end_ids_1E,
         sampler=init_state(params, tokens_1S, valid_1S, vocab_size, S),
         sequence_BS=None if max_drafts is None else jnp.asarray(tokens_1S),
-        drafts=None if max_drafts is None else init_drafts(jnp.asarray(max_drafts)[None]),
+        drafts=None if max_drafts is None else init_drafts(jnp.asarray(max_drafts)[None], jnp.asarray(length - 1)[None]),
     )

@@ -14,7 +14,7 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, _generate_toks
-from dantinox.generation.drafts import DraftPlan, init_drafts
+from dantinox.generation.drafts import DraftPlan, DraftState, init_drafts
 from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RowStatus, RunningBatch
 from dantinox.model import KVCache, Transformer
@@ -123,6 +123,7 @@ class StaticBatch(RunningBatch):
         pad: Callable[[int], int] = padded_length,
         constrained: bool = False,
         draft_plan: DraftPlan | None = None,
+        draft_model: Transformer | None = None,
     ):
         """Creates `P · samples` rows; the samples of a prompt are consecutive rows.
 
@@ -135,6 +136,7 @@ class StaticBatch(RunningBatch):
           pad: function from the length of the longest prompt to the padded length.
           constrained: whether `set_token_mask` will be called.
           draft_plan: verify draft tokens; needs an uncompressed cache and no constraint.
+          draft_model: the model that generates the draft tokens; None: they are searched in the text.
         """
         P, T = prompt_PT.shape
         super().__init__(P * samples)
@@ -164,16 +166,19 @@ class StaticBatch(RunningBatch):
             eos_BE=jnp.asarray(eos_BE),
             sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size, plan.slots),
             sequence_BS=None if use_cache and draft_plan is None else jnp.asarray(sequence_BS),
-            drafts=None if draft_plan is None else init_drafts(jnp.full(self.count, draft_plan.draft_tokens, jnp.int32)),
+            drafts=None if draft_plan is None else _initial_drafts(draft_plan, lengths_B),
         )
         if constrained:
             words = -(-model.config.vocab_size // 32)
             params = replace(params, allowed_bits=jnp.full((self.count, words), ALL_ALLOWED, jnp.uint32))
         self._states[PROGRAM_NAME] = params, state
         self._model, self._prompt = split_model(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
-        self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
-        self._decode_options = self._options | ({} if draft_plan is None else {"draft_plan": draft_plan})
         self._prefill_options: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
+        self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
+        self._decode_options: dict[str, Any] = self._options | ({} if draft_plan is None else {"draft_plan": draft_plan})
+        if draft_model is not None:
+            self._decode_options["draft_model"] = split_model(draft_model)
+            self._prefill_options |= self._decode_options
         self._prefilled = False
 
     @property
@@ -284,9 +289,14 @@ class StaticBatch(RunningBatch):
         trace = _generate_toks.jitted_fn.trace
         model, state, params, prompt = to_shapes((self._model, self.state, self.params, self._prompt))
         steps = to_shapes(jnp.int32(0))
-        first = trace(model, None, state, params, steps, prompt, **self._options, **self._prefill_options)
+        first = trace(model, None, state, params, steps, prompt, **(self._options | self._prefill_options))
         (cache, *_), _ = first.out_info
         return first, trace(model, to_shapes(cache), state, params, steps, **self._decode_options)
+
+
+def _initial_drafts(plan: DraftPlan, lengths_B: np.ndarray) -> DraftState:
+    """Returns the drafts of rows whose prompts have these lengths."""
+    return init_drafts(jnp.full(len(lengths_B), plan.draft_tokens, jnp.int32), jnp.asarray(lengths_B, jnp.int32))
 
 
 class RunTimer:

@@ -225,7 +225,7 @@ def test_every_step_has_a_flag(key):
     assert getattr(given(f"--{key}", *texts, *wants), key) == value
 
 
-DRAFT_SETTINGS = "speculation", "draft_tokens", "ngram_size"
+DRAFT_SETTINGS = "speculation", "draft_run", "draft_tokens", "ngram_size"
 
 
 def test_the_table_of_flags_is_complete():
