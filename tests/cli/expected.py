@@ -8,8 +8,8 @@ SUMMARY = (
     r"\d+ prompt \+ \d+ new tokens, first token [\d.]+ s, [\d.]+ tok/s, compile [\d.]+ s, seed (\d+|\[.*\])(, cache .*)?\n"
 )
 KEYS = [
-    "index", "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seed", "seconds", "compile_seconds",
-    "decode_tok_per_s", "cache",
+    "index", "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "draft_tokens",
+    "accepted_draft_tokens", "seed", "seconds", "compile_seconds", "decode_tok_per_s", "cache",
 ]  # fmt: skip
 
 

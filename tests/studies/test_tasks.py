@@ -52,7 +52,7 @@ def test_likelihoods_of_continuations(lm_eval_model):
     ]
     for (found, likeliest), (ids, new) in zip(lm_eval_model.loglikelihood(pairs), read, strict=True):
         values, top = logp(lm_eval_model, ids[-CONTEXT - 1 :])
-        np.testing.assert_allclose(found, values[-new:].sum(), rtol=1e-5)
+        np.testing.assert_allclose(found, values[-new:].sum(), rtol=1e-5, atol=1e-6)
         assert likeliest == top[-new:].all()
     assert [likeliest for _, likeliest in lm_eval_model.loglikelihood(pairs)][:3] == [True, False, False]
     with pytest.raises(UserError, match=ERRORS["a_continuation_has_200_tokens"]):
