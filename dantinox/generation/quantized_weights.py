@@ -174,8 +174,9 @@ def quantize_int4(weights_OI: jax.Array, group: int) -> jax.Array:
 class LowPrecisionExperts(nnx.Module):
     """An `ExpertLinear` with bfloat16 or int8 weights `[E, O, I]`, computed as in `LowPrecisionLinear`."""
 
-    def __init__(self, linear: ExpertLinear, dtype: str, min_bfloat16_rows: int | None = None, native: bool = False):
-        # Native kernels have no products with a different matrix per row.
+    native = False  # the native kernels have no products with a different matrix per row
+
+    def __init__(self, linear: ExpertLinear, dtype: str, min_bfloat16_rows: int | None = None):
         self.min_bfloat16_rows, self.platform = min_bfloat16_rows, linear.platform
         self.shape_out, self.dtype = linear.shape_out, linear.dtype
         self.one = nnx.Param(jnp.ones((), jnp.float32))
@@ -297,7 +298,9 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
             return _cast_kernel(linear, jnp.float32)
         dtype = "int8" if weights == "int4" and (linear is head or isinstance(linear, ExpertLinear)) else weights
         linear = linear if weights == "bfloat16" else _cast_kernel(linear, jnp.float32)
-        return LOW_PRECISION[type(linear)](linear, dtype, min_rows, native)
+        if isinstance(linear, ExpertLinear):
+            return LowPrecisionExperts(linear, dtype, min_rows)
+        return LowPrecisionLinear(linear, dtype, min_rows, native)
 
     return _replace(model, (Linear, ExpertLinear), change)
 
@@ -354,9 +357,6 @@ def _measure_native_gain(dtype: str, size: int = 2048, copies: int = 4, repeats:
     return min(times[0][1:]) / min(times[1][1:])
 
 
-LOW_PRECISION: dict[type, type] = {Linear: LowPrecisionLinear, ExpertLinear: LowPrecisionExperts}
-
-
 def _min_bfloat16_rows(platform: str, weights: str, matmul_dtype: str) -> int | None:
     """Returns the smallest number of rows for which low-precision weights are multiplied in bfloat16; None: never."""
     target = get_platform(platform)
@@ -383,7 +383,7 @@ def dequantize(model: Transformer) -> Transformer:
 
 def _needs_dequantization(linear: LowPrecisionLinear | LowPrecisionExperts) -> bool:
     """Returns whether a layer multiplies every row separately, however many there are."""
-    return linear.min_bfloat16_rows is None and not getattr(linear, "native", False)
+    return linear.min_bfloat16_rows is None and not linear.native
 
 
 def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
