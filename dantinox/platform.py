@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
@@ -165,6 +166,15 @@ def _measure_gain(size: int = 2048, copies: int = 4, repeats: int = 8) -> float:
         shapes = jax.ShapeDtypeStruct((8, size), dtype), [jax.ShapeDtypeStruct((size, size), dtype)] * copies
         operands = jax.tree.map(lambda shape: np.ones(shape.shape, shape.dtype), shapes)
         runs.append((jax.jit(matmuls).lower(*shapes).compile(), jax.device_put(operands)))
+    return speed_ratio(runs, repeats)
+
+
+def speed_ratio(runs: Sequence[tuple[Callable[..., Any], Sequence[Any]]], repeats: int = 8) -> float:
+    """Returns the shortest time of the first program divided by that of the second; the programs run alternately.
+
+    Args:
+      runs: two programs with their inputs. The first run of each, which may compile it, does not count.
+    """
     times: list[list[float]] = [[], []]
     for _ in range(repeats + 1):
         for (program, inputs), seconds in zip(runs, times, strict=True):

@@ -1,7 +1,6 @@
 """Weights for decoding: bfloat16, int8 or 4-bit matrices, a transposed tied embedding, reordered key heads."""
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -22,7 +21,7 @@ from dantinox.model.layers import Linear, add_bias
 from dantinox.model.moe import ExpertLinear, ExpertRows, grouped_matmul
 from dantinox.model.packed import PackedLinear, PackedTable, is_packed, unpack_modules, use_native_kernels
 from dantinox.model.transformer import make_output_layer
-from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform
+from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform, speed_ratio
 
 HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
@@ -347,14 +346,9 @@ def _measure_native_gain(dtype: str, size: int = 2048, copies: int = 4, repeats:
         layer = LowPrecisionLinear(linear, dtype, native=native)
         graph, state = nnx.split(layer)
         states = [jax.tree.map(lambda x: x + 0, state) for _ in range(copies)]
-        runs.append((jax.jit(lambda states, row, graph=graph: [nnx.merge(graph, part)(row) for part in states]), states))
-    times: list[list[float]] = [[], []]
-    for _ in range(repeats + 1):
-        for (program, states), seconds in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(program(states, row))
-            seconds.append(time.perf_counter() - start)
-    return min(times[0][1:]) / min(times[1][1:])
+        program = jax.jit(lambda states, row, graph=graph: [nnx.merge(graph, part)(row) for part in states])
+        runs.append((program, (states, row)))
+    return speed_ratio(runs, repeats)
 
 
 def _min_bfloat16_rows(platform: str, weights: str, matmul_dtype: str) -> int | None:
