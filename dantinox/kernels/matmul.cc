@@ -411,9 +411,12 @@ struct Call {
   int64_t outputs;
 };
 
+// Returns the bytes of a row of I weights. Only formats without scales have rows that end inside a block.
+template <class F> int64_t row_size(int64_t I) { return I / F::VALUES * F::BYTES + I % F::VALUES * (F::BYTES / F::VALUES); }
+
 template <class F> void compute(const Call& call, int64_t lo, int64_t hi) {
   const float* x = static_cast<const float*>(call.x);
-  const int64_t stride = call.I / F::VALUES * F::BYTES + call.I % F::VALUES * (F::BYTES / F::VALUES);
+  const int64_t stride = row_size<F>(call.I);
   const bool direct = std::is_same_v<F, Float32> || call.rows <= DIRECT_ROWS || call.I % F::VALUES;
   const int64_t step = outputs_at_once(direct ? stride : 4 * call.I);
   const Array<float> scratch = make_array<float>(direct ? 0 : step * call.I);
@@ -452,7 +455,7 @@ template <int R, int O> void bf16_outputs(const uint16_t* x, int64_t I, const ui
 
 template <class F> void compute_bf16(const Call& call, int64_t lo, int64_t hi) {
   const uint16_t* x = static_cast<const uint16_t*>(call.x);
-  const int64_t I = call.I, stride = I / F::VALUES * F::BYTES, step = outputs_at_once(2 * I);
+  const int64_t I = call.I, stride = row_size<F>(I), step = outputs_at_once(2 * I);
   const Array<float> row = make_array<float>(std::is_same_v<F, BFloat16> ? 0 : I);
   const Array<uint16_t> scratch = make_array<uint16_t>(std::is_same_v<F, BFloat16> ? 0 : step * I);
   for (int64_t o = lo; o < hi; o += step) {
@@ -592,9 +595,8 @@ template <class T> Array<T> pack_rows(ffi::ThreadPool& pool, const T* x, int64_t
 
 template <class F, class T> ffi::Error multiply(ffi::ThreadPool& pool, Call call, const T* x, int64_t row_bytes) {
   const bool plain = std::is_same_v<F, Float32> || std::is_same_v<F, BFloat16> || std::is_same_v<F, Int8>;
-  const int64_t expected = call.I / F::VALUES * F::BYTES + call.I % F::VALUES * (F::BYTES / F::VALUES);
   const bool bf16 = sizeof(T) == 2;
-  if ((!plain && call.I % F::VALUES) || row_bytes != expected || (bf16 && call.I % ALIGNED))
+  if ((!plain && call.I % F::VALUES) || row_bytes != row_size<F>(call.I) || (bf16 && call.I % ALIGNED))
     return ffi::Error::InvalidArgument("the rows of the weights have a wrong size");
   Array<T> packed;
   call.x = x;
