@@ -17,8 +17,8 @@ from dantinox.machine import cpu_name, measured_once
 from dantinox.model import Transformer
 from dantinox.model.attention import Attention
 from dantinox.model.cache_store import quantize_int8
-from dantinox.model.layers import Linear, add_bias
-from dantinox.model.moe import ExpertLinear, ExpertRows, grouped_matmul
+from dantinox.model.layers import Linear, add_bias, linear_with_kernel
+from dantinox.model.moe import ExpertLinear, ExpertRows, experts_with_kernel, grouped_matmul
 from dantinox.model.packed import PackedLinear, PackedTable, is_packed, unpack_modules, use_native_kernels
 from dantinox.model.transformer import make_output_layer
 from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform, speed_ratio
@@ -128,8 +128,7 @@ class LowPrecisionLinear(nnx.Module):
         if self.scale is not None:
             weights_OI = weights_OI * self.scale[...][:, None]
         kernel = jax.lax.optimization_barrier(weights_OI.T).reshape(*self.shape_in, *self.shape_out)
-        linear: Linear = _with_kernel(self, kernel)
-        return linear
+        return linear_with_kernel(self, kernel)
 
 
 def int4_format(inputs: int) -> str | None:
@@ -207,8 +206,7 @@ class LowPrecisionExperts(nnx.Module):
             weights_EOI = weights_EOI * self.scale[...][:, :, None]
         E, _, I = weights_EOI.shape  # noqa: E741
         kernel = jax.lax.optimization_barrier(weights_EOI.swapaxes(1, 2)).reshape(E, I, *self.shape_out)
-        linear: ExpertLinear = _with_kernel(self, kernel)
-        return linear
+        return experts_with_kernel(self, kernel)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["merge"])
@@ -428,27 +426,10 @@ def _permute_linear(linear: Any, index_K: jax.Array, by_output: bool) -> Any:
 
 def _cast_kernel(linear: Any, dtype: Any) -> Any:
     kernel = linear.kernel[...]
-    return linear if kernel.dtype == dtype else _with_kernel(linear, kernel.astype(dtype))
-
-
-def _with_kernel(like: Any, kernel: jax.Array) -> Any:
-    """Returns a plain projection with this kernel, and with the axes and dtypes of `like`."""
-
-    def abstract_linear() -> Linear | ExpertLinear:
-        dtype, rngs = like.dtype, nnx.Rngs(0)
-        if isinstance(like, ExpertLinear | LowPrecisionExperts):
-            E, I = kernel.shape[:2]  # noqa: E741
-            return ExpertLinear(
-                E, I, like.shape_out, dtype=dtype, platform=like.platform, rngs=rngs, bias=like.bias is not None
-            )
-        return Linear(
-            like.shape_in, like.shape_out, dtype=dtype, rngs=rngs, out_dtype=like.out_dtype, bias=like.bias is not None
-        )
-
-    linear = nnx.eval_shape(abstract_linear)
-    linear.kernel = nnx.Param(kernel)
-    linear.bias = like.bias
-    return linear
+    if kernel.dtype == dtype:
+        return linear
+    with_kernel = experts_with_kernel if isinstance(linear, ExpertLinear) else linear_with_kernel
+    return with_kernel(linear, kernel.astype(dtype))
 
 
 def _replace(model: Transformer, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Transformer:

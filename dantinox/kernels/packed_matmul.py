@@ -1,5 +1,8 @@
 """Products of rows with packed weights: native kernels on a CPU, XLA elsewhere."""
 
+from collections.abc import Callable
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,25 @@ from dantinox.kernels.native_library import TARGET
 
 # Numbers of the dtypes in the native kernel; the numbers of block formats are in `FORMATS`.
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "int8": 2}
+
+
+@cache
+def _native_product(number: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the native product of rows with weights of a format; `vmap` over the rows adds them to one call."""
+
+    @jax.custom_batching.custom_vmap
+    def product(rows_RI: jax.Array, weights_OB: jax.Array) -> jax.Array:
+        shape = jax.ShapeDtypeStruct((rows_RI.shape[0], weights_OB.shape[0]), jnp.float32)
+        return jax.ffi.ffi_call(TARGET, shape)(rows_RI, weights_OB, format=np.int64(number))
+
+    @product.def_vmap
+    def over_rows(size: int, batched: list[bool], rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, bool]:
+        if batched[1]:
+            rows = rows if batched[0] else jnp.broadcast_to(rows, (size, *rows.shape))
+            return jax.lax.map(lambda pair: product(*pair), (rows, weights)), True
+        return product(rows.reshape(-1, rows.shape[-1]), weights).reshape(*rows.shape[:2], -1), True
+
+    return product
 
 
 def matmul(rows_RI: jax.Array, weights_OB: jax.Array, kind: str | None = None, *, native: bool = False) -> jax.Array:
@@ -29,7 +51,6 @@ def matmul(rows_RI: jax.Array, weights_OB: jax.Array, kind: str | None = None, *
     """
     if native:
         number = DTYPE_NUMBERS[weights_OB.dtype.name] if kind is None else FORMATS[kind].number
-        shape = jax.ShapeDtypeStruct((rows_RI.shape[0], weights_OB.shape[0]), jnp.float32)
-        return jax.ffi.ffi_call(TARGET, shape)(rows_RI, weights_OB, format=np.int64(number))
+        return _native_product(number)(rows_RI, weights_OB)
     weights_OI = (weights_OB if kind is None else unpack(kind, weights_OB)).astype(rows_RI.dtype)
     return jnp.einsum("RI,OI->RO", rows_RI, weights_OI, preferred_element_type=jnp.float32)

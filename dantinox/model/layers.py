@@ -88,6 +88,18 @@ class Linear(nnx.Module):
         return add_bias(reduce(checkpoint_name(y, LINEAR_OUTPUT)), self.bias)
 
 
+def linear_with_kernel(like: Any, kernel: jax.Array) -> Linear:
+    """Returns a `Linear` with this kernel, and with the axes, dtypes and bias of a projection in another form."""
+
+    def abstract_linear() -> Linear:
+        out_dtype, bias = like.out_dtype, like.bias is not None
+        return Linear(like.shape_in, like.shape_out, dtype=like.dtype, rngs=nnx.Rngs(0), out_dtype=out_dtype, bias=bias)
+
+    linear: Linear = nnx.eval_shape(abstract_linear)
+    linear.kernel, linear.bias = nnx.Param(kernel), like.bias
+    return linear
+
+
 def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """Returns y + bias in the dtype of y, or y if there is no bias."""
     return y if bias is None else y + bias[...].astype(y.dtype)

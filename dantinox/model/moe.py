@@ -145,6 +145,19 @@ class ExpertLinear(nnx.Module):
         return y_MO.astype(self.dtype).reshape(-1, *shape_out)
 
 
+def experts_with_kernel(like: Any, kernel: jax.Array) -> ExpertLinear:
+    """Returns an `ExpertLinear` with this kernel, and with the axes, dtype and bias of a projection in another form."""
+
+    def abstract_linear() -> ExpertLinear:
+        E, I = kernel.shape[:2]  # noqa: E741
+        bias = like.bias is not None
+        return ExpertLinear(E, I, like.shape_out, dtype=like.dtype, platform=like.platform, rngs=nnx.Rngs(0), bias=bias)
+
+    linear: ExpertLinear = nnx.eval_shape(abstract_linear)
+    linear.kernel, linear.bias = nnx.Param(kernel), like.bias
+    return linear
+
+
 class Experts(nnx.Module):
     """The feed-forward layers of all experts: `gate_up [E, D, 2, F]` or `up [E, D, F]`, and `down [E, F, D]`.
 

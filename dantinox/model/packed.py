@@ -12,7 +12,6 @@ The weights of a projection are converted to float32 where they are used, never 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +22,8 @@ from jax import lax
 
 from dantinox.files import escape_name
 from dantinox.kernels import FORMATS, matmul, unpack
-from dantinox.model.layers import Linear, add_bias
-from dantinox.model.moe import MAX_MATVEC_ROWS, ExpertLinear, ExpertRows, unpacking_matmul
+from dantinox.model.layers import Linear, add_bias, linear_with_kernel
+from dantinox.model.moe import MAX_MATVEC_ROWS, ExpertLinear, ExpertRows, experts_with_kernel, unpacking_matmul
 
 PART_NAME = re.compile(r"(.+)/parts/(\d{1,3})/([A-Z0-9_]+)")
 MAX_NATIVE_ROWS = 16  # with more rows, products are in bfloat16 if that is allowed
@@ -106,24 +105,6 @@ def _after(x: jax.Array, raw: jax.Array) -> jax.Array:
     return raw + (bits >> 31 >> 1).astype(jnp.uint8)
 
 
-@cache
-def _native_matmul(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the native product of rows with weights of a format; `vmap` over the rows adds them to one call."""
-
-    @jax.custom_batching.custom_vmap
-    def product(rows_RI: jax.Array, raw_OB: jax.Array) -> jax.Array:
-        return matmul(rows_RI, raw_OB, kind, native=True)
-
-    @product.def_vmap
-    def over_rows(size: int, batched: list[bool], rows: jax.Array, raw: jax.Array) -> tuple[jax.Array, bool]:
-        if batched[1]:
-            rows = rows if batched[0] else jnp.broadcast_to(rows, (size, *rows.shape))
-            return lax.map(lambda pair: product(*pair), (rows, raw)), True
-        return product(rows.reshape(-1, rows.shape[-1]), raw).reshape(*rows.shape[:2], -1), True
-
-    return product
-
-
 class PackedParts(nnx.Module):
     """The parts of a packed parameter; `kinds` are their formats.
 
@@ -145,7 +126,8 @@ class PackedParts(nnx.Module):
         if self.bfloat16 and len(rows_RI) > MAX_NATIVE_ROWS:
             rows_RI = rows_RI.astype(jnp.bfloat16)
         native = self.native and (rows_RI.dtype == jnp.bfloat16 or len(rows_RI) <= MAX_NATIVE_FLOAT32_ROWS)
-        y_RO = _native_matmul(kind)(rows_RI, raw_OB) if native else matmul(rows_RI, _after(rows_RI, raw_OB), kind)
+        raw_OB = raw_OB if native else _after(rows_RI, raw_OB)
+        y_RO = matmul(rows_RI, raw_OB, kind, native=native)
         return y_RO.reshape(len(rows_RI), *raw.shape[:-1])
 
     @property
@@ -190,16 +172,7 @@ class PackedLinear(PackedParts):
         kernel = unpack_parts(self.arrays(), Layout((), self.shape_in, self.shape_out), self.axis)
         if self.input_order is not None:
             kernel = jnp.zeros_like(kernel).at[jnp.argsort(jnp.asarray(self.input_order))].set(kernel)
-
-        def plain() -> Linear:
-            return Linear(
-                self.shape_in, self.shape_out, dtype=self.dtype, rngs=nnx.Rngs(0), out_dtype=self.out_dtype,
-                bias=self.bias is not None,
-            )  # fmt: skip
-
-        linear: Linear = nnx.eval_shape(plain)
-        linear.kernel, linear.bias = nnx.Param(kernel), self.bias
-        return linear
+        return linear_with_kernel(self, kernel)
 
 
 class PackedExperts(PackedParts):
@@ -227,16 +200,7 @@ class PackedExperts(PackedParts):
     def unpack(self) -> ExpertLinear:
         """Returns an `ExpertLinear` with float32 weights."""
         kernel = unpack_parts(self.arrays(), Layout((self.experts,), (self.size_in,), self.shape_out), self.axis)
-
-        def plain() -> ExpertLinear:
-            return ExpertLinear(
-                self.experts, self.size_in, self.shape_out, dtype=self.dtype, platform=self.platform, rngs=nnx.Rngs(0),
-                bias=self.bias is not None,
-            )  # fmt: skip
-
-        linear: ExpertLinear = nnx.eval_shape(plain)
-        linear.kernel, linear.bias = nnx.Param(kernel), self.bias
-        return linear
+        return experts_with_kernel(self, kernel)
 
 
 class PackedTable(PackedParts):

@@ -165,3 +165,13 @@ np.save(sys.argv[1], np.concatenate(results))
         subprocess.run([sys.executable, "-c", code, str(path)], check=True, env=environment)
         outputs.append(path.read_bytes())
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_native_products_can_be_batched(axes):
+    needs_kernels()
+    rng = np.random.default_rng(6)
+    x, w = rng.standard_normal((4, 3, 40)).astype(np.float32), rng.standard_normal((4, 7, 40)).astype(np.float32)
+    x, w = (a if axis == 0 else a[0] for a, axis in zip((x, w), axes, strict=True))
+    found = jax.vmap(lambda x, w: matmul(x, w, native=True), in_axes=axes)(x, w)
+    np.testing.assert_allclose(found, x @ np.swapaxes(w, -1, -2), rtol=1e-5, atol=1e-5)
