@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
     a.add_argument("--seconds", type=float, default=60, help="end a comparison after this time, but not before 4 rounds")
     a.add_argument("--memory_gb", type=float, default=16, help="the limit for two caches together")
     a.add_argument("--threads", type=int, default=2)
-    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
+    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8", "int4"), default="auto")
     o = a.parse_args()
     if min(o.context) <= decoded_tokens(o) + 1:
         a.error(f"--context must be more than {decoded_tokens(o) + 1}: {o.rounds} rounds and a first chunk are decoded")

@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     a.add_argument("--rounds", type=int, default=12, help="chunks of 32 tokens per case")
     a.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     a.add_argument("--threads", type=int, default=2)
-    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
+    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8", "int4"), default="auto")
     a.add_argument("--spread", type=float, default=6.0, help="standard deviation of the logits")
     a.add_argument("--before", help="the root of an older checkout")
     a.add_argument("--lowered", action="store_true", help=argparse.SUPPRESS)

@@ -66,7 +66,7 @@ def main() -> None:
     a.add_argument("--rounds", type=int, default=5)
     a.add_argument("--draft_tokens", type=int, default=5)
     a.add_argument("--ngram_size", type=int, default=3)
-    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
+    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8", "int4"), default="auto")
     a.add_argument("--batch", type=int, default=1, help="requests in a batch: copies of one request with different seeds")
     a.add_argument("--threads", type=int, default=2)
     a.add_argument("--tasks", nargs="+", choices=[*TASKS], default=[*TASKS])

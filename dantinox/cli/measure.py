@@ -80,7 +80,7 @@ EVALUATE: Flags = {
     "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "folder with further tasks; their code is executed"}),
     "limit": ("tasks", COUNT_OPTION | {"help": "maximum number of samples per task (default: all)"}),
     "shots": ("tasks", COUNT_OPTION | {"help": "number of examples before each question (default: that of the task)"}),
-    "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
+    "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
         "precision of the weights (default: the run's generation.weights)"}),
     "tensor_parallel": ("ppl tasks", COUNT_OPTION | {"help": "number of devices that share each layer (default: the run's)"}),
     "json": ("ppl tasks", {"action": "store_true", "default": None, "help": "print one JSON object"}),

@@ -6,16 +6,19 @@ import os
 import re
 import subprocess
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
 
 from dantinox import cli
 from dantinox.cli import COMMANDS, command_parser
+from dantinox.cli.measure import EVALUATE
 from dantinox.cli.settings import find_settings
 from dantinox.config import UserError
 from dantinox.config.help_pages import all_pages, first_page, section_page
 from dantinox.config.names import ALIASES
 from dantinox.config.reference import section_titles, setting_records, type_in_words
+from dantinox.config.request_settings import SamplingSettings
 from dantinox.config.sections import DEFAULTS, FIELDS, NEEDS, SECTIONS
 from dantinox.config.setting_groups import GROUPS
 from dantinox.config.yaml_files import allowed_values
@@ -260,3 +263,10 @@ def test_bash_completes(dantinox, tmp_path, words, completions):
 def test_an_unknown_shell_is_one_sentence(dantinox):
     code, out, err = dantinox("completion", "tcl")
     assert (code, out) == (2, "") and "bash" in err and err.count("\n") == 1
+
+
+def test_eval_offers_the_precisions_of_the_settings():
+    """The choices are literals, so that `--help` need not import the settings."""
+    settings = get_type_hints(SamplingSettings)
+    for flag in ("weights", "kv_dtype"):
+        assert EVALUATE[flag][1]["choices"] == list(get_args(settings[flag]))
