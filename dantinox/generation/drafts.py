@@ -17,9 +17,10 @@ from flax import nnx
 
 from dantinox.config import Config, ModelConfig
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, MAX_NATIVE_ROWS, LowPrecisionExperts, LowPrecisionLinear
+from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, LowPrecisionExperts, LowPrecisionLinear
+from dantinox.kernels import MAX_NATIVE_ROWS
 from dantinox.model import CacheReport, KVCache, Transformer
-from dantinox.model.packed import parameter_count
+from dantinox.model.packed import PackedParts, parameter_count
 from dantinox.platform import get_platform
 
 # The expected number of accepted draft tokens of a new row, and the weight of each new observation in its moving average.
@@ -88,9 +89,11 @@ def max_rows(model: Transformer, rows: int) -> int:
     """
     limits = [MAX_VERIFIED_ROWS]
     for _, node in nnx.iter_graph(model):
+        if isinstance(node, PackedParts) and node.bfloat16 and rows <= MAX_NATIVE_ROWS:
+            limits.append(MAX_NATIVE_ROWS)
         if isinstance(node, LowPrecisionLinear | LowPrecisionExperts):
             smallest = node.min_bfloat16_rows
-            if isinstance(node, LowPrecisionLinear) and node.native and rows <= MAX_NATIVE_ROWS:
+            if node.native and rows <= MAX_NATIVE_ROWS:
                 limits.append(MAX_NATIVE_ROWS)
             elif rows <= MAX_MATVEC_ROWS if smallest is None else rows < smallest:
                 limits.append(rows)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.kernels import FORMATS, load_kernels, matmul, unpack
+from dantinox.kernels import FORMATS, MAX_NATIVE_ROWS, load_kernels, matmul, unpack
 from dantinox.kernels.native_library import library_name
 from dantinox.machine import cpu_name, measured_once
 from dantinox.model import Transformer
@@ -29,7 +29,6 @@ MATMUL_DTYPES = ("auto", "float32", "bfloat16")
 MATMUL_KERNELS = ("auto", "xla", "native")
 INT4_SHRINK = (0.015, 0.03, 0.05)  # parts of a block's range that quantization may cut off at each end
 MIN_NATIVE_BYTES = 1 << 23  # `auto` uses native kernels for models with more bytes of float32 weights
-MAX_NATIVE_ROWS = 16  # with more rows, XLA multiplies in float32 faster than the native kernels
 # If a row has this many inputs (16 KiB) or more, XLA does not fuse the conversion into a matrix multiplication, but writes a
 # float32 copy of the weights for each row. `_matvec` then multiplies parts with up to `PART_INPUTS` inputs.
 LONG_INPUT = 4096

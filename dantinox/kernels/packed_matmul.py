@@ -12,6 +12,8 @@ from dantinox.kernels.native_library import TARGET
 
 # Numbers of the dtypes in the native kernel; the numbers of block formats are in `FORMATS`.
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "int8": 2}
+# Up to this many rows, native products are in float32 even if bfloat16 is allowed.
+MAX_NATIVE_ROWS = 16
 
 
 @cache

@@ -21,12 +21,11 @@ from flax import nnx
 from jax import lax
 
 from dantinox.files import escape_name
-from dantinox.kernels import FORMATS, matmul, unpack
+from dantinox.kernels import FORMATS, MAX_NATIVE_ROWS, matmul, unpack
 from dantinox.model.layers import Linear, add_bias, linear_with_kernel
 from dantinox.model.moe import MAX_MATVEC_ROWS, ExpertLinear, ExpertRows, experts_with_kernel, unpacking_matmul
 
 PART_NAME = re.compile(r"(.+)/parts/(\d{1,3})/([A-Z0-9_]+)")
-MAX_NATIVE_ROWS = 16  # with more rows, products are in bfloat16 if that is allowed
 MAX_NATIVE_FLOAT32_ROWS = 128  # with more rows, XLA multiplies in float32 faster
 Part = tuple[str, Any]  # the format, and the array or its shape
 

@@ -14,6 +14,7 @@ import dantinox
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import prepare
+from dantinox.generation.drafts import max_rows
 from dantinox.generation.quantized_weights import permute_heads, weight_bytes
 from dantinox.interop import packed_import
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
@@ -22,7 +23,7 @@ from dantinox.interop.gguf_file import open_gguf, read_tensor
 from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_weights import from_hf
 from dantinox.interop.packed_import import pack_parameters
-from dantinox.kernels import load_kernels
+from dantinox.kernels import MAX_NATIVE_ROWS, load_kernels
 from dantinox.measure.perplexity import measure_perplexity
 from dantinox.model.packed import PackedTable, packed_kinds
 from dantinox.model.parameters import abstract_model, init_parameters, widen_arrays
@@ -279,3 +280,12 @@ def test_prompts_can_be_multiplied_in_bfloat16(folder):
     exact, rounded = (prepare(model, "auto", dtype, "native")(tokens, positions)[0] for dtype in ("auto", "bfloat16"))
     error = np.abs(np.asarray(exact - rounded)).max() / np.abs(np.asarray(exact)).max()
     assert 1e-5 < error < 0.05
+
+
+def test_drafts_are_verified_in_the_precision_of_a_decode_step(folder):
+    if not load_kernels().multiplies_bfloat16:
+        pytest.skip("this CPU has no bfloat16 products")
+    model = dantinox.load(folder / "packed").model
+    rounded = prepare(model, "auto", "bfloat16", "native")
+    assert max_rows(rounded, 4) == MAX_NATIVE_ROWS  # 17 rows would be multiplied in bfloat16
+    assert max_rows(prepare(model, matmul_kernel="native"), 4) > MAX_NATIVE_ROWS
