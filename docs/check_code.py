@@ -129,6 +129,7 @@ def make_material(folder: Path) -> None:
         "tinyshakespeare.txt": words(2000),
         "corpus/a.txt": words(1000),
         "prompt.txt": "def ",
+        "question.txt": "What is 1 + 1?\n",
         "prompts.jsonl": 'def \n{"prompt": "import ", "temperature": 0.7, "min_p": 0.05}\n',
         "conversations.jsonl": conversations(60),
         "preferences.jsonl": (json.dumps(preference) + "\n") * 60,
@@ -144,7 +145,8 @@ def make_material(folder: Path) -> None:
     (run / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     call(["calibrate", str(run), "--what", "router"])
     call(["export", str(run), str(folder / "path" / "to" / "Llama-3.2-1B")])
-    call(["export", str(run), str(folder / "model.gguf")])
+    for name in ("model.gguf", "model-Q4_K_M.gguf"):  # the rows of the tiny run are too short for blocks of 4 bits
+        call(["export", str(run), str(folder / name)])
 
 
 def furnish(folder: Path, material: Path, text: str) -> None:
