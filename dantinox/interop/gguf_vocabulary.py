@@ -325,7 +325,9 @@ def _build(tree: dict[str, Any], tokens: list[str], types: list[int], file_name:
         vocab |= {tokens[index]: index for index in outside}
     try:
         core = Core.from_str(json.dumps(tree))
-    except Exception as error:  # the library raises `Exception` itself, not a subclass
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # panics of the library do not derive from Exception
         raise UserError(f"{file_name} has an inconsistent tokenizer: {first_line(error)}") from None
     wrong = [
         token for index, token in enumerate(tokens) if types[index] != UNUSED and core.token_to_id(token) not in (index, None)
@@ -374,12 +376,13 @@ def _byte_level_tree(entries: dict[str, Any], tokens: list[str], types: list[int
 
 
 def _read_merges(entries: Mapping[str, Any], special: set[str], file_name: str) -> list[tuple[str, str]]:
-    """Returns the merges of a file, without those of special tokens, which cannot occur in text."""
+    """Returns the merges of a file, without `_unused_merge` and those of special tokens, which cannot occur in text."""
     if not _is_list_of(str, entries.get("merges", [])):
         raise UserError(f"{file_name} has merges that are not strings")
     # The first token may begin with a space. Like llama.cpp, search for the separator from the second character on.
     pairs = [(merge[:1] + left, right) for merge in entries.get("merges", []) for left, _, right in [merge[1:].partition(" ")]]
-    return [pair for pair in pairs if not special & set(pair)]
+    tokens = set(entries["tokens"])
+    return [(a, b) for a, b in pairs if not special & {a, b} and not (a == b and a + b not in tokens)]
 
 
 def _decode_characters(vocab: Mapping[str, int]) -> dict[str, int] | None:

@@ -110,6 +110,19 @@ def trained(rule, size=330):
     return Tokenizer(core.to_str(), roles={"add_bos_token": rule in [RULES[name] for name in ADDS_BOS & RULES.keys()]})
 
 
+def test_vocabulary_without_merges_roundtrips():
+    """llama.cpp requires a merge, so the file has one that never applies."""
+    vocab = {letter: index for index, letter in enumerate([*byte_letters(), "a_long_token"])}
+    core = Core(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(core.to_str())
+    metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
+    assert metadata[KEY + "merges"] == ["a_long_token a_long_token"]
+    again = Tokenizer(read_vocabulary(metadata, "it").tokenizer)
+    assert again.encode(TEXT) == tokenizer.encode(TEXT)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_every_pre_tokenizer_rule_roundtrips_by_name(name):
     tokenizer = trained(RULES[name])
