@@ -1,14 +1,13 @@
-"""Compares the decoding speed of an imported model with transformers and llama.cpp on the same weights.
+"""Compares the speed of an imported model with transformers on the same weights; `gguf_speed.py` compares with llama.cpp.
 
-Creates a random Llama with transformers, imports it, exports it as GGUF, and decodes greedily from the same prompts in each
-program. Without `--torch`, a random run with a byte tokenizer takes the place of the Llama. Each round starts one process per
-program, one after another. For each batch size, the script prints a JSON line with every program's best speed of all rounds,
-DantinoX's speed divided by that of each other program, and the number of tokens in the first row that are the same as
-DantinoX's.
+Creates a random Llama with transformers, imports it, and decodes greedily from the same prompts in both programs. Without
+`--torch`, a random run with a byte tokenizer takes the place of the Llama. Each round starts one process per program, one after
+another. For each batch size, the script prints a JSON line with both programs' best speeds of all rounds, DantinoX's speed
+divided by that of transformers, and the number of tokens in the first row that are the same.
 
-    python benchmarks/imported.py --torch /path/to/python-with-torch --llama /path/to/python-with-llama-cpp
-    python benchmarks/imported.py … --weights int8                      # compared with GGUF q8_0
-    python benchmarks/imported.py … --dim 2048 --layers 16 --heads 32 --kv_heads 8 --hidden 8192 --weights bfloat16 --batch 1
+    python benchmarks/imported.py --torch /path/to/python-with-torch
+    python benchmarks/imported.py … --weights int8 --torch_weights bfloat16
+    python benchmarks/imported.py … --prompt 512 --new 8 --batch 1      # prefill
 
 This file also runs in the environments of the peers, so it imports only the standard library at module level.
 """
@@ -25,8 +24,6 @@ from typing import Any
 
 from common import LLAMA, Parser, random_run, use_threads
 
-GGUF_TYPE = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
-
 
 def parse() -> argparse.Namespace:
     a = Parser(__doc__, smoke={**LLAMA, "prompt": 16, "new": 8, "rounds": 1, "batch": [2]})
@@ -36,9 +33,9 @@ def parse() -> argparse.Namespace:
     }.items():  # fmt: skip
         a.add_argument(f"--{name}", type=int, default=default)
     a.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    a.add_argument("--weights", choices=list(GGUF_TYPE), default="float32")
+    a.add_argument("--weights", choices=("float32", "bfloat16", "int8", "int4"), default="float32")
+    a.add_argument("--torch_weights", choices=("float32", "bfloat16"), default="float32")
     a.add_argument("--torch", help="a Python interpreter with torch and transformers")
-    a.add_argument("--llama", help="a Python interpreter with llama-cpp-python")
     a.add_argument(
         "--folder",
         type=Path,
@@ -86,7 +83,7 @@ def write_llama(o: argparse.Namespace) -> None:
         bos_token_id=None, eos_token_id=None, initializer_range=0.05,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    (model.to(torch.bfloat16) if o.weights == "bfloat16" else model).save_pretrained(o.folder / "hf")
+    model.save_pretrained(o.folder / "hf")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*letters, *(f"unmade{number}" for number in range(o.vocab - len(letters) - 1))]
     core = Tokenizer(models.BPE(vocab={name: place for place, name in enumerate(names)}, merges=[]))
@@ -120,8 +117,7 @@ def transformers(o: argparse.Namespace) -> None:
     from transformers import LlamaForCausalLM
 
     torch.set_num_threads(o.threads)
-    dtype = torch.bfloat16 if o.weights == "bfloat16" else torch.float32
-    model = LlamaForCausalLM.from_pretrained(o.folder / "hf", dtype=dtype).eval()
+    model = LlamaForCausalLM.from_pretrained(o.folder / "hf", dtype=getattr(torch, o.torch_weights)).eval()
 
     def decode(batch: int, new: int) -> list[list[int]]:
         ids = torch.tensor(prompts(o, batch))
@@ -134,50 +130,7 @@ def transformers(o: argparse.Namespace) -> None:
     timed(o, "transformers", decode)
 
 
-def llamacpp(o: argparse.Namespace) -> None:
-    import ctypes
-
-    import llama_cpp as c
-    import numpy as np
-
-    c.llama_backend_init()
-    quiet = c.llama_log_callback(lambda level, text, data: None)
-    c.llama_log_set(quiet, ctypes.c_void_p(0))
-    model = c.llama_model_load_from_file(str(o.folder / "model.gguf").encode(), c.llama_model_default_params())
-    largest = max(o.batch)
-    settings = c.llama_context_default_params()
-    settings.n_seq_max, settings.n_ctx = largest, largest * -(-(o.prompt + o.new) // 256) * 256
-    settings.n_batch = settings.n_ubatch = max(512, largest * o.prompt)
-    settings.n_threads = settings.n_threads_batch = o.threads
-    context = c.llama_init_from_model(model, settings)
-    batch_C = c.llama_batch_init(max(512, largest * o.prompt), 0, 1)
-
-    def step(rows: list[tuple[int, int, int, bool]]) -> None:
-        """Decodes a batch of tuples (token, position, row, whether to compute logits)."""
-        for place, (token, position, row, wanted) in enumerate(rows):
-            batch_C.token[place], batch_C.pos[place], batch_C.n_seq_id[place] = token, position, 1
-            batch_C.seq_id[place][0], batch_C.logits[place] = row, wanted
-        batch_C.n_tokens = len(rows)
-        if code := c.llama_decode(context, batch_C):
-            raise RuntimeError(f"llama_decode says {code}")
-
-    def best(place: int) -> int:
-        return int(np.ctypeslib.as_array(c.llama_get_logits_ith(context, place), (o.vocab,)).argmax())
-
-    def decode(batch: int, new: int) -> list[list[int]]:
-        c.llama_memory_clear(c.llama_get_memory(context), True)
-        step([(t, p, row, p == o.prompt - 1) for row, ids in enumerate(prompts(o, batch)) for p, t in enumerate(ids)])
-        found = [[best((row + 1) * o.prompt - 1)] for row in range(batch)]
-        for place in range(new - 1):
-            step([(tokens[-1], o.prompt + place, row, True) for row, tokens in enumerate(found)])
-            for row, tokens in enumerate(found):
-                tokens.append(best(row))
-        return found
-
-    timed(o, "llama.cpp", decode)
-
-
-PARTS = {"make": write_llama, "ours": ours, "transformers": transformers, "llamacpp": llamacpp}
+PARTS = {"make": write_llama, "ours": ours, "transformers": transformers}
 
 
 def main() -> None:
@@ -210,13 +163,7 @@ def compare(o: argparse.Namespace) -> None:
         part(o.torch, "make")
     if not (o.folder / "run").exists():
         dantinox("import", str(o.folder / "hf"), "--run_dir", str(o.folder / "run"))
-    if o.llama and not (o.folder / "model.gguf").exists():
-        dantinox(
-            "export", str(o.folder / "run"), str(o.folder / "model.gguf"), "--format", "gguf", "--type", GGUF_TYPE[o.weights]
-        )
-    peers = (
-        {"ours": sys.executable} | ({"transformers": o.torch} if o.torch else {}) | ({"llamacpp": o.llama} if o.llama else {})
-    )
+    peers = {"ours": sys.executable} | ({"transformers": o.torch} if o.torch else {})
     lines = [line for _ in range(o.rounds) for name, python in peers.items() for line in part(python, name)]
     for batch in o.batch:
         own = [line for line in lines if line["batch"] == batch]
@@ -226,7 +173,8 @@ def compare(o: argparse.Namespace) -> None:
         tokens = {line["peer"]: line["tokens"] for line in own}
         agree = {peer: sum(x == y for x, y in zip(ids, tokens["dantinox"], strict=True)) for peer, ids in tokens.items()}
         print(json.dumps({
-            "batch": batch, "weights": o.weights, "decode_tok_per_s": {peer: round(rate, 1) for peer, rate in best.items()},
+            "batch": batch, "weights": o.weights, "torch_weights": o.torch_weights,
+            "decode_tok_per_s": {peer: round(rate, 1) for peer, rate in best.items()},
             "ours_over": {peer: round(best["dantinox"] / rate, 2) for peer, rate in best.items() if peer != "dantinox"},
             "prefill_s": {peer: round(min(x["prefill_s"] for x in own if x["peer"] == peer), 3) for peer in best},
             "tokens_as_ours": {peer: f"{same} of {o.new}" for peer, same in agree.items() if peer != "dantinox"},
