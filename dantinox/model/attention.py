@@ -65,10 +65,12 @@ class Attention(nnx.Module):
     ):
         x_BTD = parallelism.copy_to_tp(x_BTD)
         qkv = self.qkv(x_BTD)
-        q_BTKGH = self._norm_and_rotate(qkv[..., : self.groups, :], self.q_norm, angles, parallelism)
+        # The gradient of a split is a concatenation. That of slices is a sum of padded arrays, which is slower.
+        q_BTKGH, *kv = jnp.split(qkv, [*range(self.groups, qkv.shape[-2])], axis=-2)
+        q_BTKGH = self._norm_and_rotate(q_BTKGH, self.q_norm, angles, parallelism)
         k_BTKH = v_BTKH = None
         if not self.reuses_kv:
-            k_BTKH, v_BTKH = qkv[..., self.groups, :], qkv[..., -1, :]
+            k_BTKH, v_BTKH = kv[0].squeeze(-2), kv[-1].squeeze(-2)
             k_BTKH = self._norm_and_rotate(k_BTKH, self.k_norm, angles, parallelism)
             v_BTKH = v_BTKH if self.v_norm is None else self.v_norm(v_BTKH)
         if self.query_gain != 1:

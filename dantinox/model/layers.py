@@ -41,17 +41,32 @@ def _cast_tensordot_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, 
     cast = w.astype(dtype) if cast_w is None else cast_w
     d_x = jnp.tensordot(d_y, cast, contracted, preferred_element_type=jnp.float32)
 
-    def weight_gradient(dtype: DTypeLike, x: jax.Array, d_y: jax.Array) -> jax.Array:
-        return jnp.tensordot(x.astype(dtype), d_y.astype(dtype), (lead, lead), preferred_element_type=jnp.float32)
+    def weight_gradient(x: jax.Array, d_y: jax.Array) -> jax.Array:
+        return jnp.tensordot(x, d_y, (lead, lead), preferred_element_type=jnp.float32)
 
-    # Both branches give equal float32 results. The CPU branch multiplies in float32, because on CPUs XLA has no fast bfloat16
-    # kernel for this form, and no bfloat16 kernel at all for its transpose.
-    branches = {"cpu": partial(weight_gradient, jnp.float32), "default": partial(weight_gradient, dtype)}
-    if dtype == jnp.float32:
-        d_w = weight_gradient(dtype, x, d_y)
+    def weight_gradient_on_cpu(x: jax.Array, d_y: jax.Array) -> jax.Array:
+        x_NI, d_y_NO = x.reshape(math.prod(x.shape[: len(lead)]), -1), d_y.reshape(math.prod(d_y.shape[: len(lead)]), -1)
+        # With tied weights, XLA would merge the transpose of this result with the multiplication, which CPUs cannot run.
+        d_w_IO = jnp.matmul(_transposed_pairs(x_NI), d_y_NO, preferred_element_type=jnp.float32)
+        return jax.lax.optimization_barrier(d_w_IO).reshape(w.shape)
+
+    if dtype == jnp.bfloat16 and math.prod(w.shape[:axes]) % 2 == 0:
+        d_w = jax.lax.platform_dependent(x.astype(dtype), d_y, cpu=weight_gradient_on_cpu, default=weight_gradient)
     else:
-        d_w = jax.lax.platform_dependent(x.astype(dtype), d_y, **branches)
+        d_w = weight_gradient(x.astype(dtype), d_y)
     return d_x.astype(x.dtype), d_w.astype(w.dtype), None
+
+
+def _transposed_pairs(x_NI: jax.Array) -> jax.Array:
+    """Returns the transpose of a bfloat16 matrix with an even number of columns, by way of uint32 pairs.
+
+    XLA would merge a plain transpose with the matrix multiplication. On CPUs, YNNPACK has no fast bfloat16 kernel for a
+    transposed left operand.
+    """
+    N, I = x_NI.shape  # noqa: E741
+    pairs_NJ = jax.lax.bitcast_convert_type(x_NI.reshape(N, I // 2, 2), jnp.uint32)
+    pairs_JN2 = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(pairs_NJ.T), jnp.bfloat16)
+    return jax.lax.optimization_barrier(pairs_JN2.transpose(0, 2, 1).reshape(I, N))
 
 
 cast_tensordot.defvjp(lambda x, w, *others: (cast_tensordot(x, w, *others), (x, w, others[-1])), _cast_tensordot_backward)
@@ -224,7 +239,9 @@ class GatedFeedForward(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
         gate_up = self.gate_up(parallelism.copy_to_tp(x_BTD))
-        gated_BTF = self.function(gate_up[..., 0, :], gate_up[..., 1, :])
+        # The gradient of a split is a concatenation. That of slices is a sum of padded arrays, which is slower.
+        gate, up = (half.squeeze(-2).astype(jnp.float32) for half in jnp.split(gate_up, 2, axis=-2))
+        gated_BTF = self.function(gate, up).astype(gate_up.dtype)
         return self.down(parallelism.shard_features(gated_BTF), parallelism.reduce_from_tp)
 
 

@@ -182,3 +182,20 @@ def test_cast_tensordot_and_its_gradients(dtype, tolerance):
         theirs = np.einsum(axes, *operands)
         np.testing.assert_allclose(mine, theirs, atol=tolerance * np.abs(theirs).max())
         assert mine.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("shape", [(64, 34, 20), (30, 7, 12), (256, 128, 65)])
+def test_bfloat16_gradients_of_tied_weights(shape):
+    """XLA may merge the transpose of a gradient with its matrix multiplication, which a CPU cannot do in bfloat16."""
+    N, I, O = shape  # noqa: E741
+    r = np.random.default_rng(0)
+    x, w, d_y = (jnp.asarray(r.standard_normal(size), jnp.bfloat16) for size in ((N, I), (O, I), (N, O)))
+
+    @jax.jit
+    def gradients(x, w, d_y):
+        return jax.vjp(lambda x, w: cast_tensordot(x, w.T, 1, jnp.bfloat16, jnp.float32), x, w)[1](d_y)
+
+    d_x, d_w = gradients(x, w.astype(jnp.float32), d_y.astype(jnp.float32))
+    x, w, d_y = (np.asarray(array, np.float64) for array in (x, w, d_y))
+    np.testing.assert_allclose(np.asarray(d_x, np.float64), d_y @ w, rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(d_w, d_y.T @ x, rtol=1e-5, atol=1e-5 * np.abs(d_y.T @ x).max())
