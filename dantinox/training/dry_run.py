@@ -12,7 +12,6 @@ from dantinox.config import Config
 from dantinox.distributed import make_layout
 from dantinox.model.lora import frozen_parameters
 from dantinox.model.parameters import init_parameters
-from dantinox.platform import get_platform
 from dantinox.text import Batch, Preferences, prepare_data
 from dantinox.training.launch import base_template, plan_lines
 from dantinox.training.memory import check_memory, keep_freed_memory
@@ -54,8 +53,7 @@ def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] 
     Raises:
       UserError: memory is insufficient.
     """
-    if get_platform().name == "cpu":
-        keep_freed_memory()
+    keep_freed_memory()
     steps = config.training.steps or max(DEFAULT_STEPS, config.training.warmup_steps or 0)
     model = config.trained_architecture(vocab_size)
     layout = make_layout(config, model)

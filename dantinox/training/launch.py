@@ -30,6 +30,7 @@ from dantinox.run import (
 )
 from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, corpus_changed, open_store, prepare_data
 from dantinox.training.loop import train
+from dantinox.training.memory import keep_freed_memory
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
 from dantinox.training.text_samples import Sampler, make_sampler
 
@@ -62,6 +63,7 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
     """
     if resume and run_dir is None:
         raise UserError("resume=True needs run_dir")
+    keep_freed_memory()
     settings = _read_settings(config, resume)
     trackers(settings, Path())  # report a missing tracker library before the corpus is read
     initialize_processes(settings)

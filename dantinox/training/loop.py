@@ -42,7 +42,7 @@ from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
 from dantinox.training.checkpoint_store import Checkpoints, TrainingProgress
 from dantinox.training.dpo_reference import compute_reference_logprobs, load_or_compute_logprobs
-from dantinox.training.memory import check_memory, keep_freed_memory, out_of_memory
+from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
 from dantinox.training.results import export_weights, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.signals import StopRequest, stop_request
@@ -91,8 +91,6 @@ def train(
       KeyboardInterrupt: after SIGINT, when the checkpoint is on disk.
       SystemExit: after SIGTERM, with code 143, when the checkpoint is on disk.
     """
-    if get_platform().name == "cpu":
-        keep_freed_memory()
     with stop_request() as stop:
         trainer = Trainer(config, run, tokenizer, store, console, sample, stop)
         with trainer.log.files, contextlib.closing(trainer.checkpoints):  # waits for pending writes
@@ -137,6 +135,7 @@ class Trainer:
         self.stop_sync = StopSync()
         self.step, self.progress = 0, TrainingProgress()
         self.state: TrainState
+        self.on_cpu = get_platform().name == "cpu"
         self.frozen: Parameters = {}  # the frozen weights under adapters
         self.val_loss: float | None = None  # of the current step
         self.saved_step: int | None = None
@@ -159,7 +158,7 @@ class Trainer:
             compute = partial(compute_reference_logprobs, self.store, self.model, self.layout, rows, parameters, self.frozen)
             base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
             self.store.reference = load_or_compute_logprobs(self.run, self.store, base, compute, self.console.note)
-        if get_platform().name == "cpu":
+        if self.on_cpu:
             release_free_memory()
         self.log.files.truncate(self.step)
         self.console.start(self.steps, self.step)
@@ -239,6 +238,9 @@ class Trainer:
             self.step += 1
             self.val_loss = None
             self.log.add(self.step, self.steps, metrics)
+            if self.on_cpu:  # two steps in flight would need the memory of both
+                metrics.loss.block_until_ready()
+                limit_kept_memory(self.programs.memory)
             self._after_step()
             self._stop_if_requested()
 
