@@ -15,12 +15,13 @@ from dantinox.config import Config, UserError, build_config
 from dantinox.config.model import ARCHITECTURE
 from dantinox.files import quote, read_json, read_text, wrap_os_errors
 from dantinox.interop.gguf import export_gguf, source_from_gguf
-from dantinox.interop.gguf_file import open_gguf
+from dantinox.interop.gguf_file import PLAIN_DTYPES, open_gguf
 from dantinox.interop.gguf_file_types import FILE_TYPES
 from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, download_repository, open_folder, write_folder
 from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.interop.packaged_checkpoints import PACKAGED, find_packaged_checkpoint
+from dantinox.interop.packed_export import StoredRows
 from dantinox.interop.packed_import import pack_parameters
 from dantinox.interop.source import ExportBundle, LazyArrays, Source
 from dantinox.interop.v0 import convert_parameters, read_v0
@@ -30,6 +31,7 @@ from dantinox.run import (
     load_run_config,
     load_weights,
     open_run,
+    packed_arrays,
     save_config,
     save_tokenizer,
     save_weights,
@@ -306,9 +308,11 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
     if Path(dest).exists():
         raise UserError(f"{dest} already exists: choose another name")
     bundle = export_bundle(run_dir)
+    quantized = kind is not None and FILE_TYPES[kind].base not in PLAIN_DTYPES
+    stored = StoredRows(packed_arrays(open_run(run_dir).weights) if quantized else {})
     export_gguf(
         dest, bundle.config, bundle.hf_config, bundle.tensors, bundle.tokenizer, kind=kind or "f32",
-        chat_template=bundle.chat_template, name=Path(run_dir).absolute().name,
+        chat_template=bundle.chat_template, name=Path(run_dir).absolute().name, find_blocks=stored.find,
     )  # fmt: skip
     return str(bundle.hf_config["model_type"])
 

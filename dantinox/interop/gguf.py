@@ -26,7 +26,16 @@ from dantinox.interop.gguf_config import (
     unsupported_feature,
 )
 from dantinox.interop.gguf_families import FAMILIES, Family, MergedTensor
-from dantinox.interop.gguf_file import PLAIN_DTYPES, GGUFFile, Shape, StoredTensor, read_rows, read_tensor, write_gguf
+from dantinox.interop.gguf_file import (
+    PLAIN_DTYPES,
+    FindBlocks,
+    GGUFFile,
+    Shape,
+    StoredTensor,
+    read_rows,
+    read_tensor,
+    write_gguf,
+)
 from dantinox.interop.gguf_file_types import FILE_TYPES, tensor_types
 from dantinox.interop.gguf_keys import LLAMA3, LONG, SHORT, Metadata
 from dantinox.interop.gguf_vocabulary import read_vocabulary, vocabulary_metadata
@@ -254,6 +263,7 @@ def export_gguf(
     kind: str = "f32",
     chat_template: str | None = None,
     name: str = "",
+    find_blocks: FindBlocks = lambda kind, array: None,
 ) -> None:
     """Writes a model as a GGUF file.
 
@@ -267,6 +277,7 @@ def export_gguf(
         types, see `tensor_types`.
       chat_template: the Jinja template, or None.
       name: the name of the model in the metadata.
+      find_blocks: see `write_gguf`.
 
     Raises:
       UserError: GGUF cannot represent the model or its tokenizer, or the file cannot be written.
@@ -309,7 +320,7 @@ def export_gguf(
             yield np.stack(list(converted)) if "_exps" in stored else next(converted)
         yield from extra.values()
 
-    write_gguf(path, metadata, shapes, arrays())
+    write_gguf(path, metadata, shapes, arrays(), find_blocks)
 
 
 def _group_by_stored(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:

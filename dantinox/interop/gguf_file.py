@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ MAX_ENTRIES, MAX_STRING_BYTES = 1 << 22, 1 << 26  # limits for a list and for a 
 PLAIN_DTYPES = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}  # memory-mapped, not copied
 TYPE_NAMES = {kind.number: name for name, kind in TYPES.items()}
 Shape = tuple[tuple[int, ...], str]  # the shape in NumPy's axis order, and the type name
+FindBlocks = Callable[[str, np.ndarray], np.ndarray | None]  # (type name, matrix) → its blocks
 
 
 class StoredTensor(NamedTuple):
@@ -94,6 +95,7 @@ def write_gguf(
     metadata: Mapping[str, Any],
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     arrays: Iterable[np.ndarray],
+    find_blocks: FindBlocks = lambda kind, array: None,
 ) -> None:
     """Writes a file tensor by tensor. No file remains after an error.
 
@@ -103,17 +105,18 @@ def write_gguf(
         integers in a list are written as int32.
       shapes: the shape (in NumPy's order) and type (`F32`, `F16`, `BF16` or a key of `ENCODERS`) of every tensor.
       arrays: the tensors in the order of `shapes`, with any float dtype.
+      find_blocks: returns the known blocks of a matrix in a quantized type; None: the matrix is quantized.
 
     Raises:
       UserError: the file cannot be written.
     """
     check_writable(path)
-    with staged_write(path, _chunks(metadata, shapes, arrays)):
+    with staged_write(path, _chunks(metadata, shapes, arrays, find_blocks)):
         pass
 
 
 def _chunks(
-    metadata: Mapping[str, Any], shapes: Mapping[str, Shape], arrays: Iterable[np.ndarray]
+    metadata: Mapping[str, Any], shapes: Mapping[str, Shape], arrays: Iterable[np.ndarray], find_blocks: FindBlocks
 ) -> Iterator[bytes | memoryview]:
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(shapes), len(metadata)))
     for key, value in metadata.items():
@@ -124,8 +127,8 @@ def _chunks(
         head += struct.pack("<IQ", TYPES[kind].number, offset)
         offset += _align(_tensor_bytes(shape, kind))
     yield bytes(head).ljust(_align(len(head)), b"\0")
-    for (shape, kind), array in zip(shapes.values(), arrays, strict=True):
-        encoded = _encode_tensor(array, shape, kind)
+    for (_, kind), array in zip(shapes.values(), arrays, strict=True):
+        encoded = _encode_tensor(array, kind, find_blocks)
         yield encoded.reshape(-1).view(np.uint8).data
         yield bytes(_align(encoded.nbytes) - encoded.nbytes)
 
@@ -152,7 +155,7 @@ def _encode_value(value: Any) -> bytes:
     return struct.pack("<IIQ", ARRAY, code, len(value)) + np.array(value, NUMBER_TYPES[code]).tobytes()
 
 
-def _encode_tensor(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
+def _encode_tensor(array: np.ndarray, kind: str, find_blocks: FindBlocks) -> np.ndarray:
     """Converts an array to the type that the file stores."""
     if kind in PLAIN_DTYPES:
         with np.errstate(over="ignore"):
@@ -160,6 +163,8 @@ def _encode_tensor(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.n
         if kind == "F16" and not np.isfinite(plain).all() and np.isfinite(array).all():
             raise UserError("the weights have numbers above 65,504, the largest of float16: export bf16 or f32")
         return plain
+    if (blocks := find_blocks(kind, array)) is not None:
+        return blocks
     encoded = quantize(kind, array)
     if not has_finite_scales(kind, encoded):
         raise UserError(f"the weights have numbers that {kind} cannot represent (too large, or NaN): export bf16 or f32")

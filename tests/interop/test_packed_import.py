@@ -18,8 +18,9 @@ from dantinox.generation.drafts import max_rows
 from dantinox.generation.quantized_weights import permute_heads, weight_bytes
 from dantinox.interop import packed_import
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
+from dantinox.interop.ggml_quantize import quantize
 from dantinox.interop.gguf import source_from_gguf
-from dantinox.interop.gguf_file import open_gguf, read_tensor
+from dantinox.interop.gguf_file import open_gguf, read_rows, read_tensor
 from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_weights import from_hf
 from dantinox.interop.packed_import import pack_parameters
@@ -157,6 +158,26 @@ def test_a_packed_model_may_have_its_key_heads_reordered(folder):
     unpacked = prepare(permute_heads(model, order), "float32")(TOKENS, POSITIONS)[0]
     assert twice.blocks[0].attention.out.input_order == (0, 1)
     assert np.abs(np.asarray(first) - np.asarray(unpacked)).max() <= 1e-5 * np.abs(np.asarray(first)).max()
+
+
+@pytest.mark.parametrize("kind", ["q4_k_m", "q8_0"])
+def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
+    """The rows of queries and keys, and the parts of joint projections, are in another order in the run."""
+    export_checkpoint(folder / "trained", tmp_path / "x.gguf", "gguf", kind)
+    import_checkpoint(tmp_path / "x.gguf", tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "again.gguf", "gguf", kind)
+    before, after = (open_gguf(tmp_path / f"{name}.gguf") for name in ("x", "again"))
+    for name, tensor in before.tensors.items():
+        assert after.tensors[name][:2] == tensor[:2]
+        np.testing.assert_array_equal(read_rows(after, name), read_rows(before, name), err_msg=name)
+    # Matrices in another format are quantized.
+    other = {"q4_k_m": "q6_k", "q8_0": "q4_0"}[kind]
+    export_checkpoint(tmp_path / "run", tmp_path / "other.gguf", "gguf", other)
+    name = "blk.0.ffn_gate.weight"
+    raw = quantize(open_gguf(tmp_path / "other.gguf").tensors[name].kind, read_tensor(before, name))
+    np.testing.assert_array_equal(
+        read_rows(open_gguf(tmp_path / "other.gguf"), name).reshape(-1), raw.view(np.uint8).reshape(-1)
+    )
 
 
 def test_a_packed_run_is_exported_and_evaluated(folder, tmp_path):
