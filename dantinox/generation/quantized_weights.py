@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.kernels import FORMATS, MAX_NATIVE_ROWS, load_kernels, matmul, unpack
+from dantinox.kernels import FORMATS, MAX_NATIVE_BFLOAT16_ROWS, MAX_NATIVE_ROWS, load_kernels, matmul, unpack
 from dantinox.kernels.native_library import library_name
 from dantinox.machine import cpu_name, measured_once
 from dantinox.model import Transformer
@@ -108,7 +108,7 @@ class LowPrecisionLinear(nnx.Module):
         weights_OI = jax.lax.optimization_barrier(self.kernel[...])
         if self.min_bfloat16_rows is None:
             return matmul(rows_RI.astype(jnp.float32), weights_OI, self.kind)
-        native = rows_RI.shape[1] % 32 == 0 and load_kernels().multiplies_bfloat16
+        native = len(rows_RI) <= MAX_NATIVE_BFLOAT16_ROWS and rows_RI.shape[1] % 32 == 0 and load_kernels().multiplies_bfloat16
         return matmul(rows_RI.astype(jnp.bfloat16), weights_OI, self.kind, native=native)
 
     def _matvec_rows(self, rows_RI: jax.Array) -> jax.Array:

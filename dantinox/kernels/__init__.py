@@ -2,6 +2,6 @@
 
 from dantinox.kernels.formats import FORMATS, Format, unpack
 from dantinox.kernels.native_library import Kernels, load_kernels
-from dantinox.kernels.packed_matmul import MAX_NATIVE_ROWS, matmul
+from dantinox.kernels.packed_matmul import MAX_NATIVE_BFLOAT16_ROWS, MAX_NATIVE_ROWS, matmul
 
-__all__ = ["FORMATS", "MAX_NATIVE_ROWS", "Format", "Kernels", "load_kernels", "matmul", "unpack"]
+__all__ = ["FORMATS", "MAX_NATIVE_BFLOAT16_ROWS", "MAX_NATIVE_ROWS", "Format", "Kernels", "load_kernels", "matmul", "unpack"]

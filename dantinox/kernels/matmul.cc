@@ -36,6 +36,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
+typedef uint8_t Bytes32 __attribute__((vector_size(32)));
 typedef uint16_t Words __attribute__((vector_size(2 * LANES)));
 #define INLINE inline __attribute__((always_inline))
 
@@ -253,18 +254,27 @@ struct Q5_K {
 
 struct Q6_K {
   static constexpr int VALUES = 256, BYTES = 210, GROUP = 128;
-  const uint8_t *start, *low, *high;
-  float d, scale[8];
-  INLINE void open(const uint8_t* block) { start = block, d = half(block + 208); }
+  const uint8_t* start;
+  uint8_t codes[128];  // signed
+  const float* scale;
+  float scales[16];
+  INLINE void open(const uint8_t* block) {
+    start = block;
+    for (int i = 0; i < 16; i += LANES) {
+      const Floats part = to_floats(load_signed(block + 192 + i)) * half(block + 208);
+      std::memcpy(scales + i, &part, sizeof part);
+    }
+  }
   INLINE void select(int group) {
-    low = start + 64 * group, high = start + 128 + 32 * group;
-    for (int i = 0; i < 8; ++i) scale[i] = d * static_cast<int8_t>(start[192 + 8 * group + i]);
+    const Bytes32 bits = load<Bytes32>(start + 128 + 32 * group);
+    for (int i = 0; i < 4; ++i) {
+      const Bytes32 low = load<Bytes32>(start + 64 * group + i % 2 * 32);
+      const Bytes32 part = ((i < 2 ? low & 15 : low >> 4) | ((bits >> 2 * i & 3) << 4)) - 32;
+      std::memcpy(codes + 32 * i, &part, sizeof part);
+    }
+    scale = scales + 8 * group;
   }
-  INLINE Floats get(int s) const {
-    int part = s * LANES / 32;
-    Ints top = ((load_bytes(high + s * LANES % 32) >> (2 * part)) & 3) << 4;
-    return to_floats((nibbles<64>(low, s) | top) - 32) * scale[s * LANES / 16];
-  }
+  INLINE Floats get(int s) const { return to_floats(load_signed(codes + s * LANES)) * scale[s * LANES / 16]; }
 };
 
 // Adds lanes i and i + LANES / 2, and so on.

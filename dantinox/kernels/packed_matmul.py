@@ -14,6 +14,8 @@ from dantinox.kernels.native_library import TARGET
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "int8": 2}
 # Up to this many rows, native products are in float32 even if bfloat16 is allowed.
 MAX_NATIVE_ROWS = 16
+# Up to this many rows, products in bfloat16 are native; XLA multiplies more rows faster.
+MAX_NATIVE_BFLOAT16_ROWS = 128
 
 
 @cache

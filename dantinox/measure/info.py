@@ -1,4 +1,4 @@
-"""`dantinox info`: model, training and memory of a run, and the effect of int8 and bfloat16 weights."""
+"""`dantinox info`: model, training and memory of a run, and the effect of bfloat16, int8 and int4 weights."""
 
 import math
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iter
     """Yields paragraphs on the model and its training, then a line for each weight dtype.
 
     Args:
-      data_path: the text for the comparison of quantized (int8) and bfloat16 weights, in the form of `data.path`. None: the
+      data_path: the text for the comparison of bfloat16 and quantized weights, in the form of `data.path`. None: the
         validation tokens that training saved in the run, if any.
     """
     directory = open_run(run_dir)
@@ -41,7 +41,7 @@ def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iter
     yield _training(directory, run.config)
     store = open_store(run.config, directory.data, run.tokenizer) if text_store is None else text_store
     if store is None:
-        yield "this run has no saved training tokens: select a text with --data_path to measure int8 and bfloat16 weights\n"
+        yield "this run has no saved training tokens: select a text with --data_path to compare the weight dtypes\n"
     reference = FloatReference(run, store) if store is not None else None
     if kinds := packed_kinds(run.model):
         parts = ", ".join(f"{kind} {human_bytes(count)}" for kind, count in kinds.items())

@@ -21,7 +21,7 @@ from flax import nnx
 from jax import lax
 
 from dantinox.files import escape_name
-from dantinox.kernels import FORMATS, MAX_NATIVE_ROWS, matmul, unpack
+from dantinox.kernels import FORMATS, MAX_NATIVE_BFLOAT16_ROWS, MAX_NATIVE_ROWS, matmul, unpack
 from dantinox.model.layers import Linear, add_bias, linear_with_kernel
 from dantinox.model.moe import MAX_MATVEC_ROWS, ExpertLinear, ExpertRows, experts_with_kernel, unpacking_matmul
 
@@ -108,7 +108,7 @@ class PackedParts(nnx.Module):
     """The parts of a packed parameter; `kinds` are their formats.
 
     With `native`, products of few rows run in the native kernels, which must be loaded. With `bfloat16` too, products of more
-    rows run there in bfloat16.
+    than 16 rows are in bfloat16.
     """
 
     def __init__(self, parts: Iterable[Part]):
@@ -124,7 +124,8 @@ class PackedParts(nnx.Module):
         raw_OB = raw.reshape(-1, raw.shape[-1])
         if self.bfloat16 and len(rows_RI) > MAX_NATIVE_ROWS:
             rows_RI = rows_RI.astype(jnp.bfloat16)
-        native = self.native and (rows_RI.dtype == jnp.bfloat16 or len(rows_RI) <= MAX_NATIVE_FLOAT32_ROWS)
+        limit = MAX_NATIVE_BFLOAT16_ROWS if rows_RI.dtype == jnp.bfloat16 else MAX_NATIVE_FLOAT32_ROWS
+        native = self.native and len(rows_RI) <= limit
         raw_OB = raw_OB if native else _after(rows_RI, raw_OB)
         y_RO = matmul(rows_RI, raw_OB, kind, native=native)
         return y_RO.reshape(len(rows_RI), *raw.shape[:-1])
