@@ -424,7 +424,8 @@ struct Call {
 // Returns the bytes of a row of I weights. Only formats without scales have rows that end inside a block.
 template <class F> int64_t row_size(int64_t I) { return I / F::VALUES * F::BYTES + I % F::VALUES * (F::BYTES / F::VALUES); }
 
-template <class F> void compute(const Call& call, int64_t lo, int64_t hi) {
+// Both functions return whether there was enough memory.
+template <class F> bool compute(const Call& call, int64_t lo, int64_t hi) {
   const float* x = static_cast<const float*>(call.x);
   const int64_t stride = row_size<F>(call.I);
   const bool direct = std::is_same_v<F, Float32> || call.rows <= DIRECT_ROWS || call.I % F::VALUES;
@@ -440,6 +441,7 @@ template <class F> void compute(const Call& call, int64_t lo, int64_t hi) {
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(scratch.get());
     rows_of<Float32>(x, call.rows, call.I, weights, 4 * call.I, call.y + o, call.outputs, count);
   }
+  return true;
 }
 
 #if defined(__AVX512BF16__)
@@ -463,11 +465,12 @@ template <int R, int O> void bf16_outputs(const uint16_t* x, int64_t I, const ui
     if (o < count) bf16_outputs<R, 1>(x, I, w + o * I, y + o, outputs, count - o);
 }
 
-template <class F> void compute_bf16(const Call& call, int64_t lo, int64_t hi) {
+template <class F> bool compute_bf16(const Call& call, int64_t lo, int64_t hi) {
   const uint16_t* x = static_cast<const uint16_t*>(call.x);
   const int64_t I = call.I, stride = row_size<F>(I), step = outputs_at_once(2 * I);
   const Array<float> row = make_array<float>(std::is_same_v<F, BFloat16> ? 0 : I);
   const Array<uint16_t> scratch = make_array<uint16_t>(std::is_same_v<F, BFloat16> ? 0 : step * I);
+  if (!std::is_same_v<F, BFloat16> && I && (!row || !scratch)) return false;
   for (int64_t o = lo; o < hi; o += step) {
     const int64_t count = std::min(step, hi - o);
     const uint16_t* weights = reinterpret_cast<const uint16_t*>(call.w + o * stride);
@@ -490,9 +493,10 @@ template <class F> void compute_bf16(const Call& call, int64_t lo, int64_t hi) {
       if (size == 1) bf16_outputs<1, 4>(x + r * I, I, weights, y, call.outputs, count);
     }
   }
+  return true;
 }
 #else
-template <class F> void compute_bf16(const Call&, int64_t, int64_t) {}
+template <class F> bool compute_bf16(const Call&, int64_t, int64_t) { return false; }
 #endif
 
 // The threads that share the work of a call with the thread that makes it. XLA's own pool puts an idle thread to sleep, and waking
@@ -616,7 +620,11 @@ template <class F, class T> ffi::Error multiply(ffi::ThreadPool& pool, Call call
     call.x = packed.get();
   }
   const int64_t work = std::max(row_bytes, call.rows * call.I / 2) * call.outputs;
-  run_blocks(pool, call.outputs, work, [call](int64_t lo, int64_t hi) { (bf16 ? compute_bf16<F> : compute<F>)(call, lo, hi); });
+  std::atomic<bool> complete{true};
+  run_blocks(pool, call.outputs, work, [call, &complete](int64_t lo, int64_t hi) {
+    if (!(bf16 ? compute_bf16<F> : compute<F>)(call, lo, hi)) complete = false;
+  });
+  if (!complete) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the converted weights");
   return ffi::Error::Success();
 }
 
