@@ -80,6 +80,11 @@ class Profile:
         return sum(operation.ms for operation in self.operations)
 
 
+def _trace_files(folder: Path) -> set[tuple[Path, int]]:
+    """Returns the traces with their times of modification. Two traces of the same second have the same path."""
+    return {(path, path.stat().st_mtime_ns) for path in folder.rglob("*.xplane.pb")}
+
+
 def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
     """Traces `work()` into a folder that TensorBoard, XProf and Perfetto can read.
 
@@ -91,12 +96,12 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python tracing would slow down the measured work
-    before = set(folder.rglob("*.xplane.pb"))
+    before = _trace_files(folder)
     with wrap_os_errors(f"cannot write into {folder}"), jax.profiler.trace(folder, profiler_options=options):
         begin = time.perf_counter()
         jax.block_until_ready(work())
         wall = time.perf_counter() - begin
-    files = sorted(set(folder.rglob("*.xplane.pb")) - before)
+    files = sorted(path for path, _ in _trace_files(folder) - before)
     if not files:
         raise UserError(f"the JAX profiler wrote no trace into {folder}")
     device = jax.devices()[0]

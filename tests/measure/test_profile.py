@@ -5,13 +5,15 @@ import hashlib
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import dantinox
 from dantinox import cli
 from dantinox.config import build_config
 from dantinox.measure.hlo import Frame, instructions
-from dantinox.measure.profile import operation_kind, rank_operations
+from dantinox.measure.profile import operation_kind, profile, rank_operations
 from dantinox.run import RunDirectory, create_run, save_config, save_tokenizer
 from dantinox.text import prepare_data
 
@@ -160,3 +162,11 @@ def test_errors_of_a_trace_are_one_sentence(run, tmp_path, capsys):
     ):
         assert cli.main(["profile", *flags]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_traces_of_the_same_second_are_found(tmp_path):
+    """The profiler names a trace by the second, so three quick traces share at least one path."""
+    add = jax.jit(lambda x: x + x @ x)
+    add(jnp.ones((64, 64))).block_until_ready()
+    for _ in range(3):
+        assert profile(lambda: add(jnp.ones((64, 64))), 1, tmp_path).operations
