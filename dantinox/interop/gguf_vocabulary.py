@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Core
 
-from dantinox.files import UserError, escape_name, first_line, quote
+from dantinox.files import UserError, escape_name, quote
 from dantinox.interop.pre_tokenizers import ADDS_BOS, ALIASES, BYTE_LEVEL, BYTE_LEVEL_WORDS, RULES, UNSPLIT_NAMES, Rule
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import BYTE_TOKEN, byte_letters
+from dantinox.text.tokenizer import parse_core
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
@@ -324,11 +325,9 @@ def _build(tree: dict[str, Any], tokens: list[str], types: list[int], file_name:
     if outside != list(range(len(vocab), len(vocab) + len(outside))):  # the library can only assign consecutive ids
         vocab |= {tokens[index]: index for index in outside}
     try:
-        core = Core.from_str(json.dumps(tree))
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # panics of the library do not derive from Exception
-        raise UserError(f"{file_name} has an inconsistent tokenizer: {first_line(error)}") from None
+        core = parse_core(json.dumps(tree))
+    except ValueError as error:
+        raise UserError(f"{file_name} has an inconsistent tokenizer: {error}") from None
     wrong = [
         token for index, token in enumerate(tokens) if types[index] != UNUSED and core.token_to_id(token) not in (index, None)
     ]

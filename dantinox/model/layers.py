@@ -45,7 +45,7 @@ def _cast_tensordot_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, 
         return jnp.tensordot(x, d_y, (lead, lead), preferred_element_type=jnp.float32)
 
     def weight_gradient_on_cpu(x: jax.Array, d_y: jax.Array) -> jax.Array:
-        x_NI, d_y_NO = x.reshape(math.prod(x.shape[: len(lead)]), -1), d_y.reshape(math.prod(d_y.shape[: len(lead)]), -1)
+        x_NI, d_y_NO = x.reshape(-1, math.prod(w.shape[:axes])), d_y.reshape(-1, math.prod(w.shape[axes:]))
         # With tied weights, XLA would merge the transpose of this result with the multiplication, which CPUs cannot run.
         d_w_IO = jnp.matmul(_transposed_pairs(x_NI), d_y_NO, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(d_w_IO).reshape(w.shape)

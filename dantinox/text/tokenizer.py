@@ -282,17 +282,28 @@ class Tokenizer:
         return out
 
 
-def _load_core(content: str, name: str) -> Core:
+def parse_core(content: str) -> Core:
+    """Reads a `tokenizer.json`, without its truncation and padding, which would silently drop text.
+
+    Raises:
+      ValueError: it is invalid; the message is the first line of the library's error.
+    """
     try:
         core = Core.from_str(content)
-        # A file may enable truncation or padding, which would silently drop text.
         core.no_truncation()
         core.no_padding()
         return core
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # panics of the library do not derive from Exception
-        raise UserError(f"{name} is not a valid tokenizer.json: {first_line(error)}") from None
+        raise ValueError(first_line(error)) from None
+
+
+def _load_core(content: str, name: str) -> Core:
+    try:
+        return parse_core(content)
+    except ValueError as error:
+        raise UserError(f"{name} is not a valid tokenizer.json: {error}") from None
 
 
 def _classify(tree: dict[str, Any], specials: int) -> Kind:
