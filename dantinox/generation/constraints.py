@@ -1,8 +1,9 @@
 """Constrained generation: token masks from a JSON schema, regex or grammar (llguidance)."""
 
+import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from dantinox.text import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_SOURCE_BYTES = 64 << 10
+MAX_SOURCE_BYTES = 256 << 10  # the tools of a coding agent take about 60 KB
 # Limits per grammar and per token, in the units of llguidance. With a vocabulary of 100,000 tokens, the slowest of the tested
 # grammars takes 0.2 s to compile and 0.15 s per token.
 LLGUIDANCE_LIMITS = {
@@ -49,7 +50,12 @@ class Constraint:
 
     Attributes:
       kind: `json_schema`, `json_object` (any JSON object), `regex`, `lark` or `gbnf`.
-      source: the text of the schema, regex or grammar, at most 64 KB; empty for `json_object`.
+      source: the text of the schema, regex or grammar, at most 256 KB; empty for `json_object`.
+      after: the constraint applies to the text after the first of these strings; the text before it is free. Empty: it applies
+        to the whole text.
+      opening: with `after`, the constraint also applies to a text that begins with this string, from its beginning.
+      repeats: whether the text is free again after the constraint is complete, up to the next string in `after`. Otherwise the
+        text ends there.
 
     Example:
       >>> choice = dantinox.Constraint("regex", "yes|no")
@@ -60,6 +66,9 @@ class Constraint:
 
     kind: str
     source: str
+    after: tuple[str, ...] = ()
+    opening: str = ""
+    repeats: bool = False
 
 
 def check_constraint(constraint: Constraint) -> None:
@@ -98,6 +107,7 @@ class ConstraintCompiler:
         self._stop_ids, self._size = tokenizer.stop_ids, tokenizer.vocab_size
         self._vocab_size = vocab_size or tokenizer.vocab_size
         adapter = _VocabularyAdapter(tokenizer, tokenizer.token_pieces.inner)
+        self._encode = adapter
         self._tokenizer = self._library.LLTokenizer(adapter, n_vocab=self._size + 1)
 
     def matcher(self, kind: str, source: str, ends: Sequence[int] = ()) -> "Matcher":
@@ -117,7 +127,7 @@ class ConstraintCompiler:
         )
         if ll_matcher.is_error():
             raise _to_user_error(kind, ll_matcher.get_error())
-        matcher = Matcher(ll_matcher, kind, self._size, self._vocab_size, (*self._stop_ids, *ends))
+        matcher = Matcher(ll_matcher, kind, self._size, self._vocab_size, (*self._stop_ids, *ends), self._encode)
         matcher.mask()  # llguidance reports some errors only for the first mask
         return matcher
 
@@ -129,13 +139,35 @@ class Matcher:
       ended: whether an EOS token has been consumed; no token is allowed after it.
     """
 
-    def __init__(self, matcher: "LLMatcher", kind: str, end: int, vocab_size: int, ends: Sequence[int]):
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        kind: str,
+        end: int,
+        vocab_size: int,
+        ends: Sequence[int],
+        encode: Callable[[str], list[int]],
+    ):
         """Created by `ConstraintCompiler.matcher`; `end` is the EOS token of llguidance, `ends` are the real EOS tokens."""
-        self._matcher, self._kind, self._end = matcher, kind, end
+        self._matcher, self._kind, self._end, self._encode = matcher, kind, end, encode
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         self._words = -(-vocab_size // 32)
         self._next: tuple[np.ndarray, bool] | None = None
         self.ended = False
+
+    def copy(self) -> "Matcher":
+        """Returns an independent matcher in the same state. It is much faster than compiling the constraint again."""
+        copied = copy.copy(self)
+        copied._matcher = self._matcher.deep_copy()
+        return copied
+
+    def skip(self, text: str) -> bool:
+        """Advances by a text, whatever its tokens; returns false, without a change, if the constraint does not allow the text."""
+        ids = self._encode(text)
+        if self._matcher.validate_tokens(ids) < len(ids):
+            return False
+        self._next = None
+        return bool(self._matcher.consume_tokens(ids))
 
     def mask(self) -> np.ndarray:
         """Returns bits [⌈V/32⌉] uint32: bit i mod 32 of word ⌊i/32⌋ is set if token i may come next.

@@ -14,13 +14,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.drafts import DraftPlan, DraftState, PairedCache, draft_lengths, ngram_drafts, pays_off, record
+from dantinox.generation.drafts import (
+    DraftPlan,
+    DraftState,
+    PairedCache,
+    draft_lengths,
+    init_drafts,
+    ngram_drafts,
+    pays_off,
+    record,
+)
 from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
 from dantinox.model.scoring import token_logprobs
 from dantinox.programs import shared_trace
-from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
+from dantinox.sampling import SamplerState, SamplingParams, StepInfo, init_state, sample
 from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine_layers, layer_attention
 
 DECODE_CHUNK = 32  # tokens
@@ -60,12 +69,13 @@ class DecodeState:
 class Emitted(NamedTuple):
     """The tokens of one step `[B]`, or of a chunk `[B, N]`.
 
-    `active` is false for padding, which follows the tokens of a row.
+    `active` is false for padding, which follows the tokens of a row. `recurrent` is `SamplerState.recurrent` after each token.
     """
 
     tokens: jax.Array
     active: jax.Array
     info: StepInfo | None
+    recurrent: dict[str, jax.Array]
 
 
 # With `graph_updates=True` the model would be an output of the program, and every call would copy all weights.
@@ -293,6 +303,53 @@ def _decode_with_drafts(
     return target if draft_cache is None else PairedCache(target, draft_cache), state, buffers
 
 
+def init_row(
+    params: SamplingParams,
+    tokens_1S: jax.Array,
+    length: jax.Array,
+    generated: jax.Array,
+    limit: jax.Array,
+    end_ids_1E: jax.Array,
+    max_drafts: jax.Array | None,
+    recurrent: Mapping[str, jax.Array],
+    *,
+    vocab_size: int,
+    keeps_sequence: bool,
+) -> DecodeState:
+    """Returns the decode state of one row from its tokens, whose keys are in the cache except that of the newest token.
+
+    Args:
+      tokens_1S: the prompt and the generated tokens, padded; `length` of them are valid, the last `generated` are generated.
+      limit: the most further tokens.
+      end_ids_1E: the ids that end the row, padded with −1.
+      max_drafts: the most draft tokens per step; None for a program without drafts.
+      recurrent: as in `init_state`.
+      keeps_sequence: whether decoding reads the tokens, because it uses drafts or no cache.
+    """
+    S = tokens_1S.shape[1]
+    valid_1S = (jnp.arange(S) < length)[None]
+    sampler = init_state(
+        params, tokens_1S, valid_1S, vocab_size, S, generated_B=jnp.asarray(generated)[None], recurrent=recurrent
+    )
+    # The draft model has read the prompt without its last token. It reads generated tokens again.
+    drafted = jnp.asarray(length - generated - 1)[None]
+    return DecodeState(
+        token_B=jax.lax.dynamic_slice_in_dim(tokens_1S[0], length - 1, 1),
+        position_B=jnp.asarray(length - 1)[None],
+        remaining_B=jnp.asarray(limit)[None],
+        done_B=jnp.zeros(1, bool),
+        eos_BE=end_ids_1E,
+        sampler=sampler,
+        sequence_BS=jnp.asarray(tokens_1S) if keeps_sequence else None,
+        drafts=None if max_drafts is None else init_drafts(jnp.asarray(max_drafts)[None], drafted),
+    )
+
+
+def write_row(rows: Any, row: Any, slot: jax.Array) -> Any:
+    """Replaces one row in every array of a batch."""
+    return jax.tree.map(lambda x, x_row: jax.lax.dynamic_update_slice_in_dim(x, x_row, slot, 0), rows, row)
+
+
 class StepLogits(NamedTuple):
     """The output of the model for the newest token of each row: logits `[B, V]`, and attention metrics `[B]` if used."""
 
@@ -449,4 +506,4 @@ def sample_step(
         sampler=sampler,
         sequence_BS=sequence_BS,
     )
-    return state, Emitted(token_B, active_B, drawn.token)
+    return state, Emitted(token_B, active_B, drawn.token, sampler.recurrent)

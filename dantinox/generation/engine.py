@@ -216,11 +216,10 @@ class Engine:
         job.error = error
 
     def _sample_texts(self, request: GenerationRequest) -> list[SampleText]:
-        model, section = self.model, request.config.generation
-        matchers = [
-            None if request.constraint is None else model.matcher(request.constraint, section) for _ in range(section.n)
+        tokenizer, section = self.model.tokenizer, request.config.generation
+        return [
+            SampleText(tokenizer, section, request.ids, guides, request.visible_ids) for guides in self.model.guides(request)
         ]
-        return [SampleText(model.tokenizer, section, request.ids, matcher) for matcher in matchers]
 
     def _check(self, request: GenerationRequest) -> None:
         generation, length, context = request.config.generation, len(request.ids), self._slots.context
@@ -390,31 +389,48 @@ class Engine:
             job.rows[slot] = number
             text = job.texts[number]
             if self.batch.refills and job.limit > 0 and not text.complete:
-                assert job.params is not None
-                self._slots.start_decoding(
-                    slot,
-                    job.params,
-                    limit=job.limit,
-                    sample_index=number,
-                    report=job.request.logprobs is not None,
-                    constrained=text.matcher is not None,
-                )
+                self._decode_row(job, slot)
             if job.limit == 0 or text.complete:
                 self.batch.stop(slot)
                 self._add_tokens(job, slot, [])
-            elif text.matcher is not None:
-                self.batch.set_token_mask(slot, text.matcher.mask())
+            elif text.mask is not None:
+                self.batch.set_token_mask(slot, text.mask)
 
-    def _constrained(self) -> bool:
-        """Whether any decoding row has a constraint, so that its last token decides which tokens are allowed next."""
-        return any(
-            job.texts[job.rows[slot]].matcher is not None
-            for slot in self.batch.remaining()
-            if (job := self._scheduler.holders[slot]) is not None
+    def _decode_row(self, job: Job, slot: int) -> None:
+        """Starts to decode a row of a slot batch, from the tokens that its sample has already."""
+        number = job.rows[slot]
+        text = job.texts[number]
+        assert job.params is not None
+        self._slots.start_decoding(
+            slot,
+            job.params,
+            limit=job.limit - len(text.tokens),
+            output=text.tokens,
+            sample_index=number,
+            report=job.request.logprobs is not None,
+            constrained=text.mask is not None,
         )
 
+    def _restart(self, job: Job, slot: int) -> None:
+        """Decodes a row again from the last token that its guides have kept. Tokens that are being computed are dropped."""
+        text = job.texts[job.rows[slot]]
+        if self.batch.refills:
+            self._decode_row(job, slot)
+        else:
+            self.batch.restart(slot, [*job.request.ids, *text.tokens], len(job.request.ids), job.limit - len(text.tokens))
+
+    def _constrained(self) -> bool:
+        """Whether the last token of a decoding row decides which tokens are allowed next.
+
+        This holds for a row with a mask, and for every row with guides if rows cannot be restarted.
+        """
+        texts = [
+            job.texts[job.rows[slot]] for slot in self.batch.remaining() if (job := self._scheduler.holders[slot]) is not None
+        ]
+        return any(text.mask is not None or (text.guides and not self.batch.can_restart) for text in texts)
+
     def _dispatch(self) -> tuple[PendingChunk | None, dict[int, Job]]:
-        """Starts a chunk; releases the slots of requests that end within this chunk."""
+        """Starts a chunk; releases the slots of requests that certainly end within this chunk."""
         remaining = self.batch.remaining()
         jobs_by_slot = {slot: self._scheduler.holders[slot] for slot in remaining}
         jobs = {slot: job for slot, job in jobs_by_slot.items() if job is not None}
@@ -424,7 +440,8 @@ class Engine:
         if self.batch.refills:
             with self.lock:
                 for slot in jobs.keys() - self.batch.remaining().keys():
-                    self._scheduler.release(slot)
+                    if not jobs[slot].texts[jobs[slot].rows[slot]].guides:  # a row with guides may be restarted
+                        self._scheduler.release(slot)
         return pending, jobs
 
     def _steps(self, jobs: dict[int, Job], remaining: dict[int, int]) -> int:
@@ -452,9 +469,6 @@ class Engine:
             with self._isolate_errors(job):
                 self._count_drafts(job, output.drafts)
                 self._add_tokens(job, output.slot, output.tokens.tolist(), output.done, output.steps)
-                text = job.texts[job.rows[output.slot]]
-                if text.matcher is not None and text.finish_reason is None:
-                    self.batch.set_token_mask(output.slot, text.matcher.mask())
 
     def _count_drafts(self, job: Job, drafts: DraftCounts) -> None:
         job.stats.draft_tokens += drafts.drafted
@@ -466,8 +480,15 @@ class Engine:
         """Adds tokens to a sample. Releases the slot when the sample ends, and ends the job when its last sample ends."""
         number = job.rows[slot]
         text = job.texts[number]
-        old_length = len(text.tokens)
+        old_length, masked = len(text.tokens), text.mask is not None
         parts = text.add_tokens(ids, done, steps)
+        if text.must_restart and text.finish_reason is None:
+            if len(text.tokens) >= job.limit:
+                parts = [*parts, *text.add_tokens([], True)]
+            else:
+                self._restart(job, slot)
+        if text.finish_reason is None and (masked or text.mask is not None):
+            self.batch.set_token_mask(slot, text.mask)
         new = text.tokens[old_length:]
         steps = jax.tree.map(lambda x: x[: len(new)], steps)
         if new and job.stats.new_tokens == 0:

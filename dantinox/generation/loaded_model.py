@@ -15,6 +15,7 @@ from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_shardings
 from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
+from dantinox.generation.guides import Reasoning
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.request import GenerationRequest
@@ -274,6 +275,8 @@ class LoadedModel(ModelBundle):
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
         constraint: Constraint | None = None,
+        reasoning: Reasoning | None = None,
+        visible_ids: frozenset[int] = frozenset(),
     ) -> GenerationRequest:
         """Returns a request, the argument of `complete` and `start`: a prompt with validated settings.
 
@@ -281,6 +284,7 @@ class LoadedModel(ModelBundle):
           prompt: a string, or token ids in [0, vocabulary).
           settings: settings by name, as for `generate`, or a complete `Config`.
           logprobs, echo, score_fn, show_candidates, constraint: as for `generate`.
+          reasoning, visible_ids: as in `GenerationRequest`.
 
         Raises:
           UserError: as for `generate`.
@@ -298,7 +302,18 @@ class LoadedModel(ModelBundle):
             raise UserError("show_candidates needs the log-probabilities of each token: set logprobs too")
         text, ids = (prompt, self.prompt_ids(prompt)) if isinstance(prompt, str) else (self.tokenizer.decode(prompt), prompt)
         config = self.settings(settings)
-        return GenerationRequest(tuple(ids), config, logprobs, echo, constraint, text, score_fn, show_candidates)
+        return GenerationRequest(
+            tuple(ids),
+            config,
+            logprobs,
+            echo,
+            constraint,
+            reasoning,
+            visible_ids,
+            prompt=text,
+            score_fn=score_fn,
+            show_candidates=show_candidates,
+        )
 
     def start(
         self,
@@ -335,7 +350,7 @@ class LoadedModel(ModelBundle):
         for number, request in enumerate(seeded_requests):
             config, report = request.config, (request.logprobs, request.echo, request.score_fn, request.show_candidates)
             shared = [getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)]
-            key = (*shared, config.router.use_attention, config.kv, *report, request.constraint is None)
+            key = (*shared, config.router.use_attention, config.kv, *report, request.guided)
             groups.setdefault(key, []).append(number)
         return [
             BatchRun(self, [seeded_requests[number] for number in numbers], numbers, stream=stream, pad=pad, steps=steps)

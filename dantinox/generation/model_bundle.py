@@ -11,7 +11,9 @@ from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
+from dantinox.generation.guides import AfterTrigger, Guide, ReasoningBudget, WholeText
 from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare
+from dantinox.generation.request import GenerationRequest
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.model.packed import parameter_count, unpack_modules
@@ -142,6 +144,29 @@ class ModelBundle:
           UserError: the constraint is invalid or too large, or no sequence of this vocabulary satisfies it.
         """
         return self.grammars.matcher(constraint.kind, constraint.source, stop_token_ids(self.tokenizer, section))
+
+    def guides(self, request: GenerationRequest) -> list[list[Guide]]:
+        """Returns the guides of each sample of a request.
+
+        Raises:
+          UserError: as in `matcher`.
+        """
+        section, vocab_size = request.config.generation, self.model.config.vocab_size
+        constraint, reasoning = request.constraint, request.reasoning
+        matcher = None if constraint is None else self.matcher(constraint, section)
+
+        def make() -> list[Guide]:
+            guides: list[Guide] = []
+            if constraint is not None and matcher is not None:
+                if constraint.after or constraint.opening:
+                    guides.append(AfterTrigger(matcher, constraint, vocab_size, reasoning))
+                else:
+                    guides.append(WholeText(matcher.copy()))
+            if reasoning is not None and reasoning.budget is not None:
+                guides.append(ReasoningBudget(reasoning, reasoning.budget, vocab_size))
+            return guides
+
+        return [make() for _ in range(section.n)]
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
         """Returns the token ids of a prompt, with a leading BOS token if the tokenizer adds one.

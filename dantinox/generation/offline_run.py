@@ -68,7 +68,7 @@ class BatchRun:
             row[: len(request.ids)] = request.ids
         stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
         prepared = model.prepared(section, head_order(model.model.config, kv, calibration))
-        slots, constrained = slots_needed(lengths_P, limits_P, pad), first.constraint is not None
+        slots, constrained = slots_needed(lengths_P, limits_P, pad), first.guided
         draft_model = None if constrained else model.draft_model(section)
         self.batch = StaticBatch(
             prepared,

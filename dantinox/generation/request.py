@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from dantinox.config import Config
 from dantinox.generation.constraints import Constraint
+from dantinox.generation.guides import Reasoning
 from dantinox.sampling.params import ScoreFn
 
 TokenRecord = dict[str, Any]  # JSON record of a token: `id`, `text` and its reports (see `generation.trace`)
@@ -21,6 +22,8 @@ class GenerationRequest:
       logprobs: the number of alternatives to report per token; 0 reports only the generated token, None nothing.
       echo: also report the prompt tokens; needs `logprobs`.
       constraint: the constraint on the output; None: no constraint.
+      reasoning: the reasoning in the output, for its budget and for a constraint that must not apply inside of it.
+      visible_ids: special tokens whose names appear in the text.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
     """
@@ -30,9 +33,16 @@ class GenerationRequest:
     logprobs: int | None = None
     echo: bool = False
     constraint: Constraint | None = None
+    reasoning: Reasoning | None = None
+    visible_ids: frozenset[int] = frozenset()
     prompt: str = ""
     score_fn: ScoreFn | None = None
     show_candidates: bool = False
+
+    @property
+    def guided(self) -> bool:
+        """Whether guides may restrict tokens of the output."""
+        return self.constraint is not None or (self.reasoning is not None and self.reasoning.budget is not None)
 
 
 class Delta(NamedTuple):

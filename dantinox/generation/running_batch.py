@@ -1,7 +1,7 @@
 """`RunningBatch`: rows that are decoded together, chunk by chunk; the base class of `StaticBatch` and `SlotBatch`."""
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,10 @@ from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 
 NO_ID = -1  # pads lists of end ids
+# The most tokens that a row may have written beyond the token from which it is restarted: those of the chunk that is collected,
+# and of the chunk that was dispatched before.
+RESTART_SLOTS = 2 * DECODE_CHUNK
+Recurrent = dict[str, float]  # `SamplerState.recurrent` of one row
 
 
 class SlotOutput(NamedTuple):
@@ -46,12 +50,16 @@ class RowStatus(NamedTuple):
 
 
 class HostChunk(NamedTuple):
-    """A chunk on the host: tokens `[B, N]`, their mask (false for padding), the status of the rows, and the reports."""
+    """A chunk on the host: tokens `[B, N]`, their mask (false for padding), the status of the rows, and the reports.
+
+    `recurrent` holds arrays `[B, N]`: the `SamplerState.recurrent` after each token.
+    """
 
     tokens_BN: np.ndarray
     active_BN: np.ndarray
     status: RowStatus
     info: StepInfo | None
+    recurrent: dict[str, np.ndarray]
 
 
 @dataclass(eq=False)
@@ -64,12 +72,19 @@ class Row:
         a dispatched chunk counts one token per step until it is collected.
       reports: whether to return a `StepInfo` with the tokens.
       drafts: the draft tokens since the start of the row.
+      history: `SamplerState.recurrent` after each generated token, for a restart; empty dicts if there is none.
     """
 
     program: Hashable = None
     remaining: int = 0
     reports: bool = False
     drafts: DraftCounts = NO_DRAFTS
+    history: list[Recurrent] = field(default_factory=list)
+
+    def add_history(self, slot: int, count: int, recurrent: dict[str, np.ndarray]) -> None:
+        """Appends the history of `count` tokens of a chunk."""
+        columns = {name: values_BN[slot, :count].tolist() for name, values_BN in recurrent.items()}
+        self.history += [{name: values[i] for name, values in columns.items()} for i in range(count)]
 
 
 class PendingChunk(NamedTuple):
@@ -92,9 +107,11 @@ class RunningBatch:
       count: the number of rows.
       cache: keys and values of all rows; donated to each program that writes it.
       refills: whether a new request may use the slot of a finished request.
+      can_restart: whether a row can be decoded again from an earlier token.
     """
 
     refills = False
+    can_restart = False
 
     def __init__(self, count: int):
         self.count = count
@@ -133,6 +150,16 @@ class RunningBatch:
             self._stopped.setdefault(row.program, set()).add(slot)
             row.program = None
 
+    def restart(self, slot: int, tokens: Sequence[int], prompt_length: int, limit: int) -> None:
+        """Decodes a row again from an earlier token; its tokens in pending chunks are dropped.
+
+        Args:
+          tokens: the prompt and the kept tokens.
+          prompt_length: the number of prompt tokens among them.
+          limit: the most new tokens after them, at least 1.
+        """
+        raise NotImplementedError
+
     def dispatch(self, steps: int) -> PendingChunk:
         """Starts a chunk of at most `steps` ≤ 32 steps for all decoding rows and returns without waiting for the device.
 
@@ -161,6 +188,7 @@ class RunningBatch:
                     continue
                 count, info = int(chunk.active_BN[slot].sum()), chunk.info if row.reports else None
                 steps = jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], info)
+                row.add_history(slot, count, chunk.recurrent)
                 done = bool(chunk.status.done_B[slot])
                 drafts = self._add_accepted(row, slot, chunk.status, count - pending.steps)
                 outputs.append(SlotOutput(slot, chunk.tokens_BN[slot, :count], done, steps, drafts))
@@ -179,7 +207,7 @@ class RunningBatch:
     def _fetch(self, part: tuple[Emitted, RowStatus, dict[int, Row]]) -> HostChunk:
         emitted, status, rows = part
         info = emitted.info if any(row.reports for row in rows.values()) else None
-        return HostChunk(*jax.device_get((emitted.tokens, emitted.active, status, info)))
+        return HostChunk(*jax.device_get((emitted.tokens, emitted.active, status, info, emitted.recurrent)))
 
     def _write_changes(self) -> None:
         for program, allowed_BW in self._masks.items():

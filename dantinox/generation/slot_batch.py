@@ -21,21 +21,30 @@ from dantinox.config.generation_settings import section_order
 from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
 from dantinox.generation.cache_plan import head_order, plan_cache
-from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, _generate_toks, prefill_hidden
-from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, PairedCache, init_drafts, plan_drafts
+from dantinox.generation.decode import (
+    COMPRESSED_PREFILL_CHUNK,
+    DecodeState,
+    Emitted,
+    _generate_toks,
+    init_row,
+    prefill_hidden,
+    write_row,
+)
+from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, PairedCache, plan_drafts
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
 from dantinox.generation.quantized_weights import SplitModel, dequantize, split_model
-from dantinox.generation.running_batch import NO_ID, Row, RowStatus, RunningBatch
+from dantinox.generation.running_batch import NO_ID, RESTART_SLOTS, Recurrent, Row, RowStatus, RunningBatch
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.scoring import map_positions
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import available_bytes, tree_bytes
-from dantinox.sampling import ProgramOptions, SamplingParams, StepInfo, init_state
+from dantinox.sampling import ProgramOptions, SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.params import CHOICE_SETTINGS
 from dantinox.sampling.report import step_info
+from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
 
 # Tokens per prefill chunk. Longer chunks were not faster on a CPU, and the prefix cache, which reuses whole chunks only, would
 # cover less of a repeated prompt.
@@ -150,8 +159,8 @@ class SlotBatch(RunningBatch):
         self._model, self._draft_model = split_model(prepared), None if draft_model is None else split_model(draft_model)
         self._draft_plan = plan_drafts(config, prepared, self.count, context, draft_model)
         segmented = get_platform(self._architecture.platform).segmented_cache
-        if self._draft_plan is not None:
-            plan = plan._replace(extra=self._draft_plan.draft_tokens)
+        # Tokens in pending chunks, which a restart drops, must not overwrite the window before them.
+        plan = plan._replace(extra=max(RESTART_SLOTS, 0 if self._draft_plan is None else self._draft_plan.draft_tokens))
         compiled = jax.jit(make_cache, static_argnums=range(7))
 
         def make(rows: int) -> KVCache | PairedCache:
@@ -166,6 +175,7 @@ class SlotBatch(RunningBatch):
         caches = _caches(self._cache_shapes)
         compressed = caches[0].compressed
         self._empty_row = self._make_cache(1) if compressed else None
+        self.can_restart = not compressed
         self._min_ring_slots = min(slots for cache in caches for slots in cache.uncompressed_slots)
         chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
         self.prefill_chunk = min(chunk, _next_power_of_two(context, MIN_PADDED_CHUNK))
@@ -261,27 +271,33 @@ class SlotBatch(RunningBatch):
             drafts = self._draft_plan
             inputs = self._model, cache, state, params, zero, self._draft_model
             return _decode.lower(*inputs, report=report, draft_plan=drafts).compile()
-        _, row, end_ids_1E, _ = self.row_params(config)
-        tokens_1S = np.zeros((1, self.context), np.int32)
-        row_inputs = row, tokens_1S, zero, zero, end_ids_1E, self._max_drafts(0)
+        row, inputs, options = self._init_inputs(self.row_params(config), (), 0, 0, None)
         if kind == "init":
-            return _init_row.lower(*row_inputs, vocab_size=V).compile()
-        initial = jax.eval_shape(partial(_init_row, vocab_size=V), *row_inputs)
+            return _init_row.lower(row, *inputs, **options).compile()
+        initial = jax.eval_shape(partial(_init_row, **options), row, *inputs)
         return _insert_row.lower((params, state), (row, initial), zero).compile()
 
     def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
-        (_, row, end_ids_1E, _), V = self.row_params(config), self._architecture.vocab_size
-        tokens_1S = np.zeros((1, self.context), np.int32)
-        inputs = row, tokens_1S, jnp.int32(1), jnp.int32(0), end_ids_1E, self._max_drafts(0)
-        state = _init_row(*inputs, vocab_size=V)
+        row, inputs, options = self._init_inputs(self.row_params(config), (0,), 0, 0, None)
+        state = _init_row(row, *inputs, **options)
         idle = replace(row, enabled=jax.tree.map(jnp.zeros_like, row.enabled)), replace(state, done_B=jnp.ones(1, bool))
         rows: tuple[SamplingParams, DecodeState] = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
         return rows
 
-    def _max_drafts(self, number: int) -> np.ndarray | None:
-        """Returns the argument of `_init_row`: the most draft tokens of a row, or None if the programs verify no drafts."""
-        return None if self._draft_plan is None else _int32(number)
+    def _init_inputs(
+        self, row_params: RowParams, tokens: Sequence[int], generated: int, limit: int, recurrent: Recurrent | None
+    ) -> tuple[SamplingParams, tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of `init_row`: the parameters, the other arrays, and the static arguments."""
+        tokens_1S = np.zeros((1, self.context), np.int32)
+        tokens_1S[0, : len(tokens)] = tokens
+        names = set(RECURRENT_FIELDS) & fields_read(row_params.params.plan)
+        values = {name: np.asarray([(recurrent or {}).get(name, np.nan)], np.float32) for name in sorted(names)}
+        max_drafts = None if self._draft_plan is None else _int32(row_params.max_drafts)
+        sizes = _int32(len(tokens)), _int32(generated), _int32(limit)
+        inputs = tokens_1S, *sizes, row_params.end_ids_1E, max_drafts, values
+        static = {"vocab_size": self._architecture.vocab_size, "keeps_sequence": self._draft_plan is not None}
+        return row_params.params, inputs, static
 
     def row_params(self, config: Config) -> RowParams:
         """Returns the settings of a request as arrays; any thread may call it.
@@ -396,33 +412,38 @@ class SlotBatch(RunningBatch):
         row_params: RowParams,
         *,
         limit: int,
+        output: Sequence[int] = (),
         sample_index: int = 0,
         report: bool = False,
         constrained: bool = False,
     ) -> None:
-        """Starts to decode a prefilled prompt.
+        """Starts to decode a prefilled prompt, or restarts a row from an earlier token.
 
         Args:
           row_params: the result of `row_params`; its program must be ready.
           limit: the most new tokens, at most the remaining context.
+          output: the generated tokens to keep, which this row has generated before. Its tokens in pending chunks are dropped.
           report: whether to return a `StepInfo` with the tokens.
           constrained: whether `set_token_mask` will be called for every token. The row then has no drafts, because the mask of
             a token depends on the tokens before it.
         """
-        row, program = self._rows[slot], row_params.program
-        tokens_1S = np.zeros((1, self.context), np.int32)
-        tokens_1S[0, : len(row.ids)] = row.ids
+        previous, program = self._rows[slot], row_params.program
+        row = self._rows[slot] = replace(previous, history=previous.history[: len(output)])
         changes: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
-        params = replace(row_params.params, **changes)
-        sizes, max_drafts = (_int32(len(row.ids)), _int32(limit)), self._max_drafts(0 if constrained else row_params.max_drafts)
-        state = self._programs["init", program](params, tokens_1S, *sizes, row_params.end_ids_1E, max_drafts)
+        row_params = row_params._replace(
+            params=replace(row_params.params, **changes), max_drafts=0 if constrained else row_params.max_drafts
+        )
+        recurrent = row.history[-1] if row.history else None
+        params, inputs, _ = self._init_inputs(row_params, (*row.ids, *output), len(output), limit, recurrent)
+        state = self._programs["init", program](params, *inputs)
         self._states[program] = self._programs["insert", program](self._states[program], (params, state), _int32(slot))
         # Drop pending changes that were meant for the previous request of this slot.
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
             self._masks[program][slot] = ALL_ALLOWED
-        row.max_written = max(row.max_written, len(row.ids) + limit)
+        row.max_written = max(row.max_written, len(row.ids) + len(output) + limit)
         row.remaining, row.program, row.reports, row.drafts = limit, program, report, NO_DRAFTS
+        previous.program = None  # so that its pending chunks are dropped
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
@@ -560,35 +581,6 @@ def _copy_slot(leaf: jax.Array, source: jax.Array, to: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(leaf, jax.lax.dynamic_slice_in_dim(leaf, source, 1), to, 0)
 
 
-def _write_row(rows: Any, row: Any, slot: jax.Array) -> Any:
-    return jax.tree.map(lambda x, x_row: jax.lax.dynamic_update_slice_in_dim(x, x_row, slot, 0), rows, row)
-
-
-_write_cache_row = jax.jit(_write_row, donate_argnums=0)  # donates the cache
-_insert_row = jax.jit(_write_row)
-
-
-@partial(jax.jit, static_argnames=("vocab_size",))
-def _init_row(
-    params: SamplingParams,
-    tokens_1S: jax.Array,
-    length: jax.Array,
-    limit: jax.Array,
-    end_ids_1E: jax.Array,
-    max_drafts: jax.Array | None,
-    *,
-    vocab_size: int,
-) -> DecodeState:
-    """Returns the decode state of one row after the prefill of its prompt, which excludes the last token."""
-    S = tokens_1S.shape[1]
-    valid_1S = (jnp.arange(S) < length)[None]
-    return DecodeState(
-        token_B=jax.lax.dynamic_slice_in_dim(tokens_1S[0], length - 1, 1),
-        position_B=jnp.asarray(length - 1)[None],
-        remaining_B=jnp.asarray(limit)[None],
-        done_B=jnp.zeros(1, bool),
-        eos_BE=end_ids_1E,
-        sampler=init_state(params, tokens_1S, valid_1S, vocab_size, S),
-        sequence_BS=None if max_drafts is None else jnp.asarray(tokens_1S),
-        drafts=None if max_drafts is None else init_drafts(jnp.asarray(max_drafts)[None], jnp.asarray(length - 1)[None]),
-    )
+_write_cache_row = jax.jit(write_row, donate_argnums=0)  # donates the cache
+_insert_row = jax.jit(write_row)
+_init_row = jax.jit(init_row, static_argnames=("vocab_size", "keeps_sequence"))

@@ -13,16 +13,19 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, _generate_toks
+from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, _generate_toks, init_row, write_row
 from dantinox.generation.drafts import DraftPlan, DraftState, init_drafts
 from dantinox.generation.quantized_weights import split_model
-from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RowStatus, RunningBatch
+from dantinox.generation.running_batch import NO_ID, RESTART_SLOTS, PendingChunk, Row, RowStatus, RunningBatch
 from dantinox.model import KVCache, Transformer
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL_ALLOWED
 
 PROGRAM_NAME = "static"  # the key of the only program
 
+
+_init_row = jax.jit(init_row, static_argnames=("vocab_size", "keeps_sequence"))
+_insert_row = jax.jit(write_row)
 
 T = TypeVar("T")
 
@@ -134,7 +137,7 @@ class StaticBatch(RunningBatch):
           report: the number of alternatives to report per token; None: report nothing.
           plan: the plan of the cache; None: an uncompressed cache in the dtype of the model.
           pad: function from the length of the longest prompt to the padded length.
-          constrained: whether `set_token_mask` will be called.
+          constrained: whether `set_token_mask` and `restart` may be called.
           draft_plan: verify draft tokens; needs an uncompressed cache and no constraint.
           draft_model: the model that generates the draft tokens; None: they are searched in the text.
         """
@@ -144,8 +147,10 @@ class StaticBatch(RunningBatch):
         padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
         lengths_B = np.repeat(lengths_P, samples)
         plan = plan or CachePlan(slots_needed(lengths_B, limits_B, pad), jnp.dtype(model.dtype).name)
-        if draft_plan is not None:
-            plan = plan._replace(extra=draft_plan.draft_tokens)
+        if constrained or draft_plan is not None:
+            drafts = 0 if draft_plan is None else draft_plan.draft_tokens
+            plan = plan._replace(extra=max(RESTART_SLOTS if constrained else 0, drafts))
+        self.can_restart = constrained and plan.compression is None
         tokens_BT = np.repeat(padded_PT, samples, axis=0)
         valid_BT = np.arange(padded_PT.shape[1]) < lengths_B[:, None]
         eos_BE = np.full((self.count, max(1, *(len(ids) for ids in eos_ids))), NO_ID, np.int32)
@@ -153,6 +158,7 @@ class StaticBatch(RunningBatch):
             row[: len(ids)] = ids
         sequence_BS = np.zeros((self.count, max(plan.slots, padded_PT.shape[1])), np.int32)
         sequence_BS[:, : padded_PT.shape[1]] = tokens_BT
+        self._capacity, self._vocab_size = plan.slots, model.config.vocab_size
         self.times = Times()
         self.echo: np.ndarray | None = None
         self.no_steps: StepInfo | None = None
@@ -211,6 +217,31 @@ class StaticBatch(RunningBatch):
         if is_prefill and not self.remaining():  # only the log-probabilities of the prompts are needed
             self._decode(PROGRAM_NAME, 0)
         return super().dispatch(1 if is_prefill else steps)._replace(is_prefill=is_prefill)
+
+    def restart(self, slot: int, tokens: Sequence[int], prompt_length: int, limit: int) -> None:
+        params, state = self._states[PROGRAM_NAME]
+        previous, generated = self._rows[slot], len(tokens) - prompt_length
+        row = self._rows[slot] = replace(previous, program=PROGRAM_NAME, remaining=limit, history=previous.history[:generated])
+        tokens_1S = np.zeros((1, self._capacity), np.int32)
+        tokens_1S[0, : len(tokens)] = tokens
+        recurrent = row.history[-1] if row.history else dict.fromkeys(state.sampler.recurrent, np.nan)
+        values = {name: jnp.asarray([value], jnp.float32) for name, value in sorted(recurrent.items())}
+        row_params, end_ids_1E = jax.tree.map(lambda x: x[slot : slot + 1], (params, state.eos_BE))
+        initial = _init_row(
+            row_params,
+            tokens_1S,
+            np.int32(len(tokens)),
+            np.int32(generated),
+            np.int32(limit),
+            end_ids_1E,
+            None if state.drafts is None else state.drafts.limit_B[slot],
+            values,
+            vocab_size=self._vocab_size,
+            keeps_sequence=state.sequence_BS is not None,
+        )
+        self._states[PROGRAM_NAME] = params, _insert_row(state, initial, np.int32(slot))
+        self._stopped.get(PROGRAM_NAME, set()).discard(slot)
+        previous.program = None  # so that its pending chunks are dropped
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]

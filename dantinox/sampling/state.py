@@ -1,6 +1,6 @@
 """`SamplerState`: the arrays that sampling carries from one token to the next."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,6 +17,8 @@ FIELDS_OF_INPUT = {
     "history_S": {"text"}, "run_S": {"text", "repeats"}, "repeated_V": {"text", "repeats", "breaker"},
     "distance_V": {"last_seen"}, "count_V": {"count"}, "mu": {"mu"},
 }  # fmt: skip
+# Fields that depend on the probabilities of the earlier tokens, so that they cannot be computed from the tokens.
+RECURRENT_FIELDS = ("mu",)
 _REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # jitted, because outside jit the loop would be compiled at every call
 
 
@@ -52,6 +54,11 @@ class SamplerState:
     mu: Array | None = None
     clarified: Array | None = None
 
+    @property
+    def recurrent(self) -> dict[str, Array]:
+        """The `RECURRENT_FIELDS` that the plan reads, by name."""
+        return {name: value for name in RECURRENT_FIELDS if (value := getattr(self, name)) is not None}
+
 
 def init_state(
     params: SamplingParams,
@@ -59,8 +66,11 @@ def init_state(
     prompt_valid_BT: Array,
     vocab_size: int,
     capacity: int | None = None,
+    *,
+    generated_B: Array | None = None,
+    recurrent: Mapping[str, Array] | None = None,
 ) -> SamplerState:
-    """Returns the state after a prompt.
+    """Returns the state after a prompt, or after a prompt and generated tokens.
 
     Args:
       params: the sampling parameters of the batch.
@@ -69,6 +79,8 @@ def init_state(
       vocab_size: V.
       capacity: maximum number of tokens in prompt and output, S. Steps that read the token history need it (DRY, n-grams, bad
         words).
+      generated_B: how many of the last tokens were generated; None: none.
+      recurrent: the `SamplerState.recurrent` after the last generated token; NaN, or None, stands for the initial value.
 
     Raises:
       ValueError: a step needs `capacity`.
@@ -78,12 +90,14 @@ def init_state(
     position_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1, -1)
     ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
     length_B, rows_B1 = valid_BT.sum(axis=1, dtype=jnp.int32), jnp.arange(B)[:, None]
-    arrays: dict[str, Array] = {"n_generated": jnp.zeros(B, jnp.int32), "length": length_B}
+    generated_B = jnp.zeros(B, jnp.int32) if generated_B is None else generated_B
+    is_output_BT = position_BT >= (length_B - generated_B)[:, None]
+    arrays: dict[str, Array] = {"n_generated": generated_B, "length": length_B}
     if "last_seen" in fields:
-        seen_BT = jnp.where(params.tables["repetition_scope"], position_BT, -1)
+        seen_BT = jnp.where(params.tables["repetition_scope"] | is_output_BT, position_BT, -1)
         arrays["last_seen"] = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
     if "count" in fields:
-        one_BT = jnp.broadcast_to(params.tables["presence_scope"], ids_BT.shape).astype(jnp.int32)
+        one_BT = (params.tables["presence_scope"] | is_output_BT).astype(jnp.int32)
         arrays["count"] = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
     if "text" in fields:
         if capacity is None:
@@ -97,6 +111,8 @@ def init_state(
             arrays["breaker"] = jax.vmap(jnp.isin)(arrays["text"], params.tables["dry_breakers"])
     if "mu" in fields:
         arrays["mu"] = 2 * params.numbers["mirostat_tau"]
+    for name, value in (recurrent or {}).items():
+        arrays[name] = jnp.where(jnp.isnan(value), arrays[name], value)
     if params.router is not None:
         clarifies_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
         arrays["clarified"] = jnp.max(jnp.where(clarifies_BT, position_BT, -1), axis=1)

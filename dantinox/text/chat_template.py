@@ -1,7 +1,7 @@
 """Chat templates: turn conversations into tokens, with a loss mask of the assistant's tokens.
 
-A message is `{"role": …, "content": text}`; other fields are passed to the template. The template is Jinja in the dialect of
-Transformers. A run stores its template in `chat_template.jinja`.
+A message is `{"role": …, "content": text}`; other fields, such as `tool_calls`, are passed to the template. The template is Jinja
+in the dialect of Transformers. A run stores its template in `chat_template.jinja`.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,14 @@ from dantinox.files import UserError, quote, read_text
 from dantinox.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TEMPLATE_BYTES = 1 << 20
 RENDERER = Path(__file__).with_name("rendering.py")
 # The limits of one rendering: seconds of CPU time, bytes of memory, characters of output.
 CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = 5, 1 << 30, 1 << 24
+
+RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}
 
 # Ordinary text, with the EOS token after each turn of the assistant.
 PLAIN = """\
@@ -44,6 +47,13 @@ CHATML = """\
 
 # Maps a name to the source and to the special tokens that the vocabulary must have.
 BUILTIN = {"plain": (PLAIN, ("eos_token",)), "chatml": (CHATML, ("<|im_start|>", "<|im_end|>"))}
+
+
+class ChatPrompt(NamedTuple):
+    """A rendered conversation: its token ids, and its text with special tokens by name."""
+
+    ids: list[int]
+    text: str
 
 
 class ChatTemplate:
@@ -104,6 +114,36 @@ class ChatTemplate:
         """
         return self._tokenizer.encode_special_ids(self._render([(messages, generation_prompt)])[0])
 
+    def prompt(
+        self, messages: Sequence[Message], tools: Tools | None = None, variables: Mapping[str, Any] | None = None
+    ) -> ChatPrompt:
+        """Returns the prompt for the next assistant turn.
+
+        Args:
+          messages: the conversation.
+          tools: the tools that the assistant may call, in OpenAI's format; a template that does not render tools ignores them.
+          variables: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+          UserError: as in `encode`, or a variable has a name that the template cannot use or that is reserved.
+        """
+        for name in variables or {}:
+            if not name.isidentifier() or name.startswith("_") or name in RESERVED_VARIABLES:
+                raise UserError(f"a variable of the chat template must not have the name {quote(name)}")
+        values = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
+        rendered = self._render([(messages, True)], values)[0]
+        return ChatPrompt(self._tokenizer.encode_special_ids(rendered), rendered.replace("\0", ""))
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Whether the template writes the tools of a request into the prompt."""
+        parameters = {"type": "object", "properties": {"value": {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": "probe_tool", "description": "none", "parameters": parameters}}
+        try:
+            return "probe_tool" in self.prompt([{"role": "user", "content": "a"}], [tool]).text
+        except UserError:
+            return False
+
     def encode_with_loss_mask(self, messages: Sequence[Message], since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Returns the token ids of a conversation, int32 [N], and the mask of the assistant's tokens, bool [N].
 
@@ -145,10 +185,17 @@ class ChatTemplate:
             return frozenset(ids)
         return frozenset(ids | (set(tokens[mask][-1:].tolist()) & self._tokenizer.special_ids))
 
-    def _render(self, conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
-        """Renders (messages, generation prompt) pairs to text. Special token names inside messages are escaped by a NUL."""
+    def _render(
+        self, conversations: Sequence[tuple[Sequence[Message], bool]], variables: Mapping[str, Any] | None = None
+    ) -> list[str]:
+        """Renders (messages, generation prompt) pairs to text.
+
+        Special token names inside messages and variables are escaped by a NUL.
+        """
+        shared = self._escape(variables or {})
         values = [
-            {"messages": self._check_messages(messages), "add_generation_prompt": prompt} for messages, prompt in conversations
+            {**shared, "messages": self._check_messages(messages), "add_generation_prompt": prompt}
+            for messages, prompt in conversations
         ]
         with self._lock:
             response = self._request(values)
@@ -172,7 +219,7 @@ class ChatTemplate:
         if isinstance(value, str):
             return self._tokenizer.escape_special_tokens(value)
         if isinstance(value, Mapping):
-            return {str(name): self._escape(item) for name, item in value.items()}
+            return {self._escape(str(name)): self._escape(item) for name, item in value.items()}
         return [self._escape(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _request(self, conversations: Any) -> Any:

@@ -1,7 +1,7 @@
 """Streaming detokenization: returns text as soon as later tokens cannot change it."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from tokenizers import Tokenizer as Core
@@ -60,16 +60,19 @@ class WindowDetokenizer:
     Source: the two-offset scheme of text-generation-inference and vLLM (`detokenize_incrementally`).
     """
 
-    def __init__(self, core: Core, special_ids: frozenset[int]) -> None:
-        self._core, self._specials = core, special_ids
+    def __init__(self, core: Core, special_ids: frozenset[int], names: Mapping[int, str]) -> None:
+        """`names` has the visible special tokens."""
+        self._core, self._specials, self._names = core, special_ids, names
         self._window: list[int] = []
         self._emitted = 0  # number of ids at the start of the window; their text was already returned
         self._emitted_text = ""
 
     def push(self, ids: Iterable[int]) -> str:
-        return "".join([self._next(i) for i in ids if i not in self._specials and self._core.id_to_token(i) is not None])
+        return "".join([self._next(i) for i in ids if self._core.id_to_token(i) is not None])
 
     def _next(self, token: int) -> str:
+        if token in self._specials:
+            return self.flush() + self._names[token] if token in self._names else ""
         self._window.append(token)
         text = self._core.decode(self._window)
         if text.endswith(REPLACEMENT) and len(self._window) - self._emitted < LONGEST_CHARACTER:

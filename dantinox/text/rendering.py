@@ -9,6 +9,7 @@ does not escape HTML, and `{% generation %}` blocks, which have no effect on the
 
 import contextlib
 import json
+import re
 import resource
 import sys
 import time
@@ -71,7 +72,10 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        # A NUL marks the name of a special token inside a message and must stay a NUL. The first alternative skips pairs of
+        # backslashes, because the message may contain the text "\\u0000".
+        return re.sub(r"(\\\\)|\\u0000", lambda match: match[1] or "\0", text)
 
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -259,10 +259,17 @@ class Tokenizer:
             return ""
         return self.decode([token]) if self.token_pieces is None else self.token_pieces.inner[token].decode("utf-8", errors)
 
-    def detokenizer(self) -> Detokenizer:
-        """Returns an incremental decoder for the ids of one text."""
-        pieces = self.token_pieces
-        return WindowDetokenizer(self.core, self.special_ids) if pieces is None else TableDetokenizer(pieces)
+    def detokenizer(self, visible_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """Returns an incremental decoder for the ids of one text.
+
+        Args:
+          visible_ids: special tokens whose names appear in the text.
+        """
+        pieces = _pieces_with_names(self, visible_ids)
+        if pieces is not None:
+            return TableDetokenizer(pieces)
+        names = {index: name for name, index in self.special_tokens.items() if index in visible_ids}
+        return WindowDetokenizer(self.core, self.special_ids, names)
 
     def _encode_characters(self, text: str) -> np.ndarray:
         codes = np.frombuffer(_to_bytes(text, "utf-32-le"), "<u4")
@@ -280,6 +287,17 @@ class Tokenizer:
         out[is_byte] = self._byte_base + np.frombuffer(data, np.uint8).astype(np.int32)
         out[~is_byte] = ids[~unknown]
         return out
+
+
+@lru_cache(maxsize=4)
+def _pieces_with_names(tokenizer: Tokenizer, visible_ids: frozenset[int]) -> TokenPieces | None:
+    """Returns the bytes of every token, in which the visible special tokens have their names."""
+    pieces = tokenizer.token_pieces
+    if pieces is None or not visible_ids:
+        return pieces
+    names = {index: name.encode() for name, index in tokenizer.special_tokens.items() if index in visible_ids}
+    first, inner = ([names.get(index, piece) for index, piece in enumerate(table)] for table in pieces)
+    return TokenPieces(inner if pieces.first is pieces.inner else first, inner)
 
 
 def parse_core(content: str) -> Core:

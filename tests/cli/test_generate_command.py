@@ -73,7 +73,7 @@ def test_constrained_generation(generate, tmp_path, flag, name, source, continua
         ("--json_schema", "a.json", b'{\n"a"}', ["the JSON schema is not valid JSON in line 2"]),
         ("--grammar", "a.lark", b"start: b", ["the Lark grammar cannot be used in line 1", 'unknown name: "b"']),
         ("--grammar", "a.gbnf", b"\xff\xfe", ["cannot read --grammar", "it is not text"]),
-        ("--grammar", "a.gbnf", b"#" * 70_000, ["the GBNF grammar must have at most 64 KB"]),
+        ("--grammar", "a.gbnf", b"#" * 270_000, ["the GBNF grammar must have at most 256 KB"]),
     ],
 )
 def test_an_invalid_constraint_is_reported_before_the_model_loads(generate, tmp_path, monkeypatch, flag, name, content, parts):

@@ -217,7 +217,7 @@ def test_a_disallowed_token_raises_and_changes_nothing():
         ("xml", "a", "a constraint must be one of json_schema, json_object, regex, lark, gbnf, got 'xml'"),
         ("regex", "ab(c", "the regex cannot be used at character 3: unclosed group"),
         ("regex", "a(?=b)", "the regex cannot be used at character 2: look-around"),
-        ("regex", "a" * MAX_SOURCE_BYTES + "b", "the regex must have at most 64 KB, got 65"),
+        ("regex", "a" * MAX_SOURCE_BYTES + "b", "the regex must have at most 256 KB, got 257"),
         ("regex", "\ud800", "a lone surrogate"),
         ("regex", "a\0", "U+0000 at character 2"),
         ("regex", "(" * 400 + "a" + ")" * 400, "nest"),

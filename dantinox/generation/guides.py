@@ -1,0 +1,207 @@
+"""Guides: objects that restrict the tokens of one sample while it is generated, on the host.
+
+A guide sees each token with its text. It may restrict the next token, and it may discard tokens: decoding runs in chunks, so a
+guide often learns in the middle of a chunk that the tokens after a point should have been restricted. The engine then restarts
+the sample from the last kept token (`RunningBatch.restart`), with the same random numbers for each position.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from dantinox.generation.constraints import Constraint, Matcher
+from dantinox.text.tool_calls import overlap
+
+
+class Reasoning(NamedTuple):
+    """The reasoning in the texts of a request.
+
+    Attributes:
+      begin, end: the texts around it.
+      is_open: whether the text begins inside of the reasoning.
+      budget: the most tokens of it; None: no limit.
+      closing: the tokens that end it when the budget is used up.
+    """
+
+    begin: str
+    end: str
+    is_open: bool
+    budget: int | None = None
+    closing: tuple[int, ...] = ()
+
+
+class Verdict(Enum):
+    """What happens to a token: it is kept; it is kept and the tokens after it are discarded; or it is discarded too."""
+
+    KEEP = 0
+    RESTART_AFTER = 1
+    RESTART_BEFORE = 2
+
+
+class Guide(Protocol):
+    """Restricts the tokens of one sample.
+
+    Attributes:
+      done: whether the sample is complete and no token may follow.
+    """
+
+    @property
+    def done(self) -> bool: ...
+
+    def mask(self) -> np.ndarray | None:
+        """Returns bits [⌈V/32⌉] uint32 of the tokens that may come next; None: all.
+
+        Raises:
+          UserError: no token may come next, or the computation takes too long.
+        """
+
+    def push(self, token: int, text: str) -> Verdict:
+        """Processes a token and the text that it adds. `RESTART_BEFORE` means that `mask` now excludes the token."""
+
+
+class WholeText:
+    """Applies a constraint to the whole text."""
+
+    def __init__(self, matcher: Matcher):
+        self._matcher = matcher
+
+    def mask(self) -> np.ndarray | None:
+        return self._matcher.mask()
+
+    def push(self, token: int, text: str) -> Verdict:
+        self._matcher.consume(token)
+        return Verdict.KEEP
+
+    @property
+    def done(self) -> bool:
+        return self._matcher.done
+
+
+class AfterTrigger:
+    """Applies a constraint to the text after a trigger (`Constraint.after`). Triggers inside of the reasoning do not count."""
+
+    def __init__(self, matcher: Matcher, constraint: Constraint, vocab_size: int, reasoning: "Reasoning | None" = None):
+        """`matcher` is at the start of the constraint; it is copied for each trigger."""
+        self._start, self._constraint, self._vocab_size = matcher, constraint, vocab_size
+        self._reasoning, self._in_reasoning = reasoning, reasoning is not None and reasoning.is_open
+        self._matcher: Matcher | None = None  # None: the text is free
+        self._tail = ""  # the end of the text that may be the beginning of a marker
+        self._at_start = True  # whether there is no text yet besides reasoning
+        self._excluded: set[int] = set()  # tokens that must not come next
+        self.done = False
+
+    def mask(self) -> np.ndarray | None:
+        if self._matcher is not None:
+            return self._matcher.mask()
+        return exclude_tokens(self._excluded, self._vocab_size) if self._excluded else None
+
+    def push(self, token: int, text: str) -> Verdict:
+        if self._matcher is not None:
+            self._matcher.consume(token)
+            if not self._matcher.done:
+                return Verdict.KEEP
+            self._leave_constraint(self._matcher)
+            return Verdict.RESTART_AFTER
+        before = self._tail, self._at_start, self._in_reasoning
+        rest = self._find_trigger(self._tail + text)
+        matcher = None if rest is None else self._start.copy()
+        if matcher is not None and rest and not matcher.skip(rest):
+            self._tail, self._at_start, self._in_reasoning = before
+            self._excluded.add(token)
+            return Verdict.RESTART_BEFORE
+        restart, self._excluded = bool(self._excluded) or matcher is not None, set()
+        if matcher is not None:
+            self._matcher, self._tail = matcher, ""
+            if matcher.done:
+                self._leave_constraint(matcher)
+        return Verdict.RESTART_AFTER if restart else Verdict.KEEP
+
+    def _find_trigger(self, text: str) -> str | None:
+        """Returns the text after the first trigger, or None; follows the reasoning on the way."""
+        after, reasoning = self._constraint.after, self._reasoning
+        while True:
+            if self._in_reasoning and reasoning is not None:
+                markers: tuple[str, ...] = (reasoning.end,)
+            else:
+                opening, stripped = self._constraint.opening, text.lstrip()
+                if opening and self._at_start and stripped.startswith(opening):
+                    return stripped
+                markers = after if reasoning is None else (*after, reasoning.begin)
+            at, marker = min(((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=(-1, ""))
+            free = text if at < 0 else text[:at]
+            self._at_start = self._at_start and (self._in_reasoning or not free.strip())
+            if at < 0:
+                self._tail = text[len(text) - overlap(text, markers) :]
+                return None
+            text = text[at + len(marker) :]
+            if marker in after:
+                self._in_reasoning = False
+                return text
+            self._in_reasoning = not self._in_reasoning
+
+    def _leave_constraint(self, matcher: Matcher) -> None:
+        self.done = not self._constraint.repeats or matcher.ended
+        self._matcher = None
+
+
+class ReasoningBudget:
+    """Ends the reasoning of a sample after `Reasoning.budget` tokens, by forcing the tokens of the text that ends it."""
+
+    done = False
+
+    def __init__(self, reasoning: Reasoning, budget: int, vocab_size: int):
+        self._begin, self._end, self._closing = reasoning.begin, reasoning.end, reasoning.closing
+        self._limit, self._vocab_size = budget, vocab_size
+        self._open, self._count, self._tail, self._forced = reasoning.is_open, 0, "", 0
+        self._forcing = reasoning.is_open and budget == 0
+
+    def mask(self) -> np.ndarray | None:
+        return only_token(self._closing[self._forced], self._vocab_size) if self._forcing else None
+
+    def push(self, token: int, text: str) -> Verdict:
+        if self._forcing:
+            self._forced += 1
+            if self._forced < len(self._closing):
+                return Verdict.KEEP
+            self._forcing = self._open = False
+            return Verdict.RESTART_AFTER
+        marker = self._end if self._open else self._begin
+        tail = self._tail + text
+        self._tail = tail[-len(marker) + 1 :] if len(marker) > 1 else ""
+        if marker in tail:
+            self._open, self._tail = not self._open, ""
+        elif self._open:
+            self._count += 1
+        # A model that has begun to write the end marker may complete it.
+        if self._open and self._count >= self._limit and not overlap(self._tail, (self._end,)):
+            self._forcing, self._forced = True, 0
+            return Verdict.RESTART_AFTER
+        return Verdict.KEEP
+
+
+def only_token(token: int, vocab_size: int) -> np.ndarray:
+    """Returns the mask that allows one token."""
+    bits = np.zeros(-(-vocab_size // 32), np.uint32)
+    bits[token // 32] = np.uint32(1 << token % 32)
+    return bits
+
+
+def exclude_tokens(tokens: set[int], vocab_size: int) -> np.ndarray:
+    """Returns the mask that allows all tokens but these."""
+    bits = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+    for token in tokens:
+        bits[token // 32] &= ~np.uint32(1 << token % 32)
+    return bits
+
+
+def combine_masks(masks: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Returns the tokens that all masks allow; None: all tokens."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    combined = given[0]
+    for mask in given[1:]:
+        combined = combined & mask
+    return combined

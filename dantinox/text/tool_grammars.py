@@ -1,0 +1,317 @@
+"""Lark grammars (in the dialect of llguidance) of the tool calls that a request allows, for each notation of tool calls."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dantinox.text.reply_formats import FUNCTION_GEMMA_QUOTE, GEMMA_QUOTE, HARMONY, ReplyFormat
+from dantinox.text.tokenizer import Tokenizer
+
+# The separators that `json.dumps` writes, as in the conversations on which models are trained.
+COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
+MAX_SCHEMA_DEPTH = 32
+TEXT = r"/(?s:.)*/"
+
+
+class Tool(NamedTuple):
+    """A tool that a model may call.
+
+    Attributes:
+      name: its name.
+      parameters: the JSON schema of its arguments, an object.
+      strict: whether a schema that the grammar cannot express is an error; otherwise such parts of the schema are ignored.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of the arguments. Unless the parameters say otherwise, only the listed properties are allowed."""
+        schema = {**EMPTY_OBJECT, **self.parameters, "type": "object"}
+        return {**schema, "x-guidance": COMPACT | ({} if self.strict else {"lenient": True})}
+
+
+class Grammars(NamedTuple):
+    """The grammars of the calls of one request.
+
+    Attributes:
+      section: the text after a marker that begins a section of calls.
+      whole: a reply that consists of calls, after optional reasoning if `optional_reasoning` was set.
+    """
+
+    section: str
+    whole: str
+
+
+def tool_grammars(
+    form: ReplyFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool = True,
+    optional_reasoning: bool = False,
+) -> Grammars:
+    """Returns the grammars of calls of these tools.
+
+    Args:
+      parallel: whether a reply may have several calls.
+      optional_reasoning: whether reasoning may precede the calls in `whole`.
+    """
+    rules: list[str] = []
+    literal = _literals(tokenizer)
+    write = _Dialects(rules, literal)
+    calls = " | ".join(f"call_{number}" for number in range(len(tools)))
+    for number, tool in enumerate(tools):
+        rules.append(f"call_{number}: {WRITERS[form.name](write, tool)}")
+    rules.append(f"call: {calls}")
+    begin = literal(form.tools.begins[0]) if not form.tools.opening else ""
+    end = literal(form.tools.end) if form.tools.end else ""
+    layout = LAYOUTS.get(form.name, Layout())
+    first, last, separator = literal(layout.first), literal(layout.last), literal(layout.separator)
+    more = f"({separator} call)*" if parallel else ""
+    section = f"{first} call {more} {last} {end}" if layout.repeats == "call" else f"{first} call {last} {end}"
+    again = f"({literal(layout.between)} {begin} section)*" if parallel and layout.repeats == "section" else ""
+    rules.append(f"section: {section}")
+    reasoning = _reasoning(form, literal, rules) if optional_reasoning and form.reasons else ""
+    body = "\n".join(rules)
+    return Grammars(f"start: section\n{body}\n", f"start: {reasoning} {begin} section {again}\n{body}\n")
+
+
+class Layout(NamedTuple):
+    """The text around the calls of a section, and whether parallel calls repeat the call or the whole section."""
+
+    first: str = ""
+    last: str = ""
+    separator: str = ""
+    between: str = ""
+    repeats: str = "section"
+
+
+LAYOUTS = {
+    "hermes": Layout("\n", "\n", between="\n"),
+    "qwen_xml": Layout("\n", "\n", between="\n"),
+    "llama": Layout(separator="; ", repeats="call"),
+    "mistral": Layout("[", "]", ", ", repeats="call"),
+    "granite": Layout("[", "]", ", ", repeats="call"),
+    "pythonic": Layout("[", "]", ", ", repeats="call"),
+    HARMONY: Layout(repeats="none"),
+}
+
+
+def _literals(tokenizer: Tokenizer) -> Callable[[str], str]:
+    """Returns a function from a text to Lark; a text that is the name of a special token becomes this token."""
+    special = sorted(tokenizer.special_tokens, key=len, reverse=True)
+
+    def literal(text: str) -> str:
+        for name in special:
+            if name in text:
+                before, _, after = text.partition(name)
+                parts = [literal(before), f"<[{tokenizer.special_tokens[name]}]>", literal(after)]
+                return " ".join(part for part in parts if part)
+        return json.dumps(text) if text else ""
+
+    return literal
+
+
+def _reasoning(form: ReplyFormat, literal: Callable[[str], str], rules: list[str]) -> str:
+    """Adds the rules of optional reasoning before the calls, and returns a reference to them."""
+    if form.name == HARMONY:
+        begin, end = literal("<|channel|>analysis<|message|>"), literal("<|end|><|start|>assistant")
+    else:
+        assert form.reasoning is not None
+        begin, end = literal(form.reasoning.begin), literal(form.reasoning.end)
+    # Text never contains a special token, so it ends there. Otherwise it ends at the first occurrence of the end marker.
+    rules.append(f"thought: {TEXT} {end}" if end.startswith("<[") else f"thought[lazy]: {TEXT} {end}")
+    space = "" if form.name == HARMONY else r"/\s{0,2}/"
+    rules.append(f"reasoning: {begin} thought {space}")
+    return "reasoning?"
+
+
+# --- one call in each notation
+
+
+def _json_call(arguments: str) -> Callable[["_Dialects", Tool], str]:
+    def write(dialects: "_Dialects", tool: Tool) -> str:
+        head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{arguments}": '
+        return f"{json.dumps(head)} %json {json.dumps(tool.schema)} {json.dumps('}')}"
+
+    return write
+
+
+def _harmony_call(dialects: "_Dialects", tool: Tool) -> str:
+    head = dialects.literal(f"{tool.name} <|constrain|>json<|message|>")
+    return f"{head} %json {json.dumps(tool.schema)}"
+
+
+def _args_call(dialects: "_Dialects", tool: Tool) -> str:
+    return f"{dialects.literal(tool.name + '[ARGS]')} %json {json.dumps(tool.schema)}"
+
+
+def _xml_call(dialects: "_Dialects", tool: Tool) -> str:
+    required = set(tool.parameters.get("required", ()))
+    text = [json.dumps(f"<function={tool.name}>\n")]
+    for key, schema in tool.parameters.get("properties", {}).items():
+        is_text = isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
+        if is_text:
+            value = dialects.rule("text", f"{TEXT} {json.dumps(chr(10) + '</parameter>' + chr(10))}", "[lazy]")
+        else:
+            value = f"{dialects.xml_value(schema)} {json.dumps(chr(10) + '</parameter>' + chr(10))}"
+        parameter = f"{json.dumps(f'<parameter={key}>' + chr(10))} {value}"
+        text.append(f"({parameter})" + ("" if key in required else "?"))
+    return " ".join([*text, json.dumps("</function>")])
+
+
+def _gemma_call(quote: str) -> Callable[["_Dialects", Tool], str]:
+    def write(dialects: "_Dialects", tool: Tool) -> str:
+        return f"{json.dumps(f'call:{tool.name}')} {dialects.value(tool.schema, _gemma_dialect(quote))}"
+
+    return write
+
+
+def _python_call(dialects: "_Dialects", tool: Tool) -> str:
+    pairs = dialects.members(tool.schema, PYTHON, "=", bare_keys=True)
+    return f"{json.dumps(tool.name + '(')} {pairs} {json.dumps(')')}"
+
+
+WRITERS: dict[str, Callable[["_Dialects", Tool], str]] = {
+    "hermes": _json_call("arguments"),
+    "llama": _json_call("parameters"),
+    "mistral": _json_call("arguments"),
+    "granite": _json_call("arguments"),
+    "mistral_args": _args_call,
+    "qwen_xml": _xml_call,
+    "pythonic": _python_call,
+    "gemma": _gemma_call(GEMMA_QUOTE),
+    "functiongemma": _gemma_call(FUNCTION_GEMMA_QUOTE),
+    HARMONY: _harmony_call,
+}
+
+
+# --- values in notations other than JSON
+
+
+class Dialect(NamedTuple):
+    """How values are written.
+
+    Attributes:
+      string: the Lark expression of any string; `quotes` are the texts around a constant string.
+      words: the texts of true, false and null.
+      colon, comma: the separators of an object.
+    """
+
+    string: str
+    quotes: tuple[str, str]
+    words: tuple[str, str, str]
+    colon: str
+    comma: str
+
+
+# Strings without backslashes and line breaks, so that every text is a valid literal.
+PYTHON = Dialect(r'/"[^"\\\n]*"/', ('"', '"'), ("True", "False", "None"), ": ", ", ")
+
+
+def _gemma_dialect(quote: str) -> Dialect:
+    return Dialect("", (quote, quote), ("true", "false", "null"), ":", ",")
+
+
+class _Dialects:
+    """Writes JSON schemas as Lark rules. Types, enums, nested objects and arrays are expressed; other keywords are ignored."""
+
+    def __init__(self, rules: list[str], literal: Callable[[str], str]):
+        self.rules, self.literal = rules, literal
+        self._number = 0
+
+    def rule(self, name: str, body: str, options: str = "") -> str:
+        """Adds a rule and returns its name."""
+        self._number += 1
+        self.rules.append(f"{name}_{self._number}{options}: {body}")
+        return f"{name}_{self._number}"
+
+    def xml_value(self, schema: Any) -> str:
+        """A value in Qwen's notation: JSON, but the strings of an enum have no quotes."""
+        if isinstance(schema, Mapping) and schema.get("type") == "string":
+            return "(" + " | ".join(json.dumps(str(value)) for value in schema["enum"]) + ")"
+        inner = dict(schema) if isinstance(schema, Mapping) else {}
+        return f"%json {json.dumps(inner | {'x-guidance': COMPACT | {'lenient': True}})}"
+
+    def value(self, schema: Any, dialect: Dialect, depth: int = 0) -> str:
+        """Returns the Lark expression of a value."""
+        schema = schema if isinstance(schema, Mapping) else {}
+        if depth > MAX_SCHEMA_DEPTH:
+            return self.any_value(dialect)
+        constants = [schema["const"]] if "const" in schema else schema.get("enum")
+        if constants:
+            return "(" + " | ".join(self.constant(value, dialect) for value in constants) + ")"
+        options = schema.get("anyOf") or schema.get("oneOf")
+        kinds = schema.get("type")
+        if options:
+            return "(" + " | ".join(self.value(option, dialect, depth + 1) for option in options) + ")"
+        if isinstance(kinds, list):
+            return "(" + " | ".join(self.value({**schema, "type": kind}, dialect, depth + 1) for kind in kinds) + ")"
+        if kinds == "object" and (schema.get("properties") or schema.get("additionalProperties") is False):
+            body = self.members(schema, dialect, dialect.colon, bare_keys=dialect is not PYTHON, depth=depth)
+            return self.rule("object", f"{json.dumps('{')} {body} {json.dumps('}')}")
+        if kinds == "array" and "items" in schema:
+            item = self.value(schema["items"], dialect, depth + 1)
+            return self.rule("array", f'"[" ({item} ({json.dumps(dialect.comma)} {item})*)? "]"')
+        simple = {
+            "string": self.string(dialect),
+            "integer": r"/-?(0|[1-9][0-9]{0,15})/",
+            "number": r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?/",
+            "boolean": f"({json.dumps(dialect.words[0])} | {json.dumps(dialect.words[1])})",
+            "null": json.dumps(dialect.words[2]),
+        }
+        return simple[kinds] if kinds in simple else self.any_value(dialect)
+
+    def members(self, schema: Mapping[str, Any], dialect: Dialect, colon: str, *, bare_keys: bool, depth: int = 0) -> str:
+        """Returns the members of an object in the order of the schema: all required ones, and any of the others.
+
+        The members are rules `rest_i`: the members from i on after another member, and `first_i`: those from i on as the first.
+        """
+        properties = schema.get("properties", {})
+        required = set(schema.get("required", ()))
+        rest, first = '""', '""'
+        for key, inner in reversed([*properties.items()]):
+            name = self.literal(key) if bare_keys else json.dumps(json.dumps(key, ensure_ascii=False))
+            member = f"{name} {json.dumps(colon)} {self.value(inner, dialect, depth + 1)}"
+            after = self.rule(
+                "rest", f"{json.dumps(dialect.comma)} {member} {rest}" + ("" if key in required else f" | {rest}")
+            )
+            first = self.rule("first", f"{member} {rest}" + ("" if key in required else f" | {first}"))
+            rest = after
+        return first
+
+    def string(self, dialect: Dialect) -> str:
+        if dialect.string:
+            return dialect.string
+        quote = self.literal(dialect.quotes[0])
+        if quote.startswith("<["):
+            return f"({quote} {TEXT} {quote})"
+        return self.rule("quoted", f"{quote} {self.rule('text', f'{TEXT} {quote}', '[lazy]')}")
+
+    def constant(self, value: Any, dialect: Dialect) -> str:
+        if isinstance(value, str):
+            text = value if dialect is not PYTHON else json.dumps(value, ensure_ascii=False)[1:-1]
+            return self.literal(dialect.quotes[0] + text + dialect.quotes[1])
+        words = {True: dialect.words[0], False: dialect.words[1], None: dialect.words[2]}
+        return json.dumps(words[value] if value is None or isinstance(value, bool) else json.dumps(value))
+
+    def any_value(self, dialect: Dialect) -> str:
+        """Returns the expression of any value."""
+        name = next((rule.split(":")[0] for rule in self.rules if rule.startswith("any_")), None)
+        if name is None:
+            self._number += 1
+            name = f"any_{self._number}"
+            self.rules.append("")
+            at = len(self.rules) - 1
+            comma, colon = json.dumps(dialect.comma), json.dumps(dialect.colon)
+            key = self.string(dialect) if dialect is PYTHON else "/[A-Za-z_][A-Za-z0-9_]*/"
+            simple = " | ".join(self.value({"type": kind}, dialect) for kind in ("string", "number", "boolean", "null"))
+            array = f'"[" ({name} ({comma} {name})*)? "]"'
+            members = f"{key} {colon} {name}"
+            object_ = f'"{{" ({members} ({comma} {members})*)? "}}"'
+            self.rules[at] = f"{name}: {simple} | {array} | {object_}"
+        return name

@@ -1,0 +1,98 @@
+"""Tools in conversations: the fields of messages that templates expect, and a default prompt for templates without tools."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dantinox.files import UserError, quote
+from dantinox.text.chat_template import ChatTemplate, Message, Tools
+
+# The prompt of Hermes, shortened: https://github.com/NousResearch/Hermes-Function-Calling describes the notation.
+DEFAULT_PROMPT = """\
+You can call functions. Their signatures are between <tools> and </tools>, one JSON object per line:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and its arguments as a JSON object between <tool_call> and </tool_call>, in this form:
+<tool_call>
+{{"name": "function_name", "arguments": {{"parameter": "value"}}}}
+</tool_call>
+The results of your calls come in the next message, between <tool_response> and </tool_response>."""
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns messages in the form that templates expect: arguments as objects, and reasoning under both of its names.
+
+    Raises:
+      UserError: the arguments of a tool call are not a JSON object.
+    """
+    return [_template_message(number, message) for number, message in enumerate(messages)]
+
+
+def _template_message(number: int, message: Message) -> dict[str, Any]:
+    converted = {name: value for name, value in message.items() if value is not None}
+    converted["content"] = message.get("content") or ""
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning:
+        converted |= {"reasoning_content": reasoning, "thinking": reasoning}  # `thinking` is the name in gpt-oss's template
+    if calls := message.get("tool_calls"):
+        converted["tool_calls"] = [_template_call(f"messages.{number}.tool_calls.{i}", call) for i, call in enumerate(calls)]
+    return converted
+
+
+def _template_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise UserError(f"{where}.function.arguments must be a JSON object, got {quote(function['arguments'])}") from None
+    if not isinstance(arguments, dict):
+        raise UserError(f"{where}.function.arguments must be a JSON object, got {quote(function['arguments'])}")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Tools | None) -> list[dict[str, Any]]:
+    """Returns a conversation without tool fields, for a template that does not support them.
+
+    The tools become a part of the system message (`DEFAULT_PROMPT`), tool calls a part of the assistant's text, and the results
+    of consecutive calls one user message.
+
+    Args:
+      messages: the result of `template_messages`.
+      tools: the tools of the request; None or empty: only the messages are converted.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+            if plain and plain[-1].get("responses"):
+                plain[-1]["content"] += f"\n{content}"
+            else:
+                plain.append({"role": "user", "content": content, "responses": True})
+            continue
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+            content += "\n" * bool(content) + f"<tool_call>\n{written}\n</tool_call>"
+        plain.append({"role": message["role"], "content": content})
+    if tools:
+        written = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        prompt = DEFAULT_PROMPT.format(tools=written)
+        if plain and plain[0]["role"] in ("system", "developer"):
+            plain[0]["content"] += f"\n\n{prompt}"
+        else:
+            plain.insert(0, {"role": "system", "content": prompt})
+    return [{"role": message["role"], "content": message["content"]} for message in plain]
+
+
+def uses_tools(messages: Sequence[Message]) -> bool:
+    """Whether a conversation has tool calls or their results."""
+    return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
+
+
+def supports_tools(template: ChatTemplate) -> bool:
+    """Whether a template renders the tools of a request, the calls of the assistant, and their results."""
+    return template.renders_tools

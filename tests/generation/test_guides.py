@@ -1,0 +1,175 @@
+"""Tests guides: constraints after a trigger and budgets of reasoning, with restarts that no chunk length can be seen in."""
+
+import re
+import string
+
+import numpy as np
+import pytest
+
+from dantinox.config import TokenizerSection, build_config
+from dantinox.generation import LoadedModel
+from dantinox.generation.constraints import Constraint, ConstraintCompiler
+from dantinox.generation.engine import Engine
+from dantinox.generation.guides import AfterTrigger, Reasoning, ReasoningBudget, Verdict, combine_masks
+from dantinox.generation.request import GenerationRequest
+from dantinox.generation.slot_batch import SlotBatch
+from dantinox.text import train_tokenizer
+
+from . import builder
+
+BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+V = BYTES.vocab_size
+DIGITS = Constraint("regex", "[0-9]{3}", after=("ab", "c"), repeats=True)
+THINK = Reasoning("<t>", "</t>", False)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return ConstraintCompiler(BYTES)
+
+
+def push_text(guide, text):
+    """Pushes a text byte by byte; returns the verdicts that are not KEEP, with the number of bytes before them."""
+    found = []
+    for number, token in enumerate(text.encode()):
+        mask = guide.mask()
+        assert mask is None or mask[token // 32] >> np.uint32(token % 32) & 1
+        if (verdict := guide.push(token, chr(token))) is not Verdict.KEEP:
+            found.append((number, verdict))
+    return found
+
+
+def allowed(guide):
+    mask = guide.mask()
+    return None if mask is None else {token for token in range(V) if mask[token // 32] >> np.uint32(token % 32) & 1}
+
+
+def test_a_constraint_begins_after_its_trigger_and_ends(compiler):
+    guide = AfterTrigger(compiler.matcher("regex", "[0-9]{3}"), DIGITS, V)
+    assert push_text(guide, "xaab") == [(3, Verdict.RESTART_AFTER)]
+    assert allowed(guide) == set(b"0123456789")
+    assert push_text(guide, "123") == [(2, Verdict.RESTART_AFTER)] and allowed(guide) is None and not guide.done
+    assert push_text(guide, "b c") == [(2, Verdict.RESTART_AFTER)] and allowed(guide) == set(b"0123456789")
+    once = AfterTrigger(compiler.matcher("regex", "[0-9]{3}"), Constraint("regex", "[0-9]{3}", after=("c",)), V)
+    push_text(once, "c123")
+    assert once.done
+
+
+def test_a_trigger_inside_of_a_token(compiler):
+    guide = AfterTrigger(compiler.matcher("regex", "[0-9]{3}"), DIGITS, V)
+    assert guide.push(200, "xc12") is Verdict.RESTART_AFTER and allowed(guide) == set(b"0123456789")
+    guide.push(ord("3"), "3")
+    assert guide.push(200, "ca") is Verdict.RESTART_BEFORE and allowed(guide) == set(range(V)) - {200}
+    assert guide.push(201, "cb") is Verdict.RESTART_BEFORE and allowed(guide) == set(range(V)) - {200, 201}
+    assert guide.push(ord("c"), "c") is Verdict.RESTART_AFTER and allowed(guide) == set(b"0123456789")
+
+
+def test_a_trigger_inside_of_the_reasoning_does_not_count(compiler):
+    def guide(after, is_open=False):
+        constraint = Constraint("regex", "[0-9]", after=after, opening="[", repeats=True)
+        return AfterTrigger(compiler.matcher("regex", r"\[?[0-9]"), constraint, V, THINK._replace(is_open=is_open))
+
+    assert push_text(guide(("c",)), "<t>ccc</t> x c")[-1] == (13, Verdict.RESTART_AFTER)
+    assert push_text(guide(("c",), True), "[c</t>\n[")[-1] == (7, Verdict.RESTART_AFTER)
+    assert push_text(guide(("</t>",), True), "c<t></t>")[-1] == (7, Verdict.RESTART_AFTER)
+
+
+def test_the_reasoning_budget_forces_the_end():
+    closing = tuple(b"!</t>")
+    for is_open, text in ((True, "12345"), (False, "x<t>12345")):
+        guide = ReasoningBudget(THINK._replace(is_open=is_open, closing=closing), 5, V)
+        (found,) = push_text(guide, text)
+        assert found == (len(text) - 1, Verdict.RESTART_AFTER)
+        for token in closing:
+            assert allowed(guide) == {token}
+            verdict = guide.push(token, chr(token))
+        assert verdict is Verdict.RESTART_AFTER and allowed(guide) is None and push_text(guide, "1234567890") == []
+    short = ReasoningBudget(THINK._replace(is_open=True, closing=closing), 5, V)
+    assert push_text(short, "12</t>1234567890") == []
+    immediate = ReasoningBudget(THINK._replace(is_open=True, closing=closing), 0, V)
+    assert allowed(immediate) == {closing[0]}
+
+
+def test_masks_combine():
+    assert combine_masks([None, None]) is None
+    assert combine_masks([None, np.uint32([6]), np.uint32([3])]).tolist() == [2]
+
+
+# --- in the engine
+
+CONTEXT = 192
+SETTINGS = (
+    {"temperature": 1.0},
+    {"temperature": 1.2, "mirostat": 2, "mirostat_tau": 4.0},
+    {"dry_multiplier": 0.8, "repetition_penalty": 1.2, "repetition_scope": "output", "presence_penalty": 0.4},
+    {"no_repeat_ngram": 3, "frequency_penalty": 0.2, "presence_scope": "output", "xtc_probability": 0.5},
+)
+TRIGGERS = string.ascii_letters + "!#$%&()*+,-./"
+TRIGGERED = Constraint("regex", "<[0-9]{5}>", after=tuple(TRIGGERS), repeats=True)
+BUDGET = Reasoning("(", "=", True, 21, tuple(b"=end"))
+
+
+@pytest.fixture(scope="module", params=[(None, None), (16, None)], ids=["full", "ring"])
+def served(request):
+    architecture = builder.config(vocab_size=V, max_context=CONTEXT, windows=request.param)
+    run = LoadedModel(build_config({"model": {"max_context": CONTEXT}}), builder.model(architecture), BYTES)
+    slots = SlotBatch(run, 3, CONTEXT)
+    slots.compile(run.config)
+    return run, slots
+
+
+def requests_of(run):
+    prompts = ("once upon", "x", "there was a fox")
+    configs = [run.settings({"seed": seed, "max_new_tokens": 90, **settings}) for seed, settings in enumerate(SETTINGS * 2)]
+    return [
+        GenerationRequest(
+            tuple(prompts[i % 3].encode()), config, None, False, *((TRIGGERED, None) if i % 2 else (None, BUDGET))
+        )
+        for i, config in enumerate(configs)
+    ] + [GenerationRequest(tuple(b"free"), configs[0])]
+
+
+def run_engine(run, slots, requests, **options):
+    """Returns the tokens and the text of each request."""
+    slots.reset()
+    engine = Engine(run, slots, queue=100, **options)
+    jobs = [engine.add(request) for request in requests]
+    texts = dict.fromkeys(jobs, "")
+    while engine.busy:
+        for output in engine.step():
+            assert output.error is None
+            texts[output.job] += output.text
+    return [(job.texts[0].tokens, texts[job]) for job in jobs]
+
+
+def test_results_do_not_depend_on_chunks_or_neighbours(served):
+    run, slots = served
+    requests = requests_of(run)
+    one_by_one = [
+        run_engine(run, slots, [request], chunk_seconds=None, max_steps=1, dispatch_ahead=False)[0] for request in requests
+    ]
+    for options in ({"max_steps": 32}, {"max_steps": 7}, {"max_steps": 5, "dispatch_ahead": False}):
+        assert run_engine(run, slots, requests, chunk_seconds=None, **options) == one_by_one
+    applied = 0
+    for request, (tokens, text) in zip(requests, one_by_one, strict=True):
+        assert len(tokens) == 90 or tokens[-1] in BYTES.stop_ids
+        if request.constraint is not None:
+            one = f"[{re.escape(TRIGGERS)}]"
+            calls = re.sub(rf"{one}<\d{{5}}>", "", text)
+            assert not re.search(one, re.sub(rf"{one}(<[0-9]{{0,5}})?$", "", calls)), text
+            applied += len(text) - len(calls) > 0
+        if request.reasoning is not None:
+            assert ord("=") in tokens[:22]
+    assert applied >= 3
+
+
+def test_offline_generation_has_the_same_guides(served):
+    run, _ = served
+    for request in requests_of(run)[:2]:
+        (result,) = run.complete([request])
+        (again,) = run.complete([request])
+        assert result.tokens == again.tokens
+        if request.constraint is not None:
+            assert re.search(rf"[{re.escape(TRIGGERS)}]<\d{{5}}>", result.text)
+        else:
+            assert ord("=") in result.tokens[:22]

@@ -1,0 +1,133 @@
+"""Tests the grammars of tool calls: any text that a grammar allows is read back as calls that satisfy their schemas."""
+
+import json
+import random
+import string
+
+import pytest
+
+from dantinox.config import TokenizerSection
+from dantinox.generation.constraints import ConstraintCompiler
+from dantinox.text import train_tokenizer
+from dantinox.text.reply_formats import HARMONY, REASONING, TOOL_FORMATS, reply_format
+from dantinox.text.reply_parser import make_parser
+from dantinox.text.tool_grammars import Tool, tool_grammars
+from tests.text.test_replies import parsed
+
+BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+CLOSINGS = ('"', "'", "</parameter>\n", "\n</parameter>\n", '<|"|>', "<escape>", "</think>", "<|end|><|start|>assistant")
+MAX_TOKENS = 4000
+
+
+def random_schema(draw, depth=0):
+    kinds = ["string", "integer", "number", "boolean", "enum", "null"] + ["object", "array"] * (depth < 2)
+    kind = draw.choice(kinds)
+    if kind == "enum":
+        return {"type": "string", "enum": draw.sample(["red", "green", "a b", "dark blue"], draw.randint(1, 3))}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(draw, depth + 1)}
+    if kind == "object":
+        names = draw.sample(["a", "b1", "key_c", "d"], draw.randint(0, 3))
+        properties = {name: random_schema(draw, depth + 1) for name in names}
+        required = [name for name in names if draw.random() < 0.5]
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"type": kind}
+
+
+def random_tools(draw):
+    tools = []
+    for name in draw.sample(["search", "get_weather", "stop", "edit_file"], draw.randint(1, 3)):
+        schema = random_schema(draw)
+        while schema.get("type") != "object":
+            schema = random_schema(draw)
+        tools.append(Tool(name, schema))
+    return tools
+
+
+def satisfies(value, schema):
+    """Whether a value satisfies a schema of `random_schema`."""
+    kind = schema["type"]
+    if "enum" in schema:
+        return value in schema["enum"]
+    if kind == "object":
+        known = schema["properties"]
+        return (
+            isinstance(value, dict)
+            and set(schema["required"]) <= value.keys() <= known.keys()
+            and all(satisfies(item, known[name]) for name, item in value.items())
+        )
+    if kind == "array":
+        return isinstance(value, list) and all(satisfies(item, schema["items"]) for item in value)
+    types = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
+    return isinstance(value, types[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def random_text(matcher, draw):
+    """Returns a random text that the grammar allows. It ends free text soon, because a random text would not."""
+    text, ids = "", 0
+    while not matcher.done:
+        bits = matcher.mask()
+        allowed = [token for token in range(256) if bits[token // 32] >> (token % 32) & 1]
+        ended = any(bits[token // 32] >> (token % 32) & 1 for token in BYTES.stop_ids)
+        if ended and (draw.random() < 0.7 or not allowed):
+            break
+        letters = [token for token in allowed if chr(token) in string.ascii_letters + string.digits + " "]
+        if len(allowed) > 90 and draw.random() < 0.3:  # inside of free text
+            closings = [
+                closing for closing in CLOSINGS if "<|end|>" not in closing or ("analysis" in text and "<|end|>" not in text)
+            ]
+            choices = [closing for closing in closings if all_allowed(matcher, closing)]
+            pushed = draw.choice(choices) if choices else chr(draw.choice(letters))
+        else:
+            closers = [token for token in allowed if chr(token) in "]})"] or [
+                token for token in allowed if chr(token) in '",\n'
+            ]
+            pushed = chr(draw.choice(closers if closers and draw.random() < 0.5 else letters or allowed))
+        for token in pushed.encode():
+            matcher.consume(token)
+        text += pushed
+        ids += len(pushed)
+        assert ids < MAX_TOKENS, text[-500:]
+    return text
+
+
+def all_allowed(matcher, text):
+    return matcher._matcher.validate_tokens(list(text.encode())) == len(text.encode())
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return ConstraintCompiler(BYTES)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_every_allowed_text_is_valid_calls(name, compiler):
+    draw = random.Random(name)
+    form = reply_format(None, BYTES, name)
+    if name != HARMONY:
+        form = form._replace(reasoning=REASONING[-1])
+    several = reasoned = 0
+    for _ in range(50):
+        tools = random_tools(draw)
+        schemas = {tool.name: tool.parameters for tool in tools}
+        parallel = draw.random() < 0.7
+        grammars = tool_grammars(form, tools, BYTES, parallel=parallel, optional_reasoning=True)
+        whole = random_text(compiler.matcher("lark", grammars.whole), draw)
+        section = form.tools.begins[0] * (not form.tools.opening) + random_text(
+            compiler.matcher("lark", grammars.section), draw
+        )
+        for text in (whole, section):
+            content, reasoning, calls = parsed(make_parser(form, schemas), [text])
+            assert content == "" and len(calls) >= 1 and (parallel or len(calls) == 1), text
+            assert all(satisfies(json.loads(arguments), schemas[called]) for called, arguments in calls), text
+            several += len(calls) > 1
+            reasoned += bool(reasoning)
+    assert reasoned > 3 and (several > 3 or name == HARMONY)
+
+
+def test_a_strict_schema_that_no_grammar_can_express_is_an_error(compiler):
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "required": ["a"]}
+    form = reply_format(None, BYTES)
+    compiler.matcher("lark", tool_grammars(form, [Tool("a", schema)], BYTES).whole)
+    with pytest.raises(Exception, match="the Lark grammar cannot be used"):
+        compiler.matcher("lark", tool_grammars(form, [Tool("a", schema, strict=True)], BYTES).whole)
