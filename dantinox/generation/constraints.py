@@ -162,7 +162,7 @@ class Matcher:
         return copied
 
     def skip(self, text: str) -> bool:
-        """Advances by a text, whatever its tokens; returns false, without a change, if the constraint does not allow the text."""
+        """Advances by a text, whatever its tokens. Returns false, without a change, if the constraint forbids the text."""
         ids = self._encode(text)
         if self._matcher.validate_tokens(ids) < len(ids):
             return False

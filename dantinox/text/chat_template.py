@@ -1,7 +1,7 @@
 """Chat templates: turn conversations into tokens, with a loss mask of the assistant's tokens.
 
-A message is `{"role": …, "content": text}`; other fields, such as `tool_calls`, are passed to the template. The template is Jinja
-in the dialect of Transformers. A run stores its template in `chat_template.jinja`.
+A message is `{"role": …, "content": text}`; other fields, such as `tool_calls`, are passed to the template. The template is
+Jinja in the dialect of Transformers. A run stores its template in `chat_template.jinja`.
 """
 
 import json

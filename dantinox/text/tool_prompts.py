@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dantinox.files import UserError, quote
-from dantinox.text.chat_template import ChatTemplate, Message, Tools
+from dantinox.text.chat_template import Message, Tools
 
 # The prompt of Hermes, shortened: https://github.com/NousResearch/Hermes-Function-Calling describes the notation.
 DEFAULT_PROMPT = """\
@@ -92,7 +92,3 @@ def uses_tools(messages: Sequence[Message]) -> bool:
     """Whether a conversation has tool calls or their results."""
     return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
 
-
-def supports_tools(template: ChatTemplate) -> bool:
-    """Whether a template renders the tools of a request, the calls of the assistant, and their results."""
-    return template.renders_tools

