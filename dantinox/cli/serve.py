@@ -57,6 +57,9 @@ def add_serve_flags(command: Parser) -> None:
         "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
     )
     add_chat_template(command)
+    command.add_argument(
+        "--tool_format", default="auto", metavar="NAME", help="notation of tool calls (default: that of the chat template)"
+    )
     command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
     command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
     add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
@@ -85,12 +88,14 @@ def serve(options: argparse.Namespace) -> int:
         from dantinox.serve.async_engine import AsyncEngine
         from dantinox.serve.options import Options
         from dantinox.serve.server import serve as run_server
+        from dantinox.text.reply_formats import reply_format
 
         run = load(options.run_dir, config.generation.tensor_parallel)
         template = chosen_template(options, template_path, run.tokenizer)
+        reply_format(template, run.tokenizer, options.tool_format)  # raises for an unknown name
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
-        server_options = Options(template, key, hosts, origins, options.lite)
+        server_options = Options(template, options.tool_format, key, hosts, origins, options.lite)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):
             print(f"warning: anyone who can reach {where} can use this server, because it has no key", file=sys.stderr)

@@ -27,8 +27,8 @@ class SampleText:
       finish_reason: `eos`, `stop` or `length` once it has ended.
       guides: the guides of the sample.
       mask: the tokens that the guides allow next; None: all.
-      must_restart: whether the last call of `add_tokens` discarded tokens or changed the mask. Tokens that the device has computed
-        since are then invalid.
+      must_restart: whether the last call of `add_tokens` discarded tokens or changed the mask. The tokens that the device has
+        computed since are then invalid.
     """
 
     def __init__(

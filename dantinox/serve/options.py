@@ -15,6 +15,7 @@ class Options:
 
     Attributes:
       template: renders messages as a prompt; None for a model without a chat template.
+      tool_format: notation of tool calls, a name of `TOOL_FORMATS`; `auto`: that of the template.
       key: API key that every request needs; None accepts every client.
       hosts: host names that requests may address, in lower case without a port; `*`: any, `ip`: any IP address.
       origins: origins whose web pages may use this server, such as `https://a.example`; `*`: any.
@@ -23,6 +24,7 @@ class Options:
     """
 
     template: ChatTemplate | None = None
+    tool_format: str = "auto"
     key: str | None = None
     hosts: frozenset[str] = LOCAL_HOSTS
     origins: tuple[str, ...] = ()

@@ -6,7 +6,8 @@ import functools
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -28,6 +29,9 @@ from dantinox.serve.limits import (
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.options import Options
 from dantinox.serve.response_stream import EngineProtocol, ResponseStream
+from dantinox.text.chat_template import ChatPrompt
+from dantinox.text.reply_formats import ReplyFormat, reply_format
+from dantinox.text.tool_prompts import chat_prompt
 
 
 class Reply:
@@ -126,8 +130,21 @@ class Service:
             raise RequestError(400, message, param="stop")
         return config
 
-    async def render(self, messages: Sequence[Mapping[str, object]]) -> tuple[list[int], frozenset[int]]:
-        """Returns the token ids of a conversation up to the assistant's turn, and the token ids that end that turn.
+    @cached_property
+    def reply_format(self) -> ReplyFormat:
+        """The notation of reasoning and tool calls in the replies of the model."""
+        return reply_format(self.options.template, self.tokenizer, self.options.tool_format)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[ChatPrompt, frozenset[int]]:
+        """Returns the prompt of a conversation up to the assistant's turn, and the token ids that end that turn.
+
+        Args:
+          messages, tools, variables: as in `chat_prompt`.
 
         Raises:
           RequestError: 400, the model has no chat template.
@@ -137,8 +154,8 @@ class Service:
         if template is None:
             raise http_error("template", param="messages")
 
-        def encode() -> tuple[list[int], frozenset[int]]:
-            return template.encode(messages, generation_prompt=True), template.end_ids
+        def encode() -> tuple[ChatPrompt, frozenset[int]]:
+            return chat_prompt(template, messages, tools, variables), template.end_ids
 
         return await asyncio.get_running_loop().run_in_executor(self._template_thread, encode)
 

@@ -36,7 +36,7 @@ class ToolFormat(NamedTuple):
     """A notation of tool calls.
 
     Attributes:
-      begins: texts that begin a section of calls.
+      begin_markers: texts that begin a section of calls.
       end: the text that ends a section; "": the end of the reply.
       reader: creates the reader of a section.
       opening: a character that begins a section if it is the first of the reply; it belongs to the section.
@@ -45,7 +45,7 @@ class ToolFormat(NamedTuple):
       in_template: a pattern of the source of the chat templates with this notation.
     """
 
-    begins: tuple[str, ...]
+    begin_markers: tuple[str, ...]
     end: str
     reader: Callable[[Schemas], CallReader]
     in_template: str
@@ -167,7 +167,7 @@ def reply_format(template: ChatTemplate | None, tokenizer: Tokenizer, tool_forma
         raise UserError(f"the tool format must be auto or one of {', '.join(TOOL_FORMATS)}, got {quote(tool_format)}")
     tools = TOOL_FORMATS[name]
     reasoning = None if name == HARMONY else next((pair for pair in REASONING if pair.end in source), None)
-    markers = [*tools.begins, tools.end, *tools.specials, *(reasoning or ())]
+    markers = [*tools.begin_markers, tools.end, *tools.specials, *(reasoning or ())]
     special = tokenizer.special_tokens
     visible = frozenset(index for token, index in special.items() if any(token in marker for marker in markers))
     return ReplyFormat(name, tools, reasoning, visible, frozenset(special[token] for token in tools.stops if token in special))

@@ -85,8 +85,8 @@ class MarkedParser:
         if tools and tools.opening and not self._answered and self._buffer.startswith(tools.opening):
             self._begin_calls("")
             return []
-        begins = (*(tools.begins if tools else ()), *([self._form.reasoning.begin] if self._form.reasoning else []))
-        return self._text_until("content", begins)
+        markers = (*(tools.begin_markers if tools else ()), *([self._form.reasoning.begin] if self._form.reasoning else []))
+        return self._text_until("content", markers)
 
     def _text_until(self, kind: str, markers: Sequence[str]) -> list[Part] | None:
         """Passes text on up to the first marker, without whitespace before the marker."""

@@ -67,7 +67,7 @@ def tool_grammars(
     for number, tool in enumerate(tools):
         rules.append(f"call_{number}: {WRITERS[form.name](write, tool)}")
     rules.append(f"call: {calls}")
-    begin = literal(form.tools.begins[0]) if not form.tools.opening else ""
+    begin = literal(form.tools.begin_markers[0]) if not form.tools.opening else ""
     end = literal(form.tools.end) if form.tools.end else ""
     layout = LAYOUTS.get(form.name, Layout())
     first, last, separator = literal(layout.first), literal(layout.last), literal(layout.separator)

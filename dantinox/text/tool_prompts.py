@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dantinox.files import UserError, quote
-from dantinox.text.chat_template import Message, Tools
+from dantinox.text.chat_template import ChatPrompt, ChatTemplate, Message, Tools
 
 # The prompt of Hermes, shortened: https://github.com/NousResearch/Hermes-Function-Calling describes the notation.
 DEFAULT_PROMPT = """\
@@ -53,11 +53,13 @@ def _template_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Tools | None) -> list[dict[str, Any]]:
+def with_tool_prompt(
+    messages: Sequence[Mapping[str, Any]], tools: Tools | None, *, in_system_message: bool = True
+) -> list[dict[str, Any]]:
     """Returns a conversation without tool fields, for a template that does not support them.
 
-    The tools become a part of the system message (`DEFAULT_PROMPT`), tool calls a part of the assistant's text, and the results
-    of consecutive calls one user message.
+    The tools become a part of the system message (`DEFAULT_PROMPT`), or of the first message; tool calls become a part of the
+    assistant's text, and the results of consecutive calls one user message.
 
     Args:
       messages: the result of `template_messages`.
@@ -83,8 +85,10 @@ def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Tools | None)
         prompt = DEFAULT_PROMPT.format(tools=written)
         if plain and plain[0]["role"] in ("system", "developer"):
             plain[0]["content"] += f"\n\n{prompt}"
-        else:
+        elif in_system_message:
             plain.insert(0, {"role": "system", "content": prompt})
+        elif plain:
+            plain[0]["content"] = f"{prompt}\n\n{plain[0]['content']}"
     return [{"role": message["role"], "content": message["content"]} for message in plain]
 
 
@@ -92,3 +96,27 @@ def uses_tools(messages: Sequence[Message]) -> bool:
     """Whether a conversation has tool calls or their results."""
     return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
 
+
+def chat_prompt(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatPrompt:
+    """Renders a conversation with tools, with any template.
+
+    Args:
+      messages: messages in OpenAI's format, with `tool_calls` and the role `tool`.
+      tools: the tools in OpenAI's format.
+      variables: further variables of the template.
+
+    Raises:
+      UserError: as in `ChatTemplate.prompt` and `template_messages`.
+    """
+    converted = template_messages(messages)
+    if template.renders_tools or not (tools or uses_tools(converted)):
+        return template.prompt(converted, tools, variables)
+    try:
+        return template.prompt(with_tool_prompt(converted, tools), None, variables)
+    except UserError:  # the template accepts no system message, or another one in the conversation is wrong
+        return template.prompt(with_tool_prompt(converted, tools, in_system_message=False), None, variables)

@@ -113,7 +113,7 @@ def test_every_allowed_text_is_valid_calls(name, compiler):
         parallel = draw.random() < 0.7
         grammars = tool_grammars(form, tools, BYTES, parallel=parallel, optional_reasoning=True)
         whole = random_text(compiler.matcher("lark", grammars.whole), draw)
-        section = form.tools.begins[0] * (not form.tools.opening) + random_text(
+        section = form.tools.begin_markers[0] * (not form.tools.opening) + random_text(
             compiler.matcher("lark", grammars.section), draw
         )
         for text in (whole, section):

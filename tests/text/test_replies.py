@@ -98,7 +98,7 @@ def test_variants_of_json_calls(call):
 @pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name != "harmony"])
 def test_text_that_is_no_call_is_the_answer(name):
     form = form_of(name)
-    begin, end = form.tools.begins[0], form.tools.end
+    begin, end = form.tools.begin_markers[0], form.tools.end
     for reply in (f"Use {begin} nothing {end}", f"a {begin}", "plain [text] {with} brackets", "[1, 2]", '{"answer": 1}', "<th"):
         if name == "mistral_args" and begin in reply:
             continue  # the text up to [ARGS] is the name of a tool, so the calls end with the reply

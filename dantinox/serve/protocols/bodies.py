@@ -15,9 +15,9 @@ from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.limits import MAX_DEPTH, MAX_DIGITS
 
 MAX_ALTERNATIVES = 20  # maximum number of alternatives reported with a token
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a message that are text
 # Unsupported fields of OpenAI's API that would change the response → their values that are accepted, as they have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
     "functions": ([],),
     "suffix": ("",),
     "audio": (),
@@ -45,17 +45,47 @@ def _message_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") in ("text", "input_text")]
+        texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") in TEXT_PARTS]
         if len(texts) == len(value) and all(isinstance(text, str) for text in texts):
             return "".join(texts)  # type: ignore[arg-type]
     raise ValueError("must be a string, or a list of parts of type text")
 
 
+class FunctionCall(StrictBody):
+    """The function of a tool call: its name, and its arguments as JSON."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(StrictBody):
+    """A tool call in a message of the assistant."""
+
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall
+
+
 class Message(StrictBody):
-    """A message of a conversation."""
+    """A message of a conversation.
+
+    Attributes:
+      role: `system`, `developer`, `user`, `assistant` or `tool`.
+      content: the text, or a list of text parts.
+      tool_calls: the tool calls of the assistant.
+      tool_call_id: the call to which a message of the role `tool` has the result.
+      reasoning_content: the reasoning of the assistant.
+    """
 
     role: str
     content: Annotated[str, BeforeValidator(_message_text)] = ""
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the message as a dict, without absent fields."""
+        return self.model_dump(exclude_none=True)
 
 
 Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]

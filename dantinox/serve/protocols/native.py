@@ -88,9 +88,9 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         config = service.settings(body.settings | {"seed": secrets.randbelow(2**32)})
     ids, texts = await _encode(service, body)
     if body.messages is not None:
-        head, ends = await service.render([message.model_dump() for message in body.messages])
+        prompt, ends = await service.render([message.fields() for message in body.messages])
         config = service.model.with_stop_ids(config, ends)
-        ids = [*head, *ids]
+        ids = [*prompt.ids, *ids]
     context, size = service.context, service.tokenizer.vocab_size
     # With `fit`, a long prompt loses its beginning. This reserves space for the requested length of the answer, but never more
     # than half of the context.

@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,6 +16,7 @@ from starlette.routing import Route
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.serve.errors import JSON, RequestError, error_object, http_error
 from dantinox.serve.protocols.bodies import parse_body
+from dantinox.serve.protocols.chat import PreparedChat, prepare_chat
 from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
 from dantinox.serve.protocols.token_text import prompt_ids
@@ -77,7 +78,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     echoed = [""] * len(requests)
     if echo:
         echoed = [tokenizer.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt]
-    return OpenAIReply(service, requests, COMPLETION, body, echoed)
+    return OpenAIReply(service, requests, body, echoed)
 
 
 async def parse_chat(service: Service, body: ChatBody) -> Reply:
@@ -90,12 +91,12 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     service.check_model(body.model)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     config = service.settings(body.settings(limit))
-    ids, ends = await service.render([message.model_dump() for message in body.messages])
-    config = service.model.with_stop_ids(config, ends)
+    prepared = await prepare_chat(service, body.conversation())
+    config = service.model.with_stop_ids(config, prepared.end_ids)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
-    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint())
-    _check_lengths(service, [ids], "messages")
-    return OpenAIReply(service, [request], CHAT, body, [""])
+    request = prepared.request(config, logprobs)
+    _check_lengths(service, [prepared.ids], "messages")
+    return ChatReply(service, request, body, prepared)
 
 
 def _check_lengths(service: Service, prompts: Any, param: str) -> None:
@@ -108,45 +109,12 @@ def _check_lengths(service: Service, prompts: Any, param: str) -> None:
 # --- responses
 
 
-class ReplyFormat(NamedTuple):
-    """The format of a response.
-
-    Attributes:
-      id: prefix of the response's id.
-      object, chunk_object: value of the field `object` in a complete response, and in a chunk of a streamed response.
-      logprobs: formats the log-probabilities of a choice.
-      message: function from the complete text of a choice to the fields of the choice.
-      delta: function from a delta of the text to the fields of the choice in a chunk.
-      opening: fields of the first chunk of each choice, which is sent before any text; None: no such chunk.
-    """
+class Names(NamedTuple):
+    """The names in a response: the prefix of its id, and `object` of a whole response and of a streamed chunk."""
 
     id: str
     object: str
     chunk_object: str
-    logprobs: LogprobsFormatter
-    message: Callable[[str], dict[str, JSON]]
-    delta: Callable[[str], dict[str, JSON]]
-    opening: dict[str, JSON] | None
-
-
-COMPLETION = ReplyFormat(
-    "cmpl",
-    "text_completion",
-    "text_completion",
-    CompletionLogprobs,
-    lambda text: {"text": text},
-    lambda text: {"text": text},
-    None,
-)
-CHAT = ReplyFormat(
-    "chatcmpl",
-    "chat.completion",
-    "chat.completion.chunk",
-    ChatLogprobs,
-    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    lambda text: {"delta": {"content": text} if text else {}},
-    {"delta": {"role": "assistant", "content": ""}},
-)
 
 
 class ChoiceDelta(NamedTuple):
@@ -159,23 +127,24 @@ class ChoiceDelta(NamedTuple):
 
 
 class OpenAIReply(Reply):
-    """A completion or a chat completion."""
+    """A completion, and the base of a chat completion."""
 
-    def __init__(
-        self, service: Service, requests: Sequence[GenerationRequest], form: ReplyFormat, body: Body, echoed: Sequence[str]
-    ):
+    names = Names("cmpl", "text_completion", "text_completion")
+    logprobs_format: LogprobsFormatter = CompletionLogprobs
+
+    def __init__(self, service: Service, requests: Sequence[GenerationRequest], body: Body, echoed: Sequence[str]):
         """Initializes the reply; `echoed` has the prompt of each request if `echo` is set, otherwise empty strings."""
         super().__init__(requests, bool(body.stream))
-        self._tokenizer, self._form, self._echoed = service.tokenizer, form, echoed
+        self._tokenizer, self._echoed = service.tokenizer, echoed
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._frame: dict[str, JSON] = {
-            "id": f"{form.id}-{secrets.token_hex(12)}",
+            "id": f"{self.names.id}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": service.engine.name,
         }
         samples = [request.config.generation.n for request in requests]
         self._first_index = [sum(samples[:number]) for number in range(len(samples))]
-        self._choices, self._opened = sum(samples), form.opening is None
+        self._choices = sum(samples)
         self._logprobs: dict[int, Callable[[Sequence[TokenRecord]], Logprobs]] = {}
         self._parts: dict[int, list[ChoiceDelta]] = {}
 
@@ -183,7 +152,7 @@ class OpenAIReply(Reply):
         request, index = self.requests[number], self._first_index[number] + delta.sample
         text, records = delta.text, delta.tokens
         if index not in self._logprobs:
-            self._logprobs[index] = self._form.logprobs(self._tokenizer, request, self._echoed[number])
+            self._logprobs[index] = type(self).logprobs_format(self._tokenizer, request, self._echoed[number])
             text, records = self._echoed[number] + text, [*self.streams[number].prompt, *records]
         reason = "stop" if delta.finish_reason == "eos" else delta.finish_reason
         return ChoiceDelta(index, text, None if request.logprobs is None else self._logprobs[index](records), reason)
@@ -200,35 +169,40 @@ class OpenAIReply(Reply):
                 for name, values in (part.logprobs or {}).items():
                     if logprobs is not None:
                         logprobs[name] += values
-            message = self._form.message("".join(part.text for part in parts))
-            choices.append({"index": index, **message, "logprobs": logprobs, "finish_reason": parts[-1].finish_reason})
-        return {**self._frame, "object": self._form.object, "choices": choices, "usage": self._usage()}
+            fields, reason = self._whole(index, "".join(part.text for part in parts), parts[-1].finish_reason)
+            choices.append({"index": index, **fields, "logprobs": logprobs, "finish_reason": reason})
+        return {**self._frame, "object": self.names.object, "choices": choices, "usage": self._usage()}
+
+    def _whole(self, index: int, text: str, reason: str | None) -> tuple[dict[str, JSON], str | None]:
+        """Returns the fields of a whole choice, and its finish reason."""
+        return {"text": text}, reason
+
+    def _deltas(self, choice: ChoiceDelta) -> tuple[list[dict[str, JSON]], str | None]:
+        """Returns the fields of the chunks of a streamed delta, and the finish reason."""
+        return [{"text": choice.text}] if choice.text else [], choice.finish_reason
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
-        choice, data = self._choice_delta(number, delta), b""
-        if not self._opened and self._form.opening is not None:
-            data = b"".join(
-                self._chunk(ChoiceDelta(index, "", None, None), self._form.opening) for index in range(self._choices)
-            )
-            self._opened = True
-        if choice.text or choice.finish_reason or any((choice.logprobs or {}).values()):
-            data += self._chunk(choice, self._form.delta(choice.text))
+        choice = self._choice_delta(number, delta)
+        chunks, reason = self._deltas(choice)
+        if not chunks and (reason or any((choice.logprobs or {}).values())):
+            chunks = [self._deltas_empty]
+        data = b""
+        for place, fields in enumerate(chunks):
+            last = place == len(chunks) - 1
+            data += self._chunk(choice.choice, fields, choice.logprobs if place == 0 else None, reason if last else None)
         return data
 
-    def _chunk(self, choice: ChoiceDelta, fields: Mapping[str, JSON]) -> bytes:
-        content: dict[str, JSON] = {
-            "index": choice.choice,
-            **fields,
-            "logprobs": choice.logprobs,
-            "finish_reason": choice.finish_reason,
-        }
+    _deltas_empty: ClassVar[dict[str, JSON]] = {"text": ""}
+
+    def _chunk(self, index: int, fields: Mapping[str, JSON], logprobs: Logprobs | None, reason: str | None) -> bytes:
+        content: dict[str, JSON] = {"index": index, **fields, "logprobs": logprobs, "finish_reason": reason}
         usage: dict[str, JSON] = {"usage": None} if self._with_usage else {}
-        return _event({**self._frame, "object": self._form.chunk_object, "choices": [content], **usage})
+        return _event({**self._frame, "object": self.names.chunk_object, "choices": [content], **usage})
 
     def format_end(self) -> bytes:
         if not self._with_usage:
             return DONE
-        return _event({**self._frame, "object": self._form.chunk_object, "choices": [], "usage": self._usage()}) + DONE
+        return _event({**self._frame, "object": self.names.chunk_object, "choices": [], "usage": self._usage()}) + DONE
 
     def format_stream_error(self, error: RequestError) -> bytes:
         return _event(error_object(error)) + DONE
@@ -245,6 +219,47 @@ class OpenAIReply(Reply):
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
         }
+
+
+class ChatReply(OpenAIReply):
+    """A chat completion."""
+
+    names = Names("chatcmpl", "chat.completion", "chat.completion.chunk")
+    logprobs_format = ChatLogprobs
+    _deltas_empty: ClassVar[dict[str, JSON]] = {"delta": {}}
+
+    def __init__(self, service: Service, request: GenerationRequest, body: ChatBody, prepared: PreparedChat):
+        super().__init__(service, [request], body, [""])
+        self._replies = [prepared.fields() for _ in range(self._choices)]
+        self._opened = False
+
+    def _whole(self, index: int, text: str, reason: str | None) -> tuple[dict[str, JSON], str | None]:
+        reply = self._replies[index]
+        reply.push(text, reason)
+        message: dict[str, JSON] = {
+            "role": "assistant",
+            "content": reply.content or (None if reply.calls else ""),
+            "refusal": None,
+        }
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["tool_calls"] = [*reply.calls]
+        return {"message": message}, reply.reason(reason)
+
+    def _deltas(self, choice: ChoiceDelta) -> tuple[list[dict[str, JSON]], str | None]:
+        reply = self._replies[choice.choice]
+        return [{"delta": fields} for fields in reply.push(choice.text, choice.finish_reason)], reply.reason(
+            choice.finish_reason
+        )
+
+    def format_delta(self, number: int, delta: Delta) -> bytes:
+        data = b""
+        if not self._opened:
+            self._opened = True
+            opening: dict[str, JSON] = {"delta": {"role": "assistant", "content": ""}}
+            data = b"".join(self._chunk(index, opening, None, None) for index in range(self._choices))
+        return data + super().format_delta(number, delta)
 
 
 def _event(content: JSON) -> bytes:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.files import escape_name, quote
@@ -13,11 +13,11 @@ from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.limits import MAX_PROMPTS, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
+from dantinox.serve.protocols.chat import Conversation, check_effort
 
 SETTING_NAMES = {name: name for name in REQUEST_KEYS} | {"typical_p": "typical"}  # field → setting
 # Fields that have no effect.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier"}
-IGNORED |= {"parallel_tool_calls", "tool_choice", "function_call"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity", "function_call"}
 
 log = logging.getLogger("dantinox.serve")
 
@@ -42,6 +42,7 @@ def _to_prompts(value: Any) -> list[str | list[int]]:
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists, none of them empty")
 
 
+BUDGET_NAMES = AliasChoices("reasoning_budget", "thinking_token_budget")
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
@@ -153,6 +154,8 @@ class CompletionBody(Body):
       echo: begin the answer with the prompt.
     """
 
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED | {"tools": ([],)}
+
     prompt: Annotated[list[Any], BeforeValidator(_to_prompts)] = Field([""])
     logprobs: Alternatives | None = None
     echo: bool | None = None
@@ -166,12 +169,58 @@ class ChatBody(Body):
       max_completion_tokens: maximum number of new tokens; overrides max_tokens.
       logprobs: report log-probabilities.
       top_logprobs: number of alternatives reported with each token; needs logprobs.
+      tools: the tools that the model may call.
+      tool_choice: `auto`, `none`, `required`, or the tool that must be called.
+      parallel_tool_calls: whether an answer may have several tool calls.
+      reasoning_effort: `none`, `minimal`, `low`, `medium` or `high`.
+      reasoning_budget: maximum number of tokens of the reasoning; `thinking_token_budget` is another name.
+      chat_template_kwargs: further variables of the chat template.
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, validation_alias=BUDGET_NAMES)
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
+
+    def conversation(self) -> Conversation:
+        """Returns the conversation to answer.
+
+        Raises:
+          RequestError: 400, a field is wrong.
+        """
+        return Conversation(
+            [message.fields() for message in self.messages],
+            self.tools or (),
+            chosen_tool(self.tool_choice),
+            self.parallel_tool_calls is not False,
+            check_effort(self.reasoning_effort),
+            self.reasoning_budget,
+            self.chat_template_kwargs or {},
+            self.constraint(),
+        )
+
+
+def chosen_tool(choice: str | dict[str, Any] | None) -> str:
+    """Returns `tool_choice` as in `Conversation.choice`.
+
+    Raises:
+      RequestError: 400, the field is wrong.
+    """
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else choice.get("name")
+        if choice.get("type", "function") == "function" and isinstance(name, str):
+            return name
+    elif choice in (None, "auto", "none", "required"):
+        return choice or "auto"
+    message = f"tool_choice must be auto, none, required or a function with its name, got {quote(choice)}"
+    raise RequestError(400, message, param="tool_choice")
 
 
 def check_combination(body: Body) -> None:

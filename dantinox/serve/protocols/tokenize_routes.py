@@ -20,6 +20,7 @@ class TokenizeBody(StrictBody):
       model: name of the served model; another name is an error.
       prompt: text to encode; either this or messages.
       messages: conversation to format with the chat template and encode.
+      tools: the tools of the conversation.
       add_special_tokens: false leaves out the BOS token.
       return_token_strs: also return the text of each token.
     """
@@ -29,6 +30,7 @@ class TokenizeBody(StrictBody):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -56,7 +58,8 @@ def routes(service: Service) -> list[Route]:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError(400, "the body must have either prompt or messages", param="prompt")
         if body.messages is not None:
-            ids, _ = await service.render([message.model_dump() for message in body.messages])
+            rendered, _ = await service.render([message.fields() for message in body.messages], body.tools or ())
+            ids = rendered.ids
         elif body.prompt in tokenizer.special_tokens:  # the name of a special token: clients look up the EOS id this way
             ids = [tokenizer.special_tokens[body.prompt]]
         elif not body.prompt:

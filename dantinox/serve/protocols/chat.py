@@ -1,0 +1,256 @@
+"""Conversations of all protocols: rendering with tools, constraints of tool calls, and the parser of each reply."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dantinox.config import Config
+from dantinox.files import quote
+from dantinox.generation.constraints import Constraint
+from dantinox.generation.guides import Reasoning
+from dantinox.generation.request import GenerationRequest
+from dantinox.serve.errors import JSON, RequestError
+from dantinox.serve.service import Service
+from dantinox.text.reply_formats import HARMONY, ReplyFormat
+from dantinox.text.reply_parser import ReplyParser, is_reasoning_open, make_parser
+from dantinox.text.tool_calls import Part
+from dantinox.text.tool_grammars import Tool, tool_grammars
+
+MAX_TOOLS = 128
+MAX_NAME = 64  # characters of the name of a tool
+# The most tokens of reasoning for each value of `reasoning_effort`, for templates that do not use the variable; None: no limit.
+EFFORTS: dict[str, int | None] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": None, "xhigh": None}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation to answer, as a protocol has parsed it.
+
+    Attributes:
+      messages: messages in OpenAI's format.
+      tools: the definitions of the tools in OpenAI's format; empty: none.
+      choice: `auto`, `none`, `required` or the name of a tool that must be called.
+      parallel: whether the reply may have several tool calls.
+      effort: a key of `EFFORTS`; None: the default of the model.
+      budget: the most tokens of reasoning; None: as `effort` says.
+      variables: further variables of the chat template.
+      constraint: the constraint on the answer.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: str = "auto"
+    parallel: bool = True
+    effort: str | None = None
+    budget: int | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    constraint: Constraint | None = None
+
+
+class PreparedChat(NamedTuple):
+    """A conversation as the engine needs it.
+
+    Attributes:
+      ids: the tokens of the prompt.
+      end_ids: the tokens that end the reply.
+      constraint, reasoning, visible_ids: as in `GenerationRequest`.
+      form: the notation of the reply.
+      schemas: the parameters of the tools that may be called, by name; None: no tools.
+      reasoning_is_open: whether the prompt ends inside of the reasoning.
+    """
+
+    ids: list[int]
+    end_ids: frozenset[int]
+    constraint: Constraint | None
+    reasoning: Reasoning | None
+    visible_ids: frozenset[int]
+    form: ReplyFormat
+    schemas: Mapping[str, Mapping[str, Any]] | None
+    reasoning_is_open: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the whole text of a reply is the answer."""
+        return self.schemas is None and not self.form.reasons
+
+    def request(self, config: Config, logprobs: int | None = None) -> GenerationRequest:
+        """Returns the generation request for the reply."""
+        return GenerationRequest(tuple(self.ids), config, logprobs, False, self.constraint, self.reasoning, self.visible_ids)
+
+    def fields(self) -> "ReplyFields":
+        """Returns the empty fields of one reply."""
+        parser = None if self.is_plain else make_parser(self.form, self.schemas, reasoning_is_open=self.reasoning_is_open)
+        return ReplyFields(parser)
+
+
+async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
+    """Renders a conversation and returns what its reply needs.
+
+    Raises:
+      RequestError: 400, the model has no chat template, or the tools or the reasoning cannot be served.
+      UserError: the template rejects the messages.
+    """
+    form = service.reply_format
+    tools = [] if chat.choice == "none" else parse_tools(chat.tools)
+    if chat.choice not in ("auto", "none", "required"):
+        tools = [tool for tool in tools if tool.name == chat.choice]
+        if not tools:
+            raise RequestError(
+                400, f"tool_choice names the tool {quote(chat.choice)}, which is not in tools", param="tool_choice"
+            )
+    if chat.choice == "required" and not tools:
+        raise RequestError(400, "tool_choice: required needs tools", param="tool_choice")
+    if chat.constraint is not None and tools and chat.choice != "auto":
+        raise RequestError(400, "a reply that must call a tool cannot also have a response_format", param="response_format")
+    variables = dict(chat.variables)
+    if chat.effort is not None:
+        variables |= {"reasoning_effort": chat.effort, "enable_thinking": chat.effort != "none"}
+    prompt, end_ids = await service.render(chat.messages, [] if chat.choice == "none" else chat.tools, variables)
+    is_open = is_reasoning_open(form, prompt.text)
+    reasoning = _reasoning(service, form, chat, is_open)
+    constraint = _constraint(service, form, chat, tools, is_open)
+    schemas = {tool.name: tool.parameters for tool in tools} if tools else None
+    visible = form.visible_ids if schemas is not None or form.reasons else frozenset[int]()
+    ends = (end_ids | (form.stop_ids if schemas is not None or form.name == HARMONY else frozenset())) - visible
+    return PreparedChat(prompt.ids, ends, constraint, reasoning, visible, form, schemas, is_open)
+
+
+def parse_tools(definitions: Sequence[Mapping[str, Any]]) -> list[Tool]:
+    """Returns the tools of a request.
+
+    Raises:
+      RequestError: 400 with the wrong field.
+    """
+    if len(definitions) > MAX_TOOLS:
+        raise RequestError(400, f"tools must have at most {MAX_TOOLS} entries, got {len(definitions)}", param="tools")
+    tools: dict[str, Tool] = {}
+    for number, definition in enumerate(definitions):
+        where = f"tools.{number}"
+        function = definition.get("function")
+        if definition.get("type", "function") != "function" or not isinstance(function, Mapping):
+            raise RequestError(400, f"{where} must be of type function with the field function", param=where)
+        name, parameters = function.get("name"), function.get("parameters") or {}
+        if not isinstance(name, str) or not name.replace("-", "_").replace(".", "_").isidentifier() or len(name) > MAX_NAME:
+            message = f"{where}.function.name must have 1 to {MAX_NAME} letters, digits, _, - and ., got {quote(name)}"
+            raise RequestError(400, message, param=f"{where}.function.name")
+        if name in tools:
+            raise RequestError(400, f"{where}.function.name {quote(name)} occurs twice", param=f"{where}.function.name")
+        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+            message = f"{where}.function.parameters must be a JSON schema of type object, got {quote(parameters)}"
+            raise RequestError(400, message, param=f"{where}.function.parameters")
+        tools[name] = Tool(name, parameters, function.get("strict") is True)
+    return [*tools.values()]
+
+
+def _reasoning(service: Service, form: ReplyFormat, chat: Conversation, is_open: bool) -> Reasoning | None:
+    """Returns the reasoning of the reply with its budget, or None if the model does not reason."""
+    uses_variable = service.options.template is not None and "reasoning_effort" in service.options.template.source
+    budget = chat.budget
+    if budget is None and chat.effort is not None and not uses_variable:
+        budget = EFFORTS[chat.effort]
+    if not form.reasons:
+        if chat.budget is not None:
+            raise RequestError(400, "a budget of reasoning tokens needs a model whose template has reasoning")
+        return None
+    if form.name == HARMONY:
+        begin, end, closing = (
+            "<|channel|>analysis<|message|>",
+            "<|end|>",
+            "<|end|><|start|>assistant<|channel|>final<|message|>",
+        )
+    else:
+        assert form.reasoning is not None
+        (begin, end), closing = form.reasoning, f"\n{form.reasoning.end}\n\n"
+    return Reasoning(begin, end, is_open, budget, tuple(service.tokenizer.encode(closing, parse_special=True)))
+
+
+def _constraint(
+    service: Service, form: ReplyFormat, chat: Conversation, tools: Sequence[Tool], is_open: bool
+) -> Constraint | None:
+    """Returns the constraint on the reply: that of its tool calls, or that of the answer after the reasoning."""
+    answer_markers: tuple[str, ...] = ()
+    if form.name == HARMONY:
+        answer_markers = ("<|channel|>final<|message|>",)
+    elif form.reasoning is not None and is_open:
+        answer_markers = (form.reasoning.end,)
+    if not tools:
+        if chat.constraint is None or not answer_markers:
+            return chat.constraint
+        return Constraint(chat.constraint.kind, chat.constraint.source, after=answer_markers)
+    if chat.constraint is not None:
+        raise RequestError(
+            400, "response_format cannot be combined with tools: set tool_choice to none", param="response_format"
+        )
+    if service.tokenizer.token_pieces is None:  # llguidance does not support this vocabulary
+        if chat.choice != "auto":
+            raise RequestError(400, "tool_choice must be auto or none for the vocabulary of this model", param="tool_choice")
+        return None
+    parallel = chat.parallel and chat.choice in ("auto", "required")
+    needs_reasoning = form.reasons and not is_open
+    try:
+        grammars = tool_grammars(form, tools, service.tokenizer, parallel=parallel, optional_reasoning=needs_reasoning)
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        raise RequestError(400, "tools has a schema that is not a valid JSON schema", param="tools") from None
+    if chat.choice == "auto":
+        return Constraint(
+            "lark", grammars.section, after=form.tools.begin_markers, opening=form.tools.opening, repeats=parallel
+        )
+    after = answer_markers if is_open and form.name != HARMONY else ()
+    return Constraint("lark", grammars.whole, after=after)
+
+
+# --- replies
+
+
+class ReplyFields:
+    """Collects the parts of one reply.
+
+    Attributes:
+      content, reasoning: the answer and the reasoning so far.
+      calls: the tool calls so far, in OpenAI's format.
+    """
+
+    def __init__(self, parser: ReplyParser | None):
+        """`parser` is None if the whole text is the answer."""
+        self.content = self.reasoning = ""
+        self.calls: list[dict[str, Any]] = []
+        self._parser = parser
+
+    def push(self, text: str, finish_reason: str | None) -> list[dict[str, JSON]]:
+        """Adds text and returns the deltas of a streamed chat completion; the finish reason marks the end of the reply."""
+        return [self.add(part) for part in self.parts(text, finish_reason)]
+
+    def parts(self, text: str, finish_reason: str | None) -> list[Part]:
+        """Returns the parts that new text makes known."""
+        if self._parser is None:
+            return [Part("content", text)] if text else []
+        return [*self._parser.push(text), *(self._parser.finish() if finish_reason is not None else ())]
+
+    def reason(self, finish_reason: str | None) -> str | None:
+        """Returns the finish reason in OpenAI's format: `tool_calls` if the reply has ended with tool calls."""
+        return "tool_calls" if finish_reason == "stop" and self.calls else finish_reason
+
+    def add(self, part: Part) -> dict[str, JSON]:
+        """Adds a part and returns the delta of a streamed chat completion."""
+        if part.kind == "content":
+            self.content += part.text
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            self.reasoning += part.text
+            return {"reasoning_content": part.text}
+        if part.kind == "call":
+            function = {"name": part.text, "arguments": ""}
+            call: dict[str, Any] = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+            self.calls.append(call)
+            return {"tool_calls": [{"index": len(self.calls) - 1, **call, "function": dict(function)}]}
+        self.calls[-1]["function"]["arguments"] += part.text
+        return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": part.text}}]}
+
+
+def check_effort(effort: str | None) -> str | None:
+    """Returns a reasoning effort, or raises RequestError (400) if it is unknown."""
+    if effort is not None and effort not in EFFORTS:
+        message = f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {quote(effort)}"
+        raise RequestError(400, message, param="reasoning_effort")
+    return effort
