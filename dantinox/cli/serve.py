@@ -56,6 +56,13 @@ def add_serve_flags(command: Parser) -> None:
     capacity.add_argument(
         "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
     )
+    capacity.add_argument(
+        "--store_responses",
+        type=_number(0, 2**20),
+        default=0,
+        metavar="N",
+        help="responses of /v1/responses kept in memory for previous_response_id (default: 0)",
+    )
     add_chat_template(command)
     command.add_argument(
         "--tool_format", default="auto", metavar="NAME", help="notation of tool calls (default: that of the chat template)"
@@ -95,7 +102,7 @@ def serve(options: argparse.Namespace) -> int:
         reply_format(template, run.tokenizer, options.tool_format)  # raises for an unknown name
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
-        server_options = Options(template, options.tool_format, key, hosts, origins, options.lite)
+        server_options = Options(template, options.tool_format, key, hosts, origins, options.lite, options.store_responses)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):
             print(f"warning: anyone who can reach {where} can use this server, because it has no key", file=sys.stderr)

@@ -55,6 +55,7 @@ class Output(NamedTuple):
       parts: new text, one part per token if the request reports log-probabilities.
       ids: the new tokens; `steps` holds their reports.
       finish_reason: `eos`, `stop`, `length` or `cancelled` in the last output of the sample.
+      stop_string: the stop string that ended the sample, or None.
       ended: whether the request has ended; `error` is set if it failed.
     """
 
@@ -64,6 +65,7 @@ class Output(NamedTuple):
     ids: Sequence[int] = ()
     steps: StepInfo | None = None
     finish_reason: str | None = None
+    stop_string: str | None = None
     ended: bool = False
     error: Exception | None = None
 
@@ -218,7 +220,8 @@ class Engine:
     def _sample_texts(self, request: GenerationRequest) -> list[SampleText]:
         tokenizer, section = self.model.tokenizer, request.config.generation
         return [
-            SampleText(tokenizer, section, request.ids, guides, request.visible_ids) for guides in self.model.guides(request)
+            SampleText(tokenizer, section, request.ids, guides, request.visible_ids, request.reasoning)
+            for guides in self.model.guides(request)
         ]
 
     def _check(self, request: GenerationRequest) -> None:
@@ -494,8 +497,9 @@ class Engine:
         if new and job.stats.new_tokens == 0:
             job.stats.first_token_seconds = job.seconds()
         job.stats.new_tokens += len(new)
+        job.stats.reasoning_tokens = sum(one.reasoning_tokens for one in job.texts)
         self.counters["new_tokens"] += len(new)
-        self._outputs.append(Output(job, number, parts, new, steps, text.finish_reason))
+        self._outputs.append(Output(job, number, parts, new, steps, text.finish_reason, text.stop_string))
         if text.finish_reason is None:
             return
         if self._scheduler.holders[slot] is job:

@@ -146,37 +146,60 @@ class AfterTrigger:
         self._matcher = None
 
 
+class ReasoningTracker:
+    """Follows the reasoning of a sample.
+
+    Attributes:
+      is_open: whether the text is inside of the reasoning.
+      count: the number of tokens of the reasoning, without the token that completes its end marker.
+      pending: whether the end of the text is the beginning of the end marker.
+    """
+
+    def __init__(self, reasoning: Reasoning):
+        self._reasoning, self._tail = reasoning, ""
+        self.is_open, self.count = reasoning.is_open, 0
+
+    def push(self, text: str) -> None:
+        """Processes the text of one token."""
+        marker = self._reasoning.end if self.is_open else self._reasoning.begin
+        tail = self._tail + text
+        if marker in tail:
+            self.is_open, self._tail = not self.is_open, ""
+            return
+        self.count += self.is_open
+        self._tail = tail[len(tail) - overlap(tail, (marker,)) :]
+
+    @property
+    def pending(self) -> bool:
+        return self.is_open and self._tail != ""
+
+
 class ReasoningBudget:
     """Ends the reasoning of a sample after `Reasoning.budget` tokens, by forcing the tokens of the text that ends it."""
 
     done = False
 
     def __init__(self, reasoning: Reasoning, budget: int, vocab_size: int):
-        self._begin, self._end, self._closing = reasoning.begin, reasoning.end, reasoning.closing
-        self._limit, self._vocab_size = budget, vocab_size
-        self._open, self._count, self._tail, self._forced = reasoning.is_open, 0, "", 0
-        self._forcing = reasoning.is_open and budget == 0
+        self._tracker, self._closing = ReasoningTracker(reasoning), reasoning.closing
+        self._budget, self._vocab_size = budget, vocab_size
+        self._forced: int | None = (
+            0 if reasoning.is_open and budget == 0 else None
+        )  # number of forced tokens; None: not forcing
 
     def mask(self) -> np.ndarray | None:
-        return only_token(self._closing[self._forced], self._vocab_size) if self._forcing else None
+        return None if self._forced is None else only_token(self._closing[self._forced], self._vocab_size)
 
     def push(self, token: int, text: str) -> Verdict:
-        if self._forcing:
+        self._tracker.push(text)
+        if self._forced is not None:
             self._forced += 1
             if self._forced < len(self._closing):
                 return Verdict.KEEP
-            self._forcing = self._open = False
+            self._forced, self._tracker.is_open = None, False
             return Verdict.RESTART_AFTER
-        marker = self._end if self._open else self._begin
-        tail = self._tail + text
-        self._tail = tail[-len(marker) + 1 :] if len(marker) > 1 else ""
-        if marker in tail:
-            self._open, self._tail = not self._open, ""
-        elif self._open:
-            self._count += 1
         # A model that has begun to write the end marker may complete it.
-        if self._open and self._count >= self._limit and not overlap(self._tail, (self._end,)):
-            self._forcing, self._forced = True, 0
+        if self._tracker.is_open and self._tracker.count >= self._budget and not self._tracker.pending:
+            self._forced = 0
             return Verdict.RESTART_AFTER
         return Verdict.KEEP
 

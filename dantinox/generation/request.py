@@ -53,12 +53,14 @@ class Delta(NamedTuple):
       text: new text of the response; "" if the new tokens do not complete any text yet.
       tokens: one record per new token: `id` and `text`, and the reports if log-probabilities were requested.
       finish_reason: `eos`, `stop`, `length` or `cancelled` in the last delta of the sample, else None.
+      stop_string: in the last delta, the stop string that ended the sample, or None.
     """
 
     sample: int
     text: str
     tokens: Sequence[TokenRecord]
     finish_reason: str | None = None
+    stop_string: str | None = None
 
 
 @dataclass
@@ -67,7 +69,7 @@ class RequestStats:
 
     Attributes:
       prompt_tokens, reused_tokens: the number of prompt tokens, and of those the number that came from the prefix cache.
-      new_tokens: the number of generated tokens of all samples.
+      new_tokens, reasoning_tokens: the number of generated tokens of all samples, and of those the tokens of the reasoning.
       draft_tokens, accepted_draft_tokens: the number of draft tokens that were verified, and of those that were accepted.
       queued_seconds, first_token_seconds, seconds: the time from the arrival of the request to its slot, to its first token,
         and to its end.
@@ -76,6 +78,7 @@ class RequestStats:
     prompt_tokens: int
     reused_tokens: int = 0
     new_tokens: int = 0
+    reasoning_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     queued_seconds: float = 0.0

@@ -5,7 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 from dantinox.config import GenerationSection
-from dantinox.generation.guides import Guide, Verdict, combine_masks
+from dantinox.generation.guides import Guide, Reasoning, ReasoningTracker, Verdict, combine_masks
 from dantinox.generation.stop_strings import StopFinder
 from dantinox.generation.token_settings import stop_token_ids
 from dantinox.sampling import StepInfo
@@ -38,11 +38,13 @@ class SampleText:
         prompt: Sequence[int],
         guides: Sequence[Guide] = (),
         visible_ids: frozenset[int] = frozenset(),
+        reasoning: Reasoning | None = None,
     ):
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self.guides, self.must_restart = guides, False
         self.mask = combine_masks([guide.mask() for guide in guides])
+        self._reasoning = None if reasoning is None else ReasoningTracker(reasoning)
         self._eos = () if section.ignore_eos else tokenizer.stop_ids
         self._stop_ids, self._keep_stop = stop_token_ids(tokenizer, section), section.keep_stop
         self._min_tokens = section.min_tokens
@@ -53,6 +55,16 @@ class SampleText:
         self._detokenizer.push(prompt)
         self._stops = StopFinder(section.stop, section.keep_stop)
         self._entropy = 0.0  # the largest entropy since the last part
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of tokens of the reasoning."""
+        return 0 if self._reasoning is None else self._reasoning.count
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.matched_stop
 
     @property
     def complete(self) -> bool:
@@ -105,6 +117,8 @@ class SampleText:
                 self._detokenizer.push([*self._prompt, *self.tokens])
                 return ""
         self.tokens.append(token)
+        if self._reasoning is not None:
+            self._reasoning.push(new)
         if token in self._eos or token in self._stop_ids:
             self.must_restart = False  # the sample has ended
         text = self._stops.push(new, active=len(self.tokens) >= self._min_tokens)

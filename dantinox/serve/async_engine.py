@@ -66,7 +66,7 @@ class _Responder:
             records = token_records(ids, texts, output.steps, self._tokenizer, request.logprobs)
         if request.echo and not self.stream.prompt:
             self.stream.prompt = self._prompt_records(output.job.prompt_steps)
-        self.stream.push(Delta(output.sample, output.text, records, output.finish_reason))
+        self.stream.push(Delta(output.sample, output.text, records, output.finish_reason, output.stop_string))
 
     def _prompt_records(self, steps: StepInfo | None) -> list[TokenRecord]:
         """Returns a record for each token of the prompt; the first one has no probabilities."""

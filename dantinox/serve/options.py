@@ -20,6 +20,7 @@ class Options:
       hosts: host names that requests may address, in lower case without a port; `*`: any, `ip`: any IP address.
       origins: origins whose web pages may use this server, such as `https://a.example`; `*`: any.
       lite: the file or folder of Kobold Lite that the server provides.
+      stored_responses: how many responses of `/v1/responses` are kept in memory for `previous_response_id`.
       limits: limits of requests.
     """
 
@@ -29,4 +30,5 @@ class Options:
     hosts: frozenset[str] = LOCAL_HOSTS
     origins: tuple[str, ...] = ()
     lite: Path | None = None
+    stored_responses: int = 0
     limits: Limits = field(default_factory=Limits)

@@ -98,7 +98,7 @@ class FakeEngine:
                 text += stops.push(speech.flush()) + stops.flush() if reason == "length" else ""
                 answer.stats.new_tokens += 1
                 answer.stats.first_token_seconds = answer.stats.first_token_seconds or now() - began
-                answer.push(Delta(sample, text, [self._record(token, ask.logprobs)], reason))
+                answer.push(Delta(sample, text, [self._record(token, ask.logprobs)], reason, stops.matched_stop))
                 if reason:
                     break
             else:

@@ -150,8 +150,6 @@ def _reasoning(service: Service, form: ReplyFormat, chat: Conversation, is_open:
     if budget is None and chat.effort is not None and not uses_variable:
         budget = EFFORTS[chat.effort]
     if not form.reasons:
-        if chat.budget is not None:
-            raise RequestError(400, "a budget of reasoning tokens needs a model whose template has reasoning")
         return None
     if form.name == HARMONY:
         begin, end, closing = (

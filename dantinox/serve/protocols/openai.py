@@ -211,13 +211,18 @@ class OpenAIReply(Reply):
         stats = [stream.stats for stream in self.streams.values()]
         prompt, new = sum(len(request.ids) for request in self.requests), sum(one.new_tokens for one in stats)
         cached, accepted = sum(one.reused_tokens for one in stats), sum(one.accepted_draft_tokens for one in stats)
-        rejected = sum(one.draft_tokens for one in stats) - accepted
+        rejected, reasoning = sum(one.draft_tokens for one in stats) - accepted, sum(one.reasoning_tokens for one in stats)
+        details = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+            "reasoning_tokens": reasoning,
+        }
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
+            "completion_tokens_details": {**details},
         }
 
 
