@@ -18,7 +18,7 @@ from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.protocols.bodies import StrictBody, parse_body
-from dantinox.serve.protocols.chat import Conversation, PreparedChat, check_effort, prepare_chat
+from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
 

@@ -16,10 +16,10 @@ from starlette.routing import Route
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.serve.errors import JSON, RequestError, error_object, http_error
 from dantinox.serve.protocols.bodies import parse_body
-from dantinox.serve.protocols.chat import PreparedChat, prepare_chat
 from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
 from dantinox.serve.protocols.token_text import prompt_ids
+from dantinox.serve.protocols.tool_chat import PreparedChat, prepare_chat
 from dantinox.serve.service import Reply, Service
 
 DONE = b"data: [DONE]\n\n"

@@ -13,7 +13,7 @@ from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.limits import MAX_PROMPTS, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
-from dantinox.serve.protocols.chat import Conversation, check_effort
+from dantinox.serve.protocols.tool_chat import Conversation, check_effort
 
 SETTING_NAMES = {name: name for name in REQUEST_KEYS} | {"typical_p": "typical"}  # field → setting
 # Fields that have no effect.

@@ -21,9 +21,9 @@ from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError, error_object, http_error
 from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body
-from dantinox.serve.protocols.chat import Conversation, PreparedChat, check_effort, prepare_chat
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.openai_bodies import chosen_tool
+from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
 
