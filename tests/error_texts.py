@@ -185,6 +185,7 @@ ERRORS = {
     "score_fn_must_return_one_score": r"score_fn must return one score per candidate, shape \(3,\), got shape \(2?,?\)",
     "set_router_low_entropy": r"set router\.low_entropy$",
     # serve
+    "the_alias": "^the alias '(a|fake)' (stands for|is already)",
     "byte_6": "byte 6 ",
     "draining": "draining",
     "failed": "failed",

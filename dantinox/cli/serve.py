@@ -110,14 +110,13 @@ def serve(options: argparse.Namespace) -> int:
 
         if options.log is not None:
             configure_logging(options.log)
-
         run = load(options.run_dir, config.generation.tensor_parallel)
         template = chosen_template(options, template_path, run.tokenizer)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
         reloader = Reloader(keys)
         server_options = Options(template, None, hosts, origins, options.lite, keys=keys, aliases=aliases, reloader=reloader)
-        where = _address(listener)
+        app, where = make_app(engine, server_options), _address(listener)
         if options.no_auth and not _is_loopback(options.host):
             _report(options, logging.WARNING, f"anyone who can reach {where} can use this server, because it has no key")
         _report(options, logging.INFO, f"{name} is loaded; compiling its programs")
@@ -125,7 +124,7 @@ def serve(options: argparse.Namespace) -> int:
         def ready() -> None:
             print(f"{name} is served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
 
-        return run_server(make_app(engine, server_options), engine, listener, server_options.limits, ready, reloader)
+        return run_server(app, engine, listener, server_options.limits, ready, reloader)
 
 
 def _report(options: argparse.Namespace, level: int, message: str) -> None:

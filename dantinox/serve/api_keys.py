@@ -71,7 +71,7 @@ def read_keys(path: str | Path) -> tuple[ApiKey, ...]:
         same value or name. The message contains no key.
     """
     path = Path(path)
-    tree, _ = read_yaml(path, ("keys",))
+    tree, _ = read_yaml(path, ("keys",), "keys file")
     entries = tree.get("keys")
     if set(tree) != {"keys"} or not isinstance(entries, list) or not 1 <= len(entries) <= MAX_KEYS:
         raise UserError(f"{path} must have one list, keys, with 1 to {MAX_KEYS} entries")

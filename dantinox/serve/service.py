@@ -117,8 +117,11 @@ class Service:
         """
         resolved = self.engine.name if name is None else self.options.aliases.get(name, name)
         if not self._is_model(resolved):
-            names = ", ".join(map(repr, (self.engine.name, *self.options.aliases)))
-            raise http_error("model", resolved[:60], names, param="model")
+            names = [self.engine.name, *self.options.aliases]
+            listed = ", ".join(repr(known[:60]) for known in names[:5]) + (
+                f" and {len(names) - 5} more" if len(names) > 5 else ""
+            )
+            raise http_error("model", resolved[:60], listed, param="model")
         return resolved
 
     def check_model(self, name: str | None) -> None:
