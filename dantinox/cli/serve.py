@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,9 @@ def serve(options: argparse.Namespace) -> int:
     directory = open_run(options.run_dir, check=False)  # `load` checks it
     config, template_path = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
     from dantinox.serve.server import listen
+    from dantinox.serve.spans import make_provider
 
+    provider = make_provider() if options.otel else None
     with listen(options.host, options.port) as listener:
         use_compilation_cache()
         from dantinox.generation import load
@@ -107,6 +110,7 @@ def serve(options: argparse.Namespace) -> int:
         from dantinox.serve.reload import Reloader
         from dantinox.serve.request_log import configure_logging
         from dantinox.serve.server import serve as run_server
+        from dantinox.serve.spans import close_provider, trace_exporter
 
         if options.log is not None:
             configure_logging(options.log)
@@ -116,6 +120,8 @@ def serve(options: argparse.Namespace) -> int:
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
         reloader = Reloader(keys)
         server_options = Options(template, None, hosts, origins, options.lite, keys=keys, aliases=aliases, reloader=reloader)
+        if provider is not None:
+            server_options = replace(server_options, export_trace=trace_exporter(provider))
         app, where = make_app(engine, server_options), _address(listener)
         if options.no_auth and not _is_loopback(options.host):
             _report(options, logging.WARNING, f"anyone who can reach {where} can use this server, because it has no key")
@@ -124,7 +130,10 @@ def serve(options: argparse.Namespace) -> int:
         def ready() -> None:
             print(f"{name} is served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
 
-        return run_server(app, engine, listener, server_options.limits, ready, reloader)
+        code = run_server(app, engine, listener, server_options.limits, ready, reloader)
+        if provider is not None:
+            close_provider(provider)
+        return code
 
 
 def _report(options: argparse.Namespace, level: int, message: str) -> None:

@@ -69,12 +69,12 @@ class Guard:
         began = time.monotonic()
         named = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         record = new_record(scope["method"], scope["path"], named)
+        record.route = record.path if record.path in self._paths else None
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                path = scope["path"] if scope["path"] in self._paths else "other"
-                self._metrics.responses.labels(path, str(message["status"])).inc()
+                self._metrics.responses.labels(record.route or "other", str(message["status"])).inc()
                 present = {name.lower() for name, _ in message["headers"]}
                 extra = HEADERS | {"x-request-id": record.id} | ({} if record.usage is None else record.usage.headers())
                 more = [(name.encode(), value.encode()) for name, value in extra.items() if name.encode() not in present]

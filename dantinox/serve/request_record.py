@@ -42,6 +42,7 @@ class RequestRecord:
     Attributes:
       id: the client's `x-request-id` if it is valid, otherwise a new one.
       method, path: of the request; the path has no query string.
+      route: the path if the server has it, otherwise None.
       trace_headers: `traceparent` and `tracestate` of the client.
       key, usage: the client's API key and its usage; None without keys.
       model: the name of the model that generates.
@@ -54,6 +55,7 @@ class RequestRecord:
     id: str
     method: str = ""
     path: str = ""
+    route: str | None = None
     trace_headers: dict[str, str] = field(default_factory=dict)
     key: ApiKey | None = None
     usage: KeyUsage | None = None
@@ -106,6 +108,7 @@ def new_record(method: str, path: str, headers: dict[str, str]) -> RequestRecord
     """
     given = headers.get("x-request-id", "")
     trace_headers: dict[str, str] = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-    record = RequestRecord(given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16), method, path, trace_headers)
+    request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    record = RequestRecord(request_id, method, path, trace_headers=trace_headers)
     _current.set(record)
     return record
