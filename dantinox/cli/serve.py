@@ -111,6 +111,7 @@ def serve(options: argparse.Namespace) -> int:
         from dantinox.serve.request_log import configure_logging
         from dantinox.serve.server import serve as run_server
         from dantinox.serve.spans import close_provider, trace_exporter
+        from dantinox.serve.weight_reload import weight_reloader
 
         if options.log is not None:
             configure_logging(options.log)
@@ -118,7 +119,7 @@ def serve(options: argparse.Namespace) -> int:
         template = chosen_template(options, template_path, run.tokenizer)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
-        reloader = Reloader(keys)
+        reloader = Reloader(keys, weight_reloader(engine, options.run_dir))
         server_options = Options(template, None, hosts, origins, options.lite, keys=keys, aliases=aliases, reloader=reloader)
         if provider is not None:
             server_options = replace(server_options, export_trace=trace_exporter(provider))
