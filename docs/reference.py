@@ -394,7 +394,7 @@ def is_documented(name: str, value: object) -> bool:
 HTTP_INTRO = """# HTTP API
 
 `dantinox serve` answers these paths. [Serving](../serving.md) explains the protocols, errors, limits and authentication. Every
-path except `/health` and the files of the web page needs the key, if the server has one. Bodies are JSON objects. A field that
+path except `/health` and the files of the web page needs a key, if the server has keys. Bodies are JSON objects. A field that
 is null or absent has the value of the run's settings.
 
 """

@@ -167,7 +167,7 @@ def test_ports_and_probes():
     assert job["job_name"] in RULES[0]["expr"] and "server" in server["command"]
 
 
-def test_files_of_the_composition_exist():
+def test_files_of_the_compose_file_exist():
     for service in COMPOSE["services"].values():
         for volume in service.get("volumes", ()):
             source = (
