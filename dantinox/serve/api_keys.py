@@ -15,7 +15,7 @@ from dantinox.serve.rate_limits import ApiKey, KeyUsage
 SECRET = re.compile(r"[!-~]{8,1024}")
 SECRET_RULE = "8 to 1024 printable ASCII characters without spaces"
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
-FIELDS = ("name", "key", "sha256", *LIMITS, "admin")
+FIELDS = ("name", "key", "sha256", *LIMITS, "admin", "models")
 MAX_LIMIT = 10**9
 
 
@@ -102,7 +102,10 @@ def _read_key(entry: object, where: str) -> ApiKey:
     admin = entry.get("admin", False)
     if not isinstance(admin, bool):
         raise UserError(f"admin of {where} must be true or false, got {quote(admin)}")
-    return ApiKey(name, _read_digest(entry, where), **limits, admin=admin)
+    models = entry.get("models")
+    if models is not None and not (isinstance(models, list) and models and all(isinstance(one, str) for one in models)):
+        raise UserError(f"models of {where} must be a list of names, or null, got {quote(models)}")
+    return ApiKey(name, _read_digest(entry, where), **limits, admin=admin, models=None if models is None else tuple(models))
 
 
 def _read_digest(entry: Mapping[str, object], where: str) -> bytes:

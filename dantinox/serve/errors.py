@@ -82,6 +82,7 @@ ERRORS: dict[str, tuple[int, str | None, str]] = {
     "path": (404, None, "this path does not exist: {}"),
     "method": (405, None, "this path accepts {}, not {}"),
     "model": (404, "model_not_found", "this server has no model {!r}, only {}"),
+    "model_of_key": (404, "model_not_found", "the key {} may not use the model {!r}"),
     "template": (
         400,
         "no_chat_template",

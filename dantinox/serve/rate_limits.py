@@ -24,6 +24,7 @@ class ApiKey:
       digest: SHA-256 of the key.
       requests_per_minute, tokens_per_minute, concurrent_requests: limits; None: no limit.
       admin: whether the key may use `/admin` paths.
+      models: names of the models that the key may use; None: all.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ApiKey:
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     admin: bool = False
+    models: tuple[str, ...] | None = None
 
 
 class TokenBucket:

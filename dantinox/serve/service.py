@@ -113,7 +113,7 @@ class Service:
         """Returns the model that a name in a request means: aliases are replaced, and None is the served model.
 
         Raises:
-          RequestError: 404, this server has no model of that name.
+          RequestError: 404, this server has no model of that name, or the key may not use it.
         """
         resolved = self.engine.name if name is None else self.options.aliases.get(name, name)
         if not self._is_model(resolved):
@@ -122,7 +122,23 @@ class Service:
                 f" and {len(names) - 5} more" if len(names) > 5 else ""
             )
             raise http_error("model", resolved[:60], listed, param="model")
+        record = current_record()
+        if not self.is_allowed(resolved):
+            raise http_error("model_of_key", record.key and record.key.name, resolved[:60], param="model")
+        record.model = resolved
         return resolved
+
+    def is_allowed(self, model: str) -> bool:
+        """Returns whether the key of this request may use a model, given by its own name."""
+        key = current_record().key
+        if key is None or key.models is None:
+            return True
+        return model in {self.options.aliases.get(name, name) for name in key.models}
+
+    def model_names(self) -> list[str]:
+        """Returns the names and aliases of the models that the key of this request may use."""
+        names = {self.engine.name: self.engine.name, **self.options.aliases}
+        return [name for name, model in names.items() if self.is_allowed(model)]
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestError (404) for the name of another model."""
@@ -216,10 +232,11 @@ class Service:
         Raises:
           UserError, Unavailable: as `EngineProtocol.submit` and `ResponseStream`.
           Busy: the queue is full and no request of this reply is running.
+          RequestError: the API key may not use the model.
           RateLimited, RequestError: the API key has too few tokens left, see `KeyUsage.reserve_tokens`.
         """
         record = current_record()
-        record.model = self.engine.name
+        self.resolve_model(record.model)  # not all protocols name a model
         with record.tokens(sum(self._max_tokens(request) for request in reply.requests)):
             async with contextlib.aclosing(self._generate(reply, record)) as deltas:
                 async for item in deltas:

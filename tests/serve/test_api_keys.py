@@ -109,6 +109,8 @@ def test_the_file_in_yaml_and_json(path, tmp_path):
         ("keys: [{name: a, key: 12-34-56-78, tokens_per_minute: true}]", "tokens_per_minute of keys[0]"),
         ("keys: [{name: a, key: 12-34-56-78, concurrent_requests: 1.5}]", "concurrent_requests of keys[0]"),
         ("keys: [{name: a, key: 12-34-56-78, admin: 1}]", "true or false"),
+        ("keys: [{name: a, key: 12-34-56-78, models: base}]", "a list of names"),
+        ("keys: [{name: a, key: 12-34-56-78, models: []}]", "a list of names"),
         ("keys: [{name: a, key: 12-34-56-78}, {name: a, key: 12-34-56-79}]", "keys[1]"),
         ("keys: [{name: a, key: 12-34-56-78}, {name: b, key: 12-34-56-78}]", "the same key as keys[0]"),
         ("keys: [{name: a, key: !!python/name:os.system x}]", "tag"),
@@ -259,6 +261,29 @@ def test_concurrent_requests():
     statuses, later = asyncio.run(ask_together())
     assert sorted(statuses) == [200, 200, 429] and later == 200
     assert keys.usage["one"].running == 0 and keys.usage["one"].counts["refused_concurrent"] == 1
+
+
+# --- models
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"), [(None, 200), (["fake"], 200), (["gpt-4o"], 200), (["other", "fake"], 200), (["other"], 404)]
+)
+def test_models_of_a_key(engine, tmp_path, models, expected):
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"name": "alice", "key": ALICE, "models": models}]}))
+    app = make_app(engine, Options(keys=ApiKeys(read_keys(path)), aliases={"gpt-4o": "fake"}))
+    with TestClient(app, base_url="http://localhost", headers=bearer(ALICE)) as http:
+        for body in (ASK, ASK | {"model": "fake"}, ASK | {"model": "gpt-4o"}, ASK | {"stream": True}):
+            answer = http.post("/v1/completions", json=body)
+            assert answer.status_code == expected
+        assert http.post("/api/v1/generate", json={"prompt": "a", "max_length": 2}).status_code == expected
+        assert http.post("/api/dantinox/generate", json={"prompt": "a"}).status_code == expected
+        names = [model["id"] for model in http.get("/v1/models").json()["data"]]
+        assert names == ([] if expected == 404 else ["fake", "gpt-4o"])
+        assert http.get("/v1/models/fake").status_code == expected
+    if expected == 404:
+        assert answer.json()["error"]["message"] == "the key alice may not use the model 'fake'"
 
 
 # --- metrics

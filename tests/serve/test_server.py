@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -245,6 +246,26 @@ def test_sighup_reloads_the_keys(tmp_path):
         assert status("second-secret") == 200
         server.send_signal(signal.SIGTERM)
         assert server.wait(5) == 0
+
+
+def test_the_end_of_the_terminal_drains(tmp_path):
+    """SIGHUP reloads, but a server must not survive the terminal in which it was started."""
+    (tmp_path / "keys.yaml").write_text("keys: [{name: a, key: first-secret}]")
+    ours, theirs = pty.openpty()
+    # The child makes the terminal its own, and then becomes the server.
+    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    take += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    server_arguments = ["-m", "tests.serve.process", "0.0", "--keys", str(tmp_path / "keys.yaml")]
+    command = [sys.executable, "-c", take, *server_arguments]
+    server = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=subprocess.PIPE, start_new_session=True)
+    os.close(theirs)
+    try:
+        assert server.stdout.readline().startswith(b"listening") and server.stdout.readline() == b"ready\n"
+        os.close(ours)
+        assert server.wait(5) == 0
+    finally:
+        server.kill()
+        server.communicate()
 
 
 def test_the_model_of_an_alias_must_exist(serve):

@@ -34,8 +34,7 @@ def routes(service: Service) -> list[Route]:
 
     async def models(request: Request) -> Response:
         """Lists the served model and its aliases."""
-        names = (service.engine.name, *service.options.aliases)
-        return JSONResponse({"object": "list", "data": [model(name) for name in names]})
+        return JSONResponse({"object": "list", "data": [model(name) for name in service.model_names()]})
 
     async def one_model(request: Request) -> Response:
         """Describes the served model or one of its aliases; 404 for another name."""
