@@ -26,7 +26,7 @@ def log_request(record: RequestRecord, trace_id: str | None = None) -> None:
 
 
 def request_fields(record: RequestRecord) -> dict[str, object]:
-    """Returns the fields of a request's log line. A request without generations has no fields about tokens and slots.
+    """Returns the fields of a request's log line. A request without generations has no fields about slots and new tokens.
 
     The times are seconds: `queued_seconds` until the last prompt has a slot, `first_token_seconds` until the first token of any
     prompt, both from the arrival of the prompt at the engine, and `seconds` from the arrival of the request to the end of its
@@ -40,14 +40,14 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
         "status": record.status,
         "seconds": round(record.seconds, 6),
     }
+    if record.prompt_tokens:
+        fields |= {"model": record.model, "prompt_tokens": record.prompt_tokens}
     if not record.generations:
         return fields
     stats = [generation.stats for generation in record.generations]
     first = [one.first_token_seconds for one in stats if one.new_tokens]
     reasons = {reason: None for one in record.generations for _, reason in sorted(one.finish_reasons.items())}
     return fields | {
-        "model": record.model,
-        "prompt_tokens": record.prompt_tokens,
         "cached_tokens": sum(one.reused_tokens for one in stats),
         "new_tokens": record.new_tokens,
         "queued_seconds": round(max(one.queued_seconds for one in stats), 6),

@@ -48,6 +48,7 @@ class RequestRecord:
       model: the name of the model that generates.
       operation: `chat` or `text_completion`.
       generations: the generation requests that the engine has accepted.
+      processed_tokens: prompt tokens that are processed without a generation request.
       status: HTTP status; `CLIENT_CLOSED` until the response begins.
       started, seconds: time of arrival in nanoseconds since the epoch, and seconds until the end of the response.
     """
@@ -62,13 +63,15 @@ class RequestRecord:
     model: str | None = None
     operation: str = "text_completion"
     generations: list[Generation] = field(default_factory=list)
+    processed_tokens: int = 0
     status: int = CLIENT_CLOSED
     started: int = field(default_factory=time.time_ns)
     seconds: float = 0.0
 
     @contextlib.contextmanager
     def tokens(self, most: int) -> Iterator[None]:
-        """Reserves `most` tokens of the key's limit in the block. After it, the tokens of `generations` count.
+        """Reserves `most` tokens of the key's limit in the block. After it, the tokens that the block has used count: those of
+        new `generations`, and those added to `processed_tokens`.
 
         Raises:
           RateLimited, RequestError: as `KeyUsage.reserve_tokens`.
@@ -85,7 +88,7 @@ class RequestRecord:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(generation.stats.prompt_tokens for generation in self.generations)
+        return self.processed_tokens + sum(generation.stats.prompt_tokens for generation in self.generations)
 
     @property
     def new_tokens(self) -> int:

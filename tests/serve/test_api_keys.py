@@ -13,8 +13,9 @@ from dantinox.config import UserError
 from dantinox.serve.api_keys import ApiKeys, read_keys, single_key
 from dantinox.serve.app import make_app
 from dantinox.serve.options import Options
-from dantinox.serve.rate_limits import NANOSECONDS, ApiKey, TokenBucket, format_duration
+from dantinox.serve.rate_limits import NANOSECONDS, ApiKey, RateLimited, TokenBucket, format_duration
 from dantinox.serve.reload import Reloader
+from dantinox.serve.request_record import RequestRecord
 
 from .fakes import FakeEngine
 
@@ -239,6 +240,22 @@ def test_a_failed_request_uses_no_tokens(client, engine):
     assert ask(client, BOB, max_tokens=50).status_code == 429
     engine.full = False
     assert ask(client, BOB, max_tokens=57).status_code == 200
+
+
+def test_tokens_without_a_generation_count(clock):
+    """Such as those of embeddings."""
+    key = ApiKey("one", b"", tokens_per_minute=100)
+    usage = ApiKeys([key], clock=clock).usage["one"]
+    record = RequestRecord("id", key=key, usage=usage)
+    with record.tokens(70):
+        record.processed_tokens += 60
+        assert usage.headers()["x-ratelimit-remaining-tokens"] == "30"
+    assert usage.headers()["x-ratelimit-remaining-tokens"] == "40" and usage.counts["prompt_tokens"] == 60
+    with pytest.raises(RateLimited), record.tokens(41):
+        pass
+    with pytest.raises(KeyError), record.tokens(40):
+        raise KeyError
+    assert usage.headers()["x-ratelimit-remaining-tokens"] == "40"
 
 
 def test_concurrent_requests():
