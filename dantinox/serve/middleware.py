@@ -8,6 +8,7 @@ A route receives a complete body. If the connection is lost, the task of the rou
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +24,8 @@ from dantinox.serve.options import Options
 from dantinox.serve.rate_limits import ApiKey
 from dantinox.serve.request_log import log_request
 from dantinox.serve.request_record import RequestRecord, new_record
+
+log = logging.getLogger("dantinox.serve")
 
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -85,7 +88,16 @@ class Guard:
             await self._respond(scope, receive, send_counted, record)
         finally:
             record.seconds = time.monotonic() - began
-            log_request(record, self._options.export_trace(record))
+            self._report(record)
+
+    def _report(self, record: RequestRecord) -> None:
+        """Exports the trace of a complete request, and logs its line. An error in this does not affect the response."""
+        trace_id = None
+        try:
+            trace_id = self._options.export_trace(record)
+        except Exception:
+            log.exception("the trace of a request could not be exported")
+        log_request(record, trace_id)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         try:

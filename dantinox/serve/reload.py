@@ -35,16 +35,24 @@ class Reloader:
     async def run(self) -> dict[str, JSON]:
         """Reloads once; a second call waits for the first one. Returns the number of keys, and whether the weights are new.
 
+        A reload that has begun continues if this call is cancelled, so that a lost connection does not leave it half done.
+
         Raises:
           UserError: a file cannot be used. Neither the keys nor the weights have changed.
         """
+        task = asyncio.ensure_future(self._run())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the error is logged already
+        return await asyncio.shield(task)
+
+    async def _run(self) -> dict[str, JSON]:
         async with self._lock:
             try:
                 keys = None if self._keys.path is None else await run_in_thread(read_keys, self._keys.path)
                 new_weights = self._reload_weights is not None and await self._reload_weights()
-            except UserError as error:
+            except Exception as error:
                 self.counts["failure"] += 1
-                log.error("the reload failed, and the server continues as before: %s", error)
+                if isinstance(error, UserError):
+                    log.error("the reload failed, and the server continues as before: %s", error)
                 raise
             if keys is not None:
                 self._keys.replace(keys)
@@ -59,5 +67,4 @@ class Reloader:
         except UserError:
             return
         except Exception:
-            self.counts["failure"] += 1
-            log.exception("the reload failed")
+            log.exception("the reload failed, and the server continues as before")

@@ -351,6 +351,40 @@ def test_a_wrong_file_keeps_the_old_keys(client, path, caplog):
     assert found["dantinox_reloads_total", "failure"] == 1 and found["dantinox_reloads_total", "success"] == 0
 
 
+def test_a_lost_connection_does_not_stop_a_reload(path):
+    """Two reloads run one after the other, and the first one continues although its caller is cancelled."""
+    keys, order = ApiKeys(read_keys(path), path), []
+
+    async def reload_weights():
+        order.append("begin")
+        await asyncio.sleep(0.05)
+        order.append("end")
+        return True
+
+    async def check():
+        reloader = Reloader(keys, reload_weights)
+        first, second = (asyncio.create_task(reloader.run()) for _ in range(2))
+        await asyncio.sleep(0.02)
+        first.cancel()
+        assert await second == {"keys": 2, "new_weights": True}
+        assert order == ["begin", "end"] * 2 and reloader.counts == {"success": 2}
+
+    asyncio.run(check())
+
+
+def test_an_unexpected_error_of_a_reload_is_logged(path, caplog):
+    async def reload_weights():
+        raise ZeroDivisionError
+
+    async def check():
+        reloader = Reloader(ApiKeys(read_keys(path), path), reload_weights)
+        await reloader.run_after_signal()
+        assert reloader.counts == {"failure": 1}
+
+    asyncio.run(check())
+    assert "continues as before" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
 def test_only_a_file_has_admin_keys():
     for options, headers in ((Options(), {}), (Options(key=ALICE), bearer(ALICE))):
         with TestClient(make_app(FakeEngine(), options), base_url="http://localhost") as http:

@@ -153,6 +153,14 @@ def test_messages_of_a_request_have_its_id(lines):
     assert "ValueError: broken" in error["exception"] and request["request_id"] == "id-3"
 
 
+def test_an_error_of_the_trace_does_not_affect_the_response(lines):
+    stream = lines("json")
+    with client(export_trace=lambda record: 1 / 0) as http:
+        assert http.post("/v1/completions", json=ASK).status_code == 200
+    error, request = map(json.loads, stream.getvalue().splitlines())
+    assert "ZeroDivisionError" in error["exception"] and request["status"] == 200
+
+
 def test_all_messages_have_one_format(lines, monkeypatch):
     stream = lines("json")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # as `dantinox serve` does
