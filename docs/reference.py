@@ -394,7 +394,7 @@ def is_documented(name: str, value: object) -> bool:
 HTTP_INTRO = """# HTTP API
 
 `dantinox serve` answers these paths. [Serving](../serving.md) explains the protocols, errors, limits and authentication. Every
-path except `/health` and the files of the web page needs the key, if the server has one. Bodies are JSON objects. A field that
+path except `/health` and the files of the web page needs a key, if the server has keys. Bodies are JSON objects. A field that
 is null or absent has the value of the run's settings.
 
 """
@@ -448,9 +448,10 @@ def endpoints() -> Iterator[tuple[str, list[str], str, str, Any]]:
     from dantinox.serve.service import Service
 
     engine: Any = _Engine()
-    metrics = Metrics(engine)
-    service = Service(engine, Options(), metrics)
-    groups = [("Server", app.server_routes(engine, metrics))]
+    options = Options()
+    metrics = Metrics(engine, options)
+    service = Service(engine, options, metrics)
+    groups = [("Server", app.server_routes(engine, metrics, options))]
     groups += [(protocol.title, protocol.routes(service)) for protocol in app.PROTOCOLS]
     for title, routes in groups:
         for route in routes:
@@ -531,7 +532,8 @@ def metric_rows() -> Rows:
     labels = {metric._name: metric._labelnames for metric in vars(found).values() if hasattr(metric, "_labelnames")}
     for family in found.registry.collect():
         name = family.name + ("_total" if family.type == "counter" else "")
-        yield code(name), family.type, codes(labels.get(family.name, ())) or "", sentence(family.documentation)
+        names = labels.get(family.name) or getattr(family, "_labelnames", ())
+        yield code(name), family.type, codes(names) or "", sentence(family.documentation)
 
 
 # --- files

@@ -185,6 +185,9 @@ ERRORS = {
     "score_fn_must_return_one_score": r"score_fn must return one score per candidate, shape \(3,\), got shape \(2?,?\)",
     "set_router_low_entropy": r"set router\.low_entropy$",
     # serve
+    "another_architecture": "the new weights have another architecture than the old ones: restart the server",
+    "the_new_weights_need": r"^the new weights need [\d.]+ GB beside the old ones, but 0.0 GB are free$",
+    "the_alias": "^the alias '(a|fake)' (stands for|is already)",
     "byte_6": "byte 6 ",
     "draining": "draining",
     "failed": "failed",

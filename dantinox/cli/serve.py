@@ -3,21 +3,26 @@
 import argparse
 import importlib.util
 import ipaddress
+import logging
 import os
 import re
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
 from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import UserError, quote, wrap_os_errors
 
+if TYPE_CHECKING:
+    from dantinox.serve.api_keys import ApiKeys
+
 REQUIRED_MODULES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 API_KEY_VARIABLE = "DANTINOX_API_KEY"
 MAX_KEY_LENGTH = 1024
-
+MAX_ALIASES = 100
 
 MOST_USED = (
     "host", "port", "api_key_file", "name", "chat_template", "slots", "context", "queue", "weights", "kv_dtype", "kv_budget",
@@ -36,6 +41,9 @@ def add_serve_flags(command: Parser) -> None:
     )
     network.add_argument(
         "--api_key_file", type=Path, metavar="FILE", help=f"file with the API key for clients (or set {API_KEY_VARIABLE})"
+    )
+    network.add_argument(
+        "--api_keys", type=Path, metavar="FILE", help="YAML or JSON file with several keys, their names and their limits"
     )
     network.add_argument(
         "--no_auth", action="store_true", help="accept requests without a key from anyone who can reach the server"
@@ -63,6 +71,18 @@ def add_serve_flags(command: Parser) -> None:
         metavar="N",
         help="responses of /v1/responses kept in memory for previous_response_id (default: 0)",
     )
+    operations = command.section("operations", "Logs, traces and names of the model")
+    operations.add_argument(
+        "--log",
+        choices=("text", "json"),
+        help="log a line for each request, and all messages in this format (default: errors only)",
+    )
+    operations.add_argument(
+        "--otel", action="store_true", help="send traces with OpenTelemetry; its environment variables select the collector"
+    )
+    operations.add_argument(
+        "--alias", nargs="+", default=[], metavar="NAME[=MODEL]", help="additional names that clients may use for the model"
+    )
     add_chat_template(command)
     command.add_argument(
         "--tool_format", default="auto", metavar="NAME", help="notation of tool calls (default: that of the chat template)"
@@ -77,8 +97,9 @@ def serve(options: argparse.Namespace) -> int:
     if any(importlib.util.find_spec(name) is None for name in REQUIRED_MODULES):
         raise UserError("`dantinox serve` needs packages that are not installed: pip install 'dantinox[serve]'")
     settings = given_settings(options)
-    key, hosts, origins = _key(options), _hosts(options), tuple(_origin(origin) for origin in options.cors)
+    keys, hosts, origins = _keys(options), _hosts(options), tuple(_origin(origin) for origin in options.cors)
     name = _name(options)
+    aliases = _aliases(options, name)
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: no file or folder at {options.lite}")
     from dantinox.config import overlay
@@ -87,31 +108,79 @@ def serve(options: argparse.Namespace) -> int:
     directory = open_run(options.run_dir, check=False)  # `load` checks it
     config, template_path = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
     from dantinox.serve.server import listen
+    from dantinox.serve.spans import make_provider
 
+    provider = make_provider() if options.otel else None
     with listen(options.host, options.port) as listener:
         use_compilation_cache()
         from dantinox.generation import load
         from dantinox.serve.app import make_app
         from dantinox.serve.async_engine import AsyncEngine
         from dantinox.serve.options import Options
+        from dantinox.serve.reload import Reloader
+        from dantinox.serve.request_log import configure_logging
         from dantinox.serve.server import serve as run_server
+        from dantinox.serve.spans import close_provider, trace_exporter
+        from dantinox.serve.weight_reload import weight_reloader
         from dantinox.text.reply_formats import reply_format
 
+        if options.log is not None:
+            configure_logging(options.log)
         run = load(options.run_dir, config.generation.tensor_parallel)
         template = chosen_template(options, template_path, run.tokenizer)
         reply_format(template, run.tokenizer, options.tool_format)  # raises for an unknown name
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
-        server_options = Options(template, options.tool_format, key, hosts, origins, options.lite, options.store_responses)
-        where = _address(listener)
+        reloader = Reloader(keys, weight_reloader(engine, options.run_dir))
+        server_options = Options(
+            template,
+            options.tool_format,
+            None,
+            hosts,
+            origins,
+            options.lite,
+            options.store_responses,
+            keys=keys,
+            aliases=aliases,
+            reloader=reloader,
+        )
+        if provider is not None:
+            server_options = replace(server_options, export_trace=trace_exporter(provider))
+        app, where = make_app(engine, server_options), _address(listener)
         if options.no_auth and not _is_loopback(options.host):
-            print(f"warning: anyone who can reach {where} can use this server, because it has no key", file=sys.stderr)
-        print(f"{name} is loaded; compiling its programs", file=sys.stderr, flush=True)
+            _report(options, logging.WARNING, f"anyone who can reach {where} can use this server, because it has no key")
+        _report(options, logging.INFO, f"{name} is loaded; compiling its programs")
 
         def ready() -> None:
             print(f"{name} is served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
 
-        return run_server(make_app(engine, server_options), engine, listener, server_options.limits, ready)
+        code = run_server(app, engine, listener, server_options.limits, ready, reloader)
+        if provider is not None:
+            close_provider(provider)
+        return code
+
+
+def _report(options: argparse.Namespace, level: int, message: str) -> None:
+    """Writes a message to standard error: in the format of --log if it is given, otherwise as a plain line."""
+    if options.log is not None:
+        logging.getLogger("dantinox.serve").log(level, "%s", message)
+    else:
+        print(f"warning: {message}" if level == logging.WARNING else message, file=sys.stderr, flush=True)
+
+
+def _aliases(options: argparse.Namespace, name: str) -> dict[str, str]:
+    """Returns the names of --alias and the model that each stands for."""
+    if len(options.alias) > MAX_ALIASES:
+        raise UserError(f"--alias must have at most {MAX_ALIASES} names, got {len(options.alias)}")
+    found: dict[str, str] = {}
+    for text in options.alias:
+        alias, _, model = text.partition("=")
+        if not alias.strip() or not alias.isprintable() or len(alias) > 200:
+            raise UserError(f"--alias must be a printable name of at most 200 characters, got {quote(text)}")
+        if alias in found or alias == name:
+            raise UserError(f"--alias: {quote(alias)} is already a name of the model")
+        found[alias] = model or name
+    return found
 
 
 def _number(low: int, high: int) -> Any:
@@ -123,8 +192,23 @@ def _number(low: int, high: int) -> Any:
     return read
 
 
+def _keys(options: argparse.Namespace) -> "ApiKeys":
+    """Returns the keys of which clients have to send one; they are empty if clients need none."""
+    from dantinox.serve.api_keys import ApiKeys, read_keys, single_key
+
+    if options.api_keys is None:
+        key = _key(options)
+        return ApiKeys(() if key is None else [single_key(key)])
+    also = API_KEY_VARIABLE if API_KEY_VARIABLE in os.environ else "--api_key_file"
+    if also == API_KEY_VARIABLE or options.api_key_file is not None:
+        raise UserError(f"--api_keys and {also} both set keys: use one of them")
+    if options.no_auth:
+        raise UserError(f"--no_auth and keys ({options.api_keys}) contradict each other")
+    return ApiKeys(read_keys(options.api_keys), options.api_keys)
+
+
 def _key(options: argparse.Namespace) -> str | None:
-    """Returns the key that clients have to send, or None if they need none."""
+    """Returns the only key, which clients have to send, or None if they need none."""
     given = os.environ.get(API_KEY_VARIABLE)
     if options.api_key_file is not None and given is not None:
         raise UserError(f"--api_key_file and {API_KEY_VARIABLE} both set the key: use one of them")
@@ -139,7 +223,8 @@ def _key(options: argparse.Namespace) -> str | None:
         raise UserError(f"--no_auth and a key ({where}) contradict each other")
     if key is None and not options.no_auth and not _is_loopback(options.host):
         raise UserError(
-            f"--host {options.host} exposes this server to other machines: give --api_key_file, {API_KEY_VARIABLE} or --no_auth"
+            f"--host {options.host} exposes this server to other machines: give --api_keys, --api_key_file, {API_KEY_VARIABLE} "
+            "or --no_auth"
         )
     return key
 

@@ -412,16 +412,19 @@ def _error_of(error: ValidationError, where: dict[str, str], source: str) -> Use
     return UserError(sentence, key=key, value=first["input"])
 
 
-def read_yaml(path: Path, sections: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, object], dict[str, int]]:
+def read_yaml(
+    path: Path, sections: Sequence[str] = tuple(SECTIONS), kind: str = "config file"
+) -> tuple[dict[str, object], dict[str, int]]:
     """Returns the tree of a YAML file, and the line number of every section and key.
 
     Args:
       sections: the sections that the file may contain, for messages.
+      kind: the kind of file, for messages.
 
     Raises:
       UserError: the file cannot be read, is not YAML, or is not a mapping.
     """
-    text = read_text(path, MAX_FILE_BYTES, "the config file")
+    text = read_text(path, MAX_FILE_BYTES, f"the {kind}")
     try:
         tree, lines = _parse(text)
     except yaml.MarkedYAMLError as error:
@@ -430,7 +433,7 @@ def read_yaml(path: Path, sections: Sequence[str] = tuple(SECTIONS)) -> tuple[di
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"not valid YAML: the character U+{int(error.character):04X} ({path}, line {line})") from None
     except RecursionError:
-        raise UserError(f"not a config file: nested too deep to read ({path})") from None
+        raise UserError(f"not a {kind}: nested too deep to read ({path})") from None
     if tree is None:
         raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(sections)})")
     if not isinstance(tree, dict):

@@ -9,8 +9,8 @@
 `LoadedModel` uses it with a `StaticBatch`, whose prompts start together. `serve.AsyncEngine` runs it on a thread with a
 `SlotBatch`, whose slots are refilled. After the prefill, both kinds of batch run the same code.
 
-Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel` and `load` may be called from any thread. `lock`
-guards the scheduler and the table of jobs, which all of these threads use.
+Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel`, `load` and `replace_weights` may be called from
+any thread. `lock` guards the scheduler and the table of jobs, which all of these threads use.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.drafts import DraftCounts
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch
+from dantinox.generation.quantized_weights import SplitModel
 from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.generation.running_batch import PendingChunk, RunningBatch
 from dantinox.generation.sample_text import SampleText, TextPart
@@ -158,6 +160,7 @@ class Engine:
         self._pending: PendingChunk | None = None
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []
+        self._new_weights: tuple[SplitModel, Future[None]] | None = None
         self._chunks = self._failures = 0
         self.idle = True
 
@@ -217,6 +220,20 @@ class Engine:
         """Ends a request in the next step because its preparation failed."""
         job.error = error
 
+    def replace_weights(self, weights: SplitModel) -> "Future[None]":
+        """Replaces the weights as soon as no request holds a slot. Until then, requests that wait are not admitted.
+
+        Args:
+          weights: the result of `SlotBatch.prepare_weights`.
+
+        Returns:
+          A future that ends when the weights have been replaced; the next `step` may do so.
+        """
+        replaced = Future[None]()
+        with self.lock:
+            self._new_weights = weights, replaced
+        return replaced
+
     def _sample_texts(self, request: GenerationRequest) -> list[SampleText]:
         tokenizer, section = self.model.tokenizer, request.config.generation
         return [
@@ -265,7 +282,8 @@ class Engine:
         """
         try:
             self._step()
-            self.idle = self._pending is None and not self.batch.has_work and not self._scheduler.prefilling
+            working = self._pending is not None or self.batch.has_work or bool(self._scheduler.prefilling)
+            self.idle = not working and self._new_weights is None
         except Exception as error:
             if not self._isolate or self._failures == MAX_FAILURES:
                 raise
@@ -278,7 +296,8 @@ class Engine:
     def _step(self) -> None:
         self._end_cancelled()
         if self.batch.refills:
-            self._admit()
+            if self._weights_are_current():
+                self._admit()
             self._prefill_prompts()
         pending, jobs = self._pending, self._pending_jobs
         # Dispatch the next chunk before collecting the previous one, with two exceptions: the tokens allowed next depend on the
@@ -331,6 +350,25 @@ class Engine:
         for job in [job for job in [*self._jobs] if job.cancelled]:
             self._outputs += [Output(job, number, finish_reason="cancelled") for number in job.running]
             self._end(job, "cancelled")
+
+    def _weights_are_current(self) -> bool:
+        """Replaces the weights if new ones wait and no request holds a slot; returns False if new ones still wait."""
+        with self.lock:
+            new = self._new_weights
+            if new is None:
+                return True
+            if self.load.busy or self._pending is not None:
+                return False
+            self._new_weights = None
+        weights, replaced = new
+        if replaced.set_running_or_notify_cancel():
+            try:
+                self._slots.replace_weights(weights)
+            except BaseException as error:
+                replaced.set_exception(error)
+                raise
+            replaced.set_result(None)
+        return True
 
     def _admit(self) -> None:
         batch = self._slots

@@ -56,6 +56,10 @@ class ModelBundle:
         """The number of weights, embeddings included."""
         return parameter_count(self.model)
 
+    def replace_model(self, other: "ModelBundle") -> None:
+        """Uses the weights of another model with the same architecture and tokenizer from now on."""
+        self.model, self._prepared = other.model, other._prepared
+
     def settings(self, overrides: Mapping[str, object] | Config) -> Config:
         """Returns the settings of the run with validated overrides of `generation`, `router` and `kv`, such as `kv_budget`."""
         return overrides if isinstance(overrides, Config) else overlay(self.config, overrides)

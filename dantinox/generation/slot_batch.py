@@ -453,6 +453,29 @@ class SlotBatch(RunningBatch):
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
 
+    def prepare_weights(self, model: ModelBundle) -> SplitModel:
+        """Returns the weights of another model in the form that the programs of this batch read. Any thread may call it.
+
+        Raises:
+          UserError: the weights have other shapes or types, or the cache depends on measurements of the old weights.
+        """
+        kv, calibration = self._bundle.kv(self._config)
+        if calibration is not None:
+            raise UserError(f"kv.signal {kv.signal} was measured on the old weights: restart the server")
+        prepared = split_model(model.prepared(self._config.generation, head_order(self._architecture, kv, None)))
+
+        def layout(split: SplitModel) -> Any:
+            return jax.tree.structure(split), [(leaf.shape, leaf.dtype) for leaf in split.leaves]
+
+        if layout(prepared) != layout(self._model):
+            raise UserError("the new weights have other shapes or types than the old ones: restart the server")
+        return prepared
+
+    def replace_weights(self, weights: SplitModel) -> None:
+        """Replaces the weights, and empties all slots, because their caches belong to the old weights. Nothing is compiled."""
+        self._model, self.cache = weights, None
+        self.reset()
+
     def reset(self) -> None:
         """Empties all slots and allocates a new cache, for use after a program failed."""
         self.cache = self._make_cache(self.count)

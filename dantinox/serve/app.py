@@ -20,6 +20,7 @@ from dantinox.serve.metrics import Metrics
 from dantinox.serve.middleware import Guard
 from dantinox.serve.options import Options
 from dantinox.serve.protocols import kobold, messages, native, openai, responses, tokenize_routes
+from dantinox.serve.request_record import current_record
 from dantinox.serve.response_stream import EngineProtocol
 from dantinox.serve.service import Service
 
@@ -34,6 +35,7 @@ class Protocol(NamedTuple):
       format_error: returns the body of an error response.
       status_of: maps an HTTP status to the status that this protocol sends instead.
       public: paths that need no API key.
+      unlimited: paths with frequent small POST requests, which do not count as requests of a key.
     """
 
     title: str
@@ -42,6 +44,7 @@ class Protocol(NamedTuple):
     format_error: Callable[[RequestError], JSON] = error_object
     status_of: Mapping[int, int] = MappingProxyType({})
     public: tuple[str, ...] = ()
+    unlimited: tuple[str, ...] = ()
 
 
 PROTOCOLS = (
@@ -49,10 +52,16 @@ PROTOCOLS = (
     Protocol("OpenAI responses", "/v1/responses", responses.routes),
     Protocol("Anthropic", "/v1/messages", messages.routes, messages.format_error),
     Protocol("Tokenization", "/tokenize", tokenize_routes.routes),
-    Protocol("KoboldAI", "/api/", kobold.routes, kobold.format_error, {429: 503}),
+    Protocol("KoboldAI", "/api/", kobold.routes, kobold.format_error, {429: 503}, unlimited=kobold.UNLIMITED),
     Protocol("Native API", "/api/dantinox", native.routes),
     Protocol("Web page", "/page", pages.page_routes, public=pages.PUBLIC),
     Protocol("Kobold Lite", "/lite", pages.lite_routes, public=("/lite",)),
+)
+# Headers that web pages of other origins may read.
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 
 
@@ -62,10 +71,14 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
     It also serves `/health` (200 if the server accepts requests, else 503 with its state) and `/metrics` (Prometheus).
     """
     options = options or Options()
-    metrics = Metrics(engine)
+    metrics = Metrics(engine, options)
     service = Service(engine, options, metrics)
-    routes = [*server_routes(engine, metrics), *(route for protocol in PROTOCOLS for route in protocol.routes(service))]
+    routes = [
+        *server_routes(engine, metrics, options),
+        *(route for protocol in PROTOCOLS for route in protocol.routes(service)),
+    ]
     public = {"/health", *(path for protocol in PROTOCOLS for path in protocol.public)}
+    unlimited = {"/admin/reload", *(path for protocol in PROTOCOLS for path in protocol.unlimited)}
     paths = {route.path for route in routes}
     app: ASGIApp = Starlette(
         routes=routes,
@@ -77,15 +90,20 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False  # type: ignore[attr-defined]
-    app = Guard(app, options, metrics, paths, public, _error_response)
+    app = Guard(app, options, metrics, paths, public, unlimited, _error_response)
     if options.origins:
-        headers = ["authorization", "content-type"]
-        app = CORSMiddleware(app, allow_origins=options.origins, allow_methods=["GET", "POST"], allow_headers=headers)
+        app = CORSMiddleware(
+            app,
+            allow_origins=options.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id", "traceparent", "tracestate"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     return app
 
 
-def server_routes(engine: EngineProtocol, metrics: Metrics) -> list[Route]:
-    """The routes `/health` and `/metrics`, which belong to no protocol."""
+def server_routes(engine: EngineProtocol, metrics: Metrics, options: Options) -> list[Route]:
+    """The routes `/health`, `/metrics` and `/admin/reload`, which belong to no protocol."""
 
     async def health(request: Request) -> Response:
         """Returns the state of the server; the status is 200 if it accepts requests, else 503."""
@@ -99,7 +117,21 @@ def server_routes(engine: EngineProtocol, metrics: Metrics) -> list[Route]:
         """Returns the metrics in the Prometheus text format."""
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    return [Route("/health", health), Route("/metrics", metrics_text)]
+    async def reload(request: Request) -> Response:
+        """Rereads the file of the keys and the weights; needs a key with `admin: true`."""
+        key = current_record().key
+        if key is None or not key.admin:
+            raise http_error("admin")
+        try:
+            return JSONResponse(await options.reloader.run())
+        except UserError as error:
+            raise http_error("reload", error) from None
+
+    return [
+        Route("/health", health),
+        Route("/metrics", metrics_text),
+        Route("/admin/reload", reload, methods=["POST"]),
+    ]
 
 
 def _error_response(path: str, error: RequestError) -> Response:

@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 
-from dantinox.config import Config, overlay, with_generation
+from dantinox.config import Config, UserError, overlay, with_generation
 from dantinox.generation.engine import Engine, Job, Output, RequestFailed
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
@@ -181,6 +181,24 @@ class AsyncEngine:
             self._counters["prompt_tokens"] += len(request.ids)
         self._preparer.submit(self._prepare, job)
         return stream
+
+    async def replace_weights(self, model: LoadedModel) -> None:
+        """Uses the weights of `model` for all requests that are admitted from now on.
+
+        Running requests end with the old weights, and waiting ones wait for them. Nothing is compiled.
+
+        Raises:
+          UserError: the model has another architecture or another tokenizer.
+        """
+        if model.model.config != self.run.model.config:
+            raise UserError("the new weights have another architecture than the old ones: restart the server")
+        if model.tokenizer.fingerprint != self.run.tokenizer.fingerprint:
+            raise UserError("the run has another tokenizer than before: restart the server")
+        weights = await asyncio.to_thread(self._batch.prepare_weights, model)
+        replaced = self._engine.replace_weights(weights)
+        self._wake.set()
+        await asyncio.wrap_future(replaced)
+        self.run.replace_model(model)
 
     def _cancel(self, job: Job) -> None:
         self._engine.cancel(job)

@@ -8,6 +8,8 @@ DRAIN_SECONDS = 30.0  # time after the first signal in which running responses m
 ABORT_SECONDS = 4.0  # from the second signal to the end of the process
 FAULT_SECONDS = 2.0  # from a failure of the engine until the server stops; until then, clients get error responses
 
+MAX_KEYS = 1000  # keys in the file of `--api_keys`; it bounds the labels of the metrics
+
 # Bodies.
 MAX_DEPTH = 32  # of nested JSON lists and objects
 MAX_DIGITS = 20  # characters of a JSON integer, including its sign

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dantinox.generation.request import RequestStats
+from dantinox.serve.options import Options
 from dantinox.serve.response_stream import EngineProtocol
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -29,6 +30,16 @@ COUNTERS = {
     "accepted_draft_tokens": "draft tokens that were accepted",
     "compilations": "programs compiled after the warm-up",
 }
+# Counters of each key: metric → help, additional label, and the label's value → name in `KeyUsage.counts`.
+KEY_COUNTERS: dict[str, tuple[str, str | None, dict[str, str]]] = {
+    "key_requests": ("requests of each key", None, {"": "requests"}),
+    "key_tokens": ("tokens of each key: prompt, new", "kind", {"prompt": "prompt_tokens", "new": "new_tokens"}),
+    "key_refused": (
+        "requests of each key that exceeded its limit: requests, tokens, concurrent",
+        "limit",
+        {"requests": "refused_requests", "tokens": "refused_tokens", "concurrent": "refused_concurrent"},
+    ),
+}
 
 
 class Metrics:
@@ -39,8 +50,8 @@ class Metrics:
       responses: counter of HTTP responses by path and status.
     """
 
-    def __init__(self, engine: EngineProtocol):
-        self._engine = engine
+    def __init__(self, engine: EngineProtocol, options: Options | None = None):
+        self._engine, self._options = engine, options or Options()
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.responses = Counter(
@@ -64,6 +75,12 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
+        self._seconds = Histogram(
+            "dantinox_request_seconds",
+            "seconds from the arrival of a prompt to the end of its response",
+            buckets=LATENCY_BUCKETS,
+            registry=self.registry,
+        )
 
     def collect(self) -> Iterator[Metric]:
         """Yields the current state of the engine."""
@@ -73,10 +90,30 @@ class Metrics:
         yield GaugeMetricFamily("dantinox_ready", "1 if requests are accepted, else 0", float(status.state == "ready"))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"dantinox_{name}", text, status.counters.get(name, 0))
+        reloads = CounterMetricFamily("dantinox_reloads", "reloads of keys and weights: success, failure", labels=("result",))
+        for result in ("success", "failure"):
+            reloads.add_metric((result,), self._options.reloader.counts[result])
+        yield reloads
+        yield from self._collect_keys()
+
+    def _collect_keys(self) -> Iterator[Metric]:
+        """Yields the metrics of each key. The label has only names of current keys, so `MAX_KEYS` bounds their number."""
+        usage = self._options.keys.usage
+        running = GaugeMetricFamily("dantinox_key_running", "requests of each key that are being answered", labels=("key",))
+        for name, one in usage.items():
+            running.add_metric((name,), one.running)
+        yield running
+        for metric, (text, label, names) in KEY_COUNTERS.items():
+            family = CounterMetricFamily(f"dantinox_{metric}", text, labels=("key", *([label] if label else ())))
+            for name, one in usage.items():
+                for value, counter in names.items():
+                    family.add_metric((name, *([value] if label else ())), one.counts[counter])
+            yield family
 
     def observe(self, stats: RequestStats, samples: int) -> None:
         """Records a response that the client has read completely."""
         self._queued.observe(stats.queued_seconds)
+        self._seconds.observe(stats.seconds)
         if stats.new_tokens:
             self._first.observe(stats.first_token_seconds)
         steps = stats.new_tokens / samples - 1

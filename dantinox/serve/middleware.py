@@ -1,4 +1,5 @@
-"""Middleware: allowed hosts and origins, API key, size and time limits of bodies, cancellation on disconnect.
+"""Middleware: allowed hosts and origins, API keys and their limits, size and time limits of bodies, request ids and logs,
+cancellation on disconnect.
 
 A route receives a complete body. If the connection is lost, the task of the route is cancelled, so a route only needs a
 `finally` that cancels its response stream.
@@ -6,11 +7,11 @@ A route receives a complete body. If the connection is lost, the task of the rou
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import ipaddress
+import logging
 import re
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Sequence
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,11 @@ from dantinox.serve.errors import RequestError, http_error
 from dantinox.serve.limits import DRAIN_FACTOR
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.options import Options
+from dantinox.serve.rate_limits import ApiKey
+from dantinox.serve.request_log import log_request
+from dantinox.serve.request_record import RequestRecord, new_record
+
+log = logging.getLogger("dantinox.serve")
 
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -33,7 +39,7 @@ HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:\d{1,5})?")
 
 
 class Guard:
-    """ASGI middleware that checks requests, counts responses, and adds security headers.
+    """ASGI middleware that checks requests, counts and logs them, and adds headers to their responses.
 
     Args:
       app: the application.
@@ -41,6 +47,7 @@ class Guard:
       metrics: counts the responses.
       paths: paths with their own counter; all others are counted as `other`.
       public: paths that need no API key.
+      unlimited: paths whose POST requests do not count as requests of a key. GET requests never count.
       format_error: returns the error response for a path.
     """
 
@@ -51,38 +58,77 @@ class Guard:
         metrics: Metrics,
         paths: Collection[str],
         public: Collection[str],
+        unlimited: Collection[str],
         format_error: Callable[[str, RequestError], ASGIApp],
     ):
         self._app, self._options, self._metrics, self._paths, self._public = app, options, metrics, paths, public
-        self._format_error = format_error
-        self._key = None if options.key is None else hashlib.sha256(b"Bearer " + options.key.encode()).digest()
+        self._unlimited, self._format_error = unlimited, format_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
+        began = time.monotonic()
+        named = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        record = new_record(scope["method"], scope["path"], named)
+        record.route = record.path if record.path in self._paths else None
+
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in self._paths else "other"
-                self._metrics.responses.labels(path, str(message["status"])).inc()
+                record.status = message["status"]
+                self._metrics.responses.labels(record.route or "other", str(message["status"])).inc()
                 present = {name.lower() for name, _ in message["headers"]}
-                more = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in present]
+                extra = HEADERS | {"x-request-id": record.id} | ({} if record.usage is None else record.usage.headers())
+                more = [(name.encode(), value.encode()) for name, value in extra.items() if name.encode() not in present]
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
         try:
-            self._check_head(scope)
+            await self._respond(scope, receive, send_counted, record)
+        finally:
+            record.seconds = time.monotonic() - began
+            self._report(record)
+
+    def _report(self, record: RequestRecord) -> None:
+        """Exports the trace of a complete request, and logs its line. An error in this does not affect the response."""
+        trace_id = None
+        try:
+            trace_id = self._options.export_trace(record)
+        except Exception:
+            log.exception("the trace of a request could not be exported")
+        log_request(record, trace_id)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+        try:
+            record.key = self._check_head(scope)
             body = await self._read_body(scope, receive)
         except RequestError as error:
             error.headers["connection"] = "close"  # the rest of the request is not read
-            await self._format_error(scope["path"], error)(scope, receive, send_counted)
-        else:
-            if body is not None:
-                await self._run_while_connected(scope, body, receive, send_counted)
+            await self._format_error(scope["path"], error)(scope, receive, send)
+            return
+        if body is None:
+            return
+        if record.key is None or scope["method"] != "POST" or scope["path"] in self._unlimited:
+            await self._run_while_connected(scope, body, receive, send)
+            return
+        record.usage = usage = self._options.keys.usage_of(record.key)
+        try:
+            usage.begin()
+        except RequestError as error:
+            await self._format_error(scope["path"], error)(scope, receive, send)
+            return
+        try:
+            await self._run_while_connected(scope, body, receive, send)
+        finally:
+            usage.end()
 
-    def _check_head(self, scope: Scope) -> None:
-        """Raises RequestError for an invalid head."""
+    def _check_head(self, scope: Scope) -> ApiKey | None:
+        """Returns the client's key, or None if the request needs none.
+
+        Raises:
+          RequestError: the head is invalid, or the key is wrong.
+        """
         head = scope["headers"]
 
         def values(wanted: bytes) -> list[str]:
@@ -106,17 +152,17 @@ class Guard:
             for origin in map(str.lower, values(b"origin")):
                 if origin not in allowed and "*" not in allowed and urlsplit(origin).netloc != host:
                     raise http_error("origin")
-        if self._key is not None and scope["path"] not in self._public:
-            keys = [value for name, value in head if name == b"authorization"]
-            scheme, _, secret = (keys[0] if len(keys) == 1 else b"").partition(b" ")
-            digest = hashlib.sha256(scheme.title() + b" " + secret.strip()).digest()
-            if not hmac.compare_digest(digest, self._key):  # in constant time
+        key = None
+        if self._options.keys and scope["path"] not in self._public:
+            key = self._options.keys.find(_secrets(head))
+            if key is None:
                 raise http_error("key")
         if values(b"content-length") and values(b"transfer-encoding"):
             raise http_error("two_lengths")
         encoding = ", ".join(values(b"content-encoding"))
         if encoding.lower() not in ("", "identity"):
             raise http_error("encoding", escape_name(encoding))
+        return key
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Returns the body, or None if the connection was lost.
@@ -178,6 +224,15 @@ class Guard:
             for task in (work, watching):
                 task.cancel()
             await asyncio.wait({work, watching})
+
+
+def _secrets(head: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+    """Returns the keys in the headers `Authorization: Bearer KEY` and `x-api-key: KEY`; a repeated header counts as absent."""
+    bearer = [value for name, value in head if name == b"authorization"]
+    found = [value for name, value in head if name == b"x-api-key"]
+    found = found if len(found) == 1 else []
+    scheme, _, secret = (bearer[0] if len(bearer) == 1 else b"").partition(b" ")
+    return [secret.strip(), *found] if scheme.lower() == b"bearer" else found
 
 
 def _is_allowed(host: str, hosts: frozenset[str]) -> bool:

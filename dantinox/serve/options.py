@@ -1,9 +1,13 @@
 """`Options`: the options of `dantinox serve` other than the settings of the engine."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dantinox.serve.api_keys import ApiKeys, single_key
 from dantinox.serve.limits import Limits
+from dantinox.serve.reload import Reloader
+from dantinox.serve.request_record import RequestRecord
 from dantinox.text import ChatTemplate
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -16,12 +20,16 @@ class Options:
     Attributes:
       template: renders messages as a prompt; None for a model without a chat template.
       tool_format: notation of tool calls, a name of `TOOL_FORMATS`; `auto`: that of the template.
-      key: API key that every request needs; None accepts every client.
+      key: the only API key, as an alternative to `keys`.
+      keys: the API keys, one of which every request needs; without keys and `key` the server accepts every client.
       hosts: host names that requests may address, in lower case without a port; `*`: any, `ip`: any IP address.
       origins: origins whose web pages may use this server, such as `https://a.example`; `*`: any.
       lite: the file or folder of Kobold Lite that the server provides.
       stored_responses: how many responses of `/v1/responses` are kept in memory for `previous_response_id`.
       limits: limits of requests.
+      aliases: further names of models → the names that they stand for.
+      reloader: rereads the keys and the weights.
+      export_trace: called with each complete request; returns the id of its trace.
     """
 
     template: ChatTemplate | None = None
@@ -32,3 +40,11 @@ class Options:
     lite: Path | None = None
     stored_responses: int = 0
     limits: Limits = field(default_factory=Limits)
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    reloader: Reloader = field(default_factory=Reloader)
+    export_trace: Callable[[RequestRecord], str | None] = lambda record: None
+
+    def __post_init__(self) -> None:
+        if self.key is not None:
+            self.keys.replace([single_key(self.key)])

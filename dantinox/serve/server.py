@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -16,6 +17,7 @@ from dantinox.config import UserError
 from dantinox.programs import exit_now
 from dantinox.serve.connection import connection_protocol
 from dantinox.serve.limits import ABORT_SECONDS, DRAIN_SECONDS, FAULT_SECONDS, Limits
+from dantinox.serve.reload import Reloader
 from dantinox.serve.response_stream import EngineProtocol
 
 EXIT_FAILED = 1  # exit code
@@ -54,12 +56,20 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen at {host} port {port}: {reason.lower()}") from None
 
 
-def serve(app: ASGIApp, engine: RunnableEngine, listener: socket.socket, limits: Limits, ready: Callable[[], None]) -> int:
+def serve(
+    app: ASGIApp,
+    engine: RunnableEngine,
+    listener: socket.socket,
+    limits: Limits,
+    ready: Callable[[], None],
+    reloader: Reloader | None = None,
+) -> int:
     """Serves until a signal or a failure of the engine; returns the exit code.
 
     After SIGTERM or SIGINT, running responses have `DRAIN_SECONDS` to be completed, and new requests get the status 503. The
     server then ends with the exit code 0. A second signal ends the server immediately. After a second signal or an engine
-    failure, the exit code is `EXIT_FAILED`.
+    failure, the exit code is `EXIT_FAILED`. SIGHUP reloads; if the terminal of the process was closed, it has
+    the effect of SIGTERM.
 
     Args:
       app: the ASGI application.
@@ -67,9 +77,10 @@ def serve(app: ASGIApp, engine: RunnableEngine, listener: socket.socket, limits:
       listener: the socket that `listen` returned.
       limits: limits of request heads and of idle connections.
       ready: called when the server accepts requests for the first time.
+      reloader: called after SIGHUP; None leaves this signal alone.
     """
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # hides "socket.send() raised exception" of lost connections
-    return asyncio.run(_serve(app, engine, listener, limits, ready))
+    return asyncio.run(_serve(app, engine, listener, limits, ready, reloader))
 
 
 class _Server(uvicorn.Server):
@@ -80,8 +91,22 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _has_terminal() -> bool:
+    """Returns whether the process has a controlling terminal that is open."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 async def _serve(
-    app: ASGIApp, engine: RunnableEngine, listener: socket.socket, limits: Limits, ready: Callable[[], None]
+    app: ASGIApp,
+    engine: RunnableEngine,
+    listener: socket.socket,
+    limits: Limits,
+    ready: Callable[[], None],
+    reloader: Reloader | None,
 ) -> int:
     loop, code, signals = asyncio.get_running_loop(), 0, 0
     timers = list[threading.Timer]()
@@ -133,6 +158,12 @@ async def _serve(
             stop()
             force_exit_after(ABORT_SECONDS - 0.5)
 
+    def on_hangup(reloader: Reloader) -> None:
+        if had_terminal and not _has_terminal():
+            on_signal()
+        else:
+            tasks.append(loop.create_task(reloader.run_after_signal()))
+
     async def wait_until_ready() -> None:
         while engine.status().state == "loading":
             await asyncio.sleep(0.05)
@@ -142,6 +173,9 @@ async def _serve(
     engine.on_failure = lambda: loop.call_soon_threadsafe(fail)  # type: ignore[assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    had_terminal = _has_terminal()
+    if reloader is not None:
+        loop.add_signal_handler(signal.SIGHUP, on_hangup, reloader)
     engine.start()
     tasks = [loop.create_task(wait_until_ready())]
     try:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dantinox.config import Config
+from dantinox.config import Config, UserError
 from dantinox.files import quote
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, Busy, RequestError, http_error, to_request_error
@@ -28,6 +29,7 @@ from dantinox.serve.limits import (
 )
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.options import Options
+from dantinox.serve.request_record import Generation, RequestRecord, current_record
 from dantinox.serve.response_stream import EngineProtocol, ResponseStream
 from dantinox.text.chat_template import ChatPrompt
 from dantinox.text.reply_formats import ReplyFormat, reply_format
@@ -98,15 +100,53 @@ class Service:
         self.tokenizer = engine.run.tokenizer
         # One thread, because the process that renders templates handles one conversation at a time.
         self._template_thread = ThreadPoolExecutor(1, "chat template")
+        for alias, name in options.aliases.items():
+            if name in options.aliases or not self._is_model(name):
+                raise UserError(f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this server")
+            if self._is_model(alias):
+                raise UserError(f"the alias {quote(alias)} is already the name of a model of this server")
 
     @property
     def context(self) -> int:
         return self.engine.status().context
 
+    def _is_model(self, name: str) -> bool:
+        return name == self.engine.name
+
+    def resolve_model(self, name: str | None) -> str:
+        """Returns the model that a name in a request means: aliases are replaced, and None is the served model.
+
+        Raises:
+          RequestError: 404, this server has no model of that name, or the key may not use it.
+        """
+        resolved = self.engine.name if name is None else self.options.aliases.get(name, name)
+        if not self._is_model(resolved):
+            names = [self.engine.name, *self.options.aliases]
+            listed = ", ".join(repr(known[:60]) for known in names[:5]) + (
+                f" and {len(names) - 5} more" if len(names) > 5 else ""
+            )
+            raise http_error("model", resolved[:60], listed, param="model")
+        record = current_record()
+        if not self.is_allowed(resolved):
+            raise http_error("model_of_key", record.key and record.key.name, resolved[:60], param="model")
+        record.model = resolved
+        return resolved
+
+    def is_allowed(self, model: str) -> bool:
+        """Returns whether the key of this request may use a model, given by its own name."""
+        key = current_record().key
+        if key is None or key.models is None:
+            return True
+        return model in {self.options.aliases.get(name, name) for name in key.models}
+
+    def model_names(self) -> list[str]:
+        """Returns the names and aliases of the models that the key of this request may use."""
+        names = {self.engine.name: self.engine.name, **self.options.aliases}
+        return [name for name, model in names.items() if self.is_allowed(model)]
+
     def check_model(self, name: str | None) -> None:
         """Raises RequestError (404) for the name of another model."""
-        if name is not None and name != self.engine.name:
-            raise http_error("model", name[:60], self.engine.name, param="model")
+        self.resolve_model(name)
 
     def settings(self, overrides: Mapping[str, object]) -> Config:
         """Returns the configuration of a request. The sizes of its settings are checked first.
@@ -153,6 +193,8 @@ class Service:
         template = self.options.template
         if template is None:
             raise http_error("template", param="messages")
+
+        current_record().operation = "chat"
 
         def encode() -> tuple[ChatPrompt, frozenset[int]]:
             return chat_prompt(template, messages, tools, variables), template.end_ids
@@ -207,7 +249,22 @@ class Service:
         Raises:
           UserError, Unavailable: as `EngineProtocol.submit` and `ResponseStream`.
           Busy: the queue is full and no request of this reply is running.
+          RequestError: the API key may not use the model.
+          RateLimited, RequestError: the API key has too few tokens left, see `KeyUsage.reserve_tokens`.
         """
+        record = current_record()
+        self.resolve_model(record.model)  # not all protocols name a model
+        with record.tokens(sum(self._max_tokens(request) for request in reply.requests)):
+            async with contextlib.aclosing(self._generate(reply, record)) as deltas:
+                async for item in deltas:
+                    yield item
+
+    def _max_tokens(self, request: GenerationRequest) -> int:
+        """Returns the largest number of tokens that a prompt and its continuations can have."""
+        generation, prompt = request.config.generation, len(request.ids)
+        return prompt + generation.n * max(0, min(generation.max_new_tokens, self.context - prompt))
+
+    async def _generate(self, reply: Reply, record: RequestRecord) -> AsyncGenerator[tuple[int, Delta], None]:
         waiting, live = deque(enumerate(reply.requests)), dict[int, ResponseStream]()
         tasks: dict[int, asyncio.Task[Delta | None]] = {}
         queue_has_room = True  # False after a request is refused
@@ -222,6 +279,7 @@ class Service:
                             raise
                         queue_has_room = False
                     else:
+                        record.generations.append(Generation(request, live[number].stats, time.time_ns()))
                         waiting.popleft()
                         reply.on_accepted()
                 if len(live) > 1:
@@ -239,10 +297,12 @@ class Service:
                     if delta is None:
                         self._metrics.observe(live.pop(number).stats, reply.requests[number].config.generation.n)
                         queue_has_room = True
-                    elif delta.finish_reason == "cancelled" and not reply.aborted:
+                        continue
+                    if delta.finish_reason is not None:
+                        record.generations[number].finish_reasons[delta.sample] = delta.finish_reason
+                    if delta.finish_reason == "cancelled" and not reply.aborted:
                         raise http_error("cancelled")
-                    else:
-                        yield number, delta
+                    yield number, delta
         finally:
             for stream in live.values():
                 stream.cancel()

@@ -1,13 +1,19 @@
-"""A server process with an engine without a model: `python -m tests.serve.process PAUSE [stuck]`."""
+"""A server process with an engine without a model: `python -m tests.serve.process PAUSE [stuck | --keys FILE]`."""
 
 import asyncio
+import logging
 import sys
 import threading
 import time
+from pathlib import Path
 
+from dantinox.serve.api_keys import ApiKeys, read_keys
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.limits import Limits
+from dantinox.serve.options import Options
+from dantinox.serve.reload import Reloader
+from dantinox.serve.request_log import configure_logging
 from dantinox.serve.server import listen, serve
 
 from .fakes import FakeEngine
@@ -56,4 +62,13 @@ if __name__ == "__main__":
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         print("listening", port, flush=True)
-        sys.exit(serve(make_app(engine), engine, listener, Limits(), lambda: print("ready", flush=True)))
+        options, reloader = None, None
+        if "--keys" in sys.argv:
+            path = Path(sys.argv[-1])
+            keys = ApiKeys(read_keys(path), path)
+            reloader = Reloader(keys)
+            options = Options(keys=keys, reloader=reloader)
+            configure_logging("json")
+            logging.getLogger("dantinox").setLevel(logging.WARNING)
+        app = make_app(engine, options)
+        sys.exit(serve(app, engine, listener, Limits(), lambda: print("ready", flush=True), reloader))

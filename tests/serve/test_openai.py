@@ -7,13 +7,14 @@ import math
 import pytest
 from starlette.testclient import TestClient
 
-from dantinox.config import TokenizerSection, overlay
+from dantinox.config import TokenizerSection, UserError, overlay
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options
 from dantinox.text import ChatTemplate, train_tokenizer
+from tests.error_texts import ERRORS
 
 from .fakes import BYTES, SAYS, FakeEngine, fake_run
 
@@ -92,6 +93,25 @@ def test_models(client, engine):
     engine.name = "org/name"
     client = client_of(engine)
     assert client.get("/v1/models/org/name").json()["id"] == "org/name"
+
+
+def test_aliases_of_the_model(engine):
+    client = client_of(engine, aliases={"gpt-4o": "fake", "org/other": "fake"})
+    models = client.get("/v1/models").json()["data"]
+    assert [(model["id"], model["root"]) for model in models] == [("fake", "fake"), ("gpt-4o", "fake"), ("org/other", "fake")]
+    assert client.get("/v1/models/org/other").json() == models[2]
+    found = client.post(TEXT, json={"model": "gpt-4o", "prompt": "a", "max_tokens": 1})
+    assert found.status_code == 200 and found.json()["model"] == "fake"
+    message = refusal(client.post(TEXT, json={"model": "gpt-5", "prompt": "a"}), 404, "model")
+    assert message == "this server has no model 'gpt-5', only 'fake', 'gpt-4o', 'org/other'"
+
+
+@pytest.mark.parametrize(
+    "aliases", [{"a": "other"}, {"fake": "fake"}, {"a": "b", "b": "fake"}], ids=["unknown", "existing", "alias of an alias"]
+)
+def test_wrong_aliases(engine, aliases):
+    with pytest.raises(UserError, match=ERRORS["the_alias"]):
+        client_of(engine, aliases=aliases)
 
 
 def test_another_model_is_not_found(client):

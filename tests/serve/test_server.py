@@ -1,7 +1,9 @@
 """Tests the server process: loading, serving, draining, aborting and failing, and invalid flags of `dantinox serve`."""
 
 import contextlib
+import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -141,7 +143,7 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
         headers = {"authorization": "Bearer 0123456789", "host": "a.example"}
         found.append(httpx.get(f"{url}/v1/models").status_code)
         found.append(httpx.get(f"{url}/v1/models", headers=headers | {"host": "b.example"}).status_code)
-        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         found.append(httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers).json())
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -156,6 +158,7 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     asking.start()
     lite = ["--lite", str(tmp_path / "lite.html")]
     flags = f"--port {port} --slots 3 --context 100 --queue 5 --name x --api_key_file {tmp_path / 'key'} --allow_host A.example"
+    flags += " --alias gpt-4o other=x"
     code = cli.main(["serve", "--run_dir", str(run_dir), *flags.split(), *lite, "--chat_template", "plain", "--top_p", "0.5"])
     asking.join()
     expected = {"slots": 3, "context": 100, "queue": 5, "name": "x", "overrides": {"top_p": 0.5}}
@@ -193,6 +196,11 @@ def test_a_public_address_needs_a_key(serve, tmp_path, monkeypatch):
         (["--cors", "https://a.example/path"], "--cors"),
         (["--name", ""], "--name"),
         (["--name", "a\nb"], "--name"),
+        (["--alias", "a", "a=x"], "already a name"),
+        (["--alias", "circle=x"], "already a name"),
+        (["--alias", "=x"], "--alias must be a printable name"),
+        (["--api_keys", "/no/such/file"], "no keys file at /no/such/file"),
+        (["--log", "xml"], "--log"),
         (["--lite", "/no/such/path"], "--lite"),
         (["--top_p", "7"], "generation.top_p must be a number in [0, 1]"),
         (["--host", "203.0.113.7", "--no_auth"], "cannot listen"),
@@ -215,6 +223,54 @@ def test_the_error_without_the_extra(serve, monkeypatch):
 
 def test_a_missing_run(serve, tmp_path):
     assert str(tmp_path / "none") in serve(where=tmp_path / "none")
+
+
+def test_sighup_reloads_the_keys(tmp_path):
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: a, key: first-secret}]")
+    with process(0.0, "--keys", str(keys)) as server:
+        assert server.stdout.readline() == "ready\n"
+
+        def status(secret):
+            return httpx.get(f"{server.url}/v1/models", headers={"x-api-key": secret}).status_code
+
+        assert (status("first-secret"), status("second-secret")) == (200, 401)
+        keys.write_text("keys: [{name: a, key: second-secret}]")
+        server.send_signal(signal.SIGHUP)
+        wait_for(lambda: status("second-secret") == 200)
+        assert status("first-secret") == 401
+        keys.write_text("keys: [")
+        server.send_signal(signal.SIGHUP)
+        line = json.loads(server.stderr.readline())
+        assert line["level"] == "error" and "continues as before" in line["message"] and str(keys) in line["message"]
+        assert status("second-secret") == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(5) == 0
+
+
+def test_the_end_of_the_terminal_drains(tmp_path):
+    """SIGHUP reloads, but a server must not survive the terminal in which it was started."""
+    (tmp_path / "keys.yaml").write_text("keys: [{name: a, key: first-secret}]")
+    ours, theirs = pty.openpty()
+    # The child makes the terminal its own, and then becomes the server.
+    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    take += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    server_arguments = ["-m", "tests.serve.process", "0.0", "--keys", str(tmp_path / "keys.yaml")]
+    command = [sys.executable, "-c", take, *server_arguments]
+    server = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=subprocess.PIPE, start_new_session=True)
+    os.close(theirs)
+    try:
+        assert server.stdout.readline().startswith(b"listening") and server.stdout.readline() == b"ready\n"
+        os.close(ours)
+        assert server.wait(5) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_the_model_of_an_alias_must_exist(serve):
+    message = serve("--alias", "gpt-4o=other")
+    assert "the alias 'gpt-4o' stands for 'other', which is not a model of this server" in message
 
 
 def test_help_imports_no_server():

@@ -30,6 +30,8 @@ from dantinox.text import Tokenizer
 KOBOLDAI_VERSION = "1.2.5"  # supported version of KoboldAI's API
 KOBOLDCPP_VERSION = "1.74"  # supported version of KoboldCpp's API: the lowest for which Lite enables all features
 FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "embeddings", "savedata", "guidance"
+# Clients poll these paths while they read a stream.
+UNLIMITED = ("/api/extra/generate/check", "/api/extra/abort", "/api/extra/last_logprobs")
 MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # number of finished generations that are kept, and seconds for which they are kept
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
 STOP_REASON_NUMBERS = {None: -1, "length": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`

@@ -29,18 +29,17 @@ def routes(service: Service) -> list[Route]:
     """Returns the routes of this protocol."""
     created = int(time.time())
 
-    def model() -> dict[str, JSON]:
-        known: dict[str, JSON] = {"id": service.engine.name, "object": "model", "created": created, "owned_by": "dantinox"}
-        return known | {"max_model_len": service.context}
+    def model(name: str) -> dict[str, JSON]:
+        known: dict[str, JSON] = {"id": name, "object": "model", "created": created, "owned_by": "dantinox"}
+        return known | {"root": service.resolve_model(name), "max_model_len": service.context}
 
     async def models(request: Request) -> Response:
-        """Lists the served model."""
-        return JSONResponse({"object": "list", "data": [model()]})
+        """Lists the served model and its aliases."""
+        return JSONResponse({"object": "list", "data": [model(name) for name in service.model_names()]})
 
     async def one_model(request: Request) -> Response:
-        """Describes the served model; 404 for another name."""
-        service.check_model(request.path_params["id"])
-        return JSONResponse(model())
+        """Describes the served model or one of its aliases; 404 for another name."""
+        return JSONResponse(model(request.path_params["id"]))
 
     async def completions(request: Request) -> Reply:
         """Continues prompts."""
