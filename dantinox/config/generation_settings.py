@@ -18,6 +18,7 @@ from dantinox.config.sampling_steps import (
     is_digits,
 )
 
+MAX_BAN_LENGTH = 256  # characters of a banned string or expression
 GREEDY_BELOW = 1e-5  # a lower temperature means greedy decoding
 
 
@@ -34,7 +35,7 @@ def _as_order(value: Any) -> Any:
 Preset = Literal["default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"]
 
 
-# Speculative decoding needs a cache that keeps all tokens, because rejected draft tokens must not evict others.
+# Speculative decoding and bans need a cache that keeps all tokens, because discarded tokens must not evict others.
 NEEDS_FULL_CACHE = (
     Needs(("generation.use_cache", True)),
     Needs(("kv.budget", equals(None))),
@@ -54,6 +55,12 @@ class _Request(Section):
     )
     stop_token_ids: Tokens = field((), "tokens that end the text like the EOS token: ids, or strings of one token")
     ignore_eos: bool = field(False, "continue after the EOS token")
+    banned_strings: Annotated[Strings, *NEEDS_FULL_CACHE] = field(
+        (), "texts that are never generated, in any case and tokenization; generation goes back to their first token"
+    )
+    banned_regexes: Annotated[Strings, *NEEDS_FULL_CACHE] = field(
+        (), "regular expressions that no part of the text matches; generation goes back to the first token of a match"
+    )
     use_cache: bool = field(True, "cache keys and values; false recomputes the whole sequence for each token")
     weights: Literal["auto", "float32", "bfloat16", "int8", "int4"] = field(
         "auto", "dtype of the weights while decoding (auto: the compute dtype of the run)"
@@ -201,9 +208,12 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     on, greedy = active_steps(g), g.greedy or g.temperature < GREEDY_BELOW
     if g.speculation == "draft" and g.draft_run is None:
         yield "generation.speculation", "draft needs generation.draft_run, the run directory of the draft model"
-    for key in ("stop", "dry_breakers"):
+    for key in ("stop", "dry_breakers", "banned_strings", "banned_regexes"):
         if "" in getattr(g, key):
             yield f"generation.{key}", "must not hold an empty string"
+    for key in ("banned_strings", "banned_regexes"):
+        if (longest := max(map(len, getattr(g, key)), default=0)) > MAX_BAN_LENGTH:
+            yield f"generation.{key}", f"must hold strings of at most {MAX_BAN_LENGTH} characters, got {longest}"
     try:
         order = section_order(g)
     except ValueError as error:

@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-import jax
-
 from dantinox.config import Config, UserError
 from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.drafts import DraftCounts
@@ -209,7 +207,7 @@ class Engine:
           UserError: the settings or the constraint are invalid.
         """
         job.params = self._slots.row_params(job.request.config)
-        job.texts = self._sample_texts(job.request)
+        job.texts = self._sample_texts(job.request, job.limit)
         job.prepared = True
 
     def cancel(self, job: Job) -> None:
@@ -234,10 +232,10 @@ class Engine:
             self._new_weights = weights, replaced
         return replaced
 
-    def _sample_texts(self, request: GenerationRequest) -> list[SampleText]:
+    def _sample_texts(self, request: GenerationRequest, limit: int) -> list[SampleText]:
         tokenizer, section = self.model.tokenizer, request.config.generation
         return [
-            SampleText(tokenizer, section, request.ids, guides, request.visible_ids, request.reasoning)
+            SampleText(tokenizer, section, request.ids, guides, request.visible_ids, request.reasoning, limit)
             for guides in self.model.guides(request)
         ]
 
@@ -269,7 +267,7 @@ class Engine:
             self._scheduler.add(job)
             self._jobs[job] = None
             self._scheduler.admit(lambda _: True)
-            job.texts = self._sample_texts(request)
+            job.texts = self._sample_texts(request, limit)
             self._start_rows(job)
             jobs.append(job)
         return jobs
@@ -445,8 +443,8 @@ class Engine:
         self._slots.start_decoding(
             slot,
             job.params,
-            limit=job.limit - len(text.tokens),
-            output=text.tokens,
+            limit=job.limit - len(text.kept),
+            output=text.kept,
             sample_index=number,
             report=job.request.logprobs is not None,
             constrained=text.mask is not None,
@@ -458,7 +456,7 @@ class Engine:
         if self.batch.refills:
             self._decode_row(job, slot)
         else:
-            self.batch.restart(slot, [*job.request.ids, *text.tokens], len(job.request.ids), job.limit - len(text.tokens))
+            self.batch.restart(slot, [*job.request.ids, *text.kept], len(job.request.ids), job.limit - len(text.kept))
 
     def _constrained(self) -> bool:
         """Whether the last token of a decoding row decides which tokens are allowed next.
@@ -524,20 +522,16 @@ class Engine:
         old_length, masked = len(text.tokens), text.mask is not None
         parts = text.add_tokens(ids, done, steps)
         if text.must_restart and text.finish_reason is None:
-            if len(text.tokens) >= job.limit:
-                parts = [*parts, *text.add_tokens([], True)]
-            else:
-                self._restart(job, slot)
+            self._restart(job, slot)
         if text.finish_reason is None and (masked or text.mask is not None):
             self.batch.set_token_mask(slot, text.mask)
         new = text.tokens[old_length:]
-        steps = jax.tree.map(lambda x: x[: len(new)], steps)
         if new and job.stats.new_tokens == 0:
             job.stats.first_token_seconds = job.seconds()
         job.stats.new_tokens += len(new)
         job.stats.reasoning_tokens = sum(one.reasoning_tokens for one in job.texts)
         self.counters["new_tokens"] += len(new)
-        self._outputs.append(Output(job, number, parts, new, steps, text.finish_reason, text.stop_string))
+        self._outputs.append(Output(job, number, parts, new, text.released_steps, text.finish_reason, text.stop_string))
         if text.finish_reason is None:
             return
         if self._scheduler.holders[slot] is job:

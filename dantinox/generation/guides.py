@@ -5,8 +5,8 @@ guide often learns in the middle of a chunk that the tokens after a point should
 the sample from the last kept token (`RunningBatch.restart`), with the same random numbers for each position.
 """
 
+import copy
 from collections.abc import Sequence
-from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,12 +32,9 @@ class Reasoning(NamedTuple):
     closing: tuple[int, ...] = ()
 
 
-class Verdict(Enum):
-    """What happens to a token: it is kept; it is kept and the tokens after it are discarded; or it is discarded too."""
-
-    KEEP = 0
-    RESTART_AFTER = 1
-    RESTART_BEFORE = 2
+# What happens after a token: `None`, decoding goes on; a number n, the last n tokens are discarded and decoding restarts.
+Verdict = int | None
+KEEP, RESTART_AFTER, RESTART_BEFORE = None, 0, 1
 
 
 class Guide(Protocol):
@@ -45,10 +42,17 @@ class Guide(Protocol):
 
     Attributes:
       done: whether the sample is complete and no token may follow.
+      held: how many of the last tokens may still be discarded.
     """
 
     @property
     def done(self) -> bool: ...
+
+    @property
+    def held(self) -> int: ...
+
+    def copy(self) -> "Guide":
+        """Returns an independent guide in the same state."""
 
     def mask(self) -> np.ndarray | None:
         """Returns bits [⌈V/32⌉] uint32 of the tokens that may come next; None: all.
@@ -58,21 +62,29 @@ class Guide(Protocol):
         """
 
     def push(self, token: int, text: str) -> Verdict:
-        """Processes a token and the text that it adds. `RESTART_BEFORE` means that `mask` now excludes the token."""
+        """Processes a token and the text that it adds.
+
+        If tokens are discarded, the guide is afterwards in the state before them, and `mask` excludes the first of them.
+        """
 
 
 class WholeText:
     """Applies a constraint to the whole text."""
 
+    held = 0
+
     def __init__(self, matcher: Matcher):
         self._matcher = matcher
+
+    def copy(self) -> "WholeText":
+        return WholeText(self._matcher.copy())
 
     def mask(self) -> np.ndarray | None:
         return self._matcher.mask()
 
     def push(self, token: int, text: str) -> Verdict:
         self._matcher.consume(token)
-        return Verdict.KEEP
+        return KEEP
 
     @property
     def done(self) -> bool:
@@ -81,6 +93,8 @@ class WholeText:
 
 class AfterTrigger:
     """Applies a constraint to the text after a trigger (`Constraint.after`). Triggers inside of the reasoning do not count."""
+
+    held = 0
 
     def __init__(self, matcher: Matcher, constraint: Constraint, vocab_size: int, reasoning: "Reasoning | None" = None):
         """`matcher` is at the start of the constraint; it is copied for each trigger."""
@@ -92,6 +106,11 @@ class AfterTrigger:
         self._excluded: set[int] = set()  # tokens that must not come next
         self.done = False
 
+    def copy(self) -> "AfterTrigger":
+        copied = copy.copy(self)
+        copied._matcher, copied._excluded = None if self._matcher is None else self._matcher.copy(), set(self._excluded)
+        return copied
+
     def mask(self) -> np.ndarray | None:
         if self._matcher is not None:
             return self._matcher.mask()
@@ -101,22 +120,22 @@ class AfterTrigger:
         if self._matcher is not None:
             self._matcher.consume(token)
             if not self._matcher.done:
-                return Verdict.KEEP
+                return KEEP
             self._leave_constraint(self._matcher)
-            return Verdict.RESTART_AFTER
+            return RESTART_AFTER
         before = self._tail, self._at_start, self._in_reasoning
         rest = self._find_trigger(self._tail + text)
         matcher = None if rest is None else self._start.copy()
         if matcher is not None and rest and not matcher.skip(rest):
             self._tail, self._at_start, self._in_reasoning = before
             self._excluded.add(token)
-            return Verdict.RESTART_BEFORE
+            return RESTART_BEFORE
         restart, self._excluded = bool(self._excluded) or matcher is not None, set()
         if matcher is not None:
             self._matcher, self._tail = matcher, ""
             if matcher.done:
                 self._leave_constraint(matcher)
-        return Verdict.RESTART_AFTER if restart else Verdict.KEEP
+        return RESTART_AFTER if restart else KEEP
 
     def _find_trigger(self, text: str) -> str | None:
         """Returns the text after the first trigger, or None; follows the reasoning on the way."""
@@ -177,7 +196,7 @@ class ReasoningTracker:
 class ReasoningBudget:
     """Ends the reasoning of a sample after `Reasoning.budget` tokens, by forcing the tokens of the text that ends it."""
 
-    done = False
+    done, held = False, 0
 
     def __init__(self, reasoning: Reasoning, budget: int, vocab_size: int):
         self._tracker, self._closing = ReasoningTracker(reasoning), reasoning.closing
@@ -185,6 +204,11 @@ class ReasoningBudget:
         self._forced: int | None = (
             0 if reasoning.is_open and budget == 0 else None
         )  # number of forced tokens; None: not forcing
+
+    def copy(self) -> "ReasoningBudget":
+        copied = copy.copy(self)
+        copied._tracker = copy.copy(self._tracker)
+        return copied
 
     def mask(self) -> np.ndarray | None:
         return None if self._forced is None else only_token(self._closing[self._forced], self._vocab_size)
@@ -194,14 +218,14 @@ class ReasoningBudget:
         if self._forced is not None:
             self._forced += 1
             if self._forced < len(self._closing):
-                return Verdict.KEEP
+                return KEEP
             self._forced, self._tracker.is_open = None, False
-            return Verdict.RESTART_AFTER
+            return RESTART_AFTER
         # A model that has begun to write the end marker may complete it.
         if self._tracker.is_open and self._tracker.count >= self._budget and not self._tracker.pending:
             self._forced = 0
-            return Verdict.RESTART_AFTER
-        return Verdict.KEEP
+            return RESTART_AFTER
+        return KEEP
 
 
 def only_token(token: int, vocab_size: int) -> np.ndarray:

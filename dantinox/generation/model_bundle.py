@@ -9,6 +9,7 @@ from flax import nnx
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
 from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
+from dantinox.generation.bans import BannedStrings, TextBan, compile_regexes
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
 from dantinox.generation.guides import AfterTrigger, Guide, ReasoningBudget, WholeText
@@ -157,10 +158,13 @@ class ModelBundle:
         """
         section, vocab_size = request.config.generation, self.model.config.vocab_size
         constraint, reasoning = request.constraint, request.reasoning
+        strings, regexes = BannedStrings(section.banned_strings), compile_regexes(section.banned_regexes)
         matcher = None if constraint is None else self.matcher(constraint, section)
 
         def make() -> list[Guide]:
             guides: list[Guide] = []
+            if section.banned_strings or regexes:
+                guides.append(TextBan(strings, regexes, vocab_size, section.max_new_tokens))
             if constraint is not None and matcher is not None:
                 if constraint.after or constraint.opening:
                     guides.append(AfterTrigger(matcher, constraint, vocab_size, reasoning))

@@ -42,7 +42,9 @@ class GenerationRequest:
     @property
     def guided(self) -> bool:
         """Whether guides may restrict tokens of the output."""
-        return self.constraint is not None or (self.reasoning is not None and self.reasoning.budget is not None)
+        section, reasoning = self.config.generation, self.reasoning
+        has_budget = reasoning is not None and reasoning.budget is not None
+        return self.constraint is not None or has_budget or bool(section.banned_strings or section.banned_regexes)
 
 
 class Delta(NamedTuple):

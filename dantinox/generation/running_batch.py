@@ -7,17 +7,24 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dantinox.generation.bans import MAX_HELD_TOKENS
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted
-from dantinox.generation.drafts import NO_DRAFTS, DraftCounts, PairedCache
+from dantinox.generation.drafts import NO_DRAFTS, DraftCounts, DraftPlan, PairedCache
 from dantinox.model import KVCache
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 
 NO_ID = -1  # pads lists of end ids
-# The most tokens that a row may have written beyond the token from which it is restarted: those of the chunk that is collected,
-# and of the chunk that was dispatched before.
-RESTART_SLOTS = 2 * DECODE_CHUNK
 Recurrent = dict[str, float]  # `SamplerState.recurrent` of one row
+
+
+def restart_slots(drafts: DraftPlan | None) -> int:
+    """Returns the most tokens that a row may have written beyond the token from which it is restarted.
+
+    These are the tokens that its guides hold back, those of the chunk that is collected, and those of the chunk that was
+    dispatched before.
+    """
+    return MAX_HELD_TOKENS + 2 * DECODE_CHUNK * (1 if drafts is None else drafts.width)
 
 
 class SlotOutput(NamedTuple):

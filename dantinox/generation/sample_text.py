@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import jax
+import numpy as np
+
 from dantinox.config import GenerationSection
-from dantinox.generation.guides import Guide, Reasoning, ReasoningTracker, Verdict, combine_masks
+from dantinox.generation.bans import TextBan
+from dantinox.generation.guides import Guide, Reasoning, ReasoningTracker, combine_masks
 from dantinox.generation.stop_strings import StopFinder
 from dantinox.generation.token_settings import stop_token_ids
 from dantinox.sampling import StepInfo
@@ -19,14 +23,25 @@ class TextPart(NamedTuple):
     entropy: float | None = None
 
 
+class _Queued(NamedTuple):
+    """A token that may still be discarded: its text, its report, and copies of the guides before it, if they are needed."""
+
+    token: int
+    text: str
+    entropy: float
+    step: StepInfo | None
+    before: list[Guide]
+
+
 class SampleText:
     """Converts the tokens of one continuation to text and decides where it ends.
 
     Attributes:
-      tokens: the tokens of the continuation, including the EOS token.
+      tokens: the tokens of the continuation, including the EOS token, without those that a guide may still discard.
       finish_reason: `eos`, `stop` or `length` once it has ended.
       guides: the guides of the sample.
       mask: the tokens that the guides allow next; None: all.
+      released_steps: the reports of the tokens that the last call of `add_tokens` has added to `tokens`; None without reports.
       must_restart: whether the last call of `add_tokens` discarded tokens or changed the mask. The tokens that the device has
         computed since are then invalid.
     """
@@ -39,10 +54,25 @@ class SampleText:
         guides: Sequence[Guide] = (),
         visible_ids: frozenset[int] = frozenset(),
         reasoning: Reasoning | None = None,
+        limit: int = 1 << 62,
     ):
+        """
+        Args:
+          prompt: the tokens before the continuation.
+          guides, visible_ids, reasoning: as in `GenerationRequest`.
+          limit: the most tokens of the continuation.
+        """
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
-        self.guides, self.must_restart = guides, False
+        self.guides, self.must_restart = [*guides], False
+        self._holds = any(isinstance(guide, TextBan) for guide in guides)
+        self._keeps_copies = self._holds and len(guides) > 1
+        self._queue: list[_Queued] = []
+        self._parts: list[TextPart] = []  # the results of the current call of `add_tokens`
+        self._released: list[StepInfo] = []
+        self._reports = False
+        self.released_steps: StepInfo | None = None
+        self._limit = limit
         self.mask = combine_masks([guide.mask() for guide in guides])
         self._reasoning = None if reasoning is None else ReasoningTracker(reasoning)
         self._eos = () if section.ignore_eos else tokenizer.stop_ids
@@ -55,6 +85,11 @@ class SampleText:
         self._detokenizer.push(prompt)
         self._stops = StopFinder(section.stop, section.keep_stop)
         self._entropy = 0.0  # the largest entropy since the last part
+
+    @property
+    def kept(self) -> list[int]:
+        """The tokens so far, including those that a guide may still discard."""
+        return [*self.tokens, *(queued.token for queued in self._queue)]
 
     @property
     def reasoning_tokens(self) -> int:
@@ -82,56 +117,89 @@ class SampleText:
         Raises:
           UserError: the constraint takes too long to evaluate, or no token can satisfy it.
         """
-        self.must_restart = False
-        entropies = [None] * len(ids) if steps is None else steps.entropy.tolist()
-        parts = []
-        for token, entropy in zip(ids, entropies, strict=True):
+        self.must_restart, self._parts, self._released, self._reports = False, [], [], steps is not None
+        before = len(self.tokens)
+        entropies = [0.0] * len(ids) if steps is None else steps.entropy.tolist()
+        for place, (token, entropy) in enumerate(zip(ids, entropies, strict=True)):
             if self.finish_reason is not None or self.must_restart:
                 break
-            text = self._push(token)
-            if entropy is not None:
-                self._entropy = max(self._entropy, entropy)
-            if text:
-                parts.append(self._part(text, entropy is not None))
-        if self.must_restart and self.finish_reason is None:
-            done = False
-        if text := self._finish(done):
-            parts.append(self._part(text, steps is not None))
+            self._push(token, entropy, steps, place)
+        if self.must_restart and len(self.kept) >= self._limit:
+            self.must_restart, done = False, True
+        done = done and not self.must_restart
+        self._release(0 if done or self.complete else max((guide.held for guide in self.guides), default=0))
+        self._finish(done)
         if self.guides and self.finish_reason is None:
             self.mask = combine_masks([guide.mask() for guide in self.guides])
-        return parts if steps is not None else [TextPart("".join(part.text for part in parts))]
+        self.released_steps = self._steps_of(steps, len(self.tokens) - before)
+        return self._parts if steps is not None else [TextPart("".join(part.text for part in self._parts))]
 
-    def _part(self, text: str, has_entropy: bool) -> TextPart:
-        entropy, self._entropy = self._entropy, 0.0
-        return TextPart(text, entropy if has_entropy else None)
+    def _steps_of(self, steps: StepInfo | None, count: int) -> StepInfo | None:
+        """Returns the reports of the `count` tokens that were added to `tokens`."""
+        if not self._holds:  # they are the first new tokens
+            kept: StepInfo | None = jax.tree.map(lambda x: x[:count], steps)
+            return kept
+        return jax.tree.map(lambda *parts: np.stack(parts), *self._released) if self._released else None
 
-    def _push(self, token: int) -> str:
-        """Adds a token, unless a guide discards it, and returns the text that has become final."""
+    def _push(self, token: int, entropy: float, steps: StepInfo | None, place: int) -> None:
+        """Adds a token to the queue, unless a guide discards it, perhaps with tokens before it."""
         hidden = token in self._stop_ids and not self._keep_stop
-        new = "" if hidden else self._detokenizer.push([token])
-        for guide in self.guides:
-            verdict = guide.push(token, new)
-            self.must_restart |= verdict is not Verdict.KEEP
-            if verdict is Verdict.RESTART_BEFORE:
-                self._detokenizer = self._new_detokenizer()
-                self._detokenizer.push([*self._prompt, *self.tokens])
-                return ""
-        self.tokens.append(token)
-        if self._reasoning is not None:
-            self._reasoning.push(new)
+        text = "" if hidden else self._detokenizer.push([token])
+        step = jax.tree.map(lambda x: x[place], steps) if self._holds else None
+        before = [guide.copy() for guide in self.guides] if self._keeps_copies else []
+        self._queue.append(_Queued(token, text, entropy, step, before))
+        for number, guide in enumerate(self.guides):
+            discarded = guide.push(token, text)
+            if discarded is None:
+                continue
+            self.must_restart = True
+            if discarded:
+                self._discard(discarded, number)
+                return
         if token in self._eos or token in self._stop_ids:
             self.must_restart = False  # the sample has ended
-        text = self._stops.push(new, active=len(self.tokens) >= self._min_tokens)
-        if self._stops.matched_stop is not None:
-            self.finish_reason = "stop"
-        return text
+        if not self._holds:
+            self._release(0)
 
-    def _finish(self, done: bool) -> str:
-        """If the continuation has ended, sets the finish reason and returns the remaining text; otherwise returns ""."""
+    def _discard(self, count: int, place: int) -> None:
+        """Removes the last tokens of the queue; `place` is the index of the guide that has discarded them."""
+        discarded, self._queue = self._queue[-count:], self._queue[:-count]
+        if discarded[0].before:
+            self.guides = [
+                guide if number == place else discarded[0].before[number] for number, guide in enumerate(self.guides)
+            ]
+        self._detokenizer = self._new_detokenizer()
+        self._detokenizer.push([*self._prompt, *self.kept])
+
+    def _release(self, held: int) -> None:
+        """Moves tokens from the queue to `tokens`, except the last `held`, and their text to the parts."""
+        count = max(0, len(self._queue) - held)
+        released, self._queue = self._queue[:count], self._queue[count:]
+        for token, new, entropy, step, _ in released:
+            if self.finish_reason is not None:
+                break
+            self.tokens.append(token)
+            if self._reasoning is not None:
+                self._reasoning.push(new)
+            text = self._stops.push(new, active=len(self.tokens) >= self._min_tokens)
+            if self._stops.matched_stop is not None:
+                self.finish_reason, self._queue = "stop", []
+            self._entropy = max(self._entropy, entropy)
+            if step is not None:
+                self._released.append(step)
+            self._add_part(text)
+
+    def _add_part(self, text: str) -> None:
+        if text:
+            self._parts.append(TextPart(text, self._entropy if self._reports else None))
+            self._entropy = 0.0
+
+    def _finish(self, done: bool) -> None:
+        """If the continuation has ended, sets the finish reason and adds the remaining text to the parts."""
         if self.finish_reason is not None or not (done or self.complete):
-            return ""
+            return
         text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         last = self.tokens[-1] if self.tokens else None
         stopped = self._stops.matched_stop is not None or last in self._stop_ids
         self.finish_reason = "stop" if stopped else "eos" if self.complete or last in self._eos else "length"
-        return text
+        self._add_part(text)

@@ -34,7 +34,7 @@ from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, PairedCache, plan_d
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
 from dantinox.generation.quantized_weights import SplitModel, dequantize, split_model
-from dantinox.generation.running_batch import NO_ID, RESTART_SLOTS, Recurrent, Row, RowStatus, RunningBatch
+from dantinox.generation.running_batch import NO_ID, Recurrent, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.scoring import map_positions
@@ -160,7 +160,7 @@ class SlotBatch(RunningBatch):
         self._draft_plan = plan_drafts(config, prepared, self.count, context, draft_model)
         segmented = get_platform(self._architecture.platform).segmented_cache
         # Tokens in pending chunks, which a restart drops, must not overwrite the window before them.
-        plan = plan._replace(extra=max(RESTART_SLOTS, 0 if self._draft_plan is None else self._draft_plan.draft_tokens))
+        plan = plan._replace(extra=restart_slots(self._draft_plan))
         compiled = jax.jit(make_cache, static_argnums=range(7))
 
         def make(rows: int) -> KVCache | PairedCache:
@@ -305,7 +305,14 @@ class SlotBatch(RunningBatch):
         Raises:
           UserError: as in `program_key`, or a list in the settings is too long for a server or has an invalid token.
         """
-        ignored = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # these affect no array except `seed`
+        ignored = {
+            "seed": 0,
+            "n": 1,
+            "max_new_tokens": 0,
+            "stop": (),
+            "banned_strings": (),
+            "banned_regexes": (),
+        }  # these affect no array except `seed`
         generation = config.generation.model_copy(update=ignored)
         key = CacheKey(config.model_copy(update={"generation": generation}), generation, config.router, config.kv)
         cached = self._cached_row_params(key)

@@ -16,7 +16,7 @@ from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, _generate_toks, init_row, write_row
 from dantinox.generation.drafts import DraftPlan, DraftState, init_drafts
 from dantinox.generation.quantized_weights import split_model
-from dantinox.generation.running_batch import NO_ID, RESTART_SLOTS, PendingChunk, Row, RowStatus, RunningBatch
+from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.model import KVCache, Transformer
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL_ALLOWED
@@ -148,8 +148,8 @@ class StaticBatch(RunningBatch):
         lengths_B = np.repeat(lengths_P, samples)
         plan = plan or CachePlan(slots_needed(lengths_B, limits_B, pad), jnp.dtype(model.dtype).name)
         if constrained or draft_plan is not None:
-            drafts = 0 if draft_plan is None else draft_plan.draft_tokens
-            plan = plan._replace(extra=max(RESTART_SLOTS if constrained else 0, drafts))
+            extra = restart_slots(draft_plan) if constrained else 0
+            plan = plan._replace(extra=max(extra, 0 if draft_plan is None else draft_plan.draft_tokens))
         self.can_restart = constrained and plan.compression is None
         tokens_BT = np.repeat(padded_PT, samples, axis=0)
         valid_BT = np.arange(padded_PT.shape[1]) < lengths_B[:, None]

@@ -10,7 +10,15 @@ from dantinox.config import TokenizerSection, build_config
 from dantinox.generation import LoadedModel
 from dantinox.generation.constraints import Constraint, ConstraintCompiler
 from dantinox.generation.engine import Engine
-from dantinox.generation.guides import AfterTrigger, Reasoning, ReasoningBudget, Verdict, combine_masks
+from dantinox.generation.guides import (
+    KEEP,
+    RESTART_AFTER,
+    RESTART_BEFORE,
+    AfterTrigger,
+    Reasoning,
+    ReasoningBudget,
+    combine_masks,
+)
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.text import train_tokenizer
@@ -34,7 +42,7 @@ def push_text(guide, text):
     for number, token in enumerate(text.encode()):
         mask = guide.mask()
         assert mask is None or mask[token // 32] >> np.uint32(token % 32) & 1
-        if (verdict := guide.push(token, chr(token))) is not Verdict.KEEP:
+        if (verdict := guide.push(token, chr(token))) is not KEEP:
             found.append((number, verdict))
     return found
 
@@ -46,10 +54,10 @@ def allowed(guide):
 
 def test_a_constraint_begins_after_its_trigger_and_ends(compiler):
     guide = AfterTrigger(compiler.matcher("regex", "[0-9]{3}"), DIGITS, V)
-    assert push_text(guide, "xaab") == [(3, Verdict.RESTART_AFTER)]
+    assert push_text(guide, "xaab") == [(3, RESTART_AFTER)]
     assert allowed(guide) == set(b"0123456789")
-    assert push_text(guide, "123") == [(2, Verdict.RESTART_AFTER)] and allowed(guide) is None and not guide.done
-    assert push_text(guide, "b c") == [(2, Verdict.RESTART_AFTER)] and allowed(guide) == set(b"0123456789")
+    assert push_text(guide, "123") == [(2, RESTART_AFTER)] and allowed(guide) is None and not guide.done
+    assert push_text(guide, "b c") == [(2, RESTART_AFTER)] and allowed(guide) == set(b"0123456789")
     once = AfterTrigger(compiler.matcher("regex", "[0-9]{3}"), Constraint("regex", "[0-9]{3}", after=("c",)), V)
     push_text(once, "c123")
     assert once.done
@@ -57,11 +65,11 @@ def test_a_constraint_begins_after_its_trigger_and_ends(compiler):
 
 def test_a_trigger_inside_of_a_token(compiler):
     guide = AfterTrigger(compiler.matcher("regex", "[0-9]{3}"), DIGITS, V)
-    assert guide.push(200, "xc12") is Verdict.RESTART_AFTER and allowed(guide) == set(b"0123456789")
+    assert guide.push(200, "xc12") is RESTART_AFTER and allowed(guide) == set(b"0123456789")
     guide.push(ord("3"), "3")
-    assert guide.push(200, "ca") is Verdict.RESTART_BEFORE and allowed(guide) == set(range(V)) - {200}
-    assert guide.push(201, "cb") is Verdict.RESTART_BEFORE and allowed(guide) == set(range(V)) - {200, 201}
-    assert guide.push(ord("c"), "c") is Verdict.RESTART_AFTER and allowed(guide) == set(b"0123456789")
+    assert guide.push(200, "ca") is RESTART_BEFORE and allowed(guide) == set(range(V)) - {200}
+    assert guide.push(201, "cb") is RESTART_BEFORE and allowed(guide) == set(range(V)) - {200, 201}
+    assert guide.push(ord("c"), "c") is RESTART_AFTER and allowed(guide) == set(b"0123456789")
 
 
 def test_a_trigger_inside_of_the_reasoning_does_not_count(compiler):
@@ -69,9 +77,9 @@ def test_a_trigger_inside_of_the_reasoning_does_not_count(compiler):
         constraint = Constraint("regex", "[0-9]", after=after, opening="[", repeats=True)
         return AfterTrigger(compiler.matcher("regex", r"\[?[0-9]"), constraint, V, THINK._replace(is_open=is_open))
 
-    assert push_text(guide(("c",)), "<t>ccc</t> x c")[-1] == (13, Verdict.RESTART_AFTER)
-    assert push_text(guide(("c",), True), "[c</t>\n[")[-1] == (7, Verdict.RESTART_AFTER)
-    assert push_text(guide(("</t>",), True), "c<t></t>")[-1] == (7, Verdict.RESTART_AFTER)
+    assert push_text(guide(("c",)), "<t>ccc</t> x c")[-1] == (13, RESTART_AFTER)
+    assert push_text(guide(("c",), True), "[c</t>\n[")[-1] == (7, RESTART_AFTER)
+    assert push_text(guide(("</t>",), True), "c<t></t>")[-1] == (7, RESTART_AFTER)
 
 
 def test_the_reasoning_budget_forces_the_end():
@@ -79,11 +87,11 @@ def test_the_reasoning_budget_forces_the_end():
     for is_open, text in ((True, "12345"), (False, "x<t>12345")):
         guide = ReasoningBudget(THINK._replace(is_open=is_open, closing=closing), 5, V)
         (found,) = push_text(guide, text)
-        assert found == (len(text) - 1, Verdict.RESTART_AFTER)
+        assert found == (len(text) - 1, RESTART_AFTER)
         for token in closing:
             assert allowed(guide) == {token}
             verdict = guide.push(token, chr(token))
-        assert verdict is Verdict.RESTART_AFTER and allowed(guide) is None and push_text(guide, "1234567890") == []
+        assert verdict is RESTART_AFTER and allowed(guide) is None and push_text(guide, "1234567890") == []
     short = ReasoningBudget(THINK._replace(is_open=True, closing=closing), 5, V)
     assert push_text(short, "12</t>1234567890") == []
     immediate = ReasoningBudget(THINK._replace(is_open=True, closing=closing), 0, V)
