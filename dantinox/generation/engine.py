@@ -443,8 +443,8 @@ class Engine:
         self._slots.start_decoding(
             slot,
             job.params,
-            limit=job.limit - len(text.kept),
-            output=text.kept,
+            limit=job.limit - len(text.all_tokens),
+            output=text.all_tokens,
             sample_index=number,
             report=job.request.logprobs is not None,
             constrained=text.mask is not None,
@@ -456,7 +456,9 @@ class Engine:
         if self.batch.refills:
             self._decode_row(job, slot)
         else:
-            self.batch.restart(slot, [*job.request.ids, *text.kept], len(job.request.ids), job.limit - len(text.kept))
+            self.batch.restart(
+                slot, [*job.request.ids, *text.all_tokens], len(job.request.ids), job.limit - len(text.all_tokens)
+            )
 
     def _constrained(self) -> bool:
         """Whether the last token of a decoding row decides which tokens are allowed next.

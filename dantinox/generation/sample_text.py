@@ -87,7 +87,7 @@ class SampleText:
         self._entropy = 0.0  # the largest entropy since the last part
 
     @property
-    def kept(self) -> list[int]:
+    def all_tokens(self) -> list[int]:
         """The tokens so far, including those that a guide may still discard."""
         return [*self.tokens, *(queued.token for queued in self._queue)]
 
@@ -124,7 +124,7 @@ class SampleText:
             if self.finish_reason is not None or self.must_restart:
                 break
             self._push(token, entropy, steps, place)
-        if self.must_restart and len(self.kept) >= self._limit:
+        if self.must_restart and len(self.all_tokens) >= self._limit:
             self.must_restart, done = False, True
         done = done and not self.must_restart
         self._release(0 if done or self.complete else max((guide.held for guide in self.guides), default=0))
@@ -137,8 +137,8 @@ class SampleText:
     def _steps_of(self, steps: StepInfo | None, count: int) -> StepInfo | None:
         """Returns the reports of the `count` tokens that were added to `tokens`."""
         if not self._holds:  # they are the first new tokens
-            kept: StepInfo | None = jax.tree.map(lambda x: x[:count], steps)
-            return kept
+            first: StepInfo | None = jax.tree.map(lambda x: x[:count], steps)
+            return first
         return jax.tree.map(lambda *parts: np.stack(parts), *self._released) if self._released else None
 
     def _push(self, token: int, entropy: float, steps: StepInfo | None, place: int) -> None:
@@ -169,7 +169,7 @@ class SampleText:
                 guide if number == place else discarded[0].before[number] for number, guide in enumerate(self.guides)
             ]
         self._detokenizer = self._new_detokenizer()
-        self._detokenizer.push([*self._prompt, *self.kept])
+        self._detokenizer.push([*self._prompt, *self.all_tokens])
 
     def _release(self, held: int) -> None:
         """Moves tokens from the queue to `tokens`, except the last `held`, and their text to the parts."""

@@ -92,9 +92,9 @@ class MarkedParser:
         """Passes text on up to the first marker, without whitespace before the marker."""
         found = min(((at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0), default=None)
         if found is None:
-            kept = len(self._buffer) - overlap(self._buffer, tuple(markers))
-            kept = len(self._buffer[:kept].rstrip())
-            text, self._buffer = self._buffer[:kept], self._buffer[kept:]
+            size = len(self._buffer) - overlap(self._buffer, tuple(markers))
+            size = len(self._buffer[:size].rstrip())
+            text, self._buffer = self._buffer[:size], self._buffer[size:]
             self._note(kind, text)
             return [Part(kind, text)] if text else None  # type: ignore[arg-type]
         at, marker = found

@@ -106,7 +106,7 @@ async def parse(
 def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> dict[str, Any]:
     """Returns the settings of banned tokens and biases, including the bans of the server's settings.
 
-    A string of one character bans every token that contains it. For a longer string, only its usual token sequence is banned.
+    A string of one character bans every token that contains it. A longer string is banned with backtracking.
     """
     texts, ids = body.banned_tokens or (), list(body.custom_token_bans or ())
     check_ids(tokenizer, ids, "custom_token_bans")
@@ -117,19 +117,12 @@ def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> 
         ids += sorted(tokenizer.stop_ids)
     if ids:
         found["banned_tokens"] = [*base.banned_tokens, *dict.fromkeys(ids)]
-    if words := [text for text in texts if len(text) > 1 and _can_encode(tokenizer, text)]:
-        found["bad_words"] = [*base.bad_words, *words]
+    if strings := [text for text in texts if len(text) > 1]:
+        found["banned_strings"] = [*base.banned_strings, *strings]
     if body.logit_bias is not None:
         check_ids(tokenizer, [int(key[:10]) for key in body.logit_bias if is_digits(key)], "logit_bias")
         found["logit_bias"] = body.logit_bias
     return found
-
-
-def _can_encode(tokenizer: Tokenizer, text: str) -> bool:
-    try:
-        return bool(tokenizer.encode(text))
-    except UserError:
-        return False
 
 
 # --- generations

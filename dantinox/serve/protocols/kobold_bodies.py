@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from dantinox.config import GenerationSection
+from dantinox.config.generation_settings import MAX_BAN_LENGTH
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.constraints import Constraint
@@ -16,7 +17,7 @@ from dantinox.serve.limits import MAX_SAMPLES
 from dantinox.serve.protocols.bodies import StrictBody, parse_json
 
 MAX_ALTERNATIVES = 5  # maximum number of alternatives reported with a token
-MAX_BANS, MAX_BAN_LENGTH = 64, 512  # number of banned strings, and characters of each
+MAX_BANS = 1024  # number of banned strings
 MAX_KEY_LENGTH = 256
 FILTERS_OFF: dict[str, object] = {
     "top_k": 0,

@@ -117,21 +117,21 @@ class ResponsesBody(StrictBody):
 
 def routes(service: Service) -> list[Route]:
     """Returns the routes of this protocol."""
-    kept: OrderedDict[str, Stored] = OrderedDict()
+    stored: OrderedDict[str, Stored] = OrderedDict()
     most = service.options.stored_responses
 
     def find(name: str) -> Stored:
-        if name not in kept:
+        if name not in stored:
             sentence = f"this server has no response {quote(name)}"
             if most == 0:
                 sentence += ": it keeps no responses; start it with --store_responses, or send the whole conversation"
             raise RequestError(404, sentence, param="previous_response_id", code="response_not_found")
-        return kept[name]
+        return stored[name]
 
     def keep(body: dict[str, JSON], messages: list[dict[str, Any]]) -> None:
-        kept[str(body["id"])] = Stored(body, messages)
-        while len(kept) > most:
-            kept.popitem(last=False)
+        stored[str(body["id"])] = Stored(body, messages)
+        while len(stored) > most:
+            stored.popitem(last=False)
 
     async def create(request: Request) -> Reply:
         """Answers a conversation with a list of output items."""
@@ -151,11 +151,11 @@ def routes(service: Service) -> list[Route]:
 
     async def retrieve(request: Request) -> Response:
         """Returns a response that the server has kept, or deletes it."""
-        stored = find(request.path_params["id"])
+        response = find(request.path_params["id"])
         if request.method == "DELETE":
-            del kept[request.path_params["id"]]
-            return JSONResponse({"id": stored.body["id"], "object": "response", "deleted": True})
-        return JSONResponse(stored.body)
+            del stored[request.path_params["id"]]
+            return JSONResponse({"id": response.body["id"], "object": "response", "deleted": True})
+        return JSONResponse(response.body)
 
     return [
         Route("/v1/responses", service.endpoint(create), methods=["POST"]),
