@@ -54,6 +54,12 @@ ERRORS = {
     "not_a_finite_number_in": "not a finite number in step 21 ",
     "tokens_bin_is_damaged": r"tokens-.*bin is damaged",
     # generation
+    "tokens_of_the_prompt": r"tokens of the prompt must be in \[0, 259\), got 259",
+    "embed_length": "a text to embed must have 1 to 192 tokens, got 193: shorten it",
+    "embed_length_of_a_server": "a text to embed must have 1 to 192 tokens",
+    "embed_pooling": "pooling must be mean or last, got 'max'",
+    "embed_tensor": "embeddings need generation.tensor_parallel: 1, got 2",
+    "embed_texts": "texts must be a string or a list of strings",
     "speculation_is_off_matvec": "generation.speculation is off: with 1 rows and these weights",
     "draft_run_tokenizer": "^generation.draft_run runs/small must have the same tokenizer as the model, but has a different one$",
     "draft_run_context": "^generation.draft_run runs/small must have a context of at least 160 tokens, got 64$",

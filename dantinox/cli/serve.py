@@ -56,7 +56,21 @@ def add_serve_flags(command: Parser) -> None:
     capacity.add_argument(
         "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
     )
+    capacity.add_argument(
+        "--warm_up",
+        nargs="*",
+        choices=("echo", "embeddings", "router"),
+        default=["echo"],
+        metavar="NAME",
+        help="programs to compile in the background once the server is ready: echo, embeddings, router (default: echo)",
+    )
     add_chat_template(command)
+    command.add_argument(
+        "--pooling",
+        choices=("mean", "last"),
+        default="mean",
+        help="how embeddings combine the hidden states of a text (default: mean)",
+    )
     command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
     command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
     add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
@@ -88,9 +102,14 @@ def serve(options: argparse.Namespace) -> int:
 
         run = load(options.run_dir, config.generation.tensor_parallel)
         template = chosen_template(options, template_path, run.tokenizer)
-        sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
+        sizes: dict[str, Any] = {
+            "slots": options.slots,
+            "context": options.context,
+            "queue": options.queue,
+            "background": options.warm_up,
+        }
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
-        server_options = Options(template, key, hosts, origins, options.lite)
+        server_options = Options(template, key, hosts, origins, options.lite, options.pooling)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):
             print(f"warning: anyone who can reach {where} can use this server, because it has no key", file=sys.stderr)

@@ -18,6 +18,7 @@ class Options:
       key: API key that every request needs; None accepts every client.
       hosts: host names that requests may address, in lower case without a port; `*`: any, `ip`: any IP address.
       origins: origins whose web pages may use this server, such as `https://a.example`; `*`: any.
+      pooling: how embeddings combine the hidden states of a text: `mean` or `last`.
       lite: the file or folder of Kobold Lite that the server provides.
       limits: limits of requests.
     """
@@ -27,4 +28,5 @@ class Options:
     hosts: frozenset[str] = LOCAL_HOSTS
     origins: tuple[str, ...] = ()
     lite: Path | None = None
+    pooling: str = "mean"
     limits: Limits = field(default_factory=Limits)

@@ -1,6 +1,7 @@
 """Request bodies: strict JSON parsing and the base model for validation."""
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from dantinox.files import escape_name, quote
 from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.limits import MAX_DEPTH, MAX_DIGITS
+
+log = logging.getLogger("dantinox.serve")
 
 MAX_ALTERNATIVES = 20  # maximum number of alternatives reported with a token
 # Unsupported fields of OpenAI's API that would change the response → their values that are accepted, as they have no effect.
@@ -104,6 +107,12 @@ def validate_body(kind: type[BodyType], data: JSON) -> BodyType:
     reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     reason = reason if reason.startswith("must") else f"is wrong: {reason.lower()}"
     raise RequestError(400, f"{param} {reason}, got {quote(first['input'])}", param=param)
+
+
+def warn_unknown(body: StrictBody, *known: str) -> None:
+    """Logs a warning for every unknown field of a body, except the `known` ones."""
+    for name in (body.model_extra or {}).keys() - {*known, *body.unsupported}:
+        log.warning("a request has the unknown field %s, which has no effect", escape_name(name))
 
 
 # --- JSON
