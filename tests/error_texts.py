@@ -238,6 +238,7 @@ ERRORS = {
     "unknown_sampling_method_router_guide": "unknown sampling method Router-Guide: did you mean router_guide",
     "windows_of_88_tokens_within": "windows of 88 tokens within a document, but 2000 are needed",
     # text
+    "fill_in_the_middle": "cannot fill in the middle of a text: its vocabulary has no fill-in-the-middle tokens",
     "a_record_lacks_the_field": r"a record lacks the field 'chosen'; it has 'prompt, completion' \(.*line 1\)",
     "a_socket": "a socket",
     "a_source_of_the_mixture": "a source of the mixture has 4 training tokens, fewer than the 5 of a window",

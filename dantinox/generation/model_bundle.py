@@ -15,6 +15,7 @@ from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prep
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.model.packed import parameter_count, unpack_modules
+from dantinox.programs import tree_bytes
 from dantinox.run import KVCalibration
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import ChatTemplate, Tokenizer
@@ -53,6 +54,11 @@ class ModelBundle:
     def parameters(self) -> int:
         """The number of weights, embeddings included."""
         return parameter_count(self.model)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights in memory, as they are stored."""
+        return tree_bytes(nnx.state(self.model))
 
     def settings(self, overrides: Mapping[str, object] | Config) -> Config:
         """Returns the settings of the run with validated overrides of `generation`, `router` and `kv`, such as `kv_budget`."""

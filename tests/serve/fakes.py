@@ -7,6 +7,8 @@ from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Core
 
 from dantinox.config import TokenizerSection, UserError, build_config, overlay
 from dantinox.generation import LoadedModel
@@ -14,7 +16,7 @@ from dantinox.generation.request import Delta, RequestStats
 from dantinox.generation.stop_strings import StopFinder
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
-from dantinox.text import train_tokenizer
+from dantinox.text import Tokenizer, train_tokenizer
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 SAYS = "once upon a time there was a fox; "
@@ -23,8 +25,14 @@ SAYS = "once upon a time there was a fox; "
 def fake_run(context: int = 256, tokenizer=BYTES, **settings) -> LoadedModel:
     """Returns a loaded model without weights: it has only a context length and a vocabulary size."""
     config = build_config({"generation": settings} if settings else {})
-    model = SimpleNamespace(config=SimpleNamespace(max_context=context, vocab_size=tokenizer.vocab_size, dim=8))
-    return LoadedModel(config, model, tokenizer)
+    model = SimpleNamespace(
+        config=SimpleNamespace(max_context=context, vocab_size=tokenizer.vocab_size, dim=8), dtype="float32"
+    )
+    return _FakeModel(config, model, tokenizer)
+
+
+class _FakeModel(LoadedModel):
+    parameters, weight_bytes = 1_200_000, 4_800_000
 
 
 class FakeEngine:
@@ -134,3 +142,12 @@ class FakeEngine:
             "entropy": 1.5, "varentropy": 0.25, "survivors": 40, "rank": 0, "logprob": math.log(0.5),
             "logprob_sampled": math.log(0.6), "alternatives": others,
         }  # fmt: skip
+
+
+def fim_tokenizer() -> Tokenizer:
+    """A tokenizer of single characters with the fill-in-the-middle tokens of StarCoder."""
+    core = Core(models.BPE({letter: number for number, letter in enumerate("abcd \n;onceuptimhrwsfx")}, []))
+    core.decoder = decoders.Fuse()
+    names = ("<|endoftext|>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>")
+    core.add_special_tokens([AddedToken(name, special=True) for name in names])
+    return Tokenizer(core.to_str())

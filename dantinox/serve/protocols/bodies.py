@@ -41,6 +41,11 @@ class StrictBody(BaseModel):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
 
+def to_integer(value: Any) -> Any:
+    """Converts an integral float such as 2.0, which JavaScript may send, to an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _message_text(value: Any) -> str:
     """Returns the text of a message, which is a string or a list of text parts."""
     if value is None:

@@ -1,0 +1,251 @@
+"""Request bodies of Ollama's API, and the conversion of its options to settings. Source: Ollama's API documentation."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from dantinox.config import GenerationSection
+from dantinox.config.request_overlay import REQUEST_KEYS
+from dantinox.files import quote
+from dantinox.generation.constraints import Constraint
+from dantinox.serve.errors import RequestError
+from dantinox.serve.limits import MAX_EMBEDDINGS
+from dantinox.serve.protocols.bodies import Alternatives, Message, StrictBody, to_integer, warn_unknown
+
+# Options of Ollama that describe its machine or its cache and change no text.
+RUNNER_OPTIONS = (
+    "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap", "use_mlock",
+    "vocab_only", "draft_num_predict",
+)  # fmt: skip
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "think": (False,),
+    "images": ([],),
+    "template": ("",),
+    "_debug_render_only": (False,),
+}
+
+Integer = BeforeValidator(to_integer)
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _to_texts(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _check_format(value: Any) -> Any:
+    if value in ("", "json") or isinstance(value, dict):
+        return value
+    raise ValueError('must be "json" or a JSON schema')
+
+
+def _to_inputs(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class OllamaOptions(StrictBody):
+    """The object `options`. Every key of `generation` and `router` is an additional option.
+
+    Attributes:
+      num_predict: maximum number of new tokens; -1 and -2: as many as fit into the context.
+      num_ctx: maximum length of prompt and answer together, in tokens; at most the context of the server applies.
+      temperature: temperature; 0 is greedy.
+      top_k: number of most likely tokens kept; 0 disables it.
+      typical_p: mass of locally typical sampling; 1 disables it.
+      tfs_z: mass of tail-free sampling; 1 disables it.
+      repeat_penalty: repetition penalty over prompt and answer.
+      repeat_last_n: number of last tokens that the repetition penalty covers; 0 disables it, -1 covers all.
+      seed: seed of the sampler; a negative value chooses a random seed.
+      stop: strings that end the answer.
+    """
+
+    num_predict: Annotated[int, Integer, Field(ge=-2, lt=2**31)] | None = None
+    num_ctx: Annotated[int, Integer, Field(ge=2, lt=2**31)] | None = None
+    temperature: Number | None = None
+    top_k: Annotated[int, Integer, Field(lt=2**31)] | None = None
+    typical_p: Number | None = None
+    tfs_z: Number | None = None
+    repeat_penalty: Number | None = None
+    repeat_last_n: Annotated[int, Integer, Field(ge=-1, lt=2**31)] | None = None
+    seed: Annotated[int, Integer, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_to_texts)] | None = None
+
+    def settings(self, base: GenerationSection, context: int) -> dict[str, object]:
+        """Returns the settings of the request, for `EngineProtocol.settings`.
+
+        Args:
+          base: the generation settings of the server.
+          context: the context of the server, the limit for `num_predict: -1`.
+        """
+        warn_unknown(self, *RUNNER_OPTIONS, *REQUEST_KEYS)
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name in REQUEST_KEYS and value is not None}
+        found: dict[str, Any] = {
+            "max_new_tokens": context if self.num_predict is not None and self.num_predict < 0 else self.num_predict,
+            "temperature": self.temperature,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "typical": self.typical_p,
+            "tail_free": self.tfs_z,
+            "stop": None if self.stop is None else [text for text in self.stop if text],
+        }
+        found |= self._penalties(base)
+        found = {name: value for name, value in found.items() if value is not None}
+        if self.seed is not None:
+            found["seed"] = self.seed % 2**32 if self.seed >= 0 else None
+        if found.get("temperature"):
+            found.setdefault("greedy", False)  # a temperature overrides greedy decoding of the server's settings
+        return found | extra
+
+    def _penalties(self, base: GenerationSection) -> dict[str, object]:
+        if self.repeat_last_n == 0:  # this disables the penalty in Ollama, but means all tokens in DantinoX
+            return {"repetition_penalty": 1.0}
+        penalty = base.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty
+        if self.repeat_last_n is None or penalty == 1:
+            return {"repetition_penalty": self.repeat_penalty}
+        return {"repetition_penalty": self.repeat_penalty, "repetition_range": max(self.repeat_last_n, 0)}
+
+
+class ModelBody(StrictBody):
+    """The body of `/api/show`.
+
+    Attributes:
+      model: name of the served model, with or without `:latest`; another name is an error.
+      name: a former name of `model`.
+    """
+
+    model: str | None = None
+    name: str | None = None
+
+
+class OllamaBody(StrictBody):
+    """Fields of `/api/generate` and `/api/chat`.
+
+    Attributes:
+      model: name of the served model, with or without `:latest`; another name is an error.
+      stream: send the answer as one JSON object per line while it is generated (default: true).
+      format: "json" requires a JSON object, a JSON schema requires an object that matches it.
+      options: settings of the answer.
+      logprobs: report log-probabilities.
+      top_logprobs: number of alternatives reported with each token; needs logprobs.
+      keep_alive: has no effect, because the model is always loaded.
+      truncate: false: a conversation that is too long is an error, instead of losing its oldest messages.
+      shift: has no effect: an answer ends when the context is full.
+    """
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED_FIELDS
+
+    model: str | None = None
+    stream: bool | None = None
+    format: Annotated[Any, BeforeValidator(_check_format)] = None
+    options: OllamaOptions = Field(default_factory=OllamaOptions)
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    keep_alive: Any = None
+    truncate: bool | None = None
+    shift: bool | None = None
+
+    def constraint(self) -> Constraint | None:
+        """Returns the constraint on the answer, or None."""
+        if not self.format and self.format != {}:
+            return None
+        return Constraint("json_object", "") if self.format == "json" else Constraint("json_schema", json.dumps(self.format))
+
+    def alternatives(self, vocab_size: int) -> int | None:
+        """Returns the number of alternatives to report with each token, or None.
+
+        Raises:
+          RequestError: 400, `top_logprobs` without `logprobs`.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return min(self.top_logprobs or 0, vocab_size) if self.logprobs else None
+
+
+class GenerateBody(OllamaBody):
+    """The body of `/api/generate`.
+
+    Attributes:
+      prompt: the message of the user or, with raw or without a chat template, the text to continue.
+      system: a system message before the prompt; needs a chat template.
+      suffix: text after the answer; needs a model with fill-in-the-middle tokens.
+      raw: continue the prompt as it is, without the chat template.
+      context: the tokens of earlier turns, from the last object of an earlier answer.
+    """
+
+    prompt: str | None = None
+    system: str | None = None
+    suffix: str | None = None
+    raw: bool | None = None
+    context: list[int] | None = None
+
+
+class OllamaMessage(Message):
+    """A message of a conversation."""
+
+    images: list[Any] | None = None
+
+
+class ChatBody(OllamaBody):
+    """The body of `/api/chat`.
+
+    Attributes:
+      messages: the conversation, each message with `role` and `content`.
+    """
+
+    messages: list[OllamaMessage] = Field(default_factory=list)
+
+    def check_messages(self) -> None:
+        """Raises RequestError for a message with images."""
+        for number, message in enumerate(self.messages):
+            if message.images:
+                param = f"messages.{number}.images"
+                raise RequestError(400, f"{param} is not supported by this server: remove it", param=param, code="unsupported")
+
+
+class EmbedBody(StrictBody):
+    """The body of `/api/embed`.
+
+    Attributes:
+      model: name of the served model, with or without `:latest`; another name is an error.
+      input: a text, or a list of texts.
+      truncate: drop the end of a text that is longer than the context (default: true).
+      dimensions: keep only the first numbers of each embedding, and normalize them again.
+      options: have no effect.
+      keep_alive: has no effect, because the model is always loaded.
+    """
+
+    model: str | None = None
+    input: Annotated[list[str], BeforeValidator(_to_inputs), Field(max_length=MAX_EMBEDDINGS)]
+    truncate: bool | None = None
+    dimensions: Annotated[int, Integer, Field(ge=0)] | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: Any = None
+
+
+class EmbeddingsBody(StrictBody):
+    """The body of `/api/embeddings`.
+
+    Attributes:
+      model: name of the served model, with or without `:latest`; another name is an error.
+      prompt: a text.
+      options: have no effect.
+      keep_alive: has no effect, because the model is always loaded.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: Any = None
+
+
+def check_generate(body: GenerateBody) -> None:
+    """Raises RequestError for fields of `/api/generate` that contradict each other."""
+    for name in ("system", "context", "suffix"):
+        if body.raw and getattr(body, name):
+            raise RequestError(400, f"raw and {name} exclude each other: remove one of them", param=name)
+    for name in ("system", "context"):
+        if body.suffix and getattr(body, name):
+            raise RequestError(400, f"suffix and {name} exclude each other: remove one of them", param=name)
+    if body.suffix and body.format:
+        raise RequestError(400, f"suffix and format exclude each other, got {quote(body.format)}", param="format")
