@@ -19,7 +19,7 @@ from dantinox.serve.errors import JSON, RequestError, error_object, http_error, 
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.middleware import Guard
 from dantinox.serve.options import Options
-from dantinox.serve.protocols import embeddings, kobold, native, ollama, openai, tokenize_routes
+from dantinox.serve.protocols import embeddings, kobold, llama_cpp, native, ollama, openai, tokenize_routes
 from dantinox.serve.response_stream import EngineProtocol
 from dantinox.serve.service import Service
 
@@ -50,6 +50,7 @@ PROTOCOLS = (
     Protocol("Tokenization", (), tokenize_routes.routes),
     Protocol("KoboldAI", ("/api/",), kobold.routes, kobold.format_error, {429: 503}),
     Protocol("Ollama", ollama.PATHS, ollama.routes, ollama.format_error, {429: 503}),
+    Protocol("llama.cpp", (), llama_cpp.routes),
     Protocol("Native API", ("/api/dantinox",), native.routes),
     Protocol("Web page", ("/page",), pages.page_routes, public=pages.PUBLIC),
     Protocol("Kobold Lite", ("/lite",), pages.lite_routes, public=("/lite",)),

@@ -439,7 +439,7 @@ def test_tokenize_and_back(client):
         "tokens": [97, 195, 169],
         "token_strs": ["a", r"bytes:\xc3", r"bytes:\xa9"],
     }
-    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "aé"}
+    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "aé", "content": "aé"}
     assert client.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
     assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     chat = client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]

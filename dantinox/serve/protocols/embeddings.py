@@ -114,7 +114,8 @@ def routes(service: Service) -> list[Route]:
         return JSONResponse(known | {"results": results, "usage": usage})
 
     ranks = [Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")]
-    return [Route("/v1/embeddings", embeddings, methods=["POST"]), *ranks]
+    # KoboldCpp has its embeddings, in OpenAI's format, also under its own path.
+    return [*(Route(path, embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/api/extra/embeddings")), *ranks]
 
 
 async def embed(

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox.config import Config, with_generation
+from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.report.tables import human_count
 from dantinox.serve.errors import JSON, RequestError, http_error
@@ -26,6 +27,7 @@ from dantinox.serve.protocols.embeddings import embed
 from dantinox.serve.protocols.fill_in_middle import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.ollama_bodies import (
+    RUNNER_OPTIONS,
     ChatBody,
     EmbedBody,
     EmbeddingsBody,
@@ -159,6 +161,7 @@ def _context(service: Service, body: OllamaBody) -> int:
 
 
 def _settings(service: Service, body: OllamaBody) -> Config:
+    warn_unknown(body.options, *RUNNER_OPTIONS, *REQUEST_KEYS)
     base = service.engine.settings({}).generation
     config = service.settings(body.options.settings(base, service.context))
     return with_generation(config, n=1)
