@@ -54,6 +54,11 @@ class _Request(Section):
     )
     stop_token_ids: Tokens = field((), "tokens that end the text like the EOS token: ids, or strings of one token")
     ignore_eos: bool = field(False, "continue after the EOS token")
+    json_whitespace: Literal["compact", "flexible"] = field(
+        "compact",
+        "whitespace in constrained JSON (compact: at most a space after a comma or colon; flexible: also line breaks with "
+        "indentation)",
+    )
     use_cache: bool = field(True, "cache keys and values; false recomputes the whole sequence for each token")
     weights: Literal["auto", "float32", "bfloat16", "int8", "int4"] = field(
         "auto", "dtype of the weights while decoding (auto: the compute dtype of the run)"

@@ -19,6 +19,7 @@ class SamplingSettings(TypedDict, total=False):
     keep_stop: bool
     stop_token_ids: Sequence[int | str]
     ignore_eos: bool
+    json_whitespace: Literal["compact", "flexible"]
     use_cache: bool
     weights: Literal["auto", "float32", "bfloat16", "int8", "int4"]
     matmul_dtype: Literal["auto", "float32", "bfloat16"]

@@ -76,7 +76,7 @@ GROUPS: dict[str, SettingGroup] = {
     ),
     "request": SettingGroup(
         "generation", "Length, samples, seed and end of a sequence",
-        "max_new_tokens n seed stop keep_stop stop_token_ids ignore_eos min_tokens",
+        "max_new_tokens n seed stop keep_stop stop_token_ids ignore_eos min_tokens json_whitespace",
     ),
     "decoding": SettingGroup(
         "generation",

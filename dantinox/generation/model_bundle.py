@@ -147,7 +147,8 @@ class ModelBundle:
         Raises:
           UserError: the constraint is invalid or too large, or no sequence of this vocabulary satisfies it.
         """
-        return self.grammars.matcher(constraint.kind, constraint.source, stop_token_ids(self.tokenizer, section))
+        ends = stop_token_ids(self.tokenizer, section)
+        return self.grammars.matcher(constraint.kind, constraint.source, ends, section.json_whitespace)
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
         """Returns the token ids of a prompt, with a leading BOS token if the tokenizer adds one.

@@ -441,7 +441,7 @@ def test_tokenize_and_back(client):
     }
     assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "aé", "content": "aé"}
     assert client.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
-    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
     chat = client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
     assert chat == ChatTemplate.from_name("plain", BYTES).encode(HELLO, generation_prompt=True)
 
