@@ -191,6 +191,9 @@ ERRORS = {
     "score_fn_must_return_one_score": r"score_fn must return one score per candidate, shape \(3,\), got shape \(2?,?\)",
     "set_router_low_entropy": r"set router\.low_entropy$",
     # serve
+    "this_server_has_no_model": "this server has no model 'llama3', only 'fake'",
+    "suffix_needs_a_model": "suffix needs a model that fills in the middle of a text",
+    "dimensions_must_be": r"dimensions must be in \[1, 8\], got 9",
     "byte_6": "byte 6 ",
     "draining": "draining",
     "failed": "failed",
