@@ -293,11 +293,13 @@ class AsyncEngine:
 
     def _compile_in_background(self) -> None:
         """Queues the compilation of the programs that requests may need later."""
-        if "echo" in self._background:
-            self._request_compilation(self._config, True)
+        wanted = [(self._config, True)] if "echo" in self._background else []
         if "router" in self._background:
             with contextlib.suppress(UserError):  # the run may have settings that contradict the router
-                self._request_compilation(overlay(self._config, {"strategy": "entropy"}), False)
+                wanted.append((overlay(self._config, {"strategy": "entropy"}), False))
+        for config, echo in wanted:
+            if not self._batch.ready(self._batch.program_key(config), echo):
+                self._request_compilation(config, echo)
         if "embeddings" in self._background:
             with self._lock:
                 self._request_embedder()

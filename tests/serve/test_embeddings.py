@@ -10,13 +10,14 @@ import pytest
 from flax import nnx
 from starlette.testclient import TestClient
 
+from dantinox.cli import command_parser
 from dantinox.config import UserError, build_config
 from dantinox.generation import LoadedModel
-from dantinox.generation.embedder import Embedder
+from dantinox.generation.embedder import POOLINGS, Embedder
 from dantinox.generation.engine import RequestFailed
 from dantinox.model import Transformer
 from dantinox.serve.app import make_app
-from dantinox.serve.async_engine import AsyncEngine
+from dantinox.serve.async_engine import BACKGROUND, AsyncEngine
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.options import Options
 from tests.error_texts import ERRORS
@@ -285,3 +286,33 @@ def test_closing_ends_waiting_calls(run):
             await engine.embed([[97]], "mean")
 
     asyncio.run(check())
+
+
+def test_the_flags_have_the_names_of_the_engine():
+    actions = {action.dest: action for action in command_parser("serve")._actions}
+    assert (actions["warm_up"].choices, actions["pooling"].choices) == (BACKGROUND, POOLINGS)
+
+
+def test_programs_are_compiled_in_the_background(run):
+    """The first request for prompt log-probabilities, the router or embeddings then compiles nothing."""
+    engine = AsyncEngine(run, slots=2, queue=2, background=BACKGROUND)
+    engine.start()
+    while engine.status().state == "loading":
+        time.sleep(0.01)
+    router = engine._batch.program_key(engine.settings({"strategy": "entropy"}))
+    while not (engine._embeddings.ready and engine._batch.ready(router)):
+        assert engine.status().state == "ready"
+        time.sleep(0.01)
+    counted = engine.status().counters["compilations"]
+    assert counted == len(BACKGROUND)
+
+    async def use():
+        stream = engine.submit(make_request(engine, "hello", logprobs=1, echo=True))
+        await text_of(stream)
+        assert len(stream.prompt) == 5
+        await generate(engine, "hello", strategy="entropy", seed=1)
+        await engine.embed([[97]], "mean")
+
+    asyncio.run(use())
+    assert engine.status().counters["compilations"] == counted
+    engine.close()
