@@ -14,7 +14,7 @@ from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matc
 from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
-from dantinox.model.packed import parameter_count, unpack_modules
+from dantinox.model.packed import packed_kinds, parameter_count, unpack_modules
 from dantinox.programs import tree_bytes
 from dantinox.run import KVCalibration
 from dantinox.sampling import ProgramOptions, SamplingParams
@@ -50,15 +50,20 @@ class ModelBundle:
         self._load_run, self._draft_runs = load_run, dict[str, ModelBundle]()
         self._prepared: dict[tuple[tuple[str, ...], int, HeadOrder | None], Transformer] = {}
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """The number of weights, embeddings included."""
         return parameter_count(self.model)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """The bytes of the weights in memory, as they are stored."""
         return tree_bytes(nnx.state(self.model))
+
+    @cached_property
+    def weight_format(self) -> str:
+        """The block format of most packed weights, such as `Q4_K`, or the dtype of the embedding if no weights are packed."""
+        return next(iter(packed_kinds(self.model)), None) or str(self.model.embed[...].dtype)
 
     def settings(self, overrides: Mapping[str, object] | Config) -> Config:
         """Returns the settings of the run with validated overrides of `generation`, `router` and `kv`, such as `kv_budget`."""

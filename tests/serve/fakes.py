@@ -32,7 +32,7 @@ def fake_run(context: int = 256, tokenizer=BYTES, **settings) -> LoadedModel:
 
 
 class _FakeModel(LoadedModel):
-    parameters, weight_bytes = 1_200_000, 4_800_000
+    parameters, weight_bytes, weight_format = 1_200_000, 4_800_000, "float32"
 
 
 class FakeEngine:

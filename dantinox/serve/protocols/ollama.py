@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -20,6 +19,7 @@ from dantinox.config import Config, with_generation
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.report.tables import human_count
+from dantinox.serve.background import run_in_thread
 from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.protocols.bodies import parse_body, warn_unknown
 from dantinox.serve.protocols.capabilities import capabilities
@@ -305,24 +305,25 @@ def _model_routes(service: Service) -> list[Route]:
 
     async def tags(request: Request) -> Response:
         """Lists the served model."""
-        return JSONResponse({"models": [_describe(service) | {"modified_at": started}]})
+        return JSONResponse({"models": [await run_in_thread(_describe, service) | {"modified_at": started}]})
 
     async def running(request: Request) -> Response:
         """Lists the served model, which is always loaded."""
-        size = service.model.weight_bytes
-        known = _describe(service) | {"expires_at": NEVER, "context_length": service.context}
-        return JSONResponse({"models": [known | {"size_vram": 0 if jax.default_backend() == "cpu" else size}]})
+        known = await run_in_thread(_describe, service)
+        known |= {"size_vram": 0 if jax.default_backend() == "cpu" else known["size"]}
+        return JSONResponse({"models": [known | {"expires_at": NEVER, "context_length": service.context}]})
 
     async def show(request: Request) -> Response:
         """Describes the served model."""
         body = await parse_body(request, ModelBody)
         check_model(service, body.model or body.name)
         config, template = service.model.model.config, service.options.template
+        details = await run_in_thread(_details, service)
         known: dict[str, JSON] = {"general.architecture": "dantinox", "general.parameter_count": service.model.parameters}
         known |= {"dantinox.context_length": service.context, "dantinox.embedding_length": config.dim}
         known |= {"dantinox.vocab_size": config.vocab_size}
         content: dict[str, JSON] = {"modelfile": "", "parameters": "", "template": "" if template is None else template.source}
-        content |= {"details": _details(service), "model_info": known, "modified_at": started}
+        content |= {"details": details, "model_info": known, "modified_at": started}
         return JSONResponse(content | {"capabilities": _capability_names(service)})
 
     async def version(request: Request) -> Response:
@@ -348,14 +349,13 @@ def _describe(service: Service) -> dict[str, JSON]:
 
 def _details(service: Service) -> dict[str, JSON]:
     weights = service.engine.settings({}).generation.weights
-    dtype = jnp.dtype(service.model.model.dtype).name if weights == "auto" else weights
     return {
         "parent_model": "",
         "format": "dantinox",
         "family": "dantinox",
         "families": ["dantinox"],
         "parameter_size": human_count(service.model.parameters),
-        "quantization_level": dtype,
+        "quantization_level": service.model.weight_format if weights == "auto" else weights,
     }
 
 
