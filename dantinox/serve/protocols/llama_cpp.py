@@ -20,7 +20,7 @@ from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError, error_object, http_error
 from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body, warn_unknown
-from dantinox.serve.protocols.fill_in_middle import with_fim_ends
+from dantinox.serve.protocols.fim_prompts import with_fim_ends
 from dantinox.serve.protocols.llama_options import LlamaOptions
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.token_text import check_ids

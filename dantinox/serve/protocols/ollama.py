@@ -24,7 +24,7 @@ from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.protocols.bodies import parse_body, warn_unknown
 from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.embeddings import embed
-from dantinox.serve.protocols.fill_in_middle import fill_in_middle, with_fim_ends
+from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.ollama_bodies import (
     RUNNER_OPTIONS,

@@ -17,7 +17,7 @@ from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.serve.errors import JSON, RequestError, error_object, http_error
 from dantinox.serve.protocols.bodies import parse_body
 from dantinox.serve.protocols.capabilities import capabilities
-from dantinox.serve.protocols.fill_in_middle import fill_in_middle, with_fim_ends
+from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
 from dantinox.serve.protocols.token_text import prompt_ids
