@@ -11,11 +11,10 @@ from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
-from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare
+from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.model.packed import packed_kinds, parameter_count, unpack_modules
-from dantinox.programs import tree_bytes
 from dantinox.run import KVCalibration
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import ChatTemplate, Tokenizer
@@ -58,7 +57,7 @@ class ModelBundle:
     @cached_property
     def weight_bytes(self) -> int:
         """The bytes of the weights in memory, as they are stored."""
-        return tree_bytes(nnx.state(self.model))
+        return weight_bytes(self.model)
 
     @cached_property
     def weight_format(self) -> str:

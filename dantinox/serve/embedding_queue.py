@@ -1,4 +1,8 @@
-"""`EmbeddingQueue`: the texts that a server embeds, in order of arrival, one chunk between two steps of the engine."""
+"""`EmbeddingQueue`: the texts that a server embeds, one chunk between two steps of the engine.
+
+Requests take turns: after each text, the next text comes from the request that has waited longest. So a query does not wait for
+the many documents of another request.
+"""
 
 import contextlib
 import logging
@@ -71,7 +75,7 @@ class EmbeddingQueue:
         return job.future
 
     def step(self) -> bool:
-        """Computes the next chunk of the oldest request; returns False if there is nothing to compute."""
+        """Computes the next chunk of the first request; returns False if there is nothing to compute."""
         with self._lock:
             job, embedder = next(iter(self._jobs), None), self._embedder
         if embedder is None or job is None:
@@ -88,6 +92,8 @@ class EmbeddingQueue:
             self.embedded_texts += 1
             if len(job.found) == len(job.ids):
                 self._end(job, np.stack(job.found))
+            else:
+                self._move_to_end(job)
         except Exception as error:
             log.exception("a request for embeddings failed")
             embedder.reset()
@@ -99,6 +105,11 @@ class EmbeddingQueue:
         """Ends all requests with an error."""
         for job in [*self._jobs]:
             self._end(job, error)
+
+    def _move_to_end(self, job: EmbeddingJob) -> None:
+        with self._lock:
+            if self._jobs and self._jobs[0] is job:
+                self._jobs.rotate(-1)
 
     def _remove(self, job: EmbeddingJob) -> None:
         with self._lock:

@@ -8,15 +8,22 @@ from flax import nnx
 from tokenizers import Tokenizer as Core
 from tokenizers import models, pre_tokenizers, processors
 
-from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.config import ExpertsConfig, LatentConfig, TokenizerSection, UserError, build_config
 from dantinox.generation import LoadedModel
 from dantinox.generation.embedder import Embedder, embedding_ids
 from dantinox.model import Transformer
 from dantinox.text import Tokenizer, train_tokenizer
 from tests.error_texts import ERRORS
 
+from . import builder
+
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 SIZE = {"dim": 32, "n_heads": 4, "kv_heads": 2, "num_blocks": 2, "hidden_dim": 48, "max_context": 192, "dtype": "float32"}
+MODELS = {
+    "experts": {"windows": (None, 4), "experts": ExpertsConfig(4, 2, shared_dim=16), "sink_logits": True},
+    "shared keys and per-layer inputs": {"windows": (4, None, 4, None), "kv_shared_layers": 2, "per_layer_dim": 6},
+    "latents": {"windows": (None, 4), "kv_heads": 4, "latent": LatentConfig(12, 4, 6, query_rank=10)},
+}
 TEXTS = ["a", "once upon a time", "x" * 64, "there was a fox; " * 5, "z" * 192]
 
 
@@ -55,6 +62,40 @@ def test_a_sliding_window_uses_a_ring_buffer():
     for pooling in ("mean", "last"):
         expected = [reference(model, text, pooling) for text in TEXTS]
         np.testing.assert_allclose(model.embed(TEXTS, pooling=pooling), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["experts", "shared keys and per-layer inputs", "latents"])
+def test_other_architectures(name):
+    config = builder.config(**MODELS[name])
+    model = LoadedModel(build_config({}), builder.model(config), BYTES)
+    ids = [[5, 9, 2, 33, 7] * 8, [1, 2, 3]]
+    for pooling in ("mean", "last"):
+        expected = []
+        for row in ids:
+            x_BTD, _, _ = model.model.hidden(jnp.asarray([row]), jnp.arange(len(row))[None])
+            x_TD = np.asarray(x_BTD[0], np.float64)
+            pooled_D = x_TD.mean(axis=0) if pooling == "mean" else x_TD[-1]
+            expected.append(pooled_D / np.sqrt((pooled_D**2).sum()))
+        embedder = Embedder(model, model.config, config.max_context, rows=2, chunk=16)
+        embedder.start(ids, pooling)
+        while not embedder.done:
+            embedder.step()
+        np.testing.assert_allclose(embedder.result(), expected, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:all heads get the same share")
+def test_settings_of_the_cache_and_the_weights(model):
+    """A compressed cache changes nothing, although it reorders the heads. Quantized weights change the vectors slightly."""
+    plain = model.embed(TEXTS)
+    compressed = model.settings({"kv_budget": 0.5})
+    np.testing.assert_allclose(model.embed(TEXTS, kv_budget=0.5), plain, atol=1e-6)
+    embedder = Embedder(model, compressed, 192)
+    embedder.start([model.prompt_ids(TEXTS[3])], "mean")
+    while not embedder.done:
+        embedder.step()
+    np.testing.assert_allclose(embedder.result()[0], plain[3], atol=1e-6)
+    quantized = model.embed(TEXTS, weights="int8")
+    assert np.abs(quantized - plain).max() > 1e-6 and (quantized * plain).sum(axis=1).min() > 0.98
 
 
 @pytest.mark.parametrize("rows", [1, 3])

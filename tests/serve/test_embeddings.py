@@ -214,6 +214,19 @@ def test_one_chunk_is_computed_between_two_steps(real, run):
     assert "chunk chunk" not in " ".join(order)
 
 
+def test_requests_take_turns(real, run):
+    """A short request does not wait for the many texts of an earlier one."""
+
+    async def both():
+        long = asyncio.ensure_future(real.embed([run.prompt_ids("z" * CONTEXT)] * 100, "mean"))
+        await asyncio.sleep(0.02)
+        found = await real.embed([[97], [98]], "mean")
+        assert not long.done() and found.shape == (2, 32)
+        assert (await long).shape == (100, 32)
+
+    asyncio.run(both())
+
+
 def test_a_cancelled_call_computes_no_more(real, run):
     async def cancel():
         before = real.status().counters["embedded_texts"]
