@@ -69,6 +69,8 @@ def test_prompts_of_texts_and_ids(client, engine):
     eos = "<eos>"
     for prompt, ids in (
         (["ab", 99, "d"], [*b"abcd"]),
+        ([["ab", 99, "d"]], [*b"abcd"]),
+        (["ab"], [*b"ab"]),
         ([97, 98], [*b"ab"]),
         (f"a{eos}", [97, BYTES.eos_id]),  # names of special tokens are these tokens
         ("", [BYTES.bos_id]),
@@ -86,6 +88,32 @@ def test_prompts_of_texts_and_ids(client, engine):
         ({"repeat_penalty": 1.2, "repeat_last_n": 16}, {"repetition_penalty": 1.2, "repetition_range": 16}),
         ({"logit_bias": [[97, 2.5], [98, False]]}, {"logit_bias": {"97": 2.5, "98": -100.0}}),
         ({"ignore_eos": True, "xtc_probability": 0.5}, {"ignore_eos": True, "xtc_probability": 0.5}),
+        # Parameters of disabled steps, as SillyTavern sends them.
+        (
+            {
+                "dry_multiplier": 0,
+                "dry_base": 1.75,
+                "dry_allowed_length": 2,
+                "dry_penalty_last_n": -1,
+                "xtc_probability": 0,
+                "xtc_threshold": 0.1,
+                "mirostat": 0,
+                "mirostat_tau": 5,
+                "mirostat_eta": 0.1,
+                "top_n_sigma": -1,
+                "dynatemp_range": 0,
+                "dynatemp_exponent": 1,
+                "typical_p": 1,
+                "repeat_penalty": 1,
+                "repeat_last_n": 64,
+            },
+            {"dry_multiplier": 0, "xtc_probability": 0, "mirostat": 0, "top_n_sigma": 0, "repetition_penalty": 1},
+        ),
+        ({"dry_multiplier": 0.8, "dry_penalty_last_n": 64}, {"dry_multiplier": 0.8, "dry_range": 64}),
+        ({"temperature": 1.0, "dynatemp_range": 0.5}, {"dynatemp_low": 0.5, "dynatemp_high": 1.5}),
+        ({"mirostat": 2, "mirostat_tau": 4, "top_k": 5}, {"mirostat": 2, "mirostat_tau": 4, "top_k": 0}),
+        ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5, "presence_scope": "all"}),
+        ({"frequency_penalty": 0.5, "repeat_last_n": 0}, {"frequency_penalty": 0, "presence_scope": "output"}),
         ({"seed": -1, "cache_prompt": True, "id_slot": 0}, {"seed": None}),
     ],
 )
@@ -93,6 +121,34 @@ def test_settings(client, engine, body, settings):
     ask(client, {"prompt": "a", "n_predict": 2} | body)
     generation = engine.asked[0].config.generation
     assert {name: getattr(generation, name) for name in settings} == settings
+
+
+def test_samplers(client, engine):
+    """The listed samplers run in their order, and the others are off although the request has values for them."""
+    values = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "temperature": 0.7, "repeat_penalty": 1.3, "dry_multiplier": 0.8}
+    ask(client, {"prompt": "a", "n_predict": 2, "samplers": ["temperature", "min_p", "top_k"], **values})
+    generation = engine.asked[-1].config.generation
+    assert generation.sampler_order[:4] == ("dynamic_temperature", "temperature", "min_p", "top_k")
+    assert (generation.top_k, generation.min_p, generation.temperature) == (5, 0.1, 0.7)
+    assert (generation.top_p, generation.repetition_penalty, generation.dry_multiplier) == (1, 1, 0)
+    ask(
+        client,
+        {"prompt": "a", "n_predict": 2, "samplers": ["penalties", "dry", "top_p", "typ_p", "xtc", "top_n_sigma"], **values},
+    )
+    generation = engine.asked[-1].config.generation
+    assert (generation.top_k, generation.temperature, generation.repetition_penalty, generation.top_p) == (0, 1, 1.3, 0.9)
+    ask(client, {"prompt": "a", "n_predict": 2, "samplers": ["top_k"], "mirostat": 2})
+    assert engine.asked[-1].config.generation.mirostat == 2
+
+
+def test_several_prompts(client):
+    found = ask(client, {"prompt": ["abc", [97], [120, "b"]], "n_predict": 3})
+    assert [one["index"] for one in found] == [0, 1, 2] and [one["tokens_evaluated"] for one in found] == [3, 1, 2]
+    assert [one["content"] for one in found] == [SAYS[:3]] * 3
+    events = stream(client, {"prompt": ["abc", "d"], "n_predict": 3})
+    for number in (0, 1):
+        own = [event for event in events if event["index"] == number]
+        assert "".join(event["content"] for event in own) == SAYS[:3] and [event["stop"] for event in own][-1]
 
 
 def test_constraints_and_log_probabilities(client, engine):
@@ -110,7 +166,13 @@ def test_constraints_and_log_probabilities(client, engine):
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        (PATH, {"prompt": 3}, "prompt must be a string, or a list of strings and token ids, got 3"),
+        (PATH, {"prompt": 3}, "prompt must be a string, a list of strings and token ids, or a list of these, got 3"),
+        (PATH, {"prompt": [[1.5]]}, "prompt must be a string, a list of strings and token ids, or a list of these"),
+        (PATH, {"prompt": ["a"] * 65}, "prompt must have at most 64 prompts"),
+        (PATH, {"prompt": "a", "samplers": ["x"]}, "samplers must hold different names among penalties, dry, "),
+        (PATH, {"prompt": "a", "samplers": ["top_k", "top_k"]}, "samplers must hold different names among penalties, dry, "),
+        (PATH, {"prompt": "a", "n": 2}, "n must be 1 in this API, got 2"),
+        (PATH, {"prompt": "a", "dry_base": "x"}, "dry_base must be a valid number, got 'x'"),
         (PATH, {"prompt": [300]}, "prompt must have token ids in [0, 259), got 300"),
         (PATH, {"prompt": "a" * 256}, "this model's maximum context length is 256 tokens, and the prompt has 256: shorten it"),
         (PATH, {"prompt": "a", "grammar": "x", "json_schema": {"a": 1}}, "grammar and json_schema both constrain the answer"),

@@ -242,7 +242,7 @@ def test_fill_in_the_middle():
         (GENERATE, {"prompt": "a", "context": [259]}, 400, "context must have token ids in [0, 259), got 259"),
         (GENERATE, {"prompt": "a", "options": {"num_ctx": 1}}, 400, "options.num_ctx must be greater than or equal to 2"),
         (GENERATE, {"prompt": "a", "options": {"num_predict": -3}}, 400, "options.num_predict must be greater"),
-        (GENERATE, {"prompt": "a", "options": {"temperature": -1.0}}, 400, "generation.temperature must be a number ≥ 0"),
+        (GENERATE, {"prompt": "a", "options": {"temperature": -1.0}}, 400, "temperature must be greater than or equal to 0"),
         (
             GENERATE, {"prompt": "a" * 300, "raw": True}, 400,
             "this model's maximum context length is 256 tokens, and the prompt has 300: shorten it",

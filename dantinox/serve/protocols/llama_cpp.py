@@ -4,7 +4,7 @@ Source: the documentation of the llama.cpp server.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -14,14 +14,14 @@ from starlette.routing import Route
 
 from dantinox import __version__
 from dantinox.config import Config, UserError, with_generation
-from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError, error_object, http_error
+from dantinox.serve.limits import MAX_PROMPTS
 from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body, warn_unknown
 from dantinox.serve.protocols.fim_prompts import with_fim_ends
-from dantinox.serve.protocols.llama_options import LlamaOptions
+from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS, LlamaOptions, sampler_settings
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.token_text import check_ids
 from dantinox.serve.service import Reply, Service
@@ -36,11 +36,19 @@ REPORT_FIELDS = (
 )  # fmt: skip
 
 
-def _check_prompt(value: Any) -> Any:
-    parts = value if isinstance(value, list) else [value]
-    if any(type(part) not in (str, int) for part in parts) or type(value) is int:
-        raise ValueError("must be a string, or a list of strings and token ids")
-    return value
+def _to_prompts(value: Any) -> list[list[str | int]]:
+    """Converts a prompt to a list of prompts, each a list of texts and token ids.
+
+    As in llama.cpp, a list of texts, or a list that contains lists, has several prompts. Any other list is one prompt.
+    """
+    several = isinstance(value, list) and (all(isinstance(part, str) for part in value) or list in map(type, value))
+    prompts = value if several and value else [value]
+    found = [prompt if isinstance(prompt, list) else [prompt] for prompt in prompts]
+    if any(type(part) not in (str, int) for prompt in found for part in prompt) or type(value) is int:
+        raise ValueError("must be a string, a list of strings and token ids, or a list of these")
+    if len(found) > MAX_PROMPTS:
+        raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
+    return found
 
 
 def _to_bias(value: Any) -> Any:
@@ -59,6 +67,7 @@ class LlamaBody(LlamaOptions):
       stream: send the answer as server-sent events while it is generated.
       logit_bias: numbers added to the logits of tokens, as an object or as pairs; `false` bans a token.
       n_probs: number of alternatives reported with each token; 0 reports none.
+      samplers: names of llama.cpp's samplers in their order; the samplers that it does not name are off.
       grammar: GBNF grammar of the answer.
       json_schema: JSON schema of the answer.
     """
@@ -73,6 +82,7 @@ class LlamaBody(LlamaOptions):
     stream: bool | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_to_bias)] | None = None
     n_probs: Alternatives | None = None
+    samplers: Annotated[list[str], Field(max_length=32)] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
 
@@ -93,10 +103,11 @@ class LlamaCompletionBody(LlamaBody):
     """The body of `/completion`.
 
     Attributes:
-      prompt: a string, or a list of strings and token ids in any order. Names of special tokens become these tokens.
+      prompt: a string, or a list of strings and token ids in any order; a list of these, or of strings alone, has several
+        prompts. Names of special tokens become these tokens.
     """
 
-    prompt: Annotated[str | list[str | int], BeforeValidator(_check_prompt)] = ""
+    prompt: Annotated[list[Any], BeforeValidator(_to_prompts)] = Field([[""]])
 
 
 class ExtraFile(StrictBody):
@@ -161,11 +172,10 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
     Raises:
       RequestError, UserError: the body cannot be served.
     """
-    parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     model, tokenizer = service.model, service.tokenizer
-    check_ids(tokenizer, [part for part in parts if isinstance(part, int)], "prompt")
+    check_ids(tokenizer, [part for parts in body.prompt for part in parts if isinstance(part, int)], "prompt")
 
-    def encode() -> list[int]:
+    def encode(parts: Sequence[str | int]) -> list[int]:
         ids: list[int] = []
         for number, part in enumerate(parts):
             if isinstance(part, int):
@@ -174,8 +184,9 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
                 ids += (tokenizer.encode if number else model.prompt_ids)(part, parse_special=True)
         return ids or model.prompt_ids("")
 
-    ids = await _run("prompt", sum(len(part) if isinstance(part, str) else 1 for part in parts), encode)
-    return _reply(service, body, _settings(service, body), ids)
+    size = sum(len(part) if isinstance(part, str) else 1 for parts in body.prompt for part in parts)
+    prompts = await _run("prompt", size, lambda: [encode(parts) for parts in body.prompt])
+    return _reply(service, body, _settings(service, body), prompts)
 
 
 async def parse_infill(service: Service, body: InfillBody) -> Reply:
@@ -205,75 +216,89 @@ async def parse_infill(service: Service, body: InfillBody) -> Reply:
         return [*start, *fim_ids(tokenizer, prefix, suffix), *answer]
 
     size = len(body.input_prefix) + len(body.input_suffix) + sum(len(file.text) for file in body.input_extra)
-    return _reply(service, body, config, await _run("input_prefix", size, encode))
+    return _reply(service, body, config, await _run("input_prefix", size, lambda: [encode()]))
 
 
-async def _run(param: str, size: int, encode: Any) -> list[int]:
+async def _run(param: str, size: int, encode: Callable[[], list[list[int]]]) -> list[list[int]]:
     try:
-        ids: list[int] = await run_sized(size, encode)
+        return await run_sized(size, encode)
     except UserError as error:
         raise RequestError(400, str(error), param=param) from None
-    return ids
 
 
 def _settings(service: Service, body: LlamaBody) -> Config:
-    warn_unknown(body, *REPORT_FIELDS, *REQUEST_KEYS)
-    found = body.settings(service.engine.settings({}).generation, service.context)
+    warn_unknown(body, *REPORT_FIELDS, *KNOWN_OPTIONS)
+    base = service.engine.settings({}).generation
+    found = body.settings(base, service.context)
+    routed = found.get("strategy", base.strategy) == "entropy"
+    if body.samplers is not None and not routed and not found.get("mirostat", base.mirostat):  # mirostat disables all others
+        found |= sampler_settings(body.samplers)
     if body.logit_bias is not None:
         found["logit_bias"] = body.logit_bias
     return with_generation(service.settings(found), n=1)
 
 
-def _reply(service: Service, body: LlamaBody, config: Config, ids: Sequence[int]) -> Reply:
-    if len(ids) >= service.context:
-        raise http_error("context", service.context, len(ids), param="prompt")
-    logprobs = min(body.n_probs, service.tokenizer.vocab_size) if body.n_probs else None
-    return LlamaReply(service, GenerationRequest(tuple(ids), config, logprobs, False, body.constraint()), bool(body.stream))
+def _reply(service: Service, body: LlamaBody, config: Config, prompts: Sequence[Sequence[int]]) -> Reply:
+    if (longest := max(map(len, prompts))) >= service.context:
+        raise http_error("context", service.context, longest, param="prompt")
+    logprobs, constraint = min(body.n_probs, service.tokenizer.vocab_size) if body.n_probs else None, body.constraint()
+    requests = [GenerationRequest(tuple(ids), config, logprobs, False, constraint) for ids in prompts]
+    return LlamaReply(service, requests, bool(body.stream))
+
+
+class _Answer:
+    """The answer to one prompt: its text, the records since the last event, and its finish reason."""
+
+    def __init__(self) -> None:
+        self.text, self.reason, self.records = "", "length", list[Any]()
 
 
 class LlamaReply(Reply):
-    """The answer to `/completion` or `/infill`."""
+    """The answers to `/completion` or `/infill`; a complete response to several prompts is a list."""
 
-    def __init__(self, service: Service, request: GenerationRequest, stream: bool):
-        super().__init__([request], stream)
+    def __init__(self, service: Service, requests: Sequence[GenerationRequest], stream: bool):
+        super().__init__(requests, stream)
         self._tokenizer, self._model = service.tokenizer, service.engine.name
-        self._text, self._reason, self._records = "", "length", list[Any]()
+        self._answers = [_Answer() for _ in requests]
 
     def add(self, number: int, delta: Delta) -> None:
-        self._text += delta.text
-        self._reason = delta.finish_reason or self._reason
-        self._records += delta.tokens
+        answer = self._answers[number]
+        answer.text += delta.text
+        answer.reason = delta.finish_reason or answer.reason
+        answer.records += delta.tokens
 
     def body(self) -> JSON:
-        return self._last(self._text) | self._content(self._text)
+        found: list[JSON] = [self._last(number) | self._content(number, one.text) for number, one in enumerate(self._answers)]
+        return found if len(found) > 1 else found[0]
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         self.add(number, delta)
-        content, self._records = self._content(delta.text), []
-        return _event({"index": 0, **content, "stop": False}) if delta.text or delta.tokens else b""
+        content, self._answers[number].records = self._content(number, delta.text), []
+        return _event({"index": number, **content, "stop": False}) if delta.text or delta.tokens else b""
 
     def format_end(self) -> bytes:
-        return _event(self._last(""))
+        return b"".join(_event(self._last(number)) for number in range(len(self._answers)))
 
     def format_stream_error(self, error: RequestError) -> bytes:
         return _event(error_object(error))
 
-    def _content(self, text: str) -> dict[str, JSON]:
-        """Returns the text and the token ids since the last call, with their log-probabilities if they are requested."""
-        known: dict[str, JSON] = {"content": text, "tokens": [record["id"] for record in self._records]}
-        if self.requests[0].logprobs is None:
+    def _content(self, number: int, text: str) -> dict[str, JSON]:
+        """Returns a text and the token ids since the last event, with their log-probabilities if they are requested."""
+        records, request = self._answers[number].records, self.requests[number]
+        known: dict[str, JSON] = {"content": text, "tokens": [record["id"] for record in records]}
+        if request.logprobs is None:
             return known
-        entries = ChatLogprobs(self._tokenizer, self.requests[0], "")(self._records)["content"]
-        numbered: list[JSON] = [{"id": record["id"], **entry} for record, entry in zip(self._records, entries, strict=True)]
+        entries = ChatLogprobs(self._tokenizer, request, "")(records)["content"]
+        numbered: list[JSON] = [{"id": record["id"], **entry} for record, entry in zip(records, entries, strict=True)]
         return known | {"completion_probabilities": numbered}
 
-    def _last(self, text: str) -> dict[str, JSON]:
-        """Returns the complete answer, or the last event of a stream, with its statistics."""
-        stats, prompt = self.streams[0].stats, len(self.requests[0].ids)
+    def _last(self, number: int) -> dict[str, JSON]:
+        """Returns the last event of an answer in a stream, with its statistics."""
+        stats, prompt = self.streams[number].stats, len(self.requests[number].ids)
         first = stats.first_token_seconds if stats.new_tokens else stats.seconds
-        known: dict[str, JSON] = {"index": 0, "content": text, "tokens": [], "stop": True, "model": self._model}
-        known |= {"stop_type": STOP_TYPES[self._reason], "truncated": False, "tokens_cached": stats.reused_tokens}
-        known |= {"tokens_predicted": stats.new_tokens, "tokens_evaluated": prompt}
+        known: dict[str, JSON] = {"index": number, "content": "", "tokens": [], "stop": True, "model": self._model}
+        known |= {"stop_type": STOP_TYPES[self._answers[number].reason], "truncated": False}
+        known |= {"tokens_cached": stats.reused_tokens, "tokens_predicted": stats.new_tokens, "tokens_evaluated": prompt}
         timings = _timings("prompt", prompt - stats.reused_tokens, first - stats.queued_seconds)
         timings |= _timings("predicted", stats.new_tokens, stats.seconds - first)
         known["timings"] = timings

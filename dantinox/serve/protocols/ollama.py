@@ -16,7 +16,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox.config import Config, with_generation
-from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.report.tables import human_count
 from dantinox.serve.background import run_in_thread
@@ -25,6 +24,7 @@ from dantinox.serve.protocols.bodies import parse_body, warn_unknown
 from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.embeddings import embed
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
+from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.ollama_bodies import (
     RUNNER_OPTIONS,
@@ -161,7 +161,7 @@ def _context(service: Service, body: OllamaBody) -> int:
 
 
 def _settings(service: Service, body: OllamaBody) -> Config:
-    warn_unknown(body.options, *RUNNER_OPTIONS, *REQUEST_KEYS)
+    warn_unknown(body.options, *RUNNER_OPTIONS, *KNOWN_OPTIONS)
     base = service.engine.settings({}).generation
     config = service.settings(body.options.settings(base, service.context))
     return with_generation(config, n=1)
