@@ -1,6 +1,7 @@
 """Embeddings and rankings: `/v1/embeddings` as in OpenAI's API, and `/v1/rerank` as in the APIs of Jina, Cohere and vLLM."""
 
 import base64
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -90,12 +91,11 @@ def routes(service: Service) -> list[Route]:
         warn_unknown(body)
         service.check_model(body.model)
         vectors_ND, tokens = await embed(service, body.input, "input", body.dimensions)
-        content = await run_in_thread(_encode, vectors_ND, body.encoding_format == "base64")
-        data: list[JSON] = [
-            {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(content)
-        ]
         usage: dict[str, JSON] = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return JSONResponse({"object": "list", "data": data, "model": service.engine.name, "usage": usage})
+        known: dict[str, JSON] = {"object": "list", "model": service.engine.name, "usage": usage}
+        entry = b'{"object": "embedding", "index": %d, "embedding": %s}'
+        rows = await run_in_thread(encode_vectors, vectors_ND, body.encoding_format == "base64", entry)
+        return response_with_rows(known, "data", rows)
 
     async def rerank(request: Request) -> Response:
         """Returns documents in the order of their similarity to a query."""
@@ -152,9 +152,23 @@ async def embed(
     return vectors_ND, sum(map(len, ids))
 
 
-def _encode(vectors_ND: np.ndarray, as_base64: bool) -> list[Any]:
-    """Returns each embedding as a list of numbers, or as the base64 text of its bytes."""
-    if as_base64:
-        return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors_ND]
-    rows: list[Any] = vectors_ND.astype(np.float64).tolist()
+def encode_vectors(vectors_ND: np.ndarray, as_base64: bool = False, entry: bytes | None = None) -> list[bytes]:
+    """Returns the JSON of each vector, as a list of numbers or as the base64 text of its float32 bytes.
+
+    Every vector is encoded separately, because the encoder of a large list would block all threads until it ends.
+
+    Args:
+      entry: a format of the index and the JSON of the vector; None: the JSON of the vector alone.
+    """
+    rows = []
+    for index, vector_D in enumerate(vectors_ND):
+        value = base64.b64encode(vector_D.astype("<f4").tobytes()).decode() if as_base64 else vector_D.tolist()
+        row = json.dumps(value).encode()
+        rows.append(row if entry is None else entry % (index, row))
     return rows
+
+
+def response_with_rows(known: Mapping[str, JSON], name: str, rows: Sequence[bytes]) -> Response:
+    """Returns the JSON of an object with the field `name`, a list of rows that are JSON already."""
+    head = json.dumps(known).encode()[:-1]
+    return Response(b'%s, "%s": [%s]}' % (head, name.encode(), b", ".join(rows)), media_type="application/json")

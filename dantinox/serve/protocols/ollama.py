@@ -22,7 +22,7 @@ from dantinox.serve.background import run_in_thread
 from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.protocols.bodies import parse_body, warn_unknown
 from dantinox.serve.protocols.capabilities import capabilities
-from dantinox.serve.protocols.embeddings import embed
+from dantinox.serve.protocols.embeddings import embed, encode_vectors, response_with_rows
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS
 from dantinox.serve.protocols.logprobs import ChatLogprobs
@@ -275,13 +275,13 @@ def _embedding_routes(service: Service) -> list[Route]:
         body, start = await parse_body(request, EmbedBody), time.monotonic()
         warn_unknown(body)
         check_model(service, body.model)
-        rows, tokens = list[Any](), 0
+        rows, tokens = list[bytes](), 0
         if body.input:
             vectors_ND, tokens = await embed(service, body.input, "input", body.dimensions or None, body.truncate is not False)
-            rows = vectors_ND.tolist()
-        known: dict[str, JSON] = {"model": body.model or service.engine.name, "embeddings": rows}
-        known |= {"total_duration": _nanoseconds(time.monotonic() - start), "load_duration": 0, "prompt_eval_count": tokens}
-        return JSONResponse(known)
+            rows = await run_in_thread(encode_vectors, vectors_ND)
+        known: dict[str, JSON] = {"model": body.model or service.engine.name, "prompt_eval_count": tokens}
+        known |= {"total_duration": _nanoseconds(time.monotonic() - start), "load_duration": 0}
+        return response_with_rows(known, "embeddings", rows)
 
     async def embed_prompt(request: Request) -> Response:
         """Returns the embedding of one text."""
