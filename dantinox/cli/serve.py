@@ -59,10 +59,10 @@ def add_serve_flags(command: Parser) -> None:
     capacity.add_argument(
         "--warm_up",
         nargs="*",
-        choices=("echo", "embeddings", "router"),
+        choices=("echo", "embeddings", "strategies"),
         default=["echo"],
         metavar="NAME",
-        help="programs to compile in the background once the server is ready: echo, embeddings, router (default: echo)",
+        help="programs to compile in the background once the server is ready: echo, embeddings, strategies (default: echo)",
     )
     add_chat_template(command)
     command.add_argument(

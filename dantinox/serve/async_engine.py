@@ -48,7 +48,7 @@ from dantinox.serve.embedding_queue import EmbeddingQueue
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
 
-BACKGROUND = ("echo", "embeddings", "router")  # programs that can be compiled before a request needs them
+BACKGROUND = ("echo", "embeddings", "strategies")  # programs that can be compiled before a request needs them
 MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its settings have at most this many characters
 
 log = logging.getLogger("dantinox.serve")
@@ -113,7 +113,7 @@ class AsyncEngine:
           name: the model's name for clients.
           overrides: settings that replace those of the run.
           background: programs that are compiled after the engine has become ready, of `BACKGROUND`: those of prompt
-            log-probabilities (`echo`), of embeddings, and of the entropy router.
+            log-probabilities (`echo`), of embeddings, and of the strategy that is not the server's (`strategies`).
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
@@ -294,9 +294,10 @@ class AsyncEngine:
     def _compile_in_background(self) -> None:
         """Queues the compilation of the programs that requests may need later."""
         wanted = [(self._config, True)] if "echo" in self._background else []
-        if "router" in self._background:
+        if "strategies" in self._background:
+            other = "chain" if self._config.generation.strategy == "entropy" else "entropy"
             with contextlib.suppress(UserError):  # the run may have settings that contradict the router
-                wanted.append((overlay(self._config, {"strategy": "entropy"}), False))
+                wanted.append((overlay(self._config, {"strategy": other}), False))
         for config, echo in wanted:
             if not self._batch.ready(self._batch.program_key(config), echo):
                 self._request_compilation(config, echo)
