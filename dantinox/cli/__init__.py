@@ -136,7 +136,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "merge-lora": ("runs", "merge", "Merge LoRA adapters into their base weights and write an ordinary run."),
     "generate": ("generate", "generate", "Continue a prompt with the model of a run."),
     "chat": ("chat", "chat", "Chat with a model in the terminal."),
-    "serve": ("serve", "serve", "Serve a model over HTTP: the OpenAI and KoboldAI protocols, and a web page."),
+    "serve": ("serve", "serve", "Serve a model over HTTP: the APIs of OpenAI, Ollama, KoboldAI and llama.cpp, and a web page."),
     "import": ("runs", "import_", "Import a pretrained checkpoint (Hugging Face, GGUF) into a run directory."),
     "export": ("runs", "export", "Export a run as a Hugging Face Transformers folder or a GGUF file."),
     "explain": ("measure", "explain", "Show how each sampling step changes the next-token distribution."),

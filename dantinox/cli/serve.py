@@ -71,6 +71,14 @@ def add_serve_flags(command: Parser) -> None:
         metavar="N",
         help="responses of /v1/responses kept in memory for previous_response_id (default: 0)",
     )
+    capacity.add_argument(
+        "--warm_up",
+        nargs="*",
+        choices=("echo", "embeddings", "strategies"),
+        default=["echo"],
+        metavar="NAME",
+        help="programs to compile in the background once the server is ready: echo, embeddings, strategies (default: echo)",
+    )
     operations = command.section("operations", "Logs, traces and names of the model")
     operations.add_argument(
         "--log",
@@ -86,6 +94,12 @@ def add_serve_flags(command: Parser) -> None:
     add_chat_template(command)
     command.add_argument(
         "--tool_format", default="auto", metavar="NAME", help="notation of tool calls (default: that of the chat template)"
+    )
+    command.add_argument(
+        "--pooling",
+        choices=("mean", "last"),
+        default="mean",
+        help="how embeddings combine the hidden states of a text (default: mean)",
     )
     command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
     command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
@@ -129,7 +143,12 @@ def serve(options: argparse.Namespace) -> int:
         run = load(options.run_dir, config.generation.tensor_parallel)
         template = chosen_template(options, template_path, run.tokenizer)
         reply_format(template, run.tokenizer, options.tool_format)  # raises for an unknown name
-        sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
+        sizes: dict[str, Any] = {
+            "slots": options.slots,
+            "context": options.context,
+            "queue": options.queue,
+            "background": options.warm_up,
+        }
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
         reloader = Reloader(keys, weight_reloader(engine, options.run_dir))
         server_options = Options(
@@ -140,6 +159,7 @@ def serve(options: argparse.Namespace) -> int:
             origins,
             options.lite,
             options.store_responses,
+            options.pooling,
             keys=keys,
             aliases=aliases,
             reloader=reloader,

@@ -61,6 +61,11 @@ class _Request(Section):
     banned_regexes: Annotated[Strings, *NEEDS_FULL_CACHE] = field(
         (), "regular expressions that no part of the text matches; generation goes back to the first token of a match"
     )
+    json_whitespace: Literal["compact", "flexible"] = field(
+        "compact",
+        "whitespace in constrained JSON (compact: at most a space after a comma or colon; flexible: also line breaks with "
+        "indentation)",
+    )
     use_cache: bool = field(True, "cache keys and values; false recomputes the whole sequence for each token")
     weights: Literal["auto", "float32", "bfloat16", "int8", "int4"] = field(
         "auto", "dtype of the weights while decoding (auto: the compute dtype of the run)"

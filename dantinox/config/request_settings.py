@@ -21,6 +21,7 @@ class SamplingSettings(TypedDict, total=False):
     ignore_eos: bool
     banned_strings: Sequence[str]
     banned_regexes: Sequence[str]
+    json_whitespace: Literal["compact", "flexible"]
     use_cache: bool
     weights: Literal["auto", "float32", "bfloat16", "int8", "int4"]
     matmul_dtype: Literal["auto", "float32", "bfloat16"]

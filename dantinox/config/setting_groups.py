@@ -76,7 +76,8 @@ GROUPS: dict[str, SettingGroup] = {
     ),
     "request": SettingGroup(
         "generation", "Length, samples, seed and end of a sequence",
-        "max_new_tokens n seed stop keep_stop stop_token_ids ignore_eos min_tokens banned_strings banned_regexes",
+        "max_new_tokens n seed stop keep_stop stop_token_ids ignore_eos min_tokens banned_strings banned_regexes "
+        "json_whitespace",
     ),
     "decoding": SettingGroup(
         "generation",

@@ -30,8 +30,13 @@ LLGUIDANCE_LIMITS = {
 }
 # Phrases in the messages of llguidance when a limit is reached.
 LIMIT_PHRASES = ("too many", "too complex", "too large", "too big", "max is", "fuel", "limit", "precomputation", "exceed")
-# Whitespace in JSON: nothing, a space, or a line break with indentation. Unbounded whitespace might never end.
-WHITESPACE = r"( |\n[ \t]{0,16})?"
+# `generation.json_whitespace` → options of llguidance for JSON. `compact` allows one space after a comma or colon, as most
+# programs write JSON on one line. `flexible` allows nothing, a space, or a line break with indentation between any two parts: a
+# weak model may fill it with spaces. Unbounded whitespace might never end.
+WHITESPACE: dict[str, dict[str, Any]] = {
+    "compact": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"},
+    "flexible": {"whitespace_pattern": r"( |\n[ \t]{0,16})?"},
+}
 DISPLAY_NAMES = {
     "json_schema": "the JSON schema",
     "json_object": "the JSON object",
@@ -110,18 +115,19 @@ class ConstraintCompiler:
         self._encode = adapter
         self._tokenizer = self._library.LLTokenizer(adapter, n_vocab=self._size + 1)
 
-    def matcher(self, kind: str, source: str, ends: Sequence[int] = ()) -> "Matcher":
+    def matcher(self, kind: str, source: str, ends: Sequence[int] = (), json_whitespace: str = "compact") -> "Matcher":
         """Returns a matcher at the start of a sequence.
 
         Args:
           kind, source: as in `Constraint`.
           ends: ids that end the sequence, in addition to the EOS tokens of the tokenizer.
+          json_whitespace: a key of `WHITESPACE`, the whitespace that `json_schema` and `json_object` allow.
 
         Raises:
           UserError: the source is invalid or too large, or no sequence of this vocabulary satisfies it.
         """
         library = self._library
-        grammar = _to_grammar(library, Constraint(kind, source))
+        grammar = _to_grammar(library, Constraint(kind, source), json_whitespace)
         ll_matcher = library.LLMatcher(
             self._tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**LLGUIDANCE_LIMITS)
         )
@@ -273,7 +279,7 @@ def _import_llguidance() -> Any:
     return llguidance
 
 
-def _to_grammar(library: Any, constraint: Constraint) -> str:
+def _to_grammar(library: Any, constraint: Constraint, json_whitespace: str = "compact") -> str:
     """Converts a constraint to the grammar format of llguidance."""
     kind, source = constraint.kind, constraint.source
     if kind not in CONSTRAINT_KINDS:
@@ -295,7 +301,7 @@ def _to_grammar(library: Any, constraint: Constraint) -> str:
         return str(make.grammar_from_lark(_gbnf_to_lark(source)))
     schema = {"type": "object"} if kind == "json_object" else _parse_schema(source)
     try:
-        return str(make.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": WHITESPACE}))
+        return str(make.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE[json_whitespace]))
     except ValueError as error:
         raise _to_user_error(kind, str(error)) from None
 

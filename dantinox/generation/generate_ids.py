@@ -22,7 +22,7 @@ from dantinox.sampling.params import ScoreFn
 
 DEFAULTS = Config().generation
 # These settings need a tokenizer, or they change the weights, which `generate` does not do.
-UNSUPPORTED_SETTINGS = ("stop", "keep_stop", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel")
+UNSUPPORTED_SETTINGS = ("stop", "keep_stop", "json_whitespace", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel")
 
 
 Ids = jax.Array | np.ndarray | Sequence[Sequence[int]]

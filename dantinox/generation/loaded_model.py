@@ -15,6 +15,7 @@ from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_shardings
 from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
+from dantinox.generation.embedder import embed_texts, embedding_ids
 from dantinox.generation.guides import Reasoning
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.offline_run import BatchRun
@@ -239,6 +240,32 @@ class LoadedModel(ModelBundle):
             raise UserError("this model has no chat template: use generate, or pass a ChatTemplate as template")
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         return template, template.encode(conversation, generation_prompt=True)
+
+    def embed(self, texts: str | Sequence[str], *, pooling: str = "mean", **settings: Unpack[RequestSettings]) -> np.ndarray:
+        """Returns the embeddings of texts: the pooled hidden states of the model, divided by their L2 norm.
+
+        Args:
+          texts: a string, or a list of strings of at most `max_context` tokens each.
+          pooling: `mean` over the tokens of a text, or `last`, the state of its last token.
+          settings: as for `generate`; only those of the weights (`weights`, `matmul_dtype`, `matmul_kernel`) have an effect.
+
+        Returns:
+          float32 `[N, D]`, one row per text; `[1, D]` for a string. The cosine similarity of two texts is the dot product of
+          their rows.
+
+        Raises:
+          UserError: a text is empty, too long or cannot be encoded, or an argument is invalid.
+
+        Example:
+          >>> model = dantinox.load("runs/quickstart")
+          >>> vectors = model.embed(["def f(): pass", "import os"])
+          >>> vectors.shape, bool(abs(vectors[0] @ vectors[0] - 1) < 1e-6)
+          ((2, 32), True)
+        """
+        given = [texts] if isinstance(texts, str) else texts
+        if not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
+            raise UserError(f"texts must be a string or a list of strings, got {quote(texts)}")
+        return embed_texts(self, [embedding_ids(self, text) for text in given], pooling, self.settings(settings))
 
     def complete(self, requests: Sequence[GenerationRequest], pad: Callable[[int], int] = padded_length) -> list[Result]:
         """Decodes requests and returns their results.

@@ -13,11 +13,11 @@ from dantinox.generation.bans import BannedStrings, TextBan, compile_regexes
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
 from dantinox.generation.guides import AfterTrigger, Guide, ReasoningBudget, WholeText
-from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare
+from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
-from dantinox.model.packed import parameter_count, unpack_modules
+from dantinox.model.packed import packed_kinds, parameter_count, unpack_modules
 from dantinox.run import KVCalibration
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import ChatTemplate, Tokenizer
@@ -52,7 +52,7 @@ class ModelBundle:
         self._load_run, self._draft_runs = load_run, dict[str, ModelBundle]()
         self._prepared: dict[tuple[tuple[str, ...], int, HeadOrder | None], Transformer] = {}
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """The number of weights, embeddings included."""
         return parameter_count(self.model)
@@ -60,6 +60,16 @@ class ModelBundle:
     def replace_model(self, other: "ModelBundle") -> None:
         """Uses the weights of another model with the same architecture and tokenizer from now on."""
         self.model, self._prepared = other.model, other._prepared
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights in memory, as they are stored."""
+        return weight_bytes(self.model)
+
+    @cached_property
+    def weight_format(self) -> str:
+        """The block format of most packed weights, such as `Q4_K`, or the dtype of the embedding if no weights are packed."""
+        return next(iter(packed_kinds(self.model)), None) or str(self.model.embed[...].dtype)
 
     def settings(self, overrides: Mapping[str, object] | Config) -> Config:
         """Returns the settings of the run with validated overrides of `generation`, `router` and `kv`, such as `kv_budget`."""
@@ -148,7 +158,8 @@ class ModelBundle:
         Raises:
           UserError: the constraint is invalid or too large, or no sequence of this vocabulary satisfies it.
         """
-        return self.grammars.matcher(constraint.kind, constraint.source, stop_token_ids(self.tokenizer, section))
+        ends = stop_token_ids(self.tokenizer, section)
+        return self.grammars.matcher(constraint.kind, constraint.source, ends, section.json_whitespace)
 
     def guides(self, request: GenerationRequest) -> list[list[Guide]]:
         """Returns the guides of each sample of a request.

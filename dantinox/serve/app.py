@@ -19,7 +19,17 @@ from dantinox.serve.errors import JSON, RequestError, error_object, http_error, 
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.middleware import Guard
 from dantinox.serve.options import Options
-from dantinox.serve.protocols import kobold, messages, native, openai, responses, tokenize_routes
+from dantinox.serve.protocols import (
+    embeddings,
+    kobold,
+    llama_cpp,
+    messages,
+    native,
+    ollama,
+    openai,
+    responses,
+    tokenize_routes,
+)
 from dantinox.serve.request_record import current_record
 from dantinox.serve.response_stream import EngineProtocol
 from dantinox.serve.service import Service
@@ -30,7 +40,7 @@ class Protocol(NamedTuple):
 
     Attributes:
       title: its name in the documentation.
-      prefix: prefix of the paths whose errors it formats; the longest matching prefix applies.
+      prefixes: prefixes of the paths whose errors it formats; of all protocols, the longest matching prefix applies.
       routes: returns its routes.
       format_error: returns the body of an error response.
       status_of: maps an HTTP status to the status that this protocol sends instead.
@@ -39,7 +49,7 @@ class Protocol(NamedTuple):
     """
 
     title: str
-    prefix: str
+    prefixes: tuple[str, ...]
     routes: Callable[[Service], list[Route]]
     format_error: Callable[[RequestError], JSON] = error_object
     status_of: Mapping[int, int] = MappingProxyType({})
@@ -48,14 +58,17 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = (
-    Protocol("OpenAI", "", openai.routes),
-    Protocol("OpenAI responses", "/v1/responses", responses.routes),
-    Protocol("Anthropic", "/v1/messages", messages.routes, messages.format_error),
-    Protocol("Tokenization", "/tokenize", tokenize_routes.routes),
-    Protocol("KoboldAI", "/api/", kobold.routes, kobold.format_error, {429: 503}, unlimited=kobold.UNLIMITED),
-    Protocol("Native API", "/api/dantinox", native.routes),
-    Protocol("Web page", "/page", pages.page_routes, public=pages.PUBLIC),
-    Protocol("Kobold Lite", "/lite", pages.lite_routes, public=("/lite",)),
+    Protocol("OpenAI", ("",), openai.routes),
+    Protocol("OpenAI responses", (), responses.routes),
+    Protocol("Anthropic", ("/v1/messages",), messages.routes, messages.format_error),
+    Protocol("Embeddings", (), embeddings.routes),
+    Protocol("Tokenization", (), tokenize_routes.routes),
+    Protocol("KoboldAI", ("/api/",), kobold.routes, kobold.format_error, {429: 503}, unlimited=kobold.UNLIMITED),
+    Protocol("Ollama", ollama.PATHS, ollama.routes, ollama.format_error, {429: 503}),
+    Protocol("llama.cpp", (), llama_cpp.routes),
+    Protocol("Native API", ("/api/dantinox",), native.routes),
+    Protocol("Web page", ("/page",), pages.page_routes, public=pages.PUBLIC),
+    Protocol("Kobold Lite", ("/lite",), pages.lite_routes, public=("/lite",)),
 )
 # Headers that web pages of other origins may read.
 EXPOSED_HEADERS = (
@@ -136,7 +149,8 @@ def server_routes(engine: EngineProtocol, metrics: Metrics, options: Options) ->
 
 def _error_response(path: str, error: RequestError) -> Response:
     """Returns an error in the format of the protocol that a path belongs to."""
-    protocol = max((p for p in PROTOCOLS if path.startswith(p.prefix)), key=lambda p: len(p.prefix))
+    matches = ((len(prefix), p) for p in PROTOCOLS for prefix in p.prefixes if path.startswith(prefix))
+    _, protocol = max(matches, key=lambda match: match[0])
     status = protocol.status_of.get(error.status, error.status)
     return JSONResponse(protocol.format_error(error), status, headers=error.headers)
 

@@ -12,8 +12,9 @@ The threads and their responsibilities:
 * `prepare` (one thread) builds the sampling parameters and the constraint of each request.
 * `engine` (one thread) runs `Engine.step`. Only this thread uses the batch and the cache on the device.
 * `compile` (one thread) compiles the programs that a request needs and that the warm-up did not compile: programs for the
-  entropy router and for prompt log-probabilities. There are at most a dozen such programs. The decode program that the warm-up
-  compiles supports every order of sampling steps.
+  entropy router, for prompt log-probabilities and for embeddings. There are at most a dozen such programs. The decode program
+  that the warm-up compiles supports every order of sampling steps. Some of these programs can be compiled in the background
+  as soon as the engine is ready (`background`), before a request needs them.
 
 `Engine.lock` guards the scheduler and the table of jobs; `_lock` guards the state of this class. A thread that holds `_lock`
 may acquire `Engine.lock`, but not the reverse. No lock is held during a computation.
@@ -26,12 +27,15 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from dantinox.config import Config, UserError, overlay, with_generation
+from dantinox.generation.embedder import Embedder, check_length, check_pooling
 from dantinox.generation.engine import Engine, Job, Output, RequestFailed
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
@@ -40,9 +44,11 @@ from dantinox.generation.slot_batch import CACHED_SETTINGS, CacheKey, ProgramKey
 from dantinox.generation.token_settings import with_default_seed
 from dantinox.generation.trace import token_records
 from dantinox.sampling import StepInfo
+from dantinox.serve.embedding_queue import EmbeddingQueue
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
 
+BACKGROUND = ("echo", "embeddings", "strategies")  # programs that can be compiled before a request needs them
 MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its settings have at most this many characters
 
 log = logging.getLogger("dantinox.serve")
@@ -94,6 +100,7 @@ class AsyncEngine:
         queue: int = 64,
         name: str = "dantinox",
         overrides: Mapping[str, object] | None = None,
+        background: Collection[str] = (),
     ):
         """Allocates the caches of all slots. Compilation starts with `start`.
 
@@ -105,6 +112,8 @@ class AsyncEngine:
           queue: number of requests that may wait for a slot.
           name: the model's name for clients.
           overrides: settings that replace those of the run.
+          background: programs that are compiled after the engine has become ready, of `BACKGROUND`: those of prompt
+            log-probabilities (`echo`), of embeddings, and of the strategy that is not the server's (`strategies`).
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
@@ -115,6 +124,8 @@ class AsyncEngine:
         self._batch = SlotBatch(run, slots, context, self._config)
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
         self._engine.compile = self._request_compilation
+        self._embeddings = EmbeddingQueue(lambda: Embedder(run, self._config, context))
+        self._background = background
         self._responders: dict[Job, _Responder] = {}
         # Applying settings takes a millisecond, and clients often send the same settings again.
         self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)
@@ -123,6 +134,7 @@ class AsyncEngine:
         self._counters: Counter[str] = Counter()
         self._compiling: set[tuple[ProgramKey, bool]] = set()  # queued or running
         self._failed: set[tuple[ProgramKey, bool]] = set()
+        self._embedder_requested = False
         self._preparer = ThreadPoolExecutor(1, "prepare")
         self._compiler = ThreadPoolExecutor(1, "compile")
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -200,6 +212,32 @@ class AsyncEngine:
         await asyncio.wrap_future(replaced)
         self.run.replace_model(model)
 
+    async def embed(self, ids: Sequence[Sequence[int]], pooling: str) -> np.ndarray:
+        """Returns the embeddings of token sequences, float32 `[N, D]`; see `Embedder`. A cancelled call computes no more.
+
+        Raises:
+          UserError: a sequence is empty, too long or has an invalid token, or the pooling is unknown.
+          Busy: too many requests for embeddings wait.
+          Unavailable: the engine is loading, draining or has failed.
+          RequestFailed: an internal error ended this request.
+        """
+        check_pooling(pooling)
+        for row in ids:
+            check_length(row, self._batch.context)
+            self.run.check_ids(row)
+        with self._lock:
+            if self._state != "ready":
+                raise Unavailable(f"the server is {self._state}: {self._doing}")
+            if self._embeddings.failed:
+                raise RequestFailed("the programs for embeddings could not be compiled")
+            if len(self._embeddings) > self._engine.load.queue:
+                self._counters["refused"] += 1
+                raise Busy(min(60.0, max(1.0, self._engine.job_seconds)))
+            future = self._embeddings.add(ids, pooling)
+            self._request_embedder()
+        self._wake.set()
+        return await asyncio.wrap_future(future)
+
     def _cancel(self, job: Job) -> None:
         self._engine.cancel(job)
         self._wake.set()
@@ -208,6 +246,7 @@ class AsyncEngine:
         """Returns the current state and counters of the engine."""
         load = self._engine.load
         counters = {**self._counters, **self._engine.counters}
+        counters |= {name: getattr(self._embeddings, name) for name in ("embedded_texts", "embedded_tokens")}
         return Status(self._state, self._doing, *load, self._batch.context, counters)
 
     async def drain(self, seconds: float) -> None:
@@ -216,7 +255,7 @@ class AsyncEngine:
             if self._state in ("ready", "loading"):
                 self._state, self._doing = "draining", "it accepts no more requests"
         until = time.monotonic() + seconds
-        while self._responders and self._state == "draining" and time.monotonic() < until:
+        while (self._responders or len(self._embeddings)) and self._state == "draining" and time.monotonic() < until:
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self.close)
 
@@ -259,6 +298,31 @@ class AsyncEngine:
             self._counters["compilations"] += 1
             self._compiler.submit(self._compile, program, config)
 
+    def _request_embedder(self) -> None:
+        """Queues the compilation of the programs for embeddings once. The caller holds `_lock`."""
+        if not self._embedder_requested and not self._closing:
+            self._embedder_requested = True
+            self._counters["compilations"] += 1
+            self._compiler.submit(self._compile_embedder)
+
+    def _compile_embedder(self) -> None:
+        self._embeddings.compile()
+        self._wake.set()
+
+    def _compile_in_background(self) -> None:
+        """Queues the compilation of the programs that requests may need later."""
+        wanted = [(self._config, True)] if "echo" in self._background else []
+        if "strategies" in self._background:
+            other = "chain" if self._config.generation.strategy == "entropy" else "entropy"
+            with contextlib.suppress(UserError):  # the run may have settings that contradict the router
+                wanted.append((overlay(self._config, {"strategy": other}), False))
+        for config, echo in wanted:
+            if not self._batch.ready(self._batch.program_key(config), echo):
+                self._request_compilation(config, echo)
+        if "embeddings" in self._background:
+            with self._lock:
+                self._request_embedder()
+
     def _compile(self, program: tuple[ProgramKey, bool], config: Config) -> None:
         try:
             self._batch.compile(config, program[1])
@@ -278,12 +342,14 @@ class AsyncEngine:
             with self._lock:
                 if self._state == "loading":
                     self._state, self._doing = "ready", "serving"
+            self._compile_in_background()
             while not self._closing:
                 self._wake.clear()
                 outputs = self._engine.step()
                 for output in outputs:
                     self._deliver(output)
-                if not outputs and self._engine.idle:
+                embedded = self._embeddings.step()
+                if not outputs and not embedded and self._engine.idle:
                     self._wake.wait()
         except BaseException as error:
             with self._lock:
@@ -291,8 +357,10 @@ class AsyncEngine:
             self.on_failure()
             raise
         finally:
+            stopped = f"the server is {self._state}: {self._doing}"
             for responder in [*self._responders.values()]:
-                responder.stream.end(Unavailable(f"the server is {self._state}: {self._doing}"))
+                responder.stream.end(Unavailable(stopped))
+            self._embeddings.close(Unavailable(stopped))
             self._responders.clear()
 
     def _deliver(self, output: Output) -> None:

@@ -89,6 +89,11 @@ ERRORS: dict[str, tuple[int, str | None, str]] = {
         "this model has no chat template: use /v1/completions, or start the server with --chat_template plain, chatml or a "
         "Jinja file",
     ),
+    "fill_in_middle": (
+        400,
+        "unsupported",
+        "{} needs a model that fills in the middle of a text: the vocabulary of this model has no fill-in-the-middle tokens",
+    ),
     # Clients recognize this error by its first words.
     "context": (
         400,

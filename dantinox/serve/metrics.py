@@ -28,6 +28,8 @@ COUNTERS = {
     "new_tokens": "generated tokens",
     "draft_tokens": "draft tokens that were verified",
     "accepted_draft_tokens": "draft tokens that were accepted",
+    "embedded_texts": "texts embedded",
+    "embedded_tokens": "tokens of embedded texts",
     "compilations": "programs compiled after the warm-up",
 }
 # Counters of each key: metric → help, additional label, and the label's value → name in `KeyUsage.counts`.

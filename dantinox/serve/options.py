@@ -24,6 +24,7 @@ class Options:
       keys: the API keys, one of which every request needs; without keys and `key` the server accepts every client.
       hosts: host names that requests may address, in lower case without a port; `*`: any, `ip`: any IP address.
       origins: origins whose web pages may use this server, such as `https://a.example`; `*`: any.
+      pooling: how embeddings combine the hidden states of a text: `mean` or `last`.
       lite: the file or folder of Kobold Lite that the server provides.
       stored_responses: how many responses of `/v1/responses` are kept in memory for `previous_response_id`.
       limits: limits of requests.
@@ -39,6 +40,7 @@ class Options:
     origins: tuple[str, ...] = ()
     lite: Path | None = None
     stored_responses: int = 0
+    pooling: str = "mean"
     limits: Limits = field(default_factory=Limits)
     keys: ApiKeys = field(default_factory=ApiKeys)
     aliases: Mapping[str, str] = field(default_factory=dict)

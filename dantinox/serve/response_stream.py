@@ -1,9 +1,11 @@
 """`ResponseStream`, the deltas of one request, and `EngineProtocol`, the engine interface that the protocols use."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 from dantinox.config import Config
 from dantinox.generation.loaded_model import LoadedModel
@@ -79,7 +81,8 @@ class Status:
       queued, queue: number of waiting requests, and its maximum.
       context: maximum length of a prompt and its continuation, in tokens.
       counters: sums since the start: `requests`, `finished`, `cancelled`, `refused`, `prompt_tokens`, `reused_tokens`,
-        `new_tokens`, `draft_tokens`, `accepted_draft_tokens` and `compilations` (after the warm-up).
+        `new_tokens`, `draft_tokens`, `accepted_draft_tokens`, `embedded_texts`, `embedded_tokens` and `compilations` (after the
+        warm-up).
     """
 
     state: str
@@ -115,6 +118,15 @@ class EngineProtocol(Protocol):
 
         Raises:
           UserError: the request does not fit the context or exceeds a limit.
+          Busy: the queue is full.
+          Unavailable: the engine is loading, draining or has failed.
+        """
+
+    async def embed(self, ids: Sequence[Sequence[int]], pooling: str) -> np.ndarray:
+        """Returns the embeddings of token sequences, float32 `[N, D]`.
+
+        Raises:
+          UserError: a sequence is empty, too long or has an invalid token, or the pooling is unknown.
           Busy: the queue is full.
           Unavailable: the engine is loading, draining or has failed.
         """

@@ -46,8 +46,10 @@ class Reply:
       aborted: whether another HTTP request has aborted this one, so that `cancelled` is not an error.
       failed: whether the stream has ended with an error.
       truncate_on_error: whether a streamed response with an error lacks its final chunk.
+      media_type: media type of a streamed response.
     """
 
+    media_type: ClassVar[str] = "text/event-stream; charset=utf-8"
     truncate_on_error: ClassVar[bool] = False
 
     def __init__(self, requests: Sequence[GenerationRequest], stream: bool):
@@ -316,13 +318,13 @@ async def _next(stream: ResponseStream) -> Delta | None:
 
 
 class _EventStream:
-    """A response of server-sent events, each sent as soon as it is available. The generator is always closed."""
+    """A response of events, each sent as soon as it is available. The generator is always closed."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], reply: Reply):
         self._events, self._reply = events, reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        headers = [(b"content-type", self._reply.media_type.encode()), (b"x-accel-buffering", b"no")]
         async with contextlib.aclosing(self._events) as events:
             data = await anext(events, None)  # an exception here becomes an error response
             await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -122,6 +122,15 @@ class Tokenizer:
         """The bytes that each id stands for, or None if the decoder depends on adjacent tokens."""
         return build_token_pieces(self.core, self._decoder, self.special_ids)
 
+    @cached_property
+    def ids_after_text(self) -> tuple[int, ...]:
+        """The tokens that the post-processor of the tokenizer.json adds after a text, such as the EOS token."""
+        if self.core.num_special_tokens_to_add(False) == 0:
+            return ()
+        encoding = self.core.encode("a", add_special_tokens=True)
+        after = encoding.special_tokens_mask[::-1].index(0)
+        return tuple(encoding.ids[len(encoding.ids) - after :])
+
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Returns the token ids of a text. No special tokens are added.
 

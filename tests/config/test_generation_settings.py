@@ -237,6 +237,7 @@ def test_the_table_of_flags_is_complete():
         "stop",
         "keep_stop",
         "ignore_eos",
+        "json_whitespace",
         "n",
         "seed",
         "use_cache",

@@ -160,6 +160,32 @@ def test_any_json_object(vocabulary):
     assert ended > 10
 
 
+@pytest.mark.parametrize(("text", "whitespace"), [
+    ('{"a":1,"b":[1,2],"c":{}}', ("compact", "flexible")),
+    ('{"a": 1, "b": [1, 2], "c": {}}', ("compact", "flexible")),
+    ('{"a":1, "b": [1,2],"c": {}}', ("compact", "flexible")),
+    ('{ "a":1,"b":[],"c":{}}', ("flexible",)),
+    ('{"a" :1,"b":[],"c":{}}', ("flexible",)),
+    ('{\n  "a": 1,\n  "b": [\n    1\n  ],\n  "c": {}\n}', ("flexible",)),
+    ('{"a":  1,"b":[],"c":{}}', ()),
+    ('{"a":\n\n1,"b":[],"c":{}}', ()),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_whitespace_of_json(kind, text, whitespace):
+    assert json.loads(text)["c"] == {}
+    grammars, schema = ConstraintCompiler(TOKENIZERS["byte"]), {"type": "object", "required": ["a", "b", "c"]}
+    source = json.dumps(schema) if kind == "json_schema" else ""
+    for allowed_in in ("compact", "flexible"):
+        matcher = grammars.matcher(kind, source, json_whitespace=allowed_in)
+        try:
+            for token in TOKENIZERS["byte"].encode(text):
+                matcher.consume(token)
+        except ValueError:
+            assert allowed_in not in whitespace
+        else:
+            assert allowed_in in whitespace and matcher.done
+
+
 def test_special_tokens_and_extra_logits_are_never_allowed():
     tokenizer = TOKENIZERS["bpe"]
     matcher = ConstraintCompiler(tokenizer, 400).matcher("regex", r"(.|\n)*")

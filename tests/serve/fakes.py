@@ -6,13 +6,17 @@ import math
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Core
+
 from dantinox.config import TokenizerSection, UserError, build_config, overlay
 from dantinox.generation import LoadedModel
 from dantinox.generation.request import Delta, RequestStats
 from dantinox.generation.stop_strings import StopFinder
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
-from dantinox.text import train_tokenizer
+from dantinox.text import Tokenizer, train_tokenizer
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 SAYS = "once upon a time there was a fox; "
@@ -21,8 +25,14 @@ SAYS = "once upon a time there was a fox; "
 def fake_run(context: int = 256, tokenizer=BYTES, **settings) -> LoadedModel:
     """Returns a loaded model without weights: it has only a context length and a vocabulary size."""
     config = build_config({"generation": settings} if settings else {})
-    model = SimpleNamespace(config=SimpleNamespace(max_context=context, vocab_size=tokenizer.vocab_size))
-    return LoadedModel(config, model, tokenizer)
+    model = SimpleNamespace(
+        config=SimpleNamespace(max_context=context, vocab_size=tokenizer.vocab_size, dim=8), dtype="float32"
+    )
+    return _FakeModel(config, model, tokenizer)
+
+
+class _FakeModel(LoadedModel):
+    parameters, weight_bytes, weight_format = 1_200_000, 4_800_000, "float32"
 
 
 class FakeEngine:
@@ -30,6 +40,7 @@ class FakeEngine:
 
     Attributes:
       asked: the requests that were submitted.
+      embedded: the token ids and the pooling of each request for embeddings.
       state: `ready`, or another state set by a test.
       full: whether the queue is full.
       pause: seconds between tokens.
@@ -40,7 +51,7 @@ class FakeEngine:
 
     def __init__(self, run: LoadedModel | None = None, says: str = SAYS, pause: float = 0.0):
         self.run, self.says, self.pause = run or fake_run(), says, pause
-        self.asked, self.cancelled, self.tasks = [], [], set()
+        self.asked, self.embedded, self.cancelled, self.tasks = [], [], [], set()
         self.state, self.full, self.fails = "ready", False, None
         self.counters: Counter[str] = Counter()
 
@@ -64,6 +75,17 @@ class FakeEngine:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return answer
+
+    async def embed(self, ids, pooling):
+        """Returns vectors that depend on the counts of the tokens, normalized."""
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}")
+        if self.full:
+            raise Busy(2.0)
+        self.embedded.append((ids, pooling))
+        dim = self.run.model.config.dim
+        counts_ND = np.array([[1 + sum(token % dim == d for token in row) for d in range(dim)] for row in ids], np.float32)
+        return counts_ND / np.linalg.norm(counts_ND, axis=1, keepdims=True)
 
     def status(self):
         context = self.run.model.config.max_context
@@ -120,3 +142,12 @@ class FakeEngine:
             "entropy": 1.5, "varentropy": 0.25, "survivors": 40, "rank": 0, "logprob": math.log(0.5),
             "logprob_sampled": math.log(0.6), "alternatives": others,
         }  # fmt: skip
+
+
+def fim_tokenizer() -> Tokenizer:
+    """A tokenizer of single characters with the fill-in-the-middle tokens of StarCoder."""
+    core = Core(models.BPE({letter: number for number, letter in enumerate("abcd \n;onceuptimhrwsfx")}, []))
+    core.decoder = decoders.Fuse()
+    names = ("<|endoftext|>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>")
+    core.add_special_tokens([AddedToken(name, special=True) for name in names])
+    return Tokenizer(core.to_str())

@@ -27,6 +27,7 @@ from .test_openai import BAD, CHAT, TEXT
 
 SLOTS, QUEUE, CONTEXT, CLIENTS, BURST_SECONDS = 4, 8, 512, 6, 20
 KOBOLD, KOBOLD_STREAM, OWN = "/api/v1/generate", "/api/extra/generate/stream", "/api/dantinox/generate"
+OLLAMA, EMBED = "/api/generate", "/v1/embeddings"
 KNAPSACK_STEPS = {"leave": 0.10, "malformed": 0.05, "abort": 0.05, "slow": 0.01}  # the rest are good
 PROMPTS = ("a", "once upon a time", "the end. " * 20, "a long story that goes on and on; " * 12)
 SAMPLERS: list[dict[str, Any]] = [
@@ -78,11 +79,18 @@ def questions() -> list[Question]:
         found.append(Question(KOBOLD, KOBOLD_STREAM, given | sampler))
         settings = {"max_new_tokens": 20, "seed": number, "temperature": 1.1}
         found.append(Question(OWN, OWN, {"prompt": PROMPTS[number % 4], "settings": settings, "alternatives": number}))
+        options = {"num_predict": 6 + 5 * number, "seed": number, "temperature": 0.8 + 0.1 * number}
+        found.append(Question(OLLAMA, OLLAMA, {"prompt": PROMPTS[number % 4], "options": options}))
+        found.append(Question(EMBED, EMBED, {"input": [*PROMPTS[: 1 + number % 4]], "encoding_format": "base64"}))
     return found
 
 
 def texts_of(question: Question, streamed: bool, content: bytes) -> list[str]:
-    """Returns the texts of a response."""
+    """Returns the texts of a response, or its embeddings."""
+    if question.path == EMBED:
+        return [row["embedding"] for row in json.loads(content)["data"]]
+    if question.path == OLLAMA:
+        return ["".join(json.loads(line)["response"] for line in content.splitlines())]
     if not streamed and question.path != OWN:
         found = json.loads(content)
         if question.path == KOBOLD:
@@ -172,7 +180,7 @@ class Soak:
             self.references.append((question, texts[0]))
 
     async def send(self, question: Question, streamed: bool, **how: Any) -> Reply:
-        more = {"stream": True} if streamed and question.path in (TEXT, CHAT) else {}
+        more = {"stream": streamed} if question.path in (TEXT, CHAT, OLLAMA) else {}
         path = question.stream_path if streamed else question.path
         return await exchange(self.port, request(path, question.body | more), **how)
 
@@ -227,7 +235,7 @@ class Soak:
 
     def seen(self, kind: str, reply: Reply, path: str) -> None:
         self.statuses[kind, reply.status] += 1
-        full = 503 if path == KOBOLD else 429
+        full = 503 if path in (KOBOLD, OLLAMA) else 429
         if reply.status not in ({200, full} if kind != "malformed" else {200, 400, 404, 429}):
             self.wrong.append(f"{kind} {path}: {reply.status} {reply.content[:300]!r}")
 

@@ -113,6 +113,66 @@ def test_openai_retries(client, engine):
     )
 
 
+def test_openai_embeds(openai, client):
+    """The client requests base64 and decodes it."""
+    found = client.embeddings.create(model="fake", input=["abc", "hello"])
+    plain = client.embeddings.create(model="fake", input=["abc", "hello"], encoding_format="float", dimensions=8)
+    for row, other in zip(found.data, plain.data, strict=True):
+        assert row.embedding == pytest.approx(other.embedding, abs=1e-7) and len(row.embedding) == 8
+        assert sum(x * x for x in row.embedding) == pytest.approx(1, abs=1e-6)
+    assert found.usage.total_tokens == 8
+    with pytest.raises(openai.BadRequestError, match=ERRORS["dimensions_must_be"]):
+        client.embeddings.create(model="fake", input="a", dimensions=9)
+    with pytest.raises(openai.BadRequestError, match=ERRORS["suffix_needs_a_model"]):
+        client.completions.create(model="fake", prompt="a", suffix="b")
+
+
+# --- ollama
+
+
+@pytest.fixture
+def ollama(url):
+    library = pytest.importorskip("ollama", reason="the client ollama is not installed: make serve-test")
+    return library, library.Client(host=url, headers={"Authorization": f"Bearer {KEY}"})
+
+
+def test_ollama_generates_and_chats(ollama, engine):
+    _, client = ollama
+    options = {"num_predict": 6, "temperature": 0.5, "top_k": 3, "num_ctx": 4096}
+    found = client.generate(model="fake", prompt="hello", options=options)
+    assert (found.response, found.done, found.done_reason, found.eval_count) == (SAYS[:6], True, "length", 6)
+    assert found.total_duration >= found.eval_duration and found.context[-6:] == [*SAYS[:6].encode()]
+    assert engine.asked[0].config.generation.top_k == 3
+    parts = [*client.generate(model="fake", prompt="hello", options=options, stream=True)]
+    assert "".join(part.response for part in parts) == SAYS[:6] and [part.done for part in parts] == [False] * 6 + [True]
+    answer = client.chat(model="fake:latest", messages=HELLO, options=options, keep_alive="5m", format="json")
+    assert (answer.message.role, answer.message.content) == ("assistant", SAYS[:6])
+    assert engine.asked[-1].constraint.kind == "json_object"
+    stream = client.chat(model="fake", messages=HELLO, options=options, stream=True, think=False)
+    assert "".join(part.message.content for part in stream) == SAYS[:6]
+
+
+def test_ollama_describes_and_embeds(ollama):
+    library, client = ollama
+    assert [model.model for model in client.list().models] == ["fake:latest"]
+    assert [model.context_length for model in client.ps().models] == [512]
+    shown = client.show("fake")
+    assert shown.modelinfo["dantinox.context_length"] == 512 and "completion" in shown.capabilities
+    found = client.embed(model="fake", input=["abc", "hello"], truncate=True)
+    assert [len(row) for row in found.embeddings] == [8, 8] and found.prompt_eval_count == 8
+    assert client.embeddings(model="fake", prompt="abc").embedding == found.embeddings[0]
+    with pytest.raises(library.ResponseError, match=ERRORS["this_server_has_no_model"]) as caught:
+        client.generate(model="llama3", prompt="a")
+    assert caught.value.status_code == 404
+
+
+def test_ollama_raises_errors_of_a_stream(ollama, engine):
+    library, client = ollama
+    engine.fails = Unavailable("the engine has failed")
+    with pytest.raises(library.ResponseError, match=ERRORS["the_engine_has_failed"]):
+        [*client.chat(model="fake", messages=HELLO, stream=True)]
+
+
 # --- others
 
 

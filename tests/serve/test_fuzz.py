@@ -14,6 +14,9 @@ from starlette.testclient import TestClient
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.serve.app import make_app
 from dantinox.serve.options import Options
+from dantinox.serve.protocols import ollama_bodies
+from dantinox.serve.protocols.embeddings import EmbeddingBody, RerankBody
+from dantinox.serve.protocols.llama_cpp import InfillBody, LlamaCompletionBody
 from dantinox.serve.protocols.native import GenerateBody
 from dantinox.serve.protocols.openai_bodies import ChatBody, CompletionBody
 from dantinox.serve.protocols.tokenize_routes import DetokenizeBody, TokenizeBody
@@ -27,11 +30,22 @@ FUZZ = int(os.environ.get("FUZZ", 400))
 OPENAI = sorted({*BAD, *BAD_CHAT, *REQUEST_KEYS, "top_logprobs", "user", "guided_grammar"})
 KOBOLD = sorted({*kobold.LITE, *kobold.NUMBERS, *kobold.COUNTS, "grammar", "genkey", "memory"})
 OWN = sorted(GenerateBody.model_fields)
+LLAMA = sorted({*LlamaCompletionBody.model_fields, *InfillBody.model_fields, *REQUEST_KEYS, "n_predict"})
+# The paths of Ollama, and those without generation → the class of the body, and a valid body.
+OTHERS = {
+    "/v1/embeddings": (EmbeddingBody, {"input": "a"}),
+    "/v1/rerank": (RerankBody, {"query": "a", "documents": ["b"]}),
+    "/api/generate": (ollama_bodies.GenerateBody, {"prompt": "a"}),
+    "/api/chat": (ollama_bodies.ChatBody, {"messages": HELLO}),
+    "/api/embed": (ollama_bodies.EmbedBody, {"input": "a"}),
+    "/api/embeddings": (ollama_bodies.EmbeddingsBody, {"prompt": "a"}),
+    "/api/show": (ollama_bodies.ModelBody, {}),
+}
 # Path → known fields, and the body of a valid request.
 PATHS = {
     TEXT: (OPENAI, {"prompt": "a"}),
     CHAT: (OPENAI, {"messages": HELLO}),
-    "/tokenize": (["prompt", "messages", "add_special_tokens", "return_token_strs", "model"], {"prompt": "a"}),
+    "/tokenize": (sorted(TokenizeBody.model_fields), {"prompt": "a"}),
     "/detokenize": (["tokens", "model"], {"tokens": [97]}),
     "/api/v1/generate": (KOBOLD, {"prompt": "a"}),
     "/api/extra/generate/stream": (KOBOLD, {"prompt": "a"}),
@@ -39,8 +53,12 @@ PATHS = {
     "/api/extra/abort": (["genkey"], {}),
     "/api/extra/tokencount": (["prompt", "special"], {"prompt": "a"}),
     "/api/dantinox/generate": (OWN, {"prompt": "a"}),
+    "/completion": (LLAMA, {"prompt": "a"}),
+    "/infill": (LLAMA, {"input_prefix": "a", "input_suffix": "b"}),
+    **{path: (sorted(kind.model_fields), body) for path, (kind, body) in OTHERS.items()},
 }
 SHAPES = {TEXT: CompletionBody, CHAT: ChatBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
+SHAPES |= {path: kind for path, (kind, _) in OTHERS.items()}
 EXPECTED = {200, 400, 404, 413, 415}
 
 names = st.text(max_size=8) | st.sampled_from([*REQUEST_KEYS])

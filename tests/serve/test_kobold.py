@@ -90,7 +90,9 @@ def test_the_version_has_only_supported_features(client):
     found = client.get("/api/extra/version").json()
     assert (found["result"], found["version"]) == ("KoboldCpp", "1.74")
     assert found["server"].startswith("DantinoX ")
-    assert not any(value for name, value in found.items() if name not in ("result", "version", "server"))
+    assert [name for name, value in found.items() if value] == ["result", "version", "embeddings", "server"]
+    answer = client.post("/api/extra/embeddings", json={"input": "abc"})
+    assert answer.json() == client.post("/v1/embeddings", json={"input": "abc"}).json()
 
 
 def test_a_missing_key_is_an_error_of_the_protocol(engine):

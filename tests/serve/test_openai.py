@@ -16,7 +16,7 @@ from dantinox.serve.options import Options
 from dantinox.text import ChatTemplate, train_tokenizer
 from tests.error_texts import ERRORS
 
-from .fakes import BYTES, SAYS, FakeEngine, fake_run
+from .fakes import BYTES, SAYS, FakeEngine, fake_run, fim_tokenizer
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -34,7 +34,8 @@ def client(engine):
 
 
 def client_of(engine, **options):
-    options.setdefault("template", ChatTemplate.from_name("plain", engine.run.tokenizer))
+    if "template" not in options:
+        options["template"] = ChatTemplate.from_name("plain", engine.run.tokenizer)
     app = make_app(engine, Options(**options))
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
@@ -458,9 +459,9 @@ def test_tokenize_and_back(client):
         "tokens": [97, 195, 169],
         "token_strs": ["a", r"bytes:\xc3", r"bytes:\xa9"],
     }
-    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "aé"}
+    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "aé", "content": "aé"}
     assert client.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
-    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
     chat = client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
     assert chat == ChatTemplate.from_name("plain", BYTES).encode(HELLO, generation_prompt=True)
 
@@ -664,3 +665,33 @@ def test_other_vocabularies():
     assert "".join(choice["logprobs"]["tokens"]).endswith("once é" + SAYS[:4])
     message = refusal(client_of(engine, template=None).post(TEXT, json={"prompt": "Ω"}), 400, "prompt")
     assert "U+03A9" in message
+
+
+# --- fill in the middle
+
+
+def test_a_suffix_needs_a_vocabulary_with_its_tokens(client, engine):
+    message = refusal(client.post(TEXT, json={"prompt": "a", "suffix": "b"}), 400, "suffix")
+    assert message == (
+        "suffix needs a model that fills in the middle of a text: the vocabulary of this model has no fill-in-the-middle tokens"
+    )
+    assert client.post(TEXT, json={"prompt": "a", "suffix": ""}).status_code == 200
+    assert "suffix" in refusal(client.post(CHAT, json={"messages": HELLO, "suffix": "b"}), 400, "suffix")
+
+
+def test_a_suffix_fills_in_the_middle():
+    tokenizer = fim_tokenizer()
+    engine = FakeEngine(fake_run(tokenizer=tokenizer, stop_token_ids=[0]), says="ab")
+    client = client_of(engine, template=None)
+    before, after, middle, pad = (tokenizer.special_tokens[f"<fim_{name}>"] for name in ("prefix", "suffix", "middle", "pad"))
+    body = {"prompt": ["ab", "c"], "suffix": "d\n", "max_tokens": 2}
+    choices = client.post(TEXT, json=body).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["ab", "ab"]
+    suffix = [after, *tokenizer.encode("d\n"), middle]
+    assert [asked.ids for asked in engine.asked] == [(before, *tokenizer.encode(text), *suffix) for text in ("ab", "c")]
+    assert set(engine.asked[0].config.generation.stop_token_ids) == {0, before, after, middle, pad}
+    client.post(TEXT, json=body | {"prompt": tokenizer.encode("ab")})
+    assert engine.asked[2].ids == engine.asked[0].ids
+    message = refusal(client.post(TEXT, json=body | {"echo": True}), 400, "echo")
+    assert message == "echo and suffix exclude each other: remove one of them"
+    assert "maximum context length" in refusal(client.post(TEXT, json=body | {"suffix": "a" * 300}), 400, "prompt")

@@ -1,6 +1,7 @@
 """Request bodies: strict JSON parsing and the base model for validation."""
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from dantinox.files import escape_name, quote
 from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.limits import MAX_DEPTH, MAX_DIGITS
+
+log = logging.getLogger("dantinox.serve")
 
 MAX_ALTERNATIVES = 20  # maximum number of alternatives reported with a token
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a message that are text
@@ -36,6 +39,11 @@ class StrictBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+
+def to_integer(value: Any) -> Any:
+    """Converts an integral float such as 2.0, which JavaScript may send, to an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _message_text(value: Any) -> str:
@@ -134,6 +142,12 @@ def validate_body(kind: type[BodyType], data: JSON) -> BodyType:
     reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     reason = reason if reason.startswith("must") else f"is wrong: {reason.lower()}"
     raise RequestError(400, f"{param} {reason}, got {quote(first['input'])}", param=param)
+
+
+def warn_unknown(body: StrictBody, *known: str) -> None:
+    """Logs a warning for every unknown field of a body, except the `known` ones."""
+    for name in (body.model_extra or {}).keys() - {*known, *body.unsupported}:
+        log.warning("a request has the unknown field %s, which has no effect", escape_name(name))
 
 
 # --- JSON

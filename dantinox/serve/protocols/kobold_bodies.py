@@ -14,7 +14,7 @@ from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.limits import MAX_SAMPLES
-from dantinox.serve.protocols.bodies import StrictBody, parse_json
+from dantinox.serve.protocols.bodies import StrictBody, parse_json, to_integer
 
 MAX_ALTERNATIVES = 5  # maximum number of alternatives reported with a token
 MAX_BANS = 1024  # number of banned strings
@@ -31,11 +31,6 @@ FILTERS_OFF: dict[str, object] = {
 }
 ALIASES = {"stop", "seed", "max_new_tokens"}  # SillyTavern's duplicates of fields below
 STEPS_OFF = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}  # sampling steps without a KoboldAI code
-
-
-def _to_integer(value: Any) -> Any:
-    """Converts an integral float such as 2.0, which JavaScript may send, to an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _to_texts(value: Any) -> Any:
@@ -66,7 +61,7 @@ def _check_bans(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
-Integer = BeforeValidator(_to_integer)
+Integer = BeforeValidator(to_integer)
 Size = Annotated[int, Integer, Field(ge=1, lt=2**31)]
 Range = Annotated[int, Integer, Field(ge=-1, lt=2**31)]
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-(2.0**32), le=2.0**32)]

@@ -16,6 +16,8 @@ from starlette.routing import Route
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.serve.errors import JSON, RequestError, error_object, http_error
 from dantinox.serve.protocols.bodies import parse_body
+from dantinox.serve.protocols.capabilities import capabilities
+from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
 from dantinox.serve.protocols.token_text import prompt_ids
@@ -31,7 +33,8 @@ def routes(service: Service) -> list[Route]:
 
     def model(name: str) -> dict[str, JSON]:
         known: dict[str, JSON] = {"id": name, "object": "model", "created": created, "owned_by": "dantinox"}
-        return known | {"root": service.resolve_model(name), "max_model_len": service.context}
+        known |= {"root": service.resolve_model(name), "capabilities": {**capabilities(service)}}
+        return known | {"max_model_len": service.context, "context_length": service.context}
 
     async def models(request: Request) -> Response:
         """Lists the served model and its aliases."""
@@ -69,7 +72,13 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     tokenizer = service.tokenizer
     # Refuse a prompt that is too long for the context before `prompt_ids` checks each of its token ids.
     _check_lengths(service, (prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
-    prompts = await prompt_ids(service.model, body.prompt)
+    if body.suffix:
+        config = with_fim_ends(service, config, "suffix")
+        if body.echo:
+            raise RequestError(400, "echo and suffix exclude each other: remove one of them", param="echo")
+        prompts = await fill_in_middle(service.model, body.prompt, body.suffix)
+    else:
+        prompts = await prompt_ids(service.model, body.prompt)
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
     echo, constraint = bool(body.echo), body.constraint()
     requests = [GenerationRequest(tuple(ids), config, logprobs, echo and logprobs is not None, constraint) for ids in prompts]

@@ -150,13 +150,17 @@ class CompletionBody(Body):
 
     Attributes:
       prompt: a string, a list of strings, token ids, or a list of lists of ids.
+      suffix: text after the answer; needs a model with fill-in-the-middle tokens.
       logprobs: number of alternatives reported with each token; null reports none.
       echo: begin the answer with the prompt.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED | {"tools": ([],)}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"tools": ([],)} | {
+        name: allowed for name, allowed in UNSUPPORTED.items() if name != "suffix"
+    }
 
     prompt: Annotated[list[Any], BeforeValidator(_to_prompts)] = Field([""])
+    suffix: str | None = None
     logprobs: Alternatives | None = None
     echo: bool | None = None
 

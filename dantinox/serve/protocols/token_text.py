@@ -1,6 +1,6 @@
 """Text and bytes of tokens for clients, and validation of token ids in prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from dantinox.config import UserError
@@ -45,8 +45,13 @@ def check_ids(tokenizer: Tokenizer, ids: Sequence[int], name: str) -> None:
         raise RequestError(400, f"{name} must have token ids in [0, {size}), got {quote(wrong)}", param=name)
 
 
-async def prompt_ids(model: LoadedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    """Returns the token ids of prompts, each given as text or ids.
+async def prompt_ids(
+    model: LoadedModel,
+    prompts: Sequence[str | list[int]],
+    name: str = "prompt",
+    encode_text: Callable[[LoadedModel, str], list[int]] = LoadedModel.prompt_ids,
+) -> list[list[int]]:
+    """Returns the token ids of prompts, each given as text or ids; `name` is their field.
 
     Raises:
       RequestError: 400, a text cannot be encoded, or an id is not in the vocabulary.
@@ -55,10 +60,10 @@ async def prompt_ids(model: LoadedModel, prompts: Sequence[str | list[int]]) -> 
     def encode() -> list[list[int]]:
         for prompt in prompts:
             if isinstance(prompt, list):
-                check_ids(model.tokenizer, prompt, "prompt")
-        return [model.prompt_ids(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+                check_ids(model.tokenizer, prompt, name)
+        return [encode_text(model, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     try:
         return await run_sized(sum(map(len, prompts)), encode)
     except UserError as error:
-        raise RequestError(400, str(error), param="prompt") from None
+        raise RequestError(400, str(error), param=name) from None

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM and lm-evaluation-harness define them."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM, llama.cpp and lm-evaluation-harness define them."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Message, StrictBody, parse_body
 from dantinox.serve.protocols.token_text import prompt_ids, token_name
@@ -19,6 +20,8 @@ class TokenizeBody(StrictBody):
     Attributes:
       model: name of the served model; another name is an error.
       prompt: text to encode; either this or messages.
+      content: text to encode, as llama.cpp's clients send it: without a BOS token unless add_special is true.
+      add_special: with content, add the BOS token.
       messages: conversation to format with the chat template and encode.
       tools: the tools of the conversation.
       add_special_tokens: false leaves out the BOS token.
@@ -29,6 +32,8 @@ class TokenizeBody(StrictBody):
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
@@ -55,9 +60,13 @@ def routes(service: Service) -> list[Route]:
         """Returns the token ids of a prompt or a conversation."""
         body = await parse_body(request, TokenizeBody)
         service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
+        if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
             raise RequestError(400, "the body must have either prompt or messages", param="prompt")
-        if body.messages is not None:
+        if body.content is not None:
+            ids = await run_sized(len(body.content), tokenizer.encode, body.content, parse_special=True)
+            if body.add_special and tokenizer.add_bos and tokenizer.bos_id is not None:
+                ids = [tokenizer.bos_id, *ids]
+        elif body.messages is not None:
             rendered, _ = await service.render([message.fields() for message in body.messages], body.tools or ())
             ids = rendered.ids
         elif body.prompt in tokenizer.special_tokens:  # the name of a special token: clients look up the EOS id this way
@@ -76,7 +85,8 @@ def routes(service: Service) -> list[Route]:
         body = await parse_body(request, DetokenizeBody)
         service.check_model(body.model)
         (ids,) = await prompt_ids(service.model, [body.tokens])
-        return JSONResponse({"prompt": tokenizer.decode(ids)})
+        text = tokenizer.decode(ids)
+        return JSONResponse({"prompt": text, "content": text})  # `content` as in llama.cpp
 
     async def info(request: Request) -> Response:
         """Describes the tokenizer and the chat template."""

@@ -1,0 +1,319 @@
+"""Routes of the llama.cpp server: `/completion`, `/infill`, `/props` and `/slots`, for editors, SillyTavern and other clients.
+
+Source: the documentation of the llama.cpp server.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dantinox import __version__
+from dantinox.config import Config, UserError, with_generation
+from dantinox.generation.constraints import Constraint
+from dantinox.generation.request import Delta, GenerationRequest
+from dantinox.serve.background import run_sized
+from dantinox.serve.errors import JSON, RequestError, error_object, http_error
+from dantinox.serve.limits import MAX_PROMPTS
+from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body, warn_unknown
+from dantinox.serve.protocols.fim_prompts import with_fim_ends
+from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS, LlamaOptions, sampler_settings
+from dantinox.serve.protocols.logprobs import ChatLogprobs
+from dantinox.serve.protocols.token_text import check_ids
+from dantinox.serve.service import Reply, Service
+from dantinox.text.fill_in_middle import fim_ids
+
+STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "cancelled": "limit"}
+SUFFIX_SHARE = 4  # a long suffix gets at most 1 / SUFFIX_SHARE of the space for the texts around the gap
+# Fields that choose a slot or what is reported, and change no text.
+REPORT_FIELDS = (
+    "id_slot", "cache_prompt", "return_tokens", "timings_per_token", "return_progress", "response_fields", "n_keep",
+    "n_indent", "t_max_prompt_ms", "api_key",
+)  # fmt: skip
+
+
+def _to_prompts(value: Any) -> list[list[str | int]]:
+    """Converts a prompt to a list of prompts, each a list of texts and token ids.
+
+    As in llama.cpp, a list of texts, or a list that contains lists, has several prompts. Any other list is one prompt.
+    """
+    several = isinstance(value, list) and (all(isinstance(part, str) for part in value) or list in map(type, value))
+    prompts = value if several and value else [value]
+    found = [prompt if isinstance(prompt, list) else [prompt] for prompt in prompts]
+    if any(type(part) not in (str, int) for prompt in found for part in prompt) or type(value) is int:
+        raise ValueError("must be a string, a list of strings and token ids, or a list of these")
+    if len(found) > MAX_PROMPTS:
+        raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
+    return found
+
+
+def _to_bias(value: Any) -> Any:
+    """Converts the pairs `[[token, bias], …]` to an object; the bias `false` bans the token."""
+    if not isinstance(value, list):
+        return value
+    if any(not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (int, str) for pair in value):
+        raise ValueError("must be an object, or a list of pairs of a token and a number")
+    return {str(token): -100.0 if bias is False else bias for token, bias in value}
+
+
+class LlamaBody(LlamaOptions):
+    """Fields of `/completion` and `/infill`. Every key of `generation` and `router` is an additional field.
+
+    Attributes:
+      stream: send the answer as server-sent events while it is generated.
+      logit_bias: numbers added to the logits of tokens, as an object or as pairs; `false` bans a token.
+      n_probs: number of alternatives reported with each token; 0 reports none.
+      samplers: names of llama.cpp's samplers in their order; the samplers that it does not name are off.
+      grammar: GBNF grammar of the answer.
+      json_schema: JSON schema of the answer.
+    """
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "image_data": ([],),
+        "lora": ([],),
+        "post_sampling_probs": (False,),
+        "t_max_predict_ms": (0, -1),
+    }
+
+    stream: bool | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_to_bias)] | None = None
+    n_probs: Alternatives | None = None
+    samplers: Annotated[list[str], Field(max_length=32)] | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+
+    def constraint(self) -> Constraint | None:
+        """Returns the constraint on the answer, or None.
+
+        Raises:
+          RequestError: 400, the body has both a grammar and a schema.
+        """
+        if self.grammar and self.json_schema:
+            raise RequestError(400, "grammar and json_schema both constrain the answer: use one of them", param="json_schema")
+        if self.grammar:
+            return Constraint("gbnf", self.grammar)
+        return Constraint("json_schema", json.dumps(self.json_schema)) if self.json_schema else None
+
+
+class LlamaCompletionBody(LlamaBody):
+    """The body of `/completion`.
+
+    Attributes:
+      prompt: a string, or a list of strings and token ids in any order; a list of these, or of strings alone, has several
+        prompts. Names of special tokens become these tokens.
+    """
+
+    prompt: Annotated[list[Any], BeforeValidator(_to_prompts)] = Field([[""]])
+
+
+class ExtraFile(StrictBody):
+    text: str
+    filename: str | None = None
+
+
+class InfillBody(LlamaBody):
+    """The body of `/infill`.
+
+    Attributes:
+      input_prefix: text before the gap; of a text that is too long, the end is used.
+      input_suffix: text after the gap; of a text that is too long, the beginning is used.
+      input_extra: other files, which precede the prefix.
+      prompt: the beginning of the answer.
+    """
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[ExtraFile] = Field(default_factory=list)
+    prompt: str = ""
+
+
+def routes(service: Service) -> list[Route]:
+    """Returns the routes of this protocol."""
+
+    async def completion(request: Request) -> Reply:
+        """Continues a prompt."""
+        return await parse_completion(service, await parse_body(request, LlamaCompletionBody))
+
+    async def infill(request: Request) -> Reply:
+        """Fills the gap between a prefix and a suffix."""
+        return await parse_infill(service, await parse_body(request, InfillBody))
+
+    async def props(request: Request) -> Response:
+        """Describes the model and the server."""
+        template, variables = service.options.template, service.tokenizer.template_variables
+        known: dict[str, JSON] = {"default_generation_settings": {"n_ctx": service.context}}
+        known |= {"total_slots": service.engine.status().slots, "model_path": service.engine.name}
+        known |= {"model_alias": service.engine.name, "chat_template": "" if template is None else template.source}
+        known |= {name: variables.get(name) or "" for name in ("bos_token", "eos_token")}
+        known |= {"modalities": {"vision": False, "audio": False}, "build_info": f"DantinoX {__version__}"}
+        return JSONResponse(known)
+
+    async def slots(request: Request) -> Response:
+        """Lists the slots of the engine."""
+        status = service.engine.status()
+        found = [{"id": slot, "n_ctx": status.context, "is_processing": slot < status.busy} for slot in range(status.slots)]
+        return JSONResponse(found)
+
+    return [
+        Route("/completion", service.endpoint(completion), methods=["POST"]),
+        Route("/infill", service.endpoint(infill), methods=["POST"]),
+        Route("/props", props),
+        Route("/slots", slots),
+    ]
+
+
+async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply:
+    """Converts a body of `/completion` to a generation request.
+
+    Raises:
+      RequestError, UserError: the body cannot be served.
+    """
+    model, tokenizer = service.model, service.tokenizer
+    check_ids(tokenizer, [part for parts in body.prompt for part in parts if isinstance(part, int)], "prompt")
+
+    def encode(parts: Sequence[str | int]) -> list[int]:
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += (tokenizer.encode if number else model.prompt_ids)(part, parse_special=True)
+        return ids or model.prompt_ids("")
+
+    size = sum(len(part) if isinstance(part, str) else 1 for parts in body.prompt for part in parts)
+    prompts = await _run("prompt", size, lambda: [encode(parts) for parts in body.prompt])
+    return _reply(service, body, _settings(service, body), prompts)
+
+
+async def parse_infill(service: Service, body: InfillBody) -> Reply:
+    """Converts a body of `/infill` to a generation request.
+
+    The texts are shortened to the tokens next to the gap that fit into the context with the new tokens, but at least half of
+    the context.
+
+    Raises:
+      RequestError, UserError: the body cannot be served.
+    """
+    config = with_fim_ends(service, _settings(service, body), "input_suffix")
+    tokenizer = service.tokenizer
+    context, new = service.context, min(config.generation.max_new_tokens, service.context // 2)
+
+    def encode() -> list[int]:
+        start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+        answer = tokenizer.encode(body.prompt) if body.prompt else []
+        extra = "".join(f"{file.text}\n" for file in body.input_extra)
+        room = max(context - new - len(start) - len(answer) - 4, 0)  # at most four tokens mark the parts
+        prefix, suffix = tokenizer.encode(extra + body.input_prefix), body.input_suffix
+        whole = len(tokenizer.encode(suffix)) if suffix else 0
+        if len(prefix) + whole > room:
+            kept = min(whole, max(room // SUFFIX_SHARE, room - len(prefix)))
+            suffix = tokenizer.decode(tokenizer.encode(suffix)[:kept]) if kept else ""
+            prefix = prefix[max(0, len(prefix) - (room - kept)) :]
+        return [*start, *fim_ids(tokenizer, prefix, suffix), *answer]
+
+    size = len(body.input_prefix) + len(body.input_suffix) + sum(len(file.text) for file in body.input_extra)
+    return _reply(service, body, config, await _run("input_prefix", size, lambda: [encode()]))
+
+
+async def _run(param: str, size: int, encode: Callable[[], list[list[int]]]) -> list[list[int]]:
+    try:
+        return await run_sized(size, encode)
+    except UserError as error:
+        raise RequestError(400, str(error), param=param) from None
+
+
+def _settings(service: Service, body: LlamaBody) -> Config:
+    warn_unknown(body, *REPORT_FIELDS, *KNOWN_OPTIONS)
+    base = service.engine.settings({}).generation
+    found = body.settings(base, service.context)
+    routed = found.get("strategy", base.strategy) == "entropy"
+    if body.samplers is not None and not routed and not found.get("mirostat", base.mirostat):  # mirostat disables all others
+        found |= sampler_settings(body.samplers)
+    if body.logit_bias is not None:
+        found["logit_bias"] = body.logit_bias
+    return with_generation(service.settings(found), n=1)
+
+
+def _reply(service: Service, body: LlamaBody, config: Config, prompts: Sequence[Sequence[int]]) -> Reply:
+    if (longest := max(map(len, prompts))) >= service.context:
+        raise http_error("context", service.context, longest, param="prompt")
+    logprobs, constraint = min(body.n_probs, service.tokenizer.vocab_size) if body.n_probs else None, body.constraint()
+    requests = [GenerationRequest(tuple(ids), config, logprobs, False, constraint) for ids in prompts]
+    return LlamaReply(service, requests, bool(body.stream))
+
+
+class _Answer:
+    """The answer to one prompt: its text, the records since the last event, and its finish reason."""
+
+    def __init__(self) -> None:
+        self.text, self.reason, self.records = "", "length", list[Any]()
+
+
+class LlamaReply(Reply):
+    """The answers to `/completion` or `/infill`; a complete response to several prompts is a list."""
+
+    def __init__(self, service: Service, requests: Sequence[GenerationRequest], stream: bool):
+        super().__init__(requests, stream)
+        self._tokenizer, self._model = service.tokenizer, service.engine.name
+        self._answers = [_Answer() for _ in requests]
+
+    def add(self, number: int, delta: Delta) -> None:
+        answer = self._answers[number]
+        answer.text += delta.text
+        answer.reason = delta.finish_reason or answer.reason
+        answer.records += delta.tokens
+
+    def body(self) -> JSON:
+        found: list[JSON] = [self._last(number) | self._content(number, one.text) for number, one in enumerate(self._answers)]
+        return found if len(found) > 1 else found[0]
+
+    def format_delta(self, number: int, delta: Delta) -> bytes:
+        self.add(number, delta)
+        content, self._answers[number].records = self._content(number, delta.text), []
+        return _event({"index": number, **content, "stop": False}) if delta.text or delta.tokens else b""
+
+    def format_end(self) -> bytes:
+        return b"".join(_event(self._last(number)) for number in range(len(self._answers)))
+
+    def format_stream_error(self, error: RequestError) -> bytes:
+        return _event(error_object(error))
+
+    def _content(self, number: int, text: str) -> dict[str, JSON]:
+        """Returns a text and the token ids since the last event, with their log-probabilities if they are requested."""
+        records, request = self._answers[number].records, self.requests[number]
+        known: dict[str, JSON] = {"content": text, "tokens": [record["id"] for record in records]}
+        if request.logprobs is None:
+            return known
+        entries = ChatLogprobs(self._tokenizer, request, "")(records)["content"]
+        numbered: list[JSON] = [{"id": record["id"], **entry} for record, entry in zip(records, entries, strict=True)]
+        return known | {"completion_probabilities": numbered}
+
+    def _last(self, number: int) -> dict[str, JSON]:
+        """Returns the last event of an answer in a stream, with its statistics."""
+        stats, prompt = self.streams[number].stats, len(self.requests[number].ids)
+        first = stats.first_token_seconds if stats.new_tokens else stats.seconds
+        known: dict[str, JSON] = {"index": number, "content": "", "tokens": [], "stop": True, "model": self._model}
+        known |= {"stop_type": STOP_TYPES[self._answers[number].reason], "truncated": False}
+        known |= {"tokens_cached": stats.reused_tokens, "tokens_predicted": stats.new_tokens, "tokens_evaluated": prompt}
+        timings = _timings("prompt", prompt - stats.reused_tokens, first - stats.queued_seconds)
+        timings |= _timings("predicted", stats.new_tokens, stats.seconds - first)
+        known["timings"] = timings
+        return known
+
+
+def _timings(name: str, count: int, seconds: float) -> dict[str, JSON]:
+    milliseconds = max(seconds, 0.0) * 1e3
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": milliseconds,
+        f"{name}_per_token_ms": milliseconds / count if count else 0.0,
+        f"{name}_per_second": 1e3 * count / milliseconds if milliseconds else 0.0,
+    }
+
+
+def _event(content: JSON) -> bytes:
+    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"

@@ -1,0 +1,408 @@
+"""Ollama's API: `/api/generate`, `/api/chat`, `/api/embed`, `/api/embeddings`, and the routes that describe the model.
+
+Source: Ollama's API documentation. Streams are one JSON object per line. Durations are in nanoseconds.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+import jax
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dantinox.config import Config, with_generation
+from dantinox.generation.request import Delta, GenerationRequest
+from dantinox.report.tables import human_count
+from dantinox.serve.background import run_in_thread
+from dantinox.serve.errors import JSON, RequestError, http_error
+from dantinox.serve.protocols.bodies import parse_body, warn_unknown
+from dantinox.serve.protocols.capabilities import capabilities
+from dantinox.serve.protocols.embeddings import embed, encode_vectors, response_with_rows
+from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
+from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS
+from dantinox.serve.protocols.logprobs import ChatLogprobs
+from dantinox.serve.protocols.ollama_bodies import (
+    RUNNER_OPTIONS,
+    ChatBody,
+    EmbedBody,
+    EmbeddingsBody,
+    GenerateBody,
+    ModelBody,
+    OllamaBody,
+    check_generate,
+)
+from dantinox.serve.protocols.token_text import check_ids, prompt_ids
+from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, ReplyFields, prepare_chat
+from dantinox.serve.service import Reply, Service
+
+OLLAMA_VERSION = "0.12.11"  # supported version of Ollama's API: the first with log-probabilities
+TAG = ":latest"
+NEVER = "9999-12-31T23:59:59Z"
+# Paths of Ollama's API. Those that manage models do not exist here, but their errors have Ollama's format.
+PATHS = (
+    "/api/generate", "/api/chat", "/api/embed", "/api/tags", "/api/show", "/api/version", "/api/ps",
+    "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs",
+)  # fmt: skip
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+
+
+def format_error(error: RequestError) -> JSON:
+    """Returns an error in Ollama's format."""
+    return {"error": error.message}
+
+
+def routes(service: Service) -> list[Route]:
+    """Returns the routes of this protocol."""
+
+    async def generate(request: Request) -> Reply:
+        """Answers a prompt; without a chat template or with raw, continues it."""
+        return await parse_generate(service, await parse_body(request, GenerateBody))
+
+    async def chat(request: Request) -> Reply:
+        """Answers a conversation."""
+        return await parse_chat(service, await parse_body(request, ChatBody))
+
+    return [
+        Route("/api/generate", service.endpoint(generate), methods=["POST"]),
+        Route("/api/chat", service.endpoint(chat), methods=["POST"]),
+        *_embedding_routes(service),
+        *_model_routes(service),
+    ]
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Raises RequestError (404) for the name of another model; the tag `:latest` may be missing."""
+    if name is not None and name.removesuffix(TAG) != service.engine.name.removesuffix(TAG):
+        service.check_model(name.removesuffix(TAG))
+
+
+# --- generation
+
+
+async def parse_generate(service: Service, body: GenerateBody) -> Reply:
+    """Converts a body of `/api/generate` to a generation request.
+
+    Raises:
+      RequestError, UserError: the body cannot be served.
+    """
+    warn_unknown(body)
+    check_model(service, body.model)
+    check_generate(body)
+    config, prompt, prepared = _settings(service, body), body.prompt or "", None
+    if not prompt and not body.suffix:
+        return OllamaReply(service, None, body)
+    if body.suffix:
+        config = with_fim_ends(service, config, "suffix")
+        (ids,) = await fill_in_middle(service.model, [prompt], body.suffix)
+    elif body.raw or service.options.template is None:
+        if body.system:
+            raise http_error("template", param="system")
+        (ids,) = await prompt_ids(service.model, [prompt])
+    else:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        messages = [*system, {"role": "user", "content": prompt}]
+        prepared = await prepare_chat(service, Conversation(messages, effort=body.effort, constraint=body.constraint()))
+        config, ids = service.model.with_stop_ids(config, prepared.end_ids), prepared.ids
+    if body.context:
+        check_ids(service.tokenizer, body.context, "context")
+        ids = [*body.context, *(ids[1:] if ids[0] == service.tokenizer.bos_id else ids)]
+    return _reply(service, body, config, ids, "prompt", prepared)
+
+
+async def parse_chat(service: Service, body: ChatBody) -> Reply:
+    """Converts a body of `/api/chat` to a generation request.
+
+    Raises:
+      RequestError, UserError: the body cannot be served.
+    """
+    warn_unknown(body)
+    check_model(service, body.model)
+    body.check_messages()
+    config, messages = _settings(service, body), [message.fields() for message in body.messages]
+    if not messages:
+        return OllamaReply(service, None, body)
+    chat = Conversation(messages, body.tools or (), effort=body.effort, constraint=None if body.tools else body.constraint())
+    prepared = await prepare_chat(service, chat)
+    if body.truncate is not False:
+        prepared = await _fit(service, chat, prepared, _context(service, body))
+    config = service.model.with_stop_ids(config, prepared.end_ids)
+    return _reply(service, body, config, prepared.ids, "messages", prepared)
+
+
+async def _fit(service: Service, chat: Conversation, whole: PreparedChat, context: int) -> PreparedChat:
+    """Returns a conversation without its oldest turns, as few as possible, so that it fits the context.
+
+    System messages are kept, and the first other message that is kept is one of the user. If the conversation does not fit
+    with its last turn alone, the whole conversation is returned.
+    """
+    messages = chat.messages
+    others = [number for number, message in enumerate(messages) if message["role"] != "system"]
+    cuts = [count for count in range(1, len(others)) if messages[others[count]]["role"] == "user"]
+
+    async def prepare(cut: int) -> PreparedChat:
+        dropped = {*others[:cut]}
+        remaining = [message for number, message in enumerate(messages) if number not in dropped]
+        return await prepare_chat(service, replace(chat, messages=remaining))
+
+    if len(whole.ids) < context or not cuts or len((best := await prepare(cuts[-1])).ids) >= context:
+        return whole
+    low, high = -1, len(cuts) - 1  # with cut `low` the conversation is too long, with cut `high` it fits
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = await prepare(cuts[middle])
+        if len(found.ids) < context:
+            best, high = found, middle
+        else:
+            low = middle
+    return best
+
+
+def _context(service: Service, body: OllamaBody) -> int:
+    return min(body.options.num_ctx or service.context, service.context)
+
+
+def _settings(service: Service, body: OllamaBody) -> Config:
+    warn_unknown(body.options, *RUNNER_OPTIONS, *KNOWN_OPTIONS)
+    base = service.engine.settings({}).generation
+    config = service.settings(body.options.settings(base, service.context))
+    return with_generation(config, n=1)
+
+
+def _reply(
+    service: Service, body: OllamaBody, config: Config, ids: Sequence[int], param: str, prepared: PreparedChat | None
+) -> Reply:
+    """Returns the reply of a request; raises RequestError for a prompt that fills the context."""
+    context = _context(service, body)
+    if len(ids) >= context:
+        raise http_error("context", context, len(ids), param=param)
+    config = with_generation(config, max_new_tokens=min(config.generation.max_new_tokens, context - len(ids)))
+    logprobs = body.alternatives(service.tokenizer.vocab_size)
+    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint())
+    if prepared is not None:
+        request = replace(prepared.request(config, logprobs), ids=tuple(ids))
+    return OllamaReply(service, request, body, prepared)
+
+
+# --- responses
+
+
+def _response(text: str, thinking: str, calls: Sequence[JSON]) -> dict[str, JSON]:
+    """The fields of an answer to `/api/generate`."""
+    found: dict[str, JSON] = {"response": text}
+    return found | ({"thinking": thinking} if thinking else {})
+
+
+def _message(text: str, thinking: str, calls: Sequence[JSON]) -> dict[str, JSON]:
+    """The fields of an answer to `/api/chat`."""
+    message: dict[str, JSON] = {"role": "assistant", "content": text}
+    message |= {"thinking": thinking} if thinking else {}
+    return {"message": message | ({"tool_calls": [*calls]} if calls else {})}
+
+
+def _tool_calls(calls: Sequence[Mapping[str, Any]]) -> list[JSON]:
+    """Returns tool calls in Ollama's format, in which the arguments are an object."""
+    found: list[JSON] = []
+    for index, call in enumerate(calls):
+        try:
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+        except ValueError:  # num_predict has ended the call
+            arguments = {}
+        function = {"index": index, "name": call["function"]["name"], "arguments": arguments}
+        found.append({"id": call["id"], "function": function})
+    return found
+
+
+class OllamaReply(Reply):
+    """The answer to a prompt or a conversation. Without a request it reports that the model is loaded."""
+
+    media_type: ClassVar[str] = "application/x-ndjson"
+
+    def __init__(
+        self,
+        service: Service,
+        request: GenerationRequest | None,
+        body: OllamaBody,
+        prepared: PreparedChat | None = None,
+    ):
+        super().__init__([] if request is None else [request], body.stream is not False)
+        self._content = _message if isinstance(body, ChatBody) else _response
+        self._returns_context = isinstance(body, GenerateBody) and not (body.raw or body.suffix)
+        self._model = body.model or service.engine.name
+        self._fields = ReplyFields(None) if prepared is None else prepared.fields()
+        self._tokenizer, self._ids = service.tokenizer, list[int]()
+        self._reason, self._records = "load", list[Any]()
+
+    def add(self, number: int, delta: Delta) -> None:
+        self._add(number, delta)
+
+    def _add(self, number: int, delta: Delta) -> tuple[str, str]:
+        """Adds a delta; returns its text of the answer and of the reasoning."""
+        self._ids += [record["id"] for record in delta.tokens]
+        self._reason = FINISH_REASONS[delta.finish_reason] if delta.finish_reason else self._reason
+        if self.requests[number].logprobs is not None:
+            self._records += delta.tokens
+        fields = self._fields.push(delta.text, delta.finish_reason)
+        return tuple("".join(str(field.get(name, "")) for field in fields) for name in ("content", "reasoning_content"))  # type: ignore[return-value]
+
+    def body(self) -> JSON:
+        fields = self._fields
+        return self._last(fields.content, fields.reasoning, _tool_calls(fields.calls)) | self._logprobs()
+
+    def format_delta(self, number: int, delta: Delta) -> bytes:
+        text, thinking = self._add(number, delta)
+        logprobs, self._records = self._logprobs(), []
+        calls = _tool_calls(self._fields.calls) if delta.finish_reason is not None else []
+        if not (text or thinking or calls or logprobs):
+            return b""
+        return _line(self._frame(text, thinking, calls, False) | logprobs)
+
+    def format_end(self) -> bytes:
+        return _line(self._last("", "", ()))
+
+    def format_stream_error(self, error: RequestError) -> bytes:
+        return _line(format_error(error))
+
+    def _logprobs(self) -> dict[str, JSON]:
+        if not self._records:
+            return {}
+        return {"logprobs": ChatLogprobs(self._tokenizer, self.requests[0], "")(self._records)["content"]}
+
+    def _frame(self, text: str, thinking: str, calls: Sequence[JSON], done: bool) -> dict[str, JSON]:
+        return {"model": self._model, "created_at": _now(), **self._content(text, thinking, calls), "done": done}
+
+    def _last(self, text: str, thinking: str, calls: Sequence[JSON]) -> dict[str, JSON]:
+        """Returns the complete answer, or the last object of a stream, with its statistics."""
+        known = self._frame(text, thinking, calls, True) | {"done_reason": self._reason}
+        if not self.requests:
+            return known
+        stats, request = self.streams[0].stats, self.requests[0]
+        if self._returns_context:
+            known["context"] = [*request.ids, *self._ids]
+        first = stats.first_token_seconds if stats.new_tokens else stats.seconds
+        return known | {
+            "total_duration": _nanoseconds(stats.seconds),
+            "load_duration": _nanoseconds(stats.queued_seconds),
+            "prompt_eval_count": len(request.ids),
+            "prompt_eval_duration": _nanoseconds(first - stats.queued_seconds),
+            "eval_count": stats.new_tokens,
+            "eval_duration": _nanoseconds(stats.seconds - first),
+        }
+
+
+def _line(content: JSON) -> bytes:
+    return json.dumps(content, allow_nan=False).encode() + b"\n"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1e9))
+
+
+# --- routes without generation
+
+
+def _embedding_routes(service: Service) -> list[Route]:
+    """Returns the routes of embeddings."""
+
+    async def embed_inputs(request: Request) -> Response:
+        """Returns the embeddings of texts."""
+        body, start = await parse_body(request, EmbedBody), time.monotonic()
+        warn_unknown(body)
+        check_model(service, body.model)
+        rows, tokens = list[bytes](), 0
+        if body.input:
+            vectors_ND, tokens = await embed(service, body.input, "input", body.dimensions or None, body.truncate is not False)
+            rows = await run_in_thread(encode_vectors, vectors_ND)
+        known: dict[str, JSON] = {"model": body.model or service.engine.name, "prompt_eval_count": tokens}
+        known |= {"total_duration": _nanoseconds(time.monotonic() - start), "load_duration": 0}
+        return response_with_rows(known, "embeddings", rows)
+
+    async def embed_prompt(request: Request) -> Response:
+        """Returns the embedding of one text."""
+        body = await parse_body(request, EmbeddingsBody)
+        warn_unknown(body)
+        check_model(service, body.model)
+        if not body.prompt:
+            return JSONResponse({"embedding": []})
+        vectors_1D, _ = await embed(service, [body.prompt], "prompt", truncate=True)
+        return JSONResponse({"embedding": vectors_1D[0].tolist()})
+
+    return [
+        Route("/api/embed", embed_inputs, methods=["POST"]),
+        Route("/api/embeddings", embed_prompt, methods=["POST"]),
+    ]
+
+
+def _model_routes(service: Service) -> list[Route]:
+    """Returns the routes that describe the model and the server."""
+    started = _now()
+
+    async def tags(request: Request) -> Response:
+        """Lists the served model."""
+        return JSONResponse({"models": [await run_in_thread(_describe, service) | {"modified_at": started}]})
+
+    async def running(request: Request) -> Response:
+        """Lists the served model, which is always loaded."""
+        known = await run_in_thread(_describe, service)
+        known |= {"size_vram": 0 if jax.default_backend() == "cpu" else known["size"]}
+        return JSONResponse({"models": [known | {"expires_at": NEVER, "context_length": service.context}]})
+
+    async def show(request: Request) -> Response:
+        """Describes the served model."""
+        body = await parse_body(request, ModelBody)
+        check_model(service, body.model or body.name)
+        config, template = service.model.model.config, service.options.template
+        details = await run_in_thread(_details, service)
+        known: dict[str, JSON] = {"general.architecture": "dantinox", "general.parameter_count": service.model.parameters}
+        known |= {"dantinox.context_length": service.context, "dantinox.embedding_length": config.dim}
+        known |= {"dantinox.vocab_size": config.vocab_size}
+        content: dict[str, JSON] = {"modelfile": "", "parameters": "", "template": "" if template is None else template.source}
+        content |= {"details": details, "model_info": known, "modified_at": started}
+        return JSONResponse(content | {"capabilities": _capability_names(service)})
+
+    async def version(request: Request) -> Response:
+        """Returns the supported version of Ollama's API."""
+        return JSONResponse({"version": OLLAMA_VERSION})
+
+    return [
+        Route("/api/tags", tags),
+        Route("/api/ps", running),
+        Route("/api/show", show, methods=["POST"]),
+        Route("/api/version", version),
+    ]
+
+
+def _describe(service: Service) -> dict[str, JSON]:
+    """Describes the model. The digest identifies its name, its vocabulary and its size, not its weights."""
+    name = service.engine.name if ":" in service.engine.name else service.engine.name + TAG
+    identity = f"{name} {service.tokenizer.fingerprint} {service.model.parameters}"
+    known: dict[str, JSON] = {"name": name, "model": name, "size": service.model.weight_bytes}
+    known |= {"digest": hashlib.sha256(identity.encode()).hexdigest(), "details": _details(service)}
+    return known
+
+
+def _details(service: Service) -> dict[str, JSON]:
+    weights = service.engine.settings({}).generation.weights
+    return {
+        "parent_model": "",
+        "format": "dantinox",
+        "family": "dantinox",
+        "families": ["dantinox"],
+        "parameter_size": human_count(service.model.parameters),
+        "quantization_level": service.model.weight_format if weights == "auto" else weights,
+    }
+
+
+def _capability_names(service: Service) -> list[JSON]:
+    """Returns the names that Ollama gives to the capabilities of the model."""
+    names = {"completion": "completion", "fim": "insert", "embeddings": "embedding", "vision": "vision"}
+    return [names[name] for name, has in capabilities(service).items() if has and name in names]
