@@ -49,7 +49,7 @@ MEMORY_SHARE = 4  # the caches of all slots take at most 1 / MEMORY_SHARE of the
 # Limits for the lists in the settings of a request: entries of a list, sequences in a list, tokens per sequence, and end ids.
 # Lists are padded to these sizes, so that all requests share the same programs.
 MAX_ENTRIES, MAX_SEQUENCES, MAX_SEQUENCE_LENGTH, MAX_END_IDS = 1024, 256, 16, 32
-MAX_ENTRIES_BY_SETTING = {"stop_ids": MAX_END_IDS, "protected_ids": MAX_END_IDS, "dry_breakers": 8192}
+MAX_ENTRIES_BY_SETTING = {"stop_ids": MAX_END_IDS, "protected_ids": MAX_END_IDS, "dry_breakers": 8192, "watermark_keys": 32}
 
 
 class ProgramKey(NamedTuple):

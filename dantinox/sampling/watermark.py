@@ -1,0 +1,153 @@
+"""SynthID-Text: a watermark in the choice of tokens, and its detector.
+
+Source: Dathathri et al. 2024, "Scalable watermarking for identifying large language model outputs". Hashes, tables and the
+treatment of repeated contexts are those of `SynthIDTextWatermarkLogitsProcessor` of Hugging Face Transformers with its default
+table, so both programs detect each other's texts.
+
+A keyed hash of the last tokens and a candidate gives every token one bit per key, its g-value. The tournament raises the
+probability of tokens with many ones. On average over all keys, the probabilities do not change. A detector that knows the keys
+finds more ones than in other texts.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dantinox.sampling.steps import Number, _softmax, clip_finite
+
+TABLE_BITS, TABLE_SEED = 16, 0
+# Only the lowest 16 bits of the hash select an entry of the table, so 32-bit numbers suffice for the 64-bit generator.
+MULTIPLIER, INCREMENT = 6364136223846793005 % 2**32, 1
+MAX_CONTEXTS = 1024  # a context that occurred among this many last contexts is not marked again
+MAX_NGRAM = 16
+FIRST_WEIGHT, LAST_WEIGHT = 10.0, 1.0  # of the layers in the mean of the detector, as in the paper
+
+
+@cache
+def g_table() -> np.ndarray:
+    """Returns the table of g-values, uint8 [2¹⁶]: the lowest bits of the Mersenne Twister with seed 0, as in PyTorch."""
+    numbers = np.random.RandomState(TABLE_SEED).randint(0, 2**32, 1 << TABLE_BITS, np.uint32)
+    return (numbers & 1).astype(np.uint8)
+
+
+def synthid(logits_V: Array, history_S: Array, length: Number, n_generated: Number, keys_K: Array, ngram: Number) -> Array:
+    """Returns ln P of the tournament: P ← P·(1 + g − Σ g·P) for each key, where g are the g-values. Off: no keys.
+
+    If the last `ngram` − 1 tokens of the output occurred before, the row does not change, because equal hashes would distort the
+    text. Tokens of the prompt count as 0, as in Transformers.
+
+    Args:
+      n_generated: number of tokens of the history that belong to the output.
+      keys_K: the keys, padded with -1.
+      ngram: length of the hashed sequences, from 2 to 16.
+    """
+    context_M = recent_tokens(history_S, length, n_generated, ngram)
+    hash_ = jnp.uint32(1)
+    for i in range(MAX_NGRAM - 1):
+        hash_ = jnp.where(i >= MAX_NGRAM - ngram, _accumulate(hash_, context_M[i]), hash_)
+    hash_V = _accumulate(hash_, jnp.arange(logits_V.shape[0]))
+    table, depth = jnp.asarray(g_table(), jnp.float32), jnp.sum(keys_K >= 0)
+
+    def play(i: Array, P_V: Array) -> Array:
+        g_V = table[_accumulate(hash_V, keys_K[i]) & ((1 << TABLE_BITS) - 1)]
+        return P_V * (1 + g_V - jnp.sum(g_V * P_V))
+
+    P_V = lax.fori_loop(0, depth, play, _softmax(logits_V))
+    marked_V = clip_finite(jnp.log(P_V), logits_V)
+    unmarked = (depth == 0) | is_repeated(history_S, length, n_generated, ngram)
+    return jnp.where(unmarked, logits_V, marked_V)
+
+
+def _accumulate(hash_: Array, numbers: Array) -> Array:
+    """Adds numbers to a hash: the lowest 32 bits of a step of the linear congruential generator."""
+    return (hash_ + numbers.astype(jnp.uint32)) * jnp.uint32(MULTIPLIER) + jnp.uint32(INCREMENT)
+
+
+def _output_tokens(history_S: Array, length: Number, n_generated: Number, position: Array) -> Array:
+    """Returns the tokens at some positions; 0 for positions before the output."""
+    first = jnp.asarray(length) - n_generated
+    return jnp.where(position >= jnp.maximum(first, 0), history_S[jnp.maximum(position, 0)], 0)
+
+
+def recent_tokens(history_S: Array, length: Number, n_generated: Number, ngram: Number) -> Array:
+    """Returns the last 15 tokens of the output, of which the hash uses the last `ngram` − 1."""
+    position_M = jnp.asarray(length) - (MAX_NGRAM - 1) + jnp.arange(MAX_NGRAM - 1)
+    return _output_tokens(history_S, length, n_generated, position_M)
+
+
+def is_repeated(history_S: Array, length: Number, n_generated: Number, ngram: Number) -> Array:
+    """Whether the last `ngram` − 1 tokens of the output occurred before, among the last 1024 contexts."""
+    length = jnp.asarray(length)
+    position_S = jnp.arange(history_S.shape[0])
+    same_S = (position_S >= jnp.maximum(length - n_generated, length - MAX_CONTEXTS)) & (position_S < length)
+    for i in range(1, MAX_NGRAM):
+        earlier_S = _output_tokens(history_S, length, n_generated, position_S - i)
+        newest = _output_tokens(history_S, length, n_generated, length - i)
+        same_S &= (earlier_S == newest) | (i >= ngram)
+    return same_S.any()
+
+
+class Detection(NamedTuple):
+    """The result of `detect`.
+
+    Attributes:
+      tokens: number of tokens with g-values: those after the first `ngram` − 1 whose context did not occur before.
+      mean: mean of the g-values, about 0.5 without the watermark.
+      weighted_mean: the same with weights that fall from the first key to the last.
+      z: the weighted mean in standard deviations above that of other texts.
+      p: probability that a text without the watermark has at least this z.
+    """
+
+    tokens: int
+    mean: float
+    weighted_mean: float
+    z: float
+    p: float
+
+
+def g_values(tokens: Sequence[int], keys: Sequence[int], ngram: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the g-values [N, K] of the tokens after the first `ngram` − 1, and whether they count, bool [N].
+
+    A token does not count if its context occurred among the last 1024 contexts, because it then was not marked.
+    """
+    windows_NG = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens, np.uint64), ngram)
+    with np.errstate(over="ignore"):
+        hash_N = np.ones(len(windows_NG), np.uint64)
+        for token_N in windows_NG.T:
+            hash_N = (hash_N + token_N) * np.uint64(6364136223846793005) + np.uint64(INCREMENT)
+        hash_NK = (hash_N[:, None] + np.asarray(keys, np.uint64)) * np.uint64(6364136223846793005) + np.uint64(INCREMENT)
+    seen: dict[bytes, int] = {}
+    counts_N = np.ones(len(windows_NG), bool)
+    for n, context in enumerate(map(bytes, np.ascontiguousarray(windows_NG[:, :-1]))):
+        counts_N[n] = n - seen.get(context, -MAX_CONTEXTS - 1) > MAX_CONTEXTS
+        seen[context] = n
+    return g_table()[hash_NK % np.uint64(1 << TABLE_BITS)], counts_N
+
+
+def detect(tokens: Sequence[int], keys: Sequence[int], ngram: int) -> Detection:
+    """Tests whether a text has the watermark of some keys.
+
+    Args:
+      tokens: the ids of the text, at least `ngram`.
+      keys: the secret keys, at least one.
+      ngram: length of the hashed sequences.
+
+    Raises:
+      ValueError: there are no keys, or no token has a context that is long enough.
+    """
+    if not keys or len(tokens) < ngram:
+        raise ValueError(f"a watermark needs at least one key and {ngram} tokens, got {len(keys)} keys and {len(tokens)} tokens")
+    g_NK, counts_N = g_values(tokens, keys, ngram)
+    mean_K, N = g_NK[counts_N].mean(axis=0), int(counts_N.sum())
+    weights_K = np.linspace(FIRST_WEIGHT, LAST_WEIGHT, len(keys))
+    weights_K /= weights_K.sum()
+    base = float(g_table().mean())
+    deviation = math.sqrt(base * (1 - base) * float(np.sum(weights_K**2)) / N)
+    weighted_mean = float(weights_K @ mean_K)
+    z = (weighted_mean - base) / deviation
+    return Detection(N, float(mean_K.mean()), weighted_mean, z, math.erfc(z / math.sqrt(2)) / 2)
