@@ -176,7 +176,13 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
             raise ValueError(f"is invalid: {error}") from None
         if preset == "kobold":
             return names
-        return "dry", *(step for name in names for step in KOBOLDCPP_STEPS.get(name, (name,))), "xtc", *MIROSTAT_STEPS, "adaptive_p"
+        return (
+            "dry",
+            *(step for name in names for step in KOBOLDCPP_STEPS.get(name, (name,))),
+            "xtc",
+            *MIROSTAT_STEPS,
+            "adaptive_p",
+        )
     return _named_order(preset, order)
 
 

@@ -186,7 +186,8 @@ class StepSettings(Section):
     eta_cutoff: Fraction = field(0.0, "keep tokens with at least this probability; the bound is lower at high entropy (0: off)")
     top_n_sigma: Finite = field(0.0, "keep logits within this many standard deviations of the largest (0: off)")
     min_k: Finite = field(
-        -1.0, "min-k: keep the tokens before the steepest fall of the sorted logits, more in flat rows; 3 is usual (negative: off)"
+        -1.0,
+        "min-k: keep the tokens before the steepest fall of the sorted logits, more in flat rows; 3 is usual (negative: off)",
     )
     p_less: Literal["off", "plain", "norm"] = field(
         "off", "p-less: keep tokens with P ≥ Σ P² (plain), or with a lower, normalized bound (norm)"

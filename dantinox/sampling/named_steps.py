@@ -61,7 +61,9 @@ def process_logits(
         tokens_1S[0, :length] = prompt_ids + output_ids
         in_prompt_V = np.isin(np.arange(len(row_V)), prompt_ids)
         for name, params, overrides in checked:
-            changed_V = _run_row(name, changed_V, params, tokens_1S, length, len(output_ids), counts_V, in_prompt_V, **overrides)
+            changed_V = _run_row(
+                name, changed_V, params, tokens_1S, length, len(output_ids), counts_V, in_prompt_V, **overrides
+            )
         row_V[:] = changed_V
     return jnp.asarray(padded_BV[:, :V])
 
@@ -79,7 +81,12 @@ def _run_row(
     params_1 = jax.tree.map(lambda leaf: leaf[None], params)
     state_1 = init_state(params_1, tokens_1S, valid_1S, x_V.shape[0], tokens_1S.shape[1])
     state = jax.tree.map(lambda leaf_1: leaf_1[0], state_1)
-    fields = {"n_generated": n_generated, "count": counts_V, "in_prompt": in_prompt_V, "mu": mu}  # `count` covers only the output
+    fields = {
+        "n_generated": n_generated,
+        "count": counts_V,
+        "in_prompt": in_prompt_V,
+        "mu": mu,
+    }  # `count` covers only the output
     return run_step(name, x_V, Context(params, replace(state, **fields)), **overrides)
 
 

@@ -141,7 +141,9 @@ def detect(tokens: Sequence[int], keys: Sequence[int], ngram: int) -> Detection:
       ValueError: there are no keys, or no token has a context that is long enough.
     """
     if not keys or len(tokens) < ngram:
-        raise ValueError(f"a watermark needs at least one key and {ngram} tokens, got {len(keys)} keys and {len(tokens)} tokens")
+        raise ValueError(
+            f"a watermark needs at least one key and {ngram} tokens, got {len(keys)} keys and {len(tokens)} tokens"
+        )
     g_NK, counts_N = g_values(tokens, keys, ngram)
     mean_K, N = g_NK[counts_N].mean(axis=0), int(counts_N.sum())
     weights_K = np.linspace(FIRST_WEIGHT, LAST_WEIGHT, len(keys))

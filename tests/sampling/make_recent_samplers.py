@@ -20,15 +20,27 @@ STEPS = {
     "min_k": lambda rng: {"tau": float(np.round(rng.choice([0, rng.uniform(0, 10), rng.uniform(10, 60)]), 3))},
     "p_less": lambda rng: {},
     "p_less_norm": lambda rng: {},
-    "top_h": lambda rng: {"alpha": float(np.round(rng.uniform(0, 1), 3)), "rule": str(rng.choice(["renormalized", "cumulative"]))},
+    "top_h": lambda rng: {
+        "alpha": float(np.round(rng.uniform(0, 1), 3)),
+        "rule": str(rng.choice(["renormalized", "cumulative"])),
+    },
     "skew": lambda rng: {"skew": float(np.round(rng.uniform(-3, 3), 3))},
-    "adaptive_p": lambda rng: {"target": float(np.round(rng.uniform(0, 1), 3)), "average": float(np.round(rng.uniform(0, 1), 3))},
+    "adaptive_p": lambda rng: {
+        "target": float(np.round(rng.uniform(0, 1), 3)),
+        "average": float(np.round(rng.uniform(0, 1), 3)),
+    },
     "encoder_repetition_penalty": lambda rng: {"penalty": float(np.round(10 ** rng.uniform(-0.5, 0.5), 3))},
 }
 FLAT = [[0.0] * 8, [-3.25] * 5, [1.5] * 4 + [None] * 4]
 TIES = [[2.0, 2.0, 1.0, 1.0, 1.0, 0.0], [0.0, 3.0, 3.0, 3.0], [1.0, 0.0, 1.0, 0.0, 1.0, None, 0.0]]
 SINGLE = [[4.0], [None, -7.0, None]]
-EXTREME = [[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38], [80.0, 0.0, -80.0, -300.0], [1e-30, 0.0, -1e-30], [None, 3e38, 3e38, -1e30]]
+EXTREME = [
+    [3e38, -3e38, 0.0],
+    [-3e38, -3e38, -3e38],
+    [80.0, 0.0, -80.0, -300.0],
+    [1e-30, 0.0, -1e-30],
+    [None, 3e38, 3e38, -1e30],
+]
 HAND_MADE = FLAT + TIES + SINGLE + EXTREME
 
 
