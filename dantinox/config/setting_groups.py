@@ -96,8 +96,8 @@ GROUPS: dict[str, SettingGroup] = {
     ),
     "penalties": SettingGroup(
         "generation", "Repetition, presence, frequency and DRY penalties",
-        "encoder_repetition_penalty repetition_penalty repetition_range repetition_slope repetition_scope presence_penalty frequency_penalty "
-        "presence_scope dry_multiplier dry_base dry_allowed_length dry_range dry_breakers",
+        "encoder_repetition_penalty repetition_penalty repetition_range repetition_slope repetition_scope presence_penalty "
+        "frequency_penalty presence_scope dry_multiplier dry_base dry_allowed_length dry_range dry_breakers",
     ),
     "temperatures": SettingGroup(
         "generation", "Temperature, dynamic temperature and smoothing",

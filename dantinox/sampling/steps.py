@@ -241,8 +241,8 @@ def top_n_sigma(logits_V: Array, n: Number, rest: Rest = EMPTY_REST) -> Array:
 def min_k(logits_V: Array, tau: Number, rest: Rest = EMPTY_REST) -> Array:
     """Keeps the first k tokens, up to the steepest fall of the sorted logits l₁ ≥ l₂ ≥ … (Ding et al. 2026). Off: τ < 0.
 
-    k is the larger of argmaxᵢ (lᵢ − lᵢ₊₁)/i and ⌊τ/(l₁ − lₙ)⌋, the bound for flat rows. Equal falls: the first. A window without
-    the steepest fall of the whole row keeps all its tokens.
+    k is the larger of argmaxᵢ (lᵢ − lᵢ₊₁)/i, the first of equal ones, and ⌊τ/(l₁ − lₙ)⌋, a minimum for flat rows. A window that
+    may lack the steepest fall of the row keeps all its tokens.
     """
     N = logits_V.shape[0]
     tau, rank_V = jnp.asarray(tau, jnp.float32), jnp.arange(1.0, N)
@@ -282,7 +282,9 @@ def _weights_and_squares(logits_V: Array, rest: Rest) -> tuple[Array, Array, Arr
 
 
 def top_h(logits_V: Array, alpha: Number, rule: EntropyRule = "renormalized", rest: Rest = EMPTY_REST) -> Array:
-    """Keeps the largest set of first tokens whose entropy is at most α times that of the row (Potraghloo et al. 2025). Off: α ≥ 1.
+    """Keeps the largest set of first tokens whose entropy is at most α times that of the row. Off: α ≥ 1.
+
+    Source: Potraghloo et al. 2025, algorithm 1.
 
     Args:
       alpha: the fraction of the entropy in [0, 1]; 0 keeps only the first token.

@@ -38,8 +38,8 @@ def g_table() -> np.ndarray:
 def synthid(logits_V: Array, history_S: Array, length: Number, n_generated: Number, keys_K: Array, ngram: Number) -> Array:
     """Returns ln P of the tournament: P ← P·(1 + g − Σ g·P) for each key, where g are the g-values. Off: no keys.
 
-    If the last `ngram` − 1 tokens of the output occurred before, the row does not change, because equal hashes would distort the
-    text. Tokens of the prompt count as 0, as in Transformers.
+    If the last `ngram` − 1 tokens of the output occurred before, the row does not change, because equal hashes would distort
+    the text. Tokens of the prompt count as 0, as in Transformers.
 
     Args:
       n_generated: number of tokens of the history that belong to the output.

@@ -49,6 +49,7 @@ SETTINGS = {
     },
     "mirostat": {"mirostat": 2, "mirostat_tau": 2.0, "seed": 8},
     "xtc": {"temperature": 0.5, "xtc_probability": 0.5, "min_tokens": 9, "seed": 9},
+    "adaptive-p": {"adaptive_target": 0.3, "min_p": 0.02, "watermark_keys": [5, 6, 7], "watermark_ngram": 3, "seed": 10},
     "router": {"strategy": "entropy", "use_attention": True, "seed": 10},
 }  # fmt: skip
 WINDOWS = {"full": (None, None), "sliding": (6, 2)}
