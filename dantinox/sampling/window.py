@@ -198,7 +198,7 @@ def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
         d_BN = jnp.where(alive_BN, jnp.maximum(x_BN - M_B1, MIN_SHIFTED_LOGIT), 0)
         weights_BN = jnp.where(alive_BN, jnp.exp(d_BN), 0)
         parts = weights_BN, weights_BN * d_BN, weights_BN**2, alive_BN.astype(jnp.float32), d_BN, d_BN**2
-        return Rest(*(jnp.sum(part_BN, axis=1) for part_BN in parts), jnp.min(d_BN, axis=1))
+        return Rest(*(jnp.sum(part_BN, axis=1) for part_BN in parts))._replace(least=jnp.min(d_BN, axis=1))
 
     everything, inside = sums(logits_BV), sums(values_BK)
     outside = jax.tree.map(jnp.subtract, everything, inside)

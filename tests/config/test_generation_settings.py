@@ -142,7 +142,8 @@ def test_settings_of_an_inactive_step_are_refused(key):
     other = {
         "dynatemp_exponent": 2.0, "smoothing_curve": 1.5, "top_p_rule": "exclusive", "ties": "all", "xtc_threshold": 0.3,
         "mirostat_tau": 3.0, "mirostat_eta": 0.2, "repetition_range": 5, "repetition_slope": 1.0, "repetition_scope": "output",
-        "top_h_rule": "cumulative", "adaptive_decay": 0.5, "watermark_ngram": 4, "presence_scope": "all", "dry_base": 2.0, "dry_allowed_length": 3, "dry_range": 9, "dry_breakers": [4],
+        "top_h_rule": "cumulative", "adaptive_decay": 0.5, "watermark_ngram": 4,
+        "presence_scope": "all", "dry_base": 2.0, "dry_allowed_length": 3, "dry_range": 9, "dry_breakers": [4],
     }  # fmt: skip
     with pytest.raises(UserError, match=rf"generation\.{key} has no effect while generation\."):
         section(**{key: other[key]})

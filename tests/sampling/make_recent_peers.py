@@ -1,6 +1,6 @@
 """Writes `recent_peers.npz`: results of top-H, the encoder repetition penalty and SynthID in Hugging Face Transformers.
 
-Run it in an environment with torch and transformers: `python tests/sampling/make_recent_peers.py`. The tests only read the file.
+Run it in an environment with torch and transformers: `python tests/sampling/make_recent_peers.py`. Tests only read the file.
 
 Arrays:
   logits, alpha, kept      float16 [N, 90], float32 [N], bool [N, 90]: rows, top_h, and the mask of `TopHLogitsWarper`

@@ -54,10 +54,8 @@ def top_h(x_V, alpha, rule="renormalized"):
     P_V, kept = softmax(x_V), []
     for token in canonical(x_V):
         added = [*kept, token]
-        if rule == "renormalized":
-            found = entropy(P_V[added] / P_V[added].sum())
-        else:
-            found = entropy(P_V[added])
+        total = P_V[added].sum() if rule == "renormalized" else 1
+        found = entropy(P_V[added] / total)
         if kept and found > alpha * entropy(P_V) * (1 + 1e-12):
             break
         kept = added
@@ -75,7 +73,7 @@ def skew(x_V, skew):
 
 
 def adaptive_p(x_V, target, average):
-    """`llama_sampler_adaptive_p_apply` of llama.cpp: target and average give the adapted target; peak 5, sharpness 10, width .3."""
+    """`llama_sampler_adaptive_p_apply` of llama.cpp, with a peak of 5, a sharpness of 10 and a width of 0.3."""
     P_V = softmax(x_V)
     adapted = min(max(2 * target - average, 0.0), 1.0)
     out_V = np.full(len(P_V), -np.inf)

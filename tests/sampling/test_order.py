@@ -140,7 +140,7 @@ def test_tokens_and_states_equal_those_of_the_static_program():
 
 
 def test_every_choice_of_a_rule_is_read_from_the_array():
-    """Rows with ties and with an entropy between the two rules, in one program; each equals the static program of its choice."""
+    """Rows with ties and with an entropy between the two rules, in one program, equal named steps with the same choice."""
     x_V = np.float32(np.round(logits(0)))
     choices = [
         {"top_k": 30},

@@ -11,7 +11,7 @@ from traced import traced
 
 from dantinox.config.generation_settings import PRESETS, GenerationSection, step_order
 from dantinox.config.sampling_steps import NUMBER_BOUNDS, SETTINGS, STEPS
-from dantinox.sampling import SamplingParams, chain, history, init_state, process_logits, steps
+from dantinox.sampling import SamplingParams, chain, init_state, process_logits
 
 DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
 BAN = -np.inf
@@ -33,10 +33,9 @@ def test_each_step_matches_its_function(name):
 def off(step):
     """The defaults of the settings that enable a step."""
     defaults = [GenerationSection.model_fields[key].default for key in step.on]
-    return ", ".join(
-        "null" if value is None else "[]" if value in ((), {}) else value if isinstance(value, str) else f"{value:g}"
-        for value in defaults
-    )
+    special = {None: "null", (): "[]"}
+    values = [() if value == {} else value for value in defaults]
+    return ", ".join(special.get(value) or (value if isinstance(value, str) else f"{value:g}") for value in values)
 
 
 def table():
