@@ -11,8 +11,8 @@ finds more ones than in other texts.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,7 +92,8 @@ def is_repeated(history_S: Array, length: Number, n_generated: Number, ngram: Nu
     return same_S.any()
 
 
-class Detection(NamedTuple):
+@dataclass(frozen=True)
+class Detection:
     """The result of `detect`.
 
     Attributes:

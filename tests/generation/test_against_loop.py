@@ -95,7 +95,6 @@ CHAINS = {
     "p-less": {"p_less": "plain", "temperature": 1.5},
     "p-less-norm": {"p_less": "norm", "encoder_repetition_penalty": 1.3},
     "top_h": {"top_h": 0.6},
-    "top_h of transformers": {"top_h": 0.6, "top_h_rule": "cumulative"},
     "skew": {"skew": 0.7, "top_k": 30},
     "skew alone": {"skew": -0.7},
     "adaptive-p": {"adaptive_target": 0.3, "adaptive_decay": 0.8, "min_p": 0.05},
