@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dantinox.sampling.steps import Number, _softmax, clip_finite
+from dantinox.sampling.selection import row_sum
+from dantinox.sampling.steps import Number, clip_finite, log_mass
 
 TABLE_BITS, TABLE_SEED = 16, 0
 # Only the lowest 16 bits of the hash select an entry of the table, so 32-bit numbers suffice for the 64-bit generator.
@@ -53,12 +54,15 @@ def synthid(logits_V: Array, history_S: Array, length: Number, n_generated: Numb
     hash_V = _accumulate(hash_, jnp.arange(logits_V.shape[0]))
     table, depth = jnp.asarray(g_table(), jnp.float32), jnp.sum(keys_K >= 0)
 
-    def play(i: Array, P_V: Array) -> Array:
+    # The factor 1 + g − Σ g·P is z for g = 0 and 1 + z for g = 1, where z is the share of the zeros. It is never 0.
+    def play(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        P_V, logP_V = carry
         g_V = table[_accumulate(hash_V, keys_K[i]) & ((1 << TABLE_BITS) - 1)]
-        return P_V * (1 + g_V - jnp.sum(g_V * P_V))
+        z = jnp.maximum(row_sum((1 - g_V) * P_V) / row_sum(P_V), jnp.finfo(jnp.float32).tiny)
+        return P_V * (g_V + z), logP_V + jnp.where(g_V > 0, jnp.log1p(z), jnp.log(z))
 
-    P_V = lax.fori_loop(0, depth, play, _softmax(logits_V))
-    marked_V = clip_finite(jnp.log(P_V), logits_V)
+    logP_V = logits_V - log_mass(logits_V)
+    marked_V = clip_finite(lax.fori_loop(0, depth, play, (jnp.exp(logP_V), logP_V))[1], logits_V)
     unmarked = (depth == 0) | is_repeated(history_S, length, n_generated, ngram)
     return jnp.where(unmarked, logits_V, marked_V)
 

@@ -136,7 +136,7 @@ def test_drafts_do_not_change_tokens_and_reports(name, windows):
     plain, reports, _ = continued(model, prompts, SETTINGS[name], None, report=3)
     tokens, drafted_reports, batch = continued(model, prompts, SETTINGS[name], DraftPlan(4, 1, 1.0), report=3)
     assert tokens == plain and min(map(len, plain)) > 1
-    rtol = 1e-3 if name == "adaptive-p" else 2e-4  # a tournament that nearly all tokens win amplifies rounding
+    rtol = 1e-3 if name == "adaptive-p" else 2e-4  # its logits change faster than the probabilities
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=2e-4), drafted_reports, reports)
     drafted, accepted = (int(sum(x)) for x in (batch.state.drafts.drafted_B, batch.state.drafts.accepted_B))
     assert drafted > accepted > 0
