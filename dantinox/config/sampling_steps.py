@@ -344,6 +344,7 @@ STEPS: dict[str, Step] = {
         ("watermark_keys",),
         {"layer_keys": (WatermarkKeys, None)},
         "last",
+        by_row=True,
     ),
 }
 EDIT_STEPS = tuple(name for name, step in STEPS.items() if step.group == "edit")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dantinox.sampling.selection import row_sum
+from dantinox.sampling.selection import row_sum, top_k_by_id
 from dantinox.sampling.steps import Number, clip_finite, log_mass
 
 TABLE_BITS, TABLE_SEED = 16, 0
@@ -26,6 +26,7 @@ TABLE_BITS, TABLE_SEED = 16, 0
 MULTIPLIER, INCREMENT = 6364136223846793005 % 2**32, 1
 MAX_CONTEXTS = 1024  # a context that occurred among this many last contexts is not marked again
 MAX_NGRAM = 16
+FEW = 256  # up to this many remaining tokens, only these are hashed
 FIRST_WEIGHT, LAST_WEIGHT = 10.0, 1.0  # of the layers in the mean of the detector, as in the paper
 
 
@@ -47,24 +48,39 @@ def synthid(logits_V: Array, history_S: Array, length: Number, n_generated: Numb
       keys_K: the keys, padded with -1.
       ngram: length of the hashed sequences, from 2 to 16.
     """
-    context_M = recent_tokens(history_S, length, n_generated, ngram)
+    V, depth = logits_V.shape[0], jnp.sum(keys_K >= 0)
+    context_M = recent_tokens(history_S, length, n_generated)
     hash_ = jnp.uint32(1)
     for i in range(MAX_NGRAM - 1):
         hash_ = jnp.where(i >= MAX_NGRAM - ngram, _accumulate(hash_, context_M[i]), hash_)
-    hash_V = _accumulate(hash_, jnp.arange(logits_V.shape[0]))
-    table, depth = jnp.asarray(g_table(), jnp.float32), jnp.sum(keys_K >= 0)
+
+    def whole(logits_V: Array) -> Array:
+        return _tournament(logits_V, jnp.arange(V), hash_, keys_K, depth)
+
+    def few(logits_V: Array) -> Array:
+        x_K, ids_K = top_k_by_id(logits_V, FEW)
+        marked_K = _tournament(x_K, ids_K, hash_, keys_K, depth)
+        return jnp.full(V, -jnp.inf).at[ids_K].set(marked_K, unique_indices=True)
+
+    fits = jnp.sum(logits_V > -jnp.inf) <= FEW
+    marked_V = lax.cond(fits, few, whole, logits_V) if V > FEW else whole(logits_V)
+    unmarked = (depth == 0) | is_repeated(history_S, length, n_generated, ngram)
+    return jnp.where(unmarked, logits_V, marked_V)
+
+
+def _tournament(logits_N: Array, ids_N: Array, hash_: Array, keys_K: Array, depth: Array) -> Array:
+    """Returns ln P of the tokens `ids_N` after a layer for each of the first `depth` keys."""
+    table, hash_N = jnp.asarray(g_table(), jnp.float32), _accumulate(hash_, ids_N)
 
     # The factor 1 + g − Σ g·P is z for g = 0 and 1 + z for g = 1, where z is the share of the zeros. It is never 0.
     def play(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        P_V, logP_V = carry
-        g_V = table[_accumulate(hash_V, keys_K[i]) & ((1 << TABLE_BITS) - 1)]
-        z = jnp.maximum(row_sum((1 - g_V) * P_V) / row_sum(P_V), jnp.finfo(jnp.float32).tiny)
-        return P_V * (g_V + z), logP_V + jnp.where(g_V > 0, jnp.log1p(z), jnp.log(z))
+        P_N, logP_N = carry
+        g_N = table[_accumulate(hash_N, keys_K[i]) & ((1 << TABLE_BITS) - 1)]
+        z = jnp.maximum(row_sum((1 - g_N) * P_N) / row_sum(P_N), jnp.finfo(jnp.float32).tiny)
+        return P_N * (g_N + z), logP_N + jnp.where(g_N > 0, jnp.log1p(z), jnp.log(z))
 
-    logP_V = logits_V - log_mass(logits_V)
-    marked_V = clip_finite(lax.fori_loop(0, depth, play, (jnp.exp(logP_V), logP_V))[1], logits_V)
-    unmarked = (depth == 0) | is_repeated(history_S, length, n_generated, ngram)
-    return jnp.where(unmarked, logits_V, marked_V)
+    logP_N = logits_N - log_mass(logits_N)
+    return clip_finite(lax.fori_loop(0, depth, play, (jnp.exp(logP_N), logP_N))[1], logits_N)
 
 
 def _accumulate(hash_: Array, numbers: Array) -> Array:
@@ -78,8 +94,8 @@ def _output_tokens(history_S: Array, length: Number, n_generated: Number, positi
     return jnp.where(position >= jnp.maximum(first, 0), history_S[jnp.maximum(position, 0)], 0)
 
 
-def recent_tokens(history_S: Array, length: Number, n_generated: Number, ngram: Number) -> Array:
-    """Returns the last 15 tokens of the output, of which the hash uses the last `ngram` − 1."""
+def recent_tokens(history_S: Array, length: Number, n_generated: Number) -> Array:
+    """Returns the last 15 tokens of the output; 0 for missing ones."""
     position_M = jnp.asarray(length) - (MAX_NGRAM - 1) + jnp.arange(MAX_NGRAM - 1)
     return _output_tokens(history_S, length, n_generated, position_M)
 

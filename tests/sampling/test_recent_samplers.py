@@ -105,6 +105,23 @@ def test_the_watermark_is_a_tournament():
                 np.testing.assert_allclose(np.exp(np.float64(y_V)).sum(), 1, atol=1e-5)
 
 
+def test_the_watermark_of_few_tokens_equals_that_of_whole_rows():
+    """A vocabulary of 1000 with 256 and with 257 remaining tokens, compared with the reference."""
+    rng = np.random.default_rng(4)
+    table = np.random.RandomState(0).randint(0, 2**32, 2**16, np.uint32) & 1
+    for left in (1, 256, 257):
+        x_V = np.full(1000, -np.inf, np.float32)
+        x_V[rng.permutation(1000)[:left]] = rng.normal(0, 2, left)
+        y_V = np.asarray(process_logits(x_V[None], [{"name": "synthid", "layer_keys": [8, 9], "ngram": 3}], None, [[4, 5]]))[0]
+        ids = np.flatnonzero(x_V > -np.inf)
+        np.testing.assert_array_equal(np.flatnonzero(y_V > -np.inf), ids)
+        g_2N = np.array([[table[references.hashed([4, 5, token, key]) % 2**16] for token in ids] for key in (8, 9)])
+        P_N = references.softmax(x_V)[ids]
+        for g_N in g_2N:
+            P_N = P_N * (1 + g_N - np.sum(g_N * P_N))
+        np.testing.assert_allclose(probabilities(y_V)[ids], P_N, atol=1e-6)
+
+
 def test_a_context_is_marked_again_after_1024_others():
     tokens = np.random.default_rng(0).permutation(3000)
     for distance, repeats in ((1024, True), (1025, False)):
