@@ -205,8 +205,8 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
         raise ValueError(f"must name each step once, got {', '.join(map(str, names))}")
     if preset != "default":
         raise ValueError(f"with step names excludes generation.preset {preset}: leave one of the two settings out")
-    for name in ("mirostat", "adaptive_p"):
-        if name in names[:-1]:
+    for name, followers in (("mirostat", {"adaptive_p"}), ("adaptive_p", set())):
+        if name in names and {*names[names.index(name) + 1 :]} - followers:
             raise ValueError(f"must have {name} last, because it needs the token that is drawn directly after it")
     return tuple(step for name in names for step in SHARED_NAMES.get(str(name), (str(name),)))
 

@@ -60,6 +60,7 @@ REFUSED = {
     "an edit in the order": ({"sampler_order": ["logit_bias"]}, "names among encoder_repetition_penalty"),
     "names in a preset": ({"preset": "hf", "sampler_order": ["top_k"]}, "with step names excludes generation.preset hf"),
     "mirostat before others": ({"sampler_order": ["mirostat", "top_k"]}, "must have mirostat last"),
+    "adaptive_p before mirostat": ({"sampler_order": ["adaptive_p", "mirostat"]}, "must have adaptive_p last"),
     "adaptive_p before others": ({"sampler_order": ["adaptive_p", "top_k"]}, "must have adaptive_p last"),
     "adaptive_p and mirostat": (
         {"adaptive_target": 0.3, "mirostat": 2},
@@ -169,6 +170,7 @@ def test_kobold_orders():
         "temperature", "smoothing", "top_n_sigma", "xtc", "mirostat_v1", "mirostat_v2", "adaptive_p",
     )  # fmt: skip
     assert step_order("default", ("p_less", "adaptive_p")) == ("p_less", "p_less_norm", "adaptive_p")
+    assert step_order("default", ("mirostat", "adaptive_p")) == ("mirostat_v1", "mirostat_v2", "adaptive_p")
     assert step_order("default", ("top_p", "mirostat")) == ("top_p", "mirostat_v1", "mirostat_v2")
     for wrong in ([True, 0, 2, 3, 4, 5, 6], ["6", 0, 1, 2, 3, 4, 5]):
         with pytest.raises(ValueError, match=ERRORS["permutation"]):
