@@ -39,6 +39,37 @@ def test_the_cases_of_a_sampler(name):
             np.testing.assert_allclose(probabilities(y_V), case["probabilities"], atol=1e-6, err_msg=str(case))
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"name": "skew", "skew": 1.5},
+        {"name": "skew", "skew": -3},
+        {"name": "adaptive_p", "target": 0.3, "average": 0.6},
+        {"name": "encoder_repetition_penalty", "penalty": 1.4},
+        {"name": "min_k", "tau": 3},
+        {"name": "p_less"},
+        {"name": "p_less_norm"},
+        {"name": "top_h", "alpha": 0.5},
+    ],
+    ids=str,
+)
+def test_a_permutation_of_the_vocabulary_permutes_the_result(step):
+    """Also with removed tokens; the probabilities add up to 1."""
+    rng = np.random.default_rng(9)
+    for scale in (0.3, 3, 12):
+        x_V = rng.normal(0, scale, 50).astype(np.float32)
+        x_V[rng.random(50) < 0.2] = -np.inf
+        order_V = rng.permutation(50)
+        prompt = rng.integers(0, 50, 6)
+        renamed = [[int(np.flatnonzero(order_V == token)[0]) for token in prompt]]
+        plain_V = np.asarray(process_logits(x_V[None], [step], [prompt.tolist()]))[0]
+        permuted_V = np.asarray(process_logits(x_V[order_V][None], [step], renamed))[0]
+        np.testing.assert_allclose(probabilities(permuted_V), probabilities(plain_V)[order_V], atol=1e-6)
+        np.testing.assert_array_equal(permuted_V > -np.inf, plain_V[order_V] > -np.inf)
+        if step["name"] == "skew":
+            np.testing.assert_allclose(np.exp(np.float64(plain_V)).sum(), 1, atol=1e-5)
+
+
 def test_top_h_of_transformers():
     """The cumulative rule. Rows that float32 cannot decide are skipped; of equal logits Transformers may keep any."""
     skipped = 0
