@@ -283,7 +283,7 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 def _watermark(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     if "data_path" not in flags:
         raise UserError("eval watermark needs --data_path, the text to test")
-    from dantinox.measure.watermark import detect_watermark, watermark_lines
+    from dantinox.measure.watermark_detection import detect_watermark, watermark_lines
 
     flags.pop("json", None)
     found = detect_watermark(options.run_dir, **flags)

@@ -262,7 +262,7 @@ def min_k(logits_V: Array, tau: Number, rest: Rest = EMPTY_REST) -> Array:
 
 
 def p_less(logits_V: Array, rest: Rest = EMPTY_REST) -> Array:
-    """Keeps tokens with P ≥ Σ P², the probability that two draws are equal (Tan et al. 2025, equation 4)."""
+    """Keeps tokens with P ≥ Σ P², the probability that two draws are equal (Tan et al. 2025)."""
     weights_V, mass, squares = _weights_and_squares(logits_V, rest)
     return keep_only(logits_V, weights_V * mass >= squares)
 
@@ -284,7 +284,7 @@ def _weights_and_squares(logits_V: Array, rest: Rest) -> tuple[Array, Array, Arr
 def top_h(logits_V: Array, alpha: Number, rule: EntropyRule = "renormalized", rest: Rest = EMPTY_REST) -> Array:
     """Keeps the largest set of first tokens whose entropy is at most α times that of the row. Off: α ≥ 1.
 
-    Source: Potraghloo et al. 2025, algorithm 1.
+    Source: Potraghloo et al. 2025, whose greedy algorithm adds tokens in order.
 
     Args:
       alpha: the fraction of the entropy in [0, 1]; 0 keeps only the first token.

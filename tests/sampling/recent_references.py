@@ -23,7 +23,7 @@ def entropy(P_N):
 
 
 def min_k(x_V, tau):
-    """Ding et al. 2026, equations 2 to 6: the weighted relative decay, its argmax, and the fallback for flat rows."""
+    """Ding et al. 2026: the weighted relative decay, its argmax, and the fallback for flat rows."""
     order = canonical(x_V)
     l_N = np.asarray(x_V, np.float64)[order]
     spread = l_N[0] - l_N[-1]
@@ -50,7 +50,7 @@ def p_less_norm(x_V):
 
 
 def top_h(x_V, alpha, rule="renormalized"):
-    """Potraghloo et al. 2025, algorithm 1: adds tokens in order until the entropy exceeds α·H."""
+    """Potraghloo et al. 2025: adds tokens in order until the entropy exceeds α·H."""
     P_V, kept = softmax(x_V), []
     for token in canonical(x_V):
         added = [*kept, token]

@@ -7,7 +7,7 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.measure.watermark import detect_watermark, watermark_lines
+from dantinox.measure.watermark_detection import detect_watermark, watermark_lines
 from dantinox.sampling import detect
 
 KEYS = [31, 41, 59, 26, 53, 58, 97, 93]
