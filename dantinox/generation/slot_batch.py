@@ -181,7 +181,7 @@ class SlotBatch(RunningBatch):
         """Returns the key of the program that decodes with these settings.
 
         Raises:
-          UserError: a setting of weights or caches differs from that of the server.
+          UserError: a setting of weights or caches, or of the watermark of the server, differs from that of the server.
         """
         for section, names in (
             ("generation", ("weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "use_cache")),
@@ -194,7 +194,12 @@ class SlotBatch(RunningBatch):
                     message = f"{key} is {quote(served)} in this server, got {quote(requested)}"
                     raise UserError(message, key=key, value=requested)
         self._check_drafts(config.generation)
-        g = config.generation
+        g, served_keys = config.generation, self._config.generation.watermark_keys
+        for key in ("watermark_keys", "watermark_ngram"):
+            if served_keys and getattr(g, key) != getattr(
+                self._config.generation, key
+            ):  # the message must not contain the keys
+                raise UserError(f"generation.{key} is set by this server and cannot be changed", key=f"generation.{key}")
         if g.strategy == "chain":
             return ProgramKey("chain")
         return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS), config.router.use_attention)

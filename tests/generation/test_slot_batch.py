@@ -238,3 +238,13 @@ def test_token_mask_of_one_slot(served):
     tokens = decode(slots)[0]
     assert set(tokens[3]) <= set(b"xyz")
     assert tokens[2] == run.generate("hello", seed=3, max_new_tokens=24, **DRAWN).tokens
+
+
+def test_a_request_cannot_change_the_watermark_of_the_server():
+    run, slots = make(context=64, settings={"generation": {"watermark_keys": [31, 41]}})
+    assert slots.program_key(run.config) == slots.program_key(run.settings({"top_k": 3, "watermark_keys": [31, 41]}))
+    for settings in ({"watermark_keys": []}, {"watermark_keys": [31]}, {"watermark_ngram": 4}):
+        key = next(iter(settings))
+        with pytest.raises(UserError, match=f"^generation.{key} is set by this server and cannot be changed$") as error:
+            slots.program_key(run.settings(settings))
+        assert error.value.key == f"generation.{key}"
