@@ -130,6 +130,7 @@ EXAMPLE_VALUES: dict[str, object] = {
     "generation.stop_token_ids": ["<|im_end|>"], "generation.sampler_order": ["top_k", "temperature", "min_p"],
     "generation.logit_bias": {"e": -1.0}, "generation.sequence_bias": [["New York", -5.0]],
     "generation.allowed_tokens": ["yes", "no"],
+    "generation.watermark_keys": [654, 400, 836],
     "generation.banned_tokens": ["!"], "generation.bad_words": ["bad word"], "generation.top_k": 40, "generation.top_p": 0.9,
     "router.low_entropy": 0.1, "router.low_varentropy": 0.1, "router.clarify_entropy": 3.0, "router.high_entropy": 5.0,
     "router.high_varentropy": 5.0, "router.entropy_scale": 1.0, "router.varentropy_scale": 1.0, "router.temperature_min": 0.3,

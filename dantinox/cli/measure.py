@@ -49,10 +49,11 @@ EVALUATE: Flags = {
         "sampling": "methods to compare (default: all)",
         "kv": "methods to compare (default: all; fewer above 10 M parameters)",
         "ruler": "methods to compare (default: all)"}}),
-    "tokens": ("sampling kv ppl", COUNT_OPTION | {"help": {
+    "tokens": ("sampling kv ppl watermark", COUNT_OPTION | {"help": {
         "sampling": "tokens per continuation",
         "kv": "tokens per sequence (default: the context, at most 512)",
-        "ppl": "tokens to read (default: all)"}}),
+        "ppl": "tokens to read (default: all)",
+        "watermark": "tokens to read (default: all)"}}),
     "reference": ("sampling", {"type": Path, "metavar": "RUN", "help":
         "run whose model scores the texts (default: the run itself)"}),
     "prompts": ("sampling", COUNT_OPTION | {"help":
@@ -67,11 +68,16 @@ EVALUATE: Flags = {
         "calibration file with the signals of the attention heads (default: RUN/kv_entropy.json)"}),
     "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
         "precision of the compressed caches (default: auto)"}),
-    "data_path": ("sampling kv ppl ruler", {"metavar": "FILE", "help": {
+    "watermark_keys": ("watermark", {"type": int, "nargs": "+", "metavar": "KEY", "help":
+        "secret numbers of the watermark (default: the run's generation.watermark_keys)"}),
+    "watermark_ngram": ("watermark", COUNT_OPTION | {"help":
+        "length of the hashed token sequences (default: the run's generation.watermark_ngram)"}),
+    "data_path": ("sampling kv ppl ruler watermark", {"metavar": "FILE", "help": {
         "sampling": "text, in any form that data.path accepts (default: the run's own validation text)",
         "kv": "text, in any form that data.path accepts (default: the run's own validation text)",
         "ruler": "text to build essays from, in any form that data.path accepts (default: Python's manual)",
-        "ppl": "text to read, in any form that data.path accepts (required)"}}),
+        "ppl": "text to read, in any form that data.path accepts (required)",
+        "watermark": "text to test, in any form that data.path accepts (required)"}}),
     "stride": ("ppl", COUNT_OPTION | {"help": "tokens from one window to the next (default: half of a window)"}),
     "context": ("ppl", COUNT_OPTION | {"help": "tokens per window (default: the model's context)"}),
     "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help": {
@@ -83,7 +89,7 @@ EVALUATE: Flags = {
     "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
         "precision of the weights (default: the run's generation.weights)"}),
     "tensor_parallel": ("ppl tasks", COUNT_OPTION | {"help": "number of devices that share each layer (default: the run's)"}),
-    "json": ("ppl tasks", {"action": "store_true", "default": None, "help": "print one JSON object"}),
+    "json": ("ppl tasks watermark", {"action": "store_true", "default": None, "help": "print one JSON object"}),
 }  # fmt: skip
 
 
@@ -213,6 +219,7 @@ KIND_HELP = {
     "ruler": "Run the RULER tasks with compressed KV caches.",
     "ppl": "Measure the perplexity of a text in sliding windows.",
     "tasks": "Run tasks of lm-evaluation-harness.",
+    "watermark": "Test whether texts have the SynthID watermark of some keys.",
 }
 
 
@@ -273,8 +280,19 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     return print_result(options, found, lambda width: task_lines(found, width))
 
 
+def _watermark(options: argparse.Namespace, flags: dict[str, Any]) -> int:
+    if "data_path" not in flags:
+        raise UserError("eval watermark needs --data_path, the text to test")
+    from dantinox.measure.watermark_detection import detect_watermark, watermark_lines
+
+    flags.pop("json", None)
+    found = detect_watermark(options.run_dir, **flags)
+    return print_result(options, found, lambda _: watermark_lines(found))
+
+
 KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
     "sampling": _study, "kv": _study, "ruler": _study, "ppl": _perplexity, "tasks": _tasks,
+    "watermark": _watermark,
 }  # fmt: skip
 
 

@@ -120,19 +120,22 @@ class GenerationSection(StepSettings, _Request):
     """Settings of a request, and of all sampling steps."""
 
 
-# The sampling steps of each preset, in order; `EDIT_STEPS` run before them.
+WATERMARK = "synthid"  # the step that runs last with every preset and every order
+# The sampling steps of each preset, in order; `EDIT_STEPS` run before them, and the watermark after them.
 # A preset has only the steps that exist in the program of the same name.
 PRESETS: dict[str, tuple[str, ...]] = {
-    "default": tuple(name for name in STEPS if name not in EDIT_STEPS),
+    "default": tuple(name for name in STEPS if name not in (*EDIT_STEPS, WATERMARK)),
     "hf": (
-        "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "typical", "epsilon_cutoff", "eta_cutoff",
+        "encoder_repetition_penalty", "repetition_penalty", "temperature", "top_h", "top_k", "top_p", "min_p", "typical",
+        "epsilon_cutoff", "eta_cutoff",
     ),
     "vllm": ("repetition_penalty", "presence_frequency_penalty", "temperature", "min_p", "top_k", "top_p"),
     "llamacpp": (
-        *PENALTY_STEPS, "top_n_sigma", "top_k", "typical", "top_p", "min_p", "xtc", "temperature", "dynamic_temperature",
-        *MIROSTAT_STEPS,
+        "repetition_penalty", "presence_frequency_penalty", "dry", "top_n_sigma", "top_k", "typical", "top_p", "min_p", "xtc",
+        "temperature", "dynamic_temperature", *MIROSTAT_STEPS, "adaptive_p",
     ),
 }  # fmt: skip
+SHARED_NAMES = {"p_less": ("p_less", "p_less_norm"), "mirostat": MIROSTAT_STEPS}  # name in an order → the steps it stands for
 ROUTED_STEPS = ("temperature", "top_k", "top_p", "min_p")  # steps whose values the entropy router sets
 KOBOLD_CODES = ("top_k", "top_a", "top_p", "tail_free", "typical", "temperature", "repetition_penalty")
 KOBOLD_ORDERS = {"kobold": (6, 0, 1, 2, 3, 4, 5), "koboldcpp": (6, 0, 1, 3, 4, 2, 5)}
@@ -167,7 +170,7 @@ def kobold_order(codes: Sequence[int]) -> tuple[str, ...]:
 
 
 def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[str, ...]:
-    """Returns the steps that run after the edits, in order.
+    """Returns the steps that run after the edits and before the watermark, in order.
 
     Raises:
       ValueError: the order is invalid or cannot be combined with the preset. The message follows the name of the setting,
@@ -185,17 +188,28 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
             raise ValueError(f"is invalid: {error}") from None
         if preset == "kobold":
             return names
-        return "dry", *(step for name in names for step in KOBOLDCPP_STEPS.get(name, (name,))), "xtc", *MIROSTAT_STEPS
+        return (
+            "dry",
+            *(step for name in names for step in KOBOLDCPP_STEPS.get(name, (name,))),
+            "xtc",
+            *MIROSTAT_STEPS,
+            "adaptive_p",
+        )
     return _named_order(preset, order)
 
 
 def section_order(g: GenerationSection) -> tuple[str, ...]:
-    """Returns the steps that run after the edits, in the order that a section sets. Raises the errors of `step_order`."""
-    return (*PENALTY_STEPS, *ROUTED_STEPS) if g.strategy == "entropy" else step_order(g.preset, g.sampler_order)
+    """Returns the steps that run after the edits, in the order that a section sets, with the watermark at the end.
+
+    Raises the errors of `step_order`.
+    """
+    order = (*PENALTY_STEPS, *ROUTED_STEPS) if g.strategy == "entropy" else step_order(g.preset, g.sampler_order)
+    return (*order, WATERMARK)
 
 
 def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
-    known = tuple(dict.fromkeys("mirostat" if name in MIROSTAT_STEPS else name for name in PRESETS["default"]))
+    shared = {step: name for name, steps in SHARED_NAMES.items() for step in steps}
+    known = tuple(dict.fromkeys(shared.get(name, name) for name in PRESETS["default"]))
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise ValueError(f"must hold Kobold's codes or names among {', '.join(known)}, got {unknown!r}")
@@ -203,9 +217,10 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
         raise ValueError(f"must name each step once, got {', '.join(map(str, names))}")
     if preset != "default":
         raise ValueError(f"with step names excludes generation.preset {preset}: leave one of the two settings out")
-    if "mirostat" in names[:-1]:
-        raise ValueError("must have mirostat last, because it needs the token that is drawn directly after it")
-    return tuple(step for name in names for step in (MIROSTAT_STEPS if name == "mirostat" else (str(name),)))
+    for name, followers in (("mirostat", {"adaptive_p"}), ("adaptive_p", set())):
+        if name in names and {*names[names.index(name) + 1 :]} - followers:
+            raise ValueError(f"must have {name} last, because it needs the token that is drawn directly after it")
+    return tuple(step for name in names for step in SHARED_NAMES.get(str(name), (str(name),)))
 
 
 def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
@@ -235,6 +250,8 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
         further = "".join(f"and {key} " for key in unsupported[1:])
         remedy = f"leave {pronoun} out or switch {pronoun} off"
         yield unsupported[0], f"{further}cannot be used with {order_setting}, which has no such step: {remedy}"
+    if {*MIROSTAT_STEPS} & on and "adaptive_p" in on:
+        yield "generation.adaptive_target", f"must be negative with generation.mirostat, got {g.adaptive_target:g}"
     low, high = g.dynatemp_low, g.dynatemp_high
     if low > high:
         yield "generation.dynatemp_low", f"must be at most generation.dynatemp_high, got {low:g} and {high:g}"

@@ -42,6 +42,7 @@ class SamplingSettings(TypedDict, total=False):
     banned_tokens: Sequence[int | str]
     bad_words: Sequence[str | Sequence[int]]
     min_tokens: int
+    encoder_repetition_penalty: float
     repetition_penalty: float
     repetition_range: int
     repetition_slope: float
@@ -70,12 +71,21 @@ class SamplingSettings(TypedDict, total=False):
     epsilon_cutoff: float
     eta_cutoff: float
     top_n_sigma: float
+    min_k: float
+    p_less: Literal["off", "plain", "norm"]
+    top_h: float
+    top_h_rule: Literal["renormalized", "cumulative"]
     xtc_probability: float
     xtc_threshold: float
     ties: Literal["first", "all"]
     mirostat: Literal[0, 1, 2]
     mirostat_tau: float
     mirostat_eta: float
+    skew: float
+    adaptive_target: float
+    adaptive_decay: float
+    watermark_keys: Sequence[int]
+    watermark_ngram: int
     router_preset: Literal["guide", "calibrated"]
     use_attention: bool
     low_entropy: float | None

@@ -79,6 +79,7 @@ Breakers = Annotated[tuple[str | CountOrZero, ...], BeforeValidator(as_tuple)]
 Biases = Annotated[dict[str, Bias], BeforeValidator(_as_biases)]
 Sequences = Annotated[tuple[Sequence, ...], BeforeValidator(_as_sequences)]
 SequenceBiases = Annotated[tuple[tuple[Sequence, Bias], ...], BeforeValidator(_as_sequence_biases)]
+WatermarkKeys = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=32), BeforeValidator(as_tuple)]
 Scope = Literal["all", "output"]
 
 
@@ -93,7 +94,8 @@ class Step:
       indirect: settings that affect the step through `reads`.
       parameters: additional parameters in `process_logits`, for values that the decoder computes; name → type and default
         (None: required).
-      group: `edit` and `penalty` steps also apply to greedy decoding. Edits run first and are not part of an order.
+      group: `edit` and `penalty` steps also apply to greedy decoding. Edits run first and are not part of an order. The `last`
+        steps run after all others, over whole rows, in the order of the table.
       keeps: `likeliest` if the step keeps the most likely tokens, `typical` if it keeps tokens by their surprise; empty for
         a step that is not such a filter.
       by_row: whether the step runs only for the rows of a batch that switch it on, because it is slow.
@@ -105,7 +107,7 @@ class Step:
     reads: tuple[str, ...] = ()
     indirect: tuple[str, ...] = ()
     parameters: dict[str, tuple[Any, Any]] = factory(default_factory=dict)
-    group: Literal["edit", "penalty", "other"] = "other"
+    group: Literal["edit", "penalty", "other", "last"] = "other"
     keeps: Literal["", "likeliest", "typical"] = ""
     by_row: bool = False
     function: str = ""
@@ -116,6 +118,7 @@ class Step:
 
 
 positive = Condition("is above 0", lambda value: value is not None and value > 0)
+not_negative = Condition("is at least 0", lambda value: value >= 0)
 below_one = Condition("is below 1", lambda value: value is not None and value < 1)
 not_one = differs(1)
 
@@ -139,6 +142,9 @@ class StepSettings(Section):
     banned_tokens: Tokens = field((), "tokens never to generate: ids, or strings of one token")
     bad_words: Sequences = field((), "strings never to generate: ban the last token of each when its other tokens come before")
     min_tokens: int = field(0, "minimum number of tokens before the EOS token, a stop token or a stop string can end the text")
+    encoder_repetition_penalty: Positive = field(
+        1.0, "multiply positive and divide negative logits of tokens of the prompt by this number (1: off)"
+    )
     repetition_penalty: Positive = field(
         1.0, "divide positive and multiply negative logits of earlier tokens by this number (1: off)"
     )
@@ -179,6 +185,21 @@ class StepSettings(Section):
     epsilon_cutoff: Fraction = field(0.0, "keep tokens with at least this probability (0: off)")
     eta_cutoff: Fraction = field(0.0, "keep tokens with at least this probability; the bound is lower at high entropy (0: off)")
     top_n_sigma: Finite = field(0.0, "keep logits within this many standard deviations of the largest (0: off)")
+    min_k: Finite = field(
+        -1.0,
+        "min-k: keep the tokens before the steepest fall of the sorted logits, more in flat rows; 3 is usual (negative: off)",
+    )
+    p_less: Literal["off", "plain", "norm"] = field(
+        "off", "p-less: keep tokens with P ≥ Σ P² (plain), or with a lower, normalized bound (norm)"
+    )
+    top_h: Fraction = field(
+        1.0, "keep the largest set of most likely tokens with at most this fraction of the entropy (1: off)"
+    )
+    top_h_rule: Annotated[Literal["renormalized", "cumulative"], *NEEDS_CHAIN] = field(
+        "renormalized",
+        "entropy of the kept tokens for top_h: of their own distribution (renormalized), or the sum of −P ln P (cumulative, as "
+        "Hugging Face Transformers)",
+    )
     xtc_probability: Fraction = field(0.0, "XTC: probability of excluding the top choices (0: off)")
     xtc_threshold: Fraction = field(
         0.1, "XTC: tokens with at least this probability are top choices; all but the least likely are removed (above 0.5: off)"
@@ -189,6 +210,21 @@ class StepSettings(Section):
     mirostat: Literal[0, 1, 2] = field(0, "version of mirostat, which keeps the surprise of the text constant (0: off)")
     mirostat_tau: Positive = field(5.0, "mirostat: target surprise in bits")
     mirostat_eta: Positive = field(0.1, "mirostat: learning rate of the correction")
+    skew: Annotated[float, Field(ge=-10, le=10)] = field(
+        0.0, "raise the cumulative probability to the power e^skew: above 0, unlikely tokens become more likely (0: off)"
+    )
+    adaptive_target: Annotated[float, Field(le=1, allow_inf_nan=False)] = field(
+        -1.0, "adaptive-p: favor tokens with a probability near this value, on average over the text (negative: off)"
+    )
+    adaptive_decay: Annotated[float, Field(ge=0, le=0.99)] = field(
+        0.9, "adaptive-p: weight of the average of earlier tokens relative to the newest token"
+    )
+    watermark_keys: WatermarkKeys = field(
+        (), "SynthID watermark: secret numbers, one for each layer of the tournament (empty: off)"
+    )
+    watermark_ngram: Annotated[int, Field(ge=2, le=16)] = field(
+        5, "SynthID watermark: length of the token sequences that are hashed, including the next token"
+    )
 
 
 class Setting(NamedTuple):
@@ -232,6 +268,9 @@ STEPS: dict[str, Step] = {
         parameters={"stop_ids": (Tokens, None)},
         group="edit",
     ),
+    "encoder_repetition_penalty": Step(
+        {"encoder_repetition_penalty": not_one}, {"penalty": "encoder_repetition_penalty"}, ("prompt_V",), group="penalty"
+    ),
     "repetition_penalty": Step(
         {"repetition_penalty": not_one},
         {"penalty": "repetition_penalty", "range": "repetition_range", "slope": "repetition_slope"},
@@ -269,12 +308,17 @@ STEPS: dict[str, Step] = {
     "epsilon_cutoff": Step({"epsilon_cutoff": positive}, {"eps": "epsilon_cutoff"}, ("rest",), keeps="likeliest"),
     "eta_cutoff": Step({"eta_cutoff": positive}, {"eps": "eta_cutoff"}, ("rest",), keeps="likeliest"),
     "top_n_sigma": Step({"top_n_sigma": positive}, {"n": "top_n_sigma"}, ("rest",), keeps="likeliest"),
+    "min_k": Step({"min_k": not_negative}, {"tau": "min_k"}, ("rest",), keeps="likeliest", by_row=True),
+    "p_less": Step({"p_less": equals("plain")}, {}, ("rest",), ("p_less",), keeps="likeliest"),
+    "p_less_norm": Step({"p_less": equals("norm")}, {}, ("size", "rest"), ("p_less",), keeps="likeliest"),
+    "top_h": Step({"top_h": below_one}, {"alpha": "top_h", "rule": "top_h_rule"}, ("rest",), keeps="likeliest"),
     "xtc": Step(
         {"xtc_probability": positive},
         {"threshold": "xtc_threshold", "probability": "xtc_probability"},
         ("u", "protected_V"),
         parameters={"u": (Fraction, None), "protected_ids": (Tokens, ())},
     ),
+    "skew": Step({"skew": nonzero}, {"skew": "skew"}, by_row=True),
     "mirostat_v1": Step(
         {"mirostat": equals(1)},
         reads=("mu", "size"),
@@ -285,9 +329,27 @@ STEPS: dict[str, Step] = {
     "mirostat_v2": Step(
         {"mirostat": equals(2)}, {}, ("mu", "rest"), MIROSTAT_SETTINGS, {"mu": (Finite, None)}, keeps="likeliest"
     ),
+    "adaptive_p": Step(
+        {"adaptive_target": not_negative},
+        {"target": "adaptive_target"},
+        ("average",),
+        ("adaptive_decay",),
+        {"average": (Fraction, None)},
+        "last",
+    ),
+    "synthid": Step(
+        {"watermark_keys": nonempty},
+        {"ngram": "watermark_ngram"},
+        (*HISTORY_INPUTS, "n_generated", "keys_K"),
+        ("watermark_keys",),
+        {"layer_keys": (WatermarkKeys, None)},
+        "last",
+        by_row=True,
+    ),
 }
 EDIT_STEPS = tuple(name for name, step in STEPS.items() if step.group == "edit")
 PENALTY_STEPS = tuple(name for name, step in STEPS.items() if step.group == "penalty")
+LAST_STEPS = tuple(name for name, step in STEPS.items() if step.group == "last")
 # Steps that depend on the surprise of the drawn token.
 MIROSTAT_STEPS = tuple(name for name, step in STEPS.items() if "mu" in step.reads)
 

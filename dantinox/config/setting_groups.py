@@ -97,8 +97,8 @@ GROUPS: dict[str, SettingGroup] = {
     ),
     "penalties": SettingGroup(
         "generation", "Repetition, presence, frequency and DRY penalties",
-        "repetition_penalty repetition_range repetition_slope repetition_scope presence_penalty frequency_penalty "
-        "presence_scope dry_multiplier dry_base dry_allowed_length dry_range dry_breakers",
+        "encoder_repetition_penalty repetition_penalty repetition_range repetition_slope repetition_scope presence_penalty "
+        "frequency_penalty presence_scope dry_multiplier dry_base dry_allowed_length dry_range dry_breakers",
     ),
     "temperatures": SettingGroup(
         "generation", "Temperature, dynamic temperature and smoothing",
@@ -106,10 +106,14 @@ GROUPS: dict[str, SettingGroup] = {
     ),
     "truncation": SettingGroup(
         "generation", "Filters that keep likely tokens, and XTC",
-        "top_k top_p top_p_rule min_p top_a tail_free typical epsilon_cutoff eta_cutoff top_n_sigma xtc_probability "
-        "xtc_threshold",
+        "top_k top_p top_p_rule min_p top_a tail_free typical epsilon_cutoff eta_cutoff top_n_sigma min_k p_less top_h "
+        "top_h_rule xtc_probability xtc_threshold",
     ),
-    "surprise": SettingGroup("generation", "Mirostat", "mirostat mirostat_tau mirostat_eta"),
+    "surprise": SettingGroup(
+        "generation", "Mirostat, adaptive-p and skew",
+        "mirostat mirostat_tau mirostat_eta skew adaptive_target adaptive_decay",
+    ),
+    "watermark": SettingGroup("generation", "SynthID watermark", "watermark_keys watermark_ngram"),
     "thresholds": SettingGroup(
         "router", "Presets, thresholds and base values",
         "router_preset use_attention low_entropy low_varentropy clarify_entropy high_entropy high_varentropy entropy_scale "

@@ -58,7 +58,7 @@ MEMORY_SHARE = 4  # the caches of all slots take at most 1 / MEMORY_SHARE of the
 # Limits for the lists in the settings of a request: entries of a list, sequences in a list, tokens per sequence, and end ids.
 # Lists are padded to these sizes, so that all requests share the same programs.
 MAX_ENTRIES, MAX_SEQUENCES, MAX_SEQUENCE_LENGTH, MAX_END_IDS = 1024, 256, 16, 32
-MAX_ENTRIES_BY_SETTING = {"stop_ids": MAX_END_IDS, "protected_ids": MAX_END_IDS, "dry_breakers": 8192}
+MAX_ENTRIES_BY_SETTING = {"stop_ids": MAX_END_IDS, "protected_ids": MAX_END_IDS, "dry_breakers": 8192, "watermark_keys": 32}
 
 
 class ProgramKey(NamedTuple):
@@ -191,7 +191,7 @@ class SlotBatch(RunningBatch):
         """Returns the key of the program that decodes with these settings.
 
         Raises:
-          UserError: a setting of weights or caches differs from that of the server.
+          UserError: a setting of weights or caches, or of the watermark of the server, differs from that of the server.
         """
         for section, names in (
             ("generation", ("weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "use_cache")),
@@ -204,7 +204,12 @@ class SlotBatch(RunningBatch):
                     message = f"{key} is {quote(served)} in this server, got {quote(requested)}"
                     raise UserError(message, key=key, value=requested)
         self._check_drafts(config.generation)
-        g = config.generation
+        g, served_keys = config.generation, self._config.generation.watermark_keys
+        for key in ("watermark_keys", "watermark_ngram"):
+            if served_keys and getattr(g, key) != getattr(
+                self._config.generation, key
+            ):  # the message must not contain the keys
+                raise UserError(f"generation.{key} is set by this server and cannot be changed", key=f"generation.{key}")
         if g.strategy == "chain":
             return ProgramKey("chain")
         return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS), config.router.use_attention)

@@ -14,7 +14,8 @@ from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.entropy_router import ADAPTIVE
 from dantinox.text import Tokenizer
 
-EXCLUDED_SETTINGS = ("seed", "max_new_tokens", "n")  # a trace document holds these in other fields
+# A trace document holds the first three in other fields. The keys of the watermark are secret.
+EXCLUDED_SETTINGS = ("seed", "max_new_tokens", "n", "watermark_keys")
 
 
 def changed_settings(config: Config) -> dict[str, object]:

@@ -195,7 +195,7 @@ def _apply_router_settings(step_settings: Sequence[StepSettings], route: Route, 
 
 def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
     """Returns the settings of a step as JSON values, with null for -inf."""
-    settings = STEPS[step].settings
+    settings = [key for key in STEPS[step].settings if key != "watermark_keys"]  # these are secret
     keys = [key for key in settings if key in NUMBER_BOUNDS] or settings[:1]
     return {key: replace_nonfinite(getattr(section, key)) for key in keys}
 

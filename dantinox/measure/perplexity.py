@@ -108,7 +108,7 @@ def measure_perplexity(
         raise UserError(f"--tokens must be at least 2, got {tokens}")
     started = time.perf_counter()
     begin = np.array(bos_ids(run.tokenizer), np.int32)
-    documents = read_documents(run, data_path, tokens)
+    documents = read_documents(run.tokenizer, data_path, run.config.data.text_field, tokens)
     texts = [text for document in documents for text in sliding_windows(np.concatenate([begin, document.ids]), context, stride)]
     total = sum(text.new for text in texts)
     if not total:

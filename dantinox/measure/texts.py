@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.generation import LoadedModel
 from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import Corpus, Tokenizer, TokenStore, open_store
 from dantinox.text.corpus import split_text
@@ -125,13 +124,13 @@ class Document(NamedTuple):
     bytes: int
 
 
-def read_documents(run: LoadedModel, path: str, tokens: int | None = None) -> list[Document]:
+def read_documents(tokenizer: Tokenizer, path: str, text_field: str, tokens: int | None = None) -> list[Document]:
     """Returns the documents of the text at `path`, which has the form of `data.path`, up to `tokens` tokens in total."""
     found: dict[int, list[Document]] = {}
     remaining = math.inf if tokens is None else tokens
-    for number, text, ids in _encoded_parts(run.tokenizer, path, run.config.data.text_field):
+    for number, text, ids in _encoded_parts(tokenizer, path, text_field):
         kept = ids if len(ids) <= remaining else ids[: int(remaining)]
-        size = len(text.encode()) if kept is ids else decoded_bytes(run.tokenizer, kept)
+        size = len(text.encode()) if kept is ids else decoded_bytes(tokenizer, kept)
         found.setdefault(number, []).append(Document(kept, size))
         remaining -= len(kept)
         if remaining <= 0:

@@ -6,13 +6,16 @@ from dantinox.sampling.named_steps import process_logits
 from dantinox.sampling.params import ProgramOptions, SamplingParams
 from dantinox.sampling.report import StepInfo
 from dantinox.sampling.state import SamplerState, init_state, update
+from dantinox.sampling.watermark import Detection, detect
 
 __all__ = [
+    "Detection",
     "ProgramOptions",
     "SampleInfo",
     "SamplerState",
     "SamplingParams",
     "StepInfo",
+    "detect",
     "init_state",
     "kobold_order",
     "process_logits",

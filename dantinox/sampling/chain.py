@@ -11,8 +11,9 @@ from jax import Array, lax
 
 import dantinox.sampling.history as history
 import dantinox.sampling.steps as steps
+import dantinox.sampling.watermark as watermark
 from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED_STEPS
-from dantinox.config.sampling_steps import EDIT_STEPS, PENALTY_STEPS, STEPS
+from dantinox.config.sampling_steps import EDIT_STEPS, LAST_STEPS, PENALTY_STEPS, STEPS
 from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, candidates_given_token, guide_score
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.entropy_router import (
@@ -36,7 +37,12 @@ GREEDY_STEPS = frozenset((*EDIT_STEPS, *PENALTY_STEPS))  # the steps that also a
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the key of the row, for independent draws
 ALL_ALLOWED = 0xFFFFFFFF  # the mask word of 32 allowed tokens
 FUNCTIONS: dict[str, Callable[..., Array]] = {
-    name: getattr(steps, step.function or name, None) or getattr(history, step.function or name) for name, step in STEPS.items()
+    name: next(
+        getattr(module, step.function or name)
+        for module in (steps, history, watermark)
+        if hasattr(module, step.function or name)
+    )
+    for name, step in STEPS.items()
 }
 
 
@@ -90,22 +96,24 @@ def sample(
     if params.router is not None:
         params, metrics, routes = _apply_router(params, raw_BV, attention)
     context = Context(params, state, keys_B)
-    first = next((i for i, name in enumerate(params.plan) if name not in GREEDY_STEPS), len(params.plan))
-    edits = _shared_order(params, params.plan[:first])
-    others: Order = _shared_order(params, params.plan[first:])
+    last = [name for name in params.plan if name in LAST_STEPS]
+    plan = params.plan[: len(params.plan) - len(last)]
+    first = next((i for i, name in enumerate(plan) if name not in GREEDY_STEPS), len(plan))
+    edits = _shared_order(params, plan[:first])
+    others: Order = _shared_order(params, plan[first:])
     if params.order is not None:
         edits, others = _shared_order(params, EDIT_STEPS), RowOrders.build(params.order, params.enabled, active_B)
     edited_BV = run_steps(_apply_step, edits, allowed_BV, context)
     final_BV, log_mass_B = run_chain(_apply_step, others, edited_BV, context, active_B)
     # Greedy rows enable only edits and penalties. If these all come first, the greedy token does not depend on later steps.
-    greedy_first = params.order is None and not any(name in GREEDY_STEPS for name in params.plan[first:])
+    greedy_first = params.order is None and not any(name in GREEDY_STEPS for name in plan[first:])
     token_B = jax.vmap(first_argmax)(edited_BV if greedy_first else final_BV).astype(jnp.int32)
-    greedy_B = params.temperature < GREEDY_BELOW
+    greedy_B, drawable_BV = params.temperature < GREEDY_BELOW, final_BV
     if params.stochastic and keys_B is not None:
-        processed_BV = final_BV
+        processed_BV = drawable_BV = run_steps(_apply_step, _shared_order(params, last), final_BV, context)
         if routes is not None and params.score_fn is None:
-            final_BV = _best_of_n_logits(processed_BV, raw_BV, params, routes)
-        drawn_B = jax.vmap(draw)(final_BV, keys_B)
+            drawable_BV = _best_of_n_logits(processed_BV, raw_BV, params, routes)
+        drawn_B = jax.vmap(draw)(drawable_BV, keys_B)
         if routes is not None and params.candidates:
             found = _candidates(drawn_B, processed_BV, raw_BV, keys_B, metrics, params)
             drawn_B = jnp.where(routes.strategy == ADAPTIVE, found.token, drawn_B)
@@ -122,7 +130,7 @@ def sample(
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
     if report is not None:
-        make_report, inputs = jax.vmap(partial(step_info, report)), (raw_BV, final_BV, token_B, greedy_B)
+        make_report, inputs = jax.vmap(partial(step_info, report)), (raw_BV, drawable_BV, token_B, greedy_B)
         if params.report_rows is None:
             reported = make_report(*inputs)
         else:
@@ -130,7 +138,8 @@ def sample(
             nothing = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             reported = lax.cond(params.report_rows.any(), make_report, lambda *_: nothing(), *inputs)
         reported = reported._replace(routed=routed)
-    new_state = update(params, state, token_B, active_B, surprise_B)
+    probability_B = None if state.adaptive_sum is None else _probabilities(final_BV, token_B, params)
+    new_state = update(params, state, token_B, active_B, surprise_B, probability_B)
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
 
 
@@ -226,6 +235,16 @@ def _candidates(
     return jax.vmap(one)(drawn_B, processed_BV, raw_BV, keys_B, metrics, params.router)
 
 
+def _probabilities(final_BV: Array, token_B: Array, params: SamplingParams) -> Array:
+    """Returns the probabilities of the tokens before adaptive-p; 0 for rows without this step."""
+
+    def step(_: str, on_B: Array, probability_B: Array) -> Array:
+        logits_B = final_BV[jnp.arange(params.batch), token_B]
+        return jnp.where(on_B, jnp.exp(logits_B - jax.vmap(steps.log_mass)(final_BV)), probability_B)
+
+    return _shared_order(params, ["adaptive_p"]).run(step, jnp.zeros(params.batch))
+
+
 def _keys(params: SamplingParams, state: SamplerState) -> Array:
     return jax.vmap(row_key)(params.seed, params.sample_index, state.n_generated)
 
@@ -306,6 +325,9 @@ STEP_INPUTS: dict[str, Callable[[Array, Context, str], Any]] = {
     "protected_V": _protected,
     "u": lambda x_N, row, name: jax.random.uniform(jax.random.fold_in(row.keys, XTC_KEY)),
     "mu": lambda x_N, row, name: row.state.mu,
+    "average": lambda x_N, row, name: row.state.adaptive_sum / row.state.adaptive_weight,
+    "prompt_V": lambda x_N, row, name: _at_window(row.state.in_prompt, row),
+    "keys_K": lambda x_N, row, name: _token_table(row, name),
     "size": lambda x_N, row, name: _vocab_size(x_N, row),
     "rest": lambda x_N, row, name: steps.EMPTY_REST if row.window is None else row.window.rest,
 }

@@ -28,6 +28,18 @@ def min_tokens(logits_V: Array, n: Number, stop_ids_S: Array, n_generated: Numbe
     return ban(logits_V, stop_ids_S, jnp.asarray(n_generated) < n)
 
 
+def encoder_repetition_penalty(logits_V: Array, prompt_V: Array, penalty: Number) -> Array:
+    """Returns x·P if x > 0, else x/P, for tokens of the prompt: the inverse repetition penalty. Off: penalty = 1.
+
+    Above 1, tokens of the prompt become more likely ("hallucination penalty" of Hugging Face Transformers).
+
+    Args:
+      prompt_V: the mask of the tokens that the prompt contains.
+      penalty: P.
+    """
+    return repetition_penalty(logits_V, jnp.where(prompt_V, 0, -1), 1 / jnp.asarray(penalty, jnp.float32))
+
+
 def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, range: Number = 0, slope: Number = 0.0) -> Array:
     """Scales the logit x of every token in the history: x·P if x ≤ 0, else x/P. Off: penalty = 1.
 

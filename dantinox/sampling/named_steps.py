@@ -36,7 +36,7 @@ def process_logits(
       logits_BV: logits of any numeric type. NaN and +inf are repaired once, at the start.
       steps: mappings with the `name` of a step and its parameters, such as `{"name": "top_p", "p": 0.9}`.
         In `logit_bias.values`, None means -inf. `xtc` takes the uniform random number of its draw as `u`;
-        mirostat takes its bound as `mu`.
+        mirostat takes its bound as `mu`, and `adaptive_p` the average probability of earlier tokens as `average`.
       prompt: token ids per row before the output. None: no tokens.
       output: generated token ids per row. None: no tokens.
 
@@ -59,8 +59,11 @@ def process_logits(
         length, counts_V = len(prompt_ids) + len(output_ids), np.bincount(np.asarray(output_ids, int), minlength=len(row_V))
         tokens_1S = np.zeros((1, -(-max(length, 1) // PADDING) * PADDING), np.int32)
         tokens_1S[0, :length] = prompt_ids + output_ids
+        in_prompt_V = np.isin(np.arange(len(row_V)), prompt_ids)
         for name, params, overrides in checked:
-            changed_V = _run_row(name, changed_V, params, tokens_1S, length, len(output_ids), counts_V, **overrides)
+            changed_V = _run_row(
+                name, changed_V, params, tokens_1S, length, len(output_ids), counts_V, in_prompt_V, **overrides
+            )
         row_V[:] = changed_V
     return jnp.asarray(padded_BV[:, :V])
 
@@ -71,14 +74,19 @@ _SANITIZE = jax.jit(sanitize)
 @partial(jax.jit, static_argnames=("name", "m"))
 def _run_row(
     name: str, x_V: Array, params: SamplingParams, tokens_1S: Array, length: Array, n_generated: Array, counts_V: Array,
-    mu: Array | None = None, **overrides: Any,
+    in_prompt_V: Array, mu: Array | None = None, **overrides: Any,
 ) -> Array:  # fmt: skip
     """Applies one step to one padded row; `overrides` are arguments for the function of the step."""
     valid_1S = jnp.arange(tokens_1S.shape[1])[None] < length
     params_1 = jax.tree.map(lambda leaf: leaf[None], params)
     state_1 = init_state(params_1, tokens_1S, valid_1S, x_V.shape[0], tokens_1S.shape[1])
     state = jax.tree.map(lambda leaf_1: leaf_1[0], state_1)
-    fields = {"n_generated": n_generated, "count": counts_V, "mu": mu}  # `count` covers only the output
+    fields = {
+        "n_generated": n_generated,
+        "count": counts_V,
+        "in_prompt": in_prompt_V,
+        "mu": mu,
+    }  # `count` covers only the output
     return run_step(name, x_V, Context(params, replace(state, **fields)), **overrides)
 
 
@@ -121,6 +129,8 @@ def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]
         raise UserError(f"dynamic_temperature.low must be at most high, got {values['low']} and {values['high']}")
     elif name.startswith("mirostat"):
         settings["mirostat"] = int(name[-1])
+    elif name == "synthid":
+        settings["watermark_keys"] = values["layer_keys"]
     elif "values" in values:
         settings[name] = _biases(name, values[next(iter(step.parameters))], values["values"])
     elif "sequences" in values:
@@ -132,7 +142,7 @@ def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]
     config = _DEFAULTS.model_copy(update={"generation": GenerationSection(seed=0, **settings)})
     stops, protected = values.get("stop_ids", ()), values.get("protected_ids", ())
     params = SamplingParams.build(config, stop_ids=stops, protected_ids=protected, extra_steps=[name])
-    overrides: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu") if key in values}
+    overrides: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu", "average") if key in values}
     overrides |= {"m": values["m"]} if "m" in values else {}
     overrides |= {"size": np.int32(V)} if "size" in step.reads else {}
     return name, jax.tree.map(lambda leaf_1: np.asarray(leaf_1)[0], params), overrides

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dantinox.config.sampling_steps import EDIT_STEPS, STEPS
+from dantinox.config.sampling_steps import EDIT_STEPS, LAST_STEPS, STEPS
 
 # The steps that can run in any order. An entry of an order array is an index into this tuple; -1 is an unused entry.
-ORDERABLE = tuple(name for name in STEPS if name not in EDIT_STEPS)
+ORDERABLE = tuple(name for name in STEPS if name not in (*EDIT_STEPS, *LAST_STEPS))
 IS_TRUNCATION = np.asarray([bool(STEPS[name].keeps) for name in ORDERABLE])
 
 T = TypeVar("T")
@@ -114,7 +114,8 @@ Order = SharedOrder | RowOrders
 
 
 def order_array(names: Sequence[str]) -> np.ndarray:
-    """Returns the order array [N] int32 for the names of the steps."""
+    """Returns the order array [N] int32 for the names of the steps, without the last steps, whose order is fixed."""
     steps_N = np.full(len(ORDERABLE), -1, np.int32)
-    steps_N[: len(names)] = [ORDERABLE.index(name) for name in names]
+    indices = [ORDERABLE.index(name) for name in names if name not in LAST_STEPS]
+    steps_N[: len(indices)] = indices
     return steps_N

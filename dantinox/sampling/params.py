@@ -14,6 +14,7 @@ from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED_STEPS, acti
 from dantinox.config.router_settings import RouterSection
 from dantinox.config.sampling_steps import (
     EDIT_STEPS,
+    LAST_STEPS,
     NUMBER_BOUNDS,
     PENALTY_STEPS,
     SETTINGS,
@@ -23,7 +24,9 @@ from dantinox.config.sampling_steps import (
     Scope,
     SequenceBiases,
     Sequences,
+    StepSettings,
     Tokens,
+    WatermarkKeys,
     is_digits,
 )  # fmt: skip
 from dantinox.sampling.entropy_router import Metrics, RouterConfig
@@ -162,7 +165,7 @@ class SamplingParams:
         if dynamic_order:
             if first.strategy == "entropy":
                 raise UserError("generation.strategy entropy has a fixed order: build it without dynamic_order")
-            extra_steps = (*EDIT_STEPS, *ORDERABLE)
+            extra_steps = (*EDIT_STEPS, *ORDERABLE, *LAST_STEPS)
         uses_attention = {config.router.use_attention for config in configs if first.strategy == "entropy"}
         if len(uses_attention) > 1:
             raise _error("router.use_attention", "must be the same for all rows of a batch")
@@ -178,7 +181,7 @@ class SamplingParams:
         always |= {*(extra_steps or ())}
         plan = tuple(
             name
-            for name in (*EDIT_STEPS, *(ORDERABLE if dynamic_order else section_order(first)))
+            for name in (*EDIT_STEPS, *((*ORDERABLE, *LAST_STEPS) if dynamic_order else section_order(first)))
             if name in always or any(name in on for on in enabled_by_row)
         )
         settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBER_BOUNDS.keys()
@@ -187,7 +190,8 @@ class SamplingParams:
             tables["stop_ids"] = _pad(stops, -1)
         if "xtc" in plan:
             tables["protected_ids"] = _pad([sorted({*map(int, protected_ids)})] * len(sections), -1)
-        options = {key: get_args(SETTINGS[key].kind) for key in CHOICE_SETTINGS} if dynamic_order else {}
+        kinds = {key: StepSettings.model_fields[key].annotation for key in CHOICE_SETTINGS if dynamic_order}
+        options = {key: get_args(kind) for key, kind in kinds.items()}
         choices = {
             key: np.asarray([getattr(section, key) == values[1] for section in sections]) for key, values in options.items()
         }
@@ -330,6 +334,8 @@ def _build_tables(sections: Sequence[GenerationSection], plan: Sequence[str]) ->
         on = [name in active_steps(section) for section in sections]
         if kind in (Tokens, Biases, Breakers):
             tables[key] = _pad([token_ids(s, key) if is_on else [] for s, is_on in zip(sections, on, strict=True)], -1)
+        if kind == WatermarkKeys:
+            tables[key] = _pad([getattr(s, key) if is_on else () for s, is_on in zip(sections, on, strict=True)], -1)
         if kind == Biases:
             tables[f"{key}_by"] = _pad([_clip_biases(getattr(section, key).values()) for section in sections], 0.0)
         if kind in (Sequences, SequenceBiases):

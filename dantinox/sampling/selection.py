@@ -31,8 +31,9 @@ def threshold_key(keys_V: Array, weights_V: Array, enough: Callable[[Array], Arr
 
     Args:
       keys_V: uint32 keys.
-      weights_V: weights ≥ 0, so that the rounded sums are monotone too.
-      enough: a predicate of one sum or of an array of sums; it must be true for large sums and false below some value.
+      weights_V: weights ≥ 0, so that the rounded sums are monotone too; or several weights per key, [C, V].
+      enough: a predicate of one sum or of an array of sums; it must be true for large sums and false below some value. With
+        several weights per key, the sums have C as their first axis.
     """
     few = keys_V.shape[0] <= MAX_PAIRWISE_KEYS
     branches = {"cpu": partial(_bit_by_bit, enough), "default": partial(_key_by_key if few else _digit_by_digit, enough)}
@@ -42,7 +43,7 @@ def threshold_key(keys_V: Array, weights_V: Array, enough: Callable[[Array], Arr
 def _bit_by_bit(enough: Callable[[Array], Array], keys_V: Array, weights_V: Array) -> Array:
     def try_bit(i: Array, t: Array) -> Array:
         candidate = t | (SIGN_BIT >> i.astype(jnp.uint32))
-        return jnp.where(enough(jnp.sum(jnp.where(keys_V >= candidate, weights_V, 0))), candidate, t)
+        return jnp.where(enough(jnp.sum(jnp.where(keys_V >= candidate, weights_V, 0), axis=-1)), candidate, t)
 
     return lax.fori_loop(0, 32, try_bit, jnp.uint32(0))
 
@@ -51,7 +52,7 @@ def _digit_by_digit(enough: Callable[[Array], Array], keys_V: Array, weights_V: 
     t = jnp.uint32(0)
     for shift in range(32 - DIGIT, -1, -DIGIT):
         candidates_C = t + (jnp.arange(1, 1 << DIGIT, dtype=jnp.uint32) << shift)
-        sums_C = jnp.sum(jnp.where(keys_V >= candidates_C[:, None], weights_V, 0), axis=1)
+        sums_C = jnp.sum(jnp.where(keys_V >= candidates_C[:, None], weights_V[..., None, :], 0), axis=-1)
         t += jnp.sum(enough(sums_C), dtype=jnp.uint32) << shift
     return t
 
@@ -61,8 +62,8 @@ def _key_by_key(enough: Callable[[Array], Array], keys_V: Array, weights_V: Arra
 
     If a sum of 0 is enough, returns the largest uint32.
     """
-    sums_V = jnp.sum(jnp.where(keys_V >= keys_V[:, None], weights_V, 0), axis=1)
-    return jnp.where(enough(jnp.zeros(())), ~jnp.uint32(0), jnp.max(jnp.where(enough(sums_V), keys_V, 0)))
+    sums_V = jnp.sum(jnp.where(keys_V >= keys_V[:, None], weights_V[..., None, :], 0), axis=-1)
+    return jnp.where(enough(jnp.zeros(weights_V.shape[:-1])), ~jnp.uint32(0), jnp.max(jnp.where(enough(sums_V), keys_V, 0)))
 
 
 def top_k_by_id(x_V: Array, count: int) -> tuple[Array, Array]:

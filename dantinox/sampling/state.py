@@ -15,10 +15,11 @@ from dantinox.sampling.steps import mirostat_update
 # Maps an input of a step to the state fields from which it is computed.
 FIELDS_OF_INPUT = {
     "history_S": {"text"}, "run_S": {"text", "repeats"}, "repeated_V": {"text", "repeats", "breaker"},
-    "distance_V": {"last_seen"}, "count_V": {"count"}, "mu": {"mu"},
+    "distance_V": {"last_seen"}, "count_V": {"count"}, "prompt_V": {"in_prompt"}, "mu": {"mu"},
+    "average": {"adaptive_sum", "adaptive_weight"},
 }  # fmt: skip
 # Fields that depend on the probabilities of the earlier tokens, so that they cannot be computed from the tokens.
-RECURRENT_FIELDS = ("mu",)
+RECURRENT_FIELDS = ("mu", "adaptive_sum", "adaptive_weight")
 _REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # jitted, because outside jit the loop would be compiled at every call
 
 
@@ -37,10 +38,13 @@ class SamplerState:
       length: [B] int32, number of tokens in prompt and output.
       last_seen: [B, V] int32, last position of each token in the scope of the repetition penalty; −1: it does not occur.
       count: [B, V] int32, count of each token in the scope of the presence and frequency penalties.
+      in_prompt: [B, V] bool, the tokens that the prompt contains.
       text: [B, S] int32, prompt and output; the first `length` tokens are valid.
       repeats: [B, S] int32, the `repeat_lengths` of `text`.
       breaker: [B, S] bool, positions whose token ends a repetition.
       mu: [B] float32, the bound of mirostat in bits.
+      adaptive_sum, adaptive_weight: [B] float32, the sum and the total weight of the probabilities of the drawn tokens, for
+        adaptive-p; their quotient is the weighted average.
       clarified: [B] int32, last position of the router's clarify token; −1: it does not occur.
     """
 
@@ -48,10 +52,13 @@ class SamplerState:
     length: Array | None = None
     last_seen: Array | None = None
     count: Array | None = None
+    in_prompt: Array | None = None
     text: Array | None = None
     repeats: Array | None = None
     breaker: Array | None = None
     mu: Array | None = None
+    adaptive_sum: Array | None = None
+    adaptive_weight: Array | None = None
     clarified: Array | None = None
 
     @property
@@ -99,6 +106,9 @@ def init_state(
     if "count" in fields:
         one_BT = (params.tables["presence_scope"] | is_output_BT).astype(jnp.int32)
         arrays["count"] = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
+    if "in_prompt" in fields:
+        prompt_BT = jnp.where(is_output_BT, vocab_size, ids_BT)
+        arrays["in_prompt"] = jnp.zeros((B, vocab_size), bool).at[rows_B1, prompt_BT].set(True, mode="drop")
     if "text" in fields:
         if capacity is None:
             readers = [name for name in params.plan if "text" in fields_read([name])]
@@ -111,6 +121,9 @@ def init_state(
             arrays["breaker"] = jax.vmap(jnp.isin)(arrays["text"], params.tables["dry_breakers"])
     if "mu" in fields:
         arrays["mu"] = 2 * params.numbers["mirostat_tau"]
+    if "adaptive_sum" in fields:
+        arrays["adaptive_weight"] = 1 / (1 - params.numbers["adaptive_decay"])
+        arrays["adaptive_sum"] = params.numbers["adaptive_target"] * arrays["adaptive_weight"]
     for name, value in (recurrent or {}).items():
         arrays[name] = jnp.where(jnp.isnan(value), arrays[name], value)
     if params.router is not None:
@@ -125,6 +138,7 @@ def update(
     token_B: Array,
     active_B: Array | None = None,
     surprise_B: Array | None = None,
+    probability_B: Array | None = None,
 ) -> SamplerState:
     """Returns the state after each active row appends its token. Other rows do not change.
 
@@ -132,6 +146,7 @@ def update(
       token_B: the chosen tokens, int32.
       active_B: bool, the rows to update. None: all.
       surprise_B: −log2 P of the tokens before mirostat's truncation; required if the plan contains mirostat.
+      probability_B: P of the tokens before adaptive-p; required if the plan contains adaptive-p.
     """
     active_B = jnp.ones(token_B.shape, bool) if active_B is None else active_B
     assert state.length is not None
@@ -156,6 +171,11 @@ def update(
         assert surprise_B is not None
         mu = mirostat_update(state.mu, surprise_B, params.numbers["mirostat_tau"], params.numbers["mirostat_eta"])
         new["mu"] = jnp.where(active_B, mu, state.mu)
+    if state.adaptive_sum is not None and state.adaptive_weight is not None:
+        assert probability_B is not None
+        decay_B = params.numbers["adaptive_decay"]
+        new["adaptive_sum"] = jnp.where(active_B, probability_B + decay_B * state.adaptive_sum, state.adaptive_sum)
+        new["adaptive_weight"] = jnp.where(active_B, 1 + decay_B * state.adaptive_weight, state.adaptive_weight)
     if state.clarified is not None:
         assert params.router is not None
         new["clarified"] = jnp.where(active_B & (token_B == params.router.clarify_token), position_B, state.clarified)

@@ -22,7 +22,9 @@ Number = Array | float
 # option.
 Ties = Literal["first", "all"] | Array
 Rule = Literal["inclusive", "exclusive"] | Array
+EntropyRule = Literal["renormalized", "cumulative"] | Array
 LARGEST = float(jnp.finfo(jnp.float32).max)
+ADAPTIVE_PEAK, ADAPTIVE_SHARPNESS, ADAPTIVE_WIDTH = 5.0, 10.0, 0.3  # the constants of adaptive-p in llama.cpp
 MIN_SHIFTED_LOGIT = -1e15  # lower bound of x − max x; a sum of 2²⁴ squares of x − max x is then finite
 
 
@@ -30,15 +32,18 @@ class Rest(NamedTuple):
     """Sums over the tokens of a row outside its window, with d = x − M and M the largest logit of the row.
 
     Attributes:
-      mass, moment: Σ e^d and Σ d·e^d.
+      mass, moment, mass_squares: Σ e^d, Σ d·e^d and Σ e^2d.
       tokens, total, squares: the number of tokens, Σ d and Σ d².
+      least: the smallest d; 0 if there are no tokens.
     """
 
     mass: Number = 0.0
     moment: Number = 0.0
+    mass_squares: Number = 0.0
     tokens: Number = 0.0
     total: Number = 0.0
     squares: Number = 0.0
+    least: Number = 0.0
 
 
 EMPTY_REST = Rest()
@@ -231,6 +236,125 @@ def top_n_sigma(logits_V: Array, n: Number, rest: Rest = EMPTY_REST) -> Array:
     outside = rest.squares - 2 * mean * rest.total + rest.tokens * mean**2
     sigma = jnp.sqrt((jnp.sum(jnp.where(alive_V, (down_V - mean) ** 2, 0)) + outside) / count)
     return jnp.where(jnp.asarray(n) <= 0, logits_V, keep_only(logits_V, down_V >= -n * sigma))
+
+
+def min_k(logits_V: Array, tau: Number, rest: Rest = EMPTY_REST) -> Array:
+    """Keeps the first k tokens, up to the steepest fall of the sorted logits l₁ ≥ l₂ ≥ … (Ding et al. 2026). Off: τ < 0.
+
+    k is the larger of argmaxᵢ (lᵢ − lᵢ₊₁)/i, the first of equal ones, and ⌊τ/(l₁ − lₙ)⌋, a minimum for flat rows. A window that
+    may lack the steepest fall of the row keeps all its tokens.
+    """
+    N = logits_V.shape[0]
+    tau, rank_V = jnp.asarray(tau, jnp.float32), jnp.arange(1.0, N)
+    alive_V = logits_V > -jnp.inf
+    down_V = jnp.maximum(logits_V - finite_max(logits_V), MIN_SHIFTED_LOGIT)
+    d_V = jnp.sort(jnp.where(alive_V, down_V, -jnp.inf), descending=True)
+    falls_V = jnp.where(d_V[1:] > -jnp.inf, (d_V[:-1] - d_V[1:]) / rank_V, -1.0)
+    steepest = jnp.max(falls_V, initial=-1.0)  # -1: there is one token
+    cliff = jnp.where(steepest < 0, 1, jnp.min(jnp.where(falls_V == steepest, rank_V, N), initial=N))
+    # A fall behind the window is at most that from its last token to the least likely token, at the rank of the last token.
+    last = jnp.min(jnp.where(alive_V, down_V, 0))
+    least = jnp.minimum(last, rest.least)
+    is_outside = (least < last) & ((last - least) / jnp.maximum(jnp.sum(alive_V), 1) >= steepest)
+    flat = jnp.where(least < 0, jnp.floor(tau / -jnp.minimum(least, -jnp.finfo(jnp.float32).tiny)), jnp.where(tau > 0, N, 0))
+    k = jnp.clip(jnp.maximum(cliff, jnp.where(is_outside, N, flat)), 1, N).astype(jnp.int32)
+    return jnp.where(tau < 0, logits_V, keep_only(logits_V, _first_k(logits_V, k)))
+
+
+def p_less(logits_V: Array, rest: Rest = EMPTY_REST) -> Array:
+    """Keeps tokens with P ≥ Σ P², the probability that two draws are equal (Tan et al. 2025)."""
+    weights_V, mass, squares = _weights_and_squares(logits_V, rest)
+    return keep_only(logits_V, weights_V * mass >= squares)
+
+
+def p_less_norm(logits_V: Array, size: Number | None = None, rest: Rest = EMPTY_REST) -> Array:
+    """Keeps tokens with P ≥ (V·Σ P² − 1)/(V − 1), where V is the size of the vocabulary (Tan et al. 2025, p-less-norm)."""
+    V = jnp.asarray(logits_V.shape[0] if size is None else size, jnp.float32)
+    weights_V, mass, squares = _weights_and_squares(logits_V, rest)
+    bound = (V * squares - mass**2) / jnp.maximum(V - 1, 1)
+    return keep_only(logits_V, weights_V * mass >= bound)
+
+
+def _weights_and_squares(logits_V: Array, rest: Rest) -> tuple[Array, Array, Array]:
+    """Returns w = e^(x − M), Σ w and Σ w². For equal logits, all products of these numbers are exact."""
+    weights_V = jnp.exp(logits_V - finite_max(logits_V))
+    return weights_V, row_sum(weights_V) + rest.mass, row_sum(weights_V**2) + rest.mass_squares
+
+
+def top_h(logits_V: Array, alpha: Number, rule: EntropyRule = "renormalized", rest: Rest = EMPTY_REST) -> Array:
+    """Keeps the largest set of first tokens whose entropy is at most α times that of the row. Off: α ≥ 1.
+
+    Source: Potraghloo et al. 2025, whose greedy algorithm adds tokens in order.
+
+    Args:
+      alpha: the fraction of the entropy in [0, 1]; 0 keeps only the first token.
+      rule: `renormalized` takes the entropy of the distribution of the kept tokens, which grows with every token;
+        `cumulative` takes their part of the entropy of the row, Σ −P ln P, as Transformers does.
+      rest: sums over the tokens outside the window.
+    """
+    alpha = jnp.asarray(alpha, jnp.float32)
+    cumulative = rule == "cumulative" if isinstance(rule, str) else rule
+    d_V = jnp.maximum(logits_V - finite_max(logits_V), MIN_SHIFTED_LOGIT)
+    weights_V = jnp.exp(d_V)
+    mass, bound = row_sum(weights_V) + rest.mass, alpha * entropy(logits_V, rest)
+
+    def exceeds(kept_mass: Array, kept_moment: Array) -> Array:
+        """Whether the entropy of kept tokens exceeds the bound, for Σ w and Σ −w·d of these tokens."""
+        whole = (kept_moment + kept_mass * jnp.log(mass)) / mass
+        share = jnp.maximum(kept_mass, jnp.finfo(jnp.float32).tiny)
+        part = jnp.log(share) + kept_moment / share
+        return (kept_mass > 0) & (jnp.where(cumulative, whole, part) > bound)
+
+    keys_V, sums_2V = ordered_keys(logits_V), jnp.stack([weights_V, -weights_V * d_V])
+    edge = threshold_key(keys_V, sums_2V, lambda sums: exceeds(sums[0], sums[1]))
+    above_2 = jnp.sum(jnp.where(keys_V > edge, sums_2V, 0), axis=1)
+    equal_2 = jnp.max(jnp.where(keys_V == edge, sums_2V, 0), axis=1)
+
+    def try_bit(i: Array, count: Array) -> Array:
+        more = count | (1 << (bits - 1 - i))
+        return jnp.where(exceeds(*(above_2 + more * equal_2)), count, more)
+
+    bits = logits_V.shape[0].bit_length()
+    count = lax.fori_loop(0, bits, try_bit, jnp.int32(0))
+    first = jnp.max(keys_V)
+    keep_V = _above_threshold(keys_V, jnp.minimum(edge, first), jnp.maximum(count, edge >= first), "first")
+    return jnp.where(alpha >= 1, logits_V, keep_only(logits_V, keep_V))
+
+
+def skew(logits_V: Array, skew: Number) -> Array:
+    """Raises the cumulative probability of the sorted tokens to the power e^s: P'ᵢ = cᵢ^e − cᵢ₋₁^e (ExLlamaV2). Off: s = 0.
+
+    Above 0, unlikely tokens become more likely. The results are ln P'. The step sorts the row.
+    """
+    V, power = logits_V.shape[0], jnp.exp(jnp.asarray(skew, jnp.float32))
+    negative_V, order_V = lax.sort((-logits_V, jnp.arange(V)), num_keys=1, is_stable=True)
+    logP_V = _log_softmax(-negative_V)[0]
+    P_V = jnp.exp(logP_V)
+    # The logarithm of the cumulative probability c, from the sum of the smaller part of the tokens.
+    after_V = jnp.append(jnp.cumsum(P_V[::-1])[::-1][1:], 0.0)
+    logc_V = jnp.where(after_V < 0.5, jnp.log1p(-jnp.minimum(after_V, 0.5)), jnp.log(jnp.cumsum(P_V)))
+    # cᵢ^e − cᵢ₋₁^e = cᵢ^e·(1 − (1 − r)^e) with r = Pᵢ/cᵢ, which needs no difference of similar numbers. r is 1 for the first
+    # token and at most 1/2 for the others.
+    logr_V = jnp.minimum(logP_V - logc_V, -jnp.log(2.0))
+    others_V = jnp.log(-jnp.expm1(power * jnp.log1p(-jnp.exp(logr_V))))
+    factor_V = jnp.where(logr_V < -60, jnp.log(power) + logr_V, others_V).at[0].set(0)
+    skewed_V = jnp.zeros(V).at[order_V].set(power * logc_V + factor_V, unique_indices=True)
+    return jnp.where(jnp.asarray(skew) == 0, logits_V, clip_finite(skewed_V, logits_V))
+
+
+def adaptive_p(logits_V: Array, target: Number, average: Number) -> Array:
+    """Replaces logits by 5 − 10·d²/(1 + d), where d = |P − a|/0.3 is the distance from a = 2·target − average (llama.cpp).
+
+    Source: adaptive-p, MrJackSpade and ddh0 2026 (llama.cpp #17927). Off: target < 0.
+
+    Args:
+      target: the average probability of a drawn token to aim at, in [0, 1].
+      average: the weighted average of the probabilities P of the drawn tokens; a is limited to [0, 1].
+    """
+    adapted = jnp.clip(2 * jnp.asarray(target) - average, 0, 1)
+    d_V = jnp.abs(_softmax(logits_V) - adapted) / ADAPTIVE_WIDTH
+    changed_V = ADAPTIVE_PEAK - ADAPTIVE_SHARPNESS * d_V**2 / (1 + d_V)
+    return jnp.where(jnp.asarray(target) < 0, logits_V, jnp.where(logits_V == -jnp.inf, -jnp.inf, changed_V))
 
 
 def xtc(logits_V: Array, threshold: Number, probability: Number, u: Number, protected_V: Array | None = None) -> Array:

@@ -197,13 +197,13 @@ def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
         alive_BN = x_BN > -jnp.inf
         d_BN = jnp.where(alive_BN, jnp.maximum(x_BN - M_B1, MIN_SHIFTED_LOGIT), 0)
         weights_BN = jnp.where(alive_BN, jnp.exp(d_BN), 0)
-        parts = weights_BN, weights_BN * d_BN, alive_BN.astype(jnp.float32), d_BN, d_BN**2
-        return Rest(*(jnp.sum(part_BN, axis=1) for part_BN in parts))
+        parts = weights_BN, weights_BN * d_BN, weights_BN**2, alive_BN.astype(jnp.float32), d_BN, d_BN**2
+        return Rest(*(jnp.sum(part_BN, axis=1) for part_BN in parts))._replace(least=jnp.min(d_BN, axis=1))
 
     everything, inside = sums(logits_BV), sums(values_BK)
     outside = jax.tree.map(jnp.subtract, everything, inside)
     rest = Rest(
-        jnp.maximum(outside.mass, 0), jnp.minimum(outside.moment, 0), outside.tokens,
-        jnp.minimum(outside.total, 0), jnp.maximum(outside.squares, 0),
+        jnp.maximum(outside.mass, 0), jnp.minimum(outside.moment, 0), jnp.maximum(outside.mass_squares, 0), outside.tokens,
+        jnp.minimum(outside.total, 0), jnp.maximum(outside.squares, 0), everything.least,
     )  # fmt: skip
     return values_BK, ids_BK, Rest(*(jnp.where(rest.tokens > 0, part_B, 0) for part_B in rest))

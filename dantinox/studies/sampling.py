@@ -87,7 +87,8 @@ class SamplingMethod(NamedTuple):
 # the diversity of real text: the best of 12 candidates favors likely text at any temperature.
 FEWER_CANDIDATES = (TunedSetting("candidates", 12, 1, integer=True), TunedSetting("base_temperature", 0.666, 4.0))
 CALIBRATED = {"strategy": "entropy", "router_preset": "calibrated"}
-# Truncation methods run at temperature 1. The router runs with the settings of its presets.
+# Truncation methods run at temperature 1, except those without a number of their own. The router runs with the settings of its
+# presets.
 METHODS = {
     "greedy": SamplingMethod({"greedy": True}, ()),
     "temperature": SamplingMethod({}, (TunedSetting("temperature", 0.4, 1.6),)),
@@ -95,6 +96,10 @@ METHODS = {
     "min_p": SamplingMethod({}, (TunedSetting("min_p", 0.5, 0.002),)),
     "typical": SamplingMethod({}, (TunedSetting("typical", 0.5, 0.995, log_complement=True),)),
     "top_n_sigma": SamplingMethod({}, (TunedSetting("top_n_sigma", 0.2, 4.0),)),
+    "top_h": SamplingMethod({}, (TunedSetting("top_h", 0.3, 0.99, log_complement=True),)),
+    "p_less": SamplingMethod({"p_less": "plain"}, (TunedSetting("temperature", 0.5, 4.0),)),
+    "min_k": SamplingMethod({"min_k": 3.0}, (TunedSetting("temperature", 0.5, 10.0),)),
+    "adaptive_p": SamplingMethod({"min_p": 0.02}, (TunedSetting("adaptive_target", 0.8, 0.03),)),
     "router_guide": SamplingMethod({"strategy": "entropy", "router_preset": "guide"}, FEWER_CANDIDATES),
     "router_calibrated": SamplingMethod(CALIBRATED, FEWER_CANDIDATES),
     "router_no_attention": SamplingMethod({**CALIBRATED, "use_attention": False}, FEWER_CANDIDATES),

@@ -30,6 +30,7 @@ MARKS = {
     "human": ("*", "#000000"), "greedy": ("x", "#000000"), "temperature": ("o", "#999999"), "top_p": ("v", "#56b4e9"),
     "min_p": ("s", "#0072b2"), "typical": ("^", "#009e73"), "top_n_sigma": ("D", "#b59f00"), "router_guide": ("p", "#e69f00"),
     "router_calibrated": ("P", "#d55e00"), "router_no_attention": ("X", "#cc79a7"), "router_random": ("h", "#6a4c93"),
+    "top_h": ("<", "#56b4e9"), "p_less": (">", "#0072b2"), "min_k": ("d", "#009e73"), "adaptive_p": ("H", "#e69f00"),
 }  # fmt: skip
 
 

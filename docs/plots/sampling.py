@@ -147,6 +147,16 @@ def steps_of(d: Distribution) -> dict[str, tuple[str, list[dict[str, Any]]]]:
         "epsilon_cutoff": ("epsilon_cutoff 0.015", step("epsilon_cutoff", eps=0.015)),
         "eta_cutoff": ("eta_cutoff 0.04", step("eta_cutoff", eps=0.04)),
         "top_n_sigma": ("top_n_sigma 1.2", step("top_n_sigma", n=1.2)),
+        "min_k": ("min_k 3", step("min_k", tau=3.0)),
+        "p_less": ("p_less plain", step("p_less")),
+        "top_h": ("top_h 0.6", step("top_h", alpha=0.6)),
+        "skew": ("skew 0.5", step("skew", skew=0.5)),
+        "adaptive_p": (
+            "min_p 0.02, adaptive_target 0.1, average 0.15",
+            [*step("min_p", p=0.02), *step("adaptive_p", target=0.1, average=0.15)],
+        ),
+        "synthid": ("watermark_keys 3, 14, 15", step("synthid", layer_keys=[3, 14, 15])),
+        "encoder_repetition_penalty": ("encoder_repetition_penalty 1.1", step("encoder_repetition_penalty", penalty=1.1)),
         "xtc": ("xtc_threshold 0.1, when it acts", step("xtc", threshold=0.1, probability=1.0, u=0.0)),
         "mirostat": ("mirostat 2, μ = 5.5 bits", step("mirostat_v2", mu=5.5)),
     }

@@ -26,7 +26,7 @@ from tests.error_texts import ERRORS
 
 HEAVY = {"pydantic", "yaml", "jax", "flax", "numpy", "rich", "starlette", "tokenizers", "importlib.metadata"}
 WITH_SETTINGS = ("train", "find-lr", "generate", "chat", "serve", "explain", "plan")
-KINDS = ("sampling", "kv", "ruler", "ppl", "tasks")
+KINDS = ("sampling", "kv", "ruler", "ppl", "tasks", "watermark")
 
 
 @pytest.fixture(autouse=True)

@@ -54,12 +54,29 @@ REFUSED = {
     "too few codes": ({"preset": "kobold", "sampler_order": [0, 1]}, "must be a permutation of 0…5 or 0…6, got [0, 1]"),
     "a code twice": ({"preset": "kobold", "sampler_order": [0, 0, 1, 2, 3, 4, 5]}, "must be a permutation"),
     "a negative code": ({"preset": "kobold", "sampler_order": [-1, 0, 1, 2, 3, 4, 5]}, "must be a permutation"),
-    "an unknown step": ({"sampler_order": ["top_k", "topp"]}, "names among repetition_penalty"),
-    "codes and names": ({"sampler_order": ["top_k", 3]}, "names among repetition_penalty"),
+    "an unknown step": ({"sampler_order": ["top_k", "topp"]}, "names among encoder_repetition_penalty"),
+    "codes and names": ({"sampler_order": ["top_k", 3]}, "names among encoder_repetition_penalty"),
     "a step twice": ({"sampler_order": ["top_k", "top_k"]}, "must name each step once, got top_k, top_k"),
-    "an edit in the order": ({"sampler_order": ["logit_bias"]}, "names among repetition_penalty"),
+    "an edit in the order": ({"sampler_order": ["logit_bias"]}, "names among encoder_repetition_penalty"),
     "names in a preset": ({"preset": "hf", "sampler_order": ["top_k"]}, "with step names excludes generation.preset hf"),
     "mirostat before others": ({"sampler_order": ["mirostat", "top_k"]}, "must have mirostat last"),
+    "adaptive_p before mirostat": ({"sampler_order": ["adaptive_p", "mirostat"]}, "must have adaptive_p last"),
+    "adaptive_p before others": ({"sampler_order": ["adaptive_p", "top_k"]}, "must have adaptive_p last"),
+    "adaptive_p and mirostat": (
+        {"adaptive_target": 0.3, "mirostat": 2},
+        "generation.adaptive_target must be negative with generation.mirostat, got 0.3",
+    ),
+    "adaptive_p in vllm": ({"preset": "vllm", "adaptive_target": 0}, "cannot be used with generation.preset vllm"),
+    "p_less left out of an order": ({"sampler_order": ["top_k"], "p_less": "norm"}, "generation.p_less cannot be used with"),
+    "the watermark in an order": ({"sampler_order": ["top_k", "synthid"]}, "names among"),
+    "a negative key": ({"watermark_keys": [-1]}, "generation.watermark_keys must be a list"),
+    "33 keys": ({"watermark_keys": list(range(33))}, "generation.watermark_keys must be a list"),
+    "n-grams of one": (
+        {"watermark_keys": [1], "watermark_ngram": 1},
+        "generation.watermark_ngram must be an integer in [2, 16]",
+    ),
+    "target above one": ({"adaptive_target": 1.1}, "generation.adaptive_target must be"),
+    "skew": ({"skew": 11}, "generation.skew must be a number in [-10, 10]"),
     "an order that is none": (
         {"sampler_order": 3.5},
         "generation.sampler_order must be a list (each an integer, or text), or null",
@@ -126,6 +143,7 @@ def test_settings_of_an_inactive_step_are_refused(key):
     other = {
         "dynatemp_exponent": 2.0, "smoothing_curve": 1.5, "top_p_rule": "exclusive", "ties": "all", "xtc_threshold": 0.3,
         "mirostat_tau": 3.0, "mirostat_eta": 0.2, "repetition_range": 5, "repetition_slope": 1.0, "repetition_scope": "output",
+        "top_h_rule": "cumulative", "adaptive_decay": 0.5, "watermark_ngram": 4,
         "presence_scope": "all", "dry_base": 2.0, "dry_allowed_length": 3, "dry_range": 9, "dry_breakers": [4],
     }  # fmt: skip
     with pytest.raises(UserError, match=rf"generation\.{key} has no effect while generation\."):
@@ -149,8 +167,10 @@ def test_kobold_orders():
     assert step_order("koboldcpp", None) == (
         "dry", "repetition_penalty", "presence_frequency_penalty", "top_k", "top_a", "tail_free", "typical", "top_p", "min_p",
         "dynamic_temperature",
-        "temperature", "smoothing", "top_n_sigma", "xtc", "mirostat_v1", "mirostat_v2",
+        "temperature", "smoothing", "top_n_sigma", "xtc", "mirostat_v1", "mirostat_v2", "adaptive_p",
     )  # fmt: skip
+    assert step_order("default", ("p_less", "adaptive_p")) == ("p_less", "p_less_norm", "adaptive_p")
+    assert step_order("default", ("mirostat", "adaptive_p")) == ("mirostat_v1", "mirostat_v2", "adaptive_p")
     assert step_order("default", ("top_p", "mirostat")) == ("top_p", "mirostat_v1", "mirostat_v2")
     for wrong in ([True, 0, 2, 3, 4, 5, 6], ["6", 0, 1, 2, 3, 4, 5]):
         with pytest.raises(ValueError, match=ERRORS["permutation"]):
@@ -201,6 +221,13 @@ AS_FLAGS = {
     "top_n_sigma": (["-1"], -1.0),
     "mirostat": (["1"], 1),
     "xtc_probability": (["1"], 1.0),
+    "min_k": (["3"], 3.0),
+    "p_less": (["norm"], "norm"),
+    "top_h": (["0.4"], 0.4),
+    "skew": (["-0.5"], -0.5),
+    "adaptive_target": (["0.4"], 0.4),
+    "watermark_keys": (["3", "17"], (3, 17)),
+    "encoder_repetition_penalty": (["1.1"], 1.1),
     "repetition_penalty": (["1.1"], 1.1),
     "presence_penalty": (["-0.5"], -0.5),
     "frequency_penalty": (["-2"], -2.0),

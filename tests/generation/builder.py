@@ -78,10 +78,10 @@ _draw = jax.jit(lambda logits_V, seed, sample, n: draw(logits_V, row_key(seed, s
 
 
 EDITS = ("no_repeat_ngram", "logit_bias", "allowed_tokens", "banned_tokens", "bad_words", "min_tokens")
-PENALTIES = ("repetition_penalty", "presence_frequency_penalty", "dry")
+PENALTIES = ("encoder_repetition_penalty", "repetition_penalty", "presence_frequency_penalty", "dry")
 ORDER = (
     *PENALTIES, "dynamic_temperature", "temperature", "smoothing", "top_k", "top_p", "min_p", "top_a", "tail_free", "typical",
-    "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "xtc", "mirostat",
+    "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "min_k", "p_less", "p_less_norm", "top_h", "xtc", "skew", "mirostat",
 )  # fmt: skip
 # step → its parameters in `process_logits`, by the names of the settings; the first of them enables the step
 PARAMETERS: dict[str, dict[str, str]] = {
@@ -108,11 +108,15 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "eta_cutoff": {"eta_cutoff": "eps"},
     "top_n_sigma": {"top_n_sigma": "n"},
     "xtc": {"xtc_probability": "probability", "xtc_threshold": "threshold"},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": "penalty"},
+    "min_k": {"min_k": "tau"},
+    "top_h": {"top_h": "alpha", "top_h_rule": "rule"},
+    "skew": {"skew": "skew"},
 }  # fmt: skip
 
 
 def steps_of(settings: dict[str, Any], order: tuple[str, ...], eos: list[int], u: float) -> list[dict[str, Any]]:
-    """Returns the pipeline of the settings, without mirostat."""
+    """Returns the pipeline of the settings, without mirostat, adaptive-p and the watermark."""
     found: list[dict[str, Any]] = []
     for name in (*EDITS, *order):
         if name == "min_tokens" and settings.get("min_tokens") and eos:
@@ -120,6 +124,8 @@ def steps_of(settings: dict[str, Any], order: tuple[str, ...], eos: list[int], u
         elif name == "logit_bias" and "logit_bias" in settings:
             bias = settings["logit_bias"]
             found.append({"name": name, "ids": [*map(int, bias)], "values": [*bias.values()]})
+        elif name == {"plain": "p_less", "norm": "p_less_norm"}.get(settings.get("p_less", "off")):
+            found.append({"name": name})
         elif name in PARAMETERS and next(iter(PARAMETERS[name])) in settings:
             numbers = {short: settings[key] for key, short in PARAMETERS[name].items() if key in settings}
             found.append({"name": name} | numbers | ({"u": u, "protected_ids": eos} if name == "xtc" else {}))
@@ -145,6 +151,10 @@ def slowly(
     order = tuple(name for name in order if name in PENALTIES) if greedy else order
     tau, mu = settings.get("mirostat_tau", 5.0), 2 * settings.get("mirostat_tau", 5.0)
     version = 0 if greedy else settings.get("mirostat", 0)
+    target, decay = settings.get("adaptive_target", -1.0), settings.get("adaptive_decay", 0.9)
+    total, weight = target / (1 - decay), 1 / (1 - decay)
+    keys = [] if greedy else settings.get("watermark_keys", [])
+    mark = [{"name": "synthid", "layer_keys": keys, "ngram": settings.get("watermark_ngram", 5)}] if keys else []
     for n in range(steps):
         said = [text[: len(prompt)]], [text[len(prompt) :]]
         key = row_key(jnp.uint32(seed), jnp.int32(sample), jnp.int32(n))
@@ -156,6 +166,11 @@ def slowly(
             exact_V = np.asarray(logits_V, np.float64)
             surprise = np.log2(np.exp(exact_V - exact_V.max()).sum()) - (exact_V[token] - exact_V.max()) / np.log(2)
             mu -= settings.get("mirostat_eta", 0.1) * (surprise - tau)
+        elif mark or (target >= 0 and not greedy):
+            adapt = [{"name": "adaptive_p", "target": target, "average": total / weight}] if target >= 0 else []
+            token = int(_draw(process_logits(logits_V[None], adapt + mark, *said)[0], seed, sample, n))
+            weights_V = np.exp(np.float64(logits_V) - np.max(logits_V))
+            total, weight = weights_V[token] / weights_V.sum() + decay * total, 1 + decay * weight
         else:
             token = int(np.argmax(logits_V)) if greedy else int(_draw(logits_V, seed, sample, n))
         text.append(token)

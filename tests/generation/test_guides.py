@@ -109,6 +109,7 @@ CONTEXT = 192
 SETTINGS = (
     {"temperature": 1.0},
     {"temperature": 1.2, "mirostat": 2, "mirostat_tau": 4.0},
+    {"adaptive_target": 0.4, "min_p": 0.02, "encoder_repetition_penalty": 1.2},
     {"dry_multiplier": 0.8, "repetition_penalty": 1.2, "repetition_scope": "output", "presence_penalty": 0.4},
     {"no_repeat_ngram": 3, "frequency_penalty": 0.2, "presence_scope": "output", "xtc_probability": 0.5},
 )

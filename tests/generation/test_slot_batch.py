@@ -23,6 +23,14 @@ NEIGHBOURS = (
     {"dry_multiplier": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
     {"xtc_probability": 0.5, "top_k": 5, "logit_bias": {"97": 3.0}, "bad_words": ["fox"]},
     {"typical": 0.7, "min_p": 0.1, "tail_free": 0.9, "no_repeat_ngram": 3},
+    {
+        "adaptive_target": 0.3,
+        "min_p": 0.05,
+        "watermark_keys": [7, 8, 9],
+        "watermark_ngram": 4,
+        "encoder_repetition_penalty": 1.2,
+    },
+    {"top_h": 0.7, "top_h_rule": "cumulative", "skew": 0.5, "top_p_rule": "exclusive", "top_p": 0.9},
 )
 
 
@@ -69,7 +77,7 @@ DRAWN = {"temperature": 1.2, "top_p": 0.95}
 
 def test_a_request_equals_a_static_batch(served):
     run, slots = served
-    for settings in (DRAWN, NEIGHBOURS[1], NEIGHBOURS[3]):
+    for settings in (DRAWN, NEIGHBOURS[1], *NEIGHBOURS[3:]):
         put(run, slots, 1, "hello world", **settings)
         assert decode(slots)[0][1] == run.generate("hello world", seed=3, max_new_tokens=24, **settings).tokens, settings
 
@@ -230,3 +238,13 @@ def test_token_mask_of_one_slot(served):
     tokens = decode(slots)[0]
     assert set(tokens[3]) <= set(b"xyz")
     assert tokens[2] == run.generate("hello", seed=3, max_new_tokens=24, **DRAWN).tokens
+
+
+def test_a_request_cannot_change_the_watermark_of_the_server():
+    run, slots = make(context=64, settings={"generation": {"watermark_keys": [31, 41]}})
+    assert slots.program_key(run.config) == slots.program_key(run.settings({"top_k": 3, "watermark_keys": [31, 41]}))
+    for settings in ({"watermark_keys": []}, {"watermark_keys": [31]}, {"watermark_ngram": 4}):
+        key = next(iter(settings))
+        with pytest.raises(UserError, match=f"^generation.{key} is set by this server and cannot be changed$") as error:
+            slots.program_key(run.settings(settings))
+        assert error.value.key == f"generation.{key}"

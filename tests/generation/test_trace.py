@@ -134,3 +134,9 @@ def test_candidates_in_document_json_trace_and_page(run):
     assert '"score":[' in report_page([document])
     with pytest.raises(UserError, match=ERRORS["set_logprobs_too"]):
         run.generate("abc", show_candidates=True, **ROUTED)
+
+
+def test_the_keys_of_the_watermark_are_not_reported(run):
+    result = run.generate("abc", logprobs=1, seed=3, max_new_tokens=2, watermark_keys=[77123], watermark_ngram=4, top_k=9)
+    document = trace_document(result, run.tokenizer)
+    assert document["settings"] == {"top_k": 9, "watermark_ngram": 4} and "77123" not in json.dumps(document)

@@ -68,7 +68,7 @@ def test_documents_do_not_see_each_other(run, run_dir, tmp_path):
 def test_first_tokens_of_a_text(run, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(TEXT, encoding="utf-8")
-    (document,) = read_documents(run, str(file), 4)
+    (document,) = read_documents(run.tokenizer, str(file), "text", 4)
     assert document.ids.tolist() == list("aè€".encode()[:4])
     assert document.bytes == 4, "also if a character is split"
 

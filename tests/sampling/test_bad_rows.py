@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.sampling import history, kobold_order, process_logits, steps
+from dantinox.sampling import history, kobold_order, process_logits, steps, watermark
 from tests.error_texts import ERRORS
 
 pytestmark = [
@@ -44,8 +44,17 @@ EVERY = {
     "xtc": {"threshold": 0.0, "probability": 1.0, "u": 0.0, "protected_ids": []},
     "mirostat_v1": {"mu": -5.0},
     "mirostat_v2": {"mu": -5.0},
+    "encoder_repetition_penalty": {"penalty": 1.5},
+    "min_k": {"tau": 0.0},
+    "p_less": {},
+    "p_less_norm": {},
+    "top_h": {"alpha": 0.0},
+    "skew": {"skew": 10.0},
+    "adaptive_p": {"target": 1.0, "average": 0.0},
+    "synthid": {"layer_keys": [1, 2**31 - 1], "ngram": 2},
 }
-MOVES = {"logit_bias", "repetition_penalty", "presence_frequency_penalty", "dry", "temperature"}
+MOVES = {"logit_bias", "repetition_penalty", "presence_frequency_penalty", "dry", "temperature", "encoder_repetition_penalty"}
+MOVES |= {"skew", "adaptive_p", "synthid"}
 
 
 def process(rows, *pipeline, prompt=None, output=None):
@@ -119,11 +128,38 @@ def every_function(x_V):
         "mirostat_v1": steps.mirostat_v1(x_V, -LARGEST),
         "mirostat_v1 most": steps.mirostat_v1(x_V, LARGEST),
         "mirostat_v2": steps.mirostat_v2(x_V, -LARGEST),
+        "encoder penalty": history.encoder_repetition_penalty(x_V, counts_V > 0, LARGEST),
+        "encoder penalty small": history.encoder_repetition_penalty(x_V, counts_V > 0, 1.2e-38),
+        "min_k": steps.min_k(x_V, 0.0),
+        "min_k largest": steps.min_k(x_V, LARGEST),
+        "p_less": steps.p_less(x_V),
+        "p_less_norm": steps.p_less_norm(x_V),
+        "top_h": steps.top_h(x_V, 0.0),
+        "top_h cumulative": steps.top_h(x_V, 0.999, "cumulative"),
+        "skew": steps.skew(x_V, 10.0),
+        "skew back": steps.skew(x_V, -10.0),
+        "adaptive": steps.adaptive_p(x_V, 1.0, 0.0),
+        "adaptive far": steps.adaptive_p(x_V, 0.0, 1.0),
+        "synthid": watermark.synthid(x_V, said_S, 6, 6, ids_S, 2),
+        "synthid without a text": watermark.synthid(x_V, said_S, 0, 0, jnp.array([5, 6]), 16),
     }
 
 
 EVERY_FUNCTION = jax.jit(jax.vmap(every_function))
-CHANGE = ("bias l", "penalty", "presence", "dry", "cold", "hot", "dynamic", "smoothing")
+CHANGE = (
+    "bias l",
+    "penalty",
+    "encoder",
+    "skew",
+    "adaptive",
+    "synthid",
+    "presence",
+    "dry",
+    "cold",
+    "hot",
+    "dynamic",
+    "smoothing",
+)
 
 
 @pytest.mark.parametrize(

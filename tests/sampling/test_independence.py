@@ -9,7 +9,7 @@ from dantinox.sampling import SamplingParams, init_state, sample
 
 pytestmark = pytest.mark.slow
 
-V, B, STEPS, CAPACITY = 5000, 8, 3, 32
+V, B, STEPS, CAPACITY = 5000, 9, 3, 32
 ROWS = [
     {"greedy": True, "frequency_penalty": 0.4},
     {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "repetition_range": 5, "repetition_slope": 1.5},
@@ -18,6 +18,13 @@ ROWS = [
     {"typical": 0.4, "tail_free": 0.9, "no_repeat_ngram": 2, "dynatemp_low": 0.5, "dynatemp_high": 1.5},
     {"mirostat": 2, "mirostat_tau": 3.0, "logit_bias": {"3": 2.0, "11": -float("inf")}},
     {"top_a": 0.1, "epsilon_cutoff": 0.001, "smoothing_factor": 0.2, "smoothing_curve": 1.3, "banned_tokens": [1, 2]},
+    {
+        "adaptive_target": 0.2,
+        "p_less": "plain",
+        "watermark_keys": [3, 4],
+        "watermark_ngram": 2,
+        "encoder_repetition_penalty": 2.0,
+    },
     {"top_n_sigma": 2.0, "eta_cutoff": 0.002, "bad_words": [[4, 5], [6]], "min_tokens": 2, "top_k": 400, "mirostat": 1},
 ]
 ROWS = [row | {"seed": 2**32 - 1 - b} for b, row in enumerate(ROWS)]
@@ -26,9 +33,10 @@ STRANGER = {
     "repetition_penalty": 3.0, "presence_penalty": -1.0, "dry_multiplier": 3.0, "dry_breakers": [1], "no_repeat_ngram": 1,
     "xtc_probability": 1.0, "mirostat": 2, "smoothing_factor": 1.0, "banned_tokens": [9, 8], "bad_words": [[3, 3], [1]],
     "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "top_n_sigma": 0.5, "logit_bias": {"0": 5.0, "1": 1.0}, "min_tokens": 30,
+    "min_k": 4.0, "p_less": "norm", "top_h": 0.3, "skew": 2.0, "watermark_keys": [1, 2], "encoder_repetition_penalty": 0.5,
 }  # fmt: skip
 # One more row enables all steps, so that every batch has the same plan.
-FULL = STRANGER | {"temperature": 1.0, "dynatemp_low": 0.5, "dynatemp_high": 2.0, "mirostat": 1}
+FULL = STRANGER | {"temperature": 1.0, "dynatemp_low": 0.5, "dynatemp_high": 2.0, "mirostat": 0, "adaptive_target": 0.4}
 
 
 @jax.jit

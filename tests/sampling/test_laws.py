@@ -34,6 +34,11 @@ TRUNCATIONS = {
     "epsilon_cutoff": (steps.epsilon_cutoff, lambda a: (1 - a) ** 4),
     "eta_cutoff": (steps.eta_cutoff, lambda a: (1 - a) ** 4),
     "top_n_sigma": (steps.top_n_sigma, lambda a: 1e-3 + 4 * a),
+    "min_k": (steps.min_k, lambda a: 60 * a**3),
+    "top_h": (steps.top_h, lambda a: a),
+    "top_h cumulative": (partial(steps.top_h, rule="cumulative"), lambda a: a),
+    "p_less": (lambda x_V, _: steps.p_less(x_V), lambda a: a),
+    "p_less_norm": (lambda x_V, _: steps.p_less_norm(x_V), lambda a: a),
     "mirostat_v1": (steps.mirostat_v1, lambda a: 9 * a - 1),
     "mirostat_v2": (steps.mirostat_v2, lambda a: 9 * a - 1),
     "xtc": (lambda x_V, threshold: steps.xtc(x_V, threshold, 1.0, 0.5), lambda a: a / 2),
@@ -135,7 +140,8 @@ def test_a_permutation_permutes_every_filter(tied_V, distinct_V, seed, a):
     order = np.random.default_rng(seed).permutation(V)
     peaked_V = np.where(np.arange(V) == np.argmax(tied_V), tied_V + np.float32(0.25), tied_V)
     for name in TRUNCATIONS:
-        by_id = name in ("top_k", "top_p", "top_p exclusive", "typical", "tail_free", "mirostat_v1", "xtc")
+        by_id = name in ("top_k", "top_p", "top_p exclusive", "typical", "tail_free", "mirostat_v1", "xtc", "min_k", "top_h",
+                         "top_h cumulative")  # fmt: skip
         falls_back = name in ("top_a", "epsilon_cutoff", "eta_cutoff", "mirostat_v2")
         x_V = distinct_V if by_id else peaked_V if falls_back else tied_V
         hair = 0 if name.startswith("top_k") else 3e-5
@@ -167,6 +173,13 @@ OFF = [
     {"name": "eta_cutoff", "eps": 0},
     {"name": "top_n_sigma", "n": 0},
     {"name": "xtc", "threshold": 0.0, "probability": 0, "u": 0},
+    {"name": "min_k", "tau": -1},
+    {"name": "top_h", "alpha": 1},
+    {"name": "top_h", "alpha": 1, "rule": "cumulative"},
+    {"name": "skew", "skew": 0},
+    {"name": "adaptive_p", "target": -0.5, "average": 0.5},
+    {"name": "synthid", "layer_keys": []},
+    {"name": "encoder_repetition_penalty", "penalty": 1},
 ]
 
 
@@ -185,6 +198,9 @@ MOVES = {
     "temperature": [{"name": "temperature", "t": 0.7}],
     "dynamic_temperature": [{"name": "dynamic_temperature", "low": 0.5, "high": 2, "exponent": 1.5}],
     "smoothing": [{"name": "smoothing", "factor": 0.3, "curve": 2}],
+    "skew": [{"name": "skew", "skew": 1.2}],
+    "adaptive_p": [{"name": "adaptive_p", "target": 0.3, "average": 0.2}],
+    "synthid": [{"name": "synthid", "layer_keys": [3, 1, 2**31 - 1], "ngram": 3}],
     "penalties": [
         {"name": "logit_bias", "ids": [0, 7, 9], "values": [2.5, None, -1]},
         {"name": "presence_frequency_penalty", "presence": 0.5, "frequency": 0.25},

@@ -108,8 +108,15 @@ def test_tokens_and_states_equal_those_of_the_static_program():
     """In a small vocabulary, with mirostat, whose state depends on the mass before its filter, and a penalty after filters."""
     rows = [
         {"mirostat": 2, "mirostat_tau": 2.0, "min_p": 0.01, "seed": 1},
-        {"greedy": True, "repetition_penalty": 3.0, "top_k": 1},
-        {"top_k": 9, "repetition_penalty": 1.5, "repetition_range": 2, "seed": 3},
+        {"greedy": True, "repetition_penalty": 3.0, "top_k": 1, "watermark_keys": [1]},
+        {
+            "top_k": 9,
+            "watermark_keys": [6, 5],
+            "watermark_ngram": 2,
+            "repetition_penalty": 1.5,
+            "repetition_range": 2,
+            "seed": 3,
+        },
     ]
     order = {"sampler_order": ["top_k", "min_p", "temperature", "repetition_penalty", "mirostat"]}
     start = jax.random.normal(jax.random.key(0), (3, 40)) * 3
@@ -130,6 +137,31 @@ def test_tokens_and_states_equal_those_of_the_static_program():
         outcomes.append([*map(np.asarray, outputs), np.asarray(final.mu)[:1], np.asarray(final.last_seen)])
     for dynamic, static in zip(*outcomes, strict=True):
         np.testing.assert_allclose(dynamic, static, rtol=1e-6)
+
+
+def test_every_choice_of_a_rule_is_read_from_the_array():
+    """Rows with ties and with an entropy between the two rules, in one program, equal named steps with the same choice."""
+    x_V = np.float32(np.round(logits(0)))
+    choices = [
+        {"top_k": 30},
+        {"top_k": 30, "ties": "all"},
+        {"top_p": 0.5},
+        {"top_p": 0.5, "top_p_rule": "exclusive"},
+        {"top_h": 0.5},
+        {"top_h": 0.5, "top_h_rule": "cumulative"},
+    ]
+    rows = [choice | {"seed": 1} for choice in choices]
+    params = SamplingParams.build([*rows, *rows[:2]], vocab_size=V, dynamic_order=True)
+    tokens = jnp.broadcast_to(jnp.asarray(TEXT), (8, len(TEXT)))
+    state = init_state(params, tokens, jnp.ones(tokens.shape, bool), V, 16)
+    found_BV = np.asarray(chain(jnp.asarray(np.stack([x_V] * 8)), params, state).logits)
+    names = {"top_k": "k", "top_p": "p", "top_h": "alpha"}
+    for choice, found_V in zip(choices, found_BV, strict=False):
+        (name, value), *rule = choice.items()
+        step = {"name": name, names[name]: value} | {key.removeprefix(f"{name}_"): word for key, word in rule}
+        np.testing.assert_array_equal(found_V, np.asarray(process_logits(x_V[None], [step]))[0])
+    counts = np.isfinite(found_BV).sum(axis=1)
+    assert counts[0] < counts[1] and counts[3] < counts[2] and counts[4] != counts[5]
 
 
 def test_the_router_has_a_fixed_order():

@@ -71,3 +71,21 @@ def test_all_searches_find_the_same_threshold(least):
     none, all_of_them = least > weights.sum(), least == 0
     expected = 0 if none else 2**32 - 1 if all_of_them else int(keys[descending[np.argmax(enough)]])
     assert found == {expected}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_thresholds_of_several_weights_per_key(seed):
+    """The largest key at which a condition on two sums holds, compared with a loop over all keys."""
+    rng = np.random.default_rng(seed)
+    x_V = np.float32(rng.integers(-9, 9, 300) / 4)
+    weights_2V = np.float32(rng.integers(0, 5, (2, 300)))
+    keys_V = np.asarray(ordered_keys(jnp.asarray(x_V)))
+    for bound in (0, 40, 350, 5000):
+
+        def enough(sums, bound=bound):
+            return sums[0] + 2 * sums[1] > bound
+
+        hits = [key for key in keys_V if enough(weights_2V[:, keys_V >= key].sum(axis=1))]
+        expected = max(hits, default=0)
+        found = [int(jax.jit(partial(way, enough))(keys_V, weights_2V)) for way in (_bit_by_bit, _digit_by_digit, _key_by_key)]
+        assert found == [expected] * 3

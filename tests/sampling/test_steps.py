@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dantinox.sampling import history, steps
+from dantinox.sampling import history, steps, watermark
 
 V = 40
 TOP_K = {ties: jax.jit(partial(steps.top_k, ties=ties)) for ties in ("first", "all")}
@@ -161,6 +161,12 @@ OFF = {
     "eta_cutoff": lambda x: ETA(x, 0.0),
     "top_n_sigma": lambda x: SIGMA(x, 0.0),
     "xtc": lambda x: XTC(x, 0.1, 0.0, 0.0),
+    "min_k": lambda x: steps.min_k(x, -1.0),
+    "top_h": lambda x: steps.top_h(x, 1.0),
+    "skew": lambda x: steps.skew(x, 0.0),
+    "adaptive_p": lambda x: steps.adaptive_p(x, -1.0, 0.5),
+    "synthid": lambda x: watermark.synthid(x, jnp.zeros(8, jnp.int32), 8, 4, jnp.full(2, -1), 3),
+    "encoder_repetition_penalty": lambda x: history.encoder_repetition_penalty(x, jnp.ones(V, bool), 1.0),
     "presence_frequency_penalty": lambda x: history.presence_frequency_penalty(x, jnp.ones(V), 0.0, 0.0),
     "logit_bias": lambda x: history.logit_bias(x, jnp.zeros(V)),
     "no_repeat_ngram": lambda x: history.no_repeat_ngram(x, jnp.zeros(8, jnp.int32), 8, jnp.arange(8), 0),

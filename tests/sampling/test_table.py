@@ -11,7 +11,7 @@ from traced import traced
 
 from dantinox.config.generation_settings import PRESETS, GenerationSection, step_order
 from dantinox.config.sampling_steps import NUMBER_BOUNDS, SETTINGS, STEPS
-from dantinox.sampling import SamplingParams, chain, history, init_state, process_logits, steps
+from dantinox.sampling import SamplingParams, chain, init_state, process_logits
 
 DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
 BAN = -np.inf
@@ -20,7 +20,8 @@ BAN = -np.inf
 @pytest.mark.parametrize("name", STEPS)
 def test_each_step_matches_its_function(name):
     step = STEPS[name]
-    function = getattr(history if hasattr(history, step.function or name) else steps, step.function or name)
+    function = chain.FUNCTIONS[name]
+    assert function.__name__ == step.function or function.__name__ == name
     _, *parameters = inspect.signature(function).parameters
     optional = {"on"} | {parameter for parameter in step.parameters if parameter not in step.reads}
     assert {*step.arguments, *step.reads} <= {*parameters} <= {*step.arguments, *step.reads, *optional}
@@ -32,7 +33,9 @@ def test_each_step_matches_its_function(name):
 def off(step):
     """The defaults of the settings that enable a step."""
     defaults = [GenerationSection.model_fields[key].default for key in step.on]
-    return ", ".join("null" if value is None else "[]" if value in ((), {}) else f"{value:g}" for value in defaults)
+    special = {None: "null", (): "[]"}
+    values = [() if value == {} else value for value in defaults]
+    return ", ".join(special.get(value) or (value if isinstance(value, str) else f"{value:g}") for value in values)
 
 
 def table():
@@ -55,7 +58,7 @@ def test_the_docs_contain_the_table_and_a_section_for_every_step():
     for name, step in STEPS.items():
         assert all(f"`{key}`" in headings for key in step.on), name
     for preset in (*PRESETS, "kobold", "koboldcpp"):
-        order = dict.fromkeys(re.sub(r"_v\d$", "", name) for name in step_order(preset, None))
+        order = dict.fromkeys(re.sub(r"_(v\d|norm)$", "", name) for name in step_order(preset, None))
         assert f"| `{preset}` | {', '.join(order)} |" in text, preset
 
 
@@ -126,7 +129,7 @@ def test_the_koboldcpp_order_places_presence_and_sigma():
     heat = order.index("dynamic_temperature")
     assert order[heat : heat + 4] == ("dynamic_temperature", "temperature", "smoothing", "top_n_sigma")
     moved = step_order("koboldcpp", (5, 0, 1, 3, 4, 2, 6))
-    assert moved[1:5] == order[heat : heat + 4] and moved[-5:-3] == ("repetition_penalty", "presence_frequency_penalty")
+    assert moved[1:5] == order[heat : heat + 4] and moved[-6:-4] == ("repetition_penalty", "presence_frequency_penalty")
 
 
 def test_ranges_of_named_steps_equal_those_of_the_settings():

@@ -235,6 +235,12 @@ SETTINGS = [
     ({"xtc_probability": 0.5, "xtc_threshold": 0.2}, {"xtc_probability": 0.5, "xtc_threshold": 0.2}),
     ({"xtc_probability": 0, "xtc_threshold": 0.2}, {"xtc_probability": 0.0, "xtc_threshold": 0.1}),
     ({"xtc_probability": 3, "xtc_threshold": 2}, {"xtc_probability": 1.0, "xtc_threshold": 1.0}),
+    ({"adaptive_target": 0.6, "adaptive_decay": 0.8}, {"adaptive_target": 0.6, "adaptive_decay": 0.8}),
+    ({"adaptive_target": 3, "adaptive_decay": 3}, {"adaptive_target": 1.0, "adaptive_decay": 0.99}),
+    ({"adaptive_target": -1, "adaptive_decay": 0.5}, {"adaptive_target": -1.0, "adaptive_decay": 0.9}),
+    ({"adaptive_target": 0, "adaptive_decay": 0.5}, {"adaptive_target": -1.0, "adaptive_decay": 0.9}),
+    ({"mirostat": 2, "adaptive_target": 0.5, "top_h": 0.4}, {"mirostat": 2, "adaptive_target": -1.0, "top_h": 0.4}),
+    ({"sampler_order": ORDER, "adaptive_target": 0.5}, {"preset": "koboldcpp", "adaptive_target": 0.5}),
     ({"sampler_order": ORDER}, {"preset": "koboldcpp", "sampler_order": tuple(ORDER)}),
     ({"sampler_order": [5, 4, 3, 2, 1, 0, 6]}, {"sampler_order": (5, 4, 3, 2, 1, 0, 6)}),
     ({"sampler_order": [0, 1, 2, 3, 4, 5]}, {"sampler_order": (0, 1, 2, 3, 4, 5)}),
@@ -541,7 +547,7 @@ NUMBERS = (
     "temperature", "top_p", "top_a", "min_p", "typical", "tfs", "rep_pen", "rep_pen_slope", "presence_penalty",
     "dynatemp_range", "dynatemp_exponent", "smoothing_factor", "smoothing_curve", "nsigma",
     "mirostat_tau", "mirostat_eta", "dry_multiplier",
-    "dry_base", "xtc_probability", "xtc_threshold",
+    "dry_base", "xtc_probability", "xtc_threshold", "adaptive_target", "adaptive_decay",
 )  # fmt: skip
 COUNTS = ("n", "max_length", "max_context_length", "top_k", "rep_pen_range", "mirostat", "dry_allowed_length", "sampler_seed")
 BAD = [

@@ -59,7 +59,8 @@ def test_about_has_every_setting_with_its_range_and_steps(client):
     assert (about["model"], about["context"], about["vocab_size"], about["chat"]) == ("fake", 256, BYTES.vocab_size, True)
     found = {setting["name"]: setting for setting in about["settings"]}
     fields = {**GenerationSection.model_fields, **RouterSection.model_fields}
-    assert fields.keys() - found.keys() == {"n", "use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel"}
+    fixed = {"n", "use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel"}
+    assert fields.keys() - found.keys() == {*fixed, "watermark_keys"}, "the keys are secret"
     for name, setting in found.items():
         assert setting["help"] == fields[name].description
         assert setting["section"] == ("router" if name in RouterSection.model_fields else "generation")

@@ -20,6 +20,7 @@ const GROUPS = [
 ];
 const TITLES = {max_new_tokens: "Length", strategy: "Sampler", dry_breakers: "DRY breakers", eta_cutoff: "Eta cutoff"};
 const STRATEGY = {chain: "sampling steps", entropy: "entropy router"};
+const LAST_STEPS = ["mirostat", "adaptive_p"]; // at the end of every order
 const customOrder = {steps: null}; // names of the sampling steps in the order that the user has set
 const stepNamed = (name) => writing.about.steps.find((step) => step.name === name);
 const settingNamed = (name) => writing.about.settings.find((setting) => setting.name === name);
@@ -131,13 +132,13 @@ function orderGroup() {
   return element("details", {id: "order-group"}, element("summary", {}, "Order of the steps ", element("span", {class: "count"})), row, element("ol", {class: "order", id: "order"}));
 }
 
-/** Returns the steps in their current order, with mirostat's two steps as one. For an order of Kobold codes, this is the preset's order. */
+/** Returns the steps in their current order, with the two steps of mirostat and of p-less as one. For an order of Kobold codes, this is the preset's order. */
 function currentOrder() {
   if (customOrder.steps) return customOrder.steps;
   const chosen = byId("preset").value;
   const served = settingNamed("sampler_order").value;
   const names = chosen || !served || typeof served[0] === "number" ? writing.about.orders[chosen || settingNamed("preset").value] : served;
-  return [...new Set(names.map((name) => (name.startsWith("mirostat") ? "mirostat" : name)))];
+  return [...new Set(names.map((name) => name.replace(/^(mirostat|p_less)_.*/, "$1")))];
 }
 
 /** Draws the list of steps; `focus` is the step and the direction of the button to focus. */
@@ -149,7 +150,7 @@ function drawOrder(focus = null) {
   const items = order.map((name, i) => {
     const moveButton = (offset, arrow) => {
       const button = element("button", {type: "button", "aria-label": `Move ${name} ${offset < 0 ? "earlier" : "later"}`}, arrow);
-      button.disabled = name === "mirostat" || !order[i + offset] || order[i + offset] === "mirostat";
+      button.disabled = LAST_STEPS.includes(name) || !order[i + offset] || LAST_STEPS.includes(order[i + offset]);
       button.addEventListener("click", () => {
         const moved = order.filter((one) => one !== name);
         moved.splice(i + offset, 0, name);

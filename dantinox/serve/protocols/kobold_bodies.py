@@ -27,10 +27,24 @@ FILTERS_OFF: dict[str, object] = {
     "tail_free": 1.0,
     "typical": 1.0,
     "top_n_sigma": 0.0,
+    "min_k": -1.0,
+    "p_less": "off",
+    "top_h": 1.0,
     "xtc_probability": 0.0,
+    "skew": 0.0,
+    "adaptive_target": -1.0,
 }
 ALIASES = {"stop", "seed", "max_new_tokens"}  # SillyTavern's duplicates of fields below
-STEPS_OFF = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}  # sampling steps without a KoboldAI code
+# Sampling steps that KoboldCpp does not have.
+STEPS_OFF: dict[str, object] = {
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "min_k": -1.0,
+    "p_less": "off",
+    "top_h": 1.0,
+    "skew": 0.0,
+    "encoder_repetition_penalty": 1.0,
+}
 
 
 def _to_texts(value: Any) -> Any:
@@ -147,6 +161,8 @@ class GenerateBody(StrictBody):
       dry_sequence_breakers: strings that interrupt a repeated sequence.
       xtc_probability: probability of excluding top choices; 0 disables it.
       xtc_threshold: probability above which XTC excludes tokens.
+      adaptive_target: probability that adaptive-p favors; 0 or a negative value disables it.
+      adaptive_decay: weight of the earlier tokens in the average of adaptive-p.
       sampler_order: order of the sampling steps, by KoboldAI's codes.
       banned_tokens: strings that are never generated.
       custom_token_bans: token ids that are never generated.
@@ -200,6 +216,8 @@ class GenerateBody(StrictBody):
     dry_sequence_breakers: Annotated[tuple[str, ...], BeforeValidator(_to_breakers)] | None = None
     xtc_probability: AtLeastZero | None = None
     xtc_threshold: AtLeastZero | None = None
+    adaptive_target: Number | None = None
+    adaptive_decay: Number | None = None
     sampler_order: Annotated[list[Annotated[int, Integer]], Field(max_length=7)] | None = None
 
     banned_tokens: Bans | None = Field(None, validation_alias=AliasChoices("banned_tokens", "banned_strings"))
@@ -310,4 +328,8 @@ class GenerateBody(StrictBody):
             found["top_n_sigma"] = max(self.nsigma, 0.0)
         if self.xtc_threshold is not None and found.get("xtc_probability", base.xtc_probability) > 0:
             found["xtc_threshold"] = min(self.xtc_threshold, 1.0)
+        if self.adaptive_target is not None:
+            found["adaptive_target"] = min(self.adaptive_target, 1.0) if self.adaptive_target > 0 else -1.0
+        if self.adaptive_decay is not None and found.get("adaptive_target", base.adaptive_target) >= 0:
+            found["adaptive_decay"] = min(max(self.adaptive_decay, 0.0), 0.99)
         return found

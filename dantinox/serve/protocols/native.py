@@ -26,8 +26,8 @@ from dantinox.serve.protocols.bodies import MAX_ALTERNATIVES, Alternatives, Mess
 from dantinox.serve.protocols.token_text import check_ids
 from dantinox.serve.service import Reply, Service
 
-# Fixed when the server starts.
-SERVER_SETTINGS = ("n", "use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel")
+# Fixed when the server starts, or secret.
+SERVER_SETTINGS = ("n", "use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "watermark_keys")
 
 
 def _check_prompt(value: Any) -> Any:
