@@ -23,6 +23,7 @@ class GenerationRequest:
       constraint: the constraint on the output; None: no constraint.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
+      lora: the name of the adapter; None: the base model.
     """
 
     ids: tuple[int, ...]
@@ -33,6 +34,7 @@ class GenerationRequest:
     prompt: str = ""
     score_fn: ScoreFn | None = None
     show_candidates: bool = False
+    lora: str | None = None
 
 
 class Delta(NamedTuple):
