@@ -62,16 +62,14 @@ def assert_close(found, expected):
 # --- one forward pass
 
 
-@pytest.mark.parametrize("numbers", [[2, 0, 1, 2], [0, 0, 0, 0]])
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_projection_adds_the_matrices_of_each_row(numbers, skips):
-    random = np.random.default_rng(0)
+def test_a_projection_adds_the_matrices_of_each_row():
+    random, numbers = np.random.default_rng(0), [2, 0, 1, 2]
     parts = {"v_proj": Projection("attention/qkv", (-1, None)), "k_proj": Projection("attention/qkv", (-2, -1))}
     linear = Linear((6,), (2, 5, 3), dtype=jnp.float32, rngs=nnx.Rngs(0), bias=True)
     a_NIR, b_NRO = random.standard_normal((3, 6, 4)), {name: random.standard_normal((3, 2, 6)) for name in parts}
     a_NIR[0], x_BTI = 0, random.standard_normal((4, 3, 6))
     stack = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), AdapterStack(a_NIR, b_NRO))
-    found = RowAdaptedLinear(linear, stack, parts, jnp.asarray(numbers), skips)(jnp.asarray(x_BTI, jnp.float32))
+    found = RowAdaptedLinear(linear, stack, parts, jnp.asarray(numbers))(jnp.asarray(x_BTI, jnp.float32))
     base = np.asarray(linear(jnp.asarray(x_BTI, jnp.float32)))
     expected = base.astype(np.float64)
     for row, n in enumerate(numbers):  # A holds the columns of k_proj, then those of v_proj
@@ -79,7 +77,7 @@ def test_a_projection_adds_the_matrices_of_each_row(numbers, skips):
             expected[row, :, :, index] += (x_BTI[row] @ a_NIR[n][:, columns] @ b_NRO[name][n]).reshape(3, 2, 3)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_array_equal(found[:, :, :, :3], base[:, :, :, :3])
-    np.testing.assert_array_equal(np.asarray(found)[np.array(numbers) == 0], base[np.array(numbers) == 0])
+    np.testing.assert_array_equal(found[1], base[1])
 
 
 CONFIGS = {
