@@ -17,11 +17,12 @@ from dantinox.files import UserError, quote, wrap_os_errors
 REQUIRED_MODULES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 API_KEY_VARIABLE = "DANTINOX_API_KEY"
 MAX_KEY_LENGTH = 1024
+FREE_LORAS = 4  # default room for adapters that clients load
 
 
 MOST_USED = (
-    "host", "port", "api_key_file", "name", "chat_template", "slots", "context", "queue", "weights", "kv_dtype", "kv_budget",
-    "max_new_tokens", "temperature", "top_p",
+    "host", "port", "api_key_file", "name", "chat_template", "lora", "slots", "context", "queue", "weights",
+    "kv_dtype", "kv_budget", "max_new_tokens", "temperature", "top_p",
 )  # fmt: skip
 
 
@@ -56,6 +57,22 @@ def add_serve_flags(command: Parser) -> None:
     capacity.add_argument(
         "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
     )
+    adapters = command.section("adapters", "Low-rank adapters that requests select")
+    adapters.add_argument(
+        "--lora", nargs="+", default=[], metavar="NAME=PATH", help="adapters: runs with adapters of this run, or PEFT folders"
+    )
+    adapters.add_argument(
+        "--max_loras",
+        type=_number(1, 1024),
+        metavar="N",
+        help="most adapters loaded together (default: those of --lora)",
+    )
+    adapters.add_argument(
+        "--max_lora_rank", type=_number(1, 4096), metavar="N", help="largest rank of an adapter (default: that of --lora)"
+    )
+    adapters.add_argument(
+        "--lora_dir", type=Path, metavar="DIR", help="let clients load the adapters of this directory (with room for 4 more)"
+    )
     add_chat_template(command)
     command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
     command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
@@ -68,7 +85,7 @@ def serve(options: argparse.Namespace) -> int:
         raise UserError("`dantinox serve` needs packages that are not installed: pip install 'dantinox[serve]'")
     settings = given_settings(options)
     key, hosts, origins = _key(options), _hosts(options), tuple(_origin(origin) for origin in options.cors)
-    name = _name(options)
+    name, loras = _name(options), _loras(options)
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: no file or folder at {options.lite}")
     from dantinox.config import overlay
@@ -86,11 +103,12 @@ def serve(options: argparse.Namespace) -> int:
         from dantinox.serve.options import Options
         from dantinox.serve.server import serve as run_server
 
-        run = load(options.run_dir, config.generation.tensor_parallel)
+        run = load(options.run_dir, config.generation.tensor_parallel, loras)
         template = chosen_template(options, template_path, run.tokenizer)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
-        engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
-        server_options = Options(template, key, hosts, origins, options.lite)
+        limits = {"max_loras": _max_loras(options), "max_lora_rank": options.max_lora_rank}
+        engine = AsyncEngine(run, **sizes, **limits, name=name, overrides=settings)
+        server_options = Options(template, key, hosts, origins, options.lite, options.lora_dir)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):
             print(f"warning: anyone who can reach {where} can use this server, because it has no key", file=sys.stderr)
@@ -167,6 +185,31 @@ def _name(options: argparse.Namespace) -> str:
     if not name.strip() or not name.isprintable() or len(name) > 200:
         raise UserError(f"--name must be a printable name of at most 200 characters, got {quote(name)}")
     return name
+
+
+def _loras(options: argparse.Namespace) -> dict[str, Path]:
+    """Returns the paths of the adapters by name."""
+    found: dict[str, Path] = {}
+    for given in options.lora:
+        name, equals, path = given.partition("=")
+        if not (name and equals and path):
+            raise UserError(f"--lora must be NAME=PATH, got {quote(given)}")
+        if name in found:
+            raise UserError(f"--lora has the name {quote(name)} twice")
+        found[name] = Path(path)
+    if options.lora_dir is not None and not options.lora_dir.is_dir():
+        raise UserError(f"--lora_dir: no directory at {options.lora_dir}")
+    if options.lora_dir is not None and options.no_auth and not _is_loopback(options.host):
+        raise UserError("--lora_dir lets clients change the adapters of this server: give it a key instead of --no_auth")
+    return found
+
+
+def _max_loras(options: argparse.Namespace) -> int | None:
+    """Returns the most adapters that can be loaded at the same time; None: those of --lora, without changes."""
+    if options.max_loras is None and options.lora_dir is not None:
+        return len(options.lora) + FREE_LORAS
+    limit: int | None = options.max_loras
+    return limit
 
 
 def _address(listener: socket.socket) -> str:

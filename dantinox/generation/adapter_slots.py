@@ -18,7 +18,7 @@ from dantinox.programs import available_bytes, tree_bytes
 from dantinox.run.adapters import AdapterDelta
 from dantinox.run.peft_folder import LoraAdapter
 
-DEFAULT_RANK = 16  # the rank of the stacks of a server that starts without adapters
+DEFAULT_RANK = 16  # the smallest rank of stacks in which adapters can be loaded later
 MAX_LORAS, MAX_RANK = 1024, 4096
 MEMORY_SHARE = 4  # the stacks take at most 1 / MEMORY_SHARE of the free memory
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -72,14 +72,15 @@ class AdapterSlots:
           order: the order of the key heads of the prepared model, as in `permute_heads`.
           capacity: the most adapters; None: the number of `adapters`. With a number, the stacks have all projections that the
             model can adapt, for other adapters that are loaded later, otherwise only those of `adapters`.
-          rank: the largest rank; None: that of `adapters`, or 16 without any.
+          rank: the largest rank; None: that of `adapters`, and at least 16 with a `capacity`.
 
         Raises:
           UserError: the model supports no adapters, `adapters` exceed `capacity` or `rank`, or the stacks do not fit into
             memory.
         """
         self.capacity = len(adapters) if capacity is None else capacity
-        self.rank = max((adapter.rank for adapter in adapters.values()), default=DEFAULT_RANK) if rank is None else rank
+        smallest = 1 if capacity is None else DEFAULT_RANK
+        self.rank = max([smallest, *(adapter.rank for adapter in adapters.values())]) if rank is None else rank
         self.names: dict[str, AdapterSlot] = {}
         self._model, self._order = model, order
         known = {name for layer in range(model.num_blocks) for name in layer_projections(model, layer)}
@@ -94,7 +95,7 @@ class AdapterSlots:
         self.stacks: Stacks = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         self._write = _write_adapter.lower(shapes, self._empty_arrays(), np.asarray(0, np.int32)).compile()
         for name, adapter in adapters.items():
-            self.insert(name, self.free_number(name), adapter.digest, self.arrays(adapter))
+            self.insert(name, self.free_number(name), adapter.digest, self.arrays(name, adapter))
 
     def _changes(self, adapter: LoraAdapter) -> Iterator[tuple[str, str, AdapterDelta]]:
         """Yields the changes of an adapter with the path of the module and the name of the projection."""
@@ -104,20 +105,20 @@ class AdapterSlots:
             for change in changes:
                 yield kernel.removesuffix("/kernel"), names[change.projection], change
 
-    def arrays(self, adapter: LoraAdapter) -> Stacks:
+    def arrays(self, name: str, adapter: LoraAdapter) -> Stacks:
         """Returns the matrices of an adapter on the device, in the form of `stacks` with one entry; any thread may call it.
 
         Raises:
           UserError: the rank is too large.
         """
         if adapter.rank > self.rank:
-            raise UserError(f"the adapter has rank {adapter.rank}, but the largest rank allowed is {self.rank}")
+            raise UserError(f"the adapter {name} has rank {adapter.rank}, but the largest rank allowed is {self.rank}")
         stacks = self._empty_arrays()
-        for path, name, change in self._changes(adapter):
+        for path, target, change in self._changes(adapter):
             a_IR, b_RO = self._permuted(path, change.a_IR, change.b_RO * np.float32(change.scale))
-            a_1IR, first = stacks[path].a, sorted(stacks[path].b).index(name) * self.rank
+            a_1IR, first = stacks[path].a, sorted(stacks[path].b).index(target) * self.rank
             a_1IR[0, :, first : first + a_IR.shape[1]] = a_IR
-            stacks[path].b[name][0, : len(b_RO)] = b_RO
+            stacks[path].b[target][0, : len(b_RO)] = b_RO
         on_device: Stacks = jax.device_put(stacks)
         return on_device
 

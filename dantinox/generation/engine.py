@@ -243,10 +243,18 @@ class Engine:
         Raises:
           UserError: the batch has no place for adapters, or the rank is too large.
         """
-        new = NewAdapter(name, adapter.digest, self._adapters.arrays(adapter), Future())
+        new = NewAdapter(name, adapter.digest, self._adapters.arrays(name, adapter), Future())
         with self.lock:
             self._new_adapters.append(new)
         return new.copied
+
+    def fail_adapters(self, error: Exception) -> None:
+        """Ends the futures of `load_adapter`, if no further step will copy the adapters."""
+        with self.lock:
+            new, self._new_adapters = self._new_adapters, []
+        for one in new:
+            if one.copied.set_running_or_notify_cancel():
+                one.copied.set_exception(error)
 
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter. The requests that use it continue.
@@ -383,6 +391,8 @@ class Engine:
         with self.lock:
             new, self._new_adapters = self._new_adapters, []
         for name, digest, arrays, copied in new:
+            if not copied.set_running_or_notify_cancel():
+                continue
             try:
                 with self.lock:
                     number = self._adapters.free_number(name, {job.adapter.number for job in self._jobs})

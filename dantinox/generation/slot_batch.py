@@ -143,7 +143,8 @@ class SlotBatch(RunningBatch):
           count: the number of slots; None: 8, or fewer if their caches would take over a quarter of the free memory.
           config: the settings of the server for weights and caches; None: the settings of the run.
           max_loras: the most adapters that can be loaded at the same time; None: those that the model has, without changes.
-          max_lora_rank: the largest rank of an adapter; None: that of the adapters of the model, or 16 without any.
+          max_lora_rank: the largest rank of an adapter; None: that of the adapters of the model, and at least 16 with
+            `max_loras`.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into

@@ -19,7 +19,7 @@ from dantinox.serve.errors import JSON, RequestError, error_object, http_error, 
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.middleware import Guard
 from dantinox.serve.options import Options
-from dantinox.serve.protocols import kobold, native, openai, tokenize_routes
+from dantinox.serve.protocols import kobold, lora_routes, native, openai, tokenize_routes
 from dantinox.serve.response_stream import EngineProtocol
 from dantinox.serve.service import Service
 
@@ -46,6 +46,7 @@ class Protocol(NamedTuple):
 
 PROTOCOLS = (
     Protocol("OpenAI", "", openai.routes),
+    Protocol("Adapters", "/v1/", lora_routes.routes),
     Protocol("Tokenization", "/tokenize", tokenize_routes.routes),
     Protocol("KoboldAI", "/api/", kobold.routes, kobold.format_error, {429: 503}),
     Protocol("Native API", "/api/dantinox", native.routes),

@@ -79,7 +79,9 @@ ERRORS: dict[str, tuple[int, str | None, str]] = {
     "key": (401, "invalid_api_key", "this server needs its API key in the header Authorization: Bearer KEY"),
     "path": (404, None, "this path does not exist: {}"),
     "method": (405, None, "this path accepts {}, not {}"),
-    "model": (404, "model_not_found", "this server has no model {!r}, only {!r}"),
+    "model": (404, "model_not_found", "this server has no model {!r}, only {}"),
+    "lora": (404, "model_not_found", "this server has no adapter {!r}, only {}"),
+    "lora_dir": (403, "lora_dir", "clients may not change the adapters of this server: start it with --lora_dir to allow it"),
     "template": (
         400,
         "no_chat_template",

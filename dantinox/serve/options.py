@@ -19,6 +19,7 @@ class Options:
       hosts: host names that requests may address, in lower case without a port; `*`: any, `ip`: any IP address.
       origins: origins whose web pages may use this server, such as `https://a.example`; `*`: any.
       lite: the file or folder of Kobold Lite that the server provides.
+      lora_dir: the directory from which clients may load adapters; None: they may not.
       limits: limits of requests.
     """
 
@@ -27,4 +28,5 @@ class Options:
     hosts: frozenset[str] = LOCAL_HOSTS
     origins: tuple[str, ...] = ()
     lite: Path | None = None
+    lora_dir: Path | None = None
     limits: Limits = field(default_factory=Limits)

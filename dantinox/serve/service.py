@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -28,6 +28,8 @@ from dantinox.serve.limits import (
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.options import Options
 from dantinox.serve.response_stream import EngineProtocol, ResponseStream
+
+MAX_NAMES_SHOWN = 5  # names of models in an error message
 
 
 class Reply:
@@ -99,10 +101,27 @@ class Service:
     def context(self) -> int:
         return self.engine.status().context
 
-    def check_model(self, name: str | None) -> None:
-        """Raises RequestError (404) for the name of another model."""
-        if name is not None and name != self.engine.name:
-            raise http_error("model", name[:60], self.engine.name, param="model")
+    def model_name(self, lora: str | None = None) -> str:
+        """Returns the name of the model, or of the model with an adapter, such as `base:poems`."""
+        return self.engine.name if lora is None else f"{self.engine.name}:{lora}"
+
+    def check_model(self, name: str | None, lora: str | None = None, *, param: str = "lora") -> str | None:
+        """Returns the adapter that a request selects, by the name of a model such as `base:poems` or by the field `param`.
+
+        Raises:
+          RequestError: 404, the server has no such model or adapter; 400, the names contradict each other.
+        """
+        loras = self.engine.loras
+        if lora is not None and lora not in loras:
+            raise http_error("lora", lora[:60], _shown(loras), param=param)
+        if name is None or name == self.engine.name:
+            return lora
+        named = next((other for other in loras if name == self.model_name(other)), None)
+        if named is None:
+            raise http_error("model", name[:60], _shown([self.engine.name, *map(self.model_name, loras)]), param="model")
+        if lora not in (None, named):
+            raise RequestError(400, f"model selects the adapter {named}, and lora {lora}: use one of them", param="lora")
+        return named
 
     def settings(self, overrides: Mapping[str, object]) -> Config:
         """Returns the configuration of a request. The sizes of its settings are checked first.
@@ -232,6 +251,12 @@ class Service:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _shown(names: Collection[str]) -> str:
+    """Returns at most `MAX_NAMES_SHOWN` names for an error message."""
+    more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
+    return ", ".join([*map(repr, [*names][:MAX_NAMES_SHOWN]), *more]) or "the base model"
 
 
 async def _next(stream: ResponseStream) -> Delta | None:

@@ -148,10 +148,10 @@ def test_errors_of_the_stacks():
     with pytest.raises(UserError, match="no adapter has the name 'b': loaded are a"):
         slots.get("b")
     with pytest.raises(UserError, match="rank 5, but the largest rank allowed is 4"):
-        slots.arrays(adapter(builder.BASE, 1, rank=5))
+        slots.arrays("b", adapter(builder.BASE, 1, rank=5))
     with pytest.raises(UserError, match="running requests use adapters that were unloaded"):
         slots.free_number("b", busy={1, 2})
-    slots.insert("b", slots.free_number("b"), b"b", slots.arrays(one))
+    slots.insert("b", slots.free_number("b"), b"b", slots.arrays("b", one))
     with pytest.raises(UserError, match="2 adapters are loaded, the most"):
         slots.free_number("c")
     with pytest.raises(UserError, match="2 adapters are given, but at most 1"):

@@ -28,18 +28,18 @@ def routes(service: Service) -> list[Route]:
     """Returns the routes of this protocol."""
     created = int(time.time())
 
-    def model() -> dict[str, JSON]:
-        known: dict[str, JSON] = {"id": service.engine.name, "object": "model", "created": created, "owned_by": "dantinox"}
-        return known | {"max_model_len": service.context}
+    def model(lora: str | None = None) -> dict[str, JSON]:
+        known: dict[str, JSON] = {"id": service.model_name(lora), "object": "model", "created": created, "owned_by": "dantinox"}
+        known["max_model_len"] = service.context
+        return known if lora is None else known | {"parent": service.engine.name}
 
     async def models(request: Request) -> Response:
-        """Lists the served model."""
-        return JSONResponse({"object": "list", "data": [model()]})
+        """Lists the served model, and the model with each adapter."""
+        return JSONResponse({"object": "list", "data": [model(lora) for lora in (None, *service.engine.loras)]})
 
     async def one_model(request: Request) -> Response:
-        """Describes the served model; 404 for another name."""
-        service.check_model(request.path_params["id"])
-        return JSONResponse(model())
+        """Describes the served model, alone or with an adapter; 404 for another name."""
+        return JSONResponse(model(service.check_model(request.path_params["id"])))
 
     async def completions(request: Request) -> Reply:
         """Continues prompts."""
@@ -64,7 +64,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
       RequestError, UserError: the body cannot be served.
     """
     check_combination(body)
-    service.check_model(body.model)
+    lora = service.check_model(body.model, body.lora)
     config = service.settings(body.settings(body.max_tokens))
     tokenizer = service.tokenizer
     # Refuse a prompt that is too long for the context before `prompt_ids` checks each of its token ids.
@@ -72,7 +72,8 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     prompts = await prompt_ids(service.model, body.prompt)
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
     echo, constraint = bool(body.echo), body.constraint()
-    requests = [GenerationRequest(tuple(ids), config, logprobs, echo and logprobs is not None, constraint) for ids in prompts]
+    echo_logprobs = echo and logprobs is not None
+    requests = [GenerationRequest(tuple(ids), config, logprobs, echo_logprobs, constraint, lora=lora) for ids in prompts]
     _check_lengths(service, prompts, "prompt")
     echoed = [""] * len(requests)
     if echo:
@@ -87,13 +88,13 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
       RequestError, UserError: the body cannot be served.
     """
     check_combination(body)
-    service.check_model(body.model)
+    lora = service.check_model(body.model, body.lora)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     config = service.settings(body.settings(limit))
     ids, ends = await service.render([message.model_dump() for message in body.messages])
     config = service.model.with_stop_ids(config, ends)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
-    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint())
+    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint(), lora=lora)
     _check_lengths(service, [ids], "messages")
     return OpenAIReply(service, [request], CHAT, body, [""])
 
@@ -171,7 +172,7 @@ class OpenAIReply(Reply):
         self._frame: dict[str, JSON] = {
             "id": f"{form.id}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": service.engine.name,
+            "model": service.model_name(requests[0].lora),
         }
         samples = [request.config.generation.n for request in requests]
         self._first_index = [sum(samples[:number]) for number in range(len(samples))]
