@@ -65,6 +65,7 @@ class AdapterSlots:
         order: HeadOrder | None = None,
         capacity: int | None = None,
         rank: int | None = None,
+        rows: int = 1,
     ):
         """Allocates the stacks and loads the adapters.
 
@@ -73,6 +74,8 @@ class AdapterSlots:
           capacity: the most adapters; None: the number of `adapters`. With a number, the stacks have all projections that the
             model can adapt, for other adapters that are loaded later, otherwise only those of `adapters`.
           rank: the largest rank; None: that of `adapters`, and at least 16 with a `capacity`.
+          rows: the rows of the batch. A decode program copies the matrices of each row once per chunk of tokens, because XLA
+            moves the copies out of the loop over the tokens.
 
         Raises:
           UserError: the model supports no adapters, `adapters` exceed `capacity` or `rank`, or the stacks do not fit into
@@ -91,7 +94,8 @@ class AdapterSlots:
         used = {name for adapter in adapters.values() for _, name, _ in self._changes(adapter)}
         self._targets = sorted(used if capacity is None else known)
         shapes = stack_shapes(model, self._targets, self.capacity + 1, self.rank)
-        _check_memory(tree_bytes(shapes), self.capacity, self.rank)
+        needed = tree_bytes(shapes) // (self.capacity + 1) * (self.capacity + 1 + rows)
+        _check_memory(needed, f"{self.capacity} adapters of rank {self.rank} in a batch of {rows}")
         self.stacks: Stacks = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         self._write = _write_adapter.lower(shapes, self._empty_arrays(), np.asarray(0, np.int32)).compile()
         for name, adapter in adapters.items():
@@ -193,10 +197,10 @@ def _write_adapter(stacks: Stacks, arrays: Stacks, number: jax.Array) -> Stacks:
     return result
 
 
-def _check_memory(needed: int, capacity: int, rank: int) -> None:
+def _check_memory(needed: int, what: str) -> None:
     free = available_bytes(jax.devices()[0])
     if free is not None and needed > free // MEMORY_SHARE:
         raise UserError(
-            f"{capacity} adapters of rank {rank} take {needed / 1e9:.1f} GB, over a quarter of the {free / 1e9:.1f} GB of free "
-            "memory: load fewer, or allow a smaller rank"
+            f"{what} take {needed / 1e9:.1f} GB, over a quarter of the {free / 1e9:.1f} GB of free memory: load fewer, or "
+            "allow a smaller rank or fewer rows"
         )

@@ -127,7 +127,7 @@ class ModelBundle:
             return None
         key = order, tuple((name, adapter.digest) for name, adapter in self.loras.items())
         if self._adapter_slots is None or self._adapter_slots[0] != key:
-            self._adapter_slots = key, AdapterSlots(self.model.config, self.loras, order)
+            self._adapter_slots = key, AdapterSlots(self.model.config, self.loras, order, rows=len(names))
         slots = self._adapter_slots[1]
         return RowAdapters(slots.stacks, jnp.asarray([slots.get(name).number for name in names], jnp.int32))
 

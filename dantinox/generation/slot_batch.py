@@ -163,7 +163,8 @@ class SlotBatch(RunningBatch):
         order = head_order(self._architecture, kv, calibration)
         self.adapters = None
         if model.loras or max_loras:
-            self.adapters = AdapterSlots(self._architecture, model.loras, order, max_loras, max_lora_rank)
+            rows = count or DEFAULT_SLOTS
+            self.adapters = AdapterSlots(self._architecture, model.loras, order, max_loras, max_lora_rank, rows)
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
         self.context, self._bundle, self._config = context, model, config
         prepared = model.prepared(config.generation, order)

@@ -156,8 +156,9 @@ def test_errors_of_the_stacks():
         slots.free_number("c")
     with pytest.raises(UserError, match="2 adapters are given, but at most 1"):
         AdapterSlots(builder.BASE, {"a": one, "b": one}, capacity=1)
-    with pytest.raises(UserError, match="over a quarter of the"):
-        AdapterSlots(builder.BASE, {}, capacity=1024, rank=1 << 30)
+    for sizes in ({"capacity": 1024, "rank": 1 << 30}, {"capacity": 1, "rows": 1 << 30}):
+        with pytest.raises(UserError, match="over a quarter of the"):
+            AdapterSlots(builder.BASE, {}, **sizes)
     with pytest.raises(UserError, match="multi-head latent attention"):
         AdapterSlots(builder.config(kv_heads=4, latent=LatentConfig(12, 4, 6)), {}, capacity=1)
 
