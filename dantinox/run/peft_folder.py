@@ -63,6 +63,7 @@ def load_lora(path: str | Path, base: RunDirectory | None, model: ModelConfig, m
         open_run(path)
         if not run.adapter.is_file():
             raise UserError(f"{path} is a run without adapters: give a run that was trained with lora.rank, or a PEFT folder")
+        run.check(run.adapter.parent / ADAPTER_CONFIG)
     folder = run.adapter.parent if run.adapter.is_file() else path
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"no adapter at {path}: it must be a run with adapters or a PEFT folder with {ADAPTER_CONFIG}")

@@ -61,6 +61,10 @@ def test_errors_of_adapter_files(run_dir, folder, tmp_path, ending_run_dir):
     ):
         with pytest.raises(UserError, match=message):
             load_lora(path, base, model)
+    damaged = make_lora_run(tmp_path / "damaged", run_dir, 1)
+    (damaged / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 99}')
+    with pytest.raises(UserError, match=r"adapter_config\.json"):
+        load_lora(damaged, base, model)
     with pytest.raises(UserError, match="use the base that they were trained on"):
         load_lora(folder / "one", open_run(ending_run_dir), model)
     with pytest.raises(UserError, match="an adapter of rank 3, but the largest rank allowed is 2"):
