@@ -127,6 +127,7 @@ EXAMPLE_VALUES: dict[str, object] = {
     "training.sample_every": 500, "training.sample_prompt": "def ", "training.patience": 5, "training.init_from": "runs/base",
     "lora.rank": 16, "lora.alpha": 32.0, "lora.targets": ["q_proj", "v_proj"], "distributed.coordinator": "auto",
     "distributed.processes": 4, "distributed.process": 0, "generation.seed": 1, "generation.stop": ["###"],
+    "generation.banned_strings": ["testament to"], "generation.banned_regexes": ["not just .*, but"],
     "generation.stop_token_ids": ["<|im_end|>"], "generation.sampler_order": ["top_k", "temperature", "min_p"],
     "generation.logit_bias": {"e": -1.0}, "generation.sequence_bias": [["New York", -5.0]],
     "generation.allowed_tokens": ["yes", "no"],

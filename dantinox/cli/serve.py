@@ -23,10 +23,12 @@ REQUIRED_MODULES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 API_KEY_VARIABLE = "DANTINOX_API_KEY"
 MAX_KEY_LENGTH = 1024
 MAX_ALIASES = 100
+FREE_LORAS = 4  # default room for adapters that clients load
+
 
 MOST_USED = (
-    "host", "port", "api_key_file", "name", "chat_template", "slots", "context", "queue", "weights", "kv_dtype", "kv_budget",
-    "max_new_tokens", "temperature", "top_p",
+    "host", "port", "api_key_file", "name", "chat_template", "lora", "slots", "context", "queue", "weights",
+    "kv_dtype", "kv_budget", "max_new_tokens", "temperature", "top_p",
 )  # fmt: skip
 
 
@@ -91,6 +93,22 @@ def add_serve_flags(command: Parser) -> None:
     operations.add_argument(
         "--alias", nargs="+", default=[], metavar="NAME[=MODEL]", help="additional names that clients may use for the model"
     )
+    adapters = command.section("adapters", "Low-rank adapters that requests select")
+    adapters.add_argument(
+        "--lora", nargs="+", default=[], metavar="NAME=PATH", help="adapters: runs with adapters of this run, or PEFT folders"
+    )
+    adapters.add_argument(
+        "--max_loras",
+        type=_number(1, 1024),
+        metavar="N",
+        help="most adapters loaded together (default: those of --lora)",
+    )
+    adapters.add_argument(
+        "--max_lora_rank", type=_number(1, 4096), metavar="N", help="largest rank of an adapter (default: that of --lora)"
+    )
+    adapters.add_argument(
+        "--lora_dir", type=Path, metavar="DIR", help="let clients load the adapters of this directory (with room for 4 more)"
+    )
     add_chat_template(command)
     command.add_argument(
         "--tool_format", default="auto", metavar="NAME", help="notation of tool calls (default: that of the chat template)"
@@ -113,7 +131,7 @@ def serve(options: argparse.Namespace) -> int:
     settings = given_settings(options)
     keys, hosts, origins = _keys(options), _hosts(options), tuple(_origin(origin) for origin in options.cors)
     name = _name(options)
-    aliases = _aliases(options, name)
+    aliases, loras = _aliases(options, name), _loras(options)
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: no file or folder at {options.lite}")
     from dantinox.config import overlay
@@ -140,7 +158,7 @@ def serve(options: argparse.Namespace) -> int:
 
         if options.log is not None:
             configure_logging(options.log)
-        run = load(options.run_dir, config.generation.tensor_parallel)
+        run = load(options.run_dir, config.generation.tensor_parallel, loras)
         template = chosen_template(options, template_path, run.tokenizer)
         reply_format(template, run.tokenizer, options.tool_format)  # raises for an unknown name
         sizes: dict[str, Any] = {
@@ -148,6 +166,8 @@ def serve(options: argparse.Namespace) -> int:
             "context": options.context,
             "queue": options.queue,
             "background": options.warm_up,
+            "max_loras": _max_loras(options),
+            "max_lora_rank": options.max_lora_rank,
         }
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
         reloader = Reloader(keys, weight_reloader(engine, options.run_dir))
@@ -160,6 +180,7 @@ def serve(options: argparse.Namespace) -> int:
             options.lite,
             options.store_responses,
             options.pooling,
+            options.lora_dir,
             keys=keys,
             aliases=aliases,
             reloader=reloader,
@@ -284,6 +305,31 @@ def _name(options: argparse.Namespace) -> str:
     if not name.strip() or not name.isprintable() or len(name) > 200:
         raise UserError(f"--name must be a printable name of at most 200 characters, got {quote(name)}")
     return name
+
+
+def _loras(options: argparse.Namespace) -> dict[str, Path]:
+    """Returns the paths of the adapters by name."""
+    found: dict[str, Path] = {}
+    for given in options.lora:
+        name, equals, path = given.partition("=")
+        if not (name and equals and path):
+            raise UserError(f"--lora must be NAME=PATH, got {quote(given)}")
+        if name in found:
+            raise UserError(f"--lora has the name {quote(name)} twice")
+        found[name] = Path(path)
+    if options.lora_dir is not None and not options.lora_dir.is_dir():
+        raise UserError(f"--lora_dir: no directory at {options.lora_dir}")
+    if options.lora_dir is not None and options.no_auth and not _is_loopback(options.host):
+        raise UserError("--lora_dir lets clients change the adapters of this server: give it a key instead of --no_auth")
+    return found
+
+
+def _max_loras(options: argparse.Namespace) -> int | None:
+    """Returns the most adapters that can be loaded at the same time; None: those of --lora, without changes."""
+    if options.max_loras is None and options.lora_dir is not None:
+        return len(options.lora) + FREE_LORAS
+    limit: int | None = options.max_loras
+    return limit
 
 
 def _address(listener: socket.socket) -> str:

@@ -27,6 +27,7 @@ from dantinox.generation.drafts import (
 from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
+from dantinox.model.row_adapters import RowAdapters, Stacks, attach_adapters
 from dantinox.model.scoring import token_logprobs
 from dantinox.programs import shared_trace
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, init_state, sample
@@ -40,7 +41,7 @@ PREFILL_BATCH_TOKENS = 1 << 14
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "sequence_BS", "drafts"],
+    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "sequence_BS", "drafts", "adapter_B"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class DecodeState:
       eos_BE: the ids that end a row, padded with −1.
       sequence_BS: all tokens so far; only for decoding without a cache or with drafts.
       drafts: the state of speculative decoding; None without it.
+      adapter_B: the number of the adapter of each row, 0: none; None for a batch without adapters.
     """
 
     token_B: jax.Array
@@ -64,6 +66,7 @@ class DecodeState:
     sampler: SamplerState
     sequence_BS: jax.Array | None
     drafts: DraftState | None = None
+    adapter_B: jax.Array | None = None
 
 
 class Emitted(NamedTuple):
@@ -98,6 +101,7 @@ def _generate_toks(
     steps: jax.Array,
     prompt: tuple[jax.Array, jax.Array] | None = None,
     draft_model: SplitModel | None = None,
+    adapters: Stacks | None = None,
     *,
     use_cache: bool,
     report: int | None,
@@ -119,6 +123,7 @@ def _generate_toks(
       steps: the number of tokens to decode, at most `chunk`. It is a traced value, so short chunks use the same program.
       prompt: (tokens `[P, T]` right-padded, lengths `[P]`). The batch then has `P · samples` rows.
       draft_model: the model that generates the drafts; the cache is then a `PairedCache`.
+      adapters: the matrices of the adapters, from which each row takes those of `state.adapter_B`; None: no adapters.
       report: the number of alternatives to report per token; None: report nothing.
       echo: report the log-probabilities of the prompt tokens.
       plan: the plan of the cache to create.
@@ -132,7 +137,8 @@ def _generate_toks(
     rows = state.token_B.shape[0]
     if prompt is not None:
         model = dequantize(model)
-        step_logits, x_PTD, target_cache = _prefill(model, params, prompt, plan if use_cache else None)
+        row_adapters = None if adapters is None else _row_adapters(adapters, state, samples)
+        step_logits, x_PTD, target_cache = _prefill(model, params, prompt, plan if use_cache else None, row_adapters)
         cache = target_cache
         echo_PT = prompt_logprobs(model, x_PTD, prompt[0]) if echo else None
         if draft_model is not None and draft_plan is not None:
@@ -145,6 +151,7 @@ def _generate_toks(
         state, emitted = sample_step(step_logits, state, params, report)
         return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
     model = model if use_cache and rows <= MAX_MATVEC_ROWS else dequantize(model)
+    model = attach_adapters(model, None if adapters is None else _row_adapters(adapters, state))
 
     if draft_plan is not None:
         assert cache is not None
@@ -169,6 +176,12 @@ def _generate_toks(
     steps = jnp.minimum(jnp.minimum(steps, chunk), max_remaining)
     cache, state, emitted = jax.lax.fori_loop(0, steps, body, (cache, state, buffers))
     return cache, state, emitted, None
+
+
+def _row_adapters(stacks: Stacks, state: DecodeState, samples: int = 1) -> RowAdapters:
+    """Returns the adapters of the rows, or of the prompts if each prompt has `samples` rows."""
+    assert state.adapter_B is not None
+    return RowAdapters(stacks, state.adapter_B[::samples])
 
 
 def _emitted_buffers(model: Transformer, state: DecodeState, params: SamplingParams, report: int | None, size: int) -> Emitted:
@@ -312,6 +325,7 @@ def init_row(
     end_ids_1E: jax.Array,
     max_drafts: jax.Array | None,
     recurrent: Mapping[str, jax.Array],
+    number_1: jax.Array | None,
     *,
     vocab_size: int,
     keeps_sequence: bool,
@@ -324,6 +338,7 @@ def init_row(
       end_ids_1E: the ids that end the row, padded with −1.
       max_drafts: the most draft tokens per step; None for a program without drafts.
       recurrent: as in `init_state`.
+      number_1: the adapter of the row; None for a program without adapters.
       keeps_sequence: whether decoding reads the tokens, because it uses drafts or no cache.
     """
     S = tokens_1S.shape[1]
@@ -342,6 +357,7 @@ def init_row(
         sampler=sampler,
         sequence_BS=jnp.asarray(tokens_1S) if keeps_sequence else None,
         drafts=None if max_drafts is None else init_drafts(jnp.asarray(max_drafts)[None], drafted),
+        adapter_B=None if number_1 is None else jnp.asarray(number_1),
     )
 
 
@@ -376,7 +392,11 @@ def attention_metrics(params: SamplingParams, aux: Mapping[str, Sequence[LayerAt
 
 
 def _prefill(
-    model: Transformer, params: SamplingParams, prompt: tuple[jax.Array, jax.Array], plan: CachePlan | None
+    model: Transformer,
+    params: SamplingParams,
+    prompt: tuple[jax.Array, jax.Array],
+    plan: CachePlan | None,
+    adapters: RowAdapters | None = None,
 ) -> tuple[StepLogits, jax.Array, KVCache | None]:
     """Returns the logits after each prompt, the final hidden states `[P, T, D]`, and the new cache.
 
@@ -387,16 +407,18 @@ def _prefill(
     index_T = jnp.arange(T)
     positions_PT = jnp.where(index_T < lengths_P[:, None], index_T, -1)
 
-    def prefill(prompts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
-        rows_RT, positions_RT = prompts
+    def prefill(prompts: tuple[Any, ...]) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
+        rows_RT, positions_RT, number_R = prompts
         cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
-        return _prefill_rows(model, params, rows_RT, positions_RT, cache)
+        adapted = attach_adapters(model, None if adapters is None else replace(adapters, number_B=number_R))
+        return _prefill_rows(adapted, params, rows_RT, positions_RT, cache)
 
     rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL_BATCH_TOKENS))
+    prompts = tokens_PT, positions_PT, None if adapters is None else adapters.number_B
     if rows == P:
-        x_PTD, cache, attention = prefill((tokens_PT, positions_PT))
+        x_PTD, cache, attention = prefill(prompts)
     else:
-        results = jax.lax.map(prefill, jax.tree.map(lambda x: x.reshape(-1, rows, T), (tokens_PT, positions_PT)))
+        results = jax.lax.map(prefill, jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), prompts))
         x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
     return StepLogits(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
 

@@ -9,8 +9,8 @@
 `LoadedModel` uses it with a `StaticBatch`, whose prompts start together. `serve.AsyncEngine` runs it on a thread with a
 `SlotBatch`, whose slots are refilled. After the prefill, both kinds of batch run the same code.
 
-Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel`, `load` and `replace_weights` may be called from
-any thread. `lock` guards the scheduler and the table of jobs, which all of these threads use.
+Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel`, `load`, `replace_weights`, `load_adapter` and
+`unload_adapter` may be called from any thread. `lock` guards the scheduler and the table of jobs, which they all use.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from dantinox.config import Config, UserError
+from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlots
 from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.drafts import DraftCounts
 from dantinox.generation.model_bundle import ModelBundle
@@ -33,6 +34,8 @@ from dantinox.generation.running_batch import PendingChunk, RunningBatch
 from dantinox.generation.sample_text import SampleText, TextPart
 from dantinox.generation.scheduler import Scheduler
 from dantinox.generation.slot_batch import MAX_ALTERNATIVES, RowParams, SlotBatch
+from dantinox.model.row_adapters import Stacks
+from dantinox.run.peft_folder import LoraAdapter
 from dantinox.sampling import StepInfo
 
 STREAM_CHUNK_SECONDS = 0.08  # approximate duration of a chunk when the output is streamed
@@ -80,6 +83,7 @@ class Job:
     Attributes:
       samples: the number of continuations; `rows` maps slots to samples.
       prompt_steps: with `echo`, the reports of the prompt tokens after the first one.
+      adapter: the adapter of the request.
       prepared: whether its parameters and constraints are ready.
     """
 
@@ -91,6 +95,7 @@ class Job:
         self.texts: list[SampleText] = []
         self.rows: dict[int, int] = {}  # slot → sample
         self.prompt_steps: StepInfo | None = None
+        self.adapter = NO_ADAPTER
         self.prepared = self.cancelled = False
         self.error: Exception | None = None  # an error in the preparation of the request or in its prefix match
         self._start_time = time.monotonic()
@@ -104,6 +109,15 @@ class Job:
         """The indices of the samples that have not ended."""
         ended = {number for number, text in enumerate(self.texts) if text.finish_reason is not None}
         return [number for number in range(self.samples) if number not in ended]
+
+
+class NewAdapter(NamedTuple):
+    """An adapter that the next step copies to the device; `copied` is set afterwards."""
+
+    name: str
+    digest: bytes
+    arrays: Stacks
+    copied: "Future[None]"
 
 
 class Load(NamedTuple):
@@ -159,6 +173,7 @@ class Engine:
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []
         self._new_weights: tuple[SplitModel, Future[None]] | None = None
+        self._new_adapters: list[NewAdapter] = []  # adapters that the next step copies to the device
         self._chunks = self._failures = 0
         self.idle = True
 
@@ -179,7 +194,8 @@ class Engine:
         """Adds a request; `step` returns its outputs.
 
         Raises:
-          UserError: the request does not fit the context or exceeds a limit, or its settings or its constraint are invalid.
+          UserError: the request does not fit the context or exceeds a limit, its settings or its constraint are invalid, or
+            its adapter is not loaded.
           QueueFull: the queue is full.
         """
         job = self.reserve(request)
@@ -196,6 +212,7 @@ class Engine:
         self._check(request)
         job = Job(request, min(request.config.generation.max_new_tokens, self._slots.context - len(request.ids)))
         with self.lock:
+            job.adapter = self._slots.adapter(request.lora)
             self._scheduler.add(job)
             self._jobs[job] = None
         return job
@@ -231,6 +248,44 @@ class Engine:
         with self.lock:
             self._new_weights = weights, replaced
         return replaced
+
+    def load_adapter(self, name: str, adapter: LoraAdapter) -> "Future[None]":
+        """Makes an adapter available to later requests.
+
+        Returns:
+          A future that ends when the next step has copied the matrices. It raises a UserError if the name is invalid or in use,
+          or if no place is free: the place of a removed adapter is free when the last of its requests has ended.
+
+        Raises:
+          UserError: the batch has no place for adapters, or the rank is too large.
+        """
+        new = NewAdapter(name, adapter.digest, self._adapters.arrays(name, adapter), Future())
+        with self.lock:
+            self._new_adapters.append(new)
+        return new.copied
+
+    def fail_adapters(self, error: Exception) -> None:
+        """Ends the futures of `load_adapter`, if no further step will copy the adapters."""
+        with self.lock:
+            new, self._new_adapters = self._new_adapters, []
+        for one in new:
+            if one.copied.set_running_or_notify_cancel():
+                one.copied.set_exception(error)
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter. The requests that use it continue.
+
+        Raises:
+          UserError: no adapter has this name.
+        """
+        with self.lock:
+            self._adapters.remove(name)
+
+    @property
+    def _adapters(self) -> AdapterSlots:
+        if self._slots.adapters is None:
+            raise UserError("this server has no place for adapters: start it with room for them")
+        return self._slots.adapters
 
     def _sample_texts(self, request: GenerationRequest, limit: int) -> list[SampleText]:
         tokenizer, section = self.model.tokenizer, request.config.generation
@@ -294,6 +349,7 @@ class Engine:
     def _step(self) -> None:
         self._end_cancelled()
         if self.batch.refills:
+            self._copy_adapters()
             if self._weights_are_current():
                 self._admit()
             self._prefill_prompts()
@@ -368,6 +424,20 @@ class Engine:
             replaced.set_result(None)
         return True
 
+    def _copy_adapters(self) -> None:
+        with self.lock:
+            new, self._new_adapters = self._new_adapters, []
+        for name, digest, arrays, copied in new:
+            if not copied.set_running_or_notify_cancel():
+                continue
+            try:
+                with self.lock:
+                    number = self._adapters.free_number(name, {job.adapter.number for job in self._jobs})
+                self._adapters.insert(name, number, digest, arrays)
+                copied.set_result(None)
+            except Exception as error:
+                copied.set_exception(error)
+
     def _admit(self) -> None:
         batch = self._slots
         while True:
@@ -384,7 +454,8 @@ class Engine:
                 match = self._prefix(admitted)
                 if admitted.error is not None:
                     raise admitted.error
-                batch.assign_prompt(self._scheduler.slots_of(admitted)[0], admitted.request.ids, match, admitted.request.echo)
+                slot, request = self._scheduler.slots_of(admitted)[0], admitted.request
+                batch.assign_prompt(slot, request.ids, match, request.echo, admitted.adapter)
                 admitted.stats.queued_seconds, admitted.stats.reused_tokens = admitted.seconds(), match.length
                 self.counters["reused_tokens"] += match.length
 
@@ -393,7 +464,7 @@ class Engine:
 
     def _prefix(self, job: Job) -> PrefixMatch:
         try:
-            return NO_PREFIX if job.request.echo else self._slots.match_prefix(job.request.ids)
+            return NO_PREFIX if job.request.echo else self._slots.match_prefix(job.request.ids, job.adapter)
         except Exception as error:  # the scheduler calls this method for any job, so an error must fail only its own job
             job.error = error
             return NO_PREFIX

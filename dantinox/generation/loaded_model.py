@@ -14,6 +14,7 @@ from dantinox.config import Config, UserError
 from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_shardings
 from dantinox.files import quote
+from dantinox.generation.adapter_slots import check_name, unknown_adapter
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.embedder import embed_texts, embedding_ids
 from dantinox.generation.guides import Reasoning
@@ -41,6 +42,7 @@ from dantinox.run import (
     weights_digest,
 )
 from dantinox.run.adapters import load_run_weights
+from dantinox.run.peft_folder import load_lora
 from dantinox.sampling import params as sampling
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import ChatTemplate, Tokenizer
@@ -60,6 +62,7 @@ class GenerateOptions(RequestSettings, total=False):
     score_fn: ScoreFn | None
     show_candidates: bool
     constraint: Constraint | None
+    lora: str | None
 
 
 class LoadedModel(ModelBundle):
@@ -115,6 +118,7 @@ class LoadedModel(ModelBundle):
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
         constraint: Constraint | None = None,
+        lora: str | None = None,
         **settings: object,
     ) -> Result | list[Result]:
         """Continues a prompt, or several prompts in one batch.
@@ -131,6 +135,7 @@ class LoadedModel(ModelBundle):
           show_candidates: with `logprobs`, report the candidates of the entropy router; the text stays the same.
           constraint: a schema, regex or grammar that every text satisfies. A complete text has the finish reason `eos`; a text
             that `max_new_tokens` truncates is a prefix of a valid text.
+          lora: the name of an adapter that `load` or `load_lora` has loaded; None: the base model.
           settings: settings of the sections `generation`, `router` and `kv` (`kv_budget` and so on), which override the
             settings of the run. `dantinox settings --section generation` lists them.
 
@@ -158,12 +163,17 @@ class LoadedModel(ModelBundle):
         config = self.settings(settings)
         report: dict[str, Any] = {"logprobs": logprobs, "echo": echo, "show_candidates": show_candidates}
         results = self.complete(
-            [self.request(text, config, **report, score_fn=score_fn, constraint=constraint) for text in prompts]
+            [self.request(text, config, **report, score_fn=score_fn, constraint=constraint, lora=lora) for text in prompts]
         )
         return results[0] if isinstance(prompt, str) and len(results) == 1 else results
 
     def stream(
-        self, prompt: str, *, constraint: Constraint | None = None, **settings: Unpack[RequestSettings]
+        self,
+        prompt: str,
+        *,
+        constraint: Constraint | None = None,
+        lora: str | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> Iterator[str]:
         """Yields the continuation of one prompt in parts while it is generated.
 
@@ -171,7 +181,7 @@ class LoadedModel(ModelBundle):
 
         Args:
           prompt: a string.
-          constraint: as for `generate`.
+          constraint, lora: as for `generate`.
           settings: as for `generate`; `n` must be 1.
 
         Raises:
@@ -183,7 +193,7 @@ class LoadedModel(ModelBundle):
           >>> "".join(parts) == model.generate("def ", max_new_tokens=8, seed=1).text
           True
         """
-        request = self.request(prompt, settings, constraint=constraint)
+        request = self.request(prompt, settings, constraint=constraint, lora=lora)
         if (n := request.config.generation.n) != 1:
             raise UserError(f"n must be 1 in a stream, got {n}: use generate for several samples")
         (run,) = self.start([request], stream=True)
@@ -196,6 +206,7 @@ class LoadedModel(ModelBundle):
         template: ChatTemplate | None = None,
         logprobs: int | None = None,
         constraint: Constraint | None = None,
+        lora: str | None = None,
         **settings: Unpack[RequestSettings],
     ) -> Result:
         """Answers a conversation, formatted by the model's chat template.
@@ -203,8 +214,7 @@ class LoadedModel(ModelBundle):
         Args:
           messages: a user message as a string, or a list of `{"role": "system" | "user" | "assistant", "content": text}`.
           template: formats the conversation; None: the template of the run.
-          logprobs: as for `generate`.
-          constraint: as for `generate`.
+          logprobs, constraint, lora: as for `generate`.
           settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override the settings of the run.
 
         Returns:
@@ -225,7 +235,7 @@ class LoadedModel(ModelBundle):
         config = self.with_stop_ids(self.settings(settings), template.end_ids)
         if config.generation.n != 1:
             raise UserError(f"n must be 1 in a chat, got {config.generation.n}: use request and complete for several samples")
-        return self.complete([self.request(ids, config, logprobs=logprobs, constraint=constraint)])[0]
+        return self.complete([self.request(ids, config, logprobs=logprobs, constraint=constraint, lora=lora)])[0]
 
     def chat_prompt(
         self, messages: str | Sequence[Mapping[str, object]], template: ChatTemplate | None = None
@@ -304,13 +314,14 @@ class LoadedModel(ModelBundle):
         constraint: Constraint | None = None,
         reasoning: Reasoning | None = None,
         visible_ids: frozenset[int] = frozenset(),
+        lora: str | None = None,
     ) -> GenerationRequest:
         """Returns a request, the argument of `complete` and `start`: a prompt with validated settings.
 
         Args:
           prompt: a string, or token ids in [0, vocabulary).
           settings: settings by name, as for `generate`, or a complete `Config`.
-          logprobs, echo, score_fn, show_candidates, constraint: as for `generate`.
+          logprobs, echo, score_fn, show_candidates, constraint, lora: as for `generate`.
           reasoning, visible_ids: as in `GenerationRequest`.
 
         Raises:
@@ -329,6 +340,10 @@ class LoadedModel(ModelBundle):
             raise UserError("show_candidates needs the log-probabilities of each token: set logprobs too")
         text, ids = (prompt, self.prompt_ids(prompt)) if isinstance(prompt, str) else (self.tokenizer.decode(prompt), prompt)
         config = self.settings(settings)
+        if lora is not None and lora not in self.loras:
+            raise unknown_adapter(lora, self.loras)
+        if lora is not None and config.generation.tensor_parallel > 1:
+            raise UserError(f"lora needs generation.tensor_parallel: 1, got {config.generation.tensor_parallel}")
         return GenerationRequest(
             tuple(ids),
             config,
@@ -340,7 +355,21 @@ class LoadedModel(ModelBundle):
             prompt=text,
             score_fn=score_fn,
             show_candidates=show_candidates,
+            lora=lora,
         )
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Loads an adapter, which requests can then select by its name. An adapter with this name is replaced.
+
+        Args:
+          name: 1 to 64 letters, digits, dots, hyphens and underscores.
+          path: a run with adapters that was trained on this model, or a folder that PEFT wrote.
+
+        Raises:
+          UserError: the name is invalid, a file is missing or damaged, or the adapter does not fit the model.
+        """
+        check_name(name)
+        self.loras[name] = self.read_lora(path)
 
     def start(
         self,
@@ -391,12 +420,14 @@ def results_in_order(runs: Sequence[BatchRun]) -> list[Result]:
     return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
+def load(run_dir: str | Path, tensor: int | None = None, loras: Mapping[str, str | Path] | None = None) -> LoadedModel:
     """Loads the model of a run directory.
 
     Args:
       run_dir: a run directory, written by `launch`, `import_checkpoint` or the command line.
       tensor: number of devices to shard the weights over; None: `generation.tensor_parallel` of the run.
+      loras: adapters by name, each the path of a run with adapters that was trained on this run, or of a folder that PEFT
+        wrote. They are not merged: `generate` selects one with `lora`.
 
     Returns:
       The model with its tokenizer and the defaults of the run.
@@ -427,7 +458,12 @@ def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
         path = find_chat_template(run)
         return None if path is None else ChatTemplate.load(path, tokenizer)
 
-    return LoadedModel(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration, chat_template, load)
+    router_calibration = partial(load_router_calibration, run)
+    loaded = LoadedModel(config, model, tokenizer, router_calibration, kv_calibration, chat_template, load)
+    loaded.read_lora = partial(load_lora, base=run, model=model.config)
+    for name, path in (loras or {}).items():
+        loaded.load_lora(name, path)
+    return loaded
 
 
 def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int = 1) -> Transformer:

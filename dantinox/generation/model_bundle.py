@@ -1,14 +1,16 @@
 """`ModelBundle`: model, tokenizer, default settings and calibrations; the base class of `LoadedModel`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Unpack
 
+import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
 from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
+from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.bans import BannedStrings, TextBan, compile_regexes
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
@@ -18,7 +20,9 @@ from dantinox.generation.request import GenerationRequest
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.model.packed import packed_kinds, parameter_count, unpack_modules
+from dantinox.model.row_adapters import RowAdapters
 from dantinox.run import KVCalibration
+from dantinox.run.peft_folder import LoraAdapter, load_lora
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import ChatTemplate, Tokenizer
 
@@ -35,6 +39,8 @@ class ModelBundle:
       calibration: returns the router thresholds measured on this model, or None.
       kv_calibration: returns the measurements of the attention heads from the file at a path; None: the file of this run.
       load_run: loads the model of another run directory, such as that of a draft model.
+      loras: the adapters that requests may use, by name.
+      read_lora: reads an adapter of this model from a run with adapters or a PEFT folder, as `load_lora` does.
     """
 
     def __init__(
@@ -50,6 +56,9 @@ class ModelBundle:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.calibration, self.kv_calibration, self.chat_template = calibration, kv_calibration, chat_template
         self._load_run, self._draft_runs = load_run, dict[str, ModelBundle]()
+        self.loras: dict[str, LoraAdapter] = {}
+        self._adapter_slots: tuple[object, AdapterSlots] | None = None  # those of the last offline batch, and their key
+        self.read_lora: Callable[..., LoraAdapter] = partial(load_lora, base=None, model=model.config)
         self._prepared: dict[tuple[tuple[str, ...], int, HeadOrder | None], Transformer] = {}
 
     @cached_property
@@ -121,6 +130,23 @@ class ModelBundle:
         if len(self._prepared) > MAX_PREPARED:
             del self._prepared[next(iter(self._prepared))]
         return prepared
+
+    def row_adapters(self, names: Sequence[str | None], order: HeadOrder | None = None) -> RowAdapters | None:
+        """Returns the adapters of the rows of a batch, given their names; None if no row has an adapter.
+
+        Args:
+          order: the order of the key heads of the prepared model.
+
+        Raises:
+          UserError: no adapter has one of the names.
+        """
+        if not any(names):
+            return None
+        key = order, tuple((name, adapter.digest) for name, adapter in self.loras.items())
+        if self._adapter_slots is None or self._adapter_slots[0] != key:
+            self._adapter_slots = key, AdapterSlots(self.model.config, self.loras, order, rows=len(names))
+        slots = self._adapter_slots[1]
+        return RowAdapters(slots.stacks, jnp.asarray([slots.get(name).number for name in names], jnp.int32))
 
     def draft_model(self, generation: GenerationSection) -> Transformer | None:
         """Returns the draft model for decoding; None if the settings use none.

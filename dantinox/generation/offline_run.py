@@ -67,7 +67,8 @@ class BatchRun:
         for row, request in zip(prompt_PT, requests, strict=True):
             row[: len(request.ids)] = request.ids
         stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
-        prepared = model.prepared(section, head_order(model.model.config, kv, calibration))
+        order = head_order(model.model.config, kv, calibration)
+        prepared = model.prepared(section, order)
         slots, constrained = slots_needed(lengths_P, limits_P, pad), first.guided
         draft_model = None if constrained else model.draft_model(section)
         self.batch = StaticBatch(
@@ -89,6 +90,7 @@ class BatchRun:
             constrained=constrained,
             draft_plan=None if constrained else plan_drafts(first.config, prepared, len(configs), slots, draft_model),
             draft_model=draft_model,
+            adapters=model.row_adapters([request.lora for request in requests for _ in range(n)], order),
         )
         seconds = STREAM_CHUNK_SECONDS if stream else None
         self._engine = Engine(

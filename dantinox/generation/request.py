@@ -26,6 +26,7 @@ class GenerationRequest:
       visible_ids: special tokens whose names appear in the text.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
+      lora: the name of the adapter; None: the base model.
     """
 
     ids: tuple[int, ...]
@@ -38,6 +39,7 @@ class GenerationRequest:
     prompt: str = ""
     score_fn: ScoreFn | None = None
     show_candidates: bool = False
+    lora: str | None = None
 
     @property
     def guided(self) -> bool:

@@ -20,6 +20,7 @@ from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation_settings import section_order
 from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
+from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlot, AdapterSlots, unknown_adapter
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import (
     COMPRESSED_PREFILL_CHUNK,
@@ -37,6 +38,7 @@ from dantinox.generation.quantized_weights import SplitModel, dequantize, split_
 from dantinox.generation.running_batch import NO_ID, Recurrent, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
 from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.model.row_adapters import RowAdapters, Stacks, attach_adapters
 from dantinox.model.scoring import map_positions
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import available_bytes, tree_bytes
@@ -94,6 +96,7 @@ class _SlotRow(Row):
       prefilled_in_chunks: the number of prompt tokens that were prefilled in whole chunks.
       max_written: the largest number of positions that may have been written to the slot.
       prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
+      adapter: the adapter of the request.
     """
 
     ids: Sequence[int] = ()
@@ -101,6 +104,7 @@ class _SlotRow(Row):
     prefilled_in_chunks: int = 0
     max_written: int = 0
     prompt_reports: list[StepInfo] | None = None
+    adapter: AdapterSlot = NO_ADAPTER
 
 
 T = TypeVar("T")
@@ -127,16 +131,29 @@ class SlotBatch(RunningBatch):
     Attributes:
       context: the most tokens of a prompt plus its continuation.
       prefill_chunk: the most prompt tokens that one call of `prefill` processes.
+      adapters: the adapters that requests may use; None: the programs support no adapters.
     """
 
     refills = True
 
-    def __init__(self, model: ModelBundle, count: int | None, context: int, config: Config | None = None):
+    def __init__(
+        self,
+        model: ModelBundle,
+        count: int | None,
+        context: int,
+        config: Config | None = None,
+        *,
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
+    ):
         """Chooses the number of slots; `compile` allocates their memory.
 
         Args:
           count: the number of slots; None: 8, or fewer if their caches would take over a quarter of the free memory.
           config: the settings of the server for weights and caches; None: the settings of the run.
+          max_loras: the most adapters that can be loaded at the same time; None: those that the model has, without changes.
+          max_lora_rank: the largest rank of an adapter; None: that of the adapters of the model, and at least 16 with
+            `max_loras`.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
@@ -152,9 +169,14 @@ class SlotBatch(RunningBatch):
         self._architecture = model.model.config
         kv, calibration = model.kv(config)
         plan = plan_cache(self._architecture, kv, context, calibration)
+        order = head_order(self._architecture, kv, calibration)
+        self.adapters = None
+        if model.loras or max_loras:
+            rows = count or DEFAULT_SLOTS
+            self.adapters = AdapterSlots(self._architecture, model.loras, order, max_loras, max_lora_rank, rows)
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
         self.context, self._bundle, self._config = context, model, config
-        prepared = model.prepared(config.generation, head_order(self._architecture, kv, calibration))
+        prepared = model.prepared(config.generation, order)
         draft_model = model.draft_model(config.generation)
         self._model, self._draft_model = split_model(prepared), None if draft_model is None else split_model(draft_model)
         self._draft_plan = plan_drafts(config, prepared, self.count, context, draft_model)
@@ -266,17 +288,18 @@ class SlotBatch(RunningBatch):
         if kind == "copy":  # one program per array, so that only one array is copied at a time
             leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(cache)}
             return {shape: _copy_slot.lower(leaf, zero, zero).compile() for shape, leaf in leaves.items()}
+        number_1 = self._number(NO_ADAPTER)
         if kind == "prefill":
             length, reports = key
             tokens_1T = jnp.zeros((1, length), jnp.int32)
-            args = self._model, cache, zero, tokens_1T, zero, zero, tokens_1T, self._draft_model
+            args = self._model, cache, zero, tokens_1T, zero, zero, tokens_1T, self._draft_model, self._stacks, number_1
             return _prefill_part.lower(*args, report=report if reports else None).compile()
         params, state = self._states[key[0]]
         if kind == "decode":
             drafts = self._draft_plan
-            inputs = self._model, cache, state, params, zero, self._draft_model
+            inputs = self._model, cache, state, params, zero, self._draft_model, self._stacks
             return _decode.lower(*inputs, report=report, draft_plan=drafts).compile()
-        row, inputs, options = self._init_inputs(self.row_params(config), (), 0, 0, None)
+        row, inputs, options = self._init_inputs(self.row_params(config), (), 0, 0, None, NO_ADAPTER)
         if kind == "init":
             return _init_row.lower(row, *inputs, **options).compile()
         initial = jax.eval_shape(partial(_init_row, **options), row, *inputs)
@@ -284,14 +307,20 @@ class SlotBatch(RunningBatch):
 
     def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
-        row, inputs, options = self._init_inputs(self.row_params(config), (0,), 0, 0, None)
+        row, inputs, options = self._init_inputs(self.row_params(config), (0,), 0, 0, None, NO_ADAPTER)
         state = _init_row(row, *inputs, **options)
         idle = replace(row, enabled=jax.tree.map(jnp.zeros_like, row.enabled)), replace(state, done_B=jnp.ones(1, bool))
         rows: tuple[SamplingParams, DecodeState] = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
         return rows
 
     def _init_inputs(
-        self, row_params: RowParams, tokens: Sequence[int], generated: int, limit: int, recurrent: Recurrent | None
+        self,
+        row_params: RowParams,
+        tokens: Sequence[int],
+        generated: int,
+        limit: int,
+        recurrent: Recurrent | None,
+        adapter: AdapterSlot,
     ) -> tuple[SamplingParams, tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `init_row`: the parameters, the other arrays, and the static arguments."""
         tokens_1S = np.zeros((1, self.context), np.int32)
@@ -300,9 +329,29 @@ class SlotBatch(RunningBatch):
         values = {name: np.asarray([(recurrent or {}).get(name, np.nan)], np.float32) for name in sorted(names)}
         max_drafts = None if self._draft_plan is None else _int32(row_params.max_drafts)
         sizes = _int32(len(tokens)), _int32(generated), _int32(limit)
-        inputs = tokens_1S, *sizes, row_params.end_ids_1E, max_drafts, values
+        inputs = tokens_1S, *sizes, row_params.end_ids_1E, max_drafts, values, self._number(adapter)
         static = {"vocab_size": self._architecture.vocab_size, "keeps_sequence": self._draft_plan is not None}
         return row_params.params, inputs, static
+
+    @property
+    def _stacks(self) -> Stacks | None:
+        return None if self.adapters is None else self.adapters.stacks
+
+    def _number(self, adapter: AdapterSlot) -> np.ndarray | None:
+        """Returns the argument of the programs: the number of the adapter of a row, or None if they support no adapters."""
+        return None if self.adapters is None else np.asarray([adapter.number], np.int32)
+
+    def adapter(self, name: str | None) -> AdapterSlot:
+        """Returns the adapter with a name; None: no adapter. Any thread may call it.
+
+        Raises:
+          UserError: no adapter has this name.
+        """
+        if self.adapters is not None:
+            return self.adapters.get(name)
+        if name is None:
+            return NO_ADAPTER
+        raise unknown_adapter(name, ())
 
     def row_params(self, config: Config) -> RowParams:
         """Returns the settings of a request as arrays; any thread may call it.
@@ -347,23 +396,32 @@ class SlotBatch(RunningBatch):
 
     # --- requests
 
-    def match_prefix(self, ids: Sequence[int]) -> PrefixMatch:
-        """Returns the longest prefix of a prompt that a slot already holds."""
+    def match_prefix(self, ids: Sequence[int], adapter: AdapterSlot = NO_ADAPTER) -> PrefixMatch:
+        """Returns the longest prefix of a prompt that a slot already holds, prefilled with the same adapter."""
         if self._empty_row is not None:
             return NO_PREFIX
         # If a row is longer than the ring buffer of a sliding-window layer, the buffer has lost the beginning of the row.
         valid = ((slot, row) for slot, row in enumerate(self._rows) if row.max_written <= self._min_ring_slots)
-        cached = ((slot, row.ids, row.prefilled_in_chunks) for slot, row in valid)
+        same = ((slot, row) for slot, row in valid if row.adapter.digest == adapter.digest)
+        cached = ((slot, row.ids, row.prefilled_in_chunks) for slot, row in same)
         return longest_prefix(ids, cached, self.prefill_chunk)
 
-    def assign_prompt(self, slot: int, ids: Sequence[int], match: PrefixMatch = NO_PREFIX, echo: bool = False) -> None:
+    def assign_prompt(
+        self,
+        slot: int,
+        ids: Sequence[int],
+        match: PrefixMatch = NO_PREFIX,
+        echo: bool = False,
+        adapter: AdapterSlot = NO_ADAPTER,
+    ) -> None:
         """Assigns a prompt to a slot and discards the previous request of the slot. Call `prefill` next.
 
         Args:
           match: the result of `match_prefix`, which is valid until the next `assign_prompt`; with `echo` use `NO_PREFIX`.
           echo: report the prompt tokens.
+          adapter: the adapter of the request.
         """
-        self._rows[slot], source = _SlotRow(ids=tuple(ids)), self._rows[match.slot or 0]
+        self._rows[slot], source = _SlotRow(ids=tuple(ids), adapter=adapter), self._rows[match.slot or 0]
         row = self._rows[slot]
         if match.slot is not None:
             row.prefilled, row.prefilled_in_chunks, row.max_written = match.length, match.length, source.max_written
@@ -389,7 +447,7 @@ class SlotBatch(RunningBatch):
         tokens_2T[1, :count] = row.ids[row.prefilled + 1 : row.prefilled + 1 + count]
         program = self._programs["prefill", length, row.prompt_reports is not None]
         args = _int32(slot), tokens_2T[:1], _int32(row.prefilled), _int32(count), tokens_2T[1:], self._draft_model
-        self.cache, info = program(self._model, self.cache, *args)
+        self.cache, info = program(self._model, self.cache, *args, self._stacks, self._number(row.adapter))
         if row.prompt_reports is not None:
             row.prompt_reports.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
         elif row.prefilled_in_chunks == row.prefilled and count == self.prefill_chunk:
@@ -412,6 +470,7 @@ class SlotBatch(RunningBatch):
             prefilled=row.prefilled,
             prefilled_in_chunks=row.prefilled_in_chunks,
             max_written=row.max_written,
+            adapter=row.adapter,
         )
 
     def _copy(self, slot: int, to: int) -> None:
@@ -446,7 +505,7 @@ class SlotBatch(RunningBatch):
             params=replace(row_params.params, **changes), max_drafts=0 if constrained else row_params.max_drafts
         )
         recurrent = row.history[-1] if row.history else None
-        params, inputs, _ = self._init_inputs(row_params, (*row.ids, *output), len(output), limit, recurrent)
+        params, inputs, _ = self._init_inputs(row_params, (*row.ids, *output), len(output), limit, recurrent, row.adapter)
         state = self._programs["init", program](params, *inputs)
         self._states[program] = self._programs["insert", program](self._states[program], (params, state), _int32(slot))
         # Drop pending changes that were meant for the previous request of this slot.
@@ -460,7 +519,7 @@ class SlotBatch(RunningBatch):
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
         self.cache, state, emitted = self._programs["decode", program](
-            self._model, self.cache, state, params, _int32(steps), self._draft_model
+            self._model, self.cache, state, params, _int32(steps), self._draft_model, self._stacks
         )
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
@@ -559,12 +618,13 @@ def _decode(
     params: SamplingParams,
     steps: jax.Array,
     draft_model: SplitModel | None,
+    adapters: Stacks | None,
     *,
     report: int,
     draft_plan: DraftPlan | None,
 ) -> tuple[KVCache | PairedCache, DecodeState, Emitted]:
     cache, state, emitted, _ = _generate_toks(
-        model, cache, state, params, steps, None, draft_model, use_cache=True, report=report, draft_plan=draft_plan
+        model, cache, state, params, steps, None, draft_model, adapters, use_cache=True, report=report, draft_plan=draft_plan
     )
     return cache, state, emitted
 
@@ -579,24 +639,28 @@ def _prefill_part(
     count: jax.Array,
     next_1T: jax.Array,
     draft_model: SplitModel | None = None,
+    adapters: Stacks | None = None,
+    number_1: jax.Array | None = None,
     *,
     report: int | None,
 ) -> tuple[KVCache | PairedCache, StepInfo | None]:
     """Prefills `count` tokens of a sequence from position `first` on; returns the cache and reports on the `next_1T` tokens.
 
-    `next_1T` holds the token after each of `tokens_1T`.
+    `next_1T` holds the token after each of `tokens_1T`, and `number_1` the number of the adapter.
     """
     index_T = jnp.arange(tokens_1T.shape[1])
     positions_1T = jnp.where(index_T < count, first + index_T, -1)[None]
 
-    def read(model: SplitModel, cache: KVCache) -> tuple[Transformer, jax.Array, KVCache]:
+    def read(model: SplitModel, cache: KVCache, adapters: RowAdapters | None = None) -> tuple[Transformer, jax.Array, KVCache]:
         transformer = dequantize(model.merge(model.leaves))
-        x_1TD, updated, _ = prefill_hidden(transformer, tokens_1T, positions_1T, cache.at_slot(slot))
+        adapted = attach_adapters(transformer, adapters)
+        x_1TD, updated, _ = prefill_hidden(adapted, tokens_1T, positions_1T, cache.at_slot(slot))
         assert updated is not None
         return transformer, x_1TD, updated.without_wrappers()
 
     target, *draft = _caches(cache)
-    transformer, x_1TD, cache = read(model, target)
+    row_adapters = None if adapters is None or number_1 is None else RowAdapters(adapters, number_1)
+    transformer, x_1TD, cache = read(model, target, row_adapters)
     if draft_model is not None and draft:
         cache = PairedCache(cache, read(draft_model, draft[0])[2])
     if report is None:

@@ -18,6 +18,7 @@ from dantinox.generation.drafts import DraftPlan, DraftState, init_drafts
 from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.model import KVCache, Transformer
+from dantinox.model.row_adapters import RowAdapters
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL_ALLOWED
 
@@ -127,6 +128,7 @@ class StaticBatch(RunningBatch):
         constrained: bool = False,
         draft_plan: DraftPlan | None = None,
         draft_model: Transformer | None = None,
+        adapters: RowAdapters | None = None,
     ):
         """Creates `P · samples` rows; the samples of a prompt are consecutive rows.
 
@@ -140,6 +142,7 @@ class StaticBatch(RunningBatch):
           constrained: whether `set_token_mask` and `restart` may be called.
           draft_plan: verify draft tokens; needs an uncompressed cache and no constraint.
           draft_model: the model that generates the draft tokens; None: they are searched in the text.
+          adapters: the adapters of the rows; None: no row has one.
         """
         P, T = prompt_PT.shape
         super().__init__(P * samples)
@@ -173,6 +176,7 @@ class StaticBatch(RunningBatch):
             sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size, plan.slots),
             sequence_BS=None if use_cache and draft_plan is None else jnp.asarray(sequence_BS),
             drafts=None if draft_plan is None else _initial_drafts(draft_plan, lengths_B),
+            adapter_B=None if adapters is None else adapters.number_B,
         )
         if constrained:
             words = -(-model.config.vocab_size // 32)
@@ -180,7 +184,8 @@ class StaticBatch(RunningBatch):
         self._states[PROGRAM_NAME] = params, state
         self._model, self._prompt = split_model(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
         self._prefill_options: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
-        self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
+        stacks = None if adapters is None else adapters.stacks
+        self._options: dict[str, Any] = {"use_cache": use_cache, "report": report, "adapters": stacks}
         self._decode_options: dict[str, Any] = self._options | ({} if draft_plan is None else {"draft_plan": draft_plan})
         if draft_model is not None:
             self._decode_options["draft_model"] = split_model(draft_model)
@@ -236,6 +241,7 @@ class StaticBatch(RunningBatch):
             end_ids_1E,
             None if state.drafts is None else state.drafts.limit_B[slot],
             values,
+            None if state.adapter_B is None else state.adapter_B[slot : slot + 1],
             vocab_size=self._vocab_size,
             keeps_sequence=state.sequence_BS is not None,
         )

@@ -113,7 +113,7 @@ def read_adapter(
     """
     file = SafetensorsFile(path)
     known = [layer_projections(model, layer) for layer in range(model.num_blocks)]
-    pairs: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+    pairs: dict[tuple[str, str], dict[str, str]] = {}
     for name in file.tensors:
         match = TENSOR_NAME.fullmatch(name)
         if match is None or int(match[1]) >= model.num_blocks or match[2] not in known[int(match[1])]:
@@ -122,7 +122,7 @@ def read_adapter(
                 f"{path} holds {escape_name(name)}, but this model has {model.num_blocks} layers with "
                 f"{targets or 'no projections that support adapters'}"
             )
-        pairs.setdefault((match[1], match[2]), {})[match[3]] = file.read(name)
+        pairs.setdefault((match[1], match[2]), {})[match[3]] = name
     if not pairs:
         raise UserError(f"{path} holds no adapters")
     deltas: dict[str, list[AdapterDelta]] = {}
@@ -133,11 +133,14 @@ def read_adapter(
         for letter, shape in (("A", (rank, ins)), ("B", (outs, rank))):
             if letter not in pair:
                 raise UserError(f"{path} lacks lora_{letter} of {module}")
-            if pair[letter].shape != shape:
-                raise UserError(f"{path} has lora_{letter} of {module} with shape {pair[letter].shape}, expected {shape}")
-            if (kind := pair[letter].dtype.name) not in ADAPTER_DTYPES:
-                raise UserError(f"{path} has lora_{letter} of {module} as {kind}, expected one of {', '.join(ADAPTER_DTYPES)}")
-        a, b = (np.asarray(pair[letter], np.float32).T for letter in "AB")
+            if (tensor := file.tensors[pair[letter]]).shape != shape:
+                raise UserError(f"{path} has lora_{letter} of {module} with shape {tensor.shape}, expected {shape}")
+            if tensor.dtype not in ADAPTER_DTYPES:
+                allowed = ", ".join(ADAPTER_DTYPES)
+                raise UserError(f"{path} has lora_{letter} of {module} as {tensor.dtype}, expected one of {allowed}")
+        a, b = (np.asarray(file.read(pair[letter]), np.float32).T for letter in "AB")
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise UserError(f"{path} has NaN or Inf in the adapter of {module}")
         deltas.setdefault(f"blocks/{layer}/{projection.module}/kernel", []).append(AdapterDelta(projection, a, b, scale))
     return deltas, file.metadata
 
@@ -165,13 +168,17 @@ def load_run_weights(
     base, lora = open_base(config.training.init_from, run), config.trained_architecture(vocab_size).lora
     assert lora is not None
     deltas, metadata = read_adapter(run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale))
-    wanted, digest = metadata.get(BASE_HASH_KEY, ""), weights_digest(base)
-    if digest != wanted:
-        raise UserError(
-            f"the adapters of {run.path} were trained on the weights {escape_name(wanted[:12])}…, but its base {base.path} has "
-            f"{digest[:12]}…: restore the original weights of the base"
-        )
+    check_base(run.path, metadata.get(BASE_HASH_KEY, ""), base, "restore the original weights of the base")
     return load_run_weights(base, load_run_config(base), shapes, vocab_size, merge_on_load(deltas, place))
+
+
+def check_base(path: Path, wanted: str, base: RunDirectory, remedy: str) -> None:
+    """Raises a UserError unless the weights of `base` have the digest of the weights that the adapters were trained on."""
+    if (digest := weights_digest(base)) != wanted:
+        raise UserError(
+            f"the adapters of {path} were trained on the weights {escape_name(wanted[:12])}…, but its base {base.path} has "
+            f"{digest[:12]}…: {remedy}"
+        )
 
 
 def merge_on_load(deltas: AdapterDeltas, place: Callable[[str, np.ndarray], Any]) -> Callable[[str, np.ndarray], Any]:

@@ -28,9 +28,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -101,6 +102,8 @@ class AsyncEngine:
         name: str = "dantinox",
         overrides: Mapping[str, object] | None = None,
         background: Collection[str] = (),
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
     ):
         """Allocates the caches of all slots. Compilation starts with `start`.
 
@@ -114,6 +117,7 @@ class AsyncEngine:
           overrides: settings that replace those of the run.
           background: programs that are compiled after the engine has become ready, of `BACKGROUND`: those of prompt
             log-probabilities (`echo`), of embeddings, and of the strategy that is not the server's (`strategies`).
+          max_loras, max_lora_rank: the most adapters and their largest rank, as for `SlotBatch`.
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
@@ -121,7 +125,8 @@ class AsyncEngine:
         self.run, self.name = run, name
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
-        self._batch = SlotBatch(run, slots, context, self._config)
+        limits = {"max_loras": max_loras, "max_lora_rank": max_lora_rank}
+        self._batch = SlotBatch(run, slots, context, self._config, **limits)
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
         self._engine.compile = self._request_compilation
         self._embeddings = EmbeddingQueue(lambda: Embedder(run, self._config, context))
@@ -130,6 +135,7 @@ class AsyncEngine:
         # Applying settings takes a millisecond, and clients often send the same settings again.
         self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)
         self._lock, self._wake = threading.Lock(), threading.Event()
+        self._one_adapter = asyncio.Lock()  # one adapter is loaded at a time, which limits the memory for its files
         self._state, self._doing, self._closing = "loading", "warming up", False
         self._counters: Counter[str] = Counter()
         self._compiling: set[tuple[ProgramKey, bool]] = set()  # queued or running
@@ -179,8 +185,7 @@ class AsyncEngine:
         """
         request = replace(request, config=with_default_seed(request.config, secrets.randbits(32)))
         with self._lock:
-            if self._state != "ready":
-                raise Unavailable(f"the server is {self._state}: {self._doing}")
+            self._check_ready()
             try:
                 job = self._engine.reserve(request)
             except QueueFull:
@@ -237,6 +242,43 @@ class AsyncEngine:
             self._request_embedder()
         self._wake.set()
         return await asyncio.wrap_future(future)
+
+    def _check_ready(self) -> None:
+        if self._state != "ready":
+            raise Unavailable(f"the server is {self._state}: {self._doing}")
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may select."""
+        return () if self._batch.adapters is None else tuple(self._batch.adapters.names)
+
+    async def load_lora(self, name: str, path: Path) -> None:
+        """Loads an adapter. Decoding continues while its files are read, and waits only for the copy of its matrices.
+
+        Raises:
+          UserError: the server has no place for adapters, the name is invalid or in use, no place is free, or the adapter is
+            damaged or does not fit the model.
+          Unavailable: the engine is loading, draining or has failed.
+        """
+        async with self._one_adapter:
+            self._check_ready()
+            copied = await asyncio.to_thread(self._read_adapter, name, path)
+            self._wake.set()
+            if not self._thread.is_alive():
+                self._engine.fail_adapters(Unavailable(f"the server is {self._state}: {self._doing}"))
+            await asyncio.wrap_future(copied)
+
+    def _read_adapter(self, name: str, path: Path) -> Future[None]:
+        rank = None if self._batch.adapters is None else self._batch.adapters.rank
+        return self._engine.load_adapter(name, self.run.read_lora(path, max_rank=rank))
+
+    def unload_lora(self, name: str) -> None:
+        """Unloads an adapter. The requests that use it continue; its place is free when the last of them has ended.
+
+        Raises:
+          UserError: no adapter has this name.
+        """
+        self._engine.unload_adapter(name)
 
     def _cancel(self, job: Job) -> None:
         self._engine.cancel(job)
@@ -362,6 +404,7 @@ class AsyncEngine:
                 responder.stream.end(Unavailable(stopped))
             self._embeddings.close(Unavailable(stopped))
             self._responders.clear()
+            self._engine.fail_adapters(Unavailable(stopped))
 
     def _deliver(self, output: Output) -> None:
         """Passes an output to its stream. An error in this method ends only the request of this output."""

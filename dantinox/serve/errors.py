@@ -83,6 +83,8 @@ ERRORS: dict[str, tuple[int, str | None, str]] = {
     "method": (405, None, "this path accepts {}, not {}"),
     "model": (404, "model_not_found", "this server has no model {!r}, only {}"),
     "model_of_key": (404, "model_not_found", "the key {} may not use the model {!r}"),
+    "lora": (404, "model_not_found", "this server has no adapter {!r}, only {}"),
+    "lora_dir": (403, "lora_dir", "clients may not change the adapters of this server: start it with --lora_dir to allow it"),
     "template": (
         400,
         "no_chat_template",

@@ -27,6 +27,7 @@ class Options:
       pooling: how embeddings combine the hidden states of a text: `mean` or `last`.
       lite: the file or folder of Kobold Lite that the server provides.
       stored_responses: how many responses of `/v1/responses` are kept in memory for `previous_response_id`.
+      lora_dir: the directory from which clients may load adapters; None: they may not.
       limits: limits of requests.
       aliases: further names of models → the names that they stand for.
       reloader: rereads the keys and the weights.
@@ -41,6 +42,7 @@ class Options:
     lite: Path | None = None
     stored_responses: int = 0
     pooling: str = "mean"
+    lora_dir: Path | None = None
     limits: Limits = field(default_factory=Limits)
     keys: ApiKeys = field(default_factory=ApiKeys)
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -1,8 +1,9 @@
 """`ResponseStream`, the deltas of one request, and `EngineProtocol`, the engine interface that the protocols use."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -101,10 +102,29 @@ class EngineProtocol(Protocol):
     Attributes:
       run: the loaded model.
       name: the model's name for clients.
+      loras: the names of the adapters that requests may select.
     """
 
     run: LoadedModel
     name: str
+
+    @property
+    def loras(self) -> Collection[str]: ...
+
+    async def load_lora(self, name: str, path: Path) -> None:
+        """Loads an adapter; requests may select it afterwards.
+
+        Raises:
+          UserError: the name is invalid or in use, no place is free, or the adapter is damaged or does not fit the model.
+          Unavailable: the engine is loading, draining or has failed.
+        """
+
+    def unload_lora(self, name: str) -> None:
+        """Unloads an adapter; the requests that use it continue.
+
+        Raises:
+          UserError: no adapter has this name.
+        """
 
     def settings(self, overrides: Mapping[str, object]) -> Config:
         """Returns the server's configuration with a request's settings applied and validated.

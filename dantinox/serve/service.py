@@ -5,7 +5,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, ClassVar
@@ -34,6 +34,8 @@ from dantinox.serve.response_stream import EngineProtocol, ResponseStream
 from dantinox.text.chat_template import ChatPrompt
 from dantinox.text.reply_formats import ReplyFormat, reply_format
 from dantinox.text.tool_prompts import chat_prompt
+
+MAX_NAMES_SHOWN = 5  # names of models in an error message
 
 
 class Reply:
@@ -103,17 +105,22 @@ class Service:
         # One thread, because the process that renders templates handles one conversation at a time.
         self._template_thread = ThreadPoolExecutor(1, "chat template")
         for alias, name in options.aliases.items():
-            if name in options.aliases or not self._is_model(name):
+            if name in options.aliases or name not in self._own_names():
                 raise UserError(f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this server")
-            if self._is_model(alias):
+            if alias in self._own_names():
                 raise UserError(f"the alias {quote(alias)} is already the name of a model of this server")
 
     @property
     def context(self) -> int:
         return self.engine.status().context
 
-    def _is_model(self, name: str) -> bool:
-        return name == self.engine.name
+    def _own_names(self) -> list[str]:
+        """Returns the names of the model, alone and with each adapter."""
+        return [self.model_name(), *map(self.model_name, self.engine.loras)]
+
+    def model_name(self, lora: str | None = None) -> str:
+        """Returns the name of the model, or of the model with an adapter, such as `base:poems`."""
+        return self.engine.name if lora is None else f"{self.engine.name}:{lora}"
 
     def resolve_model(self, name: str | None) -> str:
         """Returns the model that a name in a request means: aliases are replaced, and None is the served model.
@@ -122,17 +129,34 @@ class Service:
           RequestError: 404, this server has no model of that name, or the key may not use it.
         """
         resolved = self.engine.name if name is None else self.options.aliases.get(name, name)
-        if not self._is_model(resolved):
-            names = [self.engine.name, *self.options.aliases]
-            listed = ", ".join(repr(known[:60]) for known in names[:5]) + (
-                f" and {len(names) - 5} more" if len(names) > 5 else ""
-            )
-            raise http_error("model", resolved[:60], listed, param="model")
+        if resolved not in self._own_names():
+            raise http_error("model", resolved[:60], _shown([*self._own_names(), *self.options.aliases]), param="model")
         record = current_record()
         if not self.is_allowed(resolved):
             raise http_error("model_of_key", record.key and record.key.name, resolved[:60], param="model")
         record.model = resolved
         return resolved
+
+    def check_model(self, name: str | None, lora: str | None = None, *, param: str = "lora") -> str | None:
+        """Returns the adapter that a request selects, by the name of a model such as `base:poems` or by the field `param`.
+
+        Raises:
+          RequestError: 404, the server has no such model or adapter, or the key may not use it; 400, the names contradict each
+            other.
+        """
+        loras = self.engine.loras
+        if lora is not None and lora not in loras:
+            raise http_error("lora", lora[:60], _shown(loras), param=param)
+        if name is None and lora is not None:
+            name = self.model_name(lora)
+        resolved = self.options.aliases.get(name, name) if name is not None else None
+        if lora is not None and resolved == self.engine.name:
+            resolved = self.model_name(lora)
+        resolved = self.resolve_model(resolved)
+        named = next((other for other in loras if resolved == self.model_name(other)), None)
+        if lora not in (None, named):
+            raise RequestError(400, f"model selects the adapter {named}, and lora {lora}: use one of them", param="lora")
+        return named
 
     def is_allowed(self, model: str) -> bool:
         """Returns whether the key of this request may use a model, given by its own name."""
@@ -143,12 +167,8 @@ class Service:
 
     def model_names(self) -> list[str]:
         """Returns the names and aliases of the models that the key of this request may use."""
-        names = {self.engine.name: self.engine.name, **self.options.aliases}
+        names = {**{name: name for name in self._own_names()}, **self.options.aliases}
         return [name for name, model in names.items() if self.is_allowed(model)]
-
-    def check_model(self, name: str | None) -> None:
-        """Raises RequestError (404) for the name of another model."""
-        self.resolve_model(name)
 
     def settings(self, overrides: Mapping[str, object]) -> Config:
         """Returns the configuration of a request. The sizes of its settings are checked first.
@@ -311,6 +331,12 @@ class Service:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _shown(names: Collection[str]) -> str:
+    """Returns at most `MAX_NAMES_SHOWN` names for an error message."""
+    more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
+    return ", ".join([*map(repr, [*names][:MAX_NAMES_SHOWN]), *more]) or "the base model"
 
 
 async def _next(stream: ResponseStream) -> Delta | None:

@@ -10,9 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dantinox.config import UserError, build_config
-from dantinox.interop.peft import load_adapter, merge_adapter
+from dantinox.interop.peft import merge_adapter
 from dantinox.model.parameters import abstract_model
 from dantinox.run.adapters import merge_adapters, peft_config
+from dantinox.run.peft_folder import load_adapter
 from tests.error_texts import ERRORS
 
 FOLDER = Path(__file__).parent / "peft"

@@ -54,12 +54,21 @@ class FakeEngine:
         self.asked, self.embedded, self.cancelled, self.tasks = [], [], [], set()
         self.state, self.full, self.fails = "ready", False, None
         self.counters: Counter[str] = Counter()
+        self.loras: dict[str, object] = {}
 
     def settings(self, given):
         config = overlay(self.run.config, given)
         if config.kv != self.run.config.kv:
             raise UserError("kv.budget is set when the server starts")
         return config
+
+    async def load_lora(self, name, path):
+        if name in self.loras:
+            raise UserError(f"the adapter {name} is already loaded: unload it first, or use another name")
+        self.loras[name] = path
+
+    def unload_lora(self, name):
+        del self.loras[name]
 
     def submit(self, ask):
         if self.state != "ready":

@@ -163,6 +163,7 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     asking.join()
     expected = {"slots": 3, "context": 100, "queue": 5, "name": "x", "overrides": {"top_p": 0.5}}
     expected["background"] = ["echo"]
+    expected |= {"max_loras": None, "max_lora_rank": None}
     assert code == 0 and made[0].options == expected
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
     assert capfd.readouterr().out == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"

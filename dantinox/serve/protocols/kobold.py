@@ -77,6 +77,8 @@ async def parse(
     if stream and (body.n or 1) > 1:
         raise RequestError(400, f"n must be 1 in a stream, got {body.n}: /api/v1/generate returns several results", param="n")
     model, base = service.model, service.engine.settings({}).generation
+    has_lora = isinstance(body.model, str) and body.model.startswith(f"{service.engine.name}:")
+    lora = service.check_model(body.model if has_lora else None, body.lora)
     memory, prompt, stops = body.memory or "", body.prompt or "", body.stop_sequence or ()
     ends: frozenset[int] = frozenset()
     if body.replace_instruct_placeholders is not False and any("{{[" in text for text in (memory, prompt, *stops)):
@@ -99,7 +101,7 @@ async def parse(
         raise RequestError(400, str(error), param="prompt") from None
     config = with_generation(config, max_new_tokens=new, n=1 if stream else config.generation.n)
     logprobs = min(MAX_ALTERNATIVES, model.tokenizer.vocab_size) if body.logprobs else None
-    request = GenerationRequest(tuple(found), config, logprobs, False, body.constraint())
+    request = GenerationRequest(tuple(found), config, logprobs, False, body.constraint(), lora=lora)
     return Generation(model.tokenizer, generations, body.genkey or "", request, stream)
 
 

@@ -135,6 +135,8 @@ class GenerateBody(StrictBody):
       replace_instruct_placeholders: false keeps the placeholders in prompt, memory and stop strings.
       logprobs: report log-probabilities.
       grammar: GBNF grammar of the answer.
+      model: `MODEL:NAME` selects an adapter; every other name has no effect, as clients send any.
+      lora: name of the adapter; null uses the model without one.
       rep_pen, repeat_penalty, repetition_penalty: repetition penalty; the largest of the three applies.
       rep_pen_range: number of last tokens that the repetition penalty covers; 0 disables the penalties.
       rep_pen_slope: slope of the repetition penalty over its range.
@@ -187,6 +189,8 @@ class GenerateBody(StrictBody):
     replace_instruct_placeholders: bool | None = None
     logprobs: bool | None = None
     grammar: str | None = None
+    model: Any = None
+    lora: str | None = None
 
     rep_pen: AtLeastZero | None = None
     repeat_penalty: AtLeastZero | None = None

@@ -147,11 +147,12 @@ def routes(service: Service) -> list[Route]:
     async def messages(request: Request) -> Reply:
         """Answers a conversation in Anthropic's format."""
         body = await parse_body(request, MessagesBody)
-        service.check_model(body.model)
+        lora = service.check_model(body.model)
         config = service.settings(body.settings())
         prepared = await prepare_chat(service, body.conversation())
         _check_length(service, prepared.ids)
-        return MessagesReply(service, prepared.request(service.model.with_stop_ids(config, prepared.end_ids)), body, prepared)
+        generation = prepared.request(service.model.with_stop_ids(config, prepared.end_ids), lora=lora)
+        return MessagesReply(service, generation, body, prepared)
 
     async def count_tokens(request: Request) -> Response:
         """Counts the prompt tokens of a conversation in Anthropic's format."""
@@ -252,7 +253,7 @@ class MessagesReply(Reply):
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
-            "model": service.engine.name,
+            "model": service.model_name(request.lora),
         }
         self._fields = prepared.fields()
         self._blocks: list[dict[str, Any]] = []

@@ -46,6 +46,8 @@ class GenerateBody(StrictBody):
       settings: keys of the sections `generation` and `router` with their values.
       alternatives: number of alternatives reported with each token.
       fit: truncate the beginning of a prompt that is too long for the context.
+      model: name of the served model, or `MODEL:NAME` to select an adapter.
+      lora: name of the adapter; null uses the model without one.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -55,6 +57,8 @@ class GenerateBody(StrictBody):
     settings: dict[str, Any] = Field({})
     alternatives: Alternatives = 10
     fit: bool = False
+    model: str | None = None
+    lora: str | None = None
 
 
 def routes(service: Service) -> list[Route]:
@@ -63,7 +67,7 @@ def routes(service: Service) -> list[Route]:
 
     async def about(request: Request) -> Response:
         """Describes the server, its model, sampling steps and settings."""
-        return JSONResponse(_about(service) | {"settings": settings})
+        return JSONResponse(_about(service) | {"settings": settings, "loras": [*service.engine.loras]})
 
     async def generate(request: Request) -> Reply:
         """Streams a continuation as server-sent events, one per token."""
@@ -83,6 +87,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
     """
     if body.prompt is None and body.messages is None:
         raise RequestError(400, "the body must have prompt, messages or both", param="prompt")
+    lora = service.check_model(body.model, body.lora)
     config = service.settings(body.settings)
     if config.generation.seed is None:
         config = service.settings(body.settings | {"seed": secrets.randbelow(2**32)})
@@ -96,7 +101,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
     # than half of the context.
     reserved = min(config.generation.max_new_tokens, context // 2)
     left_out = max(0, len(ids) - (context - reserved)) if body.fit else 0
-    request = GenerationRequest(tuple(ids[left_out:]), config, min(body.alternatives, size))
+    request = GenerationRequest(tuple(ids[left_out:]), config, min(body.alternatives, size), lora=lora)
     begin = {
         "prompt_tokens": len(request.ids),
         "left_out": left_out,

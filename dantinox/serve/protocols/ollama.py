@@ -76,10 +76,16 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-def check_model(service: Service, name: str | None) -> None:
-    """Raises RequestError (404) for the name of another model; the tag `:latest` may be missing."""
-    if name is not None and name.removesuffix(TAG) != service.engine.name.removesuffix(TAG):
-        service.check_model(name.removesuffix(TAG))
+def check_model(service: Service, name: str | None) -> str | None:
+    """Returns the adapter that a name of a model selects; the tag `:latest` may be missing.
+
+    Raises:
+      RequestError: 404, the server has no such model.
+    """
+    own = service.engine.name
+    if name is not None and name.removesuffix(TAG) == own.removesuffix(TAG):
+        name = own
+    return service.check_model(name if name == own or name is None else name.removesuffix(TAG))
 
 
 # --- generation
@@ -92,7 +98,7 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
       RequestError, UserError: the body cannot be served.
     """
     warn_unknown(body)
-    check_model(service, body.model)
+    lora = check_model(service, body.model)
     check_generate(body)
     config, prompt, prepared = _settings(service, body), body.prompt or "", None
     if not prompt and not body.suffix:
@@ -112,7 +118,7 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
     if body.context:
         check_ids(service.tokenizer, body.context, "context")
         ids = [*body.context, *(ids[1:] if ids[0] == service.tokenizer.bos_id else ids)]
-    return _reply(service, body, config, ids, "prompt", prepared)
+    return _reply(service, body, config, ids, "prompt", prepared, lora)
 
 
 async def parse_chat(service: Service, body: ChatBody) -> Reply:
@@ -122,7 +128,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
       RequestError, UserError: the body cannot be served.
     """
     warn_unknown(body)
-    check_model(service, body.model)
+    lora = check_model(service, body.model)
     body.check_messages()
     config, messages = _settings(service, body), [message.fields() for message in body.messages]
     if not messages:
@@ -132,7 +138,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     if body.truncate is not False:
         prepared = await _fit(service, chat, prepared, _context(service, body))
     config = service.model.with_stop_ids(config, prepared.end_ids)
-    return _reply(service, body, config, prepared.ids, "messages", prepared)
+    return _reply(service, body, config, prepared.ids, "messages", prepared, lora)
 
 
 async def _fit(service: Service, chat: Conversation, whole: PreparedChat, context: int) -> PreparedChat:
@@ -175,7 +181,13 @@ def _settings(service: Service, body: OllamaBody) -> Config:
 
 
 def _reply(
-    service: Service, body: OllamaBody, config: Config, ids: Sequence[int], param: str, prepared: PreparedChat | None
+    service: Service,
+    body: OllamaBody,
+    config: Config,
+    ids: Sequence[int],
+    param: str,
+    prepared: PreparedChat | None,
+    lora: str | None,
 ) -> Reply:
     """Returns the reply of a request; raises RequestError for a prompt that fills the context."""
     context = _context(service, body)
@@ -183,9 +195,9 @@ def _reply(
         raise http_error("context", context, len(ids), param=param)
     config = with_generation(config, max_new_tokens=min(config.generation.max_new_tokens, context - len(ids)))
     logprobs = body.alternatives(service.tokenizer.vocab_size)
-    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint())
+    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint(), lora=lora)
     if prepared is not None:
-        request = replace(prepared.request(config, logprobs), ids=tuple(ids))
+        request = replace(prepared.request(config, logprobs, lora), ids=tuple(ids))
     return OllamaReply(service, request, body, prepared)
 
 

@@ -33,7 +33,10 @@ def routes(service: Service) -> list[Route]:
 
     def model(name: str) -> dict[str, JSON]:
         known: dict[str, JSON] = {"id": name, "object": "model", "created": created, "owned_by": "dantinox"}
-        known |= {"root": service.resolve_model(name), "capabilities": {**capabilities(service)}}
+        root = service.resolve_model(name)
+        known |= {"root": root, "capabilities": {**capabilities(service)}}
+        if ":" in root.removeprefix(service.engine.name):
+            known["parent"] = service.engine.name
         return known | {"max_model_len": service.context, "context_length": service.context}
 
     async def models(request: Request) -> Response:
@@ -67,7 +70,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
       RequestError, UserError: the body cannot be served.
     """
     check_combination(body)
-    service.check_model(body.model)
+    lora = service.check_model(body.model, body.lora)
     config = service.settings(body.settings(body.max_tokens))
     tokenizer = service.tokenizer
     # Refuse a prompt that is too long for the context before `prompt_ids` checks each of its token ids.
@@ -81,7 +84,8 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
         prompts = await prompt_ids(service.model, body.prompt)
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
     echo, constraint = bool(body.echo), body.constraint()
-    requests = [GenerationRequest(tuple(ids), config, logprobs, echo and logprobs is not None, constraint) for ids in prompts]
+    echo_logprobs = echo and logprobs is not None
+    requests = [GenerationRequest(tuple(ids), config, logprobs, echo_logprobs, constraint, lora=lora) for ids in prompts]
     _check_lengths(service, prompts, "prompt")
     echoed = [""] * len(requests)
     if echo:
@@ -96,13 +100,13 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
       RequestError, UserError: the body cannot be served.
     """
     check_combination(body)
-    service.check_model(body.model)
+    lora = service.check_model(body.model, body.lora)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     config = service.settings(body.settings(limit))
     prepared = await prepare_chat(service, body.conversation())
     config = service.model.with_stop_ids(config, prepared.end_ids)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
-    request = prepared.request(config, logprobs)
+    request = prepared.request(config, logprobs, lora)
     _check_lengths(service, [prepared.ids], "messages")
     return ChatReply(service, request, body, prepared)
 
@@ -148,7 +152,7 @@ class OpenAIReply(Reply):
         self._frame: dict[str, JSON] = {
             "id": f"{self.names.id}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": service.engine.name,
+            "model": service.model_name(requests[0].lora),
         }
         samples = [request.config.generation.n for request in requests]
         self._first_index = [sum(samples[:number]) for number in range(len(samples))]

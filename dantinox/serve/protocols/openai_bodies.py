@@ -63,7 +63,8 @@ class Body(StrictBody):
     """Fields of completions and chat completions. Every key of `generation` and `router` is an additional field.
 
     Attributes:
-      model: name of the served model; another name is an error.
+      model: name of the served model, or `MODEL:NAME` to select an adapter; another name is an error.
+      lora: name of the adapter; null uses the model without one.
       stream: send the answer as server-sent events while it is generated.
       stream_options: options of a stream.
       n: number of samples of each prompt.
@@ -82,6 +83,7 @@ class Body(StrictBody):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
 
     model: str | None = None
+    lora: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None

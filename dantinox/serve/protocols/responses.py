@@ -136,7 +136,7 @@ def routes(service: Service) -> list[Route]:
     async def create(request: Request) -> Reply:
         """Answers a conversation with a list of output items."""
         body = await parse_body(request, ResponsesBody)
-        service.check_model(body.model)
+        lora = service.check_model(body.model)
         config = service.settings(body.settings())
         earlier = find(body.previous_response_id).messages if body.previous_response_id else []
         chat = body.conversation(earlier)
@@ -145,7 +145,7 @@ def routes(service: Service) -> list[Route]:
             raise http_error("context", service.context, len(prepared.ids), param="input")
         with_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
         logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if with_logprobs else None
-        generation = prepared.request(service.model.with_stop_ids(config, prepared.end_ids), logprobs)
+        generation = prepared.request(service.model.with_stop_ids(config, prepared.end_ids), logprobs, lora)
         stores = most > 0 and body.store is not False
         return ResponsesReply(service, generation, body, prepared, chat, keep if stores else None)
 
@@ -256,7 +256,7 @@ class ResponsesReply(Reply):
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": {},
-            "model": service.engine.name,
+            "model": service.model_name(request.lora),
             "parallel_tool_calls": chat.parallel,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": chat.effort, "summary": None},

@@ -74,9 +74,17 @@ class PreparedChat(NamedTuple):
         """Whether the whole text of a reply is the answer."""
         return self.schemas is None and not self.form.reasons
 
-    def request(self, config: Config, logprobs: int | None = None) -> GenerationRequest:
-        """Returns the generation request for the reply."""
-        return GenerationRequest(tuple(self.ids), config, logprobs, False, self.constraint, self.reasoning, self.visible_ids)
+    def request(self, config: Config, logprobs: int | None = None, lora: str | None = None) -> GenerationRequest:
+        """Returns the generation request for the reply, with an adapter if `lora` names one."""
+        return GenerationRequest(
+            tuple(self.ids),
+            config,
+            logprobs,
+            constraint=self.constraint,
+            reasoning=self.reasoning,
+            visible_ids=self.visible_ids,
+            lora=lora,
+        )
 
     def fields(self) -> "ReplyFields":
         """Returns the empty fields of one reply."""
