@@ -49,6 +49,7 @@ PARSED_ONLY = {
     r"dantinox import (smollm2|HuggingFaceTB/)": "needs a network",
     r"dantinox serve": "starts a server",
     r"from openai import": "needs a server",
+    r"from anthropic import": "needs a server",
     r"dantinox eval tasks": "needs lm-evaluation-harness",
     r"dantinox eval (sampling|kv|ruler)": "takes minutes",
     r"dantinox sweep(?!.*--dry_run)": "takes minutes",
