@@ -23,6 +23,8 @@ class GenerationRequest:
       constraint: the constraint on the output; None: no constraint.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
+      salt: only requests with an equal salt share keys in the prefix cache of a server, so that the time of a response reveals
+        nothing about the prompts of others.
     """
 
     ids: tuple[int, ...]
@@ -33,6 +35,7 @@ class GenerationRequest:
     prompt: str = ""
     score_fn: ScoreFn | None = None
     show_candidates: bool = False
+    salt: str = ""
 
 
 class Delta(NamedTuple):

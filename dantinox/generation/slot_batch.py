@@ -2,7 +2,8 @@
 
 The number of slots is fixed. A request gets the same tokens in any slot and next to any other requests, because each program
 is compiled for all slots and all sampling steps; a step that no row uses is skipped at run time. Prompts are prefilled in
-chunks of a fixed length by the same program, so a chunk from an earlier request is bitwise equal to a new prefill.
+chunks of a fixed length by the same program, and the prefix cache stores only what this program computed, so a prefix from an
+earlier request is bitwise equal to a new prefill.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,11 +21,12 @@ from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation_settings import section_order
 from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
+from dantinox.generation.block_pool import caches_of
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, _generate_toks, prefill_hidden
 from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, PairedCache, init_drafts, plan_drafts
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
+from dantinox.generation.prefix_cache import PrefixCache, PrefixStatus, make_prefix_cache, pool_bytes
 from dantinox.generation.quantized_weights import SplitModel, dequantize, split_model
 from dantinox.generation.running_batch import NO_ID, Row, RowStatus, RunningBatch
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
@@ -37,8 +39,7 @@ from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.params import CHOICE_SETTINGS
 from dantinox.sampling.report import step_info
 
-# Tokens per prefill chunk. Longer chunks were not faster on a CPU, and the prefix cache, which reuses whole chunks only, would
-# cover less of a repeated prompt.
+# Tokens per prefill chunk. Longer chunks were not faster on a CPU, and decoding would have to wait longer for one of them.
 SLOT_PREFILL_CHUNK = 64
 MIN_PADDED_CHUNK = 16
 COMPILE_THREADS = 2  # programs compiled in parallel
@@ -81,16 +82,20 @@ class _SlotRow(Row):
     """The state of a request in a slot, on the host.
 
     Attributes:
-      prefilled: the number of prompt tokens in the cache.
-      prefilled_in_chunks: the number of prompt tokens that were prefilled in whole chunks.
-      max_written: the largest number of positions that may have been written to the slot.
+      salt: separates the prefixes of this request from those of requests with another salt.
+      length: the number of tokens to prefill.
+      cacheable: how many of them, from the first on, belong into the prefix cache. They are computed by the program for whole
+        chunks, or by programs with bitwise equal results.
+      prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
       prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
     """
 
     ids: Sequence[int] = ()
+    salt: str = ""
+    length: int = 0
+    cacheable: int = 0
     prefilled: int = 0
-    prefilled_in_chunks: int = 0
-    max_written: int = 0
+    reused: int = 0
     prompt_reports: list[StepInfo] | None = None
 
 
@@ -122,12 +127,21 @@ class SlotBatch(RunningBatch):
 
     refills = True
 
-    def __init__(self, model: ModelBundle, count: int | None, context: int, config: Config | None = None):
+    def __init__(
+        self,
+        model: ModelBundle,
+        count: int | None,
+        context: int,
+        config: Config | None = None,
+        prefix_cache: int | None = None,
+    ):
         """Chooses the number of slots; `compile` allocates their memory.
 
         Args:
           count: the number of slots; None: 8, or fewer if their caches would take over a quarter of the free memory.
           config: the settings of the server for weights and caches; None: the settings of the run.
+          prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
+            eighth of the free memory. A compressed cache has no prefix cache.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
@@ -163,12 +177,12 @@ class SlotBatch(RunningBatch):
         self._make_cache = make
         self._cache_shapes: KVCache | PairedCache = jax.eval_shape(lambda: self._make_cache(self.count))
         # A slot of a compressed cache must be cleared before a new request. Other caches do not need this.
-        caches = _caches(self._cache_shapes)
-        compressed = caches[0].compressed
+        compressed = caches_of(self._cache_shapes)[0].compressed
         self._empty_row = self._make_cache(1) if compressed else None
-        self._min_ring_slots = min(slots for cache in caches for slots in cache.uncompressed_slots)
         chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
         self.prefill_chunk = min(chunk, _next_power_of_two(context, MIN_PADDED_CHUNK))
+        self._prefixes: PrefixCache | None = None  # `compile` creates it
+        self._prefix_bytes = pool_bytes(self._cache_shapes, self.prefill_chunk, prefix_cache)
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
@@ -233,6 +247,22 @@ class SlotBatch(RunningBatch):
             if self.cache is None:
                 release_free_memory()  # free the memory of the compiler before the cache is allocated
                 self.cache = self._make_cache(self.count)
+                self._prefixes = self._make_prefix_cache()
+
+    def _make_prefix_cache(self) -> PrefixCache | None:
+        """Returns an empty prefix cache; None if it is off."""
+        if self._prefix_bytes == 0:
+            return None
+        tokens = np.random.default_rng(0).integers(0, self._architecture.vocab_size, self.context).tolist()
+
+        def cache() -> KVCache | PairedCache:
+            assert self.cache is not None
+            return self.cache
+
+        def prefill(start: int, count: int, length: int) -> None:
+            self._prefill_tokens(0, tokens[start : start + count], start, count, length)
+
+        return make_prefix_cache(cache, self._architecture, self._prefix_bytes, self.context, self._lengths(), prefill)
 
     def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
         prefills = [("prefill", length, reports) for length in self._lengths() for reports in {False, echo}]
@@ -319,56 +349,112 @@ class SlotBatch(RunningBatch):
 
     # --- requests
 
-    def match_prefix(self, ids: Sequence[int]) -> PrefixMatch:
-        """Returns the longest prefix of a prompt that a slot already holds."""
-        if self._empty_row is not None:
-            return NO_PREFIX
-        # If a row is longer than the ring buffer of a sliding-window layer, the buffer has lost the beginning of the row.
-        valid = ((slot, row) for slot, row in enumerate(self._rows) if row.max_written <= self._min_ring_slots)
-        cached = ((slot, row.ids, row.prefilled_in_chunks) for slot, row in valid)
-        return longest_prefix(ids, cached, self.prefill_chunk)
+    @property
+    def prefix_status(self) -> PrefixStatus:
+        """The blocks of the prefix cache; all numbers are 0 without one."""
+        return PrefixStatus(0, 0, 0, 0) if self._prefixes is None else self._prefixes.status
 
-    def assign_prompt(self, slot: int, ids: Sequence[int], match: PrefixMatch = NO_PREFIX, echo: bool = False) -> None:
+    def assign_prompt(self, slot: int, ids: Sequence[int], echo: bool = False, salt: str = "") -> None:
         """Assigns a prompt to a slot and discards the previous request of the slot. Call `prefill` next.
 
+        The tokens that the prefix cache contains are copied to the slot.
+
         Args:
-          match: the result of `match_prefix`, which is valid until the next `assign_prompt`; with `echo` use `NO_PREFIX`.
-          echo: report the prompt tokens.
+          echo: report the prompt tokens. Their keys are not reused and not stored, because another program computes them.
+          salt: only prompts with an equal salt share keys in the prefix cache.
         """
-        self._rows[slot], source = _SlotRow(ids=tuple(ids)), self._rows[match.slot or 0]
-        row = self._rows[slot]
-        if match.slot is not None:
-            row.prefilled, row.prefilled_in_chunks, row.max_written = match.length, match.length, source.max_written
-            if match.slot != slot:
-                self._copy(match.slot, slot)
+        length = len(ids) - 1
+        tail = length % self.prefill_chunk
+        shares_bits = self._chunk_length(tail) == self.prefill_chunk or self._same_bits
+        cacheable = 0 if echo or self._prefixes is None else length if shares_bits else length - tail
+        self._rows[slot] = _SlotRow(ids=tuple(ids), salt=salt, length=length, cacheable=cacheable)
+        self._rows[slot].prompt_reports = [] if echo else None
         if self._empty_row is not None:
             self.cache = _write_cache_row(self.cache, self._empty_row, _int32(slot))
-        row.prompt_reports = [] if echo else None
+        self._load_prefix(slot)
+
+    def _load_prefix(self, slot: int) -> None:
+        row = self._rows[slot]
+        if self._prefixes is not None and row.prefilled < row.cacheable:
+            self.cache, found = self._prefixes.load(self.cache, slot, row.ids[: row.cacheable], row.salt, row.prefilled)
+            row.reused, row.prefilled = row.reused + max(0, found - row.prefilled), max(found, row.prefilled)
+
+    def assign_sequence(self, slot: int, ids: Sequence[int], salt: str = "") -> bool:
+        """Assigns a sequence whose whole blocks `prefill` then adds to the prefix cache; returns whether any is missing there."""
+        if self._prefixes is None:
+            return False
+        length = len(ids) // self._prefixes.size * self._prefixes.size
+        if length == len(self._prefixes.match(ids, salt)) * self._prefixes.size:
+            return False
+        self._rows[slot] = _SlotRow(ids=tuple(ids), salt=salt, length=length, cacheable=length)
+        return True
+
+    @property
+    def _same_bits(self) -> bool:
+        """Whether the programs for short chunks and for whole chunks compute bitwise equal keys."""
+        return self._prefixes is not None and self._prefixes.same_bits
 
     def prefill(self, slot: int) -> int:
         """Prefills the next chunk of a prompt and returns the number of tokens left to prefill.
 
+        Before that, it copies the tokens that another slot has added to the prefix cache in the meantime, and afterwards it adds
+        the new ones. A prompt has the same keys with and without the prefix cache: the cache holds only tokens of whole chunks, and the other
+        tokens are computed by the same program as without it.
+
         The last token of the prompt is not prefilled, because the first decode step processes it.
         """
+        self._load_prefix(slot)
         row = self._rows[slot]
-        remaining = len(row.ids) - 1 - row.prefilled
-        if remaining == 0:
+        start = row.prefilled
+        count = min((row.cacheable if start < row.cacheable else row.length) - start, self.prefill_chunk)
+        if count == 0:
             return 0
-        count = min(remaining, self.prefill_chunk)
-        length = next(length for length in self._lengths() if length >= count)
-        tokens_2T = np.zeros((2, length), np.int32)
-        tokens_2T[0, :count] = row.ids[row.prefilled : row.prefilled + count]
-        tokens_2T[1, :count] = row.ids[row.prefilled + 1 : row.prefilled + 1 + count]
-        program = self._programs["prefill", length, row.prompt_reports is not None]
-        args = _int32(slot), tokens_2T[:1], _int32(row.prefilled), _int32(count), tokens_2T[1:], self._draft_model
-        self.cache, info = program(self._model, self.cache, *args)
+        whole = start < row.cacheable and not self._same_bits
+        info = self._prefill_tokens(
+            slot,
+            row.ids[start : start + count + 1],
+            start,
+            count,
+            self.prefill_chunk if whole else self._chunk_length(count),
+            row.prompt_reports is not None,
+        )
         if row.prompt_reports is not None:
             row.prompt_reports.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
-        elif row.prefilled_in_chunks == row.prefilled and count == self.prefill_chunk:
-            row.prefilled_in_chunks += count
         row.prefilled += count
-        row.max_written = max(row.max_written, row.prefilled)
-        return remaining - count
+        if self._prefixes is not None and row.prefilled <= row.cacheable:
+            self._prefixes.store(self.cache, slot, row.ids[: row.prefilled], row.salt, start)
+        return row.length - row.prefilled
+
+    def prefill_left(self, slot: int) -> int:
+        """Returns the number of tokens left to prefill."""
+        return self._rows[slot].length - self._rows[slot].prefilled
+
+    def reused_tokens(self, slot: int) -> int:
+        """Returns the number of prompt tokens that came from the prefix cache."""
+        return self._rows[slot].reused
+
+    def wait(self) -> None:
+        """Waits until all programs that write the cache have ended."""
+        jax.block_until_ready(jax.tree.leaves(self.cache)[0])
+
+    def _chunk_length(self, count: int) -> int:
+        """Returns the length of the program for a chunk of `count` tokens."""
+        return next(length for length in self._lengths() if length >= count)
+
+    def _prefill_tokens(
+        self, slot: int, ids: Sequence[int], start: int, count: int, length: int, reports: bool = False
+    ) -> StepInfo | None:
+        """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length.
+
+        Args:
+          ids: the tokens, and the token after them if it is known.
+        """
+        tokens_2T = np.zeros((2, length), np.int32)
+        tokens_2T[0, :count] = ids[:count]
+        tokens_2T[1, : len(ids) - 1] = ids[1:]
+        args = _int32(slot), tokens_2T[:1], _int32(start), _int32(count), tokens_2T[1:], self._draft_model
+        self.cache, info = self._programs["prefill", length, reports](self._model, self.cache, *args)
+        return info  # type: ignore[no-any-return]
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
         """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None for a prompt of one token."""
@@ -377,14 +463,8 @@ class SlotBatch(RunningBatch):
 
     def copy_prompt(self, slot: int, to: int) -> None:
         """Copies a prefilled prompt to another slot."""
-        row = self._rows[slot]
         self._copy(slot, to)
-        self._rows[to] = _SlotRow(
-            ids=row.ids,
-            prefilled=row.prefilled,
-            prefilled_in_chunks=row.prefilled_in_chunks,
-            max_written=row.max_written,
-        )
+        self._rows[to] = replace(self._rows[slot], reused=0, prompt_reports=None)
 
     def _copy(self, slot: int, to: int) -> None:
         programs, slots = self._programs["copy",], (_int32(slot), _int32(to))
@@ -421,7 +501,6 @@ class SlotBatch(RunningBatch):
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
             self._masks[program][slot] = ALL_ALLOWED
-        row.max_written = max(row.max_written, len(row.ids) + limit)
         row.remaining, row.program, row.reports, row.drafts = limit, program, report, NO_DRAFTS
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
@@ -437,13 +516,16 @@ class SlotBatch(RunningBatch):
         self.cache = self._make_cache(self.count)
         self._rows = [_SlotRow() for _ in range(self.count)]
         self._masks, self._stopped = {}, {}
+        if self._prefixes is not None:
+            self._prefixes.clear()
         for program, (params, state) in [*self._states.items()]:
             self._states[program] = params, replace(state, done_B=jnp.ones(self.count, bool))
 
     @property
     def cache_is_valid(self) -> bool:
         """Whether the cache still exists. A program that fails may already have consumed the donated cache."""
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache))
+        pool = None if self._prefixes is None else self._prefixes.pool
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, pool)))
 
 
 def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
@@ -462,11 +544,6 @@ def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
             f"{free / 1e9:.1f} GB of free memory: set a shorter context"
         )
     return int(min(DEFAULT_SLOTS, fitting))
-
-
-def _caches(cache: KVCache | PairedCache) -> tuple[KVCache, ...]:
-    """Returns the cache of the model, and the cache of the draft model if there is one."""
-    return (cache.target, cache.draft) if isinstance(cache, PairedCache) else (cache,)
 
 
 def _int32(value: int) -> np.ndarray:
@@ -539,7 +616,7 @@ def _prefill_part(
         assert updated is not None
         return transformer, x_1TD, updated.without_wrappers()
 
-    target, *draft = _caches(cache)
+    target, *draft = caches_of(cache)
     transformer, x_1TD, cache = read(model, target)
     if draft_model is not None and draft:
         cache = PairedCache(cache, read(draft_model, draft[0])[2])

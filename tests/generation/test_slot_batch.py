@@ -5,7 +5,6 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import LoadedModel
-from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.text import train_tokenizer
 from tests.error_texts import ERRORS
@@ -41,15 +40,14 @@ def served():
     return run, slots
 
 
-def put(run, slots, slot, prompt, limit=24, report=False, echo=False, reuse=False, **settings):
-    """Assigns a prompt to a slot and starts to decode it; returns the prefix match."""
+def put(run, slots, slot, prompt, limit=24, report=False, echo=False, salt="", **settings):
+    """Assigns a prompt to a slot and starts to decode it; returns the number of tokens from the prefix cache."""
     config, ids = run.settings({"seed": 3, "max_new_tokens": limit} | settings), run.prompt_ids(prompt)
-    kept = slots.match_prefix(ids) if reuse else NO_PREFIX
-    slots.assign_prompt(slot, ids, kept, echo)
+    slots.assign_prompt(slot, ids, echo, salt)
     while slots.prefill(slot):
         pass
     slots.start_decoding(slot, slots.row_params(config), limit=limit, report=report)
-    return kept
+    return slots.reused_tokens(slot)
 
 
 def decode(slots, steps=8):
@@ -89,22 +87,6 @@ def test_a_request_is_equal_in_every_slot_and_batch(served, programs):
             put(run, slots, slot, LONG, **DRAWN)
             assert decode(slots, steps)[0][slot] == alone
     assert programs() == 0
-
-
-def test_a_prefilled_chunk_is_reused(served):
-    run, slots = served
-    for slot in range(4):
-        put(run, slots, slot, "nothing", limit=1)
-    decode(slots)
-    assert put(run, slots, 0, LONG, reuse=True) == NO_PREFIX
-    alone = decode(slots)[0][0]
-    ids = run.prompt_ids(LONG)
-    whole = (len(ids) - 1) // slots.prefill_chunk * slots.prefill_chunk
-    assert 0 < whole < len(ids) - 1
-    assert put(run, slots, 0, LONG, reuse=True) == put(run, slots, 2, LONG, reuse=True) == PrefixMatch(0, whole)
-    assert list(decode(slots)[0].values()) == [alone, alone]
-    assert slots.match_prefix(ids[: slots.prefill_chunk]) == NO_PREFIX, "decoding reads the last prompt token"
-    assert slots.match_prefix([*ids[:5], 1, *ids[6:]]) == NO_PREFIX
 
 
 def test_samples_share_one_prefill(served):
@@ -213,7 +195,7 @@ def test_other_caches(changes, settings):
     put(run, slots, 2, prompt, limit=8, **DRAWN)
     put(run, slots, 1, "b" * 20, **DRAWN)
     slots.dispatch(5)
-    assert put(run, slots, 0, prompt, reuse=True, **DRAWN).length == 0
+    put(run, slots, 0, prompt, **DRAWN)
     assert decode(slots)[0][0] == alone
     if not run.config.kv.compresses:
         assert alone == run.generate(prompt, seed=3, max_new_tokens=24, **DRAWN).tokens

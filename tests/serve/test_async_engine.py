@@ -305,7 +305,7 @@ def test_draining_and_failing(run, monkeypatch):
 VICTIM = "the victim of a fault"
 # Calls on the engine's threads in which a fault is injected: (object, method, whether the call belongs to a single request).
 CALLS = [
-    *(("batch", name, True) for name in ("row_params", "match_prefix", "assign_prompt", "prefill")),
+    *(("batch", name, True) for name in ("row_params", "assign_prompt", "prefill")),
     *(("batch", name, True) for name in ("prompt_steps", "copy_prompt", "start_decoding", "set_token_mask")),
     *(("batch", name, False) for name in ("ready", "remaining", "stop", "dispatch", "collect")),
     *(("scheduler", name, False) for name in ("admit", "finish_prefill", "release", "slots_of", "remove")),
