@@ -1,0 +1,218 @@
+"""The prefix cache: seeded requests are bitwise equal with and without it, for prompts that share prefixes in any way."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dantinox.config import UserError
+from dantinox.config.model import ExpertsConfig, LatentConfig
+from dantinox.generation.engine import Engine
+from dantinox.generation.prefix_cache import block_bytes
+from dantinox.generation.prefix_tree import PrefixTree
+from dantinox.generation.request import GenerationRequest
+from dantinox.generation.slot_batch import SlotBatch
+
+from .test_slot_batch import CONTEXT, DRAWN, decode, make, put
+
+# --- the tree
+
+SEQUENCES = st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), st.sampled_from(["", "a"])), max_size=40)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(SEQUENCES, st.integers(1, 6))
+def test_the_tree_equals_a_table_of_prefixes(sequences, capacity):
+    """The tree is compared with a table from prefix to pool index, from which the least recently used leaf is removed."""
+    tree, table, last_use, now = PrefixTree(capacity, 2), {}, {}, 0
+
+    def prefixes(ids):
+        return [ids[:end] for end in range(2, len(ids) + 1, 2)]
+
+    for ids, salt in sequences:
+        now += 1
+        keys = [(salt, tuple(prefix)) for prefix in prefixes(ids)]
+        known = next((n for n, key in enumerate(keys) if key not in table), len(keys))
+        assert tree.match(ids, salt) == [table[key] for key in keys[:known]]
+        last_use |= dict.fromkeys(keys[:known], now)
+        count, new = tree.extend(ids, salt)
+        assert count == known
+        for key, index in zip(keys[known:], new, strict=False):
+            if len(table) == capacity:
+                leaves = [k for k in table if not any(o[0] == k[0] and o[1] != k[1] and o[1][: len(k[1])] == k[1] for o in table)]
+                oldest = min(last_use[leaf] for leaf in leaves)
+                (removed,) = [key for key, place in table.items() if place == index]
+                assert removed in leaves and last_use[removed] == oldest
+                del table[removed], last_use[removed]
+            assert index not in table.values()
+            table[key] = index
+            last_use |= dict.fromkeys(keys[: keys.index(key) + 1], now)
+        assert len(new) == len(keys) - known or len(table) == capacity
+        assert tree.used == len(table) <= capacity
+        assert {(block.salt, block.tokens) for block in tree.blocks()} == {(s, p[-2:]) for s, p in table}
+
+
+# --- the same bits
+
+CASES = {
+    "float32": ({}, {}),
+    "int8 cache": ({}, {"kv": {"dtype": "int8"}}),
+    "sliding window": ({"windows": (48, None)}, {}),
+    "short window": ({"windows": (24, None)}, {"kv": {"dtype": "int4"}}),
+    "latent": ({"latent": LatentConfig(12, 4, 6, query_rank=10), "kv_heads": 4}, {}),
+    "experts": ({"experts": ExpertsConfig(4, 2, shared_dim=16), "softcap": 3.0}, {}),
+    "bfloat16": ({"dtype": "bfloat16"}, {}),
+    "int8 weights": ({}, {"generation": {"weights": "int8"}}),
+    "drafts": ({"windows": (100, None)}, {"generation": {"speculation": "ngram", "draft_tokens": 3}}),
+}
+QUICK = ("float32", "sliding window")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n in CASES])
+def served(request):
+    changes, given = CASES[request.param]
+    run, slots = make(settings=given, **changes)
+    slots.compile(run.config)
+    return run, slots
+
+
+def conversations(seed, count=14, longest=CONTEXT - 40):
+    """Returns random prompts, of which most continue or branch off from an earlier one."""
+    chance, prompts = random.Random(seed), ["once upon a time " * 5]
+    for _ in range(count):
+        base = chance.choice(prompts)
+        prefix = base[: chance.choice([len(base), chance.randint(0, len(base))])]
+        new = "".join(chance.choices("abc de", k=chance.choice([1, 5, 16, 17, 40, 64, 90])))
+        prompts.append((prefix + new)[:longest])
+    return prompts
+
+
+def outcome(run, slots, slot, prompt, **options):
+    """Returns the tokens and log-probabilities of a request, and how many prompt tokens were in the prefix cache."""
+    reused = put(run, slots, slot, prompt, limit=10, report=True, **options)
+    tokens, infos = decode(slots)
+    return tokens[slot], np.concatenate([info.logprob for info in infos[slot]]).tobytes(), reused
+
+
+def expected_reuse(slots, ids, earlier):
+    """Returns how many tokens are reused: whole blocks of a prefix that programs with the same bits compute in both prompts."""
+    size, same = slots.prefix_status.size, slots._same_bits
+
+    def cacheable(ids):
+        length = len(ids) - 1
+        return length if same or length % 64 > 16 else length - length % 64
+
+    limit = cacheable(ids)
+    shared = [
+        next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
+        for other in earlier
+    ]
+    return max(min(limit, cacheable(other), n) // size * size for n, other in zip(shared, earlier, strict=True)) if earlier else 0
+
+
+@pytest.mark.slow
+def test_prompts_with_shared_prefixes_are_bitwise_equal_without_the_prefix_cache(served):
+    run, slots = served
+    slots.reset()
+    chance, earlier, total = random.Random(1), [], 0
+    for prompt in conversations(0):
+        settings, slot = chance.choice([DRAWN, {"greedy": True}]), chance.randrange(4)
+        *found, reused = outcome(run, slots, slot, prompt, **settings)
+        prefixes, slots._prefixes = slots._prefixes, None
+        *expected, _ = outcome(run, slots, chance.randrange(4), prompt, **settings)
+        slots._prefixes = prefixes
+        assert found == expected
+        ids = run.prompt_ids(prompt)
+        assert reused == expected_reuse(slots, ids, earlier)
+        earlier.append(ids)
+        total += reused
+    assert total > 500
+
+
+@pytest.mark.slow
+def test_a_small_pool_replaces_blocks_and_salts_are_separate(served):
+    run, slots = served
+    size = slots.prefix_status.size
+    capacity = 6 if size == 16 else 2
+    small = SlotBatch(run, 4, CONTEXT, prefix_cache=capacity * block_bytes(slots._cache_shapes, size))
+    small._programs |= slots._programs
+    small.compile(run.config)
+    prompts, reused = conversations(2, count=24), 0
+    for prompt in prompts:
+        *found, count = outcome(run, small, 1, prompt, **DRAWN)
+        assert found == [*outcome(run, slots, 2, prompt, **DRAWN)[:2]]
+        reused += count
+    status = small.prefix_status
+    assert status.used == status.capacity == capacity and status.evictions > 4 and reused > 0
+    slots.reset()
+    salts = [outcome(run, slots, 0, prompts[-1] + "x" * 64, salt=salt, **DRAWN)[2] for salt in ("", "a", "b", "a", "")]
+    assert salts[:3] == [0, 0, 0] and salts[3] == salts[4] > 0
+
+
+@pytest.mark.slow
+def test_sizes_that_are_refused(served):
+    run, _ = served
+    with pytest.raises(UserError, match=r"the prefix cache must be 0 or at least .* MB with this model, got 0.001"):
+        SlotBatch(run, 4, CONTEXT, prefix_cache=1000)
+    with pytest.raises(UserError, match="does not fit into the .* MB of free memory"):
+        SlotBatch(run, 4, CONTEXT, prefix_cache=1 << 50)
+    assert SlotBatch(run, 4, CONTEXT, prefix_cache=0)._prefix_bytes == 0
+
+
+# --- responses
+
+
+def finish(engine):
+    """Runs an engine until it has nothing to do."""
+    outputs = engine.step()
+    while engine.busy or not engine.idle:
+        outputs += engine.step()
+    return outputs
+
+
+def ids_of(outputs, job):
+    return [token for output in outputs if output.job is job for token in output.ids]
+
+
+@pytest.mark.slow
+def test_the_next_turn_reuses_prompt_and_response(served):
+    run, slots = served
+    slots.reset()
+    engine = Engine(run, slots)
+    config = run.settings({**DRAWN, "seed": 5, "max_new_tokens": 90, "ignore_eos": True})
+    first = tuple(run.prompt_ids("once upon a time " * 5))
+    job = engine.add(GenerationRequest(first, config))
+    turn = (*first, *ids_of(finish(engine), job), *run.prompt_ids(" and then " * 3))
+    size = slots.prefix_status.size
+    again = engine.add(GenerationRequest(turn, config))
+    found = ids_of(finish(engine), again)
+    assert again.stats.reused_tokens == min(len(first) + 90, len(turn) - 1 - (len(turn) - 1) % 64) // size * size
+    prefixes, slots._prefixes = slots._prefixes, None
+    try:
+        alone = engine.add(GenerationRequest(turn, config))
+        assert ids_of(finish(engine), alone) == found and alone.stats.reused_tokens == 0
+    finally:
+        slots._prefixes = prefixes
+
+
+@pytest.mark.slow
+def test_a_request_interrupts_the_prefill_of_a_response(served):
+    run, slots = served
+    slots.reset()
+    engine = Engine(run, slots)
+    config = run.settings({**DRAWN, "seed": 6, "max_new_tokens": 250, "ignore_eos": True})
+    first = tuple(run.prompt_ids("a long story "))
+    job, outputs = engine.add(GenerationRequest(first, config)), []
+    while engine.busy:
+        outputs += engine.step()
+    engine.step()  # the second chunk of the response; others remain
+    assert not engine.idle
+    other = engine.add(GenerationRequest(tuple(run.prompt_ids("nobody asks")), run.settings({**DRAWN, "max_new_tokens": 8})))
+    while engine.busy:
+        outputs += engine.step()
+    assert len(ids_of(outputs, other)) == 8
+    finish(engine)
+    whole = (*first, *ids_of(outputs, job))
+    assert len(slots._prefixes.match(whole, "")) == len(whole) // slots.prefix_status.size
