@@ -20,7 +20,7 @@ MAX_KEY_LENGTH = 1024
 
 
 MOST_USED = (
-    "host", "port", "api_key_file", "name", "chat_template", "slots", "context", "queue", "weights", "kv_dtype", "kv_budget",
+    "host", "port", "api_key_file", "name", "chat_template", "slots", "context", "queue", "prefix_cache", "weights", "kv_dtype", "kv_budget",
     "max_new_tokens", "temperature", "top_p",
 )  # fmt: skip
 
@@ -56,6 +56,10 @@ def add_serve_flags(command: Parser) -> None:
     capacity.add_argument(
         "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
     )
+    capacity.add_argument(
+        "--prefix_cache", type=_number(0, 2**24), metavar="MB",
+        help="memory for the keys of earlier prompts; 0: none (default: four times that of the slots, at most 1/8 of the free memory)"
+    )  # fmt: skip
     add_chat_template(command)
     command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
     command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
@@ -89,6 +93,7 @@ def serve(options: argparse.Namespace) -> int:
         run = load(options.run_dir, config.generation.tensor_parallel)
         template = chosen_template(options, template_path, run.tokenizer)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
+        sizes["prefix_cache"] = None if options.prefix_cache is None else options.prefix_cache * 10**6
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
         server_options = Options(template, key, hosts, origins, options.lite)
         where = _address(listener)

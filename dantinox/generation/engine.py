@@ -370,11 +370,14 @@ class Engine:
     def _prefill_prompts(self) -> None:
         """Prefills at most one chunk of a prompt, or up to `MAX_PREFILL_CHUNKS` if more requests are in prefill than decoding.
 
+        If no request is decoding, it prefills one chunk per prompt. `step` then returns, so that new requests are admitted.
+
         Every second chunk belongs to the oldest prompt, and the others to the prompt with the fewest tokens left. So a short
         prompt does not wait for a long one that came before it, and the long one makes progress.
         """
         batch, prefilling = self._slots, self._scheduler.prefilling
-        chunks = min(MAX_PREFILL_CHUNKS, max(1, len(prefilling) // max(1, len(batch.remaining()))))
+        decoding = len(batch.remaining())
+        chunks = max(1, min(MAX_PREFILL_CHUNKS, len(prefilling) // decoding)) if decoding else len(prefilling)
         while prefilling and chunks > 0:
             chunks -= 1
             if not batch.remaining():

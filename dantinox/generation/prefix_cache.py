@@ -27,10 +27,10 @@ PROBE_TOKENS = 80  # tokens of the sequence that is prefilled in several ways
 class PrefixStatus(NamedTuple):
     """The blocks of a prefix cache: used, in total, replaced so far, and the number of tokens per block."""
 
-    used: int
-    capacity: int
-    evictions: int
-    size: int
+    used: int = 0
+    capacity: int = 0
+    evictions: int = 0
+    size: int = 0
 
 
 class PrefixCache:

@@ -352,7 +352,7 @@ class SlotBatch(RunningBatch):
     @property
     def prefix_status(self) -> PrefixStatus:
         """The blocks of the prefix cache; all numbers are 0 without one."""
-        return PrefixStatus(0, 0, 0, 0) if self._prefixes is None else self._prefixes.status
+        return PrefixStatus() if self._prefixes is None else self._prefixes.status
 
     def assign_prompt(self, slot: int, ids: Sequence[int], echo: bool = False, salt: str = "") -> None:
         """Assigns a prompt to a slot and discards the previous request of the slot. Call `prefill` next.

@@ -41,7 +41,7 @@ from dantinox.generation.token_settings import with_default_seed
 from dantinox.generation.trace import token_records
 from dantinox.sampling import StepInfo
 from dantinox.serve.errors import Busy, Unavailable
-from dantinox.serve.response_stream import ResponseStream, Status
+from dantinox.serve.response_stream import ResponseStream, Status, wake_readers
 
 MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its settings have at most this many characters
 
@@ -66,7 +66,7 @@ class _Responder:
             records = token_records(ids, texts, output.steps, self._tokenizer, request.logprobs)
         if request.echo and not self.stream.prompt:
             self.stream.prompt = self._prompt_records(output.job.prompt_steps)
-        self.stream.push(Delta(output.sample, output.text, records, output.finish_reason))
+        self.stream.push(Delta(output.sample, output.text, records, output.finish_reason), wake=False)
 
     def _prompt_records(self, steps: StepInfo | None) -> list[TokenRecord]:
         """Returns a record for each token of the prompt; the first one has no probabilities."""
@@ -94,6 +94,7 @@ class AsyncEngine:
         queue: int = 64,
         name: str = "dantinox",
         overrides: Mapping[str, object] | None = None,
+        prefix_cache: int | None = None,
     ):
         """Allocates the caches of all slots. Compilation starts with `start`.
 
@@ -105,6 +106,8 @@ class AsyncEngine:
           queue: number of requests that may wait for a slot.
           name: the model's name for clients.
           overrides: settings that replace those of the run.
+          prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
+            eighth of the free memory.
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
@@ -112,7 +115,7 @@ class AsyncEngine:
         self.run, self.name = run, name
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
-        self._batch = SlotBatch(run, slots, context, self._config)
+        self._batch = SlotBatch(run, slots, context, self._config, prefix_cache)
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
         self._engine.compile = self._request_compilation
         self._responders: dict[Job, _Responder] = {}
@@ -190,7 +193,7 @@ class AsyncEngine:
         """Returns the current state and counters of the engine."""
         load = self._engine.load
         counters = {**self._counters, **self._engine.counters}
-        return Status(self._state, self._doing, *load, self._batch.context, counters)
+        return Status(self._state, self._doing, *load, self._batch.context, counters, self._batch.prefix_status)
 
     async def drain(self, seconds: float) -> None:
         """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
@@ -263,8 +266,9 @@ class AsyncEngine:
             while not self._closing:
                 self._wake.clear()
                 outputs = self._engine.step()
-                for output in outputs:
-                    self._deliver(output)
+                streams = {responder.stream: None for output in outputs if (responder := self._deliver(output))}
+                if streams:
+                    wake_readers(streams)
                 if not outputs and self._engine.idle:
                     self._wake.wait()
         except BaseException as error:
@@ -277,15 +281,18 @@ class AsyncEngine:
                 responder.stream.end(Unavailable(f"the server is {self._state}: {self._doing}"))
             self._responders.clear()
 
-    def _deliver(self, output: Output) -> None:
-        """Passes an output to its stream. An error in this method ends only the request of this output."""
+    def _deliver(self, output: Output) -> _Responder | None:
+        """Passes an output to its stream, whose reader is yet to be woken, and returns the responder.
+
+        An error in this method ends only the request of this output.
+        """
         responder = self._responders.get(output.job)
         if responder is None:
-            return
+            return None
         try:
             if output.ended:
                 del self._responders[output.job]
-                responder.stream.end(output.error)
+                responder.stream.end(output.error, wake=False)
             else:
                 responder.push_output(output)
         except Exception as error:
@@ -293,4 +300,5 @@ class AsyncEngine:
             self._responders.pop(output.job, None)
             self._engine.cancel(output.job)
             with contextlib.suppress(Exception):
-                responder.stream.end(RequestFailed(f"{type(error).__name__}: {error}"))
+                responder.stream.end(RequestFailed(f"{type(error).__name__}: {error}"), wake=False)
+        return responder

@@ -1,12 +1,14 @@
 """`ResponseStream`, the deltas of one request, and `EngineProtocol`, the engine interface that the protocols use."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from dantinox.config import Config
 from dantinox.generation.loaded_model import LoadedModel
+from dantinox.generation.prefix_cache import PrefixStatus
 from dantinox.generation.request import Delta, GenerationRequest, RequestStats, TokenRecord
 
 
@@ -26,6 +28,7 @@ class ResponseStream:
         self.request, self.stats, self.prompt = request, stats, list[TokenRecord]()
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+        self._arrived: deque[Delta | BaseException | None] = deque()  # pushed, but not yet moved to the queue
         self._ended = False
 
     def __aiter__(self) -> "ResponseStream":
@@ -53,19 +56,35 @@ class ResponseStream:
 
     # The engine calls the following methods, from any thread.
 
-    def push(self, delta: Delta) -> None:
-        """Adds a delta."""
-        self._put(delta)
+    def push(self, delta: Delta, wake: bool = True) -> None:
+        """Adds a delta. Without `wake`, its reader waits for the next call of `wake_readers`."""
+        self._put(delta, wake)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Ends the stream, with an error if one is given."""
-        self._put(error)
+    def end(self, error: BaseException | None = None, wake: bool = True) -> None:
+        """Ends the stream, with an error if one is given; `wake` as in `push`."""
+        self._put(error, wake)
 
-    def _put(self, item: Delta | BaseException | None) -> None:
+    def _put(self, item: Delta | BaseException | None, wake: bool) -> None:
+        self._arrived.append(item)
+        if wake:
+            wake_readers([self])
+
+    def _move_arrived(self) -> None:
+        while self._arrived:
+            self._queue.put_nowait(self._arrived.popleft())
+
+
+def wake_readers(streams: Iterable[ResponseStream]) -> None:
+    """Wakes the readers of streams; a thread switches to the event loop only once for all of them."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[ResponseStream]] = {}
+    for stream in streams:
+        by_loop.setdefault(stream._loop, []).append(stream)
+    for loop, group in by_loop.items():
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed, so nothing reads the stream
-            self._cancel()
+            loop.call_soon_threadsafe(lambda group=group: [stream._move_arrived() for stream in group])
+        except RuntimeError:  # the loop is closed, so nothing reads the streams
+            for stream in group:
+                stream.cancel()
 
 
 @dataclass(frozen=True)
@@ -80,6 +99,7 @@ class Status:
       context: maximum length of a prompt and its continuation, in tokens.
       counters: sums since the start: `requests`, `finished`, `cancelled`, `refused`, `prompt_tokens`, `reused_tokens`,
         `new_tokens`, `draft_tokens`, `accepted_draft_tokens` and `compilations` (after the warm-up).
+      prefixes: the blocks of the prefix cache.
     """
 
     state: str
@@ -90,6 +110,7 @@ class Status:
     queue: int
     context: int
     counters: Mapping[str, int] = field(default_factory=dict)
+    prefixes: PrefixStatus = PrefixStatus()
 
 
 class EngineProtocol(Protocol):

@@ -5,6 +5,8 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import LoadedModel
+from dantinox.generation.engine import Engine
+from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.text import train_tokenizer
 from tests.error_texts import ERRORS
@@ -212,3 +214,32 @@ def test_token_mask_of_one_slot(served):
     tokens = decode(slots)[0]
     assert set(tokens[3]) <= set(b"xyz")
     assert tokens[2] == run.generate("hello", seed=3, max_new_tokens=24, **DRAWN).tokens
+
+
+def test_a_long_prompt_neither_stalls_streams_nor_short_prompts(served, monkeypatch):
+    """Between two chunks of decoding at most one chunk is prefilled, and a short prompt does not wait for a long one."""
+    run, slots = served
+    slots.reset()
+    engine, prefilled, prefill = Engine(run, slots), [], slots.prefill
+    monkeypatch.setattr(slots, "prefill", lambda slot: prefilled.append(slot) or prefill(slot))
+
+    def add(prompt, new):
+        config = run.settings({**DRAWN, "seed": 1, "max_new_tokens": new, "ignore_eos": True})
+        return engine.add(GenerationRequest(tuple(run.prompt_ids(prompt)), config))
+
+    streams = [add(prompt, 200) for prompt in ("one", "two")]
+    while any(stream.stats.new_tokens < 2 for stream in streams):
+        engine.step()
+    long, short = add("x" * 300, 4), add("y" * 40, 4)
+    events = []
+    while long.stats.new_tokens == 0:
+        prefilled.clear()
+        outputs = engine.step()
+        assert len(prefilled) <= 1
+        assert {output.job for output in outputs} >= set(streams), "no stream pauses"
+        events.append((short.stats.new_tokens > 0, slots.prefill_left(engine._scheduler.slots_of(long)[0])))
+    left_when_short_began = next(left for began, left in events if began)
+    assert left_when_short_began >= 100
+    while engine.busy:
+        engine.step()
+    assert short.stats.new_tokens == long.stats.new_tokens == 4

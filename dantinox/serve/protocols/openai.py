@@ -72,7 +72,8 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     prompts = await prompt_ids(service.model, body.prompt)
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
     echo, constraint = bool(body.echo), body.constraint()
-    requests = [GenerationRequest(tuple(ids), config, logprobs, echo and logprobs is not None, constraint) for ids in prompts]
+    reports, salt = echo and logprobs is not None, body.cache_salt or ""
+    requests = [GenerationRequest(tuple(ids), config, logprobs, reports, constraint, salt=salt) for ids in prompts]
     _check_lengths(service, prompts, "prompt")
     echoed = [""] * len(requests)
     if echo:
@@ -93,7 +94,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     ids, ends = await service.render([message.model_dump() for message in body.messages])
     config = service.model.with_stop_ids(config, ends)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
-    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint())
+    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint(), salt=body.cache_salt or "")
     _check_lengths(service, [ids], "messages")
     return OpenAIReply(service, [request], CHAT, body, [""])
 
