@@ -60,6 +60,9 @@ def add_serve_flags(command: Parser) -> None:
         "--prefix_cache", type=_number(0, 2**24), metavar="MB",
         help="memory for the keys of earlier prompts; 0: none (default: four times that of the slots, at most 1/8 of the free memory)"
     )  # fmt: skip
+    capacity.add_argument(
+        "--cache_dir", type=Path, metavar="DIR", help="folder that keeps the keys of earlier prompts when the server stops"
+    )
     add_chat_template(command)
     command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
     command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
@@ -75,6 +78,9 @@ def serve(options: argparse.Namespace) -> int:
     name = _name(options)
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: no file or folder at {options.lite}")
+    if options.cache_dir is not None:
+        with wrap_os_errors(f"cannot create --cache_dir {options.cache_dir}"):
+            options.cache_dir.mkdir(parents=True, exist_ok=True)
     from dantinox.config import overlay
     from dantinox.run import find_chat_template, load_run_config, open_run
 
@@ -94,7 +100,7 @@ def serve(options: argparse.Namespace) -> int:
         template = chosen_template(options, template_path, run.tokenizer)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
         sizes["prefix_cache"] = None if options.prefix_cache is None else options.prefix_cache * 10**6
-        engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
+        engine = AsyncEngine(run, **sizes, name=name, overrides=settings, cache_dir=options.cache_dir)
         server_options = Options(template, key, hosts, origins, options.lite)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):

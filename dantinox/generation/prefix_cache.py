@@ -14,7 +14,8 @@ import numpy as np
 from dantinox.config import ModelConfig, UserError
 from dantinox.generation.block_pool import Pool, caches_of, load_blocks, make_pool, store_blocks
 from dantinox.generation.drafts import PairedCache
-from dantinox.generation.prefix_tree import PrefixTree, StoredBlock
+from dantinox.generation.prefix_files import BlockRows
+from dantinox.generation.prefix_tree import PrefixTree
 from dantinox.model import KVCache
 from dantinox.model.cache import RingLayer
 from dantinox.programs import available_bytes, tree_bytes
@@ -68,7 +69,7 @@ class PrefixCache:
 
     def match(self, ids: Sequence[int], salt: str) -> list[int]:
         """Returns the blocks at the beginning of a sequence that the pool contains."""
-        return self._tree.match(ids, salt)
+        return self._tree.match(ids, _root_name(salt))
 
     def load(
         self, cache: KVCache | PairedCache, slot: int, ids: Sequence[int], salt: str, prefilled: int
@@ -78,7 +79,7 @@ class PrefixCache:
         Returns:
           The cache, which is donated, and the number of tokens in the known blocks.
         """
-        known, first = self._tree.match(ids, salt), prefilled // self.size
+        known, first = self.match(ids, salt), prefilled // self.size
         if len(known) > first:
             cache = self._load(cache, self.pool, *self._arguments(slot, first, known[first:]))
         return cache, len(known) * self.size
@@ -89,9 +90,9 @@ class PrefixCache:
         Args:
           computed: the first token of the newest chunk. A ring buffer may have lost tokens before it.
         """
-        if self._has_rings and len(self._tree.match(ids, salt)) < computed // self.size:
+        if self._has_rings and len(self.match(ids, salt)) < computed // self.size:
             return
-        known, new = self._tree.extend(ids, salt)
+        known, new = self._tree.extend(ids, _root_name(salt))
         if new:
             self.pool = self._store(self.pool, cache, *self._arguments(slot, known, new))
 
@@ -99,6 +100,26 @@ class PrefixCache:
         index_N = np.zeros(-(-self._context // self.size), np.int32)
         index_N[: len(blocks)] = blocks
         return np.asarray(slot, np.int32), np.asarray(first * self.size, np.int32), index_N, np.asarray(len(blocks), np.int32)
+
+    def snapshot(self) -> BlockRows:
+        """Returns a copy of all blocks on the host."""
+        blocks = self._tree.blocks()
+        places = {block.index: row for row, block in enumerate(blocks)} | {-1: -1}
+        index_N = np.array([block.index for block in blocks], np.int32)
+        rows = [np.asarray(leaf[index_N]) for leaf in jax.tree.leaves(self.pool)]
+        return BlockRows([block._replace(index=places[block.index], parent=places[block.parent]) for block in blocks], rows)
+
+    def restore(self, found: BlockRows) -> None:
+        """Adds the blocks of a snapshot to this empty prefix cache."""
+
+        def filled(leaf: jax.Array, rows: np.ndarray) -> jax.Array:
+            content = np.zeros(leaf.shape, leaf.dtype)
+            content[: len(rows)] = rows
+            return jax.device_put(content, leaf.sharding)
+
+        leaves, structure = jax.tree.flatten(self.pool)
+        self.pool = jax.tree.unflatten(structure, map(filled, leaves, found.rows))
+        self._tree.restore(found.blocks)
 
     def clear(self) -> None:
         """Removes all blocks and allocates the pool again, for use after a program failed."""
@@ -114,6 +135,11 @@ class PrefixCache:
         for leaf in jax.device_get([leaf[:blocks] for leaf in jax.tree.leaves(self.pool)]):
             digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
         return digest.hexdigest()
+
+
+def _root_name(salt: str) -> str:
+    """Returns the name of the root for a salt: its checksum, because a salt may be a secret and the name is written to disk."""
+    return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest() if salt else ""
 
 
 def block_bytes(cache: KVCache | PairedCache, size: int) -> int:
@@ -195,6 +221,3 @@ def make_prefix_cache(
     prefixes.same_bits = prefixes.size < chunk and probe(prefixes, short, short) == checksums
     prefixes.probe = "-".join(checksums)
     return prefixes
-
-
-__all__ = ["PrefixCache", "PrefixStatus", "StoredBlock", "make_prefix_cache", "pool_bytes"]

@@ -6,7 +6,7 @@ never share a block. Each salt has a root of its own, and requests with differen
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ class Block:
     """
 
     index: int
+    salt: str
     tokens: tuple[int, ...]
     parent: "Block | None"
     children: dict[tuple[int, ...], "Block"] = field(default_factory=dict)
@@ -72,13 +73,13 @@ class PrefixTree:
         """
         path, new = self._walk(ids, salt), list[int]()
         known = len(path)
-        parent = path[-1] if path else self._roots.setdefault(salt, Block(-1, (), None))
+        parent = path[-1] if path else self._root(salt)
         for start in range(known * self.size, len(ids) - self.size + 1, self.size):
             index = self._allocate(parent)
             if index is None:
                 break
             tokens = tuple(ids[start : start + self.size])
-            block = parent.children[tokens] = self._by_use[index] = Block(index, tokens, parent)
+            block = parent.children[tokens] = self._by_use[index] = Block(index, salt, tokens, parent)
             path.append(block)
             new.append(index)
             self._mark_used(path)
@@ -88,17 +89,21 @@ class PrefixTree:
         return known, new
 
     def blocks(self) -> list[StoredBlock]:
-        """Returns all blocks, each after its parent."""
+        """Returns all blocks, each after its parent, the most recently used ones first."""
+        blocks = [*reversed(self._by_use.values())]
+        return [StoredBlock(block.index, block.parent.index if block.parent else -1, block.salt, block.tokens) for block in blocks]
 
-        def below(block: Block, salt: str) -> Iterator[StoredBlock]:
-            waiting = [block]
-            while waiting:
-                parent = waiting.pop()
-                for child in parent.children.values():
-                    yield StoredBlock(child.index, parent.index, salt, child.tokens)
-                    waiting.append(child)
+    def restore(self, blocks: Sequence[StoredBlock]) -> None:
+        """Adds the result of `blocks` of another tree to this empty tree, whose capacity must suffice."""
+        for index, parent, salt, tokens in blocks:
+            above = self._root(salt) if parent < 0 else self._by_use[parent]
+            above.children[tokens] = self._by_use[index] = Block(index, salt, tokens, above)
+        for block in reversed(blocks):
+            self._by_use.move_to_end(block.index)
+        self._free = [index for index in self._free if index not in self._by_use]
 
-        return [stored for salt, root in self._roots.items() for stored in below(root, salt)]
+    def _root(self, salt: str) -> Block:
+        return self._roots.setdefault(salt, Block(-1, salt, (), None))
 
     def _walk(self, ids: Sequence[int], salt: str) -> list[Block]:
         """Returns the known blocks at the beginning of `ids`, and marks them as used."""
@@ -127,6 +132,6 @@ class PrefixTree:
         assert above is not None and not leaf.children
         del above.children[leaf.tokens]
         if above.parent is None and not above.children and above is not parent:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not above}
+            del self._roots[above.salt]
         self.evictions += 1
         return leaf.index

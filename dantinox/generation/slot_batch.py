@@ -6,10 +6,11 @@ chunks of a fixed length by the same program, and the prefix cache stores only w
 earlier request is bitwise equal to a new prefill.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -27,6 +28,7 @@ from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Em
 from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, PairedCache, init_drafts, plan_drafts
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import PrefixCache, PrefixStatus, make_prefix_cache, pool_bytes
+from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.quantized_weights import SplitModel, dequantize, split_model
 from dantinox.generation.running_batch import NO_ID, Row, RowStatus, RunningBatch
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
@@ -134,6 +136,7 @@ class SlotBatch(RunningBatch):
         context: int,
         config: Config | None = None,
         prefix_cache: int | None = None,
+        cache_dir: Path | None = None,
     ):
         """Chooses the number of slots; `compile` allocates their memory.
 
@@ -142,6 +145,7 @@ class SlotBatch(RunningBatch):
           config: the settings of the server for weights and caches; None: the settings of the run.
           prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
             eighth of the free memory. A compressed cache has no prefix cache.
+          cache_dir: the folder from which `compile` restores the prefix cache, and to which `write_prefixes` writes it.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
@@ -182,6 +186,7 @@ class SlotBatch(RunningBatch):
         chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
         self.prefill_chunk = min(chunk, _next_power_of_two(context, MIN_PADDED_CHUNK))
         self._prefixes: PrefixCache | None = None  # `compile` creates it
+        self._cache_dir, self._fingerprint = cache_dir, ""
         self._prefix_bytes = pool_bytes(self._cache_shapes, self.prefill_chunk, prefix_cache)
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
@@ -262,7 +267,34 @@ class SlotBatch(RunningBatch):
         def prefill(start: int, count: int, length: int) -> None:
             self._prefill_tokens(0, tokens[start : start + count], start, count, length)
 
-        return make_prefix_cache(cache, self._architecture, self._prefix_bytes, self.context, self._lengths(), prefill)
+        prefixes = make_prefix_cache(cache, self._architecture, self._prefix_bytes, self.context, self._lengths(), prefill)
+        if self._cache_dir is not None:
+            programs = [self._lower_prefill(length, False).as_text() for length in self._lengths()]
+            weights = [*self._model.leaves, *(() if self._draft_model is None else self._draft_model.leaves)]
+            self._fingerprint = fingerprint(programs, weights, prefixes.probe)
+            found = read_blocks(self._cache_dir, prefixes.pool, self._fingerprint, prefixes.size)
+            if found is not None:
+                prefixes.restore(found)
+        return prefixes
+
+    def prefix_writer(self) -> Callable[[], int]:
+        """Copies the blocks of the prefix cache, and returns a function for any thread that writes them to `cache_dir`.
+
+        The function returns the number of blocks.
+
+        Raises:
+          UserError: there is no prefix cache or no folder, or (from the function) the file cannot be written.
+        """
+        folder, prefixes, name = self._cache_dir, self._prefixes, self._fingerprint
+        if folder is None or prefixes is None:
+            raise UserError("the prefix cache of this server is not saved: start it with --cache_dir")
+        found = prefixes.snapshot()
+
+        def write() -> int:
+            write_blocks(folder, found, name)
+            return len(found.blocks)
+
+        return write
 
     def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
         prefills = [("prefill", length, reports) for length in self._lengths() for reports in {False, echo}]
@@ -282,10 +314,7 @@ class SlotBatch(RunningBatch):
             leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(cache)}
             return {shape: _copy_slot.lower(leaf, zero, zero).compile() for shape, leaf in leaves.items()}
         if kind == "prefill":
-            length, reports = key
-            tokens_1T = jnp.zeros((1, length), jnp.int32)
-            args = self._model, cache, zero, tokens_1T, zero, zero, tokens_1T, self._draft_model
-            return _prefill_part.lower(*args, report=report if reports else None).compile()
+            return self._lower_prefill(*key).compile()
         params, state = self._states[key[0]]
         if kind == "decode":
             drafts = self._draft_plan
@@ -298,6 +327,12 @@ class SlotBatch(RunningBatch):
             return _init_row.lower(*row_inputs, vocab_size=V).compile()
         initial = jax.eval_shape(partial(_init_row, vocab_size=V), *row_inputs)
         return _insert_row.lower((params, state), (row, initial), zero).compile()
+
+    def _lower_prefill(self, length: int, reports: bool) -> Any:
+        zero, tokens_1T = jnp.int32(0), jnp.zeros((1, length), jnp.int32)
+        args = self._model, self._cache_shapes, zero, tokens_1T, zero, zero, tokens_1T, self._draft_model
+        report = min(MAX_ALTERNATIVES, self._architecture.vocab_size) if reports else None
+        return _prefill_part.lower(*args, report=report)
 
     def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""

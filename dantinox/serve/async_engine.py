@@ -27,9 +27,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from dantinox.config import Config, overlay, with_generation
 from dantinox.generation.engine import Engine, Job, Output, RequestFailed
@@ -95,6 +96,7 @@ class AsyncEngine:
         name: str = "dantinox",
         overrides: Mapping[str, object] | None = None,
         prefix_cache: int | None = None,
+        cache_dir: Path | None = None,
     ):
         """Allocates the caches of all slots. Compilation starts with `start`.
 
@@ -108,6 +110,8 @@ class AsyncEngine:
           overrides: settings that replace those of the run.
           prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
             eighth of the free memory.
+          cache_dir: the folder from which the warm-up restores the prefix cache, and to which `save_prefixes` and the end of the
+            engine write it; None: it is not saved.
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
@@ -115,7 +119,9 @@ class AsyncEngine:
         self.run, self.name = run, name
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
-        self._batch = SlotBatch(run, slots, context, self._config, prefix_cache)
+        self._batch = SlotBatch(run, slots, context, self._config, prefix_cache, cache_dir)
+        self._cache_dir = cache_dir
+        self._snapshots: list[Future[Callable[[], int]]] = []  # requested by `save_prefixes`
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
         self._engine.compile = self._request_compilation
         self._responders: dict[Job, _Responder] = {}
@@ -195,6 +201,23 @@ class AsyncEngine:
         counters = {**self._counters, **self._engine.counters}
         return Status(self._state, self._doing, *load, self._batch.context, counters, self._batch.prefix_status)
 
+    async def save_prefixes(self) -> int:
+        """Writes the prefix cache to `cache_dir` and returns the number of its blocks.
+
+        The engine only copies the blocks; another thread writes the files.
+
+        Raises:
+          UserError: the prefix cache is off or has no folder, or the files cannot be written.
+          Unavailable: the engine is loading, draining or has failed.
+        """
+        snapshot: Future[Callable[[], int]] = Future()
+        with self._lock:
+            if self._state != "ready":
+                raise Unavailable(f"the server is {self._state}: {self._doing}")
+            self._snapshots.append(snapshot)
+        self._wake.set()
+        return await asyncio.to_thread(await asyncio.wrap_future(snapshot))
+
     async def drain(self, seconds: float) -> None:
         """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
         with self._lock:
@@ -265,12 +288,14 @@ class AsyncEngine:
                     self._state, self._doing = "ready", "serving"
             while not self._closing:
                 self._wake.clear()
+                self._copy_prefixes()
                 outputs = self._engine.step()
                 streams = {responder.stream: None for output in outputs if (responder := self._deliver(output))}
                 if streams:
                     wake_readers(streams)
                 if not outputs and self._engine.idle:
                     self._wake.wait()
+            self._save_at_end()
         except BaseException as error:
             with self._lock:
                 self._state, self._doing = "failed", f"{type(error).__name__}: {error}"
@@ -280,6 +305,25 @@ class AsyncEngine:
             for responder in [*self._responders.values()]:
                 responder.stream.end(Unavailable(f"the server is {self._state}: {self._doing}"))
             self._responders.clear()
+            with self._lock:
+                for snapshot in self._snapshots:
+                    snapshot.set_exception(Unavailable(f"the server is {self._state}: {self._doing}"))
+
+    def _copy_prefixes(self) -> None:
+        """Copies the prefix cache for each call of `save_prefixes`."""
+        while self._snapshots:
+            snapshot = self._snapshots.pop()
+            try:
+                snapshot.set_result(self._batch.prefix_writer())
+            except Exception as error:
+                snapshot.set_exception(error)
+
+    def _save_at_end(self) -> None:
+        if self._cache_dir is not None and self._batch.prefix_status.capacity:
+            try:
+                self._batch.prefix_writer()()
+            except Exception as error:
+                log.warning("the prefix cache is not saved: %s", error)
 
     def _deliver(self, output: Output) -> _Responder | None:
         """Passes an output to its stream, whose reader is yet to be woken, and returns the responder.

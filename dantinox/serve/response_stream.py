@@ -140,5 +140,13 @@ class EngineProtocol(Protocol):
           Unavailable: the engine is loading, draining or has failed.
         """
 
+    async def save_prefixes(self) -> int:
+        """Writes the prefix cache to its folder and returns the number of its blocks.
+
+        Raises:
+          UserError: the prefix cache is off or has no folder, or the files cannot be written.
+          Unavailable: the engine is loading, draining or has failed.
+        """
+
     def status(self) -> Status:
         """Returns the current state and counters of the engine."""

@@ -1,7 +1,9 @@
 """The prefix cache: seeded requests are bitwise equal with and without it, for prompts that share prefixes in any way."""
 
 import random
+import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,9 +13,11 @@ from dantinox.config import UserError
 from dantinox.config.model import ExpertsConfig, LatentConfig
 from dantinox.generation.engine import Engine
 from dantinox.generation.prefix_cache import block_bytes
+from dantinox.generation.prefix_files import BLOCKS_FILE, fingerprint, read_blocks
 from dantinox.generation.prefix_tree import PrefixTree
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
+from dantinox.run.manifest import MANIFEST
 
 from .test_slot_batch import CONTEXT, DRAWN, decode, make, put
 
@@ -216,3 +220,75 @@ def test_a_request_interrupts_the_prefill_of_a_response(served):
     finish(engine)
     whole = (*first, *ids_of(outputs, job))
     assert len(slots._prefixes.match(whole, "")) == len(whole) // slots.prefix_status.size
+
+
+# --- files
+
+
+@pytest.fixture(scope="module")
+def saved(served, tmp_path_factory):
+    """Returns a folder with the blocks of three prompts, the prompts, and another batch that has restored the blocks."""
+    run, slots = served
+    folder, prompts = tmp_path_factory.mktemp("prefixes"), conversations(3, count=3)
+
+    def start():
+        batch = SlotBatch(run, 4, CONTEXT, cache_dir=folder)
+        batch._programs |= slots._programs
+        batch.compile(run.config)
+        return batch
+
+    batch = start()
+    assert batch.prefix_status.used == 0
+    for prompt in prompts:
+        outcome(run, batch, 0, prompt, salt="secret")
+    reused = [outcome(run, batch, 1, prompt, salt="secret")[2] for prompt in prompts]
+    assert batch.prefix_writer()() == batch.prefix_status.used > 0
+    return folder, list(zip(prompts, reused, strict=True)), start()
+
+
+@pytest.mark.slow
+def test_saved_blocks_are_restored(served, saved):
+    (run, slots), (folder, prompts, batch) = served, saved
+    assert b"secret" not in (folder / BLOCKS_FILE).read_bytes()
+    assert outcome(run, batch, 2, prompts[0][0], **DRAWN)[2] == 0, "the salt differs"
+    for prompt, reused in prompts:
+        *found, count = outcome(run, batch, 2, prompt, salt="secret", **DRAWN)
+        assert count == reused and found == [*outcome(run, slots, 3, prompt, **DRAWN)[:2]]
+
+
+@pytest.mark.slow
+def test_damaged_and_foreign_files_are_named_and_ignored(served, saved, tmp_path, caplog):
+    (_, slots), (folder, _, batch) = served, saved
+    pool, size = slots._prefixes.pool, slots.prefix_status.size
+    name, content = batch._fingerprint, (folder / BLOCKS_FILE).read_bytes()
+    chance = random.Random(0)
+    for place in [0, 9, 200, len(content) - 1, *(chance.randrange(len(content)) for _ in range(30))]:
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+        changed = bytearray(content)
+        changed[place] ^= 1 << chance.randrange(8)
+        (tmp_path / BLOCKS_FILE).write_bytes(changed)
+        caplog.clear()
+        assert read_blocks(tmp_path, pool, name, size) is None
+        (message,) = caplog.messages
+        assert str(tmp_path / BLOCKS_FILE) in message and "is damaged" in message
+    for broken in (content[:100], b""):
+        (tmp_path / BLOCKS_FILE).write_bytes(broken)
+        assert read_blocks(tmp_path, pool, name, size) is None
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / MANIFEST).unlink()
+    assert read_blocks(tmp_path, pool, name, size) is None
+    caplog.clear()
+    assert read_blocks(folder, pool, "another", size) is None
+    assert "was written with another model" in caplog.text
+    assert read_blocks(tmp_path / "missing", pool, name, size) is None
+
+
+@pytest.mark.slow
+def test_the_fingerprint_depends_on_every_weight():
+    weights = [jnp.arange(6, dtype=jnp.float32), jnp.ones((2, 3), jnp.bfloat16), jnp.zeros(4, jnp.int8)]
+    names = {fingerprint(["p"], weights, "probe"), fingerprint(["q"], weights, "probe"), fingerprint(["p"], weights, "other")}
+    for number, leaf in enumerate(weights):
+        for element in range(leaf.size):
+            changed = leaf.reshape(-1).at[element].add(1).reshape(leaf.shape)
+            names.add(fingerprint(["p"], [*weights[:number], changed, *weights[number + 1 :]], "probe"))
+    assert len(names) == 3 + 6 + 6 + 4
