@@ -20,8 +20,8 @@ MAX_KEY_LENGTH = 1024
 
 
 MOST_USED = (
-    "host", "port", "api_key_file", "name", "chat_template", "slots", "context", "queue", "prefix_cache", "weights", "kv_dtype", "kv_budget",
-    "max_new_tokens", "temperature", "top_p",
+    "host", "port", "api_key_file", "name", "chat_template", "slots", "context", "queue", "prefix_cache", "weights",
+    "kv_dtype", "kv_budget", "max_new_tokens", "temperature", "top_p",
 )  # fmt: skip
 
 
@@ -57,9 +57,11 @@ def add_serve_flags(command: Parser) -> None:
         "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
     )
     capacity.add_argument(
-        "--prefix_cache", type=_number(0, 2**24), metavar="MB",
-        help="memory for the keys of earlier prompts; 0: none (default: four times that of the slots, at most 1/8 of the free memory)"
-    )  # fmt: skip
+        "--prefix_cache",
+        type=_number(0, 2**24),
+        metavar="MB",
+        help="memory for the keys of earlier prompts; 0: none (default: 4 × that of the slots, at most 1/8 of the free memory)",
+    )
     capacity.add_argument(
         "--cache_dir", type=Path, metavar="DIR", help="folder that keeps the keys of earlier prompts when the server stops"
     )

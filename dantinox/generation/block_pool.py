@@ -65,7 +65,8 @@ def load_blocks(
             def write(i: jax.Array, ring: RingLayer) -> RingLayer:
                 return ring.write_block(row, start + i * size, blocks.select_row(index_N[i]))
 
-            return jax.lax.fori_loop(0, count, write, layer)
+            ring: RingLayer = jax.lax.fori_loop(0, count, write, layer)
+            return ring
         segments = []
         for first, segment in _segments(layer):
 

@@ -104,10 +104,11 @@ class PrefixCache:
     def snapshot(self) -> BlockRows:
         """Returns a copy of all blocks on the host."""
         blocks = self._tree.blocks()
-        places = {block.index: row for row, block in enumerate(blocks)} | {-1: -1}
-        index_N = np.array([block.index for block in blocks], np.int32)
+        rows_by_place = {block.place: row for row, block in enumerate(blocks)} | {-1: -1}
+        index_N = np.array([block.place for block in blocks], np.int32)
         rows = [np.asarray(leaf[index_N]) for leaf in jax.tree.leaves(self.pool)]
-        return BlockRows([block._replace(index=places[block.index], parent=places[block.parent]) for block in blocks], rows)
+        renumbered = [block._replace(place=row, parent=rows_by_place[block.parent]) for row, block in enumerate(blocks)]
+        return BlockRows(renumbered, rows)
 
     def restore(self, found: BlockRows) -> None:
         """Adds the blocks of a snapshot to this empty prefix cache."""
@@ -115,7 +116,8 @@ class PrefixCache:
         def filled(leaf: jax.Array, rows: np.ndarray) -> jax.Array:
             content = np.zeros(leaf.shape, leaf.dtype)
             content[: len(rows)] = rows
-            return jax.device_put(content, leaf.sharding)
+            moved: jax.Array = jax.device_put(content, leaf.sharding)
+            return moved
 
         leaves, structure = jax.tree.flatten(self.pool)
         self.pool = jax.tree.unflatten(structure, map(filled, leaves, found.rows))

@@ -32,9 +32,9 @@ log = logging.getLogger("dantinox.generation")
 
 
 class BlockRows(NamedTuple):
-    """The blocks of a pool on the host: the blocks, each after its parent, and the rows of each leaf of the pool, in this order.
+    """The blocks of a pool on the host: the blocks, each after its parent, and their rows in each leaf of the pool.
 
-    The indices of the blocks are row numbers.
+    The places of the blocks are row numbers.
     """
 
     blocks: list[StoredBlock]
@@ -95,8 +95,8 @@ def write_blocks(folder: Path, found: BlockRows, fingerprint: str) -> None:
 def read_blocks(folder: Path, pool: Pool, fingerprint: str, size: int) -> BlockRows | None:
     """Reads the blocks that a server with the same fingerprint has written, at most as many as the pool has.
 
-    Returns None if there are none. If the file is damaged, or was written by a server with another model, program or machine, it
-    also logs one warning.
+    Returns None if there are none. If the file is damaged, or was written with another model, program or machine, it also logs
+    one warning.
     """
     path = folder / BLOCKS_FILE
     if not path.exists() and not (folder / MANIFEST).exists():

@@ -32,7 +32,7 @@ class StoredBlock(NamedTuple):
     The parent of a block at the beginning of a sequence is −1.
     """
 
-    index: int
+    place: int
     parent: int
     salt: str
     tokens: tuple[int, ...]
@@ -91,15 +91,17 @@ class PrefixTree:
     def blocks(self) -> list[StoredBlock]:
         """Returns all blocks, each after its parent, the most recently used ones first."""
         blocks = [*reversed(self._by_use.values())]
-        return [StoredBlock(block.index, block.parent.index if block.parent else -1, block.salt, block.tokens) for block in blocks]
+        return [
+            StoredBlock(block.index, block.parent.index if block.parent else -1, block.salt, block.tokens) for block in blocks
+        ]
 
     def restore(self, blocks: Sequence[StoredBlock]) -> None:
         """Adds the result of `blocks` of another tree to this empty tree, whose capacity must suffice."""
-        for index, parent, salt, tokens in blocks:
+        for place, parent, salt, tokens in blocks:
             above = self._root(salt) if parent < 0 else self._by_use[parent]
-            above.children[tokens] = self._by_use[index] = Block(index, salt, tokens, above)
+            above.children[tokens] = self._by_use[place] = Block(place, salt, tokens, above)
         for block in reversed(blocks):
-            self._by_use.move_to_end(block.index)
+            self._by_use.move_to_end(block.place)
         self._free = [index for index in self._free if index not in self._by_use]
 
     def _root(self, salt: str) -> Block:

@@ -410,12 +410,12 @@ class SlotBatch(RunningBatch):
 
     def _load_prefix(self, slot: int) -> None:
         row = self._rows[slot]
-        if self._prefixes is not None and row.prefilled < row.cacheable:
+        if self._prefixes is not None and self.cache is not None and row.prefilled < row.cacheable:
             self.cache, found = self._prefixes.load(self.cache, slot, row.ids[: row.cacheable], row.salt, row.prefilled)
             row.reused, row.prefilled = row.reused + max(0, found - row.prefilled), max(found, row.prefilled)
 
     def assign_sequence(self, slot: int, ids: Sequence[int], salt: str = "") -> bool:
-        """Assigns a sequence whose whole blocks `prefill` then adds to the prefix cache; returns whether any is missing there."""
+        """Assigns a sequence whose whole blocks `prefill` then adds to the prefix cache; returns whether any is missing."""
         if self._prefixes is None:
             return False
         length = len(ids) // self._prefixes.size * self._prefixes.size
@@ -432,9 +432,9 @@ class SlotBatch(RunningBatch):
     def prefill(self, slot: int) -> int:
         """Prefills the next chunk of a prompt and returns the number of tokens left to prefill.
 
-        Before that, it copies the tokens that another slot has added to the prefix cache in the meantime, and afterwards it adds
-        the new ones. A prompt has the same keys with and without the prefix cache: the cache holds only tokens of whole chunks, and the other
-        tokens are computed by the same program as without it.
+        Before that, it copies the tokens that another slot has added to the prefix cache in the meantime, and afterwards it
+        adds the new ones. A prompt has the same keys with and without the prefix cache: the cache holds only tokens of whole
+        chunks, and the other tokens are computed by the same program as without it.
 
         The last token of the prompt is not prefilled, because the first decode step processes it.
         """
@@ -456,7 +456,7 @@ class SlotBatch(RunningBatch):
         if row.prompt_reports is not None:
             row.prompt_reports.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
         row.prefilled += count
-        if self._prefixes is not None and row.prefilled <= row.cacheable:
+        if self._prefixes is not None and self.cache is not None and row.prefilled <= row.cacheable:
             self._prefixes.store(self.cache, slot, row.ids[: row.prefilled], row.salt, start)
         return row.length - row.prefilled
 

@@ -110,8 +110,8 @@ class AsyncEngine:
           overrides: settings that replace those of the run.
           prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
             eighth of the free memory.
-          cache_dir: the folder from which the warm-up restores the prefix cache, and to which `save_prefixes` and the end of the
-            engine write it; None: it is not saved.
+          cache_dir: the folder from which the warm-up restores the prefix cache, and to which `save_prefixes` and the end of
+            the engine write it; None: it is not saved.
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.

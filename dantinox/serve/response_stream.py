@@ -69,9 +69,11 @@ class ResponseStream:
         if wake:
             wake_readers([self])
 
-    def _move_arrived(self) -> None:
-        while self._arrived:
-            self._queue.put_nowait(self._arrived.popleft())
+
+def _move_arrived(streams: Iterable[ResponseStream]) -> None:
+    for stream in streams:
+        while stream._arrived:
+            stream._queue.put_nowait(stream._arrived.popleft())
 
 
 def wake_readers(streams: Iterable[ResponseStream]) -> None:
@@ -81,7 +83,7 @@ def wake_readers(streams: Iterable[ResponseStream]) -> None:
         by_loop.setdefault(stream._loop, []).append(stream)
     for loop, group in by_loop.items():
         try:
-            loop.call_soon_threadsafe(lambda group=group: [stream._move_arrived() for stream in group])
+            loop.call_soon_threadsafe(_move_arrived, group)
         except RuntimeError:  # the loop is closed, so nothing reads the streams
             for stream in group:
                 stream.cancel()
@@ -110,7 +112,7 @@ class Status:
     queue: int
     context: int
     counters: Mapping[str, int] = field(default_factory=dict)
-    prefixes: PrefixStatus = PrefixStatus()
+    prefixes: PrefixStatus = field(default_factory=PrefixStatus)
 
 
 class EngineProtocol(Protocol):

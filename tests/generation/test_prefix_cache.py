@@ -30,13 +30,15 @@ SEQUENCES = st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), st.sampl
 @given(SEQUENCES, st.integers(1, 6))
 def test_the_tree_equals_a_table_of_prefixes(sequences, capacity):
     """The tree is compared with a table from prefix to pool index, from which the least recently used leaf is removed."""
-    tree, table, last_use, now = PrefixTree(capacity, 2), {}, {}, 0
+    tree, table, last_use = PrefixTree(capacity, 2), {}, {}
+
+    def is_before(key, other):
+        return key != other and key[0] == other[0] and key[1] == other[1][: len(key[1])]
 
     def prefixes(ids):
         return [ids[:end] for end in range(2, len(ids) + 1, 2)]
 
-    for ids, salt in sequences:
-        now += 1
+    for now, (ids, salt) in enumerate(sequences):
         keys = [(salt, tuple(prefix)) for prefix in prefixes(ids)]
         known = next((n for n, key in enumerate(keys) if key not in table), len(keys))
         assert tree.match(ids, salt) == [table[key] for key in keys[:known]]
@@ -45,7 +47,7 @@ def test_the_tree_equals_a_table_of_prefixes(sequences, capacity):
         assert count == known
         for key, index in zip(keys[known:], new, strict=False):
             if len(table) == capacity:
-                leaves = [k for k in table if not any(o[0] == k[0] and o[1] != k[1] and o[1][: len(k[1])] == k[1] for o in table)]
+                leaves = [key for key in table if not any(is_before(key, other) for other in table)]
                 oldest = min(last_use[leaf] for leaf in leaves)
                 (removed,) = [key for key, place in table.items() if place == index]
                 assert removed in leaves and last_use[removed] == oldest
@@ -108,12 +110,11 @@ def expected_reuse(slots, ids, earlier):
         length = len(ids) - 1
         return length if same or length % 64 > 16 else length - length % 64
 
-    limit = cacheable(ids)
-    shared = [
-        next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
-        for other in earlier
-    ]
-    return max(min(limit, cacheable(other), n) // size * size for n, other in zip(shared, earlier, strict=True)) if earlier else 0
+    limit, best = cacheable(ids), 0
+    for other in earlier:
+        shared = next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
+        best = max(best, min(limit, cacheable(other), shared) // size * size)
+    return best
 
 
 @pytest.mark.slow
@@ -160,7 +161,7 @@ def test_sizes_that_are_refused(served):
     run, _ = served
     with pytest.raises(UserError, match=r"the prefix cache must be 0 or at least .* MB with this model, got 0.001"):
         SlotBatch(run, 4, CONTEXT, prefix_cache=1000)
-    with pytest.raises(UserError, match="does not fit into the .* MB of free memory"):
+    with pytest.raises(UserError, match=r"does not fit into the .* MB of free memory"):
         SlotBatch(run, 4, CONTEXT, prefix_cache=1 << 50)
     assert SlotBatch(run, 4, CONTEXT, prefix_cache=0)._prefix_bytes == 0
 
