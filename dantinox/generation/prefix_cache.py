@@ -4,9 +4,10 @@ A request copies the blocks of its prefix into its slot, so no block is in use a
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -40,7 +41,7 @@ class PrefixCache:
     Attributes:
       size: tokens per block.
       pool: the keys and values.
-      same_bits: whether the program for short chunks computes the same keys as the program for whole chunks.
+      same_bits: the lengths of the programs for shorter chunks that compute the same keys as the program for whole chunks.
       probe: a checksum of the keys that this model computes on this machine for a fixed sequence; "" if unknown.
     """
 
@@ -52,7 +53,8 @@ class PrefixCache:
           limit: the most bytes of the pool, enough for a block.
           context: the most tokens of a sequence.
         """
-        self.size, self.same_bits, self.probe = size, False, ""
+        self.size, self.probe = size, ""
+        self.same_bits: tuple[int, ...] = ()
         self._context, self._shapes = context, cache
         capacity = limit // block_bytes(cache, size)
         self._tree = PrefixTree(capacity, size)
@@ -61,7 +63,7 @@ class PrefixCache:
         zero, index_N = np.int32(0), np.zeros(-(-context // size), np.int32)
         self._load = load_blocks.lower(cache, self.pool, zero, zero, index_N, zero, size=size).compile()
         self._store = store_blocks.lower(self.pool, cache, zero, zero, index_N, zero, size=size).compile()
-        self._has_rings = any(isinstance(layer, RingLayer) for one in caches_of(cache) for layer in one.layers)
+        self._has_rings = _has_rings(cache)
 
     @property
     def status(self) -> PrefixStatus:
@@ -129,6 +131,12 @@ class PrefixCache:
         self._tree.evictions = evictions
         self.pool = self._make_pool()
 
+    def fill(self, cache: KVCache | PairedCache, slot: int) -> KVCache | PairedCache:
+        """Returns the cache, which is donated, with a slot full of the first blocks of the pool."""
+        count = self._context // self.size
+        blocks = np.arange(count) % min(PROBE_TOKENS // self.size, self._tree.capacity)
+        return self._load(cache, self.pool, *self._arguments(slot, 0, blocks.tolist()))  # type: ignore[no-any-return]
+
     def checksum(self, cache: KVCache | PairedCache, slot: int, start: int, count: int) -> str:
         """Returns a checksum of the keys and values of `count` tokens of a slot, in whole blocks. The pool must be empty."""
         blocks = min(count // self.size, self._tree.capacity)
@@ -174,52 +182,67 @@ def pool_bytes(cache: KVCache | PairedCache, chunk: int, requested: int | None) 
     return requested
 
 
+class Prefiller(Protocol):
+    """A batch that can prefill; `cache` holds the keys and values of its slots."""
+
+    cache: KVCache | PairedCache | None
+
+    def prefill_tokens(self, slot: int, ids: Sequence[int], start: int, count: int, length: int) -> object:
+        """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length."""
+
+
 def make_prefix_cache(
-    batch_cache: Callable[[], KVCache | PairedCache],
-    architecture: ModelConfig,
-    limit: int,
-    context: int,
-    lengths: Sequence[int],
-    prefill: Callable[[int, int, int], None],
+    batch: Prefiller, architecture: ModelConfig, limit: int, context: int, lengths: Sequence[int]
 ) -> PrefixCache:
     """Returns an empty prefix cache whose blocks are as short as the bits of the keys allow.
 
     The keys of a token depend on the program that computes them. They may also depend on the place of the token in its chunk,
-    and the program for short chunks may compute the same keys as the program for whole chunks. Both are measured with this
-    model on this machine: a sequence is prefilled in several ways, at the beginning and at the end of a slot.
+    and the programs for shorter chunks may compute the same keys as the program for whole chunks. Both are measured with this
+    model on this machine: a sequence is prefilled in several ways, at the beginning of a slot and at the end of a full slot.
 
     * If the place has no influence, a block has `PREFIX_BLOCK` tokens.
     * Otherwise a block is a whole chunk, whose tokens always have the same places. This also holds, without a measurement, for
       ring buffers, experts, and soft caps of attention scores.
 
     Args:
-      batch_cache: returns the cache of the slots.
+      batch: a batch without requests.
       limit: the most bytes.
-      lengths: the lengths of the programs for prefill chunks, ascending.
-      prefill: `prefill(start, count, length)` prefills a part of a fixed sequence in slot 0 with the program of this length.
+      lengths: the lengths of the programs for prefill chunks, ascending; the last one is a whole chunk.
     """
-    short, chunk, cache = lengths[0], lengths[-1], batch_cache()
-    rings = any(isinstance(layer, RingLayer) for one in caches_of(cache) for layer in one.layers)
+    cache, chunk = batch.cache, lengths[-1]
+    assert cache is not None
+    depends_on_place = _has_rings(cache) or architecture.experts is not None or architecture.softcap is not None
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), cache)
     del cache
-    depends_on_place = rings or architecture.experts is not None or architecture.softcap is not None
+    ids = np.random.default_rng(0).integers(0, architecture.vocab_size, PROBE_TOKENS).tolist()
     total = min(PROBE_TOKENS, context // PREFIX_BLOCK * PREFIX_BLOCK)
-    starts = sorted({0, (context - total) // chunk * chunk})
 
-    def probe(prefixes: PrefixCache, first: int, length: int) -> list[str]:
-        """Prefills `total` tokens in chunks, of which the first has `first` tokens; returns the checksums."""
-        checksums = []
-        for start in starts:
-            for begin, end in zip([0, *range(first, total, length)], [*range(first, total, length), total], strict=True):
-                prefill(start + begin, end - begin, length)
-            checksums.append(prefixes.checksum(batch_cache(), 0, start, total))
-        return checksums
+    def probe(prefixes: PrefixCache, start: int, first: int, length: int) -> str:
+        """Prefills a sequence in chunks, of which the first has `first` tokens; returns a checksum of its keys."""
+        for begin, end in pairwise([0, *range(first, total, length), total]):
+            batch.prefill_tokens(0, ids[begin:end], start + begin, end - begin, length)
+        assert batch.cache is not None
+        return prefixes.checksum(batch.cache, 0, start, total)
 
     prefixes = PrefixCache(shapes, limit, chunk if depends_on_place else min(PREFIX_BLOCK, chunk), context)
-    checksums = probe(prefixes, chunk, chunk)
-    if prefixes.size < chunk and any(probe(prefixes, first, chunk) != checksums for first in (48, 16)):
-        del prefixes
-        prefixes = PrefixCache(shapes, limit, chunk, context)
-    prefixes.same_bits = prefixes.size < chunk and probe(prefixes, short, short) == checksums
-    prefixes.probe = "-".join(checksums)
+    at_beginning = probe(prefixes, 0, chunk, chunk)
+    assert batch.cache is not None
+    batch.cache = prefixes.fill(batch.cache, 0)
+    end = (context - total) // chunk * chunk
+    expected = {0: at_beginning, end: probe(prefixes, end, chunk, chunk)}
+
+    def equal(first: int, length: int) -> bool:
+        return all(probe(prefixes, start, first, length) == checksum for start, checksum in expected.items())
+
+    if prefixes.size < chunk:
+        if equal(48, chunk) and equal(16, chunk):
+            prefixes.same_bits = tuple(length for length in lengths[:-1] if equal(length, length))
+        else:
+            del prefixes
+            prefixes = PrefixCache(shapes, limit, chunk, context)
+    prefixes.probe = "-".join(expected.values())
     return prefixes
+
+
+def _has_rings(cache: KVCache | PairedCache) -> bool:
+    return any(isinstance(layer, RingLayer) for one in caches_of(cache) for layer in one.layers)

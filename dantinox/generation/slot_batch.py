@@ -258,16 +258,7 @@ class SlotBatch(RunningBatch):
         """Returns an empty prefix cache; None if it is off."""
         if self._prefix_bytes == 0:
             return None
-        tokens = np.random.default_rng(0).integers(0, self._architecture.vocab_size, self.context).tolist()
-
-        def cache() -> KVCache | PairedCache:
-            assert self.cache is not None
-            return self.cache
-
-        def prefill(start: int, count: int, length: int) -> None:
-            self._prefill_tokens(0, tokens[start : start + count], start, count, length)
-
-        prefixes = make_prefix_cache(cache, self._architecture, self._prefix_bytes, self.context, self._lengths(), prefill)
+        prefixes = make_prefix_cache(self, self._architecture, self._prefix_bytes, self.context, self._lengths())
         if self._cache_dir is not None:
             programs = [self._lower_prefill(length, False).as_text() for length in self._lengths()]
             weights = [*self._model.leaves, *(() if self._draft_model is None else self._draft_model.leaves)]
@@ -302,9 +293,9 @@ class SlotBatch(RunningBatch):
 
     def _lengths(self) -> list[int]:
         """Returns the padded lengths of prefill chunks, ascending."""
-        lengths = [MIN_PADDED_CHUNK]
+        lengths, factor = [MIN_PADDED_CHUNK], 2 if self.prefill_chunk <= SLOT_PREFILL_CHUNK else 4
         while lengths[-1] < self.prefill_chunk:
-            lengths.append(min(4 * lengths[-1], self.prefill_chunk))
+            lengths.append(min(factor * lengths[-1], self.prefill_chunk))
         return lengths
 
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
@@ -400,7 +391,7 @@ class SlotBatch(RunningBatch):
         """
         length = len(ids) - 1
         tail = length % self.prefill_chunk
-        shares_bits = self._chunk_length(tail) == self.prefill_chunk or self._same_bits
+        shares_bits = self._chunk_length(tail) in self._same_bits
         cacheable = 0 if echo or self._prefixes is None else length if shares_bits else length - tail
         self._rows[slot] = _SlotRow(ids=tuple(ids), salt=salt, length=length, cacheable=cacheable)
         self._rows[slot].prompt_reports = [] if echo else None
@@ -425,9 +416,9 @@ class SlotBatch(RunningBatch):
         return True
 
     @property
-    def _same_bits(self) -> bool:
-        """Whether the programs for short chunks and for whole chunks compute bitwise equal keys."""
-        return self._prefixes is not None and self._prefixes.same_bits
+    def _same_bits(self) -> tuple[int, ...]:
+        """The lengths of the programs that compute bitwise the same keys as the program for whole chunks, which is the last."""
+        return (*(() if self._prefixes is None else self._prefixes.same_bits), self.prefill_chunk)
 
     def prefill(self, slot: int) -> int:
         """Prefills the next chunk of a prompt and returns the number of tokens left to prefill.
@@ -444,15 +435,10 @@ class SlotBatch(RunningBatch):
         count = min((row.cacheable if start < row.cacheable else row.length) - start, self.prefill_chunk)
         if count == 0:
             return 0
-        whole = start < row.cacheable and not self._same_bits
-        info = self._prefill_tokens(
-            slot,
-            row.ids[start : start + count + 1],
-            start,
-            count,
-            self.prefill_chunk if whole else self._chunk_length(count),
-            row.prompt_reports is not None,
-        )
+        lengths = self._same_bits if start < row.cacheable else self._lengths()
+        length = next(length for length in lengths if length >= count)
+        ids = row.ids[start : start + count + 1]
+        info = self.prefill_tokens(slot, ids, start, count, length, row.prompt_reports is not None)
         if row.prompt_reports is not None:
             row.prompt_reports.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
         row.prefilled += count
@@ -476,7 +462,7 @@ class SlotBatch(RunningBatch):
         """Returns the length of the program for a chunk of `count` tokens."""
         return next(length for length in self._lengths() if length >= count)
 
-    def _prefill_tokens(
+    def prefill_tokens(
         self, slot: int, ids: Sequence[int], start: int, count: int, length: int, reports: bool = False
     ) -> StepInfo | None:
         """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length.

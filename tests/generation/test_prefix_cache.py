@@ -102,18 +102,19 @@ def outcome(run, slots, slot, prompt, **options):
     return tokens[slot], np.concatenate([info.logprob for info in infos[slot]]).tobytes(), reused
 
 
+def cacheable(slots, ids):
+    """Returns how many tokens of a prompt are computed by the program for whole chunks or by one with the same bits."""
+    length = len(ids) - 1
+    program = next(program for program in (16, 32, 64) if program >= length % 64)
+    return length if length % 64 == 0 or program in slots._same_bits else length - length % 64
+
+
 def expected_reuse(slots, ids, earlier):
     """Returns how many tokens are reused: whole blocks of a prefix that programs with the same bits compute in both prompts."""
-    size, same = slots.prefix_status.size, slots._same_bits
-
-    def cacheable(ids):
-        length = len(ids) - 1
-        return length if same or length % 64 > 16 else length - length % 64
-
-    limit, best = cacheable(ids), 0
+    limit, size, best = cacheable(slots, ids), slots.prefix_status.size, 0
     for other in earlier:
         shared = next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
-        best = max(best, min(limit, cacheable(other), shared) // size * size)
+        best = max(best, min(limit, cacheable(slots, other), shared) // size * size)
     return best
 
 
@@ -193,7 +194,7 @@ def test_the_next_turn_reuses_prompt_and_response(served):
     size = slots.prefix_status.size
     again = engine.add(GenerationRequest(turn, config))
     found = ids_of(finish(engine), again)
-    assert again.stats.reused_tokens == min(len(first) + 90, len(turn) - 1 - (len(turn) - 1) % 64) // size * size
+    assert again.stats.reused_tokens == min(len(first) + 90, cacheable(slots, turn)) // size * size
     prefixes, slots._prefixes = slots._prefixes, None
     try:
         alone = engine.add(GenerationRequest(turn, config))
