@@ -37,7 +37,7 @@ from dantinox.sampling import StepInfo
 STREAM_CHUNK_SECONDS = 0.08  # approximate duration of a chunk when the output is streamed
 MAX_SAMPLES = 16
 STEPS_WHILE_PREFILLING = 4  # tokens of a decode chunk while prompts are prefilled
-MAX_PREFILL_CHUNKS = 4  # the most prefill chunks between two decode chunks
+MAX_PREFILL_CHUNKS = 8  # the most prefill chunks between two decode chunks
 MAX_FAILURES = 3  # failing steps in a row before `step` raises the exception
 
 log = logging.getLogger("dantinox.generation")
@@ -380,8 +380,8 @@ class Engine:
         chunks = max(1, min(MAX_PREFILL_CHUNKS, len(prefilling) // decoding)) if decoding else len(prefilling)
         while prefilling and chunks > 0:
             chunks -= 1
-            if not batch.remaining():
-                batch.wait()  # the device would otherwise have chunks to compute that a new request must wait for
+            if not decoding and self._pending is None:
+                batch.wait()  # otherwise a request that arrives now would wait for all chunks in the queue of the device
             self._prefill_oldest = not self._prefill_oldest
             job = prefilling[0] if self._prefill_oldest else min(prefilling, key=self._prefill_left)
             with self._isolate_errors(job):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from dantinox.config import TokenizerSection, UserError, build_config, overlay
 from dantinox.generation import LoadedModel
+from dantinox.generation.prefix_cache import PrefixStatus
 from dantinox.generation.request import Delta, RequestStats
 from dantinox.generation.stop_strings import StopFinder
 from dantinox.serve.errors import Busy, Unavailable
@@ -34,6 +35,7 @@ class FakeEngine:
       full: whether the queue is full.
       pause: seconds between tokens.
       fails: an error that ends the next response after its second token.
+      prefixes: the blocks of the prefix cache.
     """
 
     name = "fake"
@@ -43,6 +45,7 @@ class FakeEngine:
         self.asked, self.cancelled, self.tasks = [], [], set()
         self.state, self.full, self.fails = "ready", False, None
         self.counters: Counter[str] = Counter()
+        self.prefixes = PrefixStatus()
 
     def settings(self, given):
         config = overlay(self.run.config, given)
@@ -67,7 +70,12 @@ class FakeEngine:
 
     def status(self):
         context = self.run.model.config.max_context
-        return Status(self.state, "testing", 8, len(self.tasks), 0, 16, context, self.counters)
+        return Status(self.state, "testing", 8, len(self.tasks), 0, 16, context, self.counters, self.prefixes)
+
+    async def save_prefixes(self):
+        if self.prefixes.capacity == 0:
+            raise UserError("the prefix cache of this server is not saved: start it with --cache_dir")
+        return self.prefixes.used
 
     async def _answer(self, ask, answer):
         try:
