@@ -157,18 +157,19 @@ def block_bytes(cache: KVCache | PairedCache, size: int) -> int:
     return tree_bytes(jax.eval_shape(partial(make_pool, cache, 1, size)))
 
 
-def pool_bytes(cache: KVCache | PairedCache, chunk: int, requested: int | None) -> int:
+def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested: int | None) -> int:
     """Returns the bytes of the prefix cache; 0: no prefix cache.
 
     Args:
       cache: the shapes of the cache of the slots.
+      context: the most tokens of a sequence; a sequence that is shorter than a block has no prefix cache.
       chunk: tokens per prefill chunk.
       requested: None: the default.
 
     Raises:
       UserError: not even one block fits, or the pool does not fit into the free memory.
     """
-    if requested == 0 or any(one.compressed for one in caches_of(cache)):
+    if requested == 0 or context < PREFIX_BLOCK or any(one.compressed for one in caches_of(cache)):
         return 0
     least, free = block_bytes(cache, chunk), available_bytes(jax.devices()[0])
     if requested is None:

@@ -187,7 +187,7 @@ class SlotBatch(RunningBatch):
         self.prefill_chunk = min(chunk, _next_power_of_two(context, MIN_PADDED_CHUNK))
         self._prefixes: PrefixCache | None = None  # `compile` creates it
         self._cache_dir, self._fingerprint = cache_dir, ""
-        self._prefix_bytes = pool_bytes(self._cache_shapes, self.prefill_chunk, prefix_cache)
+        self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache)
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()

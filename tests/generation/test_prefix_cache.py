@@ -164,7 +164,7 @@ def test_sizes_that_are_refused(served):
         SlotBatch(run, 4, CONTEXT, prefix_cache=1000)
     with pytest.raises(UserError, match=r"does not fit into the .* MB of free memory"):
         SlotBatch(run, 4, CONTEXT, prefix_cache=1 << 50)
-    assert SlotBatch(run, 4, CONTEXT, prefix_cache=0)._prefix_bytes == 0
+    assert SlotBatch(run, 4, CONTEXT, prefix_cache=0)._prefix_bytes == SlotBatch(run, 4, 8)._prefix_bytes == 0
 
 
 # --- responses
