@@ -82,7 +82,7 @@ def serve(options: argparse.Namespace) -> int:
         raise UserError(f"--lite: no file or folder at {options.lite}")
     if options.cache_dir is not None:
         with wrap_os_errors(f"cannot create --cache_dir {options.cache_dir}"):
-            options.cache_dir.mkdir(parents=True, exist_ok=True)
+            options.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the tokens of prompts
     from dantinox.config import overlay
     from dantinox.run import find_chat_template, load_run_config, open_run
 

@@ -424,8 +424,9 @@ class SlotBatch(RunningBatch):
         """Prefills the next chunk of a prompt and returns the number of tokens left to prefill.
 
         Before that, it copies the tokens that another slot has added to the prefix cache in the meantime, and afterwards it
-        adds the new ones. A prompt has the same keys with and without the prefix cache: the cache holds only tokens of whole
-        chunks, and the other tokens are computed by the same program as without it.
+        adds the new ones. A prompt has the same keys with and without the prefix cache: the cache holds only tokens that the
+        program for whole chunks computed, or a program with the same bits. The other tokens are computed by the same program
+        in both cases.
 
         The last token of the prompt is not prefilled, because the first decode step processes it.
         """
