@@ -1,5 +1,6 @@
 """The prefix cache: seeded requests are bitwise equal with and without it, for prompts that share prefixes in any way."""
 
+import itertools
 import random
 import shutil
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from dantinox.config import UserError
 from dantinox.config.model import ExpertsConfig, LatentConfig
 from dantinox.generation.engine import Engine
-from dantinox.generation.prefix_cache import block_bytes
+from dantinox.generation.prefix_cache import PrefixCache, block_bytes
 from dantinox.generation.prefix_files import BLOCKS_FILE, fingerprint, read_blocks
 from dantinox.generation.prefix_tree import PrefixTree
 from dantinox.generation.request import GenerationRequest
@@ -165,6 +166,19 @@ def test_sizes_that_are_refused(served):
     with pytest.raises(UserError, match=r"does not fit into the .* MB of free memory"):
         SlotBatch(run, 4, CONTEXT, prefix_cache=1 << 50)
     assert SlotBatch(run, 4, CONTEXT, prefix_cache=0)._prefix_bytes == SlotBatch(run, 4, 8)._prefix_bytes == 0
+
+
+@pytest.mark.slow
+def test_blocks_are_whole_chunks_if_the_place_of_a_token_changes_its_bits(served, monkeypatch):
+    run, slots = served
+    numbers = itertools.count()
+    monkeypatch.setattr(PrefixCache, "checksum", lambda *args: str(next(numbers)))
+    prefixes = slots._make_prefix_cache()
+    assert prefixes.size == slots.prefill_chunk == 64 and prefixes.same_bits == ()
+    monkeypatch.setattr(PrefixCache, "checksum", lambda *args: "equal")
+    prefixes = slots._make_prefix_cache()
+    keeps_places = slots.prefix_status.size == 16
+    assert (prefixes.size, prefixes.same_bits) == ((16, (16, 32)) if keeps_places else (64, ()))
 
 
 # --- responses
