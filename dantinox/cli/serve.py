@@ -27,7 +27,7 @@ FREE_LORAS = 4  # default room for adapters that clients load
 
 
 MOST_USED = (
-    "host", "port", "api_key_file", "name", "chat_template", "lora", "slots", "context", "queue", "weights",
+    "host", "port", "api_key_file", "name", "chat_template", "lora", "slots", "context", "queue", "prefix_cache", "weights",
     "kv_dtype", "kv_budget", "max_new_tokens", "temperature", "top_p",
 )  # fmt: skip
 
@@ -65,6 +65,15 @@ def add_serve_flags(command: Parser) -> None:
     )
     capacity.add_argument(
         "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
+    )
+    capacity.add_argument(
+        "--prefix_cache",
+        type=_number(0, 2**24),
+        metavar="MB",
+        help="memory for the keys of earlier prompts; 0: none (default: 4 × that of the slots, at most 1/8 of the free memory)",
+    )
+    capacity.add_argument(
+        "--cache_dir", type=Path, metavar="DIR", help="folder that keeps the keys of earlier prompts when the server stops"
     )
     capacity.add_argument(
         "--store_responses",
@@ -134,6 +143,9 @@ def serve(options: argparse.Namespace) -> int:
     aliases, loras = _aliases(options, name), _loras(options)
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: no file or folder at {options.lite}")
+    if options.cache_dir is not None:
+        with wrap_os_errors(f"cannot create --cache_dir {options.cache_dir}"):
+            options.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the tokens of prompts
     from dantinox.config import overlay
     from dantinox.run import find_chat_template, load_run_config, open_run
 
@@ -168,6 +180,8 @@ def serve(options: argparse.Namespace) -> int:
             "background": options.warm_up,
             "max_loras": _max_loras(options),
             "max_lora_rank": options.max_lora_rank,
+            "prefix_cache": None if options.prefix_cache is None else options.prefix_cache * 10**6,
+            "cache_dir": options.cache_dir,
         }
         engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
         reloader = Reloader(keys, weight_reloader(engine, options.run_dir))

@@ -17,17 +17,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 from dantinox.config import Config, UserError
-from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlots
+from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlot, AdapterSlots
 from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.drafts import DraftCounts
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch
 from dantinox.generation.quantized_weights import SplitModel
 from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.generation.running_batch import PendingChunk, RunningBatch
@@ -41,7 +40,7 @@ from dantinox.sampling import StepInfo
 STREAM_CHUNK_SECONDS = 0.08  # approximate duration of a chunk when the output is streamed
 MAX_SAMPLES = 16
 STEPS_WHILE_PREFILLING = 4  # tokens of a decode chunk while prompts are prefilled
-PREFILL_CHUNKS_PER_STEP = 2  # prefill chunks between two decode chunks
+MAX_PREFILL_CHUNKS = 8  # the most prefill chunks between two decode chunks
 MAX_FAILURES = 3  # failing steps in a row before `step` raises the exception
 
 log = logging.getLogger("dantinox.generation")
@@ -133,7 +132,8 @@ class Engine:
     """Runs requests on a running batch.
 
     Attributes:
-      idle: whether `step` has nothing to do until a request is added, prepared or cancelled, or a program is ready.
+      idle: whether `step` has nothing to do until a request is added, prepared or cancelled, or a program is ready. An engine
+        that adds responses to the prefix cache is not idle.
       counters: totals by name: `finished`, `cancelled`, `failed`, `reused_tokens`, `new_tokens`,
         `draft_tokens`, `accepted_draft_tokens`.
       compile: called with the settings and `echo` of a request whose programs are not compiled. The request waits until the
@@ -174,6 +174,11 @@ class Engine:
         self._outputs: list[Output] = []
         self._new_weights: tuple[SplitModel, Future[None]] | None = None
         self._new_adapters: list[NewAdapter] = []  # adapters that the next step copies to the device
+        # Sequences with their requests' salts and adapters that have yet to be added to the prefix cache, the newest last, and
+        # the slot of the newest one while it is prefilled.
+        self._sequences: deque[tuple[Sequence[int], str, str | None, AdapterSlot]] = deque(maxlen=batch.count)
+        self._sequence_slot: int | None = None
+        self._prefill_oldest = False
         self._chunks = self._failures = 0
         self.idle = True
 
@@ -335,7 +340,7 @@ class Engine:
         """
         try:
             self._step()
-            working = self._pending is not None or self.batch.has_work or bool(self._scheduler.prefilling)
+            working = self._is_computing or (self._sequences and not self._jobs)
             self.idle = not working and self._new_weights is None
         except Exception as error:
             if not self._isolate or self._failures == MAX_FAILURES:
@@ -345,6 +350,10 @@ class Engine:
             self._fail_running(error)
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    @property
+    def _is_computing(self) -> bool:
+        return self._pending is not None or self.batch.has_work or bool(self._scheduler.prefilling)
 
     def _step(self) -> None:
         self._end_cancelled()
@@ -367,6 +376,8 @@ class Engine:
             self._failures = 0
         else:
             self._collected = time.monotonic()
+        if self.batch.refills:
+            self._add_responses()
 
     @contextlib.contextmanager
     def _isolate_errors(self, job: Job) -> Iterator[None]:
@@ -395,6 +406,8 @@ class Engine:
             self._jobs = dict.fromkeys(waiting)
         self._outputs += [Output(job, ended=True, error=failed) for job in running]
         self.counters["failed"] += len(running)
+        self._sequences.clear()
+        self._sequence_slot = None
         self._slots.reset()
 
     def _end_cancelled(self) -> None:
@@ -402,7 +415,10 @@ class Engine:
             with self._isolate_errors(job):
                 raise job.error or AssertionError
         for job in [job for job in [*self._jobs] if job.cancelled]:
-            self._outputs += [Output(job, number, finish_reason="cancelled") for number in job.running]
+            for number in job.running:
+                self._outputs.append(Output(job, number, finish_reason="cancelled"))
+                if job.texts:
+                    self._remember(job, job.texts[number])
             self._end(job, "cancelled")
 
     def _weights_are_current(self) -> bool:
@@ -447,45 +463,74 @@ class Engine:
                 with self._isolate_errors(job):
                     self.compile(job.request.config, job.request.echo)
             with self.lock:
-                admitted = self._scheduler.admit(self._ready, lambda job: self._prefix(job).slot)
+                admitted = self._scheduler.admit(self._ready)
             if admitted is None:
                 return
             with self._isolate_errors(admitted):
-                match = self._prefix(admitted)
-                if admitted.error is not None:
-                    raise admitted.error
-                slot, request = self._scheduler.slots_of(admitted)[0], admitted.request
-                batch.assign_prompt(slot, request.ids, match, request.echo, admitted.adapter)
-                admitted.stats.queued_seconds, admitted.stats.reused_tokens = admitted.seconds(), match.length
-                self.counters["reused_tokens"] += match.length
+                request, slot = admitted.request, self._scheduler.slots_of(admitted)[0]
+                self._sequence_slot = None  # the request may have got this slot
+                batch.assign_prompt(slot, request.ids, request.echo, request.salt, admitted.adapter)
+                admitted.stats.queued_seconds = admitted.seconds()
 
     def _ready(self, job: Job) -> bool:
         return job.prepared and job.params is not None and self._slots.ready(job.params.program, job.request.echo)
 
-    def _prefix(self, job: Job) -> PrefixMatch:
-        try:
-            return NO_PREFIX if job.request.echo else self._slots.match_prefix(job.request.ids, job.adapter)
-        except Exception as error:  # the scheduler calls this method for any job, so an error must fail only its own job
-            job.error = error
-            return NO_PREFIX
-
     def _prefill_prompts(self) -> None:
-        """Prefills prompts: the whole first prompt if no request is decoding, else a few chunks between two decode chunks.
+        """Prefills at most one chunk of a prompt, or up to `MAX_PREFILL_CHUNKS` if more requests are in prefill than decoding.
 
-        If more requests are in prefill than are decoding, proportionally more prompt tokens are prefilled in between.
+        If no request is decoding, it prefills one chunk per prompt. `step` then returns, so that new requests are admitted.
+
+        Every second chunk belongs to the oldest prompt, and the others to the prompt with the fewest tokens left. So a short
+        prompt does not wait for a long one that came before it, and the long one makes progress.
         """
         batch, prefilling = self._slots, self._scheduler.prefilling
-        budget = PREFILL_CHUNKS_PER_STEP * batch.prefill_chunk * max(1, len(prefilling) // max(1, len(batch.remaining())))
-        while prefilling and (budget > 0 or not batch.remaining()):
-            job = prefilling[0]
+        decoding = len(batch.remaining())
+        chunks = max(1, min(MAX_PREFILL_CHUNKS, len(prefilling) // decoding)) if decoding else len(prefilling)
+        while prefilling and chunks > 0:
+            chunks -= 1
+            if not decoding and self._pending is None:
+                batch.wait()  # otherwise a request that arrives now would wait for all chunks in the queue of the device
+            self._prefill_oldest = not self._prefill_oldest
+            job = prefilling[0] if self._prefill_oldest else min(prefilling, key=self._prefill_left)
             with self._isolate_errors(job):
-                budget -= min(batch.prefill_chunk, len(job.request.ids))
                 if batch.prefill(self._scheduler.slots_of(job)[0]) == 0:
                     self._start(job)
+
+    def _prefill_left(self, job: Job) -> int:
+        return self._slots.prefill_left(self._scheduler.slots_of(job)[0])
+
+    def _add_responses(self) -> None:
+        """Prefills one chunk of an earlier prompt and its response if the engine has no requests.
+
+        The keys that decoding writes differ in their last bits from those of a prefill, so the prefix cache cannot use them. A
+        request that arrives interrupts the prefill; the chunks before it are already in the prefix cache.
+        """
+        batch = self._slots
+        if self._jobs or self._is_computing or not self._sequences:
+            self._sequence_slot = None
+            return
+        ids, salt, lora, adapter = self._sequences[-1]
+        if not batch.has_adapter(lora, adapter):  # it was unloaded, or replaced by another one
+            self._sequences.pop()
+            self._sequence_slot = None
+            return
+        if self._sequence_slot is None:
+            slot = self._scheduler.next_free
+            if not batch.assign_sequence(slot, ids, salt, adapter):
+                self._sequences.pop()
+                return
+            self._sequence_slot = slot
+        left = batch.prefill(self._sequence_slot)
+        batch.wait()
+        if left == 0:
+            self._sequences.pop()
+            self._sequence_slot = None
 
     def _start(self, job: Job) -> None:
         """Starts to decode a request whose prompt is in the cache."""
         first, *copies = self._scheduler.slots_of(job)
+        job.stats.reused_tokens = self._slots.reused_tokens(first)
+        self.counters["reused_tokens"] += job.stats.reused_tokens
         if job.request.echo:
             job.prompt_steps = self._slots.prompt_steps(first)
         with self.lock:
@@ -607,12 +652,19 @@ class Engine:
         self._outputs.append(Output(job, number, parts, new, text.released_steps, text.finish_reason, text.stop_string))
         if text.finish_reason is None:
             return
+        self._remember(job, text)
         if self._scheduler.holders[slot] is job:
             self.batch.stop(slot)
             with self.lock:
                 self._scheduler.release(slot)
         if not job.running:
             self._end(job, "finished")
+
+    def _remember(self, job: Job, text: SampleText) -> None:
+        """Marks a prompt and its response, which may be incomplete, for the prefix cache."""
+        if self.batch.refills and text.tokens:
+            request = job.request
+            self._sequences.append(((*request.ids, *text.tokens), request.salt, request.lora, job.adapter))
 
     def _end(self, job: Job, counter: str, error: Exception | None = None) -> None:
         """Removes a job and frees its slots."""

@@ -1,34 +1,255 @@
-"""The prefix cache: slots keep the keys of earlier prompts, and a new prompt reuses its longest prefix."""
+"""`PrefixCache`: the keys and values of prompt prefixes, in a pool of blocks that all slots share.
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+A request copies the blocks of its prefix into its slot, so no block is in use after that, and any block can be replaced.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from dantinox.config import ModelConfig, UserError
+from dantinox.generation.block_pool import Pool, caches_of, load_blocks, make_pool, store_blocks
+from dantinox.generation.drafts import PairedCache
+from dantinox.generation.prefix_files import BlockRows
+from dantinox.generation.prefix_tree import PrefixTree
+from dantinox.model import KVCache
+from dantinox.model.cache import RingLayer
+from dantinox.programs import available_bytes, tree_bytes
+
+PREFIX_BLOCK = 16  # tokens of a block, unless only whole prefill chunks can be reused
+POOL_SLOTS, POOL_SHARE = 4, 8  # the default size: that of POOL_SLOTS times the slots, at most 1 / POOL_SHARE of the free memory
+PROBE_TOKENS = 80  # tokens of the sequence that is prefilled in several ways
 
 
-class PrefixMatch(NamedTuple):
-    """A slot that holds a prefix of a prompt, and the length of this prefix in tokens, a multiple of the chunk size.
+class PrefixStatus(NamedTuple):
+    """The blocks of a prefix cache: used, in total, replaced so far, and the number of tokens per block."""
 
-    Without a match the slot is None and the length is 0.
+    used: int = 0
+    capacity: int = 0
+    evictions: int = 0
+    size: int = 0
+
+
+class PrefixCache:
+    """The blocks of a prefix cache, on the device of the model. One thread at a time may use it.
+
+    Attributes:
+      size: tokens per block.
+      pool: the keys and values.
+      same_bits: the lengths of the programs for shorter chunks that compute the same keys as the program for whole chunks.
+      probe: a checksum of the keys that this model computes on this machine for a fixed sequence; "" if unknown.
     """
 
-    slot: int | None
-    length: int
+    def __init__(self, cache: KVCache | PairedCache, limit: int, size: int, context: int):
+        """Allocates the pool and compiles its programs.
+
+        Args:
+          cache: the shapes of the cache of the slots.
+          limit: the most bytes of the pool, enough for a block.
+          context: the most tokens of a sequence.
+        """
+        self.size, self.probe = size, ""
+        self.same_bits: tuple[int, ...] = ()
+        self._context, self._shapes = context, cache
+        capacity = limit // block_bytes(cache, size)
+        self._tree = PrefixTree(capacity, size)
+        self._make_pool = jax.jit(lambda: make_pool(cache, capacity, size))
+        self.pool: Pool = self._make_pool()
+        zero, index_N = np.int32(0), np.zeros(-(-context // size), np.int32)
+        self._load = load_blocks.lower(cache, self.pool, zero, zero, index_N, zero, size=size).compile()
+        self._store = store_blocks.lower(self.pool, cache, zero, zero, index_N, zero, size=size).compile()
+        self._has_rings = _has_rings(cache)
+
+    @property
+    def status(self) -> PrefixStatus:
+        return PrefixStatus(self._tree.used, self._tree.capacity, self._tree.evictions, self.size)
+
+    def match(self, ids: Sequence[int], salt: str) -> list[int]:
+        """Returns the blocks at the beginning of a sequence that the pool contains."""
+        return self._tree.match(ids, _root_name(salt))
+
+    def load(
+        self, cache: KVCache | PairedCache, slot: int, ids: Sequence[int], salt: str, prefilled: int
+    ) -> tuple[KVCache | PairedCache, int]:
+        """Copies the known blocks of a sequence to a slot, except those that are within its first `prefilled` tokens.
+
+        Returns:
+          The cache, which is donated, and the number of tokens in the known blocks.
+        """
+        known, first = self.match(ids, salt), prefilled // self.size
+        if len(known) > first:
+            cache = self._load(cache, self.pool, *self._arguments(slot, first, known[first:]))
+        return cache, len(known) * self.size
+
+    def store(self, cache: KVCache | PairedCache, slot: int, ids: Sequence[int], salt: str, computed: int) -> None:
+        """Adds the whole blocks of a sequence to the pool; a slot holds the keys and values of all its tokens.
+
+        Args:
+          computed: the first token of the newest chunk. A ring buffer may have lost tokens before it.
+        """
+        if self._has_rings and len(self.match(ids, salt)) < computed // self.size:
+            return
+        known, new = self._tree.extend(ids, _root_name(salt))
+        if new:
+            self.pool = self._store(self.pool, cache, *self._arguments(slot, known, new))
+
+    def _arguments(self, slot: int, first: int, blocks: Sequence[int]) -> tuple[np.ndarray, ...]:
+        index_N = np.zeros(-(-self._context // self.size), np.int32)
+        index_N[: len(blocks)] = blocks
+        return np.asarray(slot, np.int32), np.asarray(first * self.size, np.int32), index_N, np.asarray(len(blocks), np.int32)
+
+    def snapshot(self) -> BlockRows:
+        """Returns a copy of all blocks on the host."""
+        blocks = self._tree.blocks()
+        rows_by_place = {block.place: row for row, block in enumerate(blocks)} | {-1: -1}
+        index_N = np.array([block.place for block in blocks], np.int32)
+        rows = [np.asarray(leaf[index_N]) for leaf in jax.tree.leaves(self.pool)]
+        renumbered = [block._replace(place=row, parent=rows_by_place[block.parent]) for row, block in enumerate(blocks)]
+        return BlockRows(renumbered, rows)
+
+    def restore(self, found: BlockRows) -> None:
+        """Adds the blocks of a snapshot to this empty prefix cache."""
+
+        def filled(leaf: jax.Array, rows: np.ndarray) -> jax.Array:
+            content = np.zeros(leaf.shape, leaf.dtype)
+            content[: len(rows)] = rows
+            moved: jax.Array = jax.device_put(content, leaf.sharding)
+            return moved
+
+        leaves, structure = jax.tree.flatten(self.pool)
+        self.pool = jax.tree.unflatten(structure, map(filled, leaves, found.rows))
+        self._tree.restore(found.blocks)
+
+    def clear(self) -> None:
+        """Removes all blocks and allocates the pool again, for use after a program failed."""
+        evictions, self._tree = self._tree.evictions, PrefixTree(self._tree.capacity, self.size)
+        self._tree.evictions = evictions
+        self.pool = self._make_pool()
+
+    def fill(self, cache: KVCache | PairedCache, slot: int) -> KVCache | PairedCache:
+        """Returns the cache, which is donated, with a slot full of the first blocks of the pool."""
+        count = self._context // self.size
+        blocks = np.arange(count) % min(PROBE_TOKENS // self.size, self._tree.capacity)
+        return self._load(cache, self.pool, *self._arguments(slot, 0, blocks.tolist()))  # type: ignore[no-any-return]
+
+    def checksum(self, cache: KVCache | PairedCache, slot: int, start: int, count: int) -> str:
+        """Returns a checksum of the keys and values of `count` tokens of a slot, in whole blocks. The pool must be empty."""
+        blocks = min(count // self.size, self._tree.capacity)
+        self.pool = self._store(self.pool, cache, *self._arguments(slot, start // self.size, range(blocks)))
+        digest = hashlib.blake2b(digest_size=16)
+        for leaf in jax.device_get([leaf[:blocks] for leaf in jax.tree.leaves(self.pool)]):
+            digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
+        return digest.hexdigest()
 
 
-NO_PREFIX = PrefixMatch(None, 0)
+def _root_name(salt: str) -> str:
+    """Returns the name of the root for a salt: its checksum, because a salt may be a secret and the name is written to disk."""
+    return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest() if salt else ""
 
 
-def longest_prefix(ids: Sequence[int], cached: Iterable[tuple[int, Sequence[int], int]], chunk: int) -> PrefixMatch:
-    """Returns the longest cached prefix of `ids` in whole chunks. The prefix never includes the last token.
+def block_bytes(cache: KVCache | PairedCache, size: int) -> int:
+    """Returns the bytes of a block of `size` tokens."""
+    return tree_bytes(jax.eval_shape(partial(make_pool, cache, 1, size)))
+
+
+def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested: int | None) -> int:
+    """Returns the bytes of the prefix cache; 0: no prefix cache.
 
     Args:
-      cached: for each slot `(slot, token ids, length)`, where `length` tokens were prefilled in whole chunks.
-      chunk: tokens per prefill chunk. Only whole chunks are reused, because they are bitwise equal to a new prefill.
+      cache: the shapes of the cache of the slots.
+      context: the most tokens of a sequence; a sequence that is shorter than a block has no prefix cache.
+      chunk: tokens per prefill chunk.
+      requested: None: the default.
+
+    Raises:
+      UserError: not even one block fits, or the pool does not fit into the free memory.
     """
-    best = NO_PREFIX
-    for slot, tokens, prefilled_in_chunks in cached:
-        limit, length = min(prefilled_in_chunks, len(ids) - 1), 0
-        while (end := length + chunk) <= limit and tokens[length:end] == tuple(ids[length:end]):
-            length = end
-        if length > best.length:
-            best = PrefixMatch(slot, length)
-    return best
+    if requested == 0 or context < PREFIX_BLOCK or any(one.compressed for one in caches_of(cache)):
+        return 0
+    least, free = block_bytes(cache, chunk), available_bytes(jax.devices()[0])
+    if requested is None:
+        most = POOL_SLOTS * tree_bytes(cache)
+        limit = most if free is None else min(most, free // POOL_SHARE)
+        return limit if limit >= least else 0
+    if requested < least:
+        raise UserError(f"the prefix cache must be 0 or at least {least / 1e6:.3g} MB with this model, got {requested / 1e6:g}")
+    if free is not None and requested > free:
+        raise UserError(f"the prefix cache of {requested / 1e6:g} MB does not fit into the {free / 1e6:.0f} MB of free memory")
+    return requested
+
+
+class Prefiller(Protocol):
+    """A batch that can prefill; `cache` holds the keys and values of its slots."""
+
+    cache: KVCache | PairedCache | None
+
+    def prefill_tokens(self, slot: int, ids: Sequence[int], start: int, count: int, length: int) -> object:
+        """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length."""
+
+
+def make_prefix_cache(
+    batch: Prefiller,
+    architecture: ModelConfig,
+    limit: int,
+    context: int,
+    lengths: Sequence[int],
+    whole_chunks: bool = False,
+) -> PrefixCache:
+    """Returns an empty prefix cache whose blocks are as short as the bits of the keys allow.
+
+    The keys of a token depend on the program that computes them. They may also depend on the place of the token in its chunk,
+    and the programs for shorter chunks may compute the same keys as the program for whole chunks. Both are measured with this
+    model on this machine: a sequence is prefilled in several ways, at the beginning of a slot and at the end of a full slot.
+
+    * If the place has no influence, a block has `PREFIX_BLOCK` tokens.
+    * Otherwise a block is a whole chunk, whose tokens always have the same places. This also holds, without a measurement, for
+      ring buffers, experts, and soft caps of attention scores.
+
+    Args:
+      batch: a batch without requests.
+      limit: the most bytes.
+      lengths: the lengths of the programs for prefill chunks, ascending; the last one is a whole chunk.
+      whole_chunks: whether blocks are whole chunks in any case.
+    """
+    cache, chunk = batch.cache, lengths[-1]
+    assert cache is not None
+    depends_on_place = whole_chunks or _has_rings(cache) or architecture.experts is not None or architecture.softcap is not None
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), cache)
+    del cache
+    ids = np.random.default_rng(0).integers(0, architecture.vocab_size, PROBE_TOKENS).tolist()
+    total = min(PROBE_TOKENS, context // PREFIX_BLOCK * PREFIX_BLOCK)
+
+    def probe(prefixes: PrefixCache, start: int, first: int, length: int) -> str:
+        """Prefills a sequence in chunks, of which the first has `first` tokens; returns a checksum of its keys."""
+        for begin, end in pairwise([0, *range(first, total, length), total]):
+            batch.prefill_tokens(0, ids[begin:end], start + begin, end - begin, length)
+        assert batch.cache is not None
+        return prefixes.checksum(batch.cache, 0, start, total)
+
+    prefixes = PrefixCache(shapes, limit, chunk if depends_on_place else min(PREFIX_BLOCK, chunk), context)
+    at_beginning = probe(prefixes, 0, chunk, chunk)
+    assert batch.cache is not None
+    batch.cache = prefixes.fill(batch.cache, 0)
+    end = (context - total) // chunk * chunk
+    expected = {0: at_beginning, end: probe(prefixes, end, chunk, chunk)}
+
+    def equal(first: int, length: int) -> bool:
+        return all(probe(prefixes, start, first, length) == checksum for start, checksum in expected.items())
+
+    if prefixes.size < chunk:
+        if equal(48, chunk) and equal(16, chunk):
+            prefixes.same_bits = tuple(length for length in lengths[:-1] if equal(length, length))
+        else:
+            del prefixes
+            prefixes = PrefixCache(shapes, limit, chunk, context)
+    prefixes.probe = "-".join(expected.values())
+    return prefixes
+
+
+def _has_rings(cache: KVCache | PairedCache) -> bool:
+    return any(isinstance(layer, RingLayer) for one in caches_of(cache) for layer in one.layers)

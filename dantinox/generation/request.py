@@ -27,6 +27,8 @@ class GenerationRequest:
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
       lora: the name of the adapter; None: the base model.
+      salt: only requests with an equal salt share keys in the prefix cache of a server, so that the time of a response reveals
+        nothing about the prompts of others.
     """
 
     ids: tuple[int, ...]
@@ -40,6 +42,7 @@ class GenerationRequest:
     score_fn: ScoreFn | None = None
     show_candidates: bool = False
     lora: str | None = None
+    salt: str = ""
 
     @property
     def guided(self) -> bool:

@@ -19,7 +19,7 @@ J = TypeVar("J", bound=Job)
 
 
 class Scheduler(Generic[J]):
-    """Holds jobs in a queue until they get slots. Jobs with slots are prefilled one after the other and then decode.
+    """Holds jobs in a queue until they get slots. Jobs with slots are prefilled and then decode.
 
     If the first job in the queue needs more slots than are free, the jobs after it wait too; otherwise it might never get its
     slots. But a job whose program is still being compiled does not block the jobs after it.
@@ -42,6 +42,11 @@ class Scheduler(Generic[J]):
     def free(self) -> int:
         """The number of free slots."""
         return len(self._free)
+
+    @property
+    def next_free(self) -> int:
+        """The free slot that the next job gets last."""
+        return self._free[-1]
 
     @property
     def jobs(self) -> list[J]:
@@ -73,22 +78,17 @@ class Scheduler(Generic[J]):
         self.check(job.samples)
         self.waiting.append(job)
 
-    def admit(self, ready: Callable[[J], bool], prefer: Callable[[J], int | None] = lambda job: None) -> J | None:
-        """Assigns slots to the next job and returns it; None if no job can start.
+    def admit(self, ready: Callable[[J], bool]) -> J | None:
+        """Assigns the slots that have been free longest to the next job and returns it; None if no job can start.
 
         Args:
           ready: whether the program of a job is compiled.
-          prefer: returns the preferred slot of a job, which the job gets if the slot is free. Its other slots are the slots
-            that have been free longest.
         """
         job = next(filter(ready, self.waiting), None)
         if job is None or job.samples > self.free:
             return None
-        preferred = prefer(job)
-        order = sorted(self._free, key=lambda slot: slot != preferred)  # the sort is stable
-        for slot in order[: job.samples]:
-            self._free.remove(slot)
-            self.holders[slot] = job
+        for _ in range(job.samples):
+            self.holders[self._free.pop(0)] = job
         self.waiting.remove(job)
         self.prefilling.append(job)
         return job

@@ -2,13 +2,15 @@
 
 The number of slots is fixed. A request gets the same tokens in any slot and next to any other requests, because each program
 is compiled for all slots and all sampling steps; a step that no row uses is skipped at run time. Prompts are prefilled in
-chunks of a fixed length by the same program, so a chunk from an earlier request is bitwise equal to a new prefill.
+chunks of a fixed length by the same program, and the prefix cache stores only what this program computed, so a prefix from an
+earlier request is bitwise equal to a new prefill.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -21,6 +23,7 @@ from dantinox.config.generation_settings import section_order
 from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
 from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlot, AdapterSlots, unknown_adapter
+from dantinox.generation.block_pool import caches_of
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import (
     COMPRESSED_PREFILL_CHUNK,
@@ -33,7 +36,8 @@ from dantinox.generation.decode import (
 )
 from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, PairedCache, plan_drafts
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
+from dantinox.generation.prefix_cache import PrefixCache, PrefixStatus, make_prefix_cache, pool_bytes
+from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.quantized_weights import SplitModel, dequantize, split_model
 from dantinox.generation.running_batch import NO_ID, Recurrent, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
@@ -48,8 +52,7 @@ from dantinox.sampling.params import CHOICE_SETTINGS
 from dantinox.sampling.report import step_info
 from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
 
-# Tokens per prefill chunk. Longer chunks were not faster on a CPU, and the prefix cache, which reuses whole chunks only, would
-# cover less of a repeated prompt.
+# Tokens per prefill chunk. Longer chunks were not faster on a CPU, and decoding would have to wait longer for one of them.
 SLOT_PREFILL_CHUNK = 64
 MIN_PADDED_CHUNK = 16
 COMPILE_THREADS = 2  # programs compiled in parallel
@@ -92,17 +95,21 @@ class _SlotRow(Row):
     """The state of a request in a slot, on the host.
 
     Attributes:
-      prefilled: the number of prompt tokens in the cache.
-      prefilled_in_chunks: the number of prompt tokens that were prefilled in whole chunks.
-      max_written: the largest number of positions that may have been written to the slot.
+      salt: separates the prefixes of this request from those of requests with another salt.
+      length: the number of tokens to prefill.
+      cacheable: how many of them, from the first on, belong into the prefix cache. They are computed by the program for whole
+        chunks, or by programs with bitwise equal results.
+      prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
       prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
       adapter: the adapter of the request.
     """
 
     ids: Sequence[int] = ()
+    salt: str = ""
+    length: int = 0
+    cacheable: int = 0
     prefilled: int = 0
-    prefilled_in_chunks: int = 0
-    max_written: int = 0
+    reused: int = 0
     prompt_reports: list[StepInfo] | None = None
     adapter: AdapterSlot = NO_ADAPTER
 
@@ -145,6 +152,8 @@ class SlotBatch(RunningBatch):
         *,
         max_loras: int | None = None,
         max_lora_rank: int | None = None,
+        prefix_cache: int | None = None,
+        cache_dir: Path | None = None,
     ):
         """Chooses the number of slots; `compile` allocates their memory.
 
@@ -154,6 +163,9 @@ class SlotBatch(RunningBatch):
           max_loras: the most adapters that can be loaded at the same time; None: those that the model has, without changes.
           max_lora_rank: the largest rank of an adapter; None: that of the adapters of the model, and at least 16 with
             `max_loras`.
+          prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
+            eighth of the free memory. A compressed cache has no prefix cache.
+          cache_dir: the folder from which `compile` restores the prefix cache, and to which `write_prefixes` writes it.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
@@ -194,13 +206,14 @@ class SlotBatch(RunningBatch):
         self._make_cache = make
         self._cache_shapes: KVCache | PairedCache = jax.eval_shape(lambda: self._make_cache(self.count))
         # A slot of a compressed cache must be cleared before a new request. Other caches do not need this.
-        caches = _caches(self._cache_shapes)
-        compressed = caches[0].compressed
+        compressed = caches_of(self._cache_shapes)[0].compressed
         self._empty_row = self._make_cache(1) if compressed else None
         self.can_restart = not compressed
-        self._min_ring_slots = min(slots for cache in caches for slots in cache.uncompressed_slots)
         chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
         self.prefill_chunk = min(chunk, _next_power_of_two(context, MIN_PADDED_CHUNK))
+        self._prefixes: PrefixCache | None = None  # `compile` creates it
+        self._cache_dir, self._fingerprint = cache_dir, ""
+        self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache)
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
@@ -270,6 +283,43 @@ class SlotBatch(RunningBatch):
             if self.cache is None:
                 release_free_memory()  # free the memory of the compiler before the cache is allocated
                 self.cache = self._make_cache(self.count)
+                self._prefixes = self._make_prefix_cache()
+
+    def _make_prefix_cache(self) -> PrefixCache | None:
+        """Returns an empty prefix cache; None if it is off."""
+        if self._prefix_bytes == 0:
+            return None
+        # The measurement of the prefix cache uses no adapter, so it says nothing about the products with their matrices.
+        whole_chunks = self.adapters is not None
+        lengths = self._lengths()
+        prefixes = make_prefix_cache(self, self._architecture, self._prefix_bytes, self.context, lengths, whole_chunks)
+        if self._cache_dir is not None:
+            programs = [self._lower_prefill(length, False).as_text() for length in self._lengths()]
+            weights = [*self._model.leaves, *(() if self._draft_model is None else self._draft_model.leaves)]
+            self._fingerprint = fingerprint(programs, weights, prefixes.probe)
+            found = read_blocks(self._cache_dir, prefixes.pool, self._fingerprint, prefixes.size)
+            if found is not None:
+                prefixes.restore(found)
+        return prefixes
+
+    def prefix_writer(self) -> Callable[[], int]:
+        """Copies the blocks of the prefix cache, and returns a function for any thread that writes them to `cache_dir`.
+
+        The function returns the number of blocks.
+
+        Raises:
+          UserError: there is no prefix cache or no folder, or (from the function) the file cannot be written.
+        """
+        folder, prefixes, name = self._cache_dir, self._prefixes, self._fingerprint
+        if folder is None or prefixes is None:
+            raise UserError("the prefix cache of this server is not saved: start it with --cache_dir")
+        found = prefixes.snapshot()
+
+        def write() -> int:
+            write_blocks(folder, found, name)
+            return len(found.blocks)
+
+        return write
 
     def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
         prefills = [("prefill", length, reports) for length in self._lengths() for reports in {False, echo}]
@@ -277,9 +327,9 @@ class SlotBatch(RunningBatch):
 
     def _lengths(self) -> list[int]:
         """Returns the padded lengths of prefill chunks, ascending."""
-        lengths = [MIN_PADDED_CHUNK]
+        lengths, factor = [MIN_PADDED_CHUNK], 2 if self.prefill_chunk <= SLOT_PREFILL_CHUNK else 4
         while lengths[-1] < self.prefill_chunk:
-            lengths.append(min(4 * lengths[-1], self.prefill_chunk))
+            lengths.append(min(factor * lengths[-1], self.prefill_chunk))
         return lengths
 
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
@@ -288,12 +338,8 @@ class SlotBatch(RunningBatch):
         if kind == "copy":  # one program per array, so that only one array is copied at a time
             leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(cache)}
             return {shape: _copy_slot.lower(leaf, zero, zero).compile() for shape, leaf in leaves.items()}
-        number_1 = self._number(NO_ADAPTER)
         if kind == "prefill":
-            length, reports = key
-            tokens_1T = jnp.zeros((1, length), jnp.int32)
-            args = self._model, cache, zero, tokens_1T, zero, zero, tokens_1T, self._draft_model, self._stacks, number_1
-            return _prefill_part.lower(*args, report=report if reports else None).compile()
+            return self._lower_prefill(*key).compile()
         params, state = self._states[key[0]]
         if kind == "decode":
             drafts = self._draft_plan
@@ -304,6 +350,13 @@ class SlotBatch(RunningBatch):
             return _init_row.lower(row, *inputs, **options).compile()
         initial = jax.eval_shape(partial(_init_row, **options), row, *inputs)
         return _insert_row.lower((params, state), (row, initial), zero).compile()
+
+    def _lower_prefill(self, length: int, reports: bool) -> Any:
+        zero, tokens_1T = jnp.int32(0), jnp.zeros((1, length), jnp.int32)
+        tokens = zero, tokens_1T, zero, zero, tokens_1T
+        args = self._model, self._cache_shapes, *tokens, self._draft_model, self._stacks, self._number(NO_ADAPTER)
+        report = min(MAX_ALTERNATIVES, self._architecture.vocab_size) if reports else None
+        return _prefill_part.lower(*args, report=report)
 
     def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
@@ -353,6 +406,10 @@ class SlotBatch(RunningBatch):
             return NO_ADAPTER
         raise unknown_adapter(name, ())
 
+    def has_adapter(self, name: str | None, adapter: AdapterSlot) -> bool:
+        """Whether the adapter with a name, or no adapter for None, is still this one."""
+        return adapter == NO_ADAPTER if name is None or self.adapters is None else self.adapters.names.get(name) == adapter
+
     def row_params(self, config: Config) -> RowParams:
         """Returns the settings of a request as arrays; any thread may call it.
 
@@ -396,65 +453,114 @@ class SlotBatch(RunningBatch):
 
     # --- requests
 
-    def match_prefix(self, ids: Sequence[int], adapter: AdapterSlot = NO_ADAPTER) -> PrefixMatch:
-        """Returns the longest prefix of a prompt that a slot already holds, prefilled with the same adapter."""
-        if self._empty_row is not None:
-            return NO_PREFIX
-        # If a row is longer than the ring buffer of a sliding-window layer, the buffer has lost the beginning of the row.
-        valid = ((slot, row) for slot, row in enumerate(self._rows) if row.max_written <= self._min_ring_slots)
-        same = ((slot, row) for slot, row in valid if row.adapter.digest == adapter.digest)
-        cached = ((slot, row.ids, row.prefilled_in_chunks) for slot, row in same)
-        return longest_prefix(ids, cached, self.prefill_chunk)
+    @property
+    def prefix_status(self) -> PrefixStatus:
+        """The blocks of the prefix cache; all numbers are 0 without one."""
+        return PrefixStatus() if self._prefixes is None else self._prefixes.status
 
     def assign_prompt(
-        self,
-        slot: int,
-        ids: Sequence[int],
-        match: PrefixMatch = NO_PREFIX,
-        echo: bool = False,
-        adapter: AdapterSlot = NO_ADAPTER,
+        self, slot: int, ids: Sequence[int], echo: bool = False, salt: str = "", adapter: AdapterSlot = NO_ADAPTER
     ) -> None:
         """Assigns a prompt to a slot and discards the previous request of the slot. Call `prefill` next.
 
+        The tokens that the prefix cache contains are copied to the slot.
+
         Args:
-          match: the result of `match_prefix`, which is valid until the next `assign_prompt`; with `echo` use `NO_PREFIX`.
-          echo: report the prompt tokens.
+          echo: report the prompt tokens. Their keys are not reused and not stored, because another program computes them.
+          salt: only prompts with an equal salt and the same adapter share keys in the prefix cache.
           adapter: the adapter of the request.
         """
-        self._rows[slot], source = _SlotRow(ids=tuple(ids), adapter=adapter), self._rows[match.slot or 0]
-        row = self._rows[slot]
-        if match.slot is not None:
-            row.prefilled, row.prefilled_in_chunks, row.max_written = match.length, match.length, source.max_written
-            if match.slot != slot:
-                self._copy(match.slot, slot)
+        length = len(ids) - 1
+        tail = length % self.prefill_chunk
+        shares_bits = self._chunk_length(tail) in self._same_bits
+        cacheable = 0 if echo or self._prefixes is None else length if shares_bits else length - tail
+        salt = _adapter_salt(salt, adapter)
+        self._rows[slot] = _SlotRow(ids=tuple(ids), salt=salt, adapter=adapter, length=length, cacheable=cacheable)
+        self._rows[slot].prompt_reports = [] if echo else None
         if self._empty_row is not None:
             self.cache = _write_cache_row(self.cache, self._empty_row, _int32(slot))
-        row.prompt_reports = [] if echo else None
+        self._load_prefix(slot)
+
+    def _load_prefix(self, slot: int) -> None:
+        row = self._rows[slot]
+        if self._prefixes is not None and self.cache is not None and row.prefilled < row.cacheable:
+            self.cache, found = self._prefixes.load(self.cache, slot, row.ids[: row.cacheable], row.salt, row.prefilled)
+            row.reused, row.prefilled = row.reused + max(0, found - row.prefilled), max(found, row.prefilled)
+
+    def assign_sequence(self, slot: int, ids: Sequence[int], salt: str = "", adapter: AdapterSlot = NO_ADAPTER) -> bool:
+        """Assigns a sequence whose whole blocks `prefill` then adds to the prefix cache; returns whether any is missing."""
+        if self._prefixes is None:
+            return False
+        salt = _adapter_salt(salt, adapter)
+        length = len(ids) // self._prefixes.size * self._prefixes.size
+        if length == len(self._prefixes.match(ids, salt)) * self._prefixes.size:
+            return False
+        self._rows[slot] = _SlotRow(ids=tuple(ids), salt=salt, adapter=adapter, length=length, cacheable=length)
+        return True
+
+    @property
+    def _same_bits(self) -> tuple[int, ...]:
+        """The lengths of the programs that compute bitwise the same keys as the program for whole chunks, which is the last."""
+        return (*(() if self._prefixes is None else self._prefixes.same_bits), self.prefill_chunk)
 
     def prefill(self, slot: int) -> int:
         """Prefills the next chunk of a prompt and returns the number of tokens left to prefill.
 
+        Before that, it copies the tokens that another slot has added to the prefix cache in the meantime, and afterwards it
+        adds the new ones. A prompt has the same keys with and without the prefix cache: the cache holds only tokens that the
+        program for whole chunks computed, or a program with the same bits. The other tokens are computed by the same program
+        in both cases.
+
         The last token of the prompt is not prefilled, because the first decode step processes it.
         """
+        self._load_prefix(slot)
         row = self._rows[slot]
-        remaining = len(row.ids) - 1 - row.prefilled
-        if remaining == 0:
+        start = row.prefilled
+        count = min((row.cacheable if start < row.cacheable else row.length) - start, self.prefill_chunk)
+        if count == 0:
             return 0
-        count = min(remaining, self.prefill_chunk)
-        length = next(length for length in self._lengths() if length >= count)
-        tokens_2T = np.zeros((2, length), np.int32)
-        tokens_2T[0, :count] = row.ids[row.prefilled : row.prefilled + count]
-        tokens_2T[1, :count] = row.ids[row.prefilled + 1 : row.prefilled + 1 + count]
-        program = self._programs["prefill", length, row.prompt_reports is not None]
-        args = _int32(slot), tokens_2T[:1], _int32(row.prefilled), _int32(count), tokens_2T[1:], self._draft_model
-        self.cache, info = program(self._model, self.cache, *args, self._stacks, self._number(row.adapter))
+        lengths = self._same_bits if start < row.cacheable else self._lengths()
+        length = next(length for length in lengths if length >= count)
+        ids = row.ids[start : start + count + 1]
+        info = self.prefill_tokens(slot, ids, start, count, length, row.prompt_reports is not None)
         if row.prompt_reports is not None:
             row.prompt_reports.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
-        elif row.prefilled_in_chunks == row.prefilled and count == self.prefill_chunk:
-            row.prefilled_in_chunks += count
         row.prefilled += count
-        row.max_written = max(row.max_written, row.prefilled)
-        return remaining - count
+        if self._prefixes is not None and self.cache is not None and row.prefilled <= row.cacheable:
+            self._prefixes.store(self.cache, slot, row.ids[: row.prefilled], row.salt, start)
+        return row.length - row.prefilled
+
+    def prefill_left(self, slot: int) -> int:
+        """Returns the number of tokens left to prefill."""
+        return self._rows[slot].length - self._rows[slot].prefilled
+
+    def reused_tokens(self, slot: int) -> int:
+        """Returns the number of prompt tokens that came from the prefix cache."""
+        return self._rows[slot].reused
+
+    def wait(self) -> None:
+        """Waits until all programs that write the cache have ended."""
+        jax.block_until_ready(jax.tree.leaves(self.cache)[0])
+
+    def _chunk_length(self, count: int) -> int:
+        """Returns the length of the program for a chunk of `count` tokens."""
+        return next(length for length in self._lengths() if length >= count)
+
+    def prefill_tokens(
+        self, slot: int, ids: Sequence[int], start: int, count: int, length: int, reports: bool = False
+    ) -> StepInfo | None:
+        """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length.
+
+        Args:
+          ids: the tokens, and the token after them if it is known.
+        """
+        tokens_2T = np.zeros((2, length), np.int32)
+        tokens_2T[0, :count] = ids[:count]
+        tokens_2T[1, : len(ids) - 1] = ids[1:]
+        args = _int32(slot), tokens_2T[:1], _int32(start), _int32(count), tokens_2T[1:], self._draft_model
+        adapter = self._stacks, self._number(self._rows[slot].adapter)
+        self.cache, info = self._programs["prefill", length, reports](self._model, self.cache, *args, *adapter)
+        return info  # type: ignore[no-any-return]
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
         """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None for a prompt of one token."""
@@ -463,15 +569,8 @@ class SlotBatch(RunningBatch):
 
     def copy_prompt(self, slot: int, to: int) -> None:
         """Copies a prefilled prompt to another slot."""
-        row = self._rows[slot]
         self._copy(slot, to)
-        self._rows[to] = _SlotRow(
-            ids=row.ids,
-            prefilled=row.prefilled,
-            prefilled_in_chunks=row.prefilled_in_chunks,
-            max_written=row.max_written,
-            adapter=row.adapter,
-        )
+        self._rows[to] = replace(self._rows[slot], reused=0, prompt_reports=None)
 
     def _copy(self, slot: int, to: int) -> None:
         programs, slots = self._programs["copy",], (_int32(slot), _int32(to))
@@ -512,7 +611,6 @@ class SlotBatch(RunningBatch):
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
             self._masks[program][slot] = ALL_ALLOWED
-        row.max_written = max(row.max_written, len(row.ids) + len(output) + limit)
         row.remaining, row.program, row.reports, row.drafts = limit, program, report, NO_DRAFTS
         previous.program = None  # so that its pending chunks are dropped
 
@@ -545,6 +643,7 @@ class SlotBatch(RunningBatch):
     def replace_weights(self, weights: SplitModel) -> None:
         """Replaces the weights, and empties all slots, because their caches belong to the old weights. Nothing is compiled."""
         self._model, self.cache = weights, None
+        self._fingerprint = ""  # a saved prefix cache would belong to the old weights
         self.reset()
 
     def reset(self) -> None:
@@ -552,13 +651,16 @@ class SlotBatch(RunningBatch):
         self.cache = self._make_cache(self.count)
         self._rows = [_SlotRow() for _ in range(self.count)]
         self._masks, self._stopped = {}, {}
+        if self._prefixes is not None:
+            self._prefixes.clear()
         for program, (params, state) in [*self._states.items()]:
             self._states[program] = params, replace(state, done_B=jnp.ones(self.count, bool))
 
     @property
     def cache_is_valid(self) -> bool:
         """Whether the cache still exists. A program that fails may already have consumed the donated cache."""
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache))
+        pool = None if self._prefixes is None else self._prefixes.pool
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, pool)))
 
 
 def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
@@ -579,9 +681,9 @@ def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
     return int(min(DEFAULT_SLOTS, fitting))
 
 
-def _caches(cache: KVCache | PairedCache) -> tuple[KVCache, ...]:
-    """Returns the cache of the model, and the cache of the draft model if there is one."""
-    return (cache.target, cache.draft) if isinstance(cache, PairedCache) else (cache,)
+def _adapter_salt(salt: str, adapter: AdapterSlot) -> str:
+    """Returns the salt of a request in the prefix cache, which separates the keys of different adapters."""
+    return salt if adapter == NO_ADAPTER else f"{salt}\0{adapter.digest.hex()}"
 
 
 def _int32(value: int) -> np.ndarray:
@@ -658,7 +760,7 @@ def _prefill_part(
         assert updated is not None
         return transformer, x_1TD, updated.without_wrappers()
 
-    target, *draft = _caches(cache)
+    target, *draft = caches_of(cache)
     row_adapters = None if adapters is None or number_1 is None else RowAdapters(adapters, number_1)
     transformer, x_1TD, cache = read(model, target, row_adapters)
     if draft_model is not None and draft:

@@ -114,6 +114,22 @@ class RingLayer:
         new = type(self.store).from_kv(k_BTKH, v_BTKH, self.store.dtype).gather_slots(jnp.clip(newest_B1S - first_B11, 0))
         return RingLayer(new.select_slots((newest_B1S >= first_B11) & (newest_B1S >= 0), self.store))
 
+    def read_block(self, row: jax.Array, start: jax.Array, size: int) -> Store:
+        """Returns the `size` positions of a row from `start` on, as a store with a batch of one.
+
+        Positions that have been overwritten are replaced by those in their slots. `write_block` then writes these too, so that
+        the ring is the same after all blocks of a sequence have been written in order.
+        """
+        return self.store.select_row(row).gather_slots(((start + jnp.arange(size)) % self.store.slots)[None, None])
+
+    def write_block(self, row: jax.Array, start: jax.Array, block: Store) -> "RingLayer":
+        """Returns the ring with a block, which holds the positions of a row from `start` on."""
+        W = self.store.slots
+        offset_11W = ((jnp.arange(W) - start) % W)[None, None]
+        new = block.gather_slots(jnp.minimum(offset_11W, block.slots - 1))
+        new = new.select_slots(offset_11W < block.slots, self.store.select_row(row))
+        return RingLayer(self.store.copy_slots(row, 0, new, 0, 0, W))
+
     def _slot_positions(self, last_B: jax.Array) -> jax.Array:
         """Returns the position in each slot `[B, 1, W]`, negative for an empty slot; `last_B` is the newest position."""
         W = self.store.slots

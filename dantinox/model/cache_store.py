@@ -16,6 +16,7 @@ BFLOAT16_BITS = jnp.dtype(jnp.uint16)
 INT4_PACKED = jnp.dtype(jnp.uint8)  # two int4 numbers per byte
 MAX_GROUP_SIZE = 32  # largest number of elements of an int4 vector that share a scale
 MIN_SEGMENT, MAX_SEGMENTS = 128, 4
+SEGMENT_UNIT = 64  # slots; a block of the prefix cache never crosses the border between two segments
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
@@ -138,7 +139,7 @@ class Store:
 
     def join(self, other: Self) -> Self:
         """Returns a store with the slots of this store, followed by the slots of the other store."""
-        return self._map_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
+        return self.map_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
 
     def gather_slots(self, index_BKS: jax.Array) -> Self:
         """Returns the slots at `index_BKS` (the K axis may be 1), in that order."""
@@ -147,7 +148,7 @@ class Store:
             index = index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
             return jnp.take_along_axis(leaf, index, axis=axis)
 
-        return self._map_slots(take_leaf)
+        return self.map_slots(take_leaf)
 
     def select_slots(self, chosen_BKS: jax.Array, other: Self) -> Self:
         """Returns a store with the slots of this store where `chosen_BKS` is true (the K axis may be 1), else of the other."""
@@ -155,9 +156,22 @@ class Store:
         def select_leaf(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.where(chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3), a, b)
 
-        return self._map_slots(select_leaf, other)
+        return self.map_slots(select_leaf, other)
 
-    def _map_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
+    def copy_slots(self, row: Any, slot: Any, source: Self, source_row: Any, source_slot: Any, count: int) -> Self:
+        """Returns the store with `count` slots of a row, from `slot` on, replaced by those of a row of another store."""
+
+        def copy_leaf(axis: int, leaf: jax.Array, other: jax.Array) -> jax.Array:
+            def start(row: Any, slot: Any) -> list[Any]:
+                return [row, *(slot if n == axis else 0 for n in range(1, leaf.ndim))]
+
+            sizes = [1, *(count if n == axis else length for n, length in enumerate(leaf.shape) if n)]
+            part = jax.lax.dynamic_slice(other, start(source_row, source_slot), sizes)
+            return jax.lax.dynamic_update_slice(leaf, part, start(row, slot))
+
+        return self.map_slots(copy_leaf, source)
+
+    def map_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
         """Applies `function(slot axis, leaf, …)` to every leaf."""
         scales = () if self.k_scale_BKS is None else (self.k_scale_BKS.ndim - 1, 2)
         axes = type(self)(3, 2, *scales)  # type: ignore[arg-type]
@@ -237,12 +251,12 @@ class SegmentedStore:
     def empty(cls, batch: int, slots: int, segment: Callable[[int], Store]) -> "SegmentedStore":
         """Returns an empty store; `segment(slots)` creates a segment.
 
-        In order, the segments have 1/8, 1/8, 1/4 and 1/2 of all slots. There are fewer segments if one would be shorter than
-        `MIN_SEGMENT`.
+        In order, the segments have about 1/8, 1/8, 1/4 and 1/2 of all slots. There are fewer segments if one would be shorter
+        than `MIN_SEGMENT`. All segments but the first begin at a multiple of `SEGMENT_UNIT`.
         """
         ends = [slots]
         while len(ends) < MAX_SEGMENTS and ends[0] // 2 >= MIN_SEGMENT:
-            ends.insert(0, ends[0] // 2)
+            ends.insert(0, ends[0] // 2 // SEGMENT_UNIT * SEGMENT_UNIT)
         sizes = [end - first for first, end in zip([0, *ends], ends, strict=False)]
         return cls(tuple(map(segment, sizes)), jnp.zeros(batch, jnp.int32))
 
@@ -268,6 +282,11 @@ class SegmentedStore:
     def payload_bytes(self) -> int:
         """Bytes of the keys and values, without their scales."""
         return sum(segment.payload_bytes for segment in self.segments)
+
+    @property
+    def segments_by_start(self) -> list[tuple[int, Store]]:
+        """The segments, each with the number of its first slot."""
+        return [*zip(self._starts, self.segments, strict=True)]
 
     @property
     def _starts(self) -> list[int]:

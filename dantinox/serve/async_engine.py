@@ -47,7 +47,7 @@ from dantinox.generation.trace import token_records
 from dantinox.sampling import StepInfo
 from dantinox.serve.embedding_queue import EmbeddingQueue
 from dantinox.serve.errors import Busy, Unavailable
-from dantinox.serve.response_stream import ResponseStream, Status
+from dantinox.serve.response_stream import ResponseStream, Status, wake_readers
 
 BACKGROUND = ("echo", "embeddings", "strategies")  # programs that can be compiled before a request needs them
 MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its settings have at most this many characters
@@ -73,7 +73,7 @@ class _Responder:
             records = token_records(ids, texts, output.steps, self._tokenizer, request.logprobs)
         if request.echo and not self.stream.prompt:
             self.stream.prompt = self._prompt_records(output.job.prompt_steps)
-        self.stream.push(Delta(output.sample, output.text, records, output.finish_reason, output.stop_string))
+        self.stream.push(Delta(output.sample, output.text, records, output.finish_reason, output.stop_string), wake=False)
 
     def _prompt_records(self, steps: StepInfo | None) -> list[TokenRecord]:
         """Returns a record for each token of the prompt; the first one has no probabilities."""
@@ -104,6 +104,8 @@ class AsyncEngine:
         background: Collection[str] = (),
         max_loras: int | None = None,
         max_lora_rank: int | None = None,
+        prefix_cache: int | None = None,
+        cache_dir: Path | None = None,
     ):
         """Allocates the caches of all slots. Compilation starts with `start`.
 
@@ -118,6 +120,10 @@ class AsyncEngine:
           background: programs that are compiled after the engine has become ready, of `BACKGROUND`: those of prompt
             log-probabilities (`echo`), of embeddings, and of the strategy that is not the server's (`strategies`).
           max_loras, max_lora_rank: the most adapters and their largest rank, as for `SlotBatch`.
+          prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
+            eighth of the free memory.
+          cache_dir: the folder from which the warm-up restores the prefix cache, and to which `save_prefixes` and the end of
+            the engine write it; None: it is not saved.
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
@@ -125,8 +131,10 @@ class AsyncEngine:
         self.run, self.name = run, name
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
-        limits = {"max_loras": max_loras, "max_lora_rank": max_lora_rank}
-        self._batch = SlotBatch(run, slots, context, self._config, **limits)
+        limits = {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
+        self._batch = SlotBatch(run, slots, context, self._config, **limits, cache_dir=cache_dir)
+        self._cache_dir = cache_dir
+        self._snapshots: list[Future[Callable[[], int]]] = []  # requested by `save_prefixes`
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
         self._engine.compile = self._request_compilation
         self._embeddings = EmbeddingQueue(lambda: Embedder(run, self._config, context))
@@ -289,7 +297,24 @@ class AsyncEngine:
         load = self._engine.load
         counters = {**self._counters, **self._engine.counters}
         counters |= {name: getattr(self._embeddings, name) for name in ("embedded_texts", "embedded_tokens")}
-        return Status(self._state, self._doing, *load, self._batch.context, counters)
+        return Status(self._state, self._doing, *load, self._batch.context, counters, self._batch.prefix_status)
+
+    async def save_prefixes(self) -> int:
+        """Writes the prefix cache to `cache_dir` and returns the number of its blocks.
+
+        The engine only copies the blocks; another thread writes the files.
+
+        Raises:
+          UserError: the prefix cache is off or has no folder, or the files cannot be written.
+          Unavailable: the engine is loading, draining or has failed.
+        """
+        snapshot: Future[Callable[[], int]] = Future()
+        with self._lock:
+            if self._state != "ready":
+                raise Unavailable(f"the server is {self._state}: {self._doing}")
+            self._snapshots.append(snapshot)
+        self._wake.set()
+        return await asyncio.to_thread(await asyncio.wrap_future(snapshot))
 
     async def drain(self, seconds: float) -> None:
         """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
@@ -387,12 +412,15 @@ class AsyncEngine:
             self._compile_in_background()
             while not self._closing:
                 self._wake.clear()
+                self._copy_prefixes()
                 outputs = self._engine.step()
-                for output in outputs:
-                    self._deliver(output)
+                streams = {responder.stream: None for output in outputs if (responder := self._deliver(output))}
+                if streams:
+                    wake_readers(streams)
                 embedded = self._embeddings.step()
                 if not outputs and not embedded and self._engine.idle:
                     self._wake.wait()
+            self._save_at_end()
         except BaseException as error:
             with self._lock:
                 self._state, self._doing = "failed", f"{type(error).__name__}: {error}"
@@ -405,16 +433,38 @@ class AsyncEngine:
             self._embeddings.close(Unavailable(stopped))
             self._responders.clear()
             self._engine.fail_adapters(Unavailable(stopped))
+            with self._lock:
+                for snapshot in self._snapshots:
+                    snapshot.set_exception(Unavailable(stopped))
 
-    def _deliver(self, output: Output) -> None:
-        """Passes an output to its stream. An error in this method ends only the request of this output."""
+    def _copy_prefixes(self) -> None:
+        """Copies the prefix cache for each call of `save_prefixes`."""
+        while self._snapshots:
+            snapshot = self._snapshots.pop()
+            try:
+                snapshot.set_result(self._batch.prefix_writer())
+            except Exception as error:
+                snapshot.set_exception(error)
+
+    def _save_at_end(self) -> None:
+        if self._cache_dir is not None and self._batch.prefix_status.capacity:
+            try:
+                self._batch.prefix_writer()()
+            except Exception as error:
+                log.warning("the prefix cache is not saved: %s", error)
+
+    def _deliver(self, output: Output) -> _Responder | None:
+        """Passes an output to its stream, whose reader is yet to be woken, and returns the responder.
+
+        An error in this method ends only the request of this output.
+        """
         responder = self._responders.get(output.job)
         if responder is None:
-            return
+            return None
         try:
             if output.ended:
                 del self._responders[output.job]
-                responder.stream.end(output.error)
+                responder.stream.end(output.error, wake=False)
             else:
                 responder.push_output(output)
         except Exception as error:
@@ -422,4 +472,5 @@ class AsyncEngine:
             self._responders.pop(output.job, None)
             self._engine.cancel(output.job)
             with contextlib.suppress(Exception):
-                responder.stream.end(RequestFailed(f"{type(error).__name__}: {error}"))
+                responder.stream.end(RequestFailed(f"{type(error).__name__}: {error}"), wake=False)
+        return responder

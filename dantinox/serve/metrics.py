@@ -18,6 +18,10 @@ GAUGES = {
     "queue": "maximum number of prompts in the queue",
     "context": "maximum number of tokens of a prompt and its continuation together",
 }
+PREFIX_GAUGES = {
+    "used": "blocks in use in the prefix cache",
+    "capacity": "blocks in the prefix cache",
+}
 COUNTERS = {
     "requests": "prompts accepted",
     "finished": "prompts whose response is complete",
@@ -89,6 +93,10 @@ class Metrics:
         status = self._engine.status()
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(f"dantinox_{name}", text, getattr(status, name))
+        for name, text in PREFIX_GAUGES.items():
+            yield GaugeMetricFamily(f"dantinox_prefix_blocks_{name}", text, getattr(status.prefixes, name))
+        evicted = "blocks of the prefix cache that were replaced by others"
+        yield CounterMetricFamily("dantinox_prefix_block_evictions", evicted, status.prefixes.evictions)
         yield GaugeMetricFamily("dantinox_ready", "1 if requests are accepted, else 0", float(status.state == "ready"))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"dantinox_{name}", text, status.counters.get(name, 0))

@@ -1,7 +1,8 @@
 """`ResponseStream`, the deltas of one request, and `EngineProtocol`, the engine interface that the protocols use."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,7 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.generation.loaded_model import LoadedModel
+from dantinox.generation.prefix_cache import PrefixStatus
 from dantinox.generation.request import Delta, GenerationRequest, RequestStats, TokenRecord
 
 
@@ -29,6 +31,7 @@ class ResponseStream:
         self.request, self.stats, self.prompt = request, stats, list[TokenRecord]()
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+        self._arrived: deque[Delta | BaseException | None] = deque()  # pushed, but not yet moved to the queue
         self._ended = False
 
     def __aiter__(self) -> "ResponseStream":
@@ -56,19 +59,37 @@ class ResponseStream:
 
     # The engine calls the following methods, from any thread.
 
-    def push(self, delta: Delta) -> None:
-        """Adds a delta."""
-        self._put(delta)
+    def push(self, delta: Delta, wake: bool = True) -> None:
+        """Adds a delta. Without `wake`, its reader waits for the next call of `wake_readers`."""
+        self._put(delta, wake)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Ends the stream, with an error if one is given."""
-        self._put(error)
+    def end(self, error: BaseException | None = None, wake: bool = True) -> None:
+        """Ends the stream, with an error if one is given; `wake` as in `push`."""
+        self._put(error, wake)
 
-    def _put(self, item: Delta | BaseException | None) -> None:
+    def _put(self, item: Delta | BaseException | None, wake: bool) -> None:
+        self._arrived.append(item)
+        if wake:
+            wake_readers([self])
+
+
+def _move_arrived(streams: Iterable[ResponseStream]) -> None:
+    for stream in streams:
+        while stream._arrived:
+            stream._queue.put_nowait(stream._arrived.popleft())
+
+
+def wake_readers(streams: Iterable[ResponseStream]) -> None:
+    """Wakes the readers of streams; a thread switches to the event loop only once for all of them."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[ResponseStream]] = {}
+    for stream in streams:
+        by_loop.setdefault(stream._loop, []).append(stream)
+    for loop, group in by_loop.items():
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed, so nothing reads the stream
-            self._cancel()
+            loop.call_soon_threadsafe(_move_arrived, group)
+        except RuntimeError:  # the loop is closed, so nothing reads the streams
+            for stream in group:
+                stream.cancel()
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,7 @@ class Status:
       counters: sums since the start: `requests`, `finished`, `cancelled`, `refused`, `prompt_tokens`, `reused_tokens`,
         `new_tokens`, `draft_tokens`, `accepted_draft_tokens`, `embedded_texts`, `embedded_tokens` and `compilations` (after the
         warm-up).
+      prefixes: the blocks of the prefix cache.
     """
 
     state: str
@@ -94,6 +116,7 @@ class Status:
     queue: int
     context: int
     counters: Mapping[str, int] = field(default_factory=dict)
+    prefixes: PrefixStatus = field(default_factory=PrefixStatus)
 
 
 class EngineProtocol(Protocol):
@@ -148,6 +171,14 @@ class EngineProtocol(Protocol):
         Raises:
           UserError: a sequence is empty, too long or has an invalid token, or the pooling is unknown.
           Busy: the queue is full.
+          Unavailable: the engine is loading, draining or has failed.
+        """
+
+    async def save_prefixes(self) -> int:
+        """Writes the prefix cache to its folder and returns the number of its blocks.
+
+        Raises:
+          UserError: the prefix cache is off or has no folder, or the files cannot be written.
           Unavailable: the engine is loading, draining or has failed.
         """
 

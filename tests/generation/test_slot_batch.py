@@ -5,7 +5,8 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import LoadedModel
-from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch
+from dantinox.generation.engine import Engine
+from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.text import train_tokenizer
 from tests.error_texts import ERRORS
@@ -49,15 +50,14 @@ def served():
     return run, slots
 
 
-def put(run, slots, slot, prompt, limit=24, report=False, echo=False, reuse=False, **settings):
-    """Assigns a prompt to a slot and starts to decode it; returns the prefix match."""
+def put(run, slots, slot, prompt, limit=24, report=False, echo=False, salt="", **settings):
+    """Assigns a prompt to a slot and starts to decode it; returns the number of tokens from the prefix cache."""
     config, ids = run.settings({"seed": 3, "max_new_tokens": limit} | settings), run.prompt_ids(prompt)
-    kept = slots.match_prefix(ids) if reuse else NO_PREFIX
-    slots.assign_prompt(slot, ids, kept, echo)
+    slots.assign_prompt(slot, ids, echo, salt)
     while slots.prefill(slot):
         pass
     slots.start_decoding(slot, slots.row_params(config), limit=limit, report=report)
-    return kept
+    return slots.reused_tokens(slot)
 
 
 def decode(slots, steps=8):
@@ -97,22 +97,6 @@ def test_a_request_is_equal_in_every_slot_and_batch(served, programs):
             put(run, slots, slot, LONG, **DRAWN)
             assert decode(slots, steps)[0][slot] == alone
     assert programs() == 0
-
-
-def test_a_prefilled_chunk_is_reused(served):
-    run, slots = served
-    for slot in range(4):
-        put(run, slots, slot, "nothing", limit=1)
-    decode(slots)
-    assert put(run, slots, 0, LONG, reuse=True) == NO_PREFIX
-    alone = decode(slots)[0][0]
-    ids = run.prompt_ids(LONG)
-    whole = (len(ids) - 1) // slots.prefill_chunk * slots.prefill_chunk
-    assert 0 < whole < len(ids) - 1
-    assert put(run, slots, 0, LONG, reuse=True) == put(run, slots, 2, LONG, reuse=True) == PrefixMatch(0, whole)
-    assert list(decode(slots)[0].values()) == [alone, alone]
-    assert slots.match_prefix(ids[: slots.prefill_chunk]) == NO_PREFIX, "decoding reads the last prompt token"
-    assert slots.match_prefix([*ids[:5], 1, *ids[6:]]) == NO_PREFIX
 
 
 def test_samples_share_one_prefill(served):
@@ -221,7 +205,7 @@ def test_other_caches(changes, settings):
     put(run, slots, 2, prompt, limit=8, **DRAWN)
     put(run, slots, 1, "b" * 20, **DRAWN)
     slots.dispatch(5)
-    assert put(run, slots, 0, prompt, reuse=True, **DRAWN).length == 0
+    put(run, slots, 0, prompt, **DRAWN)
     assert decode(slots)[0][0] == alone
     if not run.config.kv.compresses:
         assert alone == run.generate(prompt, seed=3, max_new_tokens=24, **DRAWN).tokens
@@ -238,6 +222,35 @@ def test_token_mask_of_one_slot(served):
     tokens = decode(slots)[0]
     assert set(tokens[3]) <= set(b"xyz")
     assert tokens[2] == run.generate("hello", seed=3, max_new_tokens=24, **DRAWN).tokens
+
+
+def test_a_long_prompt_neither_stalls_streams_nor_short_prompts(served, monkeypatch):
+    """Between two chunks of decoding at most one chunk is prefilled, and a short prompt does not wait for a long one."""
+    run, slots = served
+    slots.reset()
+    engine, prefilled, prefill = Engine(run, slots), [], slots.prefill
+    monkeypatch.setattr(slots, "prefill", lambda slot: prefilled.append(slot) or prefill(slot))
+
+    def add(prompt, new):
+        config = run.settings({**DRAWN, "seed": 1, "max_new_tokens": new, "ignore_eos": True})
+        return engine.add(GenerationRequest(tuple(run.prompt_ids(prompt)), config))
+
+    streams = [add(prompt, 200) for prompt in ("one", "two")]
+    while any(stream.stats.new_tokens < 2 for stream in streams):
+        engine.step()
+    long, short = add("x" * 300, 4), add("y" * 40, 4)
+    events = []
+    while long.stats.new_tokens == 0:
+        prefilled.clear()
+        outputs = engine.step()
+        assert len(prefilled) <= 1
+        assert {output.job for output in outputs} >= set(streams), "no stream pauses"
+        events.append((short.stats.new_tokens > 0, slots.prefill_left(engine._scheduler.slots_of(long)[0])))
+    left_when_short_began = next(left for began, left in events if began)
+    assert left_when_short_began >= 100
+    while engine.busy:
+        engine.step()
+    assert short.stats.new_tokens == long.stats.new_tokens == 4
 
 
 def test_a_request_cannot_change_the_watermark_of_the_server():

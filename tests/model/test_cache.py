@@ -121,6 +121,7 @@ def test_cached_logits_equal_uncached_ones(model_config):
 def test_segments_of_a_cache_act_as_one_store(model_config, monkeypatch):
     """The shortest segment has six slots here: rows use one, two or three segments, and some are idle."""
     monkeypatch.setattr(stores, "MIN_SEGMENT", 6)
+    monkeypatch.setattr(stores, "SEGMENT_UNIT", 1)
     built = build(model_config)
     cache = make_cache(built.config, ROWS, LENGTH, jnp.float32, segmented=True)
     assert [part.slots for part in cache.layers[1].store.segments] == [6, 6, 12]
@@ -367,3 +368,12 @@ def test_a_two_pass_layer_keeps_the_first_half(window):
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     once, kept, _ = layer.attend(q[:, :T], k[:, :T], v[:, :T], positions_BT[:, :T], window)
     jax.tree.map(np.testing.assert_array_equal, after, kept)
+
+
+def test_segments_begin_at_whole_units():
+    """Otherwise a block of the prefix cache could cross the border between two segments."""
+    for slots in (256, 320, 1000, 2000, 2048, 8704):
+        store = stores.SegmentedStore.empty(1, slots, lambda size: stores.Store.empty(1, 1, (2, 2), size, jnp.float32))
+        starts = [start for start, _ in store.segments_by_start]
+        assert store.slots == slots and len(starts) == min(4, 1 + int(np.log2(slots / 128)))
+        assert all(start % 64 == 0 for start in starts)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Core
 
 from dantinox.config import TokenizerSection, UserError, build_config, overlay
 from dantinox.generation import LoadedModel
+from dantinox.generation.prefix_cache import PrefixStatus
 from dantinox.generation.request import Delta, RequestStats
 from dantinox.generation.stop_strings import StopFinder
 from dantinox.serve.errors import Busy, Unavailable
@@ -45,6 +46,7 @@ class FakeEngine:
       full: whether the queue is full.
       pause: seconds between tokens.
       fails: an error that ends the next response after its second token.
+      prefixes: the blocks of the prefix cache.
     """
 
     name = "fake"
@@ -55,6 +57,7 @@ class FakeEngine:
         self.state, self.full, self.fails = "ready", False, None
         self.counters: Counter[str] = Counter()
         self.loras: dict[str, object] = {}
+        self.prefixes = PrefixStatus()
 
     def settings(self, given):
         config = overlay(self.run.config, given)
@@ -98,7 +101,12 @@ class FakeEngine:
 
     def status(self):
         context = self.run.model.config.max_context
-        return Status(self.state, "testing", 8, len(self.tasks), 0, 16, context, self.counters)
+        return Status(self.state, "testing", 8, len(self.tasks), 0, 16, context, self.counters, self.prefixes)
+
+    async def save_prefixes(self):
+        if self.prefixes.capacity == 0:
+            raise UserError("the prefix cache of this server is not saved: start it with --cache_dir")
+        return self.prefixes.used
 
     async def _answer(self, ask, answer):
         try:

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from dantinox.generation.prefix_cache import PrefixStatus
 from dantinox.generation.request import RequestStats
 from dantinox.serve.app import make_app
 from dantinox.serve.metrics import Metrics
@@ -61,6 +62,16 @@ def test_metrics(client, engine):
     assert 0 < found["dantinox_first_token_seconds_sum",] < 5
     engine.state = "draining"
     assert samples(client)["dantinox_ready",] == 0
+
+
+def test_metrics_of_the_prefix_cache_and_saving_it(client, engine):
+    refused = client.post("/api/dantinox/save_prefix_cache")
+    assert refused.status_code == 400 and "--cache_dir" in refused.text
+    engine.prefixes = PrefixStatus(used=5, capacity=9, evictions=2, size=16)
+    assert client.post("/api/dantinox/save_prefix_cache").json() == {"blocks": 5}
+    found = samples(client)
+    names = "prefix_blocks_used", "prefix_blocks_capacity", "prefix_block_evictions_total"
+    assert [found[f"dantinox_{name}",] for name in names] == [5, 9, 2]
 
 
 def test_the_time_between_tokens_is_per_sample(engine):

@@ -56,8 +56,8 @@ def engine(run):
     engine.close()
 
 
-def start_engine(run):
-    engine = AsyncEngine(run, slots=SLOTS, queue=QUEUE)
+def start_engine(run, **options):
+    engine = AsyncEngine(run, slots=SLOTS, queue=QUEUE, **options)
     engine.start()
     while engine.status().state == "loading":
         time.sleep(0.01)
@@ -305,7 +305,7 @@ def test_draining_and_failing(run, monkeypatch):
 VICTIM = "the victim of a fault"
 # Calls on the engine's threads in which a fault is injected: (object, method, whether the call belongs to a single request).
 CALLS = [
-    *(("batch", name, True) for name in ("row_params", "match_prefix", "assign_prompt", "prefill")),
+    *(("batch", name, True) for name in ("row_params", "assign_prompt", "prefill")),
     *(("batch", name, True) for name in ("prompt_steps", "copy_prompt", "start_decoding", "set_token_mask")),
     *(("batch", name, False) for name in ("ready", "remaining", "stop", "dispatch", "collect")),
     *(("scheduler", name, False) for name in ("admit", "finish_prefill", "release", "slots_of", "remove")),
@@ -409,5 +409,42 @@ def test_any_order_of_steps_runs_in_the_program_of_the_warm_up(engine, run):
                 assert texts[0] == [run.generate("hello", max_new_tokens=16, sampler_order=orders[0], **settings).text]
         assert engine.status().counters.get("compilations", 0) == before
         assert sum(thread.name.startswith("compile") for thread in threading.enumerate()) <= 1
+
+    asyncio.run(read())
+
+
+def test_the_prefix_cache_is_saved_and_restored(run, tmp_path):
+    async def read():
+        engine = start_engine(run, cache_dir=tmp_path)
+        first = await generate(engine, STORY, **DRAWN)
+        blocks = await engine.save_prefixes()
+        assert blocks == engine.status().prefixes.used >= len(STORY) // 16
+        longer = await generate(engine, STORY + " and a bear", **DRAWN)
+        await engine.drain(10)
+        with pytest.raises(Unavailable, match="draining"):
+            await engine.save_prefixes()
+        restored = start_engine(run, cache_dir=tmp_path)
+        assert restored.status().prefixes.used > blocks
+        for prompt, text in ((STORY, first), (STORY + " and a bear", longer)):
+            stream = restored.submit(make_request(restored, prompt, **DRAWN))
+            assert await text_of(stream) == text and stream.stats.reused_tokens >= 128
+        restored.close()
+
+    asyncio.run(read())
+
+
+def test_a_prefix_cache_without_a_folder_is_not_saved(engine):
+    with pytest.raises(UserError, match="start it with --cache_dir"):
+        asyncio.run(engine.save_prefixes())
+
+
+def test_requests_with_different_salts_share_no_prefix(engine):
+    async def read():
+        counts = []
+        for salt in ("", "a", "b", "a"):
+            stream = engine.submit(replace(make_request(engine, STORY + "?" * 40, **DRAWN), salt=salt))
+            await text_of(stream)
+            counts.append(stream.stats.reused_tokens)
+        assert counts[1:3] == [0, 0] and counts[3] >= 128
 
     asyncio.run(read())

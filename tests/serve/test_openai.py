@@ -132,9 +132,17 @@ def test_a_completion(ask, engine):
     assert engine.asked[0].ids == tuple(b"abc") and not engine.cancelled
 
 
+def test_the_salt_of_the_prefix_cache(ask, engine):
+    ask({"prompt": ["a", "b"], "cache_salt": "x"})
+    ask({"messages": HELLO, "cache_salt": "y"}, CHAT)
+    ask({"prompt": "a"})
+    assert [asked.salt for asked in engine.asked] == ["x", "x", "y", ""]
+
+
 def test_every_optional_field_may_be_null(ask, engine):
     names = {"model", "stream", "stream_options", "n", "best_of", "seed", "stop", "max_tokens", "logit_bias", "user", "suffix"}
     names |= {"response_format", "logprobs", "echo", "tools", "guided_json", "guided_regex", "grammar", *REQUEST_KEYS}
+    names |= {"cache_salt"}
     ask({"prompt": "a"} | dict.fromkeys(names))
     chat = names | {"top_logprobs", "max_completion_tokens", "max_tokens", "audio", "modalities"}
     ask({"messages": HELLO} | dict.fromkeys(chat), CHAT)
@@ -594,6 +602,7 @@ BAD = {
     "guided_json": [1, True, []],
     "guided_regex": [1, [], {}],
     "grammar": [1, [], {}],
+    "cache_salt": [1, [], "", "a" * 1025],
     "model": [1, [], "other", {}],
     "tools": [[{}], {"a": 1}, "x", 1],
     "suffix": ["x", 1],

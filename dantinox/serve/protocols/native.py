@@ -73,8 +73,13 @@ def routes(service: Service) -> list[Route]:
         """Streams a continuation as server-sent events, one per token."""
         return await parse(service, await parse_body(request, GenerateBody))
 
+    async def save_prefix_cache(request: Request) -> Response:
+        """Writes the prefix cache to the folder of `--cache_dir`."""
+        return JSONResponse({"blocks": await service.engine.save_prefixes()})
+
     return [
         Route("/api/dantinox/about", about),
+        Route("/api/dantinox/save_prefix_cache", save_prefix_cache, methods=["POST"]),
         Route("/api/dantinox/generate", service.endpoint(generate), methods=["POST"]),
     ]
 

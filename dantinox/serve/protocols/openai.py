@@ -84,8 +84,8 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
         prompts = await prompt_ids(service.model, body.prompt)
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
     echo, constraint = bool(body.echo), body.constraint()
-    echo_logprobs = echo and logprobs is not None
-    requests = [GenerationRequest(tuple(ids), config, logprobs, echo_logprobs, constraint, lora=lora) for ids in prompts]
+    reports, salt = echo and logprobs is not None, body.cache_salt or ""
+    requests = [GenerationRequest(tuple(ids), config, logprobs, reports, constraint, lora=lora, salt=salt) for ids in prompts]
     _check_lengths(service, prompts, "prompt")
     echoed = [""] * len(requests)
     if echo:
@@ -106,7 +106,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     prepared = await prepare_chat(service, body.conversation())
     config = service.model.with_stop_ids(config, prepared.end_ids)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
-    request = prepared.request(config, logprobs, lora)
+    request = prepared.request(config, logprobs, lora, body.cache_salt or "")
     _check_lengths(service, [prepared.ids], "messages")
     return ChatReply(service, request, body, prepared)
 

@@ -11,7 +11,7 @@ from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.files import escape_name, quote
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
-from dantinox.serve.limits import MAX_PROMPTS, MAX_SAMPLES
+from dantinox.serve.limits import MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
 
@@ -78,6 +78,7 @@ class Body(StrictBody):
       guided_regex: regular expression of the whole answer.
       guided_grammar: Lark grammar of the answer.
       grammar: GBNF grammar of the answer.
+      cache_salt: only requests with an equal salt share keys in the prefix cache.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
@@ -97,6 +98,7 @@ class Body(StrictBody):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     grammar: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
 
     def settings(self, max_tokens: int | None) -> dict[str, object]:
         """Returns the settings of the request, for `EngineProtocol.settings`."""

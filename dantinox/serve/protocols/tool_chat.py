@@ -74,7 +74,9 @@ class PreparedChat(NamedTuple):
         """Whether the whole text of a reply is the answer."""
         return self.schemas is None and not self.form.reasons
 
-    def request(self, config: Config, logprobs: int | None = None, lora: str | None = None) -> GenerationRequest:
+    def request(
+        self, config: Config, logprobs: int | None = None, lora: str | None = None, salt: str = ""
+    ) -> GenerationRequest:
         """Returns the generation request for the reply, with an adapter if `lora` names one."""
         return GenerationRequest(
             tuple(self.ids),
@@ -84,6 +86,7 @@ class PreparedChat(NamedTuple):
             reasoning=self.reasoning,
             visible_ids=self.visible_ids,
             lora=lora,
+            salt=salt,
         )
 
     def fields(self) -> "ReplyFields":
