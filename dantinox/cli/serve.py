@@ -27,7 +27,7 @@ FREE_LORAS = 4  # default room for adapters that clients load
 
 
 MOST_USED = (
-    "host", "port", "api_key_file", "name", "chat_template", "lora", "slots", "context", "queue", "prefix_cache", "weights",
+    "host", "port", "api_key_file", "name", "chat_template", "lora", "slots", "context", "queue", "weights",
     "kv_dtype", "kv_budget", "max_new_tokens", "temperature", "top_p",
 )  # fmt: skip
 

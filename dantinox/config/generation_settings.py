@@ -207,9 +207,14 @@ def section_order(g: GenerationSection) -> tuple[str, ...]:
     return (*order, WATERMARK)
 
 
-def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
+def order_names() -> tuple[str, ...]:
+    """Returns the names that `sampler_order` may hold, in the default order."""
     shared = {step: name for name, steps in SHARED_NAMES.items() for step in steps}
-    known = tuple(dict.fromkeys(shared.get(name, name) for name in PRESETS["default"]))
+    return tuple(dict.fromkeys(shared.get(name, name) for name in PRESETS["default"]))
+
+
+def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
+    known = order_names()
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise ValueError(f"must hold Kobold's codes or names among {', '.join(known)}, got {unknown!r}")

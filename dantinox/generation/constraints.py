@@ -43,6 +43,7 @@ DISPLAY_NAMES = {
     "regex": "the regex",
     "lark": "the Lark grammar",
     "gbnf": "the GBNF grammar",
+    "tools": "the grammar of the tools",
 }
 CONSTRAINT_KINDS = tuple(DISPLAY_NAMES)
 
@@ -54,7 +55,8 @@ class Constraint:
     Constraints need the extra `serve`. Generation checks the constraint and raises a UserError if it is invalid.
 
     Attributes:
-      kind: `json_schema`, `json_object` (any JSON object), `regex`, `lark` or `gbnf`.
+      kind: `json_schema`, `json_object` (any JSON object), `regex`, `lark`, `gbnf`, or `tools` (a Lark grammar
+        of tool calls).
       source: the text of the schema, regex or grammar, at most 256 KB; empty for `json_object`.
       after: the constraint applies to the text after the first of these strings; the text before it is free. Empty: it applies
         to the whole text.
@@ -295,7 +297,7 @@ def _to_grammar(library: Any, constraint: Constraint, json_whitespace: str = "co
     make = library.LLMatcher
     if kind == "regex":
         return str(make.grammar_from_regex(source))
-    if kind == "lark":
+    if kind in ("lark", "tools"):
         return str(make.grammar_from_lark(source))
     if kind == "gbnf":
         return str(make.grammar_from_lark(_gbnf_to_lark(source)))
@@ -360,7 +362,7 @@ def _to_user_error(kind: str, message: str) -> UserError:
     where = ""
     if error_line and caret and kind == "regex":
         where = f" at character {len(caret[1]) + 1}"
-    elif line and kind == "lark":
+    elif line and kind in ("lark", "tools"):
         where = f" in line {line[1]}"
     reason = error_line[1] if error_line else first_line(ValueError(message[line.end() :] if line else message))
     reason = reason.removesuffix("<non-verbose/>").strip()

@@ -149,7 +149,7 @@ class _NoTokenizer:
     def __init__(self, vocab_size: int, eos_ids: Sequence[int]):
         self.vocab_size, self.stop_ids = vocab_size, tuple(eos_ids)
 
-    def detokenizer(self) -> "_NoTokenizer":
+    def detokenizer(self, visible_ids: frozenset[int]) -> "_NoTokenizer":
         return self
 
     def push(self, ids: Sequence[int]) -> str:

@@ -265,6 +265,8 @@ def test_the_table_of_flags_is_complete():
         "keep_stop",
         "ignore_eos",
         "json_whitespace",
+        "banned_strings",
+        "banned_regexes",
         "n",
         "seed",
         "use_cache",

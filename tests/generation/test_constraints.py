@@ -311,7 +311,7 @@ def test_valid_sources_pass_the_check():
     for kind, source in SOURCES.items():
         check_constraint(Constraint(kind, source))
     check_constraint(Constraint("json_object", ""))
-    assert {*SOURCES, "json_object"} == {*CONSTRAINT_KINDS}
+    assert {*SOURCES, "json_object", "tools"} == {*CONSTRAINT_KINDS}
 
 
 def test_a_missing_library(monkeypatch):

@@ -152,7 +152,7 @@ def test_stop_strings_and_zero_new_tokens(engine, run):
         assert "".join(delta.text for delta in deltas) == whole[: whole.index(stop)]
         assert deltas[-1].finish_reason == "stop"
         (only,) = [delta async for delta in engine.submit(make_request(engine, "hello", max_new_tokens=0))]
-        assert only == (0, "", [], "length")
+        assert only == (0, "", [], "length", None)
         full = "a" * (CONTEXT - 5)
         (stream,) = await generate(engine, full, ignore_eos=True, max_new_tokens=50, **DRAWN)
         assert stream == run.generate(full, max_new_tokens=5, ignore_eos=True, **DRAWN).text, "up to the end of the context"
@@ -340,7 +340,7 @@ def test_a_fault_in_one_request_ends_only_that_request(engine, run, monkeypatch,
                 ids = engine._batch._rows[value].ids
             if isinstance(ids, tuple) and ids == victim_ids:
                 return True
-        return where in ("matcher", "compile") or name == "row_params" or (where == "text" and args[0].matcher is not None)
+        return where in ("matcher", "compile") or name == "row_params" or (where == "text" and args[0].guides)
 
     def faulty(*args, **kwargs):
         on_loop = threading.current_thread() is threading.main_thread()

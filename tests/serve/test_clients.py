@@ -127,6 +127,63 @@ def test_openai_embeds(openai, client):
         client.completions.create(model="fake", prompt="a", suffix="b")
 
 
+# --- tools and reasoning
+
+CALL = 'I look. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.fixture
+def tool_url():
+    """The address of a server whose every answer is a thought, a sentence and a tool call."""
+    says = f"<think>Hm.</think>{CALL}"
+    template = ChatTemplate(ChatTemplate.from_name("plain", BYTES).source + "{# </think> #}", BYTES)
+    with serving(
+        make_app(FakeEngine(fake_run(context=4096, max_new_tokens=len(says)), says), Options(template=template))
+    ) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+def test_openai_calls_tools(openai, tool_url):
+    client = openai.OpenAI(base_url=f"{tool_url}/v1", api_key="none", max_retries=0)
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+    body = {"model": "fake", "messages": HELLO, "tools": tools}
+    message = client.chat.completions.create(**body).choices[0].message
+    assert (message.content, message.reasoning_content) == ("I look.", "Hm.")
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+    history = [*HELLO, message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    assert client.chat.completions.create(**body | {"messages": history}).choices[0].message.content == "I look."
+    events = [*client.chat.completions.create(**body, stream=True)]
+    parts = [part for event in events for part in event.choices[0].delta.tool_calls or ()]
+    assert "".join(part.function.arguments or "" for part in parts) == '{"city": "Rome"}'
+
+
+def test_openai_creates_responses(openai, tool_url):
+    client = openai.OpenAI(base_url=f"{tool_url}/v1", api_key="none", max_retries=0)
+    tools = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
+    found = client.responses.create(model="fake", input="hello", tools=tools)
+    reasoning, message, call = found.output
+    assert (reasoning.content[0].text, found.output_text, call.arguments) == ("Hm.", "I look.", '{"city": "Rome"}')
+    events = [*client.responses.create(model="fake", input="hello", tools=tools, stream=True)]
+    assert events[-1].response.output_text == "I look." and events[-1].type == "response.incomplete"
+
+
+def test_anthropic_sends_messages(tool_url):
+    anthropic = pytest.importorskip("anthropic", reason="the client anthropic is not installed: make serve-test")
+    client = anthropic.Anthropic(base_url=tool_url, api_key="none", max_retries=0)
+    body = {"model": "fake", "max_tokens": 200, "messages": HELLO}
+    body["tools"] = [{"name": "weather", "description": "Looks.", "input_schema": CITY}]
+    thinking, text, call = client.messages.create(**body).content[:3]
+    assert (thinking.thinking, text.text, call.name, call.input) == ("Hm.", "I look.", "weather", {"city": "Rome"})
+    with client.messages.stream(**body | {"max_tokens": len(CALL) + len("<think>Hm.</think>")}) as stream:
+        final = stream.get_final_message()
+    assert final.content[1].text == "I look." and final.content[2].input == {"city": "Rome"}
+    assert client.messages.count_tokens(model="fake", messages=HELLO).input_tokens > 5
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type must be"):
+        client.messages.create(**body, extra_body={"thinking": {"type": "some"}})
+
+
 # --- ollama
 
 

@@ -17,8 +17,10 @@ from dantinox.serve.options import Options
 from dantinox.serve.protocols import ollama_bodies
 from dantinox.serve.protocols.embeddings import EmbeddingBody, RerankBody
 from dantinox.serve.protocols.llama_cpp import InfillBody, LlamaCompletionBody
+from dantinox.serve.protocols.messages import CountBody, MessagesBody
 from dantinox.serve.protocols.native import GenerateBody
 from dantinox.serve.protocols.openai_bodies import ChatBody, CompletionBody
+from dantinox.serve.protocols.responses import ResponsesBody
 from dantinox.serve.protocols.tokenize_routes import DetokenizeBody, TokenizeBody
 from dantinox.text import ChatTemplate
 
@@ -40,6 +42,9 @@ OTHERS = {
     "/api/embed": (ollama_bodies.EmbedBody, {"input": "a"}),
     "/api/embeddings": (ollama_bodies.EmbeddingsBody, {"prompt": "a"}),
     "/api/show": (ollama_bodies.ModelBody, {}),
+    "/v1/responses": (ResponsesBody, {"input": "a"}),
+    "/v1/messages": (MessagesBody, {"max_tokens": 5, "messages": HELLO}),
+    "/v1/messages/count_tokens": (CountBody, {"messages": HELLO}),
 }
 # Path → known fields, and the body of a valid request.
 PATHS = {
@@ -109,6 +114,52 @@ def fuzzed(share):
 def test_fields_of_the_protocols(http):
     @fuzzed(0.5)
     @given(requests)
+    def send(request):
+        path, body = request
+        http(path, json=PATHS[path][1] | body)
+
+    send()
+
+
+def objects(**fields):
+    """Objects with some of these fields, each with a value of its strategy or with any value."""
+    return st.fixed_dictionaries({}, optional={name: one | values for name, one in fields.items()})
+
+
+function = objects(
+    name=st.sampled_from(["a", "b c", "weather"]), parameters=values, strict=st.booleans(), arguments=st.text(max_size=9)
+)
+chat_tool = objects(type=st.just("function"), function=function)
+call = objects(type=st.just("function"), id=st.text(max_size=4), function=function)
+role = st.sampled_from(["system", "user", "assistant", "tool"])
+chat_message = objects(role=role, content=st.text(max_size=9), tool_calls=st.lists(call, max_size=2))
+block_types = st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])
+block = objects(type=block_types, text=st.text(max_size=9), name=st.text(max_size=4), input=values, content=values, id=values)
+message = objects(role=st.sampled_from(["user", "assistant"]), content=st.lists(block, max_size=3) | st.text(max_size=9))
+item_types = st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])
+item = objects(
+    type=item_types, role=role, content=st.text(max_size=9) | st.lists(block, max_size=2), output=values, call_id=values
+)
+choices = st.sampled_from(["auto", "none", "required"]) | objects(
+    type=st.sampled_from(["function", "any", "tool"]), name=values
+)
+# Path → the fields of a conversation with tools.
+CONVERSATIONS = {
+    CHAT: objects(messages=st.lists(chat_message, max_size=3), tools=st.lists(chat_tool, max_size=2), tool_choice=choices),
+    "/v1/responses": objects(input=st.lists(item, max_size=3), tools=st.lists(function, max_size=2), tool_choice=choices),
+    "/v1/messages": objects(
+        messages=st.lists(message, max_size=3),
+        tools=st.lists(objects(name=st.text(max_size=4), input_schema=values), max_size=2),
+        tool_choice=choices,
+        thinking=objects(type=st.sampled_from(["enabled", "disabled"]), budget_tokens=st.integers(-1, 9)),
+    ),
+    "/api/chat": objects(messages=st.lists(chat_message, max_size=3), tools=st.lists(chat_tool, max_size=2), think=values),
+}
+
+
+def test_conversations_with_tools(http):
+    @fuzzed(0.4)
+    @given(st.sampled_from(sorted(CONVERSATIONS)).flatmap(lambda path: st.tuples(st.just(path), CONVERSATIONS[path])))
     def send(request):
         path, body = request
         http(path, json=PATHS[path][1] | body)

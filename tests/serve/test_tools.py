@@ -127,7 +127,7 @@ def test_constraints_of_tool_calls():
         body = {"messages": HELLO, "tools": [WEATHER, STOP], "tool_choice": choice, "parallel_tool_calls": parallel}
         post(server, CHAT, body)
         constraint = server.engine.asked[-1].constraint
-        assert constraint.kind == "lark" and constraint.after == after and constraint.repeats is repeats
+        assert constraint.kind == "tools" and constraint.after == after and constraint.repeats is repeats
         assert ("stop" in constraint.source) == isinstance(choice, str)
     opened = serve(template=TOOLS_TEMPLATE)
     shared = {"messages": HELLO, "chat_template_kwargs": {"open": True}}

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from dantinox.config import GenerationSection
-from dantinox.config.generation_settings import PRESETS
+from dantinox.config.generation_settings import order_names
 from dantinox.config.request_overlay import REQUEST_KEYS
-from dantinox.config.sampling_steps import MIROSTAT_STEPS
 from dantinox.files import quote
 from dantinox.serve.errors import RequestError
 from dantinox.serve.protocols import kobold_bodies
@@ -114,6 +113,6 @@ def sampler_settings(names: Sequence[str]) -> dict[str, object]:
         got = "" if unknown is None else f", got {quote(unknown)}"
         raise RequestError(400, f"samplers must hold different names among {', '.join(SAMPLERS)}{got}", param="samplers")
     order = [step for name in listed for step in SAMPLERS[name][0]]
-    order += [step for step in PRESETS["default"] if step not in order and step not in MIROSTAT_STEPS]
+    order += [name for name in order_names() if name not in (*order, "mirostat")]
     disabled = {key: value for name, (_, off) in SAMPLERS.items() if name not in listed for key, value in off.items()}
     return {"sampler_order": order, **disabled}

@@ -203,10 +203,10 @@ def _constraint(
         raise RequestError(400, "tools has a schema that is not a valid JSON schema", param="tools") from None
     if chat.choice == "auto":
         return Constraint(
-            "lark", grammars.section, after=form.tools.begin_markers, opening=form.tools.opening, repeats=parallel
+            "tools", grammars.section, after=form.tools.begin_markers, opening=form.tools.opening, repeats=parallel
         )
     after = answer_markers if is_open and form.name != HARMONY else ()
-    return Constraint("lark", grammars.whole, after=after)
+    return Constraint("tools", grammars.whole, after=after)
 
 
 # --- replies
