@@ -240,7 +240,7 @@ def test_a_disallowed_token_raises_and_changes_nothing():
 @pytest.mark.parametrize(
     ("kind", "source", "says"),
     [
-        ("xml", "a", "a constraint must be one of json_schema, json_object, regex, lark, gbnf, got 'xml'"),
+        ("xml", "a", "a constraint must be one of json_schema, json_object, regex, lark, gbnf, tools, got 'xml'"),
         ("regex", "ab(c", "the regex cannot be used at character 3: unclosed group"),
         ("regex", "a(?=b)", "the regex cannot be used at character 2: look-around"),
         ("regex", "a" * MAX_SOURCE_BYTES + "b", "the regex must have at most 256 KB, got 257"),

@@ -87,7 +87,7 @@ def test_any_course_of_events(events, slots, queue):
         assert numbers == sorted(numbers)
 
 
-def test_the_preferred_slot_or_the_longest_free_one():
+def test_the_slot_that_has_been_free_longest():
     scheduler = Scheduler(3, 0)
     jobs = [Work(number, 1, 0, 1) for number in range(3)]
     for job in jobs:
@@ -97,12 +97,14 @@ def test_the_preferred_slot_or_the_longest_free_one():
     for slot in (1, 0, 2):
         scheduler.release(slot)
     found = []
-    for wish in (2, None, 1):
+    for _ in range(3):
         job = Work(9, 1, 0, 1)
         scheduler.add(job)
-        scheduler.admit(always, lambda job, wish=wish: wish)
-        found += scheduler.slots_of(job)
-    assert found == [2, 1, 0], "the second has no preference; the preferred slot of the third is taken"
+        assert scheduler.next_free not in found
+        found.append(scheduler.next_free)
+        scheduler.admit(always)
+        assert scheduler.slots_of(job) == found[-1:]
+    assert found == [1, 0, 2]
 
 
 def test_a_large_job_is_not_overtaken():
