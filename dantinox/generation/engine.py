@@ -515,7 +515,7 @@ class Engine:
             self._sequence_slot = None
             return
         if self._sequence_slot is None:
-            slot = self._scheduler.next_free
+            slot = self._scheduler.last_free
             if not batch.assign_sequence(slot, ids, salt, adapter):
                 self._sequences.pop()
                 return

@@ -44,7 +44,7 @@ class Scheduler(Generic[J]):
         return len(self._free)
 
     @property
-    def next_free(self) -> int:
+    def last_free(self) -> int:
         """The free slot that the next job gets last."""
         return self._free[-1]
 
