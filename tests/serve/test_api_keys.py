@@ -242,6 +242,13 @@ def test_a_failed_request_uses_no_tokens(client, engine):
     assert ask(client, BOB, max_tokens=57).status_code == 200
 
 
+def test_embeddings_use_the_tokens_of_a_key(client):
+    answer = client.post("/v1/embeddings", json={"input": ["a" * 20, "b" * 10]}, headers=bearer(BOB))
+    assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "30"
+    answer = client.post("/v1/embeddings", json={"input": "a" * 40}, headers=bearer(BOB))
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) <= 10
+
+
 def test_tokens_without_a_generation_count(clock):
     """Such as those of embeddings."""
     key = ApiKey("one", b"", tokens_per_minute=100)

@@ -18,6 +18,7 @@ from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.limits import MAX_EMBEDDINGS
 from dantinox.serve.protocols.bodies import StrictBody, parse_body, warn_unknown
 from dantinox.serve.protocols.token_text import prompt_ids
+from dantinox.serve.request_record import current_record
 from dantinox.serve.service import Service
 
 
@@ -134,6 +135,7 @@ async def embed(
 
     Raises:
       RequestError: 400, a text is empty or too long, or has too few dimensions.
+      RateLimited: the API key has too few tokens left.
       UserError, Busy, Unavailable: as `EngineProtocol.embed`.
     """
     dim, context = service.model.model.config.dim, service.context
@@ -145,7 +147,10 @@ async def embed(
     longest = max(map(len, ids))
     if longest > context:
         raise http_error("context", context, longest, param=param)
-    vectors_ND = await service.engine.embed(ids, service.options.pooling)
+    record, tokens = current_record(), sum(map(len, ids))
+    with record.tokens(tokens):
+        vectors_ND = await service.engine.embed(ids, service.options.pooling)
+        record.processed_tokens += tokens
     if dimensions is not None and dimensions < dim:
         vectors_ND = vectors_ND[:, :dimensions]
         vectors_ND = vectors_ND / np.maximum(np.linalg.norm(vectors_ND, axis=1, keepdims=True), np.finfo(np.float32).tiny)
