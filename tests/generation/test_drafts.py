@@ -128,8 +128,17 @@ def continued(model, prompts, settings, plan, report=None, draft_model=None):
 
 
 @pytest.mark.slow
+SLOW = ("adaptive-p", "router")  # settings whose programs take the longest to compile
+
+
+@pytest.mark.parametrize("windows", ["full", pytest.param("sliding", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", SLOW)
+def test_drafts_do_not_change_tokens_and_reports_of_large_programs(name, windows):
+    test_drafts_do_not_change_tokens_and_reports(name, windows)
+
+
 @pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in SLOW])
 def test_drafts_do_not_change_tokens_and_reports(name, windows):
     model, repeated = builder.model(builder.config(windows=WINDOWS[windows])), builder.prompts(3)[0] * 3
     prompts = [repeated, *builder.prompts(5, 9, 2)]
@@ -146,7 +155,7 @@ DRAFT_MODEL_PLAN = DraftPlan(3, None, 1.0, CachePlan(64, "float32", extra=3))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["greedy", "penalties", "xtc", "router"])
+@pytest.mark.parametrize("name", ["greedy", "penalties", "xtc", pytest.param("router", marks=pytest.mark.exhaustive)])
 def test_drafts_of_a_model_do_not_change_tokens(name):
     model, other = builder.model(), builder.model(builder.config(windows=(5,), vocab_size=builder.V), 1)
     prompts = builder.prompts(3, 5, 9, 2)

@@ -64,7 +64,9 @@ def test_a_sliding_window_uses_a_ring_buffer():
         np.testing.assert_allclose(model.embed(TEXTS, pooling=pooling), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["experts", "shared keys and per-layer inputs", "latents"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("experts", marks=pytest.mark.exhaustive), "shared keys and per-layer inputs", "latents"]
+)
 def test_other_architectures(name):
     config = builder.config(**MODELS[name])
     model = LoadedModel(build_config({}), builder.model(config), BYTES)
