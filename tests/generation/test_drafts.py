@@ -127,16 +127,17 @@ def continued(model, prompts, settings, plan, report=None, draft_model=None):
     return found, [jax.tree.map(lambda *parts: np.concatenate(parts), *parts) for parts in reports], batch
 
 
-@pytest.mark.slow
 SLOW = ("adaptive-p", "router")  # settings whose programs take the longest to compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", ["full", pytest.param("sliding", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", SLOW)
 def test_drafts_do_not_change_tokens_and_reports_of_large_programs(name, windows):
     test_drafts_do_not_change_tokens_and_reports(name, windows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in SLOW])
 def test_drafts_do_not_change_tokens_and_reports(name, windows):
