@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from dantinox.text.tool_calls import overlap
+
 
 class StopFinder:
     """Passes text through until a stop string appears; holds back text that may be the beginning of a stop string.
@@ -34,7 +36,7 @@ class StopFinder:
                 return passed
             passed += self._buffer[: start + len(stop)]
             self._buffer = self._buffer[start + len(stop) :]
-        split = len(self._buffer) - self._held_back_length()
+        split = len(self._buffer) - overlap(self._buffer, self._stops)
         passed, self._buffer = passed + self._buffer[:split], self._buffer[split:]
         return passed
 
@@ -47,11 +49,3 @@ class StopFinder:
         """Returns the position and value of the stop string that ends first; of several with the same end, the longest."""
         hits = [(start + len(stop), start, stop) for stop in self._stops if (start := self._buffer.find(stop)) >= 0]
         return min(hits)[1:] if hits else None
-
-    def _held_back_length(self) -> int:
-        """Returns the length of the longest suffix of the buffer that is a prefix of a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for size in range(min(longest, len(self._buffer)), 0, -1):
-            if any(stop.startswith(self._buffer[-size:]) for stop in self._stops):
-                return size
-        return 0

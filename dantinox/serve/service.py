@@ -5,7 +5,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, ClassVar
@@ -196,6 +196,12 @@ class Service:
     def reply_format(self) -> ReplyFormat:
         """The notation of reasoning and tool calls in the replies of the model."""
         return reply_format(self.options.template, self.tokenizer, self.options.tool_format)
+
+    def check_lengths(self, prompts: Iterable[Sequence[int]], param: str) -> None:
+        """Raises RequestError (400) for a prompt that fills the context; `param` is the field of the prompts."""
+        longest, context = max(map(len, prompts), default=0), self.context
+        if longest >= context:
+            raise http_error("context", context, longest, param=param)
 
     async def render(
         self,

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dantinox.config import ModelConfig
+from dantinox.config import ModelConfig, build_config
+from dantinox.generation import LoadedModel
+from dantinox.generation.slot_batch import SlotBatch
 from dantinox.model import Transformer
 from dantinox.sampling import process_logits
 from dantinox.sampling.draw import draw, row_key
@@ -192,3 +194,12 @@ def padded(rows: list[list[int]], fill: int = 3) -> tuple[np.ndarray, np.ndarray
     for row, text in zip(out, rows, strict=True):
         row[: len(text)] = text
     return out, lengths
+
+
+def slot_batch(tokenizer: Any, context: int, **changes: Any) -> tuple[LoadedModel, SlotBatch]:
+    """Returns a model with the vocabulary of a tokenizer, and a compiled batch of three slots."""
+    architecture = config(vocab_size=tokenizer.vocab_size, max_context=context, **changes)
+    run = LoadedModel(build_config({"model": {"max_context": context}}), model(architecture), tokenizer)
+    slots = SlotBatch(run, 3, context)
+    slots.compile(run.config)
+    return run, slots

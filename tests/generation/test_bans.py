@@ -6,13 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.generation import LoadedModel
+from dantinox.config import TokenizerSection, UserError
 from dantinox.generation.bans import MAX_HELD_TOKENS, BannedStrings, TextBan, compile_regexes, lower
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.engine import Engine
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.slot_batch import SlotBatch
 from dantinox.text import train_tokenizer
 
 from . import builder
@@ -130,11 +128,7 @@ CONTEXT = 160
 
 @pytest.fixture(scope="module", params=[(None, None), (16, None)], ids=["full", "ring"])
 def served(request):
-    architecture = builder.config(vocab_size=V, max_context=CONTEXT, windows=request.param)
-    run = LoadedModel(build_config({"model": {"max_context": CONTEXT}}), builder.model(architecture), BYTES)
-    slots = SlotBatch(run, 3, CONTEXT)
-    slots.compile(run.config)
-    return run, slots
+    return builder.slot_batch(BYTES, CONTEXT, windows=request.param)
 
 
 def texts_of(run, slots, requests, **options):

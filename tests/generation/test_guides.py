@@ -6,8 +6,7 @@ import string
 import numpy as np
 import pytest
 
-from dantinox.config import TokenizerSection, build_config
-from dantinox.generation import LoadedModel
+from dantinox.config import TokenizerSection
 from dantinox.generation.constraints import Constraint, ConstraintCompiler
 from dantinox.generation.engine import Engine
 from dantinox.generation.guides import (
@@ -20,7 +19,6 @@ from dantinox.generation.guides import (
     combine_masks,
 )
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.slot_batch import SlotBatch
 from dantinox.text import train_tokenizer
 
 from . import builder
@@ -120,11 +118,7 @@ BUDGET = Reasoning("(", "=", True, 21, tuple(b"=end"))
 
 @pytest.fixture(scope="module", params=[(None, None), (16, None)], ids=["full", "ring"])
 def served(request):
-    architecture = builder.config(vocab_size=V, max_context=CONTEXT, windows=request.param)
-    run = LoadedModel(build_config({"model": {"max_context": CONTEXT}}), builder.model(architecture), BYTES)
-    slots = SlotBatch(run, 3, CONTEXT)
-    slots.compile(run.config)
-    return run, slots
+    return builder.slot_batch(BYTES, CONTEXT, windows=request.param)
 
 
 def requests_of(run):

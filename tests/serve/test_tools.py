@@ -319,6 +319,8 @@ def test_errors_have_the_format_of_the_protocol():
         ({"messages": HELLO}, "max_tokens is missing"),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type must"),
         ({"max_tokens": 5, "messages": HELLO, "tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools.0 must be a"),
+        ({"max_tokens": 5, "messages": HELLO, "tool_choice": {"type": []}}, "tool_choice.type must be auto, any,"),
+        ({"max_tokens": 5, "messages": HELLO, "output_config": {"effort": {}}}, "reasoning_effort must be one of none"),
         ({"max_tokens": 5, "messages": HELLO, "tool_choice": {"type": "x"}}, "tool_choice.type must be auto, any,"),
         ({"max_tokens": 5, "messages": HELLO, "thinking": {"type": "enabled", "budget_tokens": "9"}}, "budget_tokens"),
     ):  # fmt: skip

@@ -17,7 +17,7 @@ from dantinox.config import Config, UserError, with_generation
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.background import run_sized
-from dantinox.serve.errors import JSON, RequestError, error_object, http_error
+from dantinox.serve.errors import JSON, RequestError, error_object
 from dantinox.serve.limits import MAX_PROMPTS
 from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body, warn_unknown
 from dantinox.serve.protocols.fim_prompts import with_fim_ends
@@ -239,8 +239,7 @@ def _settings(service: Service, body: LlamaBody) -> Config:
 
 
 def _reply(service: Service, body: LlamaBody, config: Config, prompts: Sequence[Sequence[int]]) -> Reply:
-    if (longest := max(map(len, prompts))) >= service.context:
-        raise http_error("context", service.context, longest, param="prompt")
+    service.check_lengths(prompts, "prompt")
     logprobs, constraint = min(body.n_probs, service.tokenizer.vocab_size) if body.n_probs else None, body.constraint()
     requests = [GenerationRequest(tuple(ids), config, logprobs, False, constraint) for ids in prompts]
     return LlamaReply(service, requests, bool(body.stream))

@@ -5,7 +5,7 @@ The fields are those of Anthropic's API reference.
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -16,7 +16,7 @@ from starlette.routing import Route
 from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
-from dantinox.serve.errors import JSON, RequestError, http_error
+from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import StrictBody, parse_body
 from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
@@ -79,7 +79,7 @@ class CountBody(StrictBody):
         parallel = given.get("disable_parallel_tool_use") is not True
         if kind == "tool" and isinstance(name, str):
             return name, parallel
-        if kind not in CHOICES:
+        if not isinstance(kind, str) or kind not in CHOICES:
             message = f"tool_choice.type must be auto, any, none, or tool with a name, got {quote(kind)}"
             raise RequestError(400, message, param="tool_choice")
         return CHOICES[kind], parallel
@@ -150,7 +150,7 @@ def routes(service: Service) -> list[Route]:
         lora = service.check_model(body.model)
         config = service.settings(body.settings())
         prepared = await prepare_chat(service, body.conversation())
-        _check_length(service, prepared.ids)
+        service.check_lengths([prepared.ids], "messages")
         generation = prepared.request(service.model.with_stop_ids(config, prepared.end_ids), lora=lora)
         return MessagesReply(service, generation, body, prepared)
 
@@ -171,11 +171,6 @@ def format_error(error: RequestError) -> JSON:
     """Returns an error in Anthropic's format."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
-
-
-def _check_length(service: Service, ids: Sequence[int]) -> None:
-    if len(ids) >= service.context:
-        raise http_error("context", service.context, len(ids), param="messages")
 
 
 # --- the conversation

@@ -7,14 +7,14 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
-from dantinox.serve.errors import JSON, RequestError, error_object, http_error
+from dantinox.serve.errors import JSON, RequestError, error_object
 from dantinox.serve.protocols.bodies import parse_body
 from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
@@ -74,7 +74,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     config = service.settings(body.settings(body.max_tokens))
     tokenizer = service.tokenizer
     # Refuse a prompt that is too long for the context before `prompt_ids` checks each of its token ids.
-    _check_lengths(service, (prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
+    service.check_lengths((prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
     if body.suffix:
         config = with_fim_ends(service, config, "suffix")
         if body.echo:
@@ -86,7 +86,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     echo, constraint = bool(body.echo), body.constraint()
     reports, salt = echo and logprobs is not None, body.cache_salt or ""
     requests = [GenerationRequest(tuple(ids), config, logprobs, reports, constraint, lora=lora, salt=salt) for ids in prompts]
-    _check_lengths(service, prompts, "prompt")
+    service.check_lengths(prompts, "prompt")
     echoed = [""] * len(requests)
     if echo:
         echoed = [tokenizer.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt]
@@ -107,15 +107,8 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     config = service.model.with_stop_ids(config, prepared.end_ids)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
     request = prepared.request(config, logprobs, lora, body.cache_salt or "")
-    _check_lengths(service, [prepared.ids], "messages")
+    service.check_lengths([prepared.ids], "messages")
     return ChatReply(service, request, body, prepared)
-
-
-def _check_lengths(service: Service, prompts: Any, param: str) -> None:
-    """Raises RequestError for a prompt that fills the context."""
-    longest, context = max(map(len, prompts), default=0), service.context
-    if longest >= context:
-        raise http_error("context", context, longest, param=param)
 
 
 # --- responses

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
-from dantinox.serve.errors import JSON, RequestError, error_object, http_error
+from dantinox.serve.errors import JSON, RequestError, error_object
 from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.openai_bodies import chosen_tool
@@ -141,8 +141,7 @@ def routes(service: Service) -> list[Route]:
         earlier = find(body.previous_response_id).messages if body.previous_response_id else []
         chat = body.conversation(earlier)
         prepared = await prepare_chat(service, chat)
-        if len(prepared.ids) >= service.context:
-            raise http_error("context", service.context, len(prepared.ids), param="input")
+        service.check_lengths([prepared.ids], "input")
         with_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
         logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if with_logprobs else None
         generation = prepared.request(service.model.with_stop_ids(config, prepared.end_ids), logprobs, lora)
@@ -182,7 +181,7 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
         elif kind == "function_call":
             function = {"name": str(item.get("name")), "arguments": item.get("arguments") or "{}"}
             call = {"id": str(item.get("call_id")), "type": "function", "function": function}
-            _assistant(messages, "tool_calls").setdefault("tool_calls", []).append(call)
+            _assistant(messages).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             text = _text_of(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
@@ -197,7 +196,7 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return [{name: value for name, value in message.items() if name != "open"} for message in messages]
 
 
-def _assistant(messages: list[dict[str, Any]], field: str) -> dict[str, Any]:
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the last message if it is of the assistant, else a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})

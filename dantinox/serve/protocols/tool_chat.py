@@ -257,9 +257,11 @@ class ReplyFields:
         return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": part.text}}]}
 
 
-def check_effort(effort: str | None) -> str | None:
+def check_effort(effort: Any) -> str | None:
     """Returns a reasoning effort, or raises RequestError (400) if it is unknown."""
-    if effort is not None and effort not in EFFORTS:
+    if effort is None:
+        return None
+    if not isinstance(effort, str) or effort not in EFFORTS:
         message = f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {quote(effort)}"
         raise RequestError(400, message, param="reasoning_effort")
     return effort
