@@ -32,7 +32,8 @@ from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.generation.running_batch import PendingChunk, RunningBatch
 from dantinox.generation.sample_text import SampleText, TextPart
 from dantinox.generation.scheduler import Scheduler
-from dantinox.generation.slot_batch import MAX_ALTERNATIVES, RowParams, SlotBatch
+from dantinox.generation.slot_batch import SlotBatch
+from dantinox.generation.slot_params import MAX_ALTERNATIVES, RowParams
 from dantinox.model.row_adapters import Stacks
 from dantinox.run.peft_folder import LoraAdapter
 from dantinox.sampling import StepInfo

@@ -41,7 +41,8 @@ from dantinox.generation.engine import Engine, Job, Output, RequestFailed
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.scheduler import QueueFull
-from dantinox.generation.slot_batch import CACHED_SETTINGS, CacheKey, ProgramKey, SlotBatch
+from dantinox.generation.slot_batch import SlotBatch
+from dantinox.generation.slot_params import CACHED_SETTINGS, CacheKey, ProgramKey
 from dantinox.generation.token_settings import with_default_seed
 from dantinox.generation.trace import token_records
 from dantinox.sampling import StepInfo

@@ -25,7 +25,7 @@ MAX_SAMPLES = 16  # maximum of `n`
 MAX_SALT_LENGTH = 1024  # characters of `cache_salt`
 MAX_STOPS, MAX_STOP_LENGTH = 32, 512  # number of stop strings, and characters of each
 MAX_NUMBER = 2**32  # absolute value of a number in a setting; the product of two such numbers is finite in float32
-# Entries of a setting that is a list or a map. `generation.slot_batch` has the same limits for its arrays.
+# Entries of a setting that is a list or a map. `generation.slot_params` has the same limits for its arrays.
 MAX_ENTRIES = 1024
 MAX_ENTRIES_OF = {"bad_words": 256, "sequence_bias": 256, "stop_token_ids": 32, "dry_breakers": 8192, "banned_regexes": 32}
 MAX_CHARACTERS = 1 << 16  # of all strings in one setting

@@ -10,7 +10,7 @@ import pytest
 from dantinox.generation import generate
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.quantized_weights import split_model
-from dantinox.generation.slot_batch import _prefill_part
+from dantinox.generation.slot_programs import prefill_part
 from dantinox.generation.static_batch import StaticBatch, padded_length
 from dantinox.model import make_cache, scoring
 from dantinox.programs import tree_bytes
@@ -200,7 +200,7 @@ def test_prefill_into_a_slot_copies_no_whole_row(wide):
     """The used segments of a row are copied layer by layer, and the cache is updated in place."""
     cache = jax.eval_shape(lambda: make_cache(wide.config, 4, 4096, "float32", segmented=True))
     tokens_1T, zero = jnp.zeros((1, 16), jnp.int32), jnp.int32(0)
-    compiled = _prefill_part.lower(split_model(wide), cache, zero, tokens_1T, zero, zero, tokens_1T, report=None).compile()
+    compiled = prefill_part.lower(split_model(wide), cache, zero, tokens_1T, zero, zero, tokens_1T, report=None).compile()
     memory, row = compiled.memory_analysis(), tree_bytes(cache) // 4
     assert memory.temp_size_in_bytes < row // 2, "half of a row: two of four layers"
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 10

@@ -7,7 +7,7 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from dantinox.generation import slot_batch as slots
+from dantinox.generation import slot_params as slots
 from dantinox.generation.token_settings import tokens_containing
 from dantinox.serve import connection, limits
 from dantinox.serve.app import make_app

@@ -1,0 +1,184 @@
+"""The settings of a request as arrays: `RowParams` and the `ProgramKey` of its decode program.
+
+All requests of a server share its programs, so a list in the settings of a request is padded to a fixed size.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from dantinox.config import Config, GenerationSection, UserError
+from dantinox.config.generation_settings import section_order
+from dantinox.config.sampling_steps import EDIT_STEPS
+from dantinox.files import quote
+from dantinox.generation.model_bundle import ModelBundle
+from dantinox.generation.running_batch import NO_ID
+from dantinox.generation.token_settings import stop_token_ids, with_default_seed
+from dantinox.sampling import ProgramOptions, SamplingParams
+from dantinox.sampling.chain import ALL_ALLOWED
+from dantinox.sampling.params import CHOICE_SETTINGS
+
+MAX_ALTERNATIVES = 20  # the most alternatives reported per token
+CACHED_SETTINGS = 64  # different request settings whose parameter arrays are cached
+# Limits for the lists in the settings of a request: entries of a list, sequences in a list, tokens per sequence, and end ids.
+# Lists are padded to these sizes, so that all requests share the same programs.
+MAX_ENTRIES, MAX_SEQUENCES, MAX_SEQUENCE_LENGTH, MAX_END_IDS = 1024, 256, 16, 32
+MAX_ENTRIES_BY_SETTING = {"stop_ids": MAX_END_IDS, "protected_ids": MAX_END_IDS, "dry_breakers": 8192, "watermark_keys": 32}
+
+
+class ProgramKey(NamedTuple):
+    """The key of a decode program; requests with the same key are decoded together.
+
+    All requests without the router share one program, which reads the order of the sampling steps and the rules for ties and
+    top_p from arrays. With the router, different rules need different programs.
+    """
+
+    strategy: str
+    words: tuple[tuple[str, str], ...] = ()
+    attends: bool = False
+
+
+class RowParams(NamedTuple):
+    """The settings of a request as arrays: sampling parameters with a batch of one and padded lists, and end ids.
+
+    `max_drafts` is the most draft tokens per step; 0: no drafts.
+    """
+
+    program: ProgramKey
+    params: SamplingParams
+    end_ids_1E: np.ndarray
+    max_drafts: int = 0
+
+
+T = TypeVar("T")
+
+
+class CacheKey(Generic[T]):
+    """A hashable wrapper of a value; two keys are equal if the `repr` of their `parts` is equal."""
+
+    def __init__(self, value: T, *parts: object):
+        self.value, self.text = value, repr(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CacheKey) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+class ServedSettings:
+    """The settings of a server, with which the settings of its requests must agree. Any thread may call its methods."""
+
+    def __init__(self, model: ModelBundle, config: Config):
+        """Creates the cache of `row_params`; `config` holds the settings of the server."""
+        self._bundle, self._config, self._architecture = model, config, model.model.config
+        # Clients repeat their settings, so the arrays are cached: creating them takes about 10 ms while a program is running.
+        self._cached_row_params = lru_cache(CACHED_SETTINGS)(self._row_params)
+
+    def program_key(self, config: Config) -> ProgramKey:
+        """Returns the key of the program that decodes with these settings.
+
+        Raises:
+          UserError: a setting of weights or caches, or of the watermark of the server, differs from that of the server.
+        """
+        for section, names in (
+            ("generation", ("weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "use_cache")),
+            ("kv", type(config.kv).model_fields),
+        ):
+            for name in names:
+                requested, served = (getattr(getattr(c, section), name) for c in (config, self._config))
+                if requested != served:
+                    key = f"{section}.{name}"
+                    message = f"{key} is {quote(served)} in this server, got {quote(requested)}"
+                    raise UserError(message, key=key, value=requested)
+        self._check_drafts(config.generation)
+        g, served_keys = config.generation, self._config.generation.watermark_keys
+        for key in ("watermark_keys", "watermark_ngram"):
+            if served_keys and getattr(g, key) != getattr(
+                self._config.generation, key
+            ):  # the message must not contain the keys
+                raise UserError(f"generation.{key} is set by this server and cannot be changed", key=f"generation.{key}")
+        if g.strategy == "chain":
+            return ProgramKey("chain")
+        return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS), config.router.use_attention)
+
+    def _check_drafts(self, requested: GenerationSection) -> None:
+        """Checks that the drafts of a request are a part of those that the programs of the server can verify."""
+        served, name = self._config.generation, "speculation"
+        if requested.speculation == "off":
+            return
+        if requested.speculation == served.speculation:
+            name = "ngram_size" if requested.speculation == "ngram" else "draft_run"
+            if getattr(requested, name) == getattr(served, name):
+                if requested.draft_tokens > served.draft_tokens:
+                    message = f"must be at most {served.draft_tokens} in this server, got {requested.draft_tokens}"
+                    raise UserError(f"generation.draft_tokens {message}", key="generation.draft_tokens")
+                return
+        message = f"is {getattr(served, name)} in this server, got {getattr(requested, name)}"
+        raise UserError(f"generation.{name} {message}", key=f"generation.{name}")
+
+    def row_params(self, config: Config) -> RowParams:
+        """Returns the settings of a request as arrays.
+
+        Raises:
+          UserError: as in `program_key`, or a list in the settings is too long for a server or has an invalid token.
+        """
+        ignored = {
+            "seed": 0,
+            "n": 1,
+            "max_new_tokens": 0,
+            "stop": (),
+            "banned_strings": (),
+            "banned_regexes": (),
+        }  # these affect no array except `seed`
+        generation = config.generation.model_copy(update=ignored)
+        key = CacheKey(config.model_copy(update={"generation": generation}), generation, config.router, config.kv)
+        cached = self._cached_row_params(key)
+        seed: dict[str, Any] = {"seed": np.asarray([config.generation.seed or 0], np.uint32)}
+        return cached._replace(params=replace(cached.params, **seed))
+
+    def _row_params(self, key: "CacheKey[Config]") -> RowParams:
+        config, tokenizer = key.value, self._bundle.tokenizer
+        program, section = self.program_key(config), config.generation
+        ends = [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
+        if len(ends) > MAX_END_IDS:
+            raise UserError(
+                f"generation.stop_token_ids and the EOS tokens must be at most {MAX_END_IDS} in a server, got {len(ends)}",
+                key="generation.stop_token_ids",
+            )
+        chain = section.strategy == "chain"
+        options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDIT_STEPS, *section_order(section))}
+        params, V = self._bundle.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
+        tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
+        changes: dict[str, Any] = {
+            "report_rows": np.zeros(1, bool),
+            "allowed_bits": np.full((1, -(-V // 32)), ALL_ALLOWED, np.uint32),
+        }
+        end_ids_1E = np.asarray([[*ends, *[NO_ID] * (MAX_END_IDS - len(ends))]], np.int32)
+        max_drafts = 0 if section.speculation == "off" else section.draft_tokens
+        return RowParams(program, replace(params, tables=tables, **changes), end_ids_1E, max_drafts)
+
+
+def next_power_of_two(length: int, minimum: int = 1) -> int:
+    return max(minimum, 1 << max(length - 1, 0).bit_length())
+
+
+def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], vocab_size: int) -> Any:
+    """Pads a list of a sampling step to the maximum number of entries per request."""
+    if table.dtype == bool:
+        return table
+    key = name.removesuffix("_before").removesuffix("_by")
+    if f"{key}_before" in tables:
+        limit, unit = MAX_SEQUENCES, f"entries of {MAX_SEQUENCE_LENGTH} tokens"
+    else:
+        limit, unit = min(MAX_ENTRIES_BY_SETTING.get(key, MAX_ENTRIES), next_power_of_two(vocab_size)), "entries"
+    padding_sizes = [limit - table.shape[1], *(MAX_SEQUENCE_LENGTH - size for size in table.shape[2:])]
+    if min(padding_sizes) < 0:
+        raise UserError(f"generation.{key} must have at most {limit} {unit} in a server", key=f"generation.{key}")
+    # The tokens before the last token of a sequence are right-aligned, so they are padded on the left.
+    padding = [(0, 0), (0, padding_sizes[0]), *((before, 0) for before in padding_sizes[1:])]
+    # Use NumPy, because jax would compile an operation for every length of a list.
+    return np.pad(np.asarray(table), padding, constant_values=0 if name.endswith("_by") else NO_ID)
