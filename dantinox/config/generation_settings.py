@@ -116,8 +116,8 @@ class _Request(Section):
     )
     early_stopping: Annotated[bool | Literal["never"], *NEEDS_BEAMS] = field(
         False,
-        "beam search: stop after num_beams complete continuations (true), or when no better one of the present length (false) or "
-        "of any length (never) is possible",
+        "beam search: stop after num_beams complete continuations (true), or when no better one of the present length (false) "
+        "or of any length (never) is possible",
     )
     strategy: Annotated[
         Literal["chain", "entropy"],
