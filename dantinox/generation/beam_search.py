@@ -371,11 +371,11 @@ def check_request(request: GenerationRequest) -> None:
       UserError: the request has a constraint or a limit of its reasoning, or asks for reports of its tokens.
     """
     given = {
-        "constraint": request.constraint is not None,
-        "reasoning": request.guided,
-        "logprobs": request.logprobs is not None,
+        "a constraint": request.constraint is not None,
+        "a limit of the reasoning": request.guided,
+        "a report of each token (logprobs, trace)": request.logprobs is not None,
         "score_fn": request.score_fn is not None,
     }
     name = next((name for name, is_given in given.items() if is_given), None)
     if name is not None:
-        raise UserError(f"{name} cannot be used with generation.num_beams above 1: leave one of them out")
+        raise UserError(f"generation.num_beams must be 1 with {name}, got {request.config.generation.num_beams}")
