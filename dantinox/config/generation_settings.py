@@ -53,6 +53,9 @@ WITHOUT_BEAMS: dict[str, object] = {
     "speculation": "off",
     "use_cache": True,
 }
+# The settings of the steps that beam search does not run. A request with beams does not use those of the run. A watermark is not
+# switched off in this way.
+DRAWING_SETTINGS = frozenset(key for step in STEPS.values() if step.group == "other" for key in (*step.on, *step.settings))
 
 
 class _Request(Section):

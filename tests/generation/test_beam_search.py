@@ -247,6 +247,16 @@ def test_settings_that_beam_search_does_not_support_are_refused(name):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+def test_beams_replace_the_random_steps_of_a_run():
+    base = overlay(Config(), {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.2})
+    section = overlay(base, {"num_beams": K}).generation
+    assert (section.temperature, section.top_k, section.repetition_penalty) == (1.0, None, 1.2)
+    with pytest.raises(UserError, match="top_k cannot be used"):
+        overlay(base, {"num_beams": K, "top_k": 3})
+    with pytest.raises(UserError, match="watermark_keys cannot be used"):
+        overlay(overlay(Config(), {"watermark_keys": [3]}), {"num_beams": K})
+
+
 def test_requests_that_beam_search_does_not_support_are_refused(run_dir):
     run = load(run_dir)
     for given in ({"logprobs": 1}, {"constraint": Constraint("regex", "a*")}, {"score_fn": lambda *_: 0}):
