@@ -135,6 +135,8 @@ OTHER: dict[str, tuple] = {
     "generation.json_whitespace": ("flexible",),
     "generation.banned_strings": (["ab"],), "generation.banned_regexes": (["a+b"],),
     "generation.ignore_eos": (True,), "generation.use_cache": (False,), "generation.weights": ("int8",),
+    "generation.num_beams": (2,), "generation.length_penalty": (0.5, {"generation.num_beams": 2}),
+    "generation.early_stopping": ("never", {"generation.num_beams": 2}),
     "generation.greedy": (True,), "generation.strategy": ("entropy",), "generation.preset": ("llamacpp",),
     "generation.sampler_order": (["top_p", "top_k"],),
     "generation.no_repeat_ngram": (3,), "generation.logit_bias": ({"3": 1.0},), "generation.sequence_bias": ([[[3, 4], 1.0]],),
@@ -261,6 +263,9 @@ REQUEST = (
     "matmul_dtype",
     "matmul_kernel",
     "tensor_parallel",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
 )
 DRAFTS = ("speculation", "draft_run", "draft_tokens", "ngram_size")
 START_UP = ("coordinator", "processes", "process")

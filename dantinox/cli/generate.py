@@ -110,7 +110,7 @@ def generate(options: argparse.Namespace) -> int:
     reported = options.logprobs if options.logprobs is not None else alternatives
     report = {"logprobs": reported, "echo": options.echo, "show_candidates": options.show_candidates}
     stream = is_single and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
-    stream = stream and not options.show_entropy
+    stream = stream and not options.show_entropy and (bool(options.stream) or prompts[0][1].generation.num_beams == 1)
     template = chosen_template(options, template_path, run.tokenizer) if options.chat else None
     requests = []
     for prompt, config in prompts:

@@ -70,7 +70,7 @@ def _value(key: str, value: str | list[str]) -> Any:
         value = texts[0]
     optional = type(None) in get_args(FIELDS[key].annotation)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if str in kinds or (float not in kinds and any(isinstance(choice, str) for choice in choices)):
+    if str in kinds or (not {float, bool} & {*kinds} and any(isinstance(choice, str) for choice in choices)):
         return None if optional and value == "null" else value
     return parse_value(value)
 

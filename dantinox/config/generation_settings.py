@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Section, Seed, Strings, field
-from dantinox.config.prerequisites import Condition, Needs, differs, equals, nonempty, one_of
+from dantinox.config.prerequisites import Condition, Needs, differs, equals, format_value, nonempty, one_of
 from dantinox.config.sampling_steps import (
     EDIT_STEPS,
     MIROSTAT_STEPS,
@@ -41,6 +41,21 @@ NEEDS_FULL_CACHE = (
     Needs(("kv.budget", equals(None))),
     Needs(("kv.budget_tokens", equals(None))),
 )
+
+NEEDS_BEAMS = (Needs(("generation.num_beams", Condition("is above 1", lambda beams: beams > 1))),)
+# Settings that beam search does not support → their only value.
+WITHOUT_BEAMS: dict[str, object] = {
+    "greedy": False,
+    "strategy": "chain",
+    "stop": (),
+    "banned_strings": (),
+    "banned_regexes": (),
+    "speculation": "off",
+    "use_cache": True,
+}
+# The settings of the steps that beam search does not run. A request with beams does not use those of the run. A watermark is not
+# switched off in this way.
+DRAWING_SETTINGS = frozenset(key for step in STEPS.values() if step.group == "other" for key in (*step.on, *step.settings))
 
 
 class _Request(Section):
@@ -96,6 +111,17 @@ class _Request(Section):
         3, "number of newest tokens that are searched in the text so far"
     )
     greedy: bool = field(False, "always choose the most likely token")
+    num_beams: Annotated[int, Field(ge=1, le=256)] = field(
+        1, "beam search: number of continuations that are kept at each step (1: off); the best n are returned"
+    )
+    length_penalty: Annotated[float, Field(ge=-100, le=100), *NEEDS_BEAMS] = field(
+        1.0, "beam search: power of the length that divides the log-probability of a continuation; higher favors long ones"
+    )
+    early_stopping: Annotated[bool | Literal["never"], *NEEDS_BEAMS] = field(
+        False,
+        "beam search: stop after num_beams complete continuations (true), or when no better one of the present length (false) "
+        "or of any length (never) is possible",
+    )
     strategy: Annotated[
         Literal["chain", "entropy"],
         Needs(("generation.greedy", False)),
@@ -150,6 +176,26 @@ KOBOLDCPP_STEPS = {
 def active_steps(g: GenerationSection) -> frozenset[str]:
     """Returns the steps that a section's values switch on, as a set. Greedy rows do not run the temperature step."""
     return frozenset(name for name, step in STEPS.items() if any(on(getattr(g, key)) for key, on in step.on.items()))
+
+
+def _beam_conflicts(g: GenerationSection) -> Iterator[Conflict]:
+    """Yields an error for each setting that contradicts beam search, which considers all tokens and draws none."""
+    for key, only in WITHOUT_BEAMS.items():
+        if (value := getattr(g, key)) != only:
+            must = "empty" if only == () else f"{format_value(only)}, got {format_value(value)},"
+            yield f"generation.{key}", f"must be {must} with generation.num_beams"
+    kept = {*EDIT_STEPS, *PENALTY_STEPS}
+    for name in STEPS:
+        if name in active_steps(g) - kept:
+            key = next(key for key, is_on in STEPS[name].on.items() if is_on(getattr(g, key)))
+            yield (
+                f"generation.{key}",
+                "cannot be used with generation.num_beams, because beam search draws no tokens: leave it out",
+            )
+    if g.n > g.num_beams:
+        yield "generation.n", f"must be at most generation.num_beams, {g.num_beams}, got {g.n}"
+    if g.max_new_tokens == 0:
+        yield "generation.max_new_tokens", "must be at least 1 with generation.num_beams, got 0"
 
 
 def kobold_order(codes: Sequence[int]) -> tuple[str, ...]:
@@ -231,6 +277,8 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
 def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the section."""
     on, greedy = active_steps(g), g.greedy or g.temperature < GREEDY_BELOW
+    if g.num_beams > 1:
+        yield from _beam_conflicts(g)
     if g.speculation == "draft" and g.draft_run is None:
         yield "generation.speculation", "draft needs generation.draft_run, the run directory of the draft model"
     for key in ("stop", "dry_breakers", "banned_strings", "banned_regexes"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from dantinox.config.generation_settings import ROUTED_STEPS
+from dantinox.config.generation_settings import DRAWING_SETTINGS, ROUTED_STEPS
 from dantinox.config.names import ALIASES, REQUEST_SECTIONS, flat_name
 from dantinox.config.sections import FIELDS, Config, find_inactive, flatten_config, reset_settings
 from dantinox.config.yaml_files import check_text, did_you_mean, nearest_key, validate_settings, warn_inactive
@@ -33,6 +33,7 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
 
     * a preset replaces the base's `sampler_order`, and a `sampler_order` of step names replaces the base's preset;
     * `strategy: entropy` replaces `greedy`;
+    * `num_beams` replaces `greedy` and the settings of steps that beam search does not run, such as the temperature;
     * `kv_budget` replaces `kv_budget_tokens`, and the reverse;
     * a base value of the router (`base_top_k`) replaces the chain's value (`top_k`), and the reverse.
 
@@ -78,6 +79,8 @@ def _without_superseded(base: Mapping[str, object], request: Mapping[str, object
         replaced.add("preset")
     if request.get("strategy") == "entropy":
         replaced.add("greedy")
+    if isinstance(beams := request.get("num_beams"), int) and beams > 1:
+        replaced |= {"greedy", *DRAWING_SETTINGS}
     return {name: value for name, value in base.items() if name not in replaced or name in request}
 
 

@@ -32,6 +32,9 @@ class SamplingSettings(TypedDict, total=False):
     draft_tokens: int
     ngram_size: int
     greedy: bool
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
     strategy: Literal["chain", "entropy"]
     preset: Literal["default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"]
     sampler_order: Sequence[int | str] | None

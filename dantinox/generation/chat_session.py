@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from dantinox.config import Config, UserError, overlay, settings_of, with_generation
 from dantinox.files import atomic_write, check_writable, first_line, quote
+from dantinox.generation.beam_search import BeamRun
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.sample_text import TextPart
@@ -101,6 +102,8 @@ class Chat:
     def _apply(self, config: Config) -> None:
         if config.generation.n != 1:
             raise UserError(f"generation.n must be 1 in a conversation, got {config.generation.n}")
+        if config.generation.num_beams != 1:
+            raise UserError(f"generation.num_beams must be 1 in a conversation, got {config.generation.num_beams}")
         base, new = settings_of(self._base), settings_of(config)
         self.config = config
         self.overrides: dict[str, Any] = {name: value for name, value in new.items() if value != base[name]}
@@ -127,7 +130,7 @@ class Chat:
         (run,) = self.model.start([request], stream=True, pad=self._pad)
         return self._stream_answer(turn, run, "length" if generation.max_new_tokens <= room else "context")
 
-    def _stream_answer(self, turn: list[Message], run: BatchRun, full: str) -> Generator[TextPart]:
+    def _stream_answer(self, turn: list[Message], run: BatchRun | BeamRun, full: str) -> Generator[TextPart]:
         texts: list[str] = []
         self.finish_reason = "interrupted"
         self._answers += 1

@@ -96,8 +96,8 @@ def generate(
     Returns:
       int32 `[B · n, T + new]`. Each row holds the prompt, its continuation, and padding with `pad_id`. `new` is
       `max_new_tokens`, or less if the context is shorter. The `n` samples of a prompt are consecutive rows. With `return_info`
-      also a dict: `lengths` (prompt plus continuation), `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a
-      `StepInfo` `[B · n, new, …]` or None.
+      also a dict: `lengths` (prompt plus continuation), `reasons` (`eos` or `length`), `seed`, `seconds`, `info`, a
+      `StepInfo` `[B · n, new, …]` or None, and `scores`, the scores of beam search `[B · n]` or None.
 
     Raises:
       UserError: an id is outside the vocabulary, a prompt is empty or too long, or a setting is invalid.
@@ -139,7 +139,15 @@ def generate(
         out[row, : lengths[-1]] = [*ids, *result.tokens]
     reasons = ["eos" if result.finish_reason == "stop" else result.finish_reason for result in results]
     info = _stack_steps([result.steps for result in results])
-    statistics = {"lengths": np.array(lengths), "reasons": reasons, "seed": results[0].seed, "seconds": seconds, "info": info}
+    scores = np.array([result.score for result in results]) if config.generation.num_beams > 1 else None
+    statistics = {
+        "lengths": np.array(lengths),
+        "reasons": reasons,
+        "seed": results[0].seed,
+        "seconds": seconds,
+        "info": info,
+        "scores": scores,
+    }
     return (out, statistics) if return_info else out
 
 

@@ -15,6 +15,7 @@ from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_shardings
 from dantinox.files import quote
 from dantinox.generation.adapter_slots import check_name, unknown_adapter
+from dantinox.generation.beam_search import BeamRun
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.embedder import embed_texts, embedding_ids
 from dantinox.generation.guides import Reasoning
@@ -49,7 +50,16 @@ from dantinox.text import ChatTemplate, Tokenizer
 
 # Requests in one batch must agree in these settings, and also in router.use_attention, in all settings of kv, and in the
 # reports they ask for.
-PER_BATCH_SETTINGS = ("use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
+PER_BATCH_SETTINGS = (
+    "use_cache",
+    "weights",
+    "matmul_dtype",
+    "matmul_kernel",
+    "tensor_parallel",
+    "n",
+    "num_beams",
+    *sampling.BATCH_SETTINGS,
+)
 DRAFT_SETTINGS = ("speculation", "draft_run", "draft_tokens", "ngram_size")
 ALIAS_ALIGNMENT = 64  # bytes; on a CPU, `jax.device_put` does not copy a NumPy array with this alignment, but aliases it
 
@@ -378,7 +388,7 @@ class LoadedModel(ModelBundle):
         stream: bool = False,
         pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
-    ) -> list[BatchRun]:
+    ) -> "list[BatchRun | BeamRun]":
         """Groups requests into batches that are ready to be decoded.
 
         Requests share a batch if they can share a compiled program: they must have the same order of sampling steps, cache
@@ -396,10 +406,12 @@ class LoadedModel(ModelBundle):
           The batches. `BatchRun.parts` decodes a batch and yields its text; afterwards `BatchRun.results` holds the results.
 
         Raises:
-          UserError: `requests` is empty, or a prompt does not fit into the context.
+          UserError: `requests` is empty, a prompt does not fit into the context, or `stream` is set with beam search.
         """
         if not requests:
             raise UserError("at least one prompt is required")
+        if stream and any(request.config.generation.num_beams > 1 for request in requests):
+            raise UserError("generation.num_beams must be 1 in a stream: beam search knows its text only at the end")
         random_seed = secrets.randbits(32)
         groups: dict[tuple[Any, ...], list[int]] = {}
         seeded_requests = [replace(request, config=with_default_seed(request.config, random_seed)) for request in requests]
@@ -408,13 +420,17 @@ class LoadedModel(ModelBundle):
             shared = [getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)]
             key = (*shared, config.router.use_attention, config.kv, *report, request.guided)
             groups.setdefault(key, []).append(number)
-        return [
-            BatchRun(self, [seeded_requests[number] for number in numbers], numbers, stream=stream, pad=pad, steps=steps)
-            for numbers in groups.values()
-        ]
+
+        def start(numbers: list[int]) -> BatchRun | BeamRun:
+            members = [seeded_requests[number] for number in numbers]
+            if members[0].config.generation.num_beams > 1:
+                return BeamRun(self, members, numbers, pad=pad)
+            return BatchRun(self, members, numbers, stream=stream, pad=pad, steps=steps)
+
+        return [start(numbers) for numbers in groups.values()]
 
 
-def results_in_order(runs: Sequence[BatchRun]) -> list[Result]:
+def results_in_order(runs: Sequence[BatchRun | BeamRun]) -> list[Result]:
     """Returns the results of finished batches in the order of the requests; the samples of a request are consecutive."""
     numbered = [pair for run in runs for pair in zip(run.numbers, run.results, strict=True)]
     return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]

@@ -88,6 +88,7 @@ class Result:
       steps: with `logprobs`: the same reports as a `StepInfo` of arrays `[steps, …]`.
       settings: the settings that differ from the defaults, by name.
       router: the settings of the entropy router; None if the router is off.
+      score: with beam search: the sum of the log-probabilities in nats, divided by length^length_penalty; otherwise None.
 
     Example:
       >>> result = dantinox.load("runs/quickstart").generate("def ", max_new_tokens=4, greedy=True, logprobs=2)
@@ -107,12 +108,16 @@ class Result:
     steps: StepInfo | None = field(default=None, repr=False, compare=False)
     settings: dict[str, object] = field(default_factory=dict)
     router: dict[str, float | None] | None = None
+    score: float | None = None
 
     def _repr_html_(self) -> str:
         speed = f"{self.stats['new_tokens']} tokens, {self.stats['decode_tok_per_s']:.1f} tok/s"
         return html_text(self.prompt, self.text, f"{speed}, seed {self.seed}, {self.finish_reason}")
 
     def to_dict(self) -> dict[str, object]:
-        """Returns a flat dict of the `RESULT_FIELDS`, ready for JSON, with `logprobs` if they were requested."""
+        """Returns a flat dict of the `RESULT_FIELDS`, ready for JSON, with `logprobs` and `score` if the result has them."""
         known = {**vars(self), **self.stats}
-        return {name: known[name] for name in RESULT_FIELDS} | ({"logprobs": self.info} if self.info else {})
+        optional = {"logprobs": self.info or None, "score": self.score}
+        return {name: known[name] for name in RESULT_FIELDS} | {
+            key: value for key, value in optional.items() if value is not None
+        }

@@ -94,6 +94,9 @@ class ServedSettings:
                     key = f"{section}.{name}"
                     message = f"{key} is {quote(served)} in this server, got {quote(requested)}"
                     raise UserError(message, key=key, value=requested)
+        if (beams := config.generation.num_beams) > 1:
+            message = f"generation.num_beams must be 1 in a server, got {beams}: beam search runs offline only"
+            raise UserError(message, key="generation.num_beams", value=beams)
         self._check_drafts(config.generation)
         g, served_keys = config.generation, self._config.generation.watermark_keys
         for key in ("watermark_keys", "watermark_ngram"):

@@ -1,7 +1,7 @@
 """Sampling: turns the logits of a decoding step into a token."""
 
 from dantinox.config.generation_settings import kobold_order
-from dantinox.sampling.chain import SampleInfo, sample, trace
+from dantinox.sampling.chain import SampleInfo, edit_logits, sample, trace
 from dantinox.sampling.named_steps import process_logits
 from dantinox.sampling.params import ProgramOptions, SamplingParams
 from dantinox.sampling.report import StepInfo
@@ -16,6 +16,7 @@ __all__ = [
     "SamplingParams",
     "StepInfo",
     "detect",
+    "edit_logits",
     "init_state",
     "kobold_order",
     "process_logits",

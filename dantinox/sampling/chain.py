@@ -143,6 +143,12 @@ def sample(
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
 
 
+def edit_logits(logits_BV: Array, params: SamplingParams, state: SamplerState) -> Array:
+    """Returns the logits [B, V] after the steps of a plan that has only edits and penalties, for decoding without a draw."""
+    raw_BV, _ = jax.vmap(steps.sanitize)(logits_BV)
+    return run_steps(_apply_step, _shared_order(params, params.plan), raw_BV, Context(params, state))
+
+
 def trace(
     logits_BV: Array, params: SamplingParams, state: SamplerState, attention: AttentionMetrics | None = None
 ) -> tuple[list[tuple[str, Array]], Route | None]:

@@ -15,6 +15,7 @@ from dantinox.config import Config, UserError, settings_of
 from dantinox.config.router_settings import STRATEGIES, THRESHOLDS, forcing_thresholds
 from dantinox.generation import LoadedModel
 from dantinox.generation.loaded_model import load_model
+from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.measure.perplexity import ScoringInput, score_sequences
 from dantinox.measure.texts import equal_batches
@@ -123,7 +124,7 @@ def generate_continuations(
             run.request(prompts[n], {**fixed, "seed": (seed << 20) + int(n)}, logprobs=0 if report else None) for n in indices
         ]
         (batch_run,) = run.start(requests, steps=None if shares is None else 1)
-        if shares is not None:
+        if shares is not None and isinstance(batch_run, BatchRun):
             random = np.random.default_rng((seed, indices[0]))
             batch_run.batch.before_dispatch = partial(_randomize_strategies, batch_run.batch, shares, random)
         for _ in batch_run.parts():

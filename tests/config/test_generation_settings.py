@@ -274,6 +274,9 @@ def test_the_table_of_flags_is_complete():
         "matmul_dtype",
         "matmul_kernel",
         "tensor_parallel",
+        "num_beams",
+        "length_penalty",
+        "early_stopping",
         *DRAFT_SETTINGS,
     }
     assert {*AS_FLAGS} == {*GenerationSection.model_fields} - refining - others
