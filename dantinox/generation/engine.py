@@ -309,6 +309,8 @@ class Engine:
         self.model.check_ids(request.ids)
         if request.logprobs is not None and not 0 <= request.logprobs <= MAX_ALTERNATIVES:
             raise UserError(f"logprobs must be in [0, {MAX_ALTERNATIVES}] in this server, got {request.logprobs}")
+        if request.logit_processor not in (None, self._slots.logit_processor):
+            raise UserError("logit_processor is an argument of the SlotBatch, and all of its requests use it")
         if request.echo and request.logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: set logprobs too")
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from dantinox.config import Config
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.guides import Reasoning
+from dantinox.sampling.logit_processor import LogitProcessor
 from dantinox.sampling.params import ScoreFn
 
 TokenRecord = dict[str, Any]  # JSON record of a token: `id`, `text` and its reports (see `generation.trace`)
@@ -26,6 +27,7 @@ class GenerationRequest:
       visible_ids: special tokens whose names appear in the text.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
+      logit_processor: edits the logits, as in `LoadedModel.generate`; None: the processor of the batch, if it has one.
       lora: the name of the adapter; None: the base model.
       salt: only requests with an equal salt share keys in the prefix cache of a server, so that the time of a response reveals
         nothing about the prompts of others.
@@ -41,6 +43,7 @@ class GenerationRequest:
     prompt: str = ""
     score_fn: ScoreFn | None = None
     show_candidates: bool = False
+    logit_processor: LogitProcessor | None = None
     lora: str | None = None
     salt: str = ""
 

@@ -46,7 +46,7 @@ from dantinox.model.row_adapters import RowAdapters, Stacks, attach_adapters
 from dantinox.model.scoring import map_positions
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import available_bytes, tree_bytes
-from dantinox.sampling import ProgramOptions, SamplingParams, StepInfo
+from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.params import CHOICE_SETTINGS
 from dantinox.sampling.report import step_info
@@ -139,6 +139,7 @@ class SlotBatch(RunningBatch):
       context: the most tokens of a prompt plus its continuation.
       prefill_chunk: the most prompt tokens that one call of `prefill` processes.
       adapters: the adapters that requests may use; None: the programs support no adapters.
+      logit_processor: edits the logits of all requests; None: no processor.
     """
 
     refills = True
@@ -154,6 +155,7 @@ class SlotBatch(RunningBatch):
         max_lora_rank: int | None = None,
         prefix_cache: int | None = None,
         cache_dir: Path | None = None,
+        logit_processor: LogitProcessor | None = None,
     ):
         """Chooses the number of slots; `compile` allocates their memory.
 
@@ -166,6 +168,7 @@ class SlotBatch(RunningBatch):
           prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
             eighth of the free memory. A compressed cache has no prefix cache.
           cache_dir: the folder from which `compile` restores the prefix cache, and to which `write_prefixes` writes it.
+          logit_processor: edits the logits of all requests, as in `LoadedModel.generate`.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
@@ -188,6 +191,7 @@ class SlotBatch(RunningBatch):
             self.adapters = AdapterSlots(self._architecture, model.loras, order, max_loras, max_lora_rank, rows)
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
         self.context, self._bundle, self._config = context, model, config
+        self.logit_processor = logit_processor
         prepared = model.prepared(config.generation, order)
         draft_model = model.draft_model(config.generation)
         self._model, self._draft_model = split_model(prepared), None if draft_model is None else split_model(draft_model)
@@ -441,6 +445,7 @@ class SlotBatch(RunningBatch):
             )
         chain = section.strategy == "chain"
         options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDIT_STEPS, *section_order(section))}
+        options["logit_processor"] = self.logit_processor
         params, V = self._bundle.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
         changes: dict[str, Any] = {

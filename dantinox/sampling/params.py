@@ -31,6 +31,7 @@ from dantinox.config.sampling_steps import (
 )  # fmt: skip
 from dantinox.sampling.entropy_router import Metrics, RouterConfig
 from dantinox.sampling.history import sequence_arrays
+from dantinox.sampling.logit_processor import LogitProcessor, check_logit_processor
 from dantinox.sampling.order import ORDERABLE, order_array
 
 # Step arguments that are strings instead of numbers, such as `ties`. They select the code that is compiled.
@@ -53,6 +54,7 @@ class ProgramOptions(TypedDict, total=False):
     show_candidates: bool
     extra_steps: Sequence[str] | None
     dynamic_order: bool
+    logit_processor: LogitProcessor | None
 
 
 # (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the first candidate with the largest score wins
@@ -62,7 +64,16 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("numbers", "enabled", "tables", "seed", "sample_index", "router", "report_rows", "allowed_bits", "order"),
-    meta_fields=("plan", "stochastic", "choices", "uses_attention", "score_fn", "candidates", "skip_inactive_steps"),
+    meta_fields=(
+        "plan",
+        "stochastic",
+        "choices",
+        "uses_attention",
+        "score_fn",
+        "candidates",
+        "skip_inactive_steps",
+        "logit_processor",
+    ),
 )
 @dataclass(frozen=True)
 class SamplingParams:
@@ -92,6 +103,7 @@ class SamplingParams:
         The mask overrides all steps. None: all tokens are allowed, and the program contains no mask.
       order: [B, N] int32, for every row its own order of the steps that follow the edits, as indices into `order.ORDERABLE`,
         padded with −1. None: all rows use the order of the plan, for which the program is compiled.
+      logit_processor: a function that edits the logits before all steps; part of the program. None: no such function.
     """
 
     numbers: dict[str, Array]
@@ -110,6 +122,7 @@ class SamplingParams:
     report_rows: Array | None = None
     allowed_bits: Array | None = None
     order: Array | None = None
+    logit_processor: LogitProcessor | None = None
 
     @classmethod
     def build(
@@ -126,6 +139,7 @@ class SamplingParams:
         show_candidates: bool = False,
         extra_steps: Sequence[str] | None = None,
         dynamic_order: bool = False,
+        logit_processor: LogitProcessor | None = None,
     ) -> "SamplingParams":
         """Builds the parameters of a batch from settings named like the keys of `generation` and `router`.
 
@@ -145,6 +159,7 @@ class SamplingParams:
             later use the same program. The program then always contains a random draw too.
           dynamic_order: builds one program that contains all steps and reads their order from an array, so that rows may differ
             in `preset`, `sampler_order`, `ties` and `top_p_rule`. Not possible with the entropy router.
+          logit_processor: edits the logits of every row before all steps; part of the program.
 
         Raises:
           UserError: a name is unknown, a value is out of range, rows differ in a setting that must be equal, or a row draws
@@ -157,6 +172,8 @@ class SamplingParams:
         configs = [_check_row(row, vocab_size) for row in rows]
         if not configs:
             raise UserError("sampling parameters need at least one row")
+        if logit_processor is not None:
+            check_logit_processor(logit_processor)
         sections = [config.generation for config in configs]
         for name in ("strategy",) if dynamic_order else BATCH_SETTINGS:
             if len({getattr(section, name) for section in sections}) > 1:
@@ -218,6 +235,7 @@ class SamplingParams:
             score_fn=score_fn,
             candidates=max(c.router.candidates for c in configs) if score_fn is not None or show_candidates else 0,
             skip_inactive_steps=extra_steps is not None,
+            logit_processor=logit_processor,
         )
 
     @property

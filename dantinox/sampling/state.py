@@ -9,6 +9,7 @@ from jax import Array
 
 from dantinox.config.sampling_steps import STEPS
 from dantinox.sampling.history import extend_repeat_lengths, repeat_lengths
+from dantinox.sampling.logit_processor import TokenHistory
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.steps import mirostat_update
 
@@ -26,6 +27,12 @@ _REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # jitted, because outside j
 def fields_read(plan: Iterable[str]) -> set[str]:
     """Returns the state fields that these steps read."""
     return set().union(*(FIELDS_OF_INPUT.get(parameter, ()) for name in plan for parameter in STEPS[name].reads))
+
+
+def token_histories(state: "SamplerState") -> TokenHistory:
+    """Returns the tokens of every row, [B, …] each."""
+    assert state.text is not None and state.length is not None
+    return TokenHistory(state.text, state.length, state.n_generated)
 
 
 @jax.tree_util.register_dataclass
@@ -85,14 +92,14 @@ def init_state(
       prompt_valid_BT: bool, True for tokens and False for padding.
       vocab_size: V.
       capacity: maximum number of tokens in prompt and output, S. Steps that read the token history need it (DRY, n-grams, bad
-        words).
+        words, a logit processor).
       generated_B: how many of the last tokens were generated; None: none.
       recurrent: the `SamplerState.recurrent` after the last generated token; NaN, or None, stands for the initial value.
 
     Raises:
       ValueError: a step needs `capacity`.
     """
-    B, fields = params.batch, fields_read(params.plan)
+    B, fields = params.batch, fields_read(params.plan) | ({"text"} if params.logit_processor is not None else set())
     valid_BT = jnp.asarray(prompt_valid_BT, bool)
     position_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1, -1)
     ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
@@ -111,7 +118,7 @@ def init_state(
         arrays["in_prompt"] = jnp.zeros((B, vocab_size), bool).at[rows_B1, prompt_BT].set(True, mode="drop")
     if "text" in fields:
         if capacity is None:
-            readers = [name for name in params.plan if "text" in fields_read([name])]
+            readers = [name for name in params.plan if "text" in fields_read([name])] or ["logit_processor"]
             raise ValueError(f"capacity must be set for the steps that read the token history: {', '.join(readers)}")
         text = jnp.zeros((B, capacity), jnp.int32)
         arrays["text"] = text.at[rows_B1, jnp.where(valid_BT, position_BT, capacity)].set(prompt_tokens_BT, mode="drop")
