@@ -59,8 +59,8 @@ class Chat:
       system: the system message, or "".
       config: the settings; `overrides` holds the settings that differ from the run, by name.
       entropy: whether answers are streamed token by token, each token with its entropy.
-      finish_reason: why the last answer ended: `eos`, `stop`, `length` (max_new_tokens), `context` (the context is full), or
-        `interrupted`.
+      finish_reason: why the last answer ended: `eos`, `stop`, `loop`, `length` (max_new_tokens), `context` (the context is
+        full), or `interrupted`.
       is_completion: whether the model continues plain text, because it has no chat template.
     """
 

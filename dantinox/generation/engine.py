@@ -56,7 +56,7 @@ class Output(NamedTuple):
     Attributes:
       parts: new text, one part per token if the request reports log-probabilities.
       ids: the new tokens; `steps` holds their reports.
-      finish_reason: `eos`, `stop`, `length` or `cancelled` in the last output of the sample.
+      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last output of the sample.
       stop_string: the stop string that ended the sample, or None.
       ended: whether the request has ended; `error` is set if it failed.
     """

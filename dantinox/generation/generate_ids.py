@@ -98,7 +98,7 @@ def generate(
     Returns:
       int32 `[B · n, T + new]`. Each row holds the prompt, its continuation, and padding with `pad_id`. `new` is
       `max_new_tokens`, or less if the context is shorter. The `n` samples of a prompt are consecutive rows. With `return_info`
-      also a dict: `lengths` (prompt plus continuation), `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a
+      also a dict: `lengths` (prompt plus continuation), `reasons` (`eos`, `loop` or `length`), `seed`, `seconds`, and `info`, a
       `StepInfo` `[B · n, new, …]` or None.
 
     Raises:

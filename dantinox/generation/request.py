@@ -62,7 +62,7 @@ class Delta(NamedTuple):
       sample: the index of the sample, from 0.
       text: new text of the response; "" if the new tokens do not complete any text yet.
       tokens: one record per new token: `id` and `text`, and the reports if log-probabilities were requested.
-      finish_reason: `eos`, `stop`, `length` or `cancelled` in the last delta of the sample, else None.
+      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last delta of the sample, else None.
       stop_string: in the last delta, the stop string that ended the sample, or None.
     """
 

@@ -13,6 +13,7 @@ from dantinox.generation.guides import Guide, Reasoning, ReasoningTracker, combi
 from dantinox.generation.stop_strings import StopFinder
 from dantinox.generation.token_settings import stop_token_ids
 from dantinox.sampling import StepInfo
+from dantinox.sampling.loops import ends_in_loop
 from dantinox.text import Tokenizer
 
 
@@ -38,7 +39,7 @@ class SampleText:
 
     Attributes:
       tokens: the tokens of the continuation, including the EOS token, without those that a guide may still discard.
-      finish_reason: `eos`, `stop` or `length` once it has ended.
+      finish_reason: `eos`, `stop`, `loop` or `length` once it has ended.
       guides: the guides of the sample.
       mask: the tokens that the guides allow next; None: all.
       released_steps: the reports of the tokens that the last call of `add_tokens` has added to `tokens`; None without reports.
@@ -78,6 +79,7 @@ class SampleText:
         self._eos = () if section.ignore_eos else tokenizer.stop_ids
         self._stop_ids, self._keep_stop = stop_token_ids(tokenizer, section), section.keep_stop
         self._min_tokens = section.min_tokens
+        self._loop_settings = section if section.loop_stop else None
         # Decode the new tokens as a continuation of the prompt, because some tokenizers drop a space at the start of a text.
         self._new_detokenizer = partial(tokenizer.detokenizer, visible_ids)
         self._prompt = prompt
@@ -201,5 +203,11 @@ class SampleText:
         text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         last = self.tokens[-1] if self.tokens else None
         stopped = self._stops.matched_stop is not None or last in self._stop_ids
-        self.finish_reason = "stop" if stopped else "eos" if self.complete or last in self._eos else "length"
+        if stopped:
+            self.finish_reason = "stop"
+        elif self.complete or last in self._eos:
+            self.finish_reason = "eos"
+        else:
+            looped = self._loop_settings is not None and ends_in_loop(self.tokens, self._loop_settings)
+            self.finish_reason = "loop" if looped else "length"
         self._add_part(text)

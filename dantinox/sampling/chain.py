@@ -27,6 +27,7 @@ from dantinox.sampling.entropy_router import (
     should_clarify,
 )
 from dantinox.sampling.logit_processor import apply_logit_processor
+from dantinox.sampling.loops import loop_temperature
 from dantinox.sampling.order import Order, RowOrders, SharedOrder
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.report import RouterReport, StepInfo, step_info
@@ -96,6 +97,7 @@ def sample(
     routes = metrics = found = None
     if params.router is not None:
         params, metrics, routes = _apply_router(params, raw_BV, attention)
+    params = _apply_loop_temperature(params, state)
     context = Context(params, state, keys_B)
     last = [name for name in params.plan if name in LAST_STEPS]
     plan = params.plan[: len(params.plan) - len(last)]
@@ -156,6 +158,7 @@ def trace(
     routes = None
     if params.router is not None:
         params, _, routes = _apply_router(params, rows[0][1], attention)
+    params = _apply_loop_temperature(params, state)
     context = Context(params, state, _keys(params, state))
     if params.logit_processor is not None:
         rows.append(("logit_processor", _apply_logit_processor(rows[0][1], params, state)))
@@ -216,6 +219,16 @@ def _apply_router(
         "min_p": routes.min_p > 0,
     }
     return replace(params, numbers=params.numbers | numbers, enabled=params.enabled | on), metrics, routes
+
+
+def _apply_loop_temperature(params: SamplingParams, state: SamplerState) -> SamplingParams:
+    """Returns the parameters with the temperatures of this token: higher in rows whose text ends in a loop."""
+    if params.loops is None or params.loops.factor is None:
+        return params
+    assert state.loop_runs is not None
+    temperature_B, changed_B = loop_temperature(params.temperature, state.loop_runs, params.loops)
+    enabled = params.enabled | {"temperature": params.enabled["temperature"] | changed_B}
+    return replace(params, numbers=params.numbers | {"temperature": temperature_B}, enabled=enabled)
 
 
 def _best_of_n_logits(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route) -> Array:

@@ -32,6 +32,7 @@ from dantinox.config.sampling_steps import (
 from dantinox.sampling.entropy_router import Metrics, RouterConfig
 from dantinox.sampling.history import sequence_arrays
 from dantinox.sampling.logit_processor import LogitProcessor, check_logit_processor
+from dantinox.sampling.loops import LoopRules
 from dantinox.sampling.order import ORDERABLE, order_array
 
 # Step arguments that are strings instead of numbers, such as `ties`. They select the code that is compiled.
@@ -40,7 +41,11 @@ CHOICE_SETTINGS = tuple(
 )
 # Settings that determine the compiled program, so they must be equal in all rows of a batch.
 BATCH_SETTINGS = ("strategy", "preset", "sampler_order", *CHOICE_SETTINGS)
-SETTING_NAMES = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *BATCH_SETTINGS, "greedy", "seed"})
+SETTING_NAMES = tuple(
+    key
+    for key in GenerationSection.model_fields
+    if key in {*SETTINGS, *BATCH_SETTINGS, "greedy", "seed"} or key.startswith("loop_")
+)
 LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
 
@@ -63,7 +68,18 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("numbers", "enabled", "tables", "seed", "sample_index", "router", "report_rows", "allowed_bits", "order"),
+    data_fields=(
+        "numbers",
+        "enabled",
+        "tables",
+        "seed",
+        "sample_index",
+        "router",
+        "report_rows",
+        "allowed_bits",
+        "order",
+        "loops",
+    ),
     meta_fields=(
         "plan",
         "stochastic",
@@ -104,6 +120,7 @@ class SamplingParams:
       order: [B, N] int32, for every row its own order of the steps that follow the edits, as indices into `order.ORDERABLE`,
         padded with −1. None: all rows use the order of the plan, for which the program is compiled.
       logit_processor: a function that edits the logits before all steps; part of the program. None: no such function.
+      loops: the rules of loop detection; None: no row detects loops.
     """
 
     numbers: dict[str, Array]
@@ -123,6 +140,7 @@ class SamplingParams:
     allowed_bits: Array | None = None
     order: Array | None = None
     logit_processor: LogitProcessor | None = None
+    loops: LoopRules | None = None
 
     @classmethod
     def build(
@@ -195,6 +213,7 @@ class SamplingParams:
         # Every program that draws contains the temperature step. A new temperature, the most frequent change of a setting, then
         # needs no compilation.
         always = {"temperature"} if stochastic and not any("dynamic_temperature" in on for on in enabled_by_row) else set()
+        always |= {"temperature"} if any(section.loop_temperature_factor != 1 for section in sections) else set()
         always |= {*(extra_steps or ())}
         plan = tuple(
             name
@@ -224,6 +243,7 @@ class SamplingParams:
             "seed": np.asarray([section.seed or 0 for section in sections], np.uint32),
             "sample_index": np.broadcast_to(np.asarray(sample_index, np.int32), (len(sections),)),
             "order": np.stack([order_array(section_order(section)) for section in sections]) if dynamic_order else None,
+            "loops": LoopRules.build(sections, always=extra_steps is not None),
             "router": jax.tree.map(lambda *numbers: np.stack(numbers), *routers) if routers else None,
         }
         return cls(

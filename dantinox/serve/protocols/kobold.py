@@ -33,8 +33,8 @@ FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch
 # Clients poll these paths while they read a stream.
 UNLIMITED = ("/api/extra/generate/check", "/api/extra/abort", "/api/extra/last_logprobs")
 MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # number of finished generations that are kept, and seconds for which they are kept
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
-STOP_REASON_NUMBERS = {None: -1, "length": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "loop": "length", "cancelled": "length"}
+STOP_REASON_NUMBERS = {None: -1, "length": 0, "loop": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
 ERROR_TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
 
 

@@ -27,7 +27,7 @@ from dantinox.serve.protocols.token_text import check_ids
 from dantinox.serve.service import Reply, Service
 from dantinox.text.fill_in_middle import fim_ids
 
-STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "cancelled": "limit"}
+STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "loop": "limit", "cancelled": "limit"}
 SUFFIX_SHARE = 4  # a long suffix gets at most 1 / SUFFIX_SHARE of the space for the texts around the gap
 # Fields that choose a slot or what is reported, and change no text.
 REPORT_FIELDS = (

@@ -49,7 +49,7 @@ PATHS = (
     "/api/generate", "/api/chat", "/api/embed", "/api/tags", "/api/show", "/api/version", "/api/ps",
     "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs",
 )  # fmt: skip
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "loop": "length", "cancelled": "stop"}
 
 
 def format_error(error: RequestError) -> JSON:

@@ -25,6 +25,7 @@ from dantinox.serve.protocols.tool_chat import PreparedChat, prepare_chat
 from dantinox.serve.service import Reply, Service
 
 DONE = b"data: [DONE]\n\n"
+FINISH_REASONS = {"eos": "stop", "loop": "length"}  # finish reasons with another name in this protocol
 
 
 def routes(service: Service) -> list[Route]:
@@ -159,7 +160,7 @@ class OpenAIReply(Reply):
         if index not in self._logprobs:
             self._logprobs[index] = type(self).logprobs_format(self._tokenizer, request, self._echoed[number])
             text, records = self._echoed[number] + text, [*self.streams[number].prompt, *records]
-        reason = "stop" if delta.finish_reason == "eos" else delta.finish_reason
+        reason = FINISH_REASONS.get(delta.finish_reason, delta.finish_reason) if delta.finish_reason else None
         return ChoiceDelta(index, text, None if request.logprobs is None else self._logprobs[index](records), reason)
 
     def add(self, number: int, delta: Delta) -> None:
