@@ -73,7 +73,7 @@ class Chat:
         """
         self.model, self.is_completion = run, template is None
         self.template: Template = PlainTextTemplate(run) if template is None else template
-        self._base = with_generation(run.config, n=1)
+        self._base = with_generation(run.config, n=1, token_healing=False)
         self.messages: list[Message] = []
         self.system, self.entropy, self.finish_reason = "", False, ""
         self._num_dropped = 0  # how many of the oldest messages are left out, because the context is full
@@ -101,6 +101,8 @@ class Chat:
     def _apply(self, config: Config) -> None:
         if config.generation.n != 1:
             raise UserError(f"generation.n must be 1 in a conversation, got {config.generation.n}")
+        if config.generation.token_healing:
+            raise UserError("generation.token_healing must be false in a conversation, whose template ends the prompt")
         base, new = settings_of(self._base), settings_of(config)
         self.config = config
         self.overrides: dict[str, Any] = {name: value for name, value in new.items() if value != base[name]}

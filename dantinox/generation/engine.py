@@ -215,6 +215,7 @@ class Engine:
     def reserve(self, request: GenerationRequest) -> Job:
         """Checks the sizes and adds the request to the queue, where it waits for `prepare`: the fast part of `add`."""
         self._check(request)
+        request = self.model.heal(request)
         job = Job(request, min(request.config.generation.max_new_tokens, self._slots.context - len(request.ids)))
         with self.lock:
             job.adapter = self._slots.adapter(request.lora)
@@ -295,7 +296,9 @@ class Engine:
     def _sample_texts(self, request: GenerationRequest, limit: int) -> list[SampleText]:
         tokenizer, section = self.model.tokenizer, request.config.generation
         return [
-            SampleText(tokenizer, section, request.ids, guides, request.visible_ids, request.reasoning, limit)
+            SampleText(
+                tokenizer, section, request.ids, guides, request.visible_ids, request.reasoning, limit, request.healed or ()
+            )
             for guides in self.model.guides(request)
         ]
 

@@ -22,7 +22,9 @@ from dantinox.sampling.params import ScoreFn
 
 DEFAULTS = Config().generation
 # These settings need a tokenizer, or they change the weights, which `generate` does not do.
-UNSUPPORTED_SETTINGS = ("stop", "keep_stop", "json_whitespace", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel")
+UNSUPPORTED_SETTINGS = (
+    "stop", "keep_stop", "token_healing", "json_whitespace", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel",
+)  # fmt: skip
 
 
 Ids = jax.Array | np.ndarray | Sequence[Sequence[int]]

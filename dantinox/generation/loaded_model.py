@@ -10,7 +10,7 @@ from typing import Any, Unpack, overload
 import jax
 import numpy as np
 
-from dantinox.config import Config, UserError
+from dantinox.config import Config, UserError, with_generation
 from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_shardings
 from dantinox.files import quote
@@ -245,7 +245,11 @@ class LoadedModel(ModelBundle):
           True
         """
         template, ids = self.chat_prompt(messages, template)
-        config = self.with_stop_ids(self.settings(settings), template.end_ids)
+        if settings.get("token_healing"):
+            raise UserError(
+                "token_healing must be false in a chat, whose template ends the prompt", key="generation.token_healing"
+            )
+        config = self.with_stop_ids(with_generation(self.settings(settings), token_healing=False), template.end_ids)
         if config.generation.n != 1:
             raise UserError(f"n must be 1 in a chat, got {config.generation.n}: use request and complete for several samples")
         given: dict[str, Any] = {"constraint": constraint, "logit_processor": logit_processor, "lora": lora}
@@ -418,7 +422,9 @@ class LoadedModel(ModelBundle):
             raise UserError("at least one prompt is required")
         random_seed = secrets.randbits(32)
         groups: dict[tuple[Any, ...], list[int]] = {}
-        seeded_requests = [replace(request, config=with_default_seed(request.config, random_seed)) for request in requests]
+        seeded_requests = [
+            self.heal(replace(request, config=with_default_seed(request.config, random_seed))) for request in requests
+        ]
         for number, request in enumerate(seeded_requests):
             config, report = request.config, (request.logprobs, request.echo, request.score_fn, request.show_candidates)
             if request.logit_processor is not None:

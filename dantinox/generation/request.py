@@ -23,6 +23,8 @@ class GenerationRequest:
       logprobs: the number of alternatives to report per token; 0 reports only the generated token, None nothing.
       echo: also report the prompt tokens; needs `logprobs`.
       constraint: the constraint on the output; None: no constraint.
+      healed: the tokens that token healing has removed from the end of the prompt, see `ModelBundle.heal`; None: it has not
+        looked at the prompt.
       reasoning: the reasoning in the output, for its budget and for a constraint that must not apply inside of it.
       visible_ids: special tokens whose names appear in the text.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
@@ -44,6 +46,7 @@ class GenerationRequest:
     score_fn: ScoreFn | None = None
     show_candidates: bool = False
     logit_processor: LogitProcessor | None = None
+    healed: tuple[int, ...] | None = None
     lora: str | None = None
     salt: str = ""
 
@@ -52,7 +55,8 @@ class GenerationRequest:
         """Whether guides may restrict tokens of the output."""
         section, reasoning = self.config.generation, self.reasoning
         has_budget = reasoning is not None and reasoning.budget is not None
-        return self.constraint is not None or has_budget or bool(section.banned_strings or section.banned_regexes)
+        banned = section.banned_strings or section.banned_regexes
+        return self.constraint is not None or has_budget or bool(banned or self.healed)
 
 
 class Delta(NamedTuple):

@@ -43,6 +43,7 @@ from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.scheduler import QueueFull
 from dantinox.generation.slot_batch import CACHED_SETTINGS, CacheKey, ProgramKey, SlotBatch
+from dantinox.generation.token_healing import response_detokenizer
 from dantinox.generation.token_settings import with_default_seed
 from dantinox.generation.trace import token_records
 from dantinox.sampling import LogitProcessor, StepInfo
@@ -61,9 +62,10 @@ class _Responder:
 
     def __init__(self, model: LoadedModel, stream: ResponseStream):
         self.stream, self._tokenizer = stream, model.tokenizer
-        self._detokenizers = [model.tokenizer.detokenizer() for _ in range(stream.request.config.generation.n)]
-        for detokenizer in self._detokenizers:
-            detokenizer.push(stream.request.ids)
+        request = stream.request
+        self._detokenizers = [
+            response_detokenizer(model.tokenizer, request.ids, request.healed or ()) for _ in range(request.config.generation.n)
+        ]
 
     def push_output(self, output: Output) -> None:
         """Adds the new tokens of one sample to the stream."""

@@ -23,7 +23,7 @@ from dantinox.serve.protocols.bodies import parse_body
 from dantinox.serve.protocols.kobold_bodies import MAX_ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody
 from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, Placeholders, fit_to_context, split_stops
 from dantinox.serve.protocols.logprobs import ChatLogprobs
-from dantinox.serve.protocols.token_text import check_ids
+from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
 
@@ -101,7 +101,7 @@ async def parse(
         raise RequestError(400, str(error), param="prompt") from None
     config = with_generation(config, max_new_tokens=new, n=1 if stream else config.generation.n)
     logprobs = min(MAX_ALTERNATIVES, model.tokenizer.vocab_size) if body.logprobs else None
-    request = GenerationRequest(tuple(found), config, logprobs, False, body.constraint(), lora=lora)
+    (request,) = await healed(model, [GenerationRequest(tuple(found), config, logprobs, False, body.constraint(), lora=lora)])
     return Generation(model.tokenizer, generations, body.genkey or "", request, stream)
 
 

@@ -20,7 +20,7 @@ from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
-from dantinox.serve.protocols.token_text import prompt_ids
+from dantinox.serve.protocols.token_text import healed, prompt_ids
 from dantinox.serve.protocols.tool_chat import PreparedChat, prepare_chat
 from dantinox.serve.service import Reply, Service
 
@@ -91,7 +91,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     echoed = [""] * len(requests)
     if echo:
         echoed = [tokenizer.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt]
-    return OpenAIReply(service, requests, body, echoed)
+    return OpenAIReply(service, await healed(service.model, requests), body, echoed)
 
 
 async def parse_chat(service: Service, body: ChatBody) -> Reply:
