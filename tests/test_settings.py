@@ -37,6 +37,7 @@ CONVERSATIONS = {
 }  # fmt: skip
 START_FROM = {"training.init_from": "runs/x"}
 LORA = {**START_FROM, "lora.rank": 4}
+LOOP_STOP = {"generation.loop_stop": True}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
 FACTOR_4 = {"attention.rope_factor": 4.0}
 LINEAR = {**FACTOR_4, "attention.rope_scaling": "linear"}
@@ -133,6 +134,9 @@ OTHER: dict[str, tuple] = {
     "generation.matmul_kernel": ("xla",),
     "generation.stop_token_ids": ([3], {"generation.min_tokens": 2}),
     "generation.json_whitespace": ("flexible",),
+    "generation.token_healing": (True,), "generation.loop_stop": (True,), "generation.loop_temperature_factor": (2.0,),
+    "generation.loop_max_period": (8, LOOP_STOP), "generation.loop_min_repeats": (3, LOOP_STOP),
+    "generation.loop_min_tokens": (9, LOOP_STOP),
     "generation.banned_strings": (["ab"],), "generation.banned_regexes": (["a+b"],),
     "generation.ignore_eos": (True,), "generation.use_cache": (False,), "generation.weights": ("int8",),
     "generation.num_beams": (2,), "generation.length_penalty": (0.5, {"generation.num_beams": 2}),
@@ -258,6 +262,7 @@ REQUEST = (
     "json_whitespace",
     "banned_strings",
     "banned_regexes",
+    "token_healing",
     "use_cache",
     "weights",
     "matmul_dtype",

@@ -239,6 +239,7 @@ def _run_terminal(conversation: "Chat") -> int:
 FINISH_NOTES = {
     "interrupted": "(stopped)",
     "length": "(truncated: max_new_tokens is {})",
+    "loop": "(stopped: the text repeats itself)",
     "context": "(truncated: the context is full)",
 }
 

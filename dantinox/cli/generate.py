@@ -101,7 +101,11 @@ def generate(options: argparse.Namespace) -> int:
     template_path = find_chat_template(directory)
     if options.chat and template_path is None and options.chat_template is None:
         raise UserError(f"{options.run_dir} has no chat template: give --chat_template, or leave --chat out")
+    healed = any(config.generation.token_healing for _, config in prompts)
+    if options.chat and healed and not base.generation.token_healing:
+        raise UserError("token_healing must be false with --chat, because the chat template ends the prompt")
     use_compilation_cache()
+    from dantinox.config import with_generation
     from dantinox.generation import load
     from dantinox.generation.loaded_model import results_in_order
 
@@ -119,7 +123,7 @@ def generate(options: argparse.Namespace) -> int:
         else:
             messages = [{"role": "system", "content": options.system}] if options.system else []
             ids = template.encode([*messages, {"role": "user", "content": prompt}], generation_prompt=True)
-            config = run.with_stop_ids(config, template.end_ids)
+            config = run.with_stop_ids(with_generation(config, token_healing=False), template.end_ids)
         requests.append(replace(run.request(ids, config, **report, constraint=constraint), prompt=prompt))
     batches = run.start(requests, stream=stream)
     if stream and not options.chat:

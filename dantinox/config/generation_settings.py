@@ -18,6 +18,7 @@ from dantinox.config.sampling_steps import (
     is_digits,
 )
 
+MAX_LOOP_PERIOD = 256  # tokens
 MAX_BAN_LENGTH = 256  # characters of a banned string or expression
 GREEDY_BELOW = 1e-5  # a lower temperature means greedy decoding
 
@@ -52,10 +53,23 @@ WITHOUT_BEAMS: dict[str, object] = {
     "banned_regexes": (),
     "speculation": "off",
     "use_cache": True,
+    "loop_stop": False,
+    "loop_temperature_factor": 1.0,
+    "token_healing": False,
 }
 # The settings of the steps that beam search does not run. A request with beams does not use those of the run. A watermark is not
 # switched off in this way.
 DRAWING_SETTINGS = frozenset(key for step in STEPS.values() if step.group == "other" for key in (*step.on, *step.settings))
+NOT_GREEDY = (
+    Needs(("generation.greedy", False)),
+    Needs(
+        (
+            "generation.temperature",
+            Condition(f"is at least {GREEDY_BELOW:g}", lambda temperature: temperature >= GREEDY_BELOW),
+        )
+    ),
+)
+NEEDS_LOOPS = Needs(("generation.loop_stop", True), ("generation.loop_temperature_factor", differs(1)))
 
 
 class _Request(Section):
@@ -75,6 +89,21 @@ class _Request(Section):
     )
     banned_regexes: Annotated[Strings, *NEEDS_FULL_CACHE] = field(
         (), "regular expressions that no part of the text matches; generation goes back to the first token of a match"
+    )
+    loop_stop: bool = field(False, "end the text when its end repeats one sequence of tokens again and again")
+    loop_temperature_factor: Annotated[
+        float, Field(ge=1, le=100, allow_inf_nan=False), Needs(("generation.loop_stop", False)), *NOT_GREEDY
+    ] = field(1.0, "multiply the temperature by this number while the end of the text repeats one sequence of tokens (1: off)")
+    loop_max_period: Annotated[int, Field(ge=1, le=MAX_LOOP_PERIOD), NEEDS_LOOPS] = field(
+        64, "most tokens of a repeated sequence"
+    )
+    loop_min_repeats: Annotated[int, Field(ge=2, le=1024), NEEDS_LOOPS] = field(
+        4, "number of times that the sequence must occur in a row, with the first time"
+    )
+    loop_min_tokens: Annotated[Count, NEEDS_LOOPS] = field(64, "least tokens of all repetitions together")
+    token_healing: bool = field(
+        False,
+        "generate the last tokens of the prompt again, with the same text, so that a prompt may end inside of a token",
     )
     json_whitespace: Literal["compact", "flexible"] = field(
         "compact",
@@ -124,13 +153,7 @@ class _Request(Section):
     )
     strategy: Annotated[
         Literal["chain", "entropy"],
-        Needs(("generation.greedy", False)),
-        Needs(
-            (
-                "generation.temperature",
-                Condition(f"is at least {GREEDY_BELOW:g}", lambda temperature: temperature >= GREEDY_BELOW),
-            )
-        ),
+        *NOT_GREEDY,
     ] = field(
         "chain", "chain: this section sets temperature, top_k, top_p and min_p; entropy: the entropy router sets them per token"
     )
@@ -303,6 +326,8 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
         further = "".join(f"and {key} " for key in unsupported[1:])
         remedy = f"leave {pronoun} out or switch {pronoun} off"
         yield unsupported[0], f"{further}cannot be used with {order_setting}, which has no such step: {remedy}"
+    if g.loop_temperature_factor != 1 and "temperature" not in order:
+        yield "generation.loop_temperature_factor", "needs the step temperature, which generation.sampler_order leaves out"
     if {*MIROSTAT_STEPS} & on and "adaptive_p" in on:
         yield "generation.adaptive_target", f"must be negative with generation.mirostat, got {g.adaptive_target:g}"
     low, high = g.dynatemp_low, g.dynatemp_high

@@ -21,6 +21,12 @@ class SamplingSettings(TypedDict, total=False):
     ignore_eos: bool
     banned_strings: Sequence[str]
     banned_regexes: Sequence[str]
+    loop_stop: bool
+    loop_temperature_factor: float
+    loop_max_period: int
+    loop_min_repeats: int
+    loop_min_tokens: int
+    token_healing: bool
     json_whitespace: Literal["compact", "flexible"]
     use_cache: bool
     weights: Literal["auto", "float32", "bfloat16", "int8", "int4"]

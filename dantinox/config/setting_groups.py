@@ -77,7 +77,11 @@ GROUPS: dict[str, SettingGroup] = {
     "request": SettingGroup(
         "generation", "Length, samples, seed and end of a sequence",
         "max_new_tokens n seed stop keep_stop stop_token_ids ignore_eos min_tokens banned_strings banned_regexes "
-        "json_whitespace",
+        "token_healing json_whitespace",
+    ),
+    "loops": SettingGroup(
+        "generation", "Detection of text that repeats itself",
+        "loop_stop loop_temperature_factor loop_max_period loop_min_repeats loop_min_tokens",
     ),
     "decoding": SettingGroup(
         "generation",

@@ -368,13 +368,14 @@ def check_request(request: GenerationRequest) -> None:
     """Checks that beam search supports a request.
 
     Raises:
-      UserError: the request has a constraint or a limit of its reasoning, or asks for reports of its tokens.
+      UserError: the request has a constraint, a limit of its reasoning or a logit processor, or asks for reports of its tokens.
     """
     given = {
         "a constraint": request.constraint is not None,
         "a limit of the reasoning": request.guided,
         "a report of each token (logprobs, trace)": request.logprobs is not None,
         "score_fn": request.score_fn is not None,
+        "a logit processor": request.logit_processor is not None,
     }
     name = next((name for name, is_given in given.items() if is_given), None)
     if name is not None:

@@ -60,8 +60,8 @@ class Chat:
       system: the system message, or "".
       config: the settings; `overrides` holds the settings that differ from the run, by name.
       entropy: whether answers are streamed token by token, each token with its entropy.
-      finish_reason: why the last answer ended: `eos`, `stop`, `length` (max_new_tokens), `context` (the context is full), or
-        `interrupted`.
+      finish_reason: why the last answer ended: `eos`, `stop`, `loop`, `length` (max_new_tokens), `context` (the context is
+        full), or `interrupted`.
       is_completion: whether the model continues plain text, because it has no chat template.
     """
 
@@ -74,7 +74,7 @@ class Chat:
         """
         self.model, self.is_completion = run, template is None
         self.template: Template = PlainTextTemplate(run) if template is None else template
-        self._base = with_generation(run.config, n=1)
+        self._base = with_generation(run.config, n=1, token_healing=False)
         self.messages: list[Message] = []
         self.system, self.entropy, self.finish_reason = "", False, ""
         self._num_dropped = 0  # how many of the oldest messages are left out, because the context is full
@@ -104,6 +104,8 @@ class Chat:
             raise UserError(f"generation.n must be 1 in a conversation, got {config.generation.n}")
         if config.generation.num_beams != 1:
             raise UserError(f"generation.num_beams must be 1 in a conversation, got {config.generation.num_beams}")
+        if config.generation.token_healing:
+            raise UserError("generation.token_healing must be false in a conversation, whose template ends the prompt")
         base, new = settings_of(self._base), settings_of(config)
         self.config = config
         self.overrides: dict[str, Any] = {name: value for name, value in new.items() if value != base[name]}

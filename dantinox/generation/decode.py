@@ -32,6 +32,7 @@ from dantinox.model.scoring import token_logprobs
 from dantinox.programs import shared_trace
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, init_state, sample
 from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine_layers, layer_attention
+from dantinox.sampling.loops import in_loop
 
 DECODE_CHUNK = 32  # tokens
 COMPRESSED_PREFILL_CHUNK = 2048  # longest part of a prompt that a compressed cache processes at a time
@@ -515,6 +516,9 @@ def sample_step(
     position_B = state.position_B + active_B
     remaining_B = state.remaining_B - active_B
     ended_B = (token_B[:, None] == state.eos_BE).any(1) | (remaining_B <= 0)
+    if params.loops is not None:
+        assert sampler.loop_runs is not None
+        ended_B |= params.loops.stops & in_loop(sampler.loop_runs, params.loops)
     sequence_BS = state.sequence_BS
     if sequence_BS is not None:
         index_B = jnp.where(active_B, position_B, sequence_BS.shape[1])

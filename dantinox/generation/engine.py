@@ -57,7 +57,7 @@ class Output(NamedTuple):
     Attributes:
       parts: new text, one part per token if the request reports log-probabilities.
       ids: the new tokens; `steps` holds their reports.
-      finish_reason: `eos`, `stop`, `length` or `cancelled` in the last output of the sample.
+      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last output of the sample.
       stop_string: the stop string that ended the sample, or None.
       ended: whether the request has ended; `error` is set if it failed.
     """
@@ -216,6 +216,7 @@ class Engine:
     def reserve(self, request: GenerationRequest) -> Job:
         """Checks the sizes and adds the request to the queue, where it waits for `prepare`: the fast part of `add`."""
         self._check(request)
+        request = self.model.heal(request)
         job = Job(request, min(request.config.generation.max_new_tokens, self._slots.context - len(request.ids)))
         with self.lock:
             job.adapter = self._slots.adapter(request.lora)
@@ -296,7 +297,9 @@ class Engine:
     def _sample_texts(self, request: GenerationRequest, limit: int) -> list[SampleText]:
         tokenizer, section = self.model.tokenizer, request.config.generation
         return [
-            SampleText(tokenizer, section, request.ids, guides, request.visible_ids, request.reasoning, limit)
+            SampleText(
+                tokenizer, section, request.ids, guides, request.visible_ids, request.reasoning, limit, request.healed or ()
+            )
             for guides in self.model.guides(request)
         ]
 
@@ -310,6 +313,8 @@ class Engine:
         self.model.check_ids(request.ids)
         if request.logprobs is not None and not 0 <= request.logprobs <= MAX_ALTERNATIVES:
             raise UserError(f"logprobs must be in [0, {MAX_ALTERNATIVES}] in this server, got {request.logprobs}")
+        if request.logit_processor not in (None, self._slots.logit_processor):
+            raise UserError("logit_processor is an argument of the SlotBatch, and all of its requests use it")
         if request.echo and request.logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: set logprobs too")
 

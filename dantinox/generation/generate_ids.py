@@ -17,12 +17,14 @@ from dantinox.generation.quantized_weights import HeadOrder, permute_heads
 from dantinox.model import Transformer
 from dantinox.platform import use_compilation_cache
 from dantinox.run import KVCalibration, load_kv_calibration, load_router_calibration
-from dantinox.sampling import SamplingParams, StepInfo
+from dantinox.sampling import LogitProcessor, SamplingParams, StepInfo
 from dantinox.sampling.params import ScoreFn
 
 DEFAULTS = Config().generation
 # These settings need a tokenizer, or they change the weights, which `generate` does not do.
-UNSUPPORTED_SETTINGS = ("stop", "keep_stop", "json_whitespace", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel")
+UNSUPPORTED_SETTINGS = (
+    "stop", "keep_stop", "token_healing", "json_whitespace", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel",
+)  # fmt: skip
 
 
 Ids = jax.Array | np.ndarray | Sequence[Sequence[int]]
@@ -38,6 +40,7 @@ class GenerateIdsOptions(SamplingSettings, total=False):
     logprobs: int | None
     score_fn: ScoreFn | None
     show_candidates: bool
+    logit_processor: LogitProcessor | None
     router_calibration: str | Path | Mapping[str, float] | None
 
 
@@ -71,6 +74,7 @@ def generate(
     return_info: bool = False,
     score_fn: ScoreFn | None = None,
     show_candidates: bool = False,
+    logit_processor: LogitProcessor | None = None,
     router_calibration: str | Path | Mapping[str, float] | None = None,
     **settings: object,
 ) -> np.ndarray | tuple[np.ndarray, dict[str, object]]:
@@ -86,7 +90,7 @@ def generate(
       pad_id: id that fills a row after its end.
       logprobs: with `return_info`, the number of alternatives to report per token; None reports nothing.
       return_info: also return a dict of statistics.
-      score_fn, show_candidates: as for `LoadedModel.generate`.
+      score_fn, show_candidates, logit_processor: as for `LoadedModel.generate`.
       router_calibration: for `router_preset="calibrated"`: the file that `dantinox calibrate --what router` wrote for this
         model, or a mapping with the values of that file.
       settings: settings of the sections `generation` (`temperature`, `top_p`, `greedy`, `seed`, `n` samples per prompt),
@@ -96,8 +100,8 @@ def generate(
     Returns:
       int32 `[B · n, T + new]`. Each row holds the prompt, its continuation, and padding with `pad_id`. `new` is
       `max_new_tokens`, or less if the context is shorter. The `n` samples of a prompt are consecutive rows. With `return_info`
-      also a dict: `lengths` (prompt plus continuation), `reasons` (`eos` or `length`), `seed`, `seconds`, `info`, a
-      `StepInfo` `[B · n, new, …]` or None, and `scores`, the scores of beam search `[B · n]` or None.
+      also a dict: `lengths` (prompt plus continuation), `reasons` (`eos`, `loop` or `length`), `seed`, `seconds`, `info`,
+      a `StepInfo` `[B · n, new, …]` or None, and `scores`, the scores of beam search `[B · n]` or None.
 
     Raises:
       UserError: an id is outside the vocabulary, a prompt is empty or too long, or a setting is invalid.
@@ -125,6 +129,7 @@ def generate(
         "logprobs": logprobs if return_info else None,
         "score_fn": score_fn,
         "show_candidates": show_candidates,
+        "logit_processor": logit_processor,
     }
     start = time.perf_counter()
     results = ids_model.complete([ids_model.request(ids, config, **report) for ids in prompts])

@@ -10,7 +10,7 @@ from typing import Any, Unpack, overload
 import jax
 import numpy as np
 
-from dantinox.config import Config, UserError
+from dantinox.config import Config, UserError, with_generation
 from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_shardings
 from dantinox.files import quote
@@ -44,7 +44,9 @@ from dantinox.run import (
 )
 from dantinox.run.adapters import load_run_weights
 from dantinox.run.peft_folder import load_lora
+from dantinox.sampling import LogitProcessor
 from dantinox.sampling import params as sampling
+from dantinox.sampling.logit_processor import check_logit_processor
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import ChatTemplate, Tokenizer
 
@@ -72,6 +74,7 @@ class GenerateOptions(RequestSettings, total=False):
     score_fn: ScoreFn | None
     show_candidates: bool
     constraint: Constraint | None
+    logit_processor: LogitProcessor | None
     lora: str | None
 
 
@@ -128,6 +131,7 @@ class LoadedModel(ModelBundle):
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
         constraint: Constraint | None = None,
+        logit_processor: LogitProcessor | None = None,
         lora: str | None = None,
         **settings: object,
     ) -> Result | list[Result]:
@@ -145,6 +149,9 @@ class LoadedModel(ModelBundle):
           show_candidates: with `logprobs`, report the candidates of the entropy router; the text stays the same.
           constraint: a schema, regex or grammar that every text satisfies. A complete text has the finish reason `eos`; a text
             that `max_new_tokens` truncates is a prefix of a valid text.
+          logit_processor: `(logits [V], history) -> logits [V]`, a function of JAX that edits the float32 logits of every token
+            before all sampling steps; `history` is a `dantinox.sampling.TokenHistory`. It is compiled into the program once for
+            each function object, so define it once.
           lora: the name of an adapter that `load` or `load_lora` has loaded; None: the base model.
           settings: settings of the sections `generation`, `router` and `kv` (`kv_budget` and so on), which override the
             settings of the run. `dantinox settings --section generation` lists them.
@@ -172,9 +179,13 @@ class LoadedModel(ModelBundle):
             raise UserError(f"prompt must be a string or a list of strings, got {quote(prompt)}")
         config = self.settings(settings)
         report: dict[str, Any] = {"logprobs": logprobs, "echo": echo, "show_candidates": show_candidates}
-        results = self.complete(
-            [self.request(text, config, **report, score_fn=score_fn, constraint=constraint, lora=lora) for text in prompts]
-        )
+        given: dict[str, Any] = {
+            "score_fn": score_fn,
+            "constraint": constraint,
+            "logit_processor": logit_processor,
+            "lora": lora,
+        }
+        results = self.complete([self.request(text, config, **report, **given) for text in prompts])
         return results[0] if isinstance(prompt, str) and len(results) == 1 else results
 
     def stream(
@@ -182,6 +193,7 @@ class LoadedModel(ModelBundle):
         prompt: str,
         *,
         constraint: Constraint | None = None,
+        logit_processor: LogitProcessor | None = None,
         lora: str | None = None,
         **settings: Unpack[RequestSettings],
     ) -> Iterator[str]:
@@ -191,7 +203,7 @@ class LoadedModel(ModelBundle):
 
         Args:
           prompt: a string.
-          constraint, lora: as for `generate`.
+          constraint, logit_processor, lora: as for `generate`.
           settings: as for `generate`; `n` must be 1.
 
         Raises:
@@ -203,7 +215,7 @@ class LoadedModel(ModelBundle):
           >>> "".join(parts) == model.generate("def ", max_new_tokens=8, seed=1).text
           True
         """
-        request = self.request(prompt, settings, constraint=constraint, lora=lora)
+        request = self.request(prompt, settings, constraint=constraint, logit_processor=logit_processor, lora=lora)
         if (n := request.config.generation.n) != 1:
             raise UserError(f"n must be 1 in a stream, got {n}: use generate for several samples")
         (run,) = self.start([request], stream=True)
@@ -216,6 +228,7 @@ class LoadedModel(ModelBundle):
         template: ChatTemplate | None = None,
         logprobs: int | None = None,
         constraint: Constraint | None = None,
+        logit_processor: LogitProcessor | None = None,
         lora: str | None = None,
         **settings: Unpack[RequestSettings],
     ) -> Result:
@@ -224,7 +237,7 @@ class LoadedModel(ModelBundle):
         Args:
           messages: a user message as a string, or a list of `{"role": "system" | "user" | "assistant", "content": text}`.
           template: formats the conversation; None: the template of the run.
-          logprobs, constraint, lora: as for `generate`.
+          logprobs, constraint, logit_processor, lora: as for `generate`.
           settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override the settings of the run.
 
         Returns:
@@ -242,10 +255,15 @@ class LoadedModel(ModelBundle):
           True
         """
         template, ids = self.chat_prompt(messages, template)
-        config = self.with_stop_ids(self.settings(settings), template.end_ids)
+        if settings.get("token_healing"):
+            raise UserError(
+                "token_healing must be false in a chat, whose template ends the prompt", key="generation.token_healing"
+            )
+        config = self.with_stop_ids(with_generation(self.settings(settings), token_healing=False), template.end_ids)
         if config.generation.n != 1:
             raise UserError(f"n must be 1 in a chat, got {config.generation.n}: use request and complete for several samples")
-        return self.complete([self.request(ids, config, logprobs=logprobs, constraint=constraint, lora=lora)])[0]
+        given: dict[str, Any] = {"constraint": constraint, "logit_processor": logit_processor, "lora": lora}
+        return self.complete([self.request(ids, config, logprobs=logprobs, **given)])[0]
 
     def chat_prompt(
         self, messages: str | Sequence[Mapping[str, object]], template: ChatTemplate | None = None
@@ -322,6 +340,7 @@ class LoadedModel(ModelBundle):
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
         constraint: Constraint | None = None,
+        logit_processor: LogitProcessor | None = None,
         reasoning: Reasoning | None = None,
         visible_ids: frozenset[int] = frozenset(),
         lora: str | None = None,
@@ -331,7 +350,7 @@ class LoadedModel(ModelBundle):
         Args:
           prompt: a string, or token ids in [0, vocabulary).
           settings: settings by name, as for `generate`, or a complete `Config`.
-          logprobs, echo, score_fn, show_candidates, constraint, lora: as for `generate`.
+          logprobs, echo, score_fn, show_candidates, constraint, logit_processor, lora: as for `generate`.
           reasoning, visible_ids: as in `GenerationRequest`.
 
         Raises:
@@ -365,6 +384,7 @@ class LoadedModel(ModelBundle):
             prompt=text,
             score_fn=score_fn,
             show_candidates=show_candidates,
+            logit_processor=logit_processor,
             lora=lora,
         )
 
@@ -414,11 +434,15 @@ class LoadedModel(ModelBundle):
             raise UserError("generation.num_beams must be 1 in a stream: beam search knows its text only at the end")
         random_seed = secrets.randbits(32)
         groups: dict[tuple[Any, ...], list[int]] = {}
-        seeded_requests = [replace(request, config=with_default_seed(request.config, random_seed)) for request in requests]
+        seeded_requests = [
+            self.heal(replace(request, config=with_default_seed(request.config, random_seed))) for request in requests
+        ]
         for number, request in enumerate(seeded_requests):
             config, report = request.config, (request.logprobs, request.echo, request.score_fn, request.show_candidates)
+            if request.logit_processor is not None:
+                check_logit_processor(request.logit_processor)
             shared = [getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)]
-            key = (*shared, config.router.use_attention, config.kv, *report, request.guided)
+            key = (*shared, config.router.use_attention, config.kv, *report, request.guided, request.logit_processor)
             groups.setdefault(key, []).append(number)
 
         def start(numbers: list[int]) -> BatchRun | BeamRun:

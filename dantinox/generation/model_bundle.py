@@ -1,6 +1,7 @@
 """`ModelBundle`: model, tokenizer, default settings and calibrations; the base class of `LoadedModel`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Unpack
 
@@ -17,6 +18,7 @@ from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matc
 from dantinox.generation.guides import AfterTrigger, Guide, ReasoningBudget, WholeText
 from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
 from dantinox.generation.request import GenerationRequest
+from dantinox.generation.token_healing import HealedPrefix, PieceIndex
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.model.packed import packed_kinds, parameter_count, unpack_modules
@@ -198,20 +200,44 @@ class ModelBundle:
         strings, regexes = BannedStrings(section.banned_strings), compile_regexes(section.banned_regexes)
         matcher = None if constraint is None else self.matcher(constraint, section)
 
+        def make_constraint() -> Guide | None:
+            if constraint is None or matcher is None:
+                return None
+            if constraint.after or constraint.opening:
+                return AfterTrigger(matcher, constraint, vocab_size, reasoning)
+            return WholeText(matcher.copy())
+
         def make() -> list[Guide]:
             guides: list[Guide] = []
             if section.banned_strings or regexes:
                 guides.append(TextBan(strings, regexes, vocab_size, section.max_new_tokens))
-            if constraint is not None and matcher is not None:
-                if constraint.after or constraint.opening:
-                    guides.append(AfterTrigger(matcher, constraint, vocab_size, reasoning))
-                else:
-                    guides.append(WholeText(matcher.copy()))
+            constrained = make_constraint()
+            if request.healed:
+                guides.insert(0, HealedPrefix(self.piece_index, request.healed, vocab_size, constrained))
+            elif constrained is not None:
+                guides.append(constrained)
             if reasoning is not None and reasoning.budget is not None:
                 guides.append(ReasoningBudget(reasoning, reasoning.budget, vocab_size))
             return guides
 
         return [make() for _ in range(section.n)]
+
+    @cached_property
+    def piece_index(self) -> PieceIndex:
+        """The tokens of the vocabulary in the order of their bytes; needs a tokenizer whose tokens have fixed texts."""
+        return PieceIndex(self.tokenizer)
+
+    def heal(self, request: GenerationRequest) -> GenerationRequest:
+        """Returns a request with `generation.token_healing` applied to its prompt.
+
+        Raises:
+          UserError: the text of a token depends on its neighbors.
+        """
+        if request.healed is not None or not request.config.generation.token_healing:
+            return request
+        count = self.piece_index.healed_count(request.ids) if request.config.generation.max_new_tokens > 0 else 0
+        kept = len(request.ids) - count
+        return replace(request, ids=request.ids[:kept], healed=request.ids[kept:])
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
         """Returns the token ids of a prompt, with a leading BOS token if the tokenizer adds one.

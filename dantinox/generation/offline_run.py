@@ -58,7 +58,11 @@ class BatchRun:
             model.check_ids(request.ids)
         kv, calibration = model.kv(first.config)
         params = model.params(
-            configs, [*range(n)] * len(requests), score_fn=first.score_fn, show_candidates=first.show_candidates
+            configs,
+            [*range(n)] * len(requests),
+            score_fn=first.score_fn,
+            show_candidates=first.show_candidates,
+            logit_processor=first.logit_processor,
         )
         lengths_P = np.array([len(request.ids) for request in requests], np.int32)
         requested_P = np.array([request.config.generation.max_new_tokens for request in requests])

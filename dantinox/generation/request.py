@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from dantinox.config import Config
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.guides import Reasoning
+from dantinox.sampling.logit_processor import LogitProcessor
 from dantinox.sampling.params import ScoreFn
 
 TokenRecord = dict[str, Any]  # JSON record of a token: `id`, `text` and its reports (see `generation.trace`)
@@ -22,10 +23,13 @@ class GenerationRequest:
       logprobs: the number of alternatives to report per token; 0 reports only the generated token, None nothing.
       echo: also report the prompt tokens; needs `logprobs`.
       constraint: the constraint on the output; None: no constraint.
+      healed: the tokens that token healing has removed from the end of the prompt, see `ModelBundle.heal`; None: it has not
+        looked at the prompt.
       reasoning: the reasoning in the output, for its budget and for a constraint that must not apply inside of it.
       visible_ids: special tokens whose names appear in the text.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
+      logit_processor: edits the logits, as in `LoadedModel.generate`; None: the processor of the batch, if it has one.
       lora: the name of the adapter; None: the base model.
       salt: only requests with an equal salt share keys in the prefix cache of a server, so that the time of a response reveals
         nothing about the prompts of others.
@@ -41,6 +45,8 @@ class GenerationRequest:
     prompt: str = ""
     score_fn: ScoreFn | None = None
     show_candidates: bool = False
+    logit_processor: LogitProcessor | None = None
+    healed: tuple[int, ...] | None = None
     lora: str | None = None
     salt: str = ""
 
@@ -49,7 +55,8 @@ class GenerationRequest:
         """Whether guides may restrict tokens of the output."""
         section, reasoning = self.config.generation, self.reasoning
         has_budget = reasoning is not None and reasoning.budget is not None
-        return self.constraint is not None or has_budget or bool(section.banned_strings or section.banned_regexes)
+        banned = section.banned_strings or section.banned_regexes
+        return self.constraint is not None or has_budget or bool(banned or self.healed)
 
 
 class Delta(NamedTuple):
@@ -59,7 +66,7 @@ class Delta(NamedTuple):
       sample: the index of the sample, from 0.
       text: new text of the response; "" if the new tokens do not complete any text yet.
       tokens: one record per new token: `id` and `text`, and the reports if log-probabilities were requested.
-      finish_reason: `eos`, `stop`, `length` or `cancelled` in the last delta of the sample, else None.
+      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last delta of the sample, else None.
       stop_string: in the last delta, the stop string that ended the sample, or None.
     """
 

@@ -81,7 +81,7 @@ class Result:
     Attributes:
       prompt, text: the prompt, and the continuation without the prompt.
       tokens: the ids of the continuation, including the EOS token.
-      finish_reason: `eos`, `stop` or `length`.
+      finish_reason: `eos`, `stop`, `loop` (`loop_stop` ended it) or `length`.
       seed: seed of the sampler; the same seed reproduces the text.
       info: with `logprobs`: one list per quantity with one entry per token, see `TokenColumns`; otherwise empty.
       stats: token counts, and seconds and tokens per second of the batch, see `GenerationStats`.

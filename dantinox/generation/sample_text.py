@@ -7,12 +7,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dantinox.config import GenerationSection
+from dantinox.config import GenerationSection, UserError
 from dantinox.generation.bans import TextBan
 from dantinox.generation.guides import Guide, Reasoning, ReasoningTracker, combine_masks
 from dantinox.generation.stop_strings import StopFinder
+from dantinox.generation.token_healing import HealedPrefix, response_detokenizer
 from dantinox.generation.token_settings import stop_token_ids
 from dantinox.sampling import StepInfo
+from dantinox.sampling.loops import ends_in_loop
 from dantinox.text import Tokenizer
 
 
@@ -38,7 +40,7 @@ class SampleText:
 
     Attributes:
       tokens: the tokens of the continuation, including the EOS token, without those that a guide may still discard.
-      finish_reason: `eos`, `stop` or `length` once it has ended.
+      finish_reason: `eos`, `stop`, `loop` or `length` once it has ended.
       guides: the guides of the sample.
       mask: the tokens that the guides allow next; None: all.
       released_steps: the reports of the tokens that the last call of `add_tokens` has added to `tokens`; None without reports.
@@ -55,11 +57,12 @@ class SampleText:
         visible_ids: frozenset[int] = frozenset(),
         reasoning: Reasoning | None = None,
         limit: int = 1 << 62,
+        healed: Sequence[int] = (),
     ):
         """
         Args:
           prompt: the tokens before the continuation.
-          guides, visible_ids, reasoning: as in `GenerationRequest`.
+          guides, visible_ids, reasoning, healed: as in `GenerationRequest`.
           limit: the most tokens of the continuation.
         """
         self.tokens: list[int] = []
@@ -73,16 +76,15 @@ class SampleText:
         self._reports = False
         self.released_steps: StepInfo | None = None
         self._limit = limit
-        self.mask = combine_masks([guide.mask() for guide in guides])
+        self.mask = self._next_mask()
         self._reasoning = None if reasoning is None else ReasoningTracker(reasoning)
         self._eos = () if section.ignore_eos else tokenizer.stop_ids
         self._stop_ids, self._keep_stop = stop_token_ids(tokenizer, section), section.keep_stop
         self._min_tokens = section.min_tokens
+        self._loop_settings = section if section.loop_stop else None
         # Decode the new tokens as a continuation of the prompt, because some tokenizers drop a space at the start of a text.
-        self._new_detokenizer = partial(tokenizer.detokenizer, visible_ids)
-        self._prompt = prompt
+        self._new_detokenizer = partial(response_detokenizer, tokenizer, prompt, healed, visible_ids)
         self._detokenizer = self._new_detokenizer()
-        self._detokenizer.push(prompt)
         self._stops = StopFinder(section.stop, section.keep_stop)
         self._entropy = 0.0  # the largest entropy since the last part
 
@@ -130,9 +132,15 @@ class SampleText:
         self._release(0 if done or self.complete else max((guide.held for guide in self.guides), default=0))
         self._finish(done)
         if self.guides and self.finish_reason is None:
-            self.mask = combine_masks([guide.mask() for guide in self.guides])
+            self.mask = self._next_mask()
         self.released_steps = self._steps_of(steps, len(self.tokens) - before)
         return self._parts if steps is not None else [TextPart("".join(part.text for part in self._parts))]
+
+    def _next_mask(self) -> np.ndarray | None:
+        mask = combine_masks([guide.mask() for guide in self.guides])
+        if mask is not None and not mask.any():
+            raise UserError("no token satisfies the bans and the constraint of the request together")
+        return mask
 
     def _steps_of(self, steps: StepInfo | None, count: int) -> StepInfo | None:
         """Returns the reports of the `count` tokens that were added to `tokens`."""
@@ -150,12 +158,13 @@ class SampleText:
         self._queue.append(_Queued(token, text, entropy, step, before))
         for number, guide in enumerate(self.guides):
             discarded = guide.push(token, text)
-            if discarded is None:
-                continue
-            self.must_restart = True
-            if discarded:
-                self._discard(discarded, number)
-                return
+            if discarded is not None:
+                self.must_restart = True
+                if discarded:
+                    self._discard(discarded, number)
+                    return
+            if isinstance(guide, HealedPrefix) and guide.in_prompt:
+                break  # the other guides see only the response
         if token in self._eos or token in self._stop_ids:
             self.must_restart = False  # the sample has ended
         if not self._holds:
@@ -169,7 +178,7 @@ class SampleText:
                 guide if number == place else discarded[0].before[number] for number, guide in enumerate(self.guides)
             ]
         self._detokenizer = self._new_detokenizer()
-        self._detokenizer.push([*self._prompt, *self.all_tokens])
+        self._detokenizer.push(self.all_tokens)
 
     def _release(self, held: int) -> None:
         """Moves tokens from the queue to `tokens`, except the last `held`, and their text to the parts."""
@@ -201,5 +210,11 @@ class SampleText:
         text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         last = self.tokens[-1] if self.tokens else None
         stopped = self._stops.matched_stop is not None or last in self._stop_ids
-        self.finish_reason = "stop" if stopped else "eos" if self.complete or last in self._eos else "length"
+        if stopped:
+            self.finish_reason = "stop"
+        elif self.complete or last in self._eos:
+            self.finish_reason = "eos"
+        else:
+            looped = self._loop_settings is not None and ends_in_loop(self.tokens, self._loop_settings)
+            self.finish_reason = "loop" if looped else "length"
         self._add_part(text)

@@ -35,7 +35,7 @@ from dantinox.generation.slot_programs import copy_slot, decode_slots, init_slot
 from dantinox.model import KVCache, make_cache
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import available_bytes, tree_bytes
-from dantinox.sampling import SamplingParams
+from dantinox.sampling import LogitProcessor, SamplingParams
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
 
@@ -51,6 +51,7 @@ class SlotBatch(PrefillBatch):
 
     Attributes:
       context: the most tokens of a prompt plus its continuation.
+      logit_processor: edits the logits of all requests; None: no processor.
     """
 
     refills = True
@@ -66,6 +67,7 @@ class SlotBatch(PrefillBatch):
         max_lora_rank: int | None = None,
         prefix_cache: int | None = None,
         cache_dir: Path | None = None,
+        logit_processor: LogitProcessor | None = None,
     ):
         """Chooses the number of slots; `compile` allocates their memory.
 
@@ -78,6 +80,7 @@ class SlotBatch(PrefillBatch):
           prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
             eighth of the free memory. A compressed cache has no prefix cache.
           cache_dir: the folder from which `compile` restores the prefix cache, and to which `write_prefixes` writes it.
+          logit_processor: edits the logits of all requests, as in `LoadedModel.generate`.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
@@ -100,6 +103,7 @@ class SlotBatch(PrefillBatch):
             self.adapters = AdapterSlots(self._architecture, model.loras, order, max_loras, max_lora_rank, rows)
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
         self.context, self._bundle, self._config = context, model, config
+        self.logit_processor = logit_processor
         prepared = model.prepared(config.generation, order)
         draft_model = model.draft_model(config.generation)
         self._model, self._draft_model = split_model(prepared), None if draft_model is None else split_model(draft_model)
@@ -129,7 +133,7 @@ class SlotBatch(PrefillBatch):
         self._rows = [SlotRow() for _ in range(self.count)]
         self._programs = {}
         self._compiling = Lock()
-        settings = ServedSettings(model, config)  # documents the next two methods
+        settings = ServedSettings(model, config, logit_processor)  # documents the next two methods
         self.program_key, self.row_params = settings.program_key, settings.row_params
 
     # --- programs

@@ -17,7 +17,7 @@ from dantinox.files import quote
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.running_batch import NO_ID
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
-from dantinox.sampling import ProgramOptions, SamplingParams
+from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.params import CHOICE_SETTINGS
 
@@ -72,9 +72,10 @@ class CacheKey(Generic[T]):
 class ServedSettings:
     """The settings of a server, with which the settings of its requests must agree. Any thread may call its methods."""
 
-    def __init__(self, model: ModelBundle, config: Config):
-        """Creates the cache of `row_params`; `config` holds the settings of the server."""
+    def __init__(self, model: ModelBundle, config: Config, logit_processor: LogitProcessor | None = None):
+        """Creates the cache of `row_params`; `config` holds the settings of the server, whose requests share a processor."""
         self._bundle, self._config, self._architecture = model, config, model.model.config
+        self._logit_processor = logit_processor
         # Clients repeat their settings, so the arrays are cached: creating them takes about 10 ms while a program is running.
         self._cached_row_params = lru_cache(CACHED_SETTINGS)(self._row_params)
 
@@ -154,6 +155,7 @@ class ServedSettings:
             )
         chain = section.strategy == "chain"
         options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDIT_STEPS, *section_order(section))}
+        options["logit_processor"] = self._logit_processor
         params, V = self._bundle.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
         changes: dict[str, Any] = {

@@ -18,7 +18,7 @@ const METRICS = {
   interaction_strength: ["Interaction strength", ""],
   temperature: ["Temperature T", ""],
 };
-const ENDED = {eos: "ended by the EOS token", stop: "ended by a stop string", length: "ended by the length limit"};
+const ENDED = {eos: "ended by the EOS token", stop: "ended by a stop string", length: "ended by the length limit", loop: "ended because the text repeats itself"};
 const SHADINGS = ["entropy", "varentropy", "surprisal", "strategy"];
 const state = {sample: null, nodes: [], at: 0, pointed: null, shading: "entropy", pick: null};
 const scales = {entropy: {low: 0, high: 1}, varentropy: {low: 0, high: 1}, surprisal: {low: 0, high: 1}}; // of the shading

@@ -2,6 +2,7 @@
 
 from dantinox.config.generation_settings import kobold_order
 from dantinox.sampling.chain import SampleInfo, edit_logits, sample, trace
+from dantinox.sampling.logit_processor import LogitProcessor, TokenHistory
 from dantinox.sampling.named_steps import process_logits
 from dantinox.sampling.params import ProgramOptions, SamplingParams
 from dantinox.sampling.report import StepInfo
@@ -10,11 +11,13 @@ from dantinox.sampling.watermark import Detection, detect
 
 __all__ = [
     "Detection",
+    "LogitProcessor",
     "ProgramOptions",
     "SampleInfo",
     "SamplerState",
     "SamplingParams",
     "StepInfo",
+    "TokenHistory",
     "detect",
     "edit_logits",
     "init_state",

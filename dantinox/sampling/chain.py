@@ -26,11 +26,13 @@ from dantinox.sampling.entropy_router import (
     route,
     should_clarify,
 )
+from dantinox.sampling.logit_processor import apply_logit_processor
+from dantinox.sampling.loops import loop_temperature
 from dantinox.sampling.order import Order, RowOrders, SharedOrder
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.report import RouterReport, StepInfo, step_info
 from dantinox.sampling.selection import first_argmax
-from dantinox.sampling.state import SamplerState, update
+from dantinox.sampling.state import SamplerState, token_histories, update
 from dantinox.sampling.window import Context, run_chain, run_steps
 
 GREEDY_STEPS = frozenset((*EDIT_STEPS, *PENALTY_STEPS))  # the steps that also apply to greedy rows
@@ -91,10 +93,11 @@ def sample(
     active_B = jnp.ones(params.batch, bool) if active_B is None else active_B
     keys_B = _keys(params, state) if keys_B is None and params.stochastic else keys_B
     raw_BV, repaired_B = jax.vmap(steps.sanitize)(logits_BV)
-    allowed_BV = _apply_allowed(raw_BV, params)
+    allowed_BV = _apply_allowed(_apply_logit_processor(raw_BV, params, state), params)
     routes = metrics = found = None
     if params.router is not None:
         params, metrics, routes = _apply_router(params, raw_BV, attention)
+    params = _apply_loop_temperature(params, state)
     context = Context(params, state, keys_B)
     last = [name for name in params.plan if name in LAST_STEPS]
     plan = params.plan[: len(params.plan) - len(last)]
@@ -154,16 +157,19 @@ def trace(
 ) -> tuple[list[tuple[str, Array]], Route | None]:
     """Returns the logits [B, V] after every step, by name and in order, and the choice of the router (or None).
 
-    The first entry is `model`, the repaired logits. Then come `constraint` if tokens are masked, the steps of the plan, and
-    `candidates` if the router draws several.
+    The first entry is `model`, the repaired logits. Then come `logit_processor` if there is one, `constraint` if tokens are
+    masked, the steps of the plan, and `candidates` if the router draws several.
     """
     rows = [("model", jax.vmap(steps.sanitize)(logits_BV)[0])]
     routes = None
     if params.router is not None:
         params, _, routes = _apply_router(params, rows[0][1], attention)
+    params = _apply_loop_temperature(params, state)
     context = Context(params, state, _keys(params, state))
+    if params.logit_processor is not None:
+        rows.append(("logit_processor", _apply_logit_processor(rows[0][1], params, state)))
     if params.allowed_bits is not None:
-        rows.append(("constraint", _apply_allowed(rows[0][1], params)))
+        rows.append(("constraint", _apply_allowed(rows[-1][1], params)))
     for name in params.plan:
         rows.append((name, run_steps(_apply_step, _shared_order(params, [name]), rows[-1][1], context)))
     if routes is not None and params.score_fn is None:
@@ -175,6 +181,12 @@ def unpack_bits(bits_W: Array, vocab_size: int) -> Array:
     """Unpacks a token mask to bool [V]: token i is bit i mod 32 of word ⌊i/32⌋ of `bits_W` (uint32)."""
     bits_W32 = (bits_W[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits_W32.reshape(-1)[:vocab_size].astype(bool)
+
+
+def _apply_logit_processor(raw_BV: Array, params: SamplingParams, state: SamplerState) -> Array:
+    if params.logit_processor is None:
+        return raw_BV
+    return apply_logit_processor(params.logit_processor, raw_BV, token_histories(state))
 
 
 def _apply_allowed(raw_BV: Array, params: SamplingParams) -> Array:
@@ -213,6 +225,16 @@ def _apply_router(
         "min_p": routes.min_p > 0,
     }
     return replace(params, numbers=params.numbers | numbers, enabled=params.enabled | on), metrics, routes
+
+
+def _apply_loop_temperature(params: SamplingParams, state: SamplerState) -> SamplingParams:
+    """Returns the parameters with the temperatures of this token: higher in rows whose text ends in a loop."""
+    if params.loops is None or params.loops.factor is None:
+        return params
+    assert state.loop_runs is not None
+    temperature_B, changed_B = loop_temperature(params.temperature, state.loop_runs, params.loops)
+    enabled = params.enabled | {"temperature": params.enabled["temperature"] | changed_B}
+    return replace(params, numbers=params.numbers | {"temperature": temperature_B}, enabled=enabled)
 
 
 def _best_of_n_logits(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route) -> Array:

@@ -31,6 +31,8 @@ from dantinox.config.sampling_steps import (
 )  # fmt: skip
 from dantinox.sampling.entropy_router import Metrics, RouterConfig
 from dantinox.sampling.history import sequence_arrays
+from dantinox.sampling.logit_processor import LogitProcessor, check_logit_processor
+from dantinox.sampling.loops import LoopRules
 from dantinox.sampling.order import ORDERABLE, order_array
 
 # Step arguments that are strings instead of numbers, such as `ties`. They select the code that is compiled.
@@ -39,7 +41,11 @@ CHOICE_SETTINGS = tuple(
 )
 # Settings that determine the compiled program, so they must be equal in all rows of a batch.
 BATCH_SETTINGS = ("strategy", "preset", "sampler_order", *CHOICE_SETTINGS)
-SETTING_NAMES = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *BATCH_SETTINGS, "greedy", "seed"})
+SETTING_NAMES = tuple(
+    key
+    for key in GenerationSection.model_fields
+    if key in {*SETTINGS, *BATCH_SETTINGS, "greedy", "seed"} or key.startswith("loop_")
+)
 LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
 
@@ -53,6 +59,7 @@ class ProgramOptions(TypedDict, total=False):
     show_candidates: bool
     extra_steps: Sequence[str] | None
     dynamic_order: bool
+    logit_processor: LogitProcessor | None
 
 
 # (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the first candidate with the largest score wins
@@ -61,8 +68,28 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("numbers", "enabled", "tables", "seed", "sample_index", "router", "report_rows", "allowed_bits", "order"),
-    meta_fields=("plan", "stochastic", "choices", "uses_attention", "score_fn", "candidates", "skip_inactive_steps"),
+    data_fields=(
+        "numbers",
+        "enabled",
+        "tables",
+        "seed",
+        "sample_index",
+        "router",
+        "report_rows",
+        "allowed_bits",
+        "order",
+        "loops",
+    ),
+    meta_fields=(
+        "plan",
+        "stochastic",
+        "choices",
+        "uses_attention",
+        "score_fn",
+        "candidates",
+        "skip_inactive_steps",
+        "logit_processor",
+    ),
 )
 @dataclass(frozen=True)
 class SamplingParams:
@@ -92,6 +119,8 @@ class SamplingParams:
         The mask overrides all steps. None: all tokens are allowed, and the program contains no mask.
       order: [B, N] int32, for every row its own order of the steps that follow the edits, as indices into `order.ORDERABLE`,
         padded with −1. None: all rows use the order of the plan, for which the program is compiled.
+      logit_processor: a function that edits the logits before all steps; part of the program. None: no such function.
+      loops: the rules of loop detection; None: no row detects loops.
     """
 
     numbers: dict[str, Array]
@@ -110,6 +139,8 @@ class SamplingParams:
     report_rows: Array | None = None
     allowed_bits: Array | None = None
     order: Array | None = None
+    logit_processor: LogitProcessor | None = None
+    loops: LoopRules | None = None
 
     @classmethod
     def build(
@@ -126,6 +157,7 @@ class SamplingParams:
         show_candidates: bool = False,
         extra_steps: Sequence[str] | None = None,
         dynamic_order: bool = False,
+        logit_processor: LogitProcessor | None = None,
     ) -> "SamplingParams":
         """Builds the parameters of a batch from settings named like the keys of `generation` and `router`.
 
@@ -145,6 +177,7 @@ class SamplingParams:
             later use the same program. The program then always contains a random draw too.
           dynamic_order: builds one program that contains all steps and reads their order from an array, so that rows may differ
             in `preset`, `sampler_order`, `ties` and `top_p_rule`. Not possible with the entropy router.
+          logit_processor: edits the logits of every row before all steps; part of the program.
 
         Raises:
           UserError: a name is unknown, a value is out of range, rows differ in a setting that must be equal, or a row draws
@@ -157,6 +190,8 @@ class SamplingParams:
         configs = [_check_row(row, vocab_size) for row in rows]
         if not configs:
             raise UserError("sampling parameters need at least one row")
+        if logit_processor is not None:
+            check_logit_processor(logit_processor)
         sections = [config.generation for config in configs]
         for name in ("strategy",) if dynamic_order else BATCH_SETTINGS:
             if len({getattr(section, name) for section in sections}) > 1:
@@ -178,6 +213,7 @@ class SamplingParams:
         # Every program that draws contains the temperature step. A new temperature, the most frequent change of a setting, then
         # needs no compilation.
         always = {"temperature"} if stochastic and not any("dynamic_temperature" in on for on in enabled_by_row) else set()
+        always |= {"temperature"} if any(section.loop_temperature_factor != 1 for section in sections) else set()
         always |= {*(extra_steps or ())}
         plan = tuple(
             name
@@ -207,6 +243,7 @@ class SamplingParams:
             "seed": np.asarray([section.seed or 0 for section in sections], np.uint32),
             "sample_index": np.broadcast_to(np.asarray(sample_index, np.int32), (len(sections),)),
             "order": np.stack([order_array(section_order(section)) for section in sections]) if dynamic_order else None,
+            "loops": LoopRules.build(sections, always=extra_steps is not None),
             "router": jax.tree.map(lambda *numbers: np.stack(numbers), *routers) if routers else None,
         }
         return cls(
@@ -218,6 +255,7 @@ class SamplingParams:
             score_fn=score_fn,
             candidates=max(c.router.candidates for c in configs) if score_fn is not None or show_candidates else 0,
             skip_inactive_steps=extra_steps is not None,
+            logit_processor=logit_processor,
         )
 
     @property

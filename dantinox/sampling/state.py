@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from dantinox.config.sampling_steps import STEPS
 from dantinox.sampling.history import extend_repeat_lengths, repeat_lengths
+from dantinox.sampling.logit_processor import TokenHistory
+from dantinox.sampling.loops import MAX_LOOP_PERIOD, extend_loop_runs, loop_runs
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.steps import mirostat_update
 
@@ -21,11 +23,18 @@ FIELDS_OF_INPUT = {
 # Fields that depend on the probabilities of the earlier tokens, so that they cannot be computed from the tokens.
 RECURRENT_FIELDS = ("mu", "adaptive_sum", "adaptive_weight")
 _REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # jitted, because outside jit the loop would be compiled at every call
+_LOOP_RUNS = jax.jit(jax.vmap(loop_runs))
 
 
 def fields_read(plan: Iterable[str]) -> set[str]:
     """Returns the state fields that these steps read."""
     return set().union(*(FIELDS_OF_INPUT.get(parameter, ()) for name in plan for parameter in STEPS[name].reads))
+
+
+def token_histories(state: "SamplerState") -> TokenHistory:
+    """Returns the tokens of every row, [B, …] each."""
+    assert state.text is not None and state.length is not None
+    return TokenHistory(state.text, state.length, state.n_generated)
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +54,7 @@ class SamplerState:
       mu: [B] float32, the bound of mirostat in bits.
       adaptive_sum, adaptive_weight: [B] float32, the sum and the total weight of the probabilities of the drawn tokens, for
         adaptive-p; their quotient is the weighted average.
+      loop_runs: [B, P] int32, the `loop_runs` of the output.
       clarified: [B] int32, last position of the router's clarify token; −1: it does not occur.
     """
 
@@ -59,6 +69,7 @@ class SamplerState:
     mu: Array | None = None
     adaptive_sum: Array | None = None
     adaptive_weight: Array | None = None
+    loop_runs: Array | None = None
     clarified: Array | None = None
 
     @property
@@ -85,7 +96,7 @@ def init_state(
       prompt_valid_BT: bool, True for tokens and False for padding.
       vocab_size: V.
       capacity: maximum number of tokens in prompt and output, S. Steps that read the token history need it (DRY, n-grams, bad
-        words).
+        words, a logit processor).
       generated_B: how many of the last tokens were generated; None: none.
       recurrent: the `SamplerState.recurrent` after the last generated token; NaN, or None, stands for the initial value.
 
@@ -93,10 +104,13 @@ def init_state(
       ValueError: a step needs `capacity`.
     """
     B, fields = params.batch, fields_read(params.plan)
+    if params.logit_processor is not None or params.loops is not None:
+        fields |= {"text"}
     valid_BT = jnp.asarray(prompt_valid_BT, bool)
     position_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1, -1)
     ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
     length_B, rows_B1 = valid_BT.sum(axis=1, dtype=jnp.int32), jnp.arange(B)[:, None]
+    has_output = generated_B is not None
     generated_B = jnp.zeros(B, jnp.int32) if generated_B is None else generated_B
     is_output_BT = position_BT >= (length_B - generated_B)[:, None]
     arrays: dict[str, Array] = {"n_generated": generated_B, "length": length_B}
@@ -112,6 +126,8 @@ def init_state(
     if "text" in fields:
         if capacity is None:
             readers = [name for name in params.plan if "text" in fields_read([name])]
+            readers += ["logit_processor"] if params.logit_processor is not None else []
+            readers += ["loop detection"] if params.loops is not None else []
             raise ValueError(f"capacity must be set for the steps that read the token history: {', '.join(readers)}")
         text = jnp.zeros((B, capacity), jnp.int32)
         arrays["text"] = text.at[rows_B1, jnp.where(valid_BT, position_BT, capacity)].set(prompt_tokens_BT, mode="drop")
@@ -119,6 +135,11 @@ def init_state(
             arrays["repeats"] = _REPEAT_LENGTHS(arrays["text"], length_B)
         if "breaker" in fields:
             arrays["breaker"] = jax.vmap(jnp.isin)(arrays["text"], params.tables["dry_breakers"])
+    if params.loops is not None:
+        none_BP = jnp.zeros((B, MAX_LOOP_PERIOD), jnp.int32)
+        detects = (params.loops.max_period > 0).any()
+        inputs = arrays["text"], length_B, generated_B
+        arrays["loop_runs"] = lax.cond(detects, _LOOP_RUNS, lambda *_: none_BP, *inputs) if has_output else none_BP
     if "mu" in fields:
         arrays["mu"] = 2 * params.numbers["mirostat_tau"]
     if "adaptive_sum" in fields:
@@ -167,6 +188,8 @@ def update(
             breaks_B = (params.tables["dry_breakers"] == token_B[:, None]).any(axis=1)
             new["breaker"] = state.breaker.at[rows_B, end_B].set(breaks_B, mode="drop")
         new["text"] = state.text.at[rows_B, end_B].set(token_B, mode="drop")
+    if state.loop_runs is not None and params.loops is not None:
+        new["loop_runs"] = _next_loop_runs(params, state, token_B, active_B)
     if state.mu is not None:
         assert surprise_B is not None
         mu = mirostat_update(state.mu, surprise_B, params.numbers["mirostat_tau"], params.numbers["mirostat_eta"])
@@ -180,3 +203,17 @@ def update(
         assert params.router is not None
         new["clarified"] = jnp.where(active_B & (token_B == params.router.clarify_token), position_B, state.clarified)
     return replace(state, **new)
+
+
+def _next_loop_runs(params: SamplingParams, state: SamplerState, token_B: Array, active_B: Array) -> Array:
+    """Returns the `loop_runs` after each active row appends its token. Rows without loop detection may keep old values."""
+    assert params.loops is not None and state.loop_runs is not None
+
+    def extend(run_BP: Array) -> Array:
+        extended_BP = jax.vmap(extend_loop_runs)(run_BP, state.text, state.length, state.n_generated, token_B)
+        return jnp.where(active_B[:, None], extended_BP, run_BP)
+
+    if not params.skip_inactive_steps:
+        return extend(state.loop_runs)
+    runs: Array = lax.cond((params.loops.max_period > 0).any(), extend, lambda run_BP: run_BP, state.loop_runs)
+    return runs

@@ -32,6 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,9 +44,10 @@ from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.scheduler import QueueFull
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.slot_params import CACHED_SETTINGS, CacheKey, ProgramKey
+from dantinox.generation.token_healing import response_detokenizer
 from dantinox.generation.token_settings import with_default_seed
 from dantinox.generation.trace import token_records
-from dantinox.sampling import StepInfo
+from dantinox.sampling import LogitProcessor, StepInfo
 from dantinox.serve.embedding_queue import EmbeddingQueue
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status, wake_readers
@@ -61,9 +63,10 @@ class _Responder:
 
     def __init__(self, model: LoadedModel, stream: ResponseStream):
         self.stream, self._tokenizer = stream, model.tokenizer
-        self._detokenizers = [model.tokenizer.detokenizer() for _ in range(stream.request.config.generation.n)]
-        for detokenizer in self._detokenizers:
-            detokenizer.push(stream.request.ids)
+        request = stream.request
+        self._detokenizers = [
+            response_detokenizer(model.tokenizer, request.ids, request.healed or ()) for _ in range(request.config.generation.n)
+        ]
 
     def push_output(self, output: Output) -> None:
         """Adds the new tokens of one sample to the stream."""
@@ -107,6 +110,7 @@ class AsyncEngine:
         max_lora_rank: int | None = None,
         prefix_cache: int | None = None,
         cache_dir: Path | None = None,
+        logit_processor: LogitProcessor | None = None,
     ):
         """Allocates the caches of all slots. Compilation starts with `start`.
 
@@ -125,6 +129,7 @@ class AsyncEngine:
             eighth of the free memory.
           cache_dir: the folder from which the warm-up restores the prefix cache, and to which `save_prefixes` and the end of
             the engine write it; None: it is not saved.
+          logit_processor: edits the logits of all requests, as in `LoadedModel.generate`; no request can choose it.
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
@@ -133,7 +138,8 @@ class AsyncEngine:
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
         limits = {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
-        self._batch = SlotBatch(run, slots, context, self._config, **limits, cache_dir=cache_dir)
+        more: dict[str, Any] = {"cache_dir": cache_dir, "logit_processor": logit_processor}
+        self._batch = SlotBatch(run, slots, context, self._config, **limits, **more)
         self._cache_dir = cache_dir
         self._snapshots: list[Future[Callable[[], int]]] = []  # requested by `save_prefixes`
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)

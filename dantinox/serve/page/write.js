@@ -122,7 +122,7 @@ function countTokens(part) {
 }
 
 function summaryOf(part) {
-  const ends = {eos: "The model ended the text.", stop: "Ended by a stop string.", length: "Ended by the length limit."};
+  const ends = {eos: "The model ended the text.", stop: "Ended by a stop string.", length: "Ended by the length limit.", loop: "Ended because the text repeats itself."};
   return `${countTokens(part)}. ${ends[part.reason] ?? ""}`;
 }
 

@@ -23,7 +23,7 @@ from dantinox.serve.protocols.bodies import parse_body
 from dantinox.serve.protocols.kobold_bodies import MAX_ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody
 from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, Placeholders, fit_to_context, split_stops
 from dantinox.serve.protocols.logprobs import ChatLogprobs
-from dantinox.serve.protocols.token_text import check_ids
+from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
 
@@ -33,8 +33,8 @@ FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch
 # Clients poll these paths while they read a stream.
 UNLIMITED = ("/api/extra/generate/check", "/api/extra/abort", "/api/extra/last_logprobs")
 MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # number of finished generations that are kept, and seconds for which they are kept
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
-STOP_REASON_NUMBERS = {None: -1, "length": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "loop": "length", "cancelled": "length"}
+STOP_REASON_NUMBERS = {None: -1, "length": 0, "loop": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
 ERROR_TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
 
 
@@ -101,7 +101,7 @@ async def parse(
         raise RequestError(400, str(error), param="prompt") from None
     config = with_generation(config, max_new_tokens=new, n=1 if stream else config.generation.n)
     logprobs = min(MAX_ALTERNATIVES, model.tokenizer.vocab_size) if body.logprobs else None
-    request = GenerationRequest(tuple(found), config, logprobs, False, body.constraint(), lora=lora)
+    (request,) = await healed(model, [GenerationRequest(tuple(found), config, logprobs, False, body.constraint(), lora=lora)])
     return Generation(model.tokenizer, generations, body.genkey or "", request, stream)
 
 

@@ -23,11 +23,11 @@ from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body
 from dantinox.serve.protocols.fim_prompts import with_fim_ends
 from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS, LlamaOptions, sampler_settings
 from dantinox.serve.protocols.logprobs import ChatLogprobs
-from dantinox.serve.protocols.token_text import check_ids
+from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.service import Reply, Service
 from dantinox.text.fill_in_middle import fim_ids
 
-STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "cancelled": "limit"}
+STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "loop": "limit", "cancelled": "limit"}
 SUFFIX_SHARE = 4  # a long suffix gets at most 1 / SUFFIX_SHARE of the space for the texts around the gap
 # Fields that choose a slot or what is reported, and change no text.
 REPORT_FIELDS = (
@@ -186,7 +186,7 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
 
     size = sum(len(part) if isinstance(part, str) else 1 for parts in body.prompt for part in parts)
     prompts = await _run("prompt", size, lambda: [encode(parts) for parts in body.prompt])
-    return _reply(service, body, _settings(service, body), prompts)
+    return await _reply(service, body, _settings(service, body), prompts)
 
 
 async def parse_infill(service: Service, body: InfillBody) -> Reply:
@@ -216,7 +216,7 @@ async def parse_infill(service: Service, body: InfillBody) -> Reply:
         return [*start, *fim_ids(tokenizer, prefix, suffix), *answer]
 
     size = len(body.input_prefix) + len(body.input_suffix) + sum(len(file.text) for file in body.input_extra)
-    return _reply(service, body, config, await _run("input_prefix", size, lambda: [encode()]))
+    return await _reply(service, body, config, await _run("input_prefix", size, lambda: [encode()]))
 
 
 async def _run(param: str, size: int, encode: Callable[[], list[list[int]]]) -> list[list[int]]:
@@ -238,11 +238,11 @@ def _settings(service: Service, body: LlamaBody) -> Config:
     return with_generation(service.settings(found), n=1)
 
 
-def _reply(service: Service, body: LlamaBody, config: Config, prompts: Sequence[Sequence[int]]) -> Reply:
+async def _reply(service: Service, body: LlamaBody, config: Config, prompts: Sequence[Sequence[int]]) -> Reply:
     service.check_lengths(prompts, "prompt")
     logprobs, constraint = min(body.n_probs, service.tokenizer.vocab_size) if body.n_probs else None, body.constraint()
     requests = [GenerationRequest(tuple(ids), config, logprobs, False, constraint) for ids in prompts]
-    return LlamaReply(service, requests, bool(body.stream))
+    return LlamaReply(service, await healed(service.model, requests), bool(body.stream))
 
 
 class _Answer:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dantinox.generation.request import GenerationRequest, TokenRecord
+from dantinox.generation.token_healing import healed_characters
 from dantinox.serve.protocols.token_text import token_bytes, token_name
 from dantinox.text import Tokenizer
 
@@ -25,8 +26,10 @@ class CompletionLogprobs:
         self._tokenizer, self._offset = tokenizer, 0
         self._detokenizer = tokenizer.detokenizer()
         if not request.echo:
-            self._detokenizer.push(request.ids[-PREFIX_TOKENS:])
-            self._offset = len(head)
+            prefix = request.ids[-PREFIX_TOKENS:]
+            self._detokenizer.push(prefix)
+            # Tokens that repeat the end of a healed prompt begin before the text of the choice.
+            self._offset = len(head) - (healed_characters(tokenizer, prefix, request.healed) if request.healed else 0)
 
     def __call__(self, records: Sequence[TokenRecord]) -> Logprobs:
         found: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -34,7 +37,7 @@ class CompletionLogprobs:
             name, logprob = token_name(self._tokenizer, record["id"]), _logprob(record)
             found["tokens"].append(name)
             found["token_logprobs"].append(logprob)
-            found["text_offset"].append(self._offset)
+            found["text_offset"].append(max(0, self._offset))
             self._offset += len(self._detokenizer.push([record["id"]]))
             top: dict[str, float] = {}
             for other in record.get("alternatives", ()):  # sorted by probability: of equal names, the most likely is kept

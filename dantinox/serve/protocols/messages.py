@@ -31,7 +31,7 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens", "cancelled": "end_turn"}
+STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens", "loop": "max_tokens", "cancelled": "end_turn"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 

@@ -23,7 +23,8 @@ from dantinox.report.trace_file import replace_nonfinite
 from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import RequestError
 from dantinox.serve.protocols.bodies import MAX_ALTERNATIVES, Alternatives, Message, StrictBody, parse_body
-from dantinox.serve.protocols.token_text import check_ids
+from dantinox.serve.protocols.token_text import check_ids, healed
+from dantinox.serve.protocols.tool_chat import heals_by_default, without_healing
 from dantinox.serve.service import Reply, Service
 
 # Fixed when the server starts, or secret.
@@ -98,6 +99,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         config = service.settings(body.settings | {"seed": secrets.randbelow(2**32)})
     ids, texts = await _encode(service, body)
     if body.messages is not None:
+        config = without_healing(config, heals_by_default(service))
         prompt, ends = await service.render([message.fields() for message in body.messages])
         config = service.model.with_stop_ids(config, ends)
         ids = [*prompt.ids, *ids]
@@ -107,6 +109,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
     reserved = min(config.generation.max_new_tokens, context // 2)
     left_out = max(0, len(ids) - (context - reserved)) if body.fit else 0
     request = GenerationRequest(tuple(ids[left_out:]), config, min(body.alternatives, size), lora=lora)
+    (request,) = await healed(service.model, [request])
     begin = {
         "prompt_tokens": len(request.ids),
         "left_out": left_out,

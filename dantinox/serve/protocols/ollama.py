@@ -37,7 +37,7 @@ from dantinox.serve.protocols.ollama_bodies import (
     OllamaBody,
     check_generate,
 )
-from dantinox.serve.protocols.token_text import check_ids, prompt_ids
+from dantinox.serve.protocols.token_text import check_ids, healed, prompt_ids
 from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, ReplyFields, prepare_chat
 from dantinox.serve.service import Reply, Service
 
@@ -49,7 +49,7 @@ PATHS = (
     "/api/generate", "/api/chat", "/api/embed", "/api/tags", "/api/show", "/api/version", "/api/ps",
     "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs",
 )  # fmt: skip
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "loop": "length", "cancelled": "stop"}
 
 
 def format_error(error: RequestError) -> JSON:
@@ -118,7 +118,7 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
     if body.context:
         check_ids(service.tokenizer, body.context, "context")
         ids = [*body.context, *(ids[1:] if ids[0] == service.tokenizer.bos_id else ids)]
-    return _reply(service, body, config, ids, "prompt", prepared, lora)
+    return await _reply(service, body, config, ids, "prompt", prepared, lora)
 
 
 async def parse_chat(service: Service, body: ChatBody) -> Reply:
@@ -138,7 +138,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     if body.truncate is not False:
         prepared = await _fit(service, chat, prepared, _context(service, body))
     config = service.model.with_stop_ids(config, prepared.end_ids)
-    return _reply(service, body, config, prepared.ids, "messages", prepared, lora)
+    return await _reply(service, body, config, prepared.ids, "messages", prepared, lora)
 
 
 async def _fit(service: Service, chat: Conversation, whole: PreparedChat, context: int) -> PreparedChat:
@@ -180,7 +180,7 @@ def _settings(service: Service, body: OllamaBody) -> Config:
     return with_generation(config, n=1)
 
 
-def _reply(
+async def _reply(
     service: Service,
     body: OllamaBody,
     config: Config,
@@ -198,6 +198,8 @@ def _reply(
     request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint(), lora=lora)
     if prepared is not None:
         request = replace(prepared.request(config, logprobs, lora), ids=tuple(ids))
+    else:
+        (request,) = await healed(service.model, [request])
     return OllamaReply(service, request, body, prepared)
 
 

@@ -20,11 +20,12 @@ from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
-from dantinox.serve.protocols.token_text import prompt_ids
+from dantinox.serve.protocols.token_text import healed, prompt_ids
 from dantinox.serve.protocols.tool_chat import PreparedChat, prepare_chat
 from dantinox.serve.service import Reply, Service
 
 DONE = b"data: [DONE]\n\n"
+FINISH_REASONS = {"eos": "stop", "loop": "length"}  # finish reasons with another name in this protocol
 
 
 def routes(service: Service) -> list[Route]:
@@ -90,7 +91,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     echoed = [""] * len(requests)
     if echo:
         echoed = [tokenizer.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt]
-    return OpenAIReply(service, requests, body, echoed)
+    return OpenAIReply(service, await healed(service.model, requests), body, echoed)
 
 
 async def parse_chat(service: Service, body: ChatBody) -> Reply:
@@ -159,7 +160,7 @@ class OpenAIReply(Reply):
         if index not in self._logprobs:
             self._logprobs[index] = type(self).logprobs_format(self._tokenizer, request, self._echoed[number])
             text, records = self._echoed[number] + text, [*self.streams[number].prompt, *records]
-        reason = "stop" if delta.finish_reason == "eos" else delta.finish_reason
+        reason = FINISH_REASONS.get(delta.finish_reason, delta.finish_reason) if delta.finish_reason else None
         return ChoiceDelta(index, text, None if request.logprobs is None else self._logprobs[index](records), reason)
 
     def add(self, number: int, delta: Delta) -> None:

@@ -330,7 +330,7 @@ class ResponsesReply(Reply):
             self._fields.add(part)
             events += self._add(part)
         if delta.finish_reason is not None:
-            if delta.finish_reason == "length":
+            if delta.finish_reason in ("length", "loop"):
                 self._status, self._frame["incomplete_details"] = "incomplete", {"reason": "max_output_tokens"}
             else:
                 self._status = "completed"

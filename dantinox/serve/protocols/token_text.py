@@ -6,7 +6,8 @@ from functools import lru_cache
 from dantinox.config import UserError
 from dantinox.files import quote
 from dantinox.generation import LoadedModel
-from dantinox.serve.background import run_sized
+from dantinox.generation.request import GenerationRequest
+from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import RequestError
 from dantinox.text import Tokenizer
 
@@ -43,6 +44,13 @@ def check_ids(tokenizer: Tokenizer, ids: Sequence[int], name: str) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < size):
         wrong = next(token for token in ids if not 0 <= token < size)
         raise RequestError(400, f"{name} must have token ids in [0, {size}), got {quote(wrong)}", param=name)
+
+
+async def healed(model: LoadedModel, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    """Returns requests with `token_healing` applied to their prompts."""
+    if not any(request.config.generation.token_healing for request in requests):
+        return [*requests]
+    return await run_in_thread(lambda: [model.heal(request) for request in requests])
 
 
 async def prompt_ids(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dantinox.config import Config
+from dantinox.config import Config, with_generation
 from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.guides import Reasoning
@@ -58,6 +58,7 @@ class PreparedChat(NamedTuple):
       form: the notation of the reply.
       schemas: the parameters of the tools that may be called, by name; None: no tools.
       reasoning_is_open: whether the prompt ends inside of the reasoning.
+      heals_by_default: whether `token_healing` is on in the settings of the server.
     """
 
     ids: list[int]
@@ -68,6 +69,7 @@ class PreparedChat(NamedTuple):
     form: ReplyFormat
     schemas: Mapping[str, Mapping[str, Any]] | None
     reasoning_is_open: bool
+    heals_by_default: bool
 
     @property
     def is_plain(self) -> bool:
@@ -80,7 +82,7 @@ class PreparedChat(NamedTuple):
         """Returns the generation request for the reply, with an adapter if `lora` names one."""
         return GenerationRequest(
             tuple(self.ids),
-            config,
+            without_healing(config, self.heals_by_default),
             logprobs,
             constraint=self.constraint,
             reasoning=self.reasoning,
@@ -124,7 +126,24 @@ async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
     schemas = {tool.name: tool.parameters for tool in tools} if tools else None
     visible = form.visible_ids if schemas is not None or form.reasons else frozenset[int]()
     ends = (end_ids | (form.stop_ids if schemas is not None or form.name == HARMONY else frozenset())) - visible
-    return PreparedChat(prompt.ids, ends, constraint, reasoning, visible, form, schemas, is_open)
+    return PreparedChat(prompt.ids, ends, constraint, reasoning, visible, form, schemas, is_open, heals_by_default(service))
+
+
+def heals_by_default(service: Service) -> bool:
+    """Returns whether `token_healing` is on in the settings of the server."""
+    return service.engine.settings({}).generation.token_healing
+
+
+def without_healing(config: Config, by_default: bool) -> Config:
+    """Returns the settings of a conversation. The default `token_healing: true` of a server has no effect on them.
+
+    Raises:
+      RequestError: 400, the request sets `token_healing`.
+    """
+    if config.generation.token_healing and not by_default:
+        message = "token_healing must be false in a conversation, because the chat template ends the prompt"
+        raise RequestError(400, message, param="token_healing")
+    return with_generation(config, token_healing=False)
 
 
 def parse_tools(definitions: Sequence[Mapping[str, Any]]) -> list[Tool]:
