@@ -57,8 +57,8 @@ WITHOUT_BEAMS: dict[str, object] = {
     "loop_temperature_factor": 1.0,
     "token_healing": False,
 }
-# The settings of the steps that beam search does not run. A request with beams does not use those of the run. A watermark is not
-# switched off in this way.
+# The settings of the steps that beam search does not run. A request with beams does not use those of the run. A watermark is
+# not switched off in this way.
 DRAWING_SETTINGS = frozenset(key for step in STEPS.values() if step.group == "other" for key in (*step.on, *step.settings))
 NOT_GREEDY = (
     Needs(("generation.greedy", False)),
@@ -207,9 +207,9 @@ def _beam_conflicts(g: GenerationSection) -> Iterator[Conflict]:
         if (value := getattr(g, key)) != only:
             must = "empty" if only == () else f"{format_value(only)}, got {format_value(value)},"
             yield f"generation.{key}", f"must be {must} with generation.num_beams"
-    kept = {*EDIT_STEPS, *PENALTY_STEPS}
+    supported = {*EDIT_STEPS, *PENALTY_STEPS}
     for name in STEPS:
-        if name in active_steps(g) - kept:
+        if name in active_steps(g) - supported:
             key = next(key for key, is_on in STEPS[name].on.items() if is_on(getattr(g, key)))
             yield (
                 f"generation.{key}",
