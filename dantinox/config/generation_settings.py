@@ -103,7 +103,7 @@ class _Request(Section):
     loop_min_tokens: Annotated[Count, NEEDS_LOOPS] = field(64, "least tokens of all repetitions together")
     token_healing: bool = field(
         False,
-        "generate the last tokens of the prompt again, with the same text, so that a prompt may end inside of a token",
+        "generate the last tokens of the prompt again, with the same text, so that a prompt may end inside a token",
     )
     json_whitespace: Literal["compact", "flexible"] = field(
         "compact",

@@ -1,4 +1,4 @@
-"""Token healing: a prompt may end inside of a token.
+"""Token healing: a prompt may end inside a token.
 
 A tokenizer encodes the prompt "http:" with a token for ":". A model that has always seen the token "://" there then avoids the
 continuation "//". Token healing removes such tokens from the end of the prompt and lets the model generate any tokens whose
