@@ -1,7 +1,7 @@
 """Token healing: a prompt may end inside a token.
 
 A tokenizer encodes the prompt "http:" with a token for ":". A model that has always seen the token "://" there then avoids the
-continuation "//". Token healing removes such tokens from the end of the prompt and lets the model generate any tokens whose
+continuation "//". Token healing removes such tokens from the end of the prompt, and the model generates any tokens whose
 text begins with theirs. The method is that of the library guidance (github.com/guidance-ai/guidance).
 """
 
