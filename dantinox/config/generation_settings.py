@@ -57,8 +57,8 @@ WITHOUT_BEAMS: dict[str, object] = {
     "loop_temperature_factor": 1.0,
     "token_healing": False,
 }
-# The settings of the steps that beam search does not run. A request with beams does not use those of the run. A watermark is
-# not switched off in this way.
+# The settings of the steps that beam search does not run, except the watermark. A request with beams does not use those of the
+# run.
 DRAWING_SETTINGS = frozenset(key for step in STEPS.values() if step.group == "other" for key in (*step.on, *step.settings))
 NOT_GREEDY = (
     Needs(("generation.greedy", False)),

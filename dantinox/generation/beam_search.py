@@ -187,10 +187,10 @@ def _start(
     step_logits, _, cache = _prefill(transformer, params, prompt, plan, adapters)
     cache, logits_RV = jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), (cache, step_logits.logits))
     empty = Beams.empty(prompt[0].shape[0], beams, plan.slots)
-    return _extend_beams(cache, sampler, empty, logits_RV, params, rules)
+    return _advance(cache, sampler, empty, logits_RV, params, rules)
 
 
-def _extend_beams(
+def _advance(
     cache: KVCache, sampler: SamplerState, beams: Beams, logits_RV: jax.Array, params: SamplingParams, rules: BeamRules
 ) -> tuple[KVCache, SamplerState, Beams]:
     """Extends the beams; each takes the cache and the sampling history of the beam that it extends."""
@@ -233,7 +233,7 @@ def _search(
         position_P = jnp.where(beams.open_P, lengths_P + beams.length - 1, -1)
         x_R1D, updated, _ = transformer.hidden(_newest(beams)[:, None], jnp.repeat(position_P, K)[:, None], cache=cache)
         assert updated is not None
-        return _extend_beams(updated, sampler, beams, transformer.logits(x_R1D[:, 0]), params, rules)
+        return _advance(updated, sampler, beams, transformer.logits(x_R1D[:, 0]), params, rules)
 
     cache, _, beams = jax.lax.while_loop(lambda carry: carry[2].open_P.any(), step, (cache, sampler, beams))
     return cache, beams
