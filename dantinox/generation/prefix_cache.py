@@ -19,7 +19,7 @@ from dantinox.generation.prefix_files import BlockRows
 from dantinox.generation.prefix_tree import PrefixTree
 from dantinox.model import KVCache
 from dantinox.model.cache import RingLayer
-from dantinox.programs import available_bytes, tree_bytes
+from dantinox.programs import free_bytes, tree_bytes
 
 PREFIX_BLOCK = 16  # tokens of a block, unless only whole prefill chunks can be reused
 POOL_SLOTS, POOL_SHARE = 4, 8  # the default size: that of POOL_SLOTS times the slots, at most 1 / POOL_SHARE of the free memory
@@ -157,7 +157,7 @@ def block_bytes(cache: KVCache | PairedCache, size: int) -> int:
     return tree_bytes(jax.eval_shape(partial(make_pool, cache, 1, size)))
 
 
-def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested: int | None) -> int:
+def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested: int | None, memory: int | None = None) -> int:
     """Returns the bytes of the prefix cache; 0: no prefix cache.
 
     Args:
@@ -165,13 +165,14 @@ def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested
       context: the most tokens of a sequence; a sequence that is shorter than a block has no prefix cache.
       chunk: tokens per prefill chunk.
       requested: None: the default.
+      memory: an upper bound of the free memory, in bytes; None: no bound.
 
     Raises:
       UserError: not even one block fits, or the pool does not fit into the free memory.
     """
     if requested == 0 or context < PREFIX_BLOCK or any(one.compressed for one in caches_of(cache)):
         return 0
-    least, free = block_bytes(cache, chunk), available_bytes(jax.devices()[0])
+    least, free = block_bytes(cache, chunk), free_bytes(memory)
     if requested is None:
         most = POOL_SLOTS * tree_bytes(cache)
         limit = most if free is None else min(most, free // POOL_SHARE)

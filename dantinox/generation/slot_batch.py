@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation_settings import section_order
@@ -45,7 +46,7 @@ from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.row_adapters import RowAdapters, Stacks, attach_adapters
 from dantinox.model.scoring import map_positions
 from dantinox.platform import get_platform, release_free_memory
-from dantinox.programs import available_bytes, tree_bytes
+from dantinox.programs import free_bytes, tree_bytes
 from dantinox.sampling import ProgramOptions, SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.params import CHOICE_SETTINGS
@@ -154,6 +155,7 @@ class SlotBatch(RunningBatch):
         max_lora_rank: int | None = None,
         prefix_cache: int | None = None,
         cache_dir: Path | None = None,
+        memory: int | None = None,
     ):
         """Chooses the number of slots; `compile` allocates their memory.
 
@@ -166,6 +168,7 @@ class SlotBatch(RunningBatch):
           prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
             eighth of the free memory. A compressed cache has no prefix cache.
           cache_dir: the folder from which `compile` restores the prefix cache, and to which `write_prefixes` writes it.
+          memory: bytes that stand for the free memory in the defaults of `count` and `prefix_cache`; None: the free memory.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
@@ -186,7 +189,7 @@ class SlotBatch(RunningBatch):
         if model.loras or max_loras:
             rows = count or DEFAULT_SLOTS
             self.adapters = AdapterSlots(self._architecture, model.loras, order, max_loras, max_lora_rank, rows)
-        super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
+        super().__init__(_fitting_slots(self._architecture, plan, context, memory) if count is None else count)
         self.context, self._bundle, self._config = context, model, config
         prepared = model.prepared(config.generation, order)
         draft_model = model.draft_model(config.generation)
@@ -213,12 +216,22 @@ class SlotBatch(RunningBatch):
         self.prefill_chunk = min(chunk, _next_power_of_two(context, MIN_PADDED_CHUNK))
         self._prefixes: PrefixCache | None = None  # `compile` creates it
         self._cache_dir, self._fingerprint = cache_dir, ""
-        self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache)
+        self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache, memory)
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
         # Clients repeat their settings, so the arrays are cached: creating them takes about 10 ms while a program is running.
         self._cached_row_params = lru_cache(CACHED_SETTINGS)(self._row_params)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of the weights, of the caches of all slots, of the prefix cache and of the adapters.
+
+        A weight that the stored and the prepared model share counts once.
+        """
+        models = nnx.state(self._bundle.model), self._model, self._draft_model
+        arrays = {id(leaf): leaf for leaf in jax.tree.leaves((models, self._stacks))}
+        return tree_bytes([*arrays.values()]) + tree_bytes(self._cache_shapes) + self._prefix_bytes
 
     # --- programs
 
@@ -663,14 +676,14 @@ class SlotBatch(RunningBatch):
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, pool)))
 
 
-def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
-    """Returns the number of slots whose caches fit into memory, at most `DEFAULT_SLOTS`.
+def _fitting_slots(architecture: Any, plan: Any, context: int, memory: int | None) -> int:
+    """Returns the number of slots whose caches fit into `memory` or the free memory, at most `DEFAULT_SLOTS`.
 
     Raises:
       UserError: not even one slot fits.
     """
     needed = tree_bytes(jax.eval_shape(partial(make_cache, architecture, 1, *plan)))
-    free = available_bytes(jax.devices()[0])
+    free = free_bytes(memory)
     if free is None:
         return DEFAULT_SLOTS
     if (fitting := free // MEMORY_SHARE // needed) < 1:

@@ -90,6 +90,7 @@ class AsyncEngine:
 
     Attributes:
       on_failure: called from the engine's thread after a failure that the engine cannot recover from.
+      lora_paths: the paths of the loaded adapters by name.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class AsyncEngine:
         max_lora_rank: int | None = None,
         prefix_cache: int | None = None,
         cache_dir: Path | None = None,
+        memory: int | None = None,
+        lora_paths: Mapping[str, Path] | None = None,
     ):
         """Allocates the caches of all slots. Compilation starts with `start`.
 
@@ -124,6 +127,8 @@ class AsyncEngine:
             eighth of the free memory.
           cache_dir: the folder from which the warm-up restores the prefix cache, and to which `save_prefixes` and the end of
             the engine write it; None: it is not saved.
+          memory: as for `SlotBatch`.
+          lora_paths: the paths of the adapters of `run`.
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
@@ -132,8 +137,8 @@ class AsyncEngine:
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
         limits = {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
-        self._batch = SlotBatch(run, slots, context, self._config, **limits, cache_dir=cache_dir)
-        self._cache_dir = cache_dir
+        self._batch = SlotBatch(run, slots, context, self._config, **limits, cache_dir=cache_dir, memory=memory)
+        self._cache_dir, self.lora_paths = cache_dir, dict(lora_paths or {})
         self._snapshots: list[Future[Callable[[], int]]] = []  # requested by `save_prefixes`
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
         self._engine.compile = self._request_compilation
@@ -275,6 +280,7 @@ class AsyncEngine:
             if not self._thread.is_alive():
                 self._engine.fail_adapters(Unavailable(f"the server is {self._state}: {self._doing}"))
             await asyncio.wrap_future(copied)
+            self.lora_paths[name] = path
 
     def _read_adapter(self, name: str, path: Path) -> Future[None]:
         rank = None if self._batch.adapters is None else self._batch.adapters.rank
@@ -287,6 +293,12 @@ class AsyncEngine:
           UserError: no adapter has this name.
         """
         self._engine.unload_adapter(name)
+        self.lora_paths.pop(name, None)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of the weights and caches, as `SlotBatch.memory_bytes`."""
+        return self._batch.memory_bytes
 
     def _cancel(self, job: Job) -> None:
         self._engine.cancel(job)
