@@ -40,6 +40,10 @@ log = logging.getLogger("dantinox.serve")
 STARTUP_SECONDS = 0.02  # between two looks at an engine that warms up
 
 
+class _Abandoned(Exception):
+    """No request waits for a load any more."""
+
+
 class OpenFunction(Protocol):
     """Loads a model, as `open_model` does; called in a thread."""
 
@@ -55,6 +59,7 @@ class Member:
       state: `unloaded`, `loading`, `waiting` (its weights are loaded, and it needs room for its caches), `loaded`, `unloading`,
         or `failed` after a failure of its engine.
       opened, service, app: the loaded model, its service, and the application that answers its requests.
+      file_size: bytes of the file of its weights; 0: unknown.
       size: bytes that count towards the bound while it is not unloaded.
       users: requests that use it.
       waiting: requests that wait for it.
@@ -74,6 +79,7 @@ class Member:
     opened: OpenModel | None = None
     service: Service | None = None
     app: ASGIApp | None = None
+    file_size: int = 0
     size: int = 0
     users: int = 0
     waiting: int = 0
@@ -142,7 +148,7 @@ class ModelPool:
           UserError: the weights of a model are larger than the memory.
         """
         sizes = sizes or {}
-        self.members = {spec.name: Member(spec, size=sizes.get(spec.name, 0), loras=dict(spec.loras)) for spec in specs}
+        self.members = {spec.name: Member(spec, loras=dict(spec.loras)) for spec in specs}
         self.default = self.members[specs[0].name]
         self.max_models, self.memory, self._queue, self._wait = max_models, memory, queue, wait
         self._open = open_model
@@ -154,6 +160,7 @@ class ModelPool:
         self._timers = set[asyncio.TimerHandle]()
         self._changes = set[asyncio.Future[None]]()
         for member in self.members.values():
+            member.file_size = member.size = sizes.get(member.name, 0)
             if memory is not None and member.size > memory:
                 raise UserError(f"the model {member.name} {self._too_large(member.size)}")
 
@@ -275,6 +282,8 @@ class ModelPool:
             if opened is None:
                 opened = await asyncio.to_thread(self._open, member.spec, member.loras, self.memory)
             await self._start(member, opened)
+        except _Abandoned:
+            member.state = "unloaded"
         except Exception as error:
             member.state, member.failures = "unloaded", member.failures + 1
             member.retry = time.monotonic() + LOAD_RETRY_SECONDS
@@ -292,14 +301,15 @@ class ModelPool:
         try:
             size, member.state, member.since = engine.memory_bytes, "waiting", time.monotonic()
             if not await self._make_room(member, size):
-                raise Unavailable(f"no room became free for the model {member.name}: all loaded models are in use")
+                raise _Abandoned
             member.size, member.state = size, "loading"
             self._measure()
             engine.on_failure = lambda: loop.call_soon_threadsafe(self._on_engine_failure, member)
             engine.start()
             while engine.status().state == "loading" and self._state != "draining":
                 await asyncio.sleep(STARTUP_SECONDS)
-            self._check_open()
+            if self._state == "draining":
+                raise _Abandoned
             if engine.status().state != "ready":
                 raise Unavailable(f"the model {member.name} has failed: see the server's log")
             member.service, member.app = self.attach(member, opened)

@@ -173,7 +173,7 @@ class Directory:
     async def _describe(self, member: Member) -> dict[str, JSON]:
         if (service := member.service) is not None:
             self._descriptions[member.name] = await run_in_thread(ollama.describe, service)
-        return dict(self._descriptions.get(member.name) or ollama.unknown_model(member.name, member.size))
+        return dict(self._descriptions.get(member.name) or ollama.unknown_model(member.name, member.file_size))
 
 
 def _shown_state(member: Member) -> str:
