@@ -37,7 +37,7 @@ from dantinox.generation.decode import (
 )
 from dantinox.generation.drafts import NO_DRAFTS, DraftPlan, PairedCache, plan_drafts
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.prefix_cache import PrefixCache, PrefixStatus, make_prefix_cache, pool_bytes
+from dantinox.generation.prefix_cache import PrefixCache, PrefixStatus, make_prefix_cache, pool_bytes, renew_probe
 from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.quantized_weights import SplitModel, dequantize, split_model
 from dantinox.generation.running_batch import NO_ID, Recurrent, Row, RowStatus, RunningBatch, restart_slots
@@ -215,7 +215,7 @@ class SlotBatch(RunningBatch):
         chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
         self.prefill_chunk = min(chunk, _next_power_of_two(context, MIN_PADDED_CHUNK))
         self._prefixes: PrefixCache | None = None  # `compile` creates it
-        self._cache_dir, self._fingerprint = cache_dir, ""
+        self._cache_dir, self._prefill_programs = cache_dir, list[str]()  # the programs as text, if there is a folder
         self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache, memory)
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
@@ -307,13 +307,16 @@ class SlotBatch(RunningBatch):
         lengths = self._lengths()
         prefixes = make_prefix_cache(self, self._architecture, self._prefix_bytes, self.context, lengths, whole_chunks)
         if self._cache_dir is not None:
-            programs = [self._lower_prefill(length, False).as_text() for length in self._lengths()]
-            weights = [*self._model.leaves, *(() if self._draft_model is None else self._draft_model.leaves)]
-            self._fingerprint = fingerprint(programs, weights, prefixes.probe)
-            found = read_blocks(self._cache_dir, prefixes.pool, self._fingerprint, prefixes.size)
+            self._prefill_programs = [self._lower_prefill(length, False).as_text() for length in self._lengths()]
+            name = fingerprint(self._prefill_programs, self._weights(), prefixes.probe)
+            found = read_blocks(self._cache_dir, prefixes.pool, name, prefixes.size)
             if found is not None:
                 prefixes.restore(found)
         return prefixes
+
+    def _weights(self) -> list[jax.Array]:
+        """Returns all weights of the model and of its draft model."""
+        return [*self._model.leaves, *(() if self._draft_model is None else self._draft_model.leaves)]
 
     def prefix_writer(self) -> Callable[[], int]:
         """Copies the blocks of the prefix cache, and returns a function for any thread that writes them to `cache_dir`.
@@ -323,13 +326,13 @@ class SlotBatch(RunningBatch):
         Raises:
           UserError: there is no prefix cache or no folder, or (from the function) the file cannot be written.
         """
-        folder, prefixes, name = self._cache_dir, self._prefixes, self._fingerprint
+        folder, prefixes, weights = self._cache_dir, self._prefixes, self._weights()
         if folder is None or prefixes is None:
             raise UserError("the prefix cache of this server is not saved: start it with --cache_dir")
-        found = prefixes.snapshot()
+        found, probe = prefixes.snapshot(), prefixes.probe
 
         def write() -> int:
-            write_blocks(folder, found, name)
+            write_blocks(folder, found, fingerprint(self._prefill_programs, weights, probe))
             return len(found.blocks)
 
         return write
@@ -656,8 +659,9 @@ class SlotBatch(RunningBatch):
     def replace_weights(self, weights: SplitModel) -> None:
         """Replaces the weights, and empties all slots, because their caches belong to the old weights. Nothing is compiled."""
         self._model, self.cache = weights, None
-        self._fingerprint = ""  # a saved prefix cache would belong to the old weights
         self.reset()
+        if self._prefixes is not None and self._cache_dir is not None:
+            renew_probe(self, self._prefixes, self._architecture, self.context, self._lengths()[-1])
 
     def reset(self) -> None:
         """Empties all slots and allocates a new cache, for use after a program failed."""
