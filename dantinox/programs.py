@@ -138,6 +138,11 @@ def available_bytes(device: jax.Device) -> int | None:
     return min(free, default=None) if device.platform == "cpu" else None
 
 
+def free_bytes(memory: int | None = None) -> int | None:
+    """Returns the free memory of the first device, at most `memory`; None if neither is known."""
+    return min((limit for limit in (available_bytes(jax.devices()[0]), memory) if limit is not None), default=None)
+
+
 def _meminfo_available() -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

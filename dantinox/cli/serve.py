@@ -8,16 +8,19 @@ import os
 import re
 import socket
 import sys
+import urllib.parse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
+from dantinox.cli.common import add_chat_template, add_run, given_settings, use_compilation_cache
 from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import UserError, quote, wrap_os_errors
 
 if TYPE_CHECKING:
     from dantinox.serve.api_keys import ApiKeys
+    from dantinox.serve.model_specs import ModelSpec
 
 REQUIRED_MODULES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 API_KEY_VARIABLE = "DANTINOX_API_KEY"
@@ -102,6 +105,17 @@ def add_serve_flags(command: Parser) -> None:
     operations.add_argument(
         "--alias", nargs="+", default=[], metavar="NAME[=MODEL]", help="additional names that clients may use for the model"
     )
+    models = command.section("models", "Several models in one server")
+    models.add_argument(
+        "--model", nargs="+", default=[], metavar="NAME=PATH", help="further runs, loaded when a request names them"
+    )
+    models.add_argument(
+        "--models", type=Path, metavar="FILE", help="YAML or JSON file of further models, with their own slots and settings"
+    )
+    models.add_argument("--max_models", type=_number(1, 100), metavar="N", help="most models loaded together (default: all)")
+    models.add_argument(
+        "--model_memory", type=_bytes, metavar="SIZE", help="memory of all loaded models, such as 12GB (default: no bound)"
+    )
     adapters = command.section("adapters", "Low-rank adapters that requests select")
     adapters.add_argument(
         "--lora", nargs="+", default=[], metavar="NAME=PATH", help="adapters: runs with adapters of this run, or PEFT folders"
@@ -140,53 +154,37 @@ def serve(options: argparse.Namespace) -> int:
     settings = given_settings(options)
     keys, hosts, origins = _keys(options), _hosts(options), tuple(_origin(origin) for origin in options.cors)
     name = _name(options)
-    aliases, loras = _aliases(options, name), _loras(options)
+    aliases, specs = _aliases(options, name), _specs(options, name, settings)
+    if len(specs) == 1 and (options.max_models or options.model_memory):
+        raise UserError("--max_models and --model_memory need several models: give --model or --models")
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: no file or folder at {options.lite}")
-    if options.cache_dir is not None:
-        with wrap_os_errors(f"cannot create --cache_dir {options.cache_dir}"):
-            options.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the tokens of prompts
-    from dantinox.config import overlay
-    from dantinox.run import find_chat_template, load_run_config, open_run
-
-    directory = open_run(options.run_dir, check=False)  # `load` checks it
-    config, template_path = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
+    for folder in [] if options.cache_dir is None else {spec.sizes["cache_dir"] for spec in specs}:
+        with wrap_os_errors(f"cannot create --cache_dir {folder}"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the tokens of prompts
+    from dantinox.serve.model_specs import file_bytes
     from dantinox.serve.server import listen
     from dantinox.serve.spans import make_provider
 
+    weights = {spec.name: file_bytes(spec) for spec in specs}
     provider = make_provider() if options.otel else None
     with listen(options.host, options.port) as listener:
         use_compilation_cache()
-        from dantinox.generation import load
         from dantinox.serve.app import make_app
-        from dantinox.serve.async_engine import AsyncEngine
+        from dantinox.serve.model_loading import open_model
+        from dantinox.serve.model_pool import ModelPool
         from dantinox.serve.options import Options
+        from dantinox.serve.pool_app import make_pool_app
         from dantinox.serve.reload import Reloader
         from dantinox.serve.request_log import configure_logging
+        from dantinox.serve.server import RunnableEngine
         from dantinox.serve.server import serve as run_server
         from dantinox.serve.spans import close_provider, trace_exporter
-        from dantinox.serve.weight_reload import weight_reloader
-        from dantinox.text.reply_formats import reply_format
 
         if options.log is not None:
             configure_logging(options.log)
-        run = load(options.run_dir, config.generation.tensor_parallel, loras)
-        template = chosen_template(options, template_path, run.tokenizer)
-        reply_format(template, run.tokenizer, options.tool_format)  # raises for an unknown name
-        sizes: dict[str, Any] = {
-            "slots": options.slots,
-            "context": options.context,
-            "queue": options.queue,
-            "background": options.warm_up,
-            "max_loras": _max_loras(options),
-            "max_lora_rank": options.max_lora_rank,
-            "prefix_cache": None if options.prefix_cache is None else options.prefix_cache * 10**6,
-            "cache_dir": options.cache_dir,
-        }
-        engine = AsyncEngine(run, **sizes, name=name, overrides=settings)
-        reloader = Reloader(keys, weight_reloader(engine, options.run_dir))
         server_options = Options(
-            template,
+            None,
             options.tool_format,
             None,
             hosts,
@@ -197,17 +195,29 @@ def serve(options: argparse.Namespace) -> int:
             options.lora_dir,
             keys=keys,
             aliases=aliases,
-            reloader=reloader,
         )
         if provider is not None:
             server_options = replace(server_options, export_trace=trace_exporter(provider))
-        app, where = make_app(engine, server_options), _address(listener)
+        engine: RunnableEngine
+        if len(specs) == 1:
+            opened = open_model(specs[0])
+            reloader = Reloader(keys, opened.reload_weights)
+            engine, server_options = opened.engine, replace(server_options, template=opened.template, reloader=reloader)
+            app = make_app(opened.engine, server_options)
+        else:
+            bounds: dict[str, Any] = {"max_models": options.max_models, "memory": options.model_memory}
+            pool = ModelPool(specs, open_model, sizes=weights, **bounds, queue=options.queue)
+            reloader = Reloader(keys, pool.reload_weights)
+            engine, server_options = pool, replace(server_options, reloader=reloader)
+            app = make_pool_app(pool, server_options)
+        where, names = _address(listener), ", ".join(spec.name for spec in specs)
         if options.no_auth and not _is_loopback(options.host):
             _report(options, logging.WARNING, f"anyone who can reach {where} can use this server, because it has no key")
         _report(options, logging.INFO, f"{name} is loaded; compiling its programs")
 
         def ready() -> None:
-            print(f"{name} is served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
+            verb = "is" if len(specs) == 1 else "are"
+            print(f"{names} {verb} served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
 
         code = run_server(app, engine, listener, server_options.limits, ready, reloader)
         if provider is not None:
@@ -236,6 +246,15 @@ def _aliases(options: argparse.Namespace, name: str) -> dict[str, str]:
             raise UserError(f"--alias: {quote(alias)} is already a name of the model")
         found[alias] = model or name
     return found
+
+
+def _bytes(text: str) -> int:
+    """Returns the bytes of a size such as `12GB` or `500MB`."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)(MB|GB)", text)
+    size = 0 if found is None else round(float(found[1]) * {"MB": 10**6, "GB": 10**9}[found[2]])
+    if not size:
+        raise argparse.ArgumentTypeError(f"must be a number of MB or GB above 0, such as 12GB, got {quote(text)}")
+    return size
 
 
 def _number(low: int, high: int) -> Any:
@@ -319,6 +338,45 @@ def _name(options: argparse.Namespace) -> str:
     if not name.strip() or not name.isprintable() or len(name) > 200:
         raise UserError(f"--name must be a printable name of at most 200 characters, got {quote(name)}")
     return name
+
+
+def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object]) -> "list[ModelSpec]":
+    """Returns the models of the server: the first one of RUN, then those of --model and --models."""
+    from dantinox.serve.model_specs import NUMBERS, ModelSpec, check_model_name, check_names, read_models
+
+    sizes: dict[str, Any] = {
+        "slots": options.slots,
+        "context": options.context,
+        "queue": options.queue,
+        "background": options.warm_up,
+        "max_loras": _max_loras(options),
+        "max_lora_rank": options.max_lora_rank,
+        "prefix_cache": options.prefix_cache,
+        "cache_dir": options.cache_dir,
+    }
+    first = {"run_dir": options.run_dir, "lora": _loras(options), "chat_template": options.chat_template}
+    given: list[tuple[str, dict[str, Any]]] = [(name, first)]
+    for text in options.model:
+        other, equals, path = text.partition("=")
+        if not (other and equals and path):
+            raise UserError(f"--model must be NAME=PATH, got {quote(text)}")
+        given.append((check_model_name(other, "a name of --model"), {"run_dir": Path(path)}))
+    given += [] if options.models is None else read_models(options.models).items()
+    check_names([other for other, _ in given])
+
+    def spec(number: int, name: str, fields: Mapping[str, Any]) -> ModelSpec:
+        loras = fields.get("lora", {})
+        own = sizes | {key: fields[key] for key in NUMBERS if key in fields}
+        own["prefix_cache"] = None if own["prefix_cache"] is None else own["prefix_cache"] * 10**6
+        if len(given) > 1 and options.cache_dir is not None:
+            own["cache_dir"] = options.cache_dir / f"model-{urllib.parse.quote(name, safe='')}"
+        if number and options.lora_dir is not None and options.max_loras is None:
+            own["max_loras"] = len(loras) + FREE_LORAS
+        template = fields.get("chat_template", options.chat_template)
+        combined = {**settings, **fields.get("settings", {})}
+        return ModelSpec(name, fields["run_dir"], loras, template, options.tool_format, combined, own)
+
+    return [spec(number, *one) for number, one in enumerate(given)]
 
 
 def _loras(options: argparse.Namespace) -> dict[str, Path]:

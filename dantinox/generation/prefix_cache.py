@@ -19,7 +19,7 @@ from dantinox.generation.prefix_files import BlockRows
 from dantinox.generation.prefix_tree import PrefixTree
 from dantinox.model import KVCache
 from dantinox.model.cache import RingLayer
-from dantinox.programs import available_bytes, tree_bytes
+from dantinox.programs import free_bytes, tree_bytes
 
 PREFIX_BLOCK = 16  # tokens of a block, unless only whole prefill chunks can be reused
 POOL_SLOTS, POOL_SHARE = 4, 8  # the default size: that of POOL_SLOTS times the slots, at most 1 / POOL_SHARE of the free memory
@@ -157,7 +157,7 @@ def block_bytes(cache: KVCache | PairedCache, size: int) -> int:
     return tree_bytes(jax.eval_shape(partial(make_pool, cache, 1, size)))
 
 
-def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested: int | None) -> int:
+def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested: int | None, memory: int | None = None) -> int:
     """Returns the bytes of the prefix cache; 0: no prefix cache.
 
     Args:
@@ -165,13 +165,14 @@ def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested
       context: the most tokens of a sequence; a sequence that is shorter than a block has no prefix cache.
       chunk: tokens per prefill chunk.
       requested: None: the default.
+      memory: an upper bound of the free memory, in bytes; None: no bound.
 
     Raises:
       UserError: not even one block fits, or the pool does not fit into the free memory.
     """
     if requested == 0 or context < PREFIX_BLOCK or any(one.compressed for one in caches_of(cache)):
         return 0
-    least, free = block_bytes(cache, chunk), available_bytes(jax.devices()[0])
+    least, free = block_bytes(cache, chunk), free_bytes(memory)
     if requested is None:
         most = POOL_SLOTS * tree_bytes(cache)
         limit = most if free is None else min(most, free // POOL_SHARE)
@@ -221,25 +222,12 @@ def make_prefix_cache(
     depends_on_place = whole_chunks or _has_rings(cache) or architecture.experts is not None or architecture.softcap is not None
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), cache)
     del cache
-    ids = np.random.default_rng(0).integers(0, architecture.vocab_size, PROBE_TOKENS).tolist()
-    total = min(PROBE_TOKENS, context // PREFIX_BLOCK * PREFIX_BLOCK)
-
-    def probe(prefixes: PrefixCache, start: int, first: int, length: int) -> str:
-        """Prefills a sequence in chunks, of which the first has `first` tokens; returns a checksum of its keys."""
-        for begin, end in pairwise([0, *range(first, total, length), total]):
-            batch.prefill_tokens(0, ids[begin:end], start + begin, end - begin, length)
-        assert batch.cache is not None
-        return prefixes.checksum(batch.cache, 0, start, total)
-
     prefixes = PrefixCache(shapes, limit, chunk if depends_on_place else min(PREFIX_BLOCK, chunk), context)
-    at_beginning = probe(prefixes, 0, chunk, chunk)
-    assert batch.cache is not None
-    batch.cache = prefixes.fill(batch.cache, 0)
-    end = (context - total) // chunk * chunk
-    expected = {0: at_beginning, end: probe(prefixes, end, chunk, chunk)}
+    expected = _probe_places(batch, prefixes, architecture, context, chunk)
 
     def equal(first: int, length: int) -> bool:
-        return all(probe(prefixes, start, first, length) == checksum for start, checksum in expected.items())
+        probes = (_probe(batch, prefixes, architecture, context, start, first, length) for start in expected)
+        return all(probe == checksum for probe, checksum in zip(probes, expected.values(), strict=True))
 
     if prefixes.size < chunk:
         if equal(48, chunk) and equal(16, chunk):
@@ -247,8 +235,42 @@ def make_prefix_cache(
         else:
             del prefixes
             prefixes = PrefixCache(shapes, limit, chunk, context)
+            expected = _probe_places(batch, prefixes, architecture, context, chunk)
     prefixes.probe = "-".join(expected.values())
     return prefixes
+
+
+def renew_probe(batch: Prefiller, prefixes: PrefixCache, architecture: ModelConfig, context: int, chunk: int) -> None:
+    """Sets the probe of an empty prefix cache to that of the current weights; arguments as for `make_prefix_cache`."""
+    prefixes.probe = "-".join(_probe_places(batch, prefixes, architecture, context, chunk).values())
+
+
+def _probe_places(
+    batch: Prefiller, prefixes: PrefixCache, architecture: ModelConfig, context: int, chunk: int
+) -> dict[int, str]:
+    """Returns the checksums of a sequence in whole chunks, by position: at the beginning of a slot and at the end."""
+    total = min(PROBE_TOKENS, context // PREFIX_BLOCK * PREFIX_BLOCK)
+    at_beginning = _probe(batch, prefixes, architecture, context, 0, chunk, chunk)
+    assert batch.cache is not None
+    batch.cache = prefixes.fill(batch.cache, 0)
+    end = (context - total) // chunk * chunk
+    return {0: at_beginning, end: _probe(batch, prefixes, architecture, context, end, chunk, chunk)}
+
+
+def _probe(
+    batch: Prefiller, prefixes: PrefixCache, architecture: ModelConfig, context: int, start: int, first: int, length: int
+) -> str:
+    """Prefills a sequence from position `start` on in chunks, of which the first has `first` tokens.
+
+    Returns:
+      A checksum of its keys.
+    """
+    ids = np.random.default_rng(0).integers(0, architecture.vocab_size, PROBE_TOKENS).tolist()
+    total = min(PROBE_TOKENS, context // PREFIX_BLOCK * PREFIX_BLOCK)
+    for begin, end in pairwise([0, *range(first, total, length), total]):
+        batch.prefill_tokens(0, ids[begin:end], start + begin, end - begin, length)
+    assert batch.cache is not None
+    return prefixes.checksum(batch.cache, 0, start, total)
 
 
 def _has_rings(cache: KVCache | PairedCache) -> bool:

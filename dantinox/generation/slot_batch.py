@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from dantinox.config import Config, UserError
 from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlot, AdapterSlots, unknown_adapter
@@ -25,7 +26,7 @@ from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted
 from dantinox.generation.drafts import NO_DRAFTS, PairedCache, plan_drafts
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes
+from dantinox.generation.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes, renew_probe
 from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.quantized_weights import SplitModel, split_model
 from dantinox.generation.running_batch import Recurrent, RowStatus, restart_slots
@@ -34,7 +35,7 @@ from dantinox.generation.slot_prefill import MIN_PADDED_CHUNK, SLOT_PREFILL_CHUN
 from dantinox.generation.slot_programs import copy_slot, decode_slots, init_slot_row, insert_row, int32
 from dantinox.model import KVCache, make_cache
 from dantinox.platform import get_platform, release_free_memory
-from dantinox.programs import available_bytes, tree_bytes
+from dantinox.programs import free_bytes, tree_bytes
 from dantinox.sampling import LogitProcessor, SamplingParams
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
@@ -68,6 +69,7 @@ class SlotBatch(PrefillBatch):
         prefix_cache: int | None = None,
         cache_dir: Path | None = None,
         logit_processor: LogitProcessor | None = None,
+        memory: int | None = None,
     ):
         """Chooses the number of slots; `compile` allocates their memory.
 
@@ -81,6 +83,7 @@ class SlotBatch(PrefillBatch):
             eighth of the free memory. A compressed cache has no prefix cache.
           cache_dir: the folder from which `compile` restores the prefix cache, and to which `write_prefixes` writes it.
           logit_processor: edits the logits of all requests, as in `LoadedModel.generate`.
+          memory: bytes that stand for the free memory in the defaults of `count` and `prefix_cache`; None: the free memory.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
@@ -101,7 +104,7 @@ class SlotBatch(PrefillBatch):
         if model.loras or max_loras:
             rows = count or DEFAULT_SLOTS
             self.adapters = AdapterSlots(self._architecture, model.loras, order, max_loras, max_lora_rank, rows)
-        super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
+        super().__init__(_fitting_slots(self._architecture, plan, context, memory) if count is None else count)
         self.context, self._bundle, self._config = context, model, config
         self.logit_processor = logit_processor
         prepared = model.prepared(config.generation, order)
@@ -128,13 +131,23 @@ class SlotBatch(PrefillBatch):
         chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
         self.prefill_chunk = min(chunk, next_power_of_two(context, MIN_PADDED_CHUNK))
         self._prefixes = None  # `compile` creates it
-        self._cache_dir, self._fingerprint = cache_dir, ""
-        self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache)
+        self._cache_dir, self._prefill_programs = cache_dir, list[str]()  # the programs as text, if there is a folder
+        self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache, memory)
         self._rows = [SlotRow() for _ in range(self.count)]
         self._programs = {}
         self._compiling = Lock()
         settings = ServedSettings(model, config, logit_processor)  # documents the next two methods
         self.program_key, self.row_params = settings.program_key, settings.row_params
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of the weights, of the caches of all slots, of the prefix cache and of the adapters.
+
+        A weight that the stored and the prepared model share counts once.
+        """
+        models = nnx.state(self._bundle.model), self._model, self._draft_model
+        arrays = {id(leaf): leaf for leaf in jax.tree.leaves((models, self._stacks))}
+        return tree_bytes([*arrays.values()]) + tree_bytes(self._cache_shapes) + self._prefix_bytes
 
     # --- programs
 
@@ -168,13 +181,16 @@ class SlotBatch(PrefillBatch):
         lengths = self._lengths()
         prefixes = make_prefix_cache(self, self._architecture, self._prefix_bytes, self.context, lengths, whole_chunks)
         if self._cache_dir is not None:
-            programs = [self._lower_prefill(length, False).as_text() for length in self._lengths()]
-            weights = [*self._model.leaves, *(() if self._draft_model is None else self._draft_model.leaves)]
-            self._fingerprint = fingerprint(programs, weights, prefixes.probe)
-            found = read_blocks(self._cache_dir, prefixes.pool, self._fingerprint, prefixes.size)
+            self._prefill_programs = [self._lower_prefill(length, False).as_text() for length in self._lengths()]
+            name = fingerprint(self._prefill_programs, self._weights(), prefixes.probe)
+            found = read_blocks(self._cache_dir, prefixes.pool, name, prefixes.size)
             if found is not None:
                 prefixes.restore(found)
         return prefixes
+
+    def _weights(self) -> list[jax.Array]:
+        """Returns all weights of the model and of its draft model."""
+        return [*self._model.leaves, *(() if self._draft_model is None else self._draft_model.leaves)]
 
     def prefix_writer(self) -> Callable[[], int]:
         """Copies the blocks of the prefix cache, and returns a function for any thread that writes them to `cache_dir`.
@@ -184,13 +200,13 @@ class SlotBatch(PrefillBatch):
         Raises:
           UserError: there is no prefix cache or no folder, or (from the function) the file cannot be written.
         """
-        folder, prefixes, name = self._cache_dir, self._prefixes, self._fingerprint
+        folder, prefixes, weights = self._cache_dir, self._prefixes, self._weights()
         if folder is None or prefixes is None:
             raise UserError("the prefix cache of this server is not saved: start it with --cache_dir")
-        found = prefixes.snapshot()
+        found, probe = prefixes.snapshot(), prefixes.probe
 
         def write() -> int:
-            write_blocks(folder, found, name)
+            write_blocks(folder, found, fingerprint(self._prefill_programs, weights, probe))
             return len(found.blocks)
 
         return write
@@ -331,8 +347,9 @@ class SlotBatch(PrefillBatch):
     def replace_weights(self, weights: SplitModel) -> None:
         """Replaces the weights, and empties all slots, because their caches belong to the old weights. Nothing is compiled."""
         self._model, self.cache = weights, None
-        self._fingerprint = ""  # a saved prefix cache would belong to the old weights
         self.reset()
+        if self._prefixes is not None and self._cache_dir is not None:
+            renew_probe(self, self._prefixes, self._architecture, self.context, self._lengths()[-1])
 
     def reset(self) -> None:
         """Empties all slots and allocates a new cache, for use after a program failed."""
@@ -351,14 +368,14 @@ class SlotBatch(PrefillBatch):
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, pool)))
 
 
-def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
-    """Returns the number of slots whose caches fit into memory, at most `DEFAULT_SLOTS`.
+def _fitting_slots(architecture: Any, plan: Any, context: int, memory: int | None) -> int:
+    """Returns the number of slots whose caches fit into `memory` or the free memory, at most `DEFAULT_SLOTS`.
 
     Raises:
       UserError: not even one slot fits.
     """
     needed = tree_bytes(jax.eval_shape(partial(make_cache, architecture, 1, *plan)))
-    free = available_bytes(jax.devices()[0])
+    free = free_bytes(memory)
     if free is None:
         return DEFAULT_SLOTS
     if (fitting := free // MEMORY_SHARE // needed) < 1:

@@ -1,6 +1,6 @@
 """The ASGI application: routes of all protocols, middleware, `/health` and `/metrics`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from dantinox.config import UserError
@@ -32,8 +32,13 @@ from dantinox.serve.protocols import (
     tokenize_routes,
 )
 from dantinox.serve.request_record import current_record
-from dantinox.serve.response_stream import EngineProtocol
+from dantinox.serve.response_stream import EngineProtocol, HasStatus
 from dantinox.serve.service import Service
+
+
+def named_model(body: Mapping[str, JSON]) -> JSON:
+    """Returns the field `model` of a body."""
+    return body.get("model")
 
 
 class Protocol(NamedTuple):
@@ -47,6 +52,8 @@ class Protocol(NamedTuple):
       status_of: maps an HTTP status to the status that this protocol sends instead.
       public: paths that need no API key.
       unlimited: paths with frequent small POST requests, which do not count as requests of a key.
+      model_of: returns the name of the model in a body, for a server with several models.
+      needs_model: whether its routes use a model; the others are the same for all models.
     """
 
     title: str
@@ -56,6 +63,8 @@ class Protocol(NamedTuple):
     status_of: Mapping[int, int] = MappingProxyType({})
     public: tuple[str, ...] = ()
     unlimited: tuple[str, ...] = ()
+    model_of: Callable[[Mapping[str, JSON]], JSON] = named_model
+    needs_model: bool = True
 
 
 PROTOCOLS = (
@@ -65,12 +74,20 @@ PROTOCOLS = (
     Protocol("Adapters", (), lora_routes.routes),
     Protocol("Embeddings", (), embeddings.routes),
     Protocol("Tokenization", (), tokenize_routes.routes),
-    Protocol("KoboldAI", ("/api/",), kobold.routes, kobold.format_error, {429: 503}, unlimited=kobold.UNLIMITED),
-    Protocol("Ollama", ollama.PATHS, ollama.routes, ollama.format_error, {429: 503}),
+    Protocol(
+        "KoboldAI",
+        ("/api/",),
+        kobold.routes,
+        kobold.format_error,
+        {429: 503},
+        unlimited=kobold.UNLIMITED,
+        model_of=kobold.model_of,
+    ),
+    Protocol("Ollama", ollama.PATHS, ollama.routes, ollama.format_error, {429: 503}, model_of=ollama.model_of),
     Protocol("llama.cpp", (), llama_cpp.routes),
     Protocol("Native API", ("/api/dantinox",), native.routes),
-    Protocol("Web page", ("/page",), pages.page_routes, public=pages.PUBLIC),
-    Protocol("Kobold Lite", ("/lite",), pages.lite_routes, public=("/lite",)),
+    Protocol("Web page", ("/page",), pages.page_routes, public=pages.PUBLIC, needs_model=False),
+    Protocol("Kobold Lite", ("/lite",), pages.lite_routes, public=("/lite",), needs_model=False),
 )
 # Headers that web pages of other origins may read.
 EXPOSED_HEADERS = (
@@ -89,13 +106,15 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
     metrics = Metrics(engine, options)
     service = Service(engine, options, metrics)
     routes = [
-        *server_routes(engine, metrics, options),
+        *server_routes(engine, metrics, options, lambda: {"model": engine.name}),
         *(route for protocol in PROTOCOLS for route in protocol.routes(service)),
     ]
-    public = {"/health", *(path for protocol in PROTOCOLS for path in protocol.public)}
-    unlimited = {"/admin/reload", *(path for protocol in PROTOCOLS for path in protocol.unlimited)}
-    paths = {route.path for route in routes}
-    app: ASGIApp = Starlette(
+    return guarded(make_router(routes), {route.path for route in routes}, options, metrics)
+
+
+def make_router(routes: Sequence[BaseRoute]) -> Starlette:
+    """Returns an application of these routes, with errors in the format of the protocol that a path belongs to."""
+    app = Starlette(
         routes=routes,
         exception_handlers={
             RequestError: _handle_request_error,
@@ -104,7 +123,18 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
             Exception: _handle_internal_error,
         },
     )
-    app.router.redirect_slashes = False  # type: ignore[attr-defined]
+    app.router.redirect_slashes = False
+    return app
+
+
+def guarded(app: ASGIApp, paths: Collection[str], options: Options, metrics: Metrics) -> ASGIApp:
+    """Returns an application behind the middleware: hosts, keys, limits and cross-origin requests.
+
+    Args:
+      paths: the paths of the routes, as for `Guard`.
+    """
+    public = {"/health", *(path for protocol in PROTOCOLS for path in protocol.public)}
+    unlimited = {"/admin/reload", *(path for protocol in PROTOCOLS for path in protocol.unlimited)}
     app = Guard(app, options, metrics, paths, public, unlimited, _error_response)
     if options.origins:
         app = CORSMiddleware(
@@ -117,14 +147,20 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
     return app
 
 
-def server_routes(engine: EngineProtocol, metrics: Metrics, options: Options) -> list[Route]:
-    """The routes `/health`, `/metrics` and `/admin/reload`, which belong to no protocol."""
+def server_routes(
+    engine: HasStatus, metrics: Metrics, options: Options, about: Callable[[], Mapping[str, object]]
+) -> list[Route]:
+    """The routes `/health`, `/metrics` and `/admin/reload`, which belong to no protocol.
+
+    Args:
+      about: returns further fields of `/health`.
+    """
 
     async def health(request: Request) -> Response:
         """Returns the state of the server; the status is 200 if it accepts requests, else 503."""
         status = engine.status()
         doing = status.doing if status.state != "failed" else "see the server's log"  # no details: this path needs no key
-        content = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}
+        content = {"status": status.state, "doing": doing, **about(), "slots": status.slots}
         content |= {"busy": status.busy, "queued": status.queued}
         return JSONResponse(content, 200 if status.state == "ready" else 503)
 
@@ -149,10 +185,15 @@ def server_routes(engine: EngineProtocol, metrics: Metrics, options: Options) ->
     ]
 
 
+def protocol_of(path: str) -> Protocol:
+    """Returns the protocol that a path belongs to."""
+    matches = ((len(prefix), p) for p in PROTOCOLS for prefix in p.prefixes if path.startswith(prefix))
+    return max(matches, key=lambda match: match[0])[1]
+
+
 def _error_response(path: str, error: RequestError) -> Response:
     """Returns an error in the format of the protocol that a path belongs to."""
-    matches = ((len(prefix), p) for p in PROTOCOLS for prefix in p.prefixes if path.startswith(prefix))
-    _, protocol = max(matches, key=lambda match: match[0])
+    protocol = protocol_of(path)
     status = protocol.status_of.get(error.status, error.status)
     return JSONResponse(protocol.format_error(error), status, headers=error.headers)
 

@@ -94,6 +94,7 @@ class AsyncEngine:
 
     Attributes:
       on_failure: called from the engine's thread after a failure that the engine cannot recover from.
+      lora_paths: the paths of the loaded adapters by name.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class AsyncEngine:
         prefix_cache: int | None = None,
         cache_dir: Path | None = None,
         logit_processor: LogitProcessor | None = None,
+        memory: int | None = None,
+        lora_paths: Mapping[str, Path] | None = None,
     ):
         """Allocates the caches of all slots. Compilation starts with `start`.
 
@@ -130,6 +133,8 @@ class AsyncEngine:
           cache_dir: the folder from which the warm-up restores the prefix cache, and to which `save_prefixes` and the end of
             the engine write it; None: it is not saved.
           logit_processor: edits the logits of all requests, as in `LoadedModel.generate`; no request can choose it.
+          memory: as for `SlotBatch`.
+          lora_paths: the paths of the adapters of `run`.
 
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
@@ -138,9 +143,9 @@ class AsyncEngine:
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
         limits = {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
-        more: dict[str, Any] = {"cache_dir": cache_dir, "logit_processor": logit_processor}
+        more: dict[str, Any] = {"cache_dir": cache_dir, "logit_processor": logit_processor, "memory": memory}
         self._batch = SlotBatch(run, slots, context, self._config, **limits, **more)
-        self._cache_dir = cache_dir
+        self._cache_dir, self.lora_paths = cache_dir, dict(lora_paths or {})
         self._snapshots: list[Future[Callable[[], int]]] = []  # requested by `save_prefixes`
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
         self._engine.compile = self._request_compilation
@@ -282,6 +287,7 @@ class AsyncEngine:
             if not self._thread.is_alive():
                 self._engine.fail_adapters(Unavailable(f"the server is {self._state}: {self._doing}"))
             await asyncio.wrap_future(copied)
+            self.lora_paths[name] = path
 
     def _read_adapter(self, name: str, path: Path) -> Future[None]:
         rank = None if self._batch.adapters is None else self._batch.adapters.rank
@@ -294,6 +300,12 @@ class AsyncEngine:
           UserError: no adapter has this name.
         """
         self._engine.unload_adapter(name)
+        self.lora_paths.pop(name, None)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of the weights and caches, as `SlotBatch.memory_bytes`."""
+        return self._batch.memory_bytes
 
     def _cancel(self, job: Job) -> None:
         self._engine.cancel(job)

@@ -8,6 +8,10 @@ DRAIN_SECONDS = 30.0  # time after the first signal in which running responses m
 ABORT_SECONDS = 4.0  # from the second signal to the end of the process
 FAULT_SECONDS = 2.0  # from a failure of the engine until the server stops; until then, clients get error responses
 
+# Several models in one server.
+MODEL_WAIT_SECONDS = 60.0  # for which a request waits for room for its model; then it gets the error `Unavailable`
+LOAD_RETRY_SECONDS = 5.0  # after a failed load; until then, requests for the model get its error
+
 MAX_KEYS = 1000  # keys in the file of `--api_keys`; it bounds the labels of the metrics
 
 # Bodies.

@@ -1,13 +1,14 @@
 """Prometheus metrics of the server, for `/metrics`."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dantinox.generation.request import RequestStats
 from dantinox.serve.options import Options
-from dantinox.serve.response_stream import EngineProtocol
+from dantinox.serve.response_stream import HasStatus, Status
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -51,13 +52,27 @@ KEY_COUNTERS: dict[str, tuple[str, str | None, dict[str, str]]] = {
 class Metrics:
     """Counters, gauges and histograms of one server, in a separate registry.
 
+    With several models, the metrics of an engine have the label `model`.
+
     Attributes:
       registry: the registry that `/metrics` returns.
       responses: counter of HTTP responses by path and status.
     """
 
-    def __init__(self, engine: EngineProtocol, options: Options | None = None):
-        self._engine, self._options = engine, options or Options()
+    def __init__(
+        self,
+        engine: HasStatus,
+        options: Options | None = None,
+        models: Callable[[], Mapping[str, Status]] | None = None,
+    ):
+        """Initializes the metrics.
+
+        Args:
+          engine: the engine, or the pool of several models.
+          models: returns the state of each of several models by name; None: the server has one model.
+        """
+        self._engine, self._options, self._models = engine, options or Options(), models
+        labels = () if models is None else ("model",)
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.responses = Counter(
@@ -66,40 +81,56 @@ class Metrics:
         self._first = Histogram(
             "dantinox_first_token_seconds",
             "seconds from the arrival of a prompt to its first token",
+            labels,
             buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
         self._between = Histogram(
             "dantinox_token_seconds",
             "mean seconds between two tokens of a sample",
+            labels,
             buckets=TOKEN_BUCKETS,
             registry=self.registry,
         )
         self._queued = Histogram(
             "dantinox_queued_seconds",
             "seconds from the arrival of a prompt until it gets a slot",
+            labels,
             buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
         self._seconds = Histogram(
             "dantinox_request_seconds",
             "seconds from the arrival of a prompt to the end of its response",
+            labels,
             buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the current state of the engine."""
-        status = self._engine.status()
-        for name, text in GAUGES.items():
-            yield GaugeMetricFamily(f"dantinox_{name}", text, getattr(status, name))
-        for name, text in PREFIX_GAUGES.items():
-            yield GaugeMetricFamily(f"dantinox_prefix_blocks_{name}", text, getattr(status.prefixes, name))
-        evicted = "blocks of the prefix cache that were replaced by others"
-        yield CounterMetricFamily("dantinox_prefix_block_evictions", evicted, status.prefixes.evictions)
+        """Yields the current state of the engine, or of each model."""
+        models, status = self._models, self._engine.status()
+        label = () if models is None else ("model",)
+        found = {(): status} if models is None else {(name,): one for name, one in models().items()}
+        gauges = {f"dantinox_{name}": (text, (name,)) for name, text in GAUGES.items()}
+        gauges |= {f"dantinox_prefix_blocks_{name}": (text, ("prefixes", name)) for name, text in PREFIX_GAUGES.items()}
+        for metric, (text, path) in gauges.items():
+            gauge = GaugeMetricFamily(metric, text, labels=label)
+            for values, one in found.items():
+                gauge.add_metric(values, functools.reduce(getattr, path, one))
+            yield gauge
+        evicted = CounterMetricFamily(
+            "dantinox_prefix_block_evictions", "blocks of the prefix cache that were replaced by others", labels=label
+        )
+        for values, one in found.items():
+            evicted.add_metric(values, one.prefixes.evictions)
+        yield evicted
         yield GaugeMetricFamily("dantinox_ready", "1 if requests are accepted, else 0", float(status.state == "ready"))
         for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"dantinox_{name}", text, status.counters.get(name, 0))
+            counter = CounterMetricFamily(f"dantinox_{name}", text, labels=label)
+            for values, one in found.items():
+                counter.add_metric(values, one.counters.get(name, 0))
+            yield counter
         reloads = CounterMetricFamily("dantinox_reloads", "reloads of keys and weights: success, failure", labels=("result",))
         for result in ("success", "failure"):
             reloads.add_metric((result,), self._options.reloader.counts[result])
@@ -120,15 +151,19 @@ class Metrics:
                     family.add_metric((name, *([value] if label else ())), one.counts[counter])
             yield family
 
-    def observe(self, stats: RequestStats, samples: int) -> None:
+    def observe(self, stats: RequestStats, samples: int, model: str = "") -> None:
         """Records a response that the client has read completely."""
-        self._queued.observe(stats.queued_seconds)
-        self._seconds.observe(stats.seconds)
+
+        def record(histogram: Histogram, seconds: float) -> None:
+            (histogram if self._models is None else histogram.labels(model)).observe(seconds)
+
+        record(self._queued, stats.queued_seconds)
+        record(self._seconds, stats.seconds)
         if stats.new_tokens:
-            self._first.observe(stats.first_token_seconds)
+            record(self._first, stats.first_token_seconds)
         steps = stats.new_tokens / samples - 1
         if steps > 0:
-            self._between.observe((stats.seconds - stats.first_token_seconds) / steps)
+            record(self._between, (stats.seconds - stats.first_token_seconds) / steps)
 
     def text(self) -> bytes:
         """Returns all metrics in the Prometheus text format."""

@@ -1,8 +1,10 @@
 """`Options`: the options of `dantinox serve` other than the settings of the engine."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dantinox.serve.api_keys import ApiKeys, single_key
 from dantinox.serve.limits import Limits
@@ -31,6 +33,7 @@ class Options:
       limits: limits of requests.
       aliases: further names of models → the names that they stand for.
       reloader: rereads the keys and the weights.
+      responses: the responses of `/v1/responses` that are kept, by id, the oldest first.
       export_trace: called with each complete request; returns the id of its trace.
     """
 
@@ -47,6 +50,7 @@ class Options:
     keys: ApiKeys = field(default_factory=ApiKeys)
     aliases: Mapping[str, str] = field(default_factory=dict)
     reloader: Reloader = field(default_factory=Reloader)
+    responses: OrderedDict[str, Any] = field(default_factory=OrderedDict)
     export_trace: Callable[[RequestRecord], str | None] = lambda record: None
 
     def __post_init__(self) -> None:

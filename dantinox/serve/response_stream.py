@@ -119,6 +119,13 @@ class Status:
     prefixes: PrefixStatus = field(default_factory=PrefixStatus)
 
 
+class HasStatus(Protocol):
+    """An engine or a pool of engines."""
+
+    def status(self) -> Status:
+        """Returns the current state and counters."""
+
+
 class EngineProtocol(Protocol):
     """The engine interface that the protocols use.
 

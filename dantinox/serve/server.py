@@ -18,13 +18,13 @@ from dantinox.programs import exit_now
 from dantinox.serve.connection import connection_protocol
 from dantinox.serve.limits import ABORT_SECONDS, DRAIN_SECONDS, FAULT_SECONDS, Limits
 from dantinox.serve.reload import Reloader
-from dantinox.serve.response_stream import EngineProtocol
+from dantinox.serve.response_stream import HasStatus
 
 EXIT_FAILED = 1  # exit code
 
 
-class RunnableEngine(EngineProtocol, Protocol):
-    """An engine that the server process starts and stops.
+class RunnableEngine(HasStatus, Protocol):
+    """An engine or a pool of engines that the server process starts and stops.
 
     Attributes:
       on_failure: called from any thread after a failure that the engine cannot recover from.
@@ -73,7 +73,7 @@ def serve(
 
     Args:
       app: the ASGI application.
-      engine: the engine, not yet started.
+      engine: the engine or the pool, not yet started.
       listener: the socket that `listen` returned.
       limits: limits of request heads and of idle connections.
       ready: called when the server accepts requests for the first time.

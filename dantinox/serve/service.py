@@ -130,7 +130,7 @@ class Service:
         """
         resolved = self.engine.name if name is None else self.options.aliases.get(name, name)
         if resolved not in self._own_names():
-            raise http_error("model", resolved[:60], _shown([*self._own_names(), *self.options.aliases]), param="model")
+            raise http_error("model", resolved[:60], shown_names([*self._own_names(), *self.options.aliases]), param="model")
         record = current_record()
         if not self.is_allowed(resolved):
             raise http_error("model_of_key", record.key and record.key.name, resolved[:60], param="model")
@@ -146,7 +146,7 @@ class Service:
         """
         loras = self.engine.loras
         if lora is not None and lora not in loras:
-            raise http_error("lora", lora[:60], _shown(loras), param=param)
+            raise http_error("lora", lora[:60], shown_names(loras), param=param)
         if name is None and lora is not None:
             name = self.model_name(lora)
         resolved = self.options.aliases.get(name, name) if name is not None else None
@@ -160,10 +160,7 @@ class Service:
 
     def is_allowed(self, model: str) -> bool:
         """Returns whether the key of this request may use a model, given by its own name."""
-        key = current_record().key
-        if key is None or key.models is None:
-            return True
-        return model in {self.options.aliases.get(name, name) for name in key.models}
+        return key_allows(model, self.options.aliases)
 
     def model_names(self) -> list[str]:
         """Returns the names and aliases of the models that the key of this request may use."""
@@ -323,7 +320,8 @@ class Service:
                         del live[number]
                         raise
                     if delta is None:
-                        self._metrics.observe(live.pop(number).stats, reply.requests[number].config.generation.n)
+                        samples = reply.requests[number].config.generation.n
+                        self._metrics.observe(live.pop(number).stats, samples, self.engine.name)
                         queue_has_room = True
                         continue
                     if delta.finish_reason is not None:
@@ -339,7 +337,13 @@ class Service:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-def _shown(names: Collection[str]) -> str:
+def key_allows(model: str, aliases: Mapping[str, str]) -> bool:
+    """Returns whether the key of this request may use a model, given by its own name."""
+    key = current_record().key
+    return key is None or key.models is None or model in {aliases.get(name, name) for name in key.models}
+
+
+def shown_names(names: Collection[str]) -> str:
     """Returns at most `MAX_NAMES_SHOWN` names for an error message."""
     more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
     return ", ".join([*map(repr, [*names][:MAX_NAMES_SHOWN]), *more]) or "the base model"

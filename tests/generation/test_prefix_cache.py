@@ -1,5 +1,6 @@
 """The prefix cache: seeded requests are bitwise equal with and without it, for prompts that share prefixes in any way."""
 
+import copy
 import itertools
 import random
 import shutil
@@ -7,6 +8,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -276,7 +278,8 @@ def test_saved_blocks_are_restored(served, saved):
 def test_damaged_and_foreign_files_are_named_and_ignored(served, saved, tmp_path, caplog):
     (_, slots), (folder, _, batch) = served, saved
     pool, size = slots._prefixes.pool, slots.prefix_status.size
-    name, content = batch._fingerprint, (folder / BLOCKS_FILE).read_bytes()
+    name = fingerprint(batch._prefill_programs, batch._weights(), batch._prefixes.probe)
+    content = (folder / BLOCKS_FILE).read_bytes()
     chance = random.Random(0)
     for place in [0, 9, 200, len(content) - 1, *(chance.randrange(len(content)) for _ in range(30))]:
         shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -297,6 +300,30 @@ def test_damaged_and_foreign_files_are_named_and_ignored(served, saved, tmp_path
     assert read_blocks(folder, pool, "another", size) is None
     assert "was written with another model" in caplog.text
     assert read_blocks(tmp_path / "missing", pool, name, size) is None
+
+
+@pytest.mark.slow
+def test_blocks_of_new_weights_are_saved_and_restored(served, tmp_path, caplog):
+    (run, slots), prompt = served, conversations(5, count=1)[-1]
+    other = copy.copy(run)
+    other.model, other._prepared = nnx.clone(run.model), {}
+    other.model.embed = nnx.Param(run.model.embed[...] * 1.01)
+
+    def start(model):
+        batch = SlotBatch(model, 4, CONTEXT, cache_dir=tmp_path)
+        batch._programs |= slots._programs
+        batch.compile(model.config)
+        return batch
+
+    batch = start(run)
+    outcome(run, batch, 0, prompt)
+    batch.replace_weights(batch.prepare_weights(other))
+    *expected, reused = outcome(other, batch, 0, prompt, **DRAWN)
+    assert reused == 0 and expected != [*outcome(run, slots, 0, prompt, **DRAWN)[:2]]
+    assert batch.prefix_writer()() == batch.prefix_status.used > 0
+    *found, reused = outcome(other, start(other), 1, prompt, **DRAWN)
+    assert found == expected and reused > 0 and not caplog.messages
+    assert start(run).prefix_status.used == 0 and "was written with another model" in caplog.text
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from dantinox.serve.limits import MAX_DEPTH, MAX_DIGITS
 log = logging.getLogger("dantinox.serve")
 
 MAX_ALTERNATIVES = 20  # maximum number of alternatives reported with a token
+PARSED_BODY = "dantinox.body"  # key in the scope of a request whose body has been parsed already
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a message that are text
 # Unsupported fields of OpenAI's API that would change the response → their values that are accepted, as they have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -113,12 +114,19 @@ async def parse_body(request: Request, kind: type[BodyType], *, may_be_empty: bo
     data = await request.body()
     if not data and may_be_empty:
         return kind()
+    check_media_type(request)
+    if PARSED_BODY in request.scope:
+        return await run_sized(len(data), validate_body, kind, request.scope[PARSED_BODY])
+    return await run_sized(len(data), lambda: validate_body(kind, parse_json(data)))
+
+
+def check_media_type(request: Request) -> None:
+    """Raises RequestError (415) if the media type of a body is not JSON in UTF-8."""
     media_type, _, parameters = request.headers.get("content-type", "").lower().partition(";")
     charset = re.search(r"charset\s*=\s*\"?([^\s;\"]+)", parameters)
     is_json = re.fullmatch(r"application/([\w.-]+\+)?json", media_type.strip())
     if not is_json or (charset and charset[1] not in ("utf-8", "utf8")):
         raise http_error("media_type")
-    return await run_sized(len(data), lambda: validate_body(kind, parse_json(data)))
 
 
 def validate_body(kind: type[BodyType], data: JSON) -> BodyType:

@@ -5,7 +5,7 @@ Sources: KoboldCpp's API documentation, and the requests of its clients.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -42,6 +42,11 @@ def format_error(error: RequestError) -> JSON:
     """Returns an error in KoboldCpp's format."""
     kind = ERROR_TYPES.get(error.status, "bad_input" if error.status < 500 else "server_error")
     return {"detail": {"msg": error.message, "type": kind}}
+
+
+def model_of(body: Mapping[str, JSON]) -> JSON:
+    """Returns None: clients of KoboldAI send names of other servers, so only the URL of a request selects a model."""
+    return None
 
 
 def routes(service: Service) -> list[Route]:

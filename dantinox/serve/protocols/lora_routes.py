@@ -19,12 +19,14 @@ class LoadAdapterBody(StrictBody):
     Attributes:
       lora_name: the name that requests select the adapter by.
       lora_path: a run with adapters or a PEFT folder, below the directory of `--lora_dir`.
+      model: the model that gets the adapter, of several models.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"load_inplace": (False,)}
 
     lora_name: str
     lora_path: str
+    model: str | None = None
 
 
 class UnloadAdapterBody(StrictBody):
@@ -32,9 +34,11 @@ class UnloadAdapterBody(StrictBody):
 
     Attributes:
       lora_name: the name of the adapter.
+      model: the model that has the adapter, of several models.
     """
 
     lora_name: str
+    model: str | None = None
 
 
 def routes(service: Service) -> list[Route]:
@@ -44,6 +48,7 @@ def routes(service: Service) -> list[Route]:
         """Loads an adapter; requests may select it as soon as the response arrives."""
         folder = _allowed_folder(service)
         body = await parse_body(request, LoadAdapterBody)
+        service.check_model(body.model)
         await service.engine.load_lora(body.lora_name, path_below(folder, body.lora_path))
         return JSONResponse({"id": service.model_name(body.lora_name), "object": "model", "loaded": True})
 
@@ -51,6 +56,7 @@ def routes(service: Service) -> list[Route]:
         """Unloads an adapter; the requests that use it continue."""
         _allowed_folder(service)
         body = await parse_body(request, UnloadAdapterBody)
+        service.check_model(body.model)
         service.check_model(None, body.lora_name, param="lora_name")
         service.engine.unload_lora(body.lora_name)
         return JSONResponse({"id": service.model_name(body.lora_name), "object": "model", "deleted": True})

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 
 import jax
@@ -50,11 +50,17 @@ PATHS = (
     "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs",
 )  # fmt: skip
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "loop": "length", "cancelled": "stop"}
+FAMILY: dict[str, JSON] = {"parent_model": "", "format": "dantinox", "family": "dantinox", "families": ["dantinox"]}
 
 
 def format_error(error: RequestError) -> JSON:
     """Returns an error in Ollama's format."""
     return {"error": error.message}
+
+
+def model_of(body: Mapping[str, JSON]) -> JSON:
+    """Returns the name of the model in a body."""
+    return body.get("model") or body.get("name")
 
 
 def routes(service: Service) -> list[Route]:
@@ -82,10 +88,13 @@ def check_model(service: Service, name: str | None) -> str | None:
     Raises:
       RequestError: 404, the server has no such model.
     """
-    own = service.engine.name
-    if name is not None and name.removesuffix(TAG) == own.removesuffix(TAG):
-        name = own
-    return service.check_model(name if name == own or name is None else name.removesuffix(TAG))
+    return service.check_model(None if name is None else untagged(name, [service.engine.name]))
+
+
+def untagged(name: str, own: Sequence[str]) -> str:
+    """Returns the name of a model without the tag `:latest`, unless the name of one of the models has this tag itself."""
+    plain = name.removesuffix(TAG)
+    return next((one for one in own if one.removesuffix(TAG) == plain), plain)
 
 
 # --- generation
@@ -288,7 +297,7 @@ class OllamaReply(Reply):
         return {"logprobs": ChatLogprobs(self._tokenizer, self.requests[0], "")(self._records)["content"]}
 
     def _frame(self, text: str, thinking: str, calls: Sequence[JSON], done: bool) -> dict[str, JSON]:
-        return {"model": self._model, "created_at": _now(), **self._content(text, thinking, calls), "done": done}
+        return {"model": self._model, "created_at": now(), **self._content(text, thinking, calls), "done": done}
 
     def _last(self, text: str, thinking: str, calls: Sequence[JSON]) -> dict[str, JSON]:
         """Returns the complete answer, or the last object of a stream, with its statistics."""
@@ -313,8 +322,9 @@ def _line(content: JSON) -> bytes:
     return json.dumps(content, allow_nan=False).encode() + b"\n"
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+def now(later: float = 0.0) -> str:
+    """Returns the current time, or that after `later` seconds, in the format of Ollama."""
+    return (datetime.now(UTC) + timedelta(seconds=later)).isoformat().replace("+00:00", "Z")
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -358,15 +368,15 @@ def _embedding_routes(service: Service) -> list[Route]:
 
 def _model_routes(service: Service) -> list[Route]:
     """Returns the routes that describe the model and the server."""
-    started = _now()
+    started = now()
 
     async def tags(request: Request) -> Response:
         """Lists the served model."""
-        return JSONResponse({"models": [await run_in_thread(_describe, service) | {"modified_at": started}]})
+        return JSONResponse({"models": [await run_in_thread(describe, service) | {"modified_at": started}]})
 
     async def running(request: Request) -> Response:
         """Lists the served model, which is always loaded."""
-        known = await run_in_thread(_describe, service)
+        known = await run_in_thread(describe, service)
         known |= {"size_vram": 0 if jax.default_backend() == "cpu" else known["size"]}
         return JSONResponse({"models": [known | {"expires_at": NEVER, "context_length": service.context}]})
 
@@ -395,25 +405,30 @@ def _model_routes(service: Service) -> list[Route]:
     ]
 
 
-def _describe(service: Service) -> dict[str, JSON]:
+def tagged(name: str) -> str:
+    """Returns a name of a model with a tag."""
+    return name if ":" in name else name + TAG
+
+
+def describe(service: Service) -> dict[str, JSON]:
     """Describes the model. The digest identifies its name, its vocabulary and its size, not its weights."""
-    name = service.engine.name if ":" in service.engine.name else service.engine.name + TAG
+    name = tagged(service.engine.name)
     identity = f"{name} {service.tokenizer.fingerprint} {service.model.parameters}"
     known: dict[str, JSON] = {"name": name, "model": name, "size": service.model.weight_bytes}
     known |= {"digest": hashlib.sha256(identity.encode()).hexdigest(), "details": _details(service)}
     return known
 
 
+def unknown_model(name: str, size: int) -> dict[str, JSON]:
+    """Describes a model that has not been loaded yet; `size` is that of its file in bytes."""
+    known: dict[str, JSON] = {"name": tagged(name), "model": tagged(name), "size": size}
+    return known | {"digest": hashlib.sha256(tagged(name).encode()).hexdigest(), "details": {**FAMILY}}
+
+
 def _details(service: Service) -> dict[str, JSON]:
     weights = service.engine.settings({}).generation.weights
-    return {
-        "parent_model": "",
-        "format": "dantinox",
-        "family": "dantinox",
-        "families": ["dantinox"],
-        "parameter_size": human_count(service.model.parameters),
-        "quantization_level": service.model.weight_format if weights == "auto" else weights,
-    }
+    level = service.model.weight_format if weights == "auto" else weights
+    return {**FAMILY, "parameter_size": human_count(service.model.parameters), "quantization_level": level}
 
 
 def _capability_names(service: Service) -> list[JSON]:

@@ -67,7 +67,7 @@ class OllamaBody(StrictBody):
       options: settings of the answer.
       logprobs: report log-probabilities.
       top_logprobs: number of alternatives reported with each token; needs logprobs.
-      keep_alive: has no effect, because the model is always loaded.
+      keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with one model always keeps it.
       truncate: false: a conversation that is too long is an error, instead of losing its oldest messages.
       shift: has no effect: an answer ends when the context is full.
       think: false turns the reasoning off; true or `low`, `medium` or `high` sets its effort.
@@ -173,7 +173,7 @@ class EmbedBody(StrictBody):
       truncate: drop the end of a text that is longer than the context (default: true).
       dimensions: keep only the first numbers of each embedding, and normalize them again.
       options: have no effect.
-      keep_alive: has no effect, because the model is always loaded.
+      keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with one model always keeps it.
     """
 
     model: str | None = None
@@ -191,7 +191,7 @@ class EmbeddingsBody(StrictBody):
       model: name of the served model, with or without `:latest`; another name is an error.
       prompt: a text.
       options: have no effect.
-      keep_alive: has no effect, because the model is always loaded.
+      keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with one model always keeps it.
     """
 
     model: str | None = None

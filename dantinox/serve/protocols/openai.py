@@ -33,12 +33,7 @@ def routes(service: Service) -> list[Route]:
     created = int(time.time())
 
     def model(name: str) -> dict[str, JSON]:
-        known: dict[str, JSON] = {"id": name, "object": "model", "created": created, "owned_by": "dantinox"}
-        root = service.resolve_model(name)
-        known |= {"root": root, "capabilities": {**capabilities(service)}}
-        if ":" in root.removeprefix(service.engine.name):
-            known["parent"] = service.engine.name
-        return known | {"max_model_len": service.context, "context_length": service.context}
+        return model_entry(name, service.resolve_model(name), service.engine.name, created) | about_model(service)
 
     async def models(request: Request) -> Response:
         """Lists the served model and its aliases."""
@@ -62,6 +57,25 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/completions", service.endpoint(completions), methods=["POST"]),
         Route("/v1/chat/completions", service.endpoint(chat), methods=["POST"]),
     ]
+
+
+def model_entry(name: str, root: str, base: str, created: int) -> dict[str, JSON]:
+    """Returns an entry of `/v1/models`.
+
+    Args:
+      name: the name or alias of the entry.
+      root: the model that it means, alone or with an adapter.
+      base: the name of the model alone.
+      created: the time of the start of the server, in seconds since the epoch.
+    """
+    known: dict[str, JSON] = {"id": name, "object": "model", "created": created, "owned_by": "dantinox", "root": root}
+    return known if root == base else known | {"parent": base}
+
+
+def about_model(service: Service) -> dict[str, JSON]:
+    """Returns the fields of an entry of `/v1/models` that a loaded model knows."""
+    lengths: dict[str, JSON] = {"max_model_len": service.context, "context_length": service.context}
+    return {"capabilities": {**capabilities(service)}, **lengths}
 
 
 async def parse_completion(service: Service, body: CompletionBody) -> Reply:

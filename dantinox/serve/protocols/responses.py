@@ -117,7 +117,7 @@ class ResponsesBody(StrictBody):
 
 def routes(service: Service) -> list[Route]:
     """Returns the routes of this protocol."""
-    stored: OrderedDict[str, Stored] = OrderedDict()
+    stored: OrderedDict[str, Stored] = service.options.responses
     most = service.options.stored_responses
 
     def find(name: str) -> Stored:

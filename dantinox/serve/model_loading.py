@@ -1,0 +1,44 @@
+"""`open_model`: loads a model of a server and creates its engine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from dantinox.config import overlay
+from dantinox.generation.loaded_model import load
+from dantinox.run import find_chat_template, load_run_config, open_run
+from dantinox.serve.async_engine import AsyncEngine
+from dantinox.serve.model_specs import ModelSpec
+from dantinox.serve.reload import ReloadWeights
+from dantinox.serve.weight_reload import weight_reloader
+from dantinox.text import ChatTemplate
+from dantinox.text.reply_formats import reply_format
+
+
+class OpenModel(NamedTuple):
+    """A loaded model: its engine, its chat template, and the function that loads its weights again if they have changed."""
+
+    engine: AsyncEngine
+    template: ChatTemplate | None
+    reload_weights: ReloadWeights
+
+
+def open_model(spec: ModelSpec, loras: Mapping[str, Path] | None = None, memory: int | None = None) -> OpenModel:
+    """Loads a model and creates its engine, which is not started and has allocated no caches.
+
+    Args:
+      loras: adapters that replace those of the spec.
+      memory: as for `AsyncEngine`.
+
+    Raises:
+      UserError: a file is missing or damaged, a setting is invalid, or the memory is too small for one slot.
+    """
+    directory, loras = open_run(spec.run_dir, check=False), spec.loras if loras is None else loras
+    config = overlay(load_run_config(directory), spec.settings, "command line")
+    run = load(spec.run_dir, config.generation.tensor_parallel, loras)
+    template = ChatTemplate.from_name(spec.chat_template, run.tokenizer) if spec.chat_template is not None else None
+    if template is None and (path := find_chat_template(directory)) is not None:
+        template = ChatTemplate.load(path, run.tokenizer)
+    reply_format(template, run.tokenizer, spec.tool_format)  # raises for an unknown name
+    engine = AsyncEngine(run, **spec.sizes, name=spec.name, overrides=spec.settings, lora_paths=loras, memory=memory)
+    return OpenModel(engine, template, weight_reloader(engine, spec.run_dir))
