@@ -42,7 +42,7 @@ def without_code(text: str) -> str:
 
 
 def target_problem(path: Path, link: str) -> Iterator[str]:
-    """One string for a link inside of the repository: empty, or what is wrong with it."""
+    """One string for a link inside the repository: empty, or what is wrong with it."""
     if urlsplit(link).scheme or SITE_ONLY.match(link):
         return
     file, _, anchor = unquote(link).partition("#")

@@ -20,7 +20,7 @@ class Reasoning(NamedTuple):
 
     Attributes:
       begin, end: the texts around it.
-      is_open: whether the text begins inside of the reasoning.
+      is_open: whether the text begins inside the reasoning.
       budget: the most tokens of it; None: no limit.
       closing: the tokens that end it when the budget is used up.
     """
@@ -92,7 +92,7 @@ class WholeText:
 
 
 class AfterTrigger:
-    """Applies a constraint to the text after a trigger (`Constraint.after`). Triggers inside of the reasoning do not count."""
+    """Applies a constraint to the text after a trigger (`Constraint.after`). Triggers inside the reasoning do not count."""
 
     held = 0
 
@@ -169,7 +169,7 @@ class ReasoningTracker:
     """Follows the reasoning of a sample.
 
     Attributes:
-      is_open: whether the text is inside of the reasoning.
+      is_open: whether the text is inside the reasoning.
       count: the number of tokens of the reasoning, without the token that completes its end marker.
       pending: whether the end of the text is the beginning of the end marker.
     """

@@ -25,7 +25,7 @@ class GenerationRequest:
       constraint: the constraint on the output; None: no constraint.
       healed: the tokens that token healing has removed from the end of the prompt, see `ModelBundle.heal`; None: it has not
         looked at the prompt.
-      reasoning: the reasoning in the output, for its budget and for a constraint that must not apply inside of it.
+      reasoning: the reasoning in the output, for its budget and for a constraint that must not apply inside it.
       visible_ids: special tokens whose names appear in the text.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.

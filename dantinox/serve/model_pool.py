@@ -2,7 +2,7 @@
 
     pool = ModelPool([ModelSpec("small", Path("runs/small")), ModelSpec("large", Path("runs/large"))], memory=12 * 10**9)
     async with pool.use("large") as member:
-        ...  # the model is loaded, and stays loaded inside of the block
+        ...  # the model is loaded, and stays loaded inside the block
 
 All state belongs to the event loop. One task loads the models that requests wait for, one after the other, in the order of
 the first request for each; the work of a load runs in a thread. Before a load, the task unloads the models that have not been
@@ -168,7 +168,7 @@ class ModelPool:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[Member]:
-        """Loads a model if necessary, and keeps it loaded inside of the block.
+        """Loads a model if necessary, and keeps it loaded inside the block.
 
         Raises:
           Unavailable: the model cannot be loaded, too many requests wait for it, no room became free in time, or the server is

@@ -23,7 +23,7 @@ def make_parser(form: ReplyFormat, schemas: Schemas | None, *, reasoning_is_open
 
     Args:
       schemas: the parameters of the tools by name; None: the reply has no tool calls, and their notation is ordinary text.
-      reasoning_is_open: whether the prompt ends inside of the reasoning.
+      reasoning_is_open: whether the prompt ends inside the reasoning.
     """
     if form.name == HARMONY:
         return HarmonyParser(schemas)

@@ -72,7 +72,7 @@ def random_text(matcher, draw):
         if ended and (draw.random() < 0.7 or not allowed):
             break
         letters = [token for token in allowed if chr(token) in string.ascii_letters + string.digits + " "]
-        if len(allowed) > 90 and draw.random() < 0.3:  # inside of free text
+        if len(allowed) > 90 and draw.random() < 0.3:  # inside free text
             closings = [
                 closing for closing in CLOSINGS if "<|end|>" not in closing or ("analysis" in text and "<|end|>" not in text)
             ]

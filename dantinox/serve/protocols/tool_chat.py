@@ -57,7 +57,7 @@ class PreparedChat(NamedTuple):
       constraint, reasoning, visible_ids: as in `GenerationRequest`.
       form: the notation of the reply.
       schemas: the parameters of the tools that may be called, by name; None: no tools.
-      reasoning_is_open: whether the prompt ends inside of the reasoning.
+      reasoning_is_open: whether the prompt ends inside the reasoning.
       heals_by_default: whether `token_healing` is on in the settings of the server.
     """
 
