@@ -236,8 +236,8 @@ class ModelBundle:
         if request.healed is not None or not request.config.generation.token_healing:
             return request
         count = self.piece_index.healed_count(request.ids) if request.config.generation.max_new_tokens > 0 else 0
-        kept = len(request.ids) - count
-        return replace(request, ids=request.ids[:kept], healed=request.ids[kept:])
+        length = len(request.ids) - count
+        return replace(request, ids=request.ids[:length], healed=request.ids[length:])
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
         """Returns the token ids of a prompt, with a leading BOS token if the tokenizer adds one.
