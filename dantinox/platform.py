@@ -41,6 +41,7 @@ class Platform:
         matrix–vector product per row.
       min_loss_chunk_tokens: the smallest number of tokens in a chunk of the loss. Every chunk reads the weights of the output
         layer and writes their gradient, so many small chunks cost memory traffic.
+      prefill_rows: the number of prompt chunks that one program processes in about the time of a single chunk.
       large_model_options: compiler options for training and evaluation of models with more than `LARGE_MODEL_BYTES` of weights.
     """
 
@@ -51,6 +52,7 @@ class Platform:
     attention_kernel: str | None = None
     max_matvec_rows: tuple[int, int] = (0, 0)
     min_loss_chunk_tokens: int = 2048
+    prefill_rows: int = 4
     large_model_options: tuple[tuple[str, str], ...] = ()
 
     def compiler_options(self, bytes_of_weights: int) -> dict[str, str]:
@@ -74,6 +76,7 @@ PLATFORMS = {
         segmented_cache=True,
         max_matvec_rows=(2, 8),
         min_loss_chunk_tokens=1,
+        prefill_rows=1,
         large_model_options=(MEMORY_SCHEDULER,),
     ),
     "gpu": Platform("gpu", "bfloat16", attention_kernel="cudnn"),

@@ -484,6 +484,8 @@ class Engine:
     def _prefill_prompts(self) -> None:
         """Prefills at most one chunk of a prompt, or up to `MAX_PREFILL_CHUNKS` if more requests are in prefill than decoding.
 
+        Chunks of several prompts share a pass. A pass that takes the time of one chunk counts as one chunk.
+
         If no request is decoding, it prefills one chunk per prompt. `step` then returns, so that new requests are admitted.
 
         Every second chunk belongs to the oldest prompt, and the others to the prompt with the fewest tokens left. So a short
@@ -493,14 +495,34 @@ class Engine:
         decoding = len(batch.remaining())
         chunks = max(1, min(MAX_PREFILL_CHUNKS, len(prefilling) // decoding)) if decoding else len(prefilling)
         while prefilling and chunks > 0:
-            chunks -= 1
             if not decoding and self._pending is None:
                 batch.wait()  # otherwise a request that arrives now would wait for all chunks in the queue of the device
+            jobs = self._next_prompts(batch.pass_size(min(chunks, len(prefilling))))
+            chunks -= 1 if batch.wide_passes else len(jobs)
+            for job, left in zip(jobs, self._prefill_together(jobs), strict=True):
+                with self._isolate_errors(job):
+                    if left == 0:
+                        self._start(job)
+
+    def _next_prompts(self, count: int) -> list[Job]:
+        """Returns the jobs whose prompts are prefilled next, at most `count`."""
+        prefilling, jobs = [*self._scheduler.prefilling], list[Job]()
+        while prefilling and len(jobs) < count:
             self._prefill_oldest = not self._prefill_oldest
-            job = prefilling[0] if self._prefill_oldest else min(prefilling, key=self._prefill_left)
-            with self._isolate_errors(job):
-                if batch.prefill(self._scheduler.slots_of(job)[0]) == 0:
-                    self._start(job)
+            jobs.append(prefilling[0] if self._prefill_oldest else min(prefilling, key=self._prefill_left))
+            prefilling.remove(jobs[-1])
+        return jobs
+
+    def _prefill_together(self, jobs: Sequence[Job]) -> list[int | None]:
+        """Prefills a chunk of each prompt; returns the tokens left of each, or None for each job if the pass has failed."""
+        slots = [self._scheduler.slots_of(job)[0] for job in jobs]
+        try:
+            return [self._slots.prefill(slots[0])] if len(slots) == 1 else [*self._slots.prefill_together(slots)]
+        except Exception as error:
+            for job in jobs:
+                with self._isolate_errors(job):
+                    raise error
+            return [None] * len(jobs)
 
     def _prefill_left(self, job: Job) -> int:
         return self._slots.prefill_left(self._scheduler.slots_of(job)[0])

@@ -34,6 +34,7 @@ from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowPar
 from dantinox.generation.slot_prefill import MIN_PADDED_CHUNK, SLOT_PREFILL_CHUNK, PrefillBatch, SlotRow
 from dantinox.generation.slot_programs import copy_slot, decode_slots, init_slot_row, insert_row, int32
 from dantinox.model import KVCache, make_cache
+from dantinox.model.cache import RingLayer
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import free_bytes, tree_bytes
 from dantinox.sampling import LogitProcessor, SamplingParams
@@ -42,6 +43,7 @@ from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
 
 COMPILE_THREADS = 2  # programs compiled in parallel
 DEFAULT_SLOTS = 8
+MAX_PREFILL_ROWS = 16
 MEMORY_SHARE = 4  # the caches of all slots take at most 1 / MEMORY_SHARE of the free memory
 
 
@@ -67,6 +69,7 @@ class SlotBatch(PrefillBatch):
         max_loras: int | None = None,
         max_lora_rank: int | None = None,
         prefix_cache: int | None = None,
+        prefill_rows: int | None = None,
         cache_dir: Path | None = None,
         logit_processor: LogitProcessor | None = None,
         memory: int | None = None,
@@ -81,6 +84,8 @@ class SlotBatch(PrefillBatch):
             `max_loras`.
           prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
             eighth of the free memory. A compressed cache has no prefix cache.
+          prefill_rows: the most chunks of prompts that one pass prefills, in [1, 16]; None: 4 on an accelerator and 1 on a CPU.
+            Models with experts, adapters and compressed caches prefill one chunk per pass.
           cache_dir: the folder from which `compile` restores the prefix cache, and to which `write_prefixes` writes it.
           logit_processor: edits the logits of all requests, as in `LoadedModel.generate`.
           memory: bytes that stand for the free memory in the defaults of `count` and `prefix_cache`; None: the free memory.
@@ -94,6 +99,8 @@ class SlotBatch(PrefillBatch):
             raise UserError(f"context must be in [2, {model.model.config.max_context}], got {context}")
         if config.generation.tensor_parallel > 1:
             raise UserError(f"generation.tensor_parallel must be 1 in a server, got {config.generation.tensor_parallel}")
+        if prefill_rows is not None and not 1 <= prefill_rows <= MAX_PREFILL_ROWS:
+            raise UserError(f"prefill_rows must be in [1, {MAX_PREFILL_ROWS}], got {prefill_rows}")
         if not config.generation.use_cache:
             raise UserError("generation.use_cache must be true in a server, got false")
         self._architecture = model.model.config
@@ -130,6 +137,13 @@ class SlotBatch(PrefillBatch):
         self.can_restart = not compressed
         chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
         self.prefill_chunk = min(chunk, next_power_of_two(context, MIN_PADDED_CHUNK))
+        # The rows of experts share tiles of tokens, and the measurement of `measure_rows` uses no adapter.
+        single = compressed or self._architecture.experts is not None or self.adapters is not None
+        platform = get_platform(self._architecture.platform)
+        most = 1 if single else min(platform.prefill_rows if prefill_rows is None else prefill_rows, self.count)
+        self._lengths = [self.prefill_chunk] if most > 1 and platform.prefill_rows > 1 else _chunk_lengths(self.prefill_chunk)
+        self._prefers_passes, self._row_counts = platform.prefill_rows > 1, (1,) if most == 1 else (1, most)
+        self._has_rings = any(isinstance(layer, RingLayer) for one in caches_of(self._cache_shapes) for layer in one.layers)
         self._prefixes = None  # `compile` creates it
         self._cache_dir, self._prefill_programs = cache_dir, list[str]()  # the programs as text, if there is a folder
         self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache, memory)
@@ -170,6 +184,7 @@ class SlotBatch(PrefillBatch):
             if self.cache is None:
                 release_free_memory()  # free the memory of the compiler before the cache is allocated
                 self.cache = self._make_cache(self.count)
+                self._row_counts = self.measure_rows()
                 self._prefixes = self._make_prefix_cache()
 
     def _make_prefix_cache(self) -> PrefixCache | None:
@@ -178,10 +193,10 @@ class SlotBatch(PrefillBatch):
             return None
         # The measurement of the prefix cache uses no adapter, so it says nothing about the products with their matrices.
         whole_chunks = self.adapters is not None
-        lengths = self._lengths()
+        lengths = self._lengths
         prefixes = make_prefix_cache(self, self._architecture, self._prefix_bytes, self.context, lengths, whole_chunks)
         if self._cache_dir is not None:
-            self._prefill_programs = [self._lower_prefill(length, False).as_text() for length in self._lengths()]
+            self._prefill_programs = [self._lower_prefill(n, False, self._row_counts[0]).as_text() for n in lengths]
             name = fingerprint(self._prefill_programs, self._weights(), prefixes.probe)
             found = read_blocks(self._cache_dir, prefixes.pool, name, prefixes.size)
             if found is not None:
@@ -212,7 +227,8 @@ class SlotBatch(PrefillBatch):
         return write
 
     def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
-        prefills = [("prefill", length, reports) for length in self._lengths() for reports in {False, echo}]
+        prefills = [("prefill", length, reports, 1) for length in self._lengths for reports in {False, echo}]
+        prefills += [("prefill", self.prefill_chunk, False, rows) for rows in self._row_counts if rows > 1]
         return [("decode", program), ("insert", program), ("init", program), ("copy",), *prefills]
 
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
@@ -258,7 +274,7 @@ class SlotBatch(PrefillBatch):
         values = {name: np.asarray([(recurrent or {}).get(name, np.nan)], np.float32) for name in sorted(names)}
         max_drafts = None if self._draft_plan is None else int32(row_params.max_drafts)
         sizes = int32(len(tokens)), int32(generated), int32(limit)
-        inputs = tokens_1S, *sizes, row_params.end_ids_1E, max_drafts, values, self._number(adapter)
+        inputs = tokens_1S, *sizes, row_params.end_ids_1E, max_drafts, values, self._numbers([adapter])
         static = {"vocab_size": self._architecture.vocab_size, "keeps_sequence": self._draft_plan is not None}
         return row_params.params, inputs, static
 
@@ -349,7 +365,7 @@ class SlotBatch(PrefillBatch):
         self._model, self.cache = weights, None
         self.reset()
         if self._prefixes is not None and self._cache_dir is not None:
-            renew_probe(self, self._prefixes, self._architecture, self.context, self._lengths()[-1])
+            renew_probe(self, self._prefixes, self._architecture, self.context, self._lengths[-1])
 
     def reset(self) -> None:
         """Empties all slots and allocates a new cache, for use after a program failed."""
@@ -366,6 +382,14 @@ class SlotBatch(PrefillBatch):
         """Whether the cache still exists. A program that fails may already have consumed the donated cache."""
         pool = None if self._prefixes is None else self._prefixes.pool
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, pool)))
+
+
+def _chunk_lengths(longest: int) -> list[int]:
+    """Returns the padded lengths of prefill chunks, ascending."""
+    lengths, factor = [MIN_PADDED_CHUNK], 2 if longest <= SLOT_PREFILL_CHUNK else 4
+    while lengths[-1] < longest:
+        lengths.append(min(factor * lengths[-1], longest))
+    return lengths
 
 
 def _fitting_slots(architecture: Any, plan: Any, context: int, memory: int | None) -> int:

@@ -1,8 +1,8 @@
 """`PrefillBatch`: the part of `SlotBatch` that assigns prompts to slots and prefills them chunk by chunk."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from dantinox.generation.prefix_cache import PrefixCache, PrefixStatus
 from dantinox.generation.quantized_weights import SplitModel
 from dantinox.generation.running_batch import Row, RunningBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
-from dantinox.generation.slot_programs import int32, prefill_part, write_cache_row
+from dantinox.generation.slot_programs import int32, prefill_part, slot_checksums, write_cache_row
 from dantinox.model import KVCache
 from dantinox.model.row_adapters import Stacks
 from dantinox.sampling import StepInfo
@@ -23,6 +23,29 @@ from dantinox.sampling import StepInfo
 # Tokens per prefill chunk. Longer chunks were not faster on a CPU, and decoding would have to wait longer for one of them.
 SLOT_PREFILL_CHUNK = 64
 MIN_PADDED_CHUNK = 16
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of the sequence in a slot, which one row of a prefill pass processes.
+
+    Attributes:
+      ids: the tokens, and the token after them if it is known.
+      start: the position of the first token.
+      size: the number of tokens.
+      length: the length of the program.
+      reports: whether the program reports on the tokens.
+    """
+
+    slot: int
+    ids: Sequence[int]
+    start: int
+    size: int
+    length: int
+    reports: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
 
 
 @dataclass(eq=False)
@@ -53,12 +76,18 @@ class PrefillBatch(RunningBatch):
     """A running batch that prefills a prompt in the slot that decodes it afterwards. `SlotBatch` sets its attributes.
 
     Attributes:
-      prefill_chunk: the most prompt tokens that one call of `prefill` processes.
+      prefill_chunk: the most prompt tokens in a chunk.
       adapters: the adapters that requests may use; None: the programs support no adapters.
     """
 
     prefill_chunk: int
+    context: int
     adapters: AdapterSlots | None
+    _row_counts: tuple[int, ...]  # the numbers of rows of the programs for whole chunks, ascending
+    _lengths: list[int]  # of the programs for chunks, ascending
+    _prefers_passes: bool
+    _make_cache: Callable[[int], KVCache | PairedCache]
+    _has_rings: bool
     _rows: list[SlotRow]  # type: ignore[assignment]
     _programs: dict[Hashable, Any]
     _prefixes: PrefixCache | None
@@ -67,6 +96,16 @@ class PrefillBatch(RunningBatch):
     _architecture: ModelConfig
     _cache_shapes: KVCache | PairedCache
     _empty_row: KVCache | PairedCache | None
+
+    @property
+    def wide_passes(self) -> bool:
+        """Whether a pass over several chunks takes about the time of a single chunk, as on an accelerator."""
+        return self._prefers_passes and self._row_counts[-1] > 1
+
+    def pass_size(self, chunks: int) -> int:
+        """Returns how many chunks the next pass may process if `chunks` chunks may be processed before the next decode step."""
+        most = self._row_counts[-1]
+        return most if most <= chunks or self.wide_passes else 1
 
     @property
     def prefix_status(self) -> PrefixStatus:
@@ -119,31 +158,71 @@ class PrefillBatch(RunningBatch):
         return (*(() if self._prefixes is None else self._prefixes.same_bits), self.prefill_chunk)
 
     def prefill(self, slot: int) -> int:
-        """Prefills the next chunk of a prompt and returns the number of tokens left to prefill.
+        """Prefills the next chunk of a prompt and returns the number of tokens left to prefill, see `prefill_together`."""
+        return self.prefill_together([slot])[0]
 
-        Before that, it copies the tokens that another slot has added to the prefix cache in the meantime, and afterwards it
-        adds the new ones. A prompt has the same keys with and without the prefix cache: the cache holds only tokens that the
-        program for whole chunks computed, or a program with the same bits. The other tokens are computed by the same program
-        in both cases.
+    def prefill_together(self, slots: Sequence[int]) -> list[int]:
+        """Prefills the next chunk of each of several prompts, and returns for each the number of tokens left to prefill.
 
-        The last token of the prompt is not prefilled, because the first decode step processes it.
+        Chunks of the full length share a pass. The unused rows of a wide pass prefill further chunks of the prompts.
+
+        Before that, it copies the tokens that other slots have added to the prefix cache in the meantime, and afterwards it
+        adds the new ones. A prompt whose next chunk is also that of a prompt before it in `slots` waits for this copy. A prompt
+        has the same keys with and without the prefix cache: the cache holds only tokens that the program for whole chunks
+        computed, or a program with the same bits. The other tokens are computed by the same program in both cases.
+
+        The last token of a prompt is not prefilled, because the first decode step processes it.
         """
-        self._load_prefix(slot)
+        whole, others = list[Chunk](), list[Chunk]()
+        for chunk in self._next_chunks(slots):
+            (whole if chunk.length == self.prefill_chunk and not chunk.reports else others).append(chunk)
+        least, most = self._row_counts[0], self._row_counts[-1]
+        while whole:
+            rows = most if len(whole) >= most or self.wide_passes else least
+            self._prefill_pass(whole[:rows])
+            del whole[:rows]
+        for chunk in others:
+            self._prefill_pass([chunk])
+        return [self.prefill_left(slot) for slot in slots]
+
+    def _next_chunks(self, slots: Sequence[int]) -> list[Chunk]:
+        """Returns the next chunk of each slot, and further chunks for the unused rows of a wide pass."""
+        chunks, prefixes = list[Chunk](), set()
+        for slot in slots:
+            self._load_prefix(slot)
+            row = self._rows[slot]
+            chunk = self._chunk_at(slot, row.prefilled)
+            prefix = row.salt, row.ids[: chunk.end]
+            is_shared = self._prefixes is not None and row.prefilled < row.cacheable and prefix in prefixes
+            if chunk.size > 0 and not is_shared:
+                prefixes.add(prefix)
+                chunks.append(chunk)
+        # The prefix cache would store a chunk in a ring buffer after the next chunk has overwritten it.
+        if self.wide_passes and not self._has_rings:
+            for chunk in chunks:  # includes the chunks that this loop appends
+                following = self._chunk_at(chunk.slot, chunk.end)
+                if following.size > 0 and len(chunks) < self._row_counts[-1]:
+                    chunks.append(following)
+        return chunks
+
+    def _chunk_at(self, slot: int, start: int) -> Chunk:
+        """Returns the chunk of a prompt that begins at a position."""
         row = self._rows[slot]
-        start = row.prefilled
-        count = min((row.cacheable if start < row.cacheable else row.length) - start, self.prefill_chunk)
-        if count == 0:
-            return 0
-        lengths = self._same_bits if start < row.cacheable else self._lengths()
-        length = next(length for length in lengths if length >= count)
-        ids = row.ids[start : start + count + 1]
-        info = self.prefill_tokens(slot, ids, start, count, length, row.prompt_reports is not None)
-        if row.prompt_reports is not None:
-            row.prompt_reports.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
-        row.prefilled += count
-        if self._prefixes is not None and self.cache is not None and row.prefilled <= row.cacheable:
-            self._prefixes.store(self.cache, slot, row.ids[: row.prefilled], row.salt, start)
-        return row.length - row.prefilled
+        size = min((row.cacheable if start < row.cacheable else row.length) - start, self.prefill_chunk)
+        lengths = self._same_bits if start < row.cacheable else self._lengths
+        length = next(length for length in lengths if length >= size)
+        return Chunk(slot, row.ids[start : start + size + 1], start, size, length, row.prompt_reports is not None)
+
+    def _prefill_pass(self, chunks: Sequence[Chunk]) -> None:
+        """Prefills chunks in one pass, and adds them to the prefix cache."""
+        info = self._run_chunks(chunks)
+        for chunk in chunks:
+            row = self._rows[chunk.slot]
+            if row.prompt_reports is not None:
+                row.prompt_reports.append(jax.tree.map(lambda x, size=chunk.size: np.asarray(x)[:size], info))
+            row.prefilled = chunk.end
+            if self._prefixes is not None and self.cache is not None and row.prefilled <= row.cacheable:
+                self._prefixes.store(self.cache, chunk.slot, row.ids[: row.prefilled], row.salt, chunk.start)
 
     def prefill_left(self, slot: int) -> int:
         """Returns the number of tokens left to prefill."""
@@ -157,37 +236,74 @@ class PrefillBatch(RunningBatch):
         """Waits until all programs that write the cache have ended."""
         jax.block_until_ready(jax.tree.leaves(self.cache)[0])
 
-    def _lengths(self) -> list[int]:
-        """Returns the padded lengths of prefill chunks, ascending."""
-        lengths, factor = [MIN_PADDED_CHUNK], 2 if self.prefill_chunk <= SLOT_PREFILL_CHUNK else 4
-        while lengths[-1] < self.prefill_chunk:
-            lengths.append(min(factor * lengths[-1], self.prefill_chunk))
-        return lengths
-
     def _chunk_length(self, count: int) -> int:
         """Returns the length of the program for a chunk of `count` tokens."""
-        return next(length for length in self._lengths() if length >= count)
+        return next(length for length in self._lengths if length >= count)
 
-    def prefill_tokens(
-        self, slot: int, ids: Sequence[int], start: int, count: int, length: int, reports: bool = False
-    ) -> StepInfo | None:
-        """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length.
+    def prefill_tokens(self, slot: int, ids: Sequence[int], start: int, count: int, length: int) -> None:
+        """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length."""
+        self._run_chunks([Chunk(slot, ids, start, count, length)])
+
+    def _run_chunks(self, chunks: Sequence[Chunk], rows: int | None = None) -> StepInfo | None:
+        """Runs the program for chunks of this length, and returns the reports of the first chunk.
 
         Args:
-          ids: the tokens, and the token after them if it is known.
+          chunks: chunks of the same length; several chunks must have the full length.
+          rows: the rows of the program; None: as few as possible.
         """
-        tokens_2T = np.zeros((2, length), np.int32)
-        tokens_2T[0, :count] = ids[:count]
-        tokens_2T[1, : len(ids) - 1] = ids[1:]
-        args = int32(slot), tokens_2T[:1], int32(start), int32(count), tokens_2T[1:], self._draft_model
-        adapter = self._stacks, self._number(self._rows[slot].adapter)
-        self.cache, info = self._programs["prefill", length, reports](self._model, self.cache, *args, *adapter)
+        length, reports = chunks[0].length, chunks[0].reports
+        if rows is None:
+            rows = self._row_counts[0 if len(chunks) == 1 else -1] if length == self.prefill_chunk and not reports else 1
+        tokens_2RT = np.zeros((2, rows, length), np.int32)
+        slot_R, start_R, size_R = np.zeros((3, rows), np.int32)
+        slot_R[:] = chunks[0].slot  # unused rows need a slot too
+        adapters = [NO_ADAPTER] * rows
+        for r, (slot, ids, start, size, _, _) in enumerate(chunks):
+            tokens_2RT[0, r, :size] = ids[:size]
+            tokens_2RT[1, r, : len(ids) - 1] = ids[1:]
+            slot_R[r], start_R[r], size_R[r], adapters[r] = slot, start, size, self._rows[slot].adapter
+        args = slot_R, tokens_2RT[0], start_R, size_R, tokens_2RT[1], self._draft_model, self._stacks, self._numbers(adapters)
+        self.cache, info = self._programs["prefill", length, reports, rows](self._model, self.cache, *args)
         return info  # type: ignore[no-any-return]
 
-    def _lower_prefill(self, length: int, reports: bool) -> Any:
-        zero, tokens_1T = jnp.int32(0), jnp.zeros((1, length), jnp.int32)
-        tokens = zero, tokens_1T, zero, zero, tokens_1T
-        args = self._model, self._cache_shapes, *tokens, self._draft_model, self._stacks, self._number(NO_ADAPTER)
+    def measure_rows(self) -> tuple[int, ...]:
+        """Returns the numbers of rows of the programs for whole chunks that compute the same bits, ascending.
+
+        Random sequences are prefilled by the programs for one row and for several rows. If their keys differ in any bit, every
+        pass must have the same number of rows. This number is 1, unless a pass over several chunks takes about the time of one
+        chunk, and the row of a chunk in such a pass changes no bit.
+        """
+        most, length = self._row_counts[-1], self.prefill_chunk
+        if most == 1:
+            return (1,)
+        random = np.random.default_rng(0)
+        starts = sorted({0, max(0, self.context - length)})
+        chunks = [
+            Chunk(slot, random.integers(0, self._architecture.vocab_size, length).tolist(), start, size, length)
+            for start in starts
+            for slot, size in enumerate(min(length, self.context) - random.permutation(most))
+        ]
+
+        def checksums(chunks: list[Chunk], per_pass: int, rows: int) -> list[list[int]]:
+            self.cache = None
+            self.cache = self._make_cache(self.count)
+            for first in range(0, len(chunks), per_pass):
+                self._run_chunks(chunks[first : first + per_pass], rows)
+            return np.asarray(slot_checksums(self.cache)).tolist()  # type: ignore[no-any-return]
+
+        together = checksums(chunks, most, most)
+        if checksums(chunks, 1, 1) == together:
+            return (1, most)
+        by_slot = sorted(chunks, key=lambda chunk: -chunk.slot)
+        if self._prefers_passes and checksums(chunks, 1, most) == together == checksums(by_slot, most, most):
+            return (most,)
+        return (1,)
+
+    def _lower_prefill(self, length: int, reports: bool, rows: int) -> Any:
+        zero_R, tokens_RT = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, length), jnp.int32)
+        numbers = self._numbers([NO_ADAPTER] * rows)
+        chunks = zero_R, tokens_RT, zero_R, zero_R, tokens_RT
+        args = self._model, self._cache_shapes, *chunks, self._draft_model, self._stacks, numbers
         report = min(MAX_ALTERNATIVES, self._architecture.vocab_size) if reports else None
         return prefill_part.lower(*args, report=report)
 
@@ -195,9 +311,9 @@ class PrefillBatch(RunningBatch):
     def _stacks(self) -> Stacks | None:
         return None if self.adapters is None else self.adapters.stacks
 
-    def _number(self, adapter: AdapterSlot) -> np.ndarray | None:
-        """Returns the argument of the programs: the number of the adapter of a row, or None if they support no adapters."""
-        return None if self.adapters is None else np.asarray([adapter.number], np.int32)
+    def _numbers(self, adapters: Sequence[AdapterSlot]) -> np.ndarray | None:
+        """Returns the argument of the programs: the number of each adapter, or None if they support no adapters."""
+        return None if self.adapters is None else np.asarray([adapter.number for adapter in adapters], np.int32)
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
         """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None for a prompt of one token."""

@@ -231,6 +231,31 @@ class SlotLayer:
         return out_BTKGH, replace(self, layer=layer), probed
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["layer", "slot_R"], meta_fields=[])
+@dataclass(frozen=True)
+class SlotRowsLayer:
+    """Wraps a layer cache for a call with several rows, which are sequences or consecutive parts of one sequence.
+
+    The keys and values of row r are in row `slot_R[r]` of the layer. The rows are written and read one after the other with the
+    operations of `SlotLayer`, so a row also attends to the keys of the rows before it that have the same slot.
+    """
+
+    layer: FullLayer | RingLayer | CompressedLayer
+    slot_R: jax.Array
+    is_prefill: ClassVar[bool] = False
+
+    def attend(self, q_RTKGH, k_RTKH, v_RTKH, positions_RT, window, probe=None, softmax=PLAIN_SOFTMAX):
+        def attend_row(layer: Any, row: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+            slot, *inputs = row
+            q, k, v, positions = (x[None] for x in inputs)
+            out_1TKGH, updated, _ = SlotLayer(layer, slot).attend(q, k, v, positions, window, None, softmax)
+            return updated.layer, out_1TKGH[0]
+
+        rows = self.slot_R, q_RTKGH, k_RTKH, v_RTKH, positions_RT
+        layer, out_RTKGH = jax.lax.scan(attend_row, self.layer, rows)
+        return out_RTKGH, replace(self, layer=layer), None
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
 @dataclass(frozen=True)
 class VerificationLayer:
@@ -330,9 +355,10 @@ class KVCache:
         """Wraps this cache for one call with tokens and their repetition, see `TwoPassLayer`."""
         return replace(self, layers=tuple(map(TwoPassLayer, self.layers)))  # type: ignore[arg-type]
 
-    def at_slot(self, slot: jax.Array) -> "KVCache":
-        """Wraps this cache for one call with a single sequence in row `slot`, see `SlotLayer`."""
-        return replace(self, layers=tuple(None if layer is None else SlotLayer(layer, slot) for layer in self.layers))  # type: ignore[misc]
+    def at_slots(self, slot_R: jax.Array) -> "KVCache":
+        """Wraps this cache for one call with R rows, which belong to the rows `slot_R`; see `SlotLayer`, `SlotRowsLayer`."""
+        wrap = partial(SlotLayer, slot=slot_R[0]) if len(slot_R) == 1 else partial(SlotRowsLayer, slot_R=slot_R)
+        return replace(self, layers=tuple(None if layer is None else wrap(layer) for layer in self.layers))  # type: ignore[misc]
 
     def for_verification(self) -> "KVCache":
         """Wraps this cache for one call with a few tokens per row, see `VerificationLayer`."""
@@ -340,7 +366,7 @@ class KVCache:
         return replace(self, layers=layers)  # type: ignore[arg-type]
 
     def without_wrappers(self) -> "KVCache":
-        """Undoes `at_slot` or `for_verification` after the call."""
+        """Undoes `at_slots` or `for_verification` after the call."""
         return replace(self, layers=tuple(None if layer is None else layer.layer for layer in self.layers))  # type: ignore[union-attr]
 
     @property

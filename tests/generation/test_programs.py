@@ -196,11 +196,12 @@ def test_cost_of_a_decode_step(wide, optimized):
     assert small.memory_analysis().temp_size_in_bytes == expected.memory_analysis().temp_size_in_bytes
 
 
-def test_prefill_into_a_slot_copies_no_whole_row(wide):
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_prefill_into_a_slot_copies_no_whole_row(wide, rows):
     """The used segments of a row are copied layer by layer, and the cache is updated in place."""
     cache = jax.eval_shape(lambda: make_cache(wide.config, 4, 4096, "float32", segmented=True))
-    tokens_1T, zero = jnp.zeros((1, 16), jnp.int32), jnp.int32(0)
-    compiled = prefill_part.lower(split_model(wide), cache, zero, tokens_1T, zero, zero, tokens_1T, report=None).compile()
+    tokens_RT, zero_R = jnp.zeros((rows, 16), jnp.int32), jnp.zeros(rows, jnp.int32)
+    compiled = prefill_part.lower(split_model(wide), cache, zero_R, tokens_RT, zero_R, zero_R, tokens_RT, report=None).compile()
     memory, row = compiled.memory_analysis(), tree_bytes(cache) // 4
     assert memory.temp_size_in_bytes < row // 2, "half of a row: two of four layers"
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 10
