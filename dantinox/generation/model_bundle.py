@@ -1,5 +1,6 @@
 """`ModelBundle`: model, tokenizer, default settings and calibrations; the base class of `LoadedModel`."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Unpack
@@ -14,7 +15,7 @@ from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.bans import BannedStrings, TextBan, compile_regexes
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
-from dantinox.generation.guides import AfterTrigger, Guide, ReasoningBudget, WholeText
+from dantinox.generation.guides import AfterTrigger, Gap, Guide, Reasoning, ReasoningBudget, WholeText
 from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
@@ -197,6 +198,7 @@ class ModelBundle:
         constraint, reasoning = request.constraint, request.reasoning
         strings, regexes = BannedStrings(section.banned_strings), compile_regexes(section.banned_regexes)
         matcher = None if constraint is None else self.matcher(constraint, section)
+        gap = None if constraint is None or reasoning is None else self._gap(request, reasoning, constraint.after)
 
         def make() -> list[Guide]:
             guides: list[Guide] = []
@@ -204,7 +206,7 @@ class ModelBundle:
                 guides.append(TextBan(strings, regexes, vocab_size, section.max_new_tokens))
             if constraint is not None and matcher is not None:
                 if constraint.after or constraint.opening:
-                    guides.append(AfterTrigger(matcher, constraint, vocab_size, reasoning))
+                    guides.append(AfterTrigger(matcher, constraint, vocab_size, reasoning, gap))
                 else:
                     guides.append(WholeText(matcher.copy()))
             if reasoning is not None and reasoning.budget is not None:
@@ -212,6 +214,16 @@ class ModelBundle:
             return guides
 
         return [make() for _ in range(section.n)]
+
+    def _gap(self, request: GenerationRequest, reasoning: Reasoning, markers: Sequence[str]) -> Gap:
+        """Returns the text of `reasoning.closing` after the last of the markers in it."""
+        detokenizer = self.tokenizer.detokenizer(request.visible_ids)
+        texts = [detokenizer.push([token]) for token in reasoning.closing]
+        closing = "".join(texts)
+        start = max((closing.rfind(marker) + len(marker) for marker in markers if marker in closing), default=len(closing))
+        begins = itertools.accumulate(map(len, texts[:-1]), initial=0)
+        ids = [pair for pair, at in zip(zip(reasoning.closing, texts, strict=True), begins, strict=True) if at >= start]
+        return Gap(closing[start:], tuple(dict.fromkeys(pair for pair in ids if pair[1])))
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
         """Returns the token ids of a prompt, with a leading BOS token if the tokenizer adds one.
