@@ -219,7 +219,8 @@ ENDPOINTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 # Fields that differ between equal answers: names, times, and what the prefix cache contained.
 VARYING = re.compile(
     r"id|call_id|created|created_at|completed_at|system_fingerprint|timings|\w*duration|\w*seconds|cached_tokens|\w*reused\w*|"
-    r"tokens_cached|cache_\w*_input_tokens|id_slot|\w*tokens_per_second"
+    r"tokens_cached|cache_\w*_input_tokens|id_slot|\w*tokens_per_second|"
+    r"\w*tok_per_s|input_tokens"
 )
 
 
@@ -246,7 +247,7 @@ def _without_varying(value: Any) -> Any:
     return [_without_varying(part) for part in value] if isinstance(value, list) else value
 
 
-def make_run(folder: Path) -> Path:
+def make_run(folder: Path, **sizes: object) -> Path:
     """Writes a run with a small random model and a byte tokenizer, and the adapters in the folder `loras` beside it."""
     from dantinox.config import TokenizerSection, build_config
     from dantinox.model.parameters import abstract_model
@@ -256,7 +257,7 @@ def make_run(folder: Path) -> Path:
     from .lora_runs import make_lora_run
 
     size = {"dim": 64, "n_heads": 4, "kv_heads": 2, "num_blocks": 2, "hidden_dim": 128, "max_context": 2048, "dtype": "float32"}
-    config = build_config({"model": size, "tokenizer": {"tokenizer_type": "byte"}})
+    config = build_config({"model": size | sizes, "tokenizer": {"tokenizer_type": "byte"}})
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     run, rng = create_run(folder), np.random.default_rng(0)
     save_config(run, config)
@@ -272,10 +273,11 @@ def make_run(folder: Path) -> Path:
 @contextmanager
 def running_server(run_dir: Path, **flags: object) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """Starts `dantinox serve` for a run of `make_run`; yields its port and process, and requires that it ends with status 0."""
-    command = [sys.executable, "-m", "dantinox", "serve", run_dir, "--port", 0, "--slots", SLOTS, "--context", CONTEXT]
-    command += ["--lora", *(f"{name}={run_dir.parent / 'loras' / name}" for name in ADAPTERS)]
-    command += ["--warm_up", "echo", "embeddings", "strategies"]
-    command += [word for name, value in flags.items() for word in (f"--{name}", value)]
+    loras = [f"{name}={run_dir.parent / 'loras' / name}" for name in ADAPTERS]
+    defaults: dict[str, object] = {"slots": SLOTS, "context": CONTEXT, "warm_up": ("echo", "embeddings", "strategies")}
+    command = [sys.executable, "-m", "dantinox", "serve", run_dir, "--port", 0, "--lora", *loras]
+    for name, value in (defaults | flags).items():
+        command += [f"--{name}", *(value if isinstance(value, tuple) else (value,))]
     with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=sys.stderr, text=True) as server:
         assert server.stdout is not None
         found = re.search(r"http://127.0.0.1:(\d+)", server.stdout.readline())
