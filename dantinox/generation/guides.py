@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from dantinox.config import UserError
 from dantinox.generation.constraints import Constraint, Matcher
 from dantinox.text.tool_calls import overlap
 
@@ -31,6 +32,35 @@ class Reasoning(NamedTuple):
     budget: int | None = None
     closing: tuple[int, ...] = ()
 
+
+class Gap(NamedTuple):
+    """Text that may stand between the end of the reasoning and a constrained answer: the end of `Reasoning.closing`.
+
+    Attributes:
+      text: the text that is left of it.
+      ids: the tokens of it, with their texts.
+    """
+
+    text: str
+    ids: tuple[tuple[int, str], ...]
+
+    @property
+    def next_ids(self) -> list[int]:
+        """The tokens that may come next."""
+        return [token for token, text in self.ids if self.text and self.text.startswith(text)]
+
+    def after(self, text: str) -> "Gap":
+        """Returns what is left of the gap after a text."""
+        return self._replace(text=self.text.removeprefix(text))
+
+    def split(self, text: str) -> "tuple[str, Gap]":
+        """Returns the part of a text that comes after the gap, and what is left of the gap."""
+        if self.text.startswith(text):
+            return "", self.after(text)
+        return text.removeprefix(self.text), NO_GAP
+
+
+NO_GAP = Gap("", ())
 
 # What happens after a token: `None`, decoding goes on; a number n, the last n tokens are discarded and decoding restarts.
 Verdict = int | None
@@ -96,9 +126,16 @@ class AfterTrigger:
 
     held = 0
 
-    def __init__(self, matcher: Matcher, constraint: Constraint, vocab_size: int, reasoning: "Reasoning | None" = None):
+    def __init__(
+        self,
+        matcher: Matcher,
+        constraint: Constraint,
+        vocab_size: int,
+        reasoning: "Reasoning | None" = None,
+        gap: "Gap | None" = None,
+    ):
         """`matcher` is at the start of the constraint; it is copied for each trigger."""
-        self._start, self._constraint, self._vocab_size = matcher, constraint, vocab_size
+        self._start, self._constraint, self._vocab_size, self._gap = matcher, constraint, vocab_size, gap or NO_GAP
         self._reasoning, self._in_reasoning = reasoning, reasoning is not None and reasoning.is_open
         self._matcher: Matcher | None = None  # None: the text is free
         self._tail = ""  # the end of the text that may be the beginning of a marker
@@ -113,26 +150,35 @@ class AfterTrigger:
 
     def mask(self) -> np.ndarray | None:
         if self._matcher is not None:
-            return self._matcher.mask()
+            bits = self._matcher.mask()
+            for token in self._gap.next_ids:
+                bits = bits | only_token(token, self._vocab_size)
+            return bits
         return exclude_tokens(self._excluded, self._vocab_size) if self._excluded else None
 
     def push(self, token: int, text: str) -> Verdict:
         if self._matcher is not None:
+            if token in self._gap.next_ids:
+                self._gap = self._gap.after(text)
+                return KEEP
+            self._gap = NO_GAP
             self._matcher.consume(token)
             if not self._matcher.done:
                 return KEEP
             self._leave_constraint(self._matcher)
             return RESTART_AFTER
         before = self._tail, self._at_start, self._in_reasoning
-        rest = self._find_trigger(self._tail + text)
+        rest, gap = self._find_trigger(self._tail + text), self._gap
         matcher = None if rest is None else self._start.copy()
+        if rest:
+            rest, gap = gap.split(rest)
         if matcher is not None and rest and not matcher.skip(rest):
             self._tail, self._at_start, self._in_reasoning = before
             self._excluded.add(token)
             return RESTART_BEFORE
         restart, self._excluded = bool(self._excluded) or matcher is not None, set()
         if matcher is not None:
-            self._matcher, self._tail = matcher, ""
+            self._matcher, self._tail, self._gap = matcher, "", gap
             if matcher.done:
                 self._leave_constraint(matcher)
         return RESTART_AFTER if restart else KEEP
@@ -162,7 +208,7 @@ class AfterTrigger:
 
     def _leave_constraint(self, matcher: Matcher) -> None:
         self.done = not self._constraint.repeats or matcher.ended
-        self._matcher = None
+        self._matcher, self._gap = None, NO_GAP
 
 
 class ReasoningTracker:
@@ -244,11 +290,17 @@ def exclude_tokens(tokens: set[int], vocab_size: int) -> np.ndarray:
 
 
 def combine_masks(masks: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Returns the tokens that all masks allow; None: all tokens."""
+    """Returns the tokens that all masks allow; None: all tokens.
+
+    Raises:
+      UserError: several masks together allow no token.
+    """
     given = [mask for mask in masks if mask is not None]
     if not given:
         return None
     combined = given[0]
     for mask in given[1:]:
         combined = combined & mask
+    if len(given) > 1 and not combined.any():
+        raise UserError("the constraint, banned texts and reasoning budget of this request together allow no token here")
     return combined

@@ -1,5 +1,6 @@
 """`ModelBundle`: model, tokenizer, default settings and calibrations; the base class of `LoadedModel`."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.bans import BannedStrings, TextBan, compile_regexes
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
-from dantinox.generation.guides import AfterTrigger, Guide, ReasoningBudget, WholeText
+from dantinox.generation.guides import AfterTrigger, Gap, Guide, Reasoning, ReasoningBudget, WholeText
 from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.token_healing import HealedPrefix, PieceIndex
@@ -199,6 +200,7 @@ class ModelBundle:
         constraint, reasoning = request.constraint, request.reasoning
         strings, regexes = BannedStrings(section.banned_strings), compile_regexes(section.banned_regexes)
         matcher = None if constraint is None else self.matcher(constraint, section)
+        gap = None if constraint is None or reasoning is None else self._gap(request, reasoning, constraint.after)
 
         def make_constraint() -> Guide | None:
             if constraint is None or matcher is None:
@@ -238,6 +240,16 @@ class ModelBundle:
         count = self.piece_index.healed_count(request.ids) if request.config.generation.max_new_tokens > 0 else 0
         length = len(request.ids) - count
         return replace(request, ids=request.ids[:length], healed=request.ids[length:])
+
+    def _gap(self, request: GenerationRequest, reasoning: Reasoning, markers: Sequence[str]) -> Gap:
+        """Returns the text of `reasoning.closing` after the last of the markers in it."""
+        detokenizer = self.tokenizer.detokenizer(request.visible_ids)
+        texts = [detokenizer.push([token]) for token in reasoning.closing]
+        closing = "".join(texts)
+        start = max((closing.rfind(marker) + len(marker) for marker in markers if marker in closing), default=len(closing))
+        begins = itertools.accumulate(map(len, texts[:-1]), initial=0)
+        ids = [pair for pair, at in zip(zip(reasoning.closing, texts, strict=True), begins, strict=True) if at >= start]
+        return Gap(closing[start:], tuple(dict.fromkeys(pair for pair in ids if pair[1])))
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
         """Returns the token ids of a prompt, with a leading BOS token if the tokenizer adds one.

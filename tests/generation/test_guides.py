@@ -6,7 +6,7 @@ import string
 import numpy as np
 import pytest
 
-from dantinox.config import TokenizerSection
+from dantinox.config import TokenizerSection, UserError
 from dantinox.generation.constraints import Constraint, ConstraintCompiler
 from dantinox.generation.engine import Engine
 from dantinox.generation.guides import (
@@ -14,6 +14,7 @@ from dantinox.generation.guides import (
     RESTART_AFTER,
     RESTART_BEFORE,
     AfterTrigger,
+    Gap,
     Reasoning,
     ReasoningBudget,
     combine_masks,
@@ -96,9 +97,30 @@ def test_the_reasoning_budget_forces_the_end():
     assert allowed(immediate) == {closing[0]}
 
 
+def test_a_constraint_allows_the_text_that_the_budget_forces_before_it(compiler):
+    """Without the gap, the end of the closing text and the constraint together would allow no token."""
+    reasoning, constraint = THINK._replace(is_open=True), Constraint("regex", "[0-9]{3}", after=("</t>",))
+    gap = Gap("\n\n", ((ord("\n"), "\n"),))
+
+    def guide():
+        return AfterTrigger(compiler.matcher("regex", "[0-9]{3}"), constraint, V, reasoning, gap)
+
+    for text in ("</t>\n\n", "</t>\n", "</t>"):
+        one = guide()
+        assert push_text(one, text) == [(3, RESTART_AFTER)]
+        assert allowed(one) == set(b"0123456789" + b"\n" * (len(text) < 6))
+        assert push_text(one.copy(), "123") == push_text(one, "123") and one.done
+    for text, left in ((">\n\n", ""), (">\n", "\n"), (">\n\n1", "")):
+        one = guide()
+        push_text(one, "</t")
+        assert one.push(300, text) is RESTART_AFTER and allowed(one) == set(b"0123456789") | set(left.encode())
+
+
 def test_masks_combine():
     assert combine_masks([None, None]) is None
     assert combine_masks([None, np.uint32([6]), np.uint32([3])]).tolist() == [2]
+    with pytest.raises(UserError, match="together allow no token"):
+        combine_masks([np.uint32([6]), np.uint32([1])])
 
 
 # --- in the engine
@@ -164,6 +186,22 @@ def test_results_do_not_depend_on_chunks_or_neighbours(served):
         if request.reasoning is not None:
             assert ord("=") in tokens[:22] or len(tokens) < 22
     assert applied >= 3
+
+
+def test_a_constrained_answer_after_a_used_up_budget(served):
+    run, slots = served
+    constraint = Constraint("regex", "[0-9]{5}", after=("</t>",))
+    reasoning = Reasoning("<t>", "</t>", True, 4, tuple(b"\n</t>\n\n"))
+    request = GenerationRequest(tuple(b"x"), run.settings({"seed": 1}), None, False, constraint, reasoning)
+    ((_, text),) = run_engine(run, slots, [request])
+    assert re.fullmatch(r"(?s).{,4}\n</t>\n\n\d{5}", text)
+    banned = GenerationRequest(request.ids, run.settings({"banned_strings": ["\n"]}), None, False, constraint, reasoning)
+    engine = Engine(run, slots)
+    engine.add(banned)
+    errors = []
+    while engine.busy:
+        errors += [output.error for output in engine.step() if output.error]
+    assert [type(error) for error in errors] == [UserError]
 
 
 def test_offline_generation_has_the_same_guides(served):
