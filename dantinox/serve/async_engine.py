@@ -32,7 +32,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -142,9 +141,18 @@ class AsyncEngine:
         self.run, self.name = run, name
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
-        limits = {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
-        more: dict[str, Any] = {"cache_dir": cache_dir, "logit_processor": logit_processor, "memory": memory}
-        self._batch = SlotBatch(run, slots, context, self._config, **limits, **more)
+        self._batch = SlotBatch(
+            run,
+            slots,
+            context,
+            self._config,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
+            prefix_cache=prefix_cache,
+            cache_dir=cache_dir,
+            logit_processor=logit_processor,
+            memory=memory,
+        )
         self._cache_dir, self.lora_paths = cache_dir, dict(lora_paths or {})
         self._snapshots: list[Future[Callable[[], int]]] = []  # requested by `save_prefixes`
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
