@@ -24,6 +24,8 @@ class GenerationRequest:
       constraint: the constraint on the output; None: no constraint.
       reasoning: the reasoning in the output, for its budget and for a constraint that must not apply inside of it.
       visible_ids: special tokens whose names appear in the text.
+      begun: the number of tokens at the end of `ids` that are the beginning of the output. The constraint and the budget of the
+        reasoning include them.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
       lora: the name of the adapter; None: the base model.
@@ -38,6 +40,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     reasoning: Reasoning | None = None
     visible_ids: frozenset[int] = frozenset()
+    begun: int = 0
     prompt: str = ""
     score_fn: ScoreFn | None = None
     show_candidates: bool = False
