@@ -9,12 +9,12 @@ function pushUndo() {
   text.future = [];
 }
 
-/** Generates a part after the parts `before`; the new part begins with the tokens `kept`. */
-async function generate(before, kept = []) {
-  if (writing.abort) return;
-  const part = {who: "model", text: "", tokens: kept, kept: kept.length, seed: null, settings: {}, router: null, stats: {}, reason: STOPPED};
+/** Generates a part after the parts `before`; the new part begins with the tokens `kept`, which `model` has generated. */
+async function generate(before, kept = [], model = chosenModel()) {
+  if (writing.abort || !checkFields()) return;
+  const part = newPart(kept, model);
   const body = requestBody(before, part);
-  if (!checkFields()) return;
+  part.model = chosenModel();
   pushUndo();
   const text = current();
   text.parts = [...before, part];
@@ -22,35 +22,17 @@ async function generate(before, kept = []) {
   showStatus("Waiting for the model …");
   showProblem(null);
   drawAll();
-  const clock = {start: null, count: 0};
   try {
-    const options = {method: "POST", body: JSON.stringify(body), signal: writing.abort.signal};
-    for await (const [event, data] of readEvents(await request("/api/dantinox/generate", options))) {
-      if (event === "begin") onBegin(part, before, data);
-      if (event === "token") onTokens(part, data, clock);
-      if (event === "end") part.stats = data.stats;
-      if (event === "error") throw Object.assign(new Error(data.message), {param: data.param});
-    }
+    await receive(part, body, writing.abort.signal, (data) => onBegin(before, part, data), (data) => onTokens(part, data));
     showStatus(summaryOf(part));
   } catch (error) {
     if (error.name === "AbortError") showStatus(`Stopped after ${countTokens(part)}.`);
     else onFailure(error, text, part);
   } finally {
     writing.abort = null;
-    trimEnd(part);
     drawAll();
     saveState();
   }
-}
-
-function countTokens(part) {
-  const count = part.tokens.length - part.kept;
-  return `${whole(count)} ${count === 1 ? "token" : "tokens"}`;
-}
-
-function summaryOf(part) {
-  const ends = {eos: "The model ended the text.", stop: "Ended by a stop string.", length: "Ended by the length limit."};
-  return `${countTokens(part)}. ${ends[part.reason] ?? ""}`;
 }
 
 /** Shows the error. If no token arrived, restores the draft and the text before the request. */
@@ -66,46 +48,23 @@ function onFailure(error, text, part) {
   }
 }
 
-function onBegin(part, before, data) {
-  Object.assign(part, {seed: data.seed, settings: data.settings, router: data.router, vocab: data.vocab_size, promptTokens: data.prompt_tokens});
-  writing.use = {tokens: data.prompt_tokens, leftOut: data.left_out};
-  if (!isChat()) before.filter((one) => !isModel(one) && !one.ids && one.text).forEach((one, i) => (one.ids = data.texts[i]));
+function onBegin(before, {model}, {prompt_tokens: tokens, left_out: leftOut, texts}) {
+  writing.use = {tokens, leftOut};
+  if (!isChat()) {
+    const isUser = (one) => one.text && !isModel(one) && !(one.ids && baseOf(one.model) === baseOf(model));
+    if (texts.length === before.filter(isUser).length) before.filter(isUser).forEach((one, i) => Object.assign(one, {ids: texts[i], model}));
+  }
   before.forEach((one) => delete one.fresh);
   showStatus("Generating …");
 }
 
-function onTokens(part, {tokens, text, finish_reason: reason}, clock) {
-  clock.start ??= performance.now();
-  clock.count += tokens.length;
-  part.text += text;
-  part.tokens = [...part.tokens, ...tokens];
-  if (reason) part.reason = reason;
+function onTokens(part, {tokens}) {
   writing.use.tokens += tokens.length;
-  const seconds = (performance.now() - clock.start) / 1000;
-  if (seconds > 0.2) part.stats = {...part.stats, decode_tok_per_s: (clock.count - 1) / seconds};
   appendTokens(part, tokens);
 }
 
-/** Truncates the tokens to the server's text, which excludes a stop string. Marks an EOS token, so that no later prompt contains it. */
-function trimEnd(part) {
-  const added = part.tokens.slice(part.kept);
-  const last = added.at(-1);
-  if (last && part.reason === "eos" && last.text === "") last.ends = true;
-  if (part.reason === "stop" && added.length) {
-    let left = part.text.length;
-    const trimmed = added.flatMap((token) => {
-      const text = token.text.slice(0, left);
-      if (token.text && !text) return [];
-      left -= text.length;
-      return [text === token.text ? token : {...token, text, cut: true}];
-    });
-    part.tokens = [...part.tokens.slice(0, part.kept), ...trimmed];
-  }
-  part.text = textOf(part);
-}
-
 function go() {
-  if (writing.abort || writing.edited !== null) return;
+  if (writing.abort || writing.edited !== null || !writing.about || !checkFields()) return;
   const draft = byId("draft").value;
   const {parts} = current();
   if (isChat() && !draft.trim() && (!parts.length || isModel(parts.at(-1)))) {
@@ -113,8 +72,13 @@ function go() {
     byId("draft").focus();
     return;
   }
+  if (comparing.isOpen) return compare();
   byId("draft").value = "";
   generate(draft ? [...parts, {who: "person", text: draft, fresh: true}] : parts);
+}
+
+function stop() {
+  writing.abort?.abort();
 }
 
 function retry() {
@@ -122,7 +86,7 @@ function retry() {
   const last = parts.at(-1);
   if (!last || !isModel(last)) return;
   const seed = byId("setting-seed")?.value;
-  generate(parts.slice(0, -1), last.tokens.slice(0, last.kept ?? 0)).then(() => {
+  generate(parts.slice(0, -1), last.tokens.slice(0, last.kept ?? 0), last.model).then(() => {
     if (seed) showStatus(`${byId("status").textContent} The seed is fixed, so the same request gives the same text.`);
   });
 }
@@ -139,7 +103,7 @@ function pick(one) {
   const token = {...old, id: one.id, text, logprob: one.logprob, logprob_sampled: one.logprob_sampled, rank: rank < 0 ? old.rank : rank};
   for (const name of ["ends", "cut", "candidates"]) delete token[name];
   const isNew = one.id !== old.id;
-  generate(parts.slice(0, number), [...part.tokens.slice(0, place), isNew ? {...token, forced: true, picked: true} : token]);
+  generate(parts.slice(0, number), [...part.tokens.slice(0, place), isNew ? {...token, forced: true, picked: true} : token], part.model);
 }
 
 /** Restores the latest text of `from` and adds the current one to `to`: undo from "past" to "future", redo the reverse. */
@@ -179,7 +143,8 @@ function finishEditing(isAccepted) {
   const before = number === "all" ? parts.map(textOf).join("") : textOf(parts[number]);
   if (isAccepted && text !== before) {
     pushUndo();
-    current().parts = number === "all" ? applyEdit(parts, text) : parts.with(number, {who: parts[number].who, text, tokens: []});
+    const {who, call, name} = parts[number] ?? {};
+    current().parts = number === "all" ? applyEdit(parts, text) : parts.with(number, {who, text, tokens: [], ...(who === "tool" && {call, name})});
     writing.use = null;
   }
   drawAll();

@@ -2,6 +2,12 @@
 // Draws the text with its tokens, the numbers, and the state of the controls.
 
 const DRAW_INTERVAL = 200; // milliseconds between drawings of the plots while tokens arrive
+const HINT = "Each generated token is shaded by the uncertainty of the model. Select a token to see its alternatives, and select an alternative to continue from it.";
+const WORDS = {
+  story: {draft: "Your text", go: "Continue", nothing: `Write the beginning of a text below, and the model continues it.\n${HINT}`},
+  chat: {draft: "Your message", go: "Send", nothing: `Send a message below.\n${HINT}`},
+};
+const NO_CHAT = "Chat is off: this model has no chat template. Start the server with --chat_template to add one.";
 
 /** Returns a token as the shared scripts expect it: with its surprisal, the router settings of its part, and its position. */
 function tokenView(token, part, number, place) {
@@ -52,14 +58,6 @@ function tokenList(nodes) {
   return element("span", attributes, ...nodes);
 }
 
-function turnNode(part, number, nodes) {
-  const author = isModel(part) ? "Model" : "You";
-  const button = element("button", {type: "button", class: "plain", "aria-label": `Edit turn ${number + 1}, ${author}`}, "Edit");
-  button.addEventListener("click", () => edit(number));
-  const head = element("div", {class: "author"}, author, button);
-  return element("div", {class: `turn ${part.who}`}, head, passageNode(part, nodes));
-}
-
 /** Sets the scales of the shading to the range from the 10th to the 98th percentile of the text, but at least to `minRange`. The shades
  * are relative to the text, so that its tokens differ even if the model is uncertain everywhere. */
 function updateScales() {
@@ -70,6 +68,12 @@ function updateScales() {
     const low = Math.min(quantile(name, tokens, 0.1) ?? 0, high - range);
     scales[name] = {low: low < 0.1 * high ? 0 : Number(low.toPrecision(2)), high};
   }
+}
+
+/** Returns whether the tokens from `place` begin another section of a reply, such as its reasoning, than the token before them. */
+function hasNewSection(part, place) {
+  const kinds = kindsOf(part);
+  return kinds.slice(place).some((kind) => kind !== kinds[place - 1]);
 }
 
 /** Adds the nodes of tokens that have just arrived. */
@@ -87,8 +91,12 @@ function appendTokens(part, tokens) {
   }
   const isLastSelected = state.at === state.nodes.length - 1;
   const place = part.tokens.length - tokens.length;
+  if (isChat() && place > 0 && hasNewSection(part, place)) {
+    drawAll();
+    return;
+  }
   const body = byId("tokens").lastElementChild;
-  let passage = isChat() ? body.querySelector(".passage") : body;
+  let passage = isChat() ? [...body.querySelectorAll(".passage")].at(-1) : body;
   if (!passage?.matches(".passage")) {
     passage = tokenList([]);
     const empty = isChat() ? body.querySelector(".user") : body;
@@ -160,15 +168,15 @@ function drawControls() {
   const hasTokens = state.nodes.length > 0;
   const enabled = {
     go: isIdle && writing.about !== null,
-    retry: isIdle && parts.length > 0 && isModel(parts.at(-1)),
+    retry: isIdle && !comparing.isOpen && parts.length > 0 && isModel(parts.at(-1)),
     undo: isIdle && past.length > 0,
     redo: isIdle && future.length > 0,
-    edit: isIdle && parts.length > 0 && !isChat(),
+    edit: isIdle && !comparing.isOpen && parts.length > 0 && !isChat(),
     clear: isIdle && parts.length > 0,
     copy: parts.length > 0,
+    compare: isIdle && writing.about !== null,
     load: isIdle && writing.about !== null,
-    "save-lines": !isBusy && hasTokens,
-    "save-report": !isBusy && hasTokens,
+    save: !isBusy && parts.length > 0,
     "show-token": hasTokens,
     "show-statistics": hasTokens,
   };
@@ -176,14 +184,17 @@ function drawControls() {
   byId("go").hidden = isBusy;
   byId("stop").hidden = !isBusy;
   byId("edit").hidden = isChat();
-  byId("text").hidden = byId("shading").hidden = isEditing;
+  byId("text").hidden = byId("shading").hidden = isEditing || comparing.isOpen;
+  byId("comparison").hidden = !comparing.isOpen;
+  byId("compare").setAttribute("aria-pressed", String(comparing.isOpen));
   byId("editing").hidden = !isEditing;
   byId("editor-label").textContent = writing.edited === "all" ? "Edit the text. Tokens before the first change are kept." : "Edit the turn. Its tokens become plain text.";
   const {draft, go: label, nothing} = WORDS[writing.mode];
   byId("nothing").hidden = parts.length > 0;
   byId("nothing").textContent = hasChat() ? nothing : `${nothing}\n${NO_CHAT}`;
   byId("draft-label").textContent = byId("draft").placeholder = draft;
-  byId("go").textContent = label;
+  byId("go").textContent = comparing.isOpen ? "Compare" : label;
+  byId("model-choice").disabled = isBusy;
   document.body.classList.toggle("generating", isBusy);
   document.body.classList.toggle("empty", !hasTokens);
   if (!hasTokens && document.body.dataset.panel !== "settings") openPanel(isNarrow.matches ? null : "settings");
@@ -192,17 +203,18 @@ function drawControls() {
     radio.disabled = !isIdle || (radio.value === "chat" && !writing.about?.chat);
   });
   byId("chat-reason").textContent = byId("chat-label").title = hasChat() ? "" : NO_CHAT;
-  document.querySelectorAll(".turn button").forEach((button) => (button.disabled = !isIdle));
+  document.querySelectorAll(".turn button, .keep").forEach((button) => (button.disabled = !isIdle));
 }
 
 function showStatus(text) {
   byId("status").textContent = text;
 }
 
-/** Shows one sentence about an error, or hides it (null), and marks the field of the setting `param`. */
+/** Shows one sentence about an error, or hides it (null), and marks the field of the setting or of the field of the body `param`. */
 function showProblem(text, param) {
   byId("problem").hidden = text === null;
   byId("problem").textContent = text ?? "";
   document.querySelectorAll("[aria-invalid]").forEach((field) => field.removeAttribute("aria-invalid"));
-  if (param) byId(`setting-${param}`)?.setAttribute("aria-invalid", "true");
+  const field = param && byId(FIELD_OF[param.split(".")[0]] ?? `setting-${param}`);
+  field?.setAttribute("aria-invalid", "true");
 }

@@ -161,6 +161,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         "router": await _router_values(service, config),
         "vocab_size": size,
         "context": context,
+        "reasoning_is_open": prepared is not None and prepared.reasoning_is_open,
     }
     return NativeReply(service, request, begin, prepared)
 
