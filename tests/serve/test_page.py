@@ -66,16 +66,10 @@ def test_every_element_used_by_a_script_exists(client):
     ids = set(re.findall(r'\bid="([^"]+)"', html))
     assert len(ids) == len(re.findall(r'\bid="([^"]+)"', html))
     made = {
-        "strip-hover",
-        "strip-at",
-        "num-alternatives",
-        "presets",
-        "system",
-        "system-row",
-        "preset",
-        "order",
-        "setting-seed",
-        "prompt",
+        *("strip-hover", "strip-at", "num-alternatives", "presets", "preset", "order", "setting-seed", "prompt"),
+        *("preset-choice", "preset-about", "preset-name", "preset-delete", "preset-export"),
+        *("system", "system-row", "tools", "tools-group", "tool-choice", "effort", "effort-row"),
+        *("format", "format-kind", "format-group"),
     }
     for name in SCRIPTS:
         asked = set(re.findall(r'byId\("([^"]+)"\)', client.get(f"/page/{name}").text))

@@ -121,7 +121,7 @@ async function receive(part, body, signal, onBegin, onTokens) {
         addTokens(part, data, clock);
         onTokens(data);
       }
-      if (event === "end") Object.assign(part, {stats: data.stats, message: data.messages?.[0]});
+      if (event === "end") Object.assign(part, {stats: data.stats, ...(data.messages && {message: data.messages[0]})});
       if (event === "error") throw Object.assign(new Error(data.message), {param: data.param});
     }
   } finally {

@@ -202,7 +202,8 @@ function drawModels() {
 /** Loads the description of the server. No text can be generated before it arrives. */
 async function connect() {
   try {
-    writing.about = await (await request("/api/dantinox/about")).json();
+    const [about] = await Promise.all([request("/api/dantinox/about").then((response) => response.json()), loadModels()]);
+    writing.about = about;
   } catch (error) {
     showProblem(error.message);
     return;
@@ -210,7 +211,6 @@ async function connect() {
   showProblem(null);
   document.title = `${writing.about.model} – DantinoX`;
   byId("model-name").textContent = writing.about.model;
-  await loadModels();
   drawModels();
   buildSettings();
   restoreState(storedState());
