@@ -55,6 +55,12 @@ def test_scripts_create_no_markup_and_no_external_request(client, name):
     assert not re.search(r'setAttribute\("(?:style|on)', source)
 
 
+def test_scripts_define_different_names(client):
+    source = "\n".join(client.get(f"/page/{name}").text for name in SCRIPTS)
+    names = re.findall(r"^(?:async )?(?:function\*?|const|let) (\w+)", source, re.M)
+    assert len(names) > 200 and [name for name in set(names) if names.count(name) > 1] == []
+
+
 @pytest.mark.parametrize("name", [name for name in STATIC if name.endswith(".css")])
 def test_styles_load_nothing(client, name):
     source = client.get(f"/page/{name}").text

@@ -259,7 +259,7 @@ def test_settings_are_sent_and_an_invalid_one_is_marked(opened, engine):
     setting(opened, "dynatemp_high", "")
     setting(opened, "top_p", "1.5")
     find(opened, "#go").click()
-    assert "Top p" in find(opened, "#problem").text and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
+    assert "Top-p" in find(opened, "#problem").text and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
     opened.get_log("browser")  # the browser logs the 400 response
 
 
@@ -412,8 +412,11 @@ def test_presets_fill_the_fields(opened, engine):
 
 
 def test_own_presets_are_kept_exported_and_imported(opened, tmp_path):
-    opened.execute_script("const kept = {}; localStorage.setItem = (key, text) => { kept[key] = text; };"
-                          "Storage.prototype.getItem = (key) => kept[key] ?? null; download = (...file) => { window.file = file; }")  # fmt: skip
+    opened.execute_script(
+        "const kept = {}; localStorage.setItem = (key, text) => { kept[key] = text; };"
+        "Storage.prototype.getItem = (key) => kept[key] ?? null;"
+        "download = (...file) => { window.file = file; }"
+    )
     setting(opened, "temperature", "0.77")
     setting(opened, "dry_breakers", "a\nb\\n")
     find(opened, "#own-presets summary").click()
@@ -448,8 +451,10 @@ def test_own_presets_are_kept_exported_and_imported(opened, tmp_path):
 def test_sliders_and_search(opened, engine):
     setting(opened, "temperature", "1.5")
     assert find(opened, "#slider-temperature").get_attribute("value") == "1.5"
-    opened.execute_script("const one = byId('slider-top_k'); one.value = 40;"
-                          "for (const name of ['input', 'change']) one.dispatchEvent(new Event(name, {bubbles: true}))")  # fmt: skip
+    opened.execute_script(
+        "const one = byId('slider-top_k'); one.value = 40;"
+        "for (const name of ['input', 'change']) one.dispatchEvent(new Event(name, {bubbles: true}))"
+    )
     assert opened.execute_script("return chosenSettings()") == {"temperature": 1.5, "top_k": 40}
     find(opened, "#search").send_keys("mirostat tau")
     rows = [row for row in opened.find_elements("css selector", "#settings .setting") if row.is_displayed()]
@@ -614,12 +619,12 @@ def test_the_page_requests_a_key(browser, engine):
 
 
 STORED_CALL = """
-const [id, call] = ["a", {id: "call_1", type: "function", function: {name: "weather", arguments: '{"city": "Rome"}'}}];
-const token = (text) => ({...state.sample.tokens[0], text});
-const part = {...current().parts.at(-1), tokens: ["<think>", "Hm.", "</think>", "I look.", "<tool_call>", "{}", "</tool_call>"].map(token)};
+const call = {id: "call_1", type: "function", function: {name: "weather", arguments: '{"city": "Rome"}'}};
+const texts = ["<think>", "Hm.", "</think>", "I look.", "<tool_call>", "{}", "</tool_call>"];
+const tokens = texts.map((text) => ({...state.sample.tokens[0], text}));
+const message = {role: "assistant", content: "I look.", reasoning_content: "Hm.", tool_calls: [call]};
 writing.about.markers.reasoning = {begin: "<think>", end: "</think>"};
-Object.assign(part, {hasTools: true, message: {role: "assistant", content: "I look.", reasoning_content: "Hm.", tool_calls: [call]}});
-current().parts = [...current().parts.slice(0, -1), part];
+current().parts = current().parts.with(-1, {...current().parts.at(-1), tokens, message, hasTools: true});
 drawAll();
 """
 

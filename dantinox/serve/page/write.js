@@ -72,7 +72,7 @@ function go() {
     byId("draft").focus();
     return;
   }
-  if (comparing.isOpen) return compare();
+  if (comparing.isOpen) return compareSides();
   byId("draft").value = "";
   generate(draft ? [...parts, {who: "person", text: draft, fresh: true}] : parts);
 }

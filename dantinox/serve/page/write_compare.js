@@ -24,7 +24,7 @@ function toggleComparison(isOpen = !comparing.isOpen) {
 }
 
 /** Generates both sides at the same time. */
-async function compare() {
+async function compareSides() {
   const draft = byId("draft").value;
   const {parts} = current();
   comparing.before = draft ? [...parts, {who: "person", text: draft}] : parts;
