@@ -18,7 +18,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 PICTURES = Path(__file__).parents[1] / "images"
 PROMPT = "Tell me in two sentences how rivers form."
-SETTINGS = (
+SETTINGS = """applyPreset("Balanced"); byId("setting-seed").value = 7; byId("setting-max_new_tokens").value = 80; settingsChanged()"""
     "applyPreset(arguments[0]); byId('setting-seed').value = 7; byId('setting-max_new_tokens').value = 80; settingsChanged()"
 )
 WIDE, NARROW = (1280, 800), (390, 780)
@@ -30,7 +30,7 @@ def main(address: str) -> None:
     try:
         browser.get(address)
         wait(browser, "return typeof writing === 'object' && writing.about !== null")
-        browser.execute_script(SETTINGS, "Balanced")
+        browser.execute_script(SETTINGS)
         browser.execute_script("byId('draft').value = arguments[0]; go()", PROMPT)
         wait(browser, "return writing.abort === null")
         browser.execute_script("openPanel('token'); select(state.sample.tokens.findIndex(({entropy}) => entropy > 3), true)")
