@@ -18,9 +18,12 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 PICTURES = Path(__file__).parents[1] / "images"
 PROMPT = "Tell me in two sentences how rivers form."
-SETTINGS = """applyPreset("Balanced"); byId("setting-seed").value = 7; byId("setting-max_new_tokens").value = 80; settingsChanged()"""
-    "applyPreset(arguments[0]); byId('setting-seed').value = 7; byId('setting-max_new_tokens').value = 80; settingsChanged()"
-)
+SETTINGS = """
+applyPreset("Balanced");
+byId("setting-seed").value = 7;
+byId("setting-max_new_tokens").value = 80;
+settingsChanged();
+"""
 WIDE, NARROW = (1280, 800), (390, 780)
 
 
