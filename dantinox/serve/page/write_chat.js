@@ -134,11 +134,13 @@ function kindsOf(part) {
       open = first;
     }
   }
-  let [edge, start] = [0, 0];
+  let [edge, start, last] = [0, 0, "answer"];
   return part.tokens.map((token) => {
     while (edges[edge + 1]?.[0] <= start) edge += 1;
     start += token.text.length;
-    return edges[edge][1];
+    const isSpace = edges[edge][1] === "answer" && !token.text.trim(); // after a marker it belongs to the notation
+    last = isSpace ? last : edges[edge][1];
+    return last;
   });
 }
 

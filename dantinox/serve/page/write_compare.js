@@ -109,7 +109,9 @@ function differenceText() {
   if (!a.length || !b.length) return "";
   const first = a.findIndex((text, i) => text !== b[i]);
   if (first < 0 && a.length === b.length) return "Both continuations are equal.";
-  return `The first ${whole(first < 0 ? a.length : first)} tokens are equal. Different tokens are underlined.`;
+  const equal = first < 0 ? Math.min(a.length, b.length) : first;
+  const start = equal ? `The first ${equal === 1 ? "token is" : `${whole(equal)} tokens are`} equal.` : "The first tokens differ.";
+  return `${start} Tokens that the other side does not have are underlined.`;
 }
 
 // Drawing.
