@@ -16,7 +16,7 @@ from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.bans import BannedStrings, TextBan, compile_regexes
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
-from dantinox.generation.guides import AfterTrigger, Gap, Guide, Reasoning, ReasoningBudget, WholeText
+from dantinox.generation.guides import RESTART_BEFORE, AfterTrigger, Gap, Guide, Reasoning, ReasoningBudget, WholeText
 from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.token_healing import HealedPrefix, PieceIndex
@@ -220,6 +220,8 @@ class ModelBundle:
                 guides.append(constrained)
             if reasoning is not None and reasoning.budget is not None:
                 guides.append(ReasoningBudget(reasoning, reasoning.budget, vocab_size))
+            if request.begun:
+                self._push_beginning(request, [guide for guide in guides if not isinstance(guide, TextBan)])
             return guides
 
         return [make() for _ in range(section.n)]
@@ -250,6 +252,23 @@ class ModelBundle:
         starts = itertools.accumulate(map(len, texts[:-1]), initial=0)
         ids = [pair for pair, at in zip(zip(reasoning.closing, texts, strict=True), starts, strict=True) if at >= start]
         return Gap(closing[start:], tuple(dict.fromkeys(pair for pair in ids if pair[1])))
+
+    def _push_beginning(self, request: GenerationRequest, guides: list[Guide]) -> None:
+        """Advances guides by the tokens of the output that the prompt contains.
+
+        Raises:
+          UserError: the constraint does not allow them.
+        """
+        stream = self.tokenizer.detokenizer(request.visible_ids)
+        stream.push(request.ids[: -request.begun])
+        for token in request.ids[-request.begun :]:
+            text = stream.push([token])
+            try:
+                allowed = all(not guide.done and guide.push(token, text) != RESTART_BEFORE for guide in guides)
+            except ValueError:  # the constraint does not allow the token
+                allowed = False
+            if not allowed:
+                raise UserError("the beginning of the answer does not satisfy its constraint: change one of them")
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
         """Returns the token ids of a prompt, with a leading BOS token if the tokenizer adds one.

@@ -27,6 +27,8 @@ class GenerationRequest:
         looked at the prompt.
       reasoning: the reasoning in the output, for its budget and for a constraint that must not apply inside it.
       visible_ids: special tokens whose names appear in the text.
+      begun: the number of tokens at the end of `ids` that are the beginning of the output. The constraint and the budget of the
+        reasoning include them.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
       logit_processor: edits the logits, as in `LoadedModel.generate`; None: the processor of the batch, if it has one.
@@ -42,6 +44,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     reasoning: Reasoning | None = None
     visible_ids: frozenset[int] = frozenset()
+    begun: int = 0
     prompt: str = ""
     score_fn: ScoreFn | None = None
     show_candidates: bool = False

@@ -176,6 +176,8 @@ function select(i, focus = false) {
     mark(nodes[state.at], false);
     state.at = Math.max(0, Math.min(nodes.length - 1, i));
     mark(nodes[state.at], true);
+    const section = nodes[state.at].closest("details");
+    if (focus && section) section.open = true; // a token in a closed section cannot have the focus
     reveal(nodes[state.at]);
     if (focus) nodes[state.at].focus({preventScroll: true});
   }

@@ -35,7 +35,8 @@ function alternatives(token) {
   const others = state.sample.vocab_size - all.length;
   if (others > 0) rows.push(restRow(others, all));
   const head = ["Token", `0 to ${number(100 * end)} %`, "Before", "After"];
-  return tableOf("alternatives", "Alternatives before and after sampling", head, rows);
+  const action = state.pick ? ": select one to continue from here with it" : "";
+  return tableOf("alternatives", `Alternatives before and after sampling${action}`, head, rows);
 }
 
 function alternativeRow(one, end, isChosen) {

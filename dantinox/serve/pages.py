@@ -12,7 +12,10 @@ from dantinox.files import quote
 from dantinox.report.page import SHARED_SCRIPTS, empty_page, escape_json, html_fragments, read_asset, strategy_data
 from dantinox.serve.service import Service
 
-SCRIPTS = ("write.js", "write_settings.js", "write_files.js", "write_start.js")  # in the order they are loaded
+SCRIPTS = (
+    "write_requests.js", "write.js", "write_draw.js", "write_chat.js", "write_settings.js", "write_presets.js",
+    "write_compare.js", "write_files.js", "write_exchange.js", "write_start.js",
+)  # fmt: skip  # in the order they are loaded
 STATIC = {**dict.fromkeys((*SHARED_SCRIPTS, "page.css"), "report"), **dict.fromkeys((*SCRIPTS, "write.css"), "serve")}
 PUBLIC = ("/", "/page/report.html", *(f"/page/{name}" for name in STATIC))  # need no API key: they contain no data of the model
 TYPES = {"js": "text/javascript", "css": "text/css"}

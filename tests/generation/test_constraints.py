@@ -418,3 +418,21 @@ def test_reports_use_the_unmasked_distribution(runs):
     assert (result.steps.logprob < -1).all() and (result.steps.entropy > 4).all(), "the report has the probability of the model"
     np.testing.assert_allclose(result.steps.logprob_sampled, 0, atol=1e-6)
     np.testing.assert_array_equal(result.steps.survivors, 1)
+
+
+def test_a_constraint_includes_the_beginning_of_the_output(runs):
+    from dataclasses import replace
+
+    run = runs("byte")
+    request = run.request("a", run.config, constraint=Constraint("regex", "ab{2}[xy]"))
+
+    def allowed_after(text):
+        ids = (*request.ids, *run.tokenizer.encode(text))
+        ((guide,),) = run.guides(replace(request, ids=ids, begun=len(text)))
+        bits = np.unpackbits(guide.mask().view(np.uint8), bitorder="little")
+        return "".join(map(chr, np.flatnonzero(bits[:256])))
+
+    assert [allowed_after(text) for text in ("", "a", "ab", "abb")] == ["a", "b", "b", "xy"]
+    for text in ("b", "aby", "abbxy"):
+        with pytest.raises(UserError, match="the beginning of the answer does not satisfy its constraint"):
+            allowed_after(text)

@@ -11,6 +11,8 @@ from dantinox.config.generation_settings import GenerationSection
 from dantinox.config.router_settings import RouterSection
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
+from dantinox.serve.options import Options
+from dantinox.text import ChatTemplate
 
 from .fakes import BYTES, SAYS, FakeEngine, fake_run
 from .sockets import serving
@@ -240,3 +242,44 @@ def test_all_paths_except_the_page_need_the_key(engine):
     assert client.post(GENERATE, json={"prompt": "a"}).status_code == 401
     assert client.get("/").status_code == 200
     assert client.get(ABOUT, headers={"authorization": "Bearer a long secret"}).status_code == 200
+
+
+def test_tools_and_reasoning_of_a_chat():
+    says = '<think>\nI wonder.\n</think>\n\nI look.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    engine = FakeEngine(fake_run(4096, ignore_eos=True, max_new_tokens=len(says)), says)
+    template = ChatTemplate(ChatTemplate.from_name("plain", BYTES).source + "{# <think></think> #}", BYTES)
+    client = client_of(make_app(engine, Options(template=template)))
+    markers = client.get(ABOUT).json()["markers"]
+    assert markers["reasoning"] == {"begin": "<think>", "end": "</think>"} and markers["calls"]["begin"] == ["<tool_call>"]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "hello"}], "tools": [tool], "reasoning_effort": "low"}
+    (message,) = generate(client, body)[-1][1]["messages"]
+    (call,) = message["tool_calls"]
+    assert (message["content"], message["reasoning_content"]) == ("I look.", "I wonder.")
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Rome"})
+    request = engine.asked[0]
+    assert request.constraint.kind == "tools" and request.reasoning.budget == 512 and request.begun == 0
+    start = says[: says.index("ook")]
+    engine.says = says[len(start) :]
+    rest = {"prompt": start, "settings": {"max_new_tokens": len(engine.says)}}
+    again = generate(client, body | rest)[-1][1]["messages"][0]
+    assert again["content"] == "I look." and again["tool_calls"][0]["function"] == call["function"]
+    assert engine.asked[1].begun == len(start) and engine.asked[1].ids == (*request.ids, *start.encode())
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    generate(client, body | {"messages": [*body["messages"], message, result]})
+    assert "sunny" in BYTES.decode(engine.asked[2].ids)
+    assert refused(client, {"prompt": "a", "tools": [tool]})["param"] == "tools"
+    assert refused(client, body | {"tool_choice": "storm"})["param"] == "tool_choice"
+
+
+def test_constraints_of_a_text(client, engine):
+    for fields, kind in (
+        ({"guided_regex": "[0-9]+"}, "regex"),
+        ({"grammar": 'root ::= "a"'}, "gbnf"),
+        ({"guided_grammar": 'start: "a"'}, "lark"),
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}}, "json_schema"),
+    ):
+        generate(client, {"prompt": ["ab", 99, "de", 102], "answer_at": 1, "settings": {"max_new_tokens": 1}} | fields)
+        assert engine.asked[-1].constraint.kind == kind and engine.asked[-1].begun == 4
+    assert "both constrain" in refused(client, {"prompt": "a", "grammar": "a", "guided_regex": "b"})["message"]

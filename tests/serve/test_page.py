@@ -55,6 +55,12 @@ def test_scripts_create_no_markup_and_no_external_request(client, name):
     assert not re.search(r'setAttribute\("(?:style|on)', source)
 
 
+def test_scripts_define_different_names(client):
+    source = "\n".join(client.get(f"/page/{name}").text for name in SCRIPTS)
+    names = re.findall(r"^(?:async )?(?:function\*?|const|let) (\w+)", source, re.M)
+    assert len(names) > 200 and [name for name in set(names) if names.count(name) > 1] == []
+
+
 @pytest.mark.parametrize("name", [name for name in STATIC if name.endswith(".css")])
 def test_styles_load_nothing(client, name):
     source = client.get(f"/page/{name}").text
@@ -66,16 +72,10 @@ def test_every_element_used_by_a_script_exists(client):
     ids = set(re.findall(r'\bid="([^"]+)"', html))
     assert len(ids) == len(re.findall(r'\bid="([^"]+)"', html))
     made = {
-        "strip-hover",
-        "strip-at",
-        "num-alternatives",
-        "presets",
-        "system",
-        "system-row",
-        "preset",
-        "order",
-        "setting-seed",
-        "prompt",
+        *("strip-hover", "strip-at", "num-alternatives", "presets", "preset", "order", "setting-seed", "prompt"),
+        *("preset-choice", "preset-about", "preset-name", "preset-delete", "preset-export"),
+        *("system", "system-row", "tools", "tools-group", "tool-choice", "effort", "effort-row"),
+        *("format", "format-kind", "format-group"),
     }
     for name in SCRIPTS:
         asked = set(re.findall(r'byId\("([^"]+)"\)', client.get(f"/page/{name}").text))

@@ -1,5 +1,6 @@
 """Tests the page in a browser: generating, stopping, retrying, continuing from a token, panels, storage and files."""
 
+import importlib.resources
 import json
 import os
 from pathlib import Path
@@ -19,7 +20,6 @@ from .sockets import serving
 from .varied import VariedEngine, app
 
 pytestmark = pytest.mark.browser
-AXE = os.environ.get("DANTINOX_AXE")
 OPEN_SETTINGS = "openPanel('settings'); document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 
 
@@ -259,7 +259,7 @@ def test_settings_are_sent_and_an_invalid_one_is_marked(opened, engine):
     setting(opened, "dynatemp_high", "")
     setting(opened, "top_p", "1.5")
     find(opened, "#go").click()
-    assert "Top p" in find(opened, "#problem").text and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
+    assert "Top-p" in find(opened, "#problem").text and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
     opened.get_log("browser")  # the browser logs the 400 response
 
 
@@ -373,33 +373,132 @@ def test_sheets_open_and_close_on_a_phone(on_phone):
     assert text_of(on_phone) == "" and not find(on_phone, "#undo").is_displayed()
 
 
+def choose(browser, css, value):
+    """Chooses an option of a select."""
+    from selenium.webdriver.support.ui import Select
+
+    Select(find(browser, css)).select_by_value(value)
+
+
+def chosen_preset(browser):
+    return find(browser, "#preset-choice").get_attribute("value")
+
+
 def test_presets_fill_the_fields(opened, engine):
-    def chosen():
-        return [button.text for button in opened.find_elements("css selector", "#presets [aria-pressed=true]")]
-
-    def choose(name):
-        (button,) = [one for one in opened.find_elements("css selector", "#presets button") if one.text == name]
-        button.click()
-        assert chosen() == [name]
-
-    assert chosen() == ["Server defaults"]
+    assert chosen_preset(opened) == "Server defaults"
     expected = {
         "Greedy": ("chain", 0, 1, 0, 0),
-        "Focused": ("chain", 0.5, 0.9, 0, 0),
+        "Precise": ("chain", 0.3, 0.9, 0, 0),
         "Balanced": ("chain", 0.8, 1, 0, 0.05),
         "Creative": ("chain", 1.2, 1, 0, 0.03),
+        "Storyteller": ("chain", 1, 1, 0, 0.03),
+        "Mirostat 2": ("chain", 1, 1, 0, 0),
+        "Top n sigma": ("chain", 1.2, 1, 0, 0),
         "Entropy router": ("entropy", 1, None, None, 0),
     }
     for number, (name, values) in enumerate(expected.items()):
-        choose(name)
+        choose(opened, "#preset-choice", name)
+        assert chosen_preset(opened) == name and find(opened, "#preset-about").text
         write(opened, "Nel mezzo")
         generation = engine.asked[number].config.generation
         names = ("strategy", "temperature", "top_p", "top_k", "min_p")
         assert tuple(getattr(generation, name) for name in names) == values
+    assert engine.asked[4].config.generation.xtc_probability == 0.5 and engine.asked[5].config.generation.mirostat == 2
     setting(opened, "temperature", "0.9")
-    assert chosen() == []
-    choose("Server defaults")
-    assert opened.execute_script("return chosenSettings()") == {}
+    assert chosen_preset(opened) == ""
+    setting(opened, "max_new_tokens", "7")
+    choose(opened, "#preset-choice", "Server defaults")
+    assert opened.execute_script("return chosenSettings()") == {"max_new_tokens": 7}, "a preset keeps the length"
+
+
+def test_own_presets_are_kept_exported_and_imported(opened, tmp_path):
+    opened.execute_script(
+        "const kept = {}; localStorage.setItem = (key, text) => { kept[key] = text; };"
+        "Storage.prototype.getItem = (key) => kept[key] ?? null;"
+        "download = (...file) => { window.file = file; }"
+    )
+    setting(opened, "temperature", "0.77")
+    setting(opened, "dry_breakers", "a\nb\\n")
+    find(opened, "#own-presets summary").click()
+    for name, problem in (("", "Write a name"), ("Greedy", "choose another name")):
+        find(opened, "#preset-name").clear()
+        find(opened, "#preset-name").send_keys(name)
+        find(opened, "#preset-save").click()
+        assert problem in find(opened, "#problem").text
+    find(opened, "#preset-name").clear()
+    find(opened, "#preset-name").send_keys("mine")
+    find(opened, "#preset-save").click()
+    chosen = opened.execute_script("return chosenSettings()")
+    assert chosen_preset(opened) == "mine" and chosen == {"temperature": 0.77, "dry_breakers": ["a", "b\n"]}
+    find(opened, "#preset-export").click()
+    name, _, text = opened.execute_script("return window.file")
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    choose(opened, "#preset-choice", "Greedy")
+    choose(opened, "#preset-choice", "mine")
+    assert opened.execute_script("return chosenSettings()") == chosen
+    find(opened, "#preset-file").send_keys(str(path))
+    wait(opened, "return Object.keys(ownPresets()).length === 2")
+    assert opened.execute_script("return Object.keys(ownPresets())") == ["mine", "mine 2"], "none is overwritten"
+    find(opened, "#preset-delete").click()
+    assert opened.execute_script("return Object.keys(ownPresets())") == ["mine 2"]
+    path.write_text("{", encoding="utf-8")
+    find(opened, "#preset-file").send_keys(str(path))
+    wait(opened, "return !byId('problem').hidden")
+    assert "presets.json is not a file of presets" in find(opened, "#problem").text
+
+
+def test_sliders_and_search(opened, engine):
+    setting(opened, "temperature", "1.5")
+    assert find(opened, "#slider-temperature").get_attribute("value") == "1.5"
+    opened.execute_script(
+        "const one = byId('slider-top_k'); one.value = 40;"
+        "for (const name of ['input', 'change']) one.dispatchEvent(new Event(name, {bubbles: true}))"
+    )
+    assert opened.execute_script("return chosenSettings()") == {"temperature": 1.5, "top_k": 40}
+    find(opened, "#search").send_keys("mirostat tau")
+    rows = [row for row in opened.find_elements("css selector", "#settings .setting") if row.is_displayed()]
+    assert [row.get_attribute("data-of") for row in rows] == ["mirostat_tau"] and find(opened, "#found").text == "1 found"
+    find(opened, "#search").clear()
+    find(opened, "#search").send_keys(" ")
+    assert find(opened, "#setting-temperature").is_displayed() and not find(opened, "#setting-mirostat_tau").is_displayed()
+
+
+def test_a_comparison(opened, engine):
+    ids_of = engine._token_ids
+
+    def without_token_5(ask, sample, room):
+        found = ids_of(ask, sample, room + 1)
+        return found[:room] if ask.config.generation.temperature else found[:5] + found[6:]
+
+    engine._token_ids = without_token_5
+    write(opened, "Nel mezzo")
+    before = text_of(opened)
+    find(opened, "#compare").click()
+    find(opened, "#draft").send_keys(" e poi")
+    find(opened, "#go").click()
+    done(opened)
+    one, two = engine.asked[1:]
+    assert one.ids == two.ids and one.config.generation.seed == two.config.generation.seed
+    assert sorted(ask.config.generation.temperature for ask in (one, two)) == [0, 1]
+    sides = opened.find_elements("css selector", ".side")
+    texts = [side.find_element("css selector", ".continuation").get_attribute("textContent") for side in sides]
+    counts = [[len(side.find_elements("css selector", css)) for css in (".piece", ".differs")] for side in sides]
+    assert counts == [[30, 1], [30, 1]] and texts[0] != texts[1]
+    assert "The first 5 tokens are equal" in find(opened, "#status").text
+    assert text_of(opened) == before, "nothing is added before a side is kept"
+    sides[1].find_element("css selector", ".keep").click()
+    assert text_of(opened) == before + " e poi" + texts[1] and find(opened, "#draft").get_attribute("value") == ""
+    assert not find(opened, "#comparison").is_displayed() and len(ids(opened)) == 60
+    find(opened, "#undo").click()
+    assert text_of(opened) == before
+
+
+def test_differences_are_those_of_the_longest_common_subsequence(opened):
+    found = opened.execute_script("return differences([...'abcdefg'], [...'abxdeyg'])")
+    assert [[i for i, different in enumerate(marks) if different] for marks in found] == [[2, 5], [2, 5]]
+    found = opened.execute_script("return differences([...'abc'], [...'ab'])")
+    assert found == [[False, False, True], [False, False]]
 
 
 def test_copy(opened):
@@ -519,21 +618,220 @@ def test_the_page_requests_a_key(browser, engine):
         browser.get_log("browser")
 
 
-@pytest.mark.skipif(AXE is None, reason="DANTINOX_AXE is not the path of axe-core's axe.min.js")
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("mode", ["empty", "story", "chat", "editing"])
-def test_axe_finds_nothing_serious(opened, theme, mode):
-    opened.execute_script("document.documentElement.dataset.theme = arguments[0]; drawTheme()", theme)
-    setting(opened, "strategy", '"entropy"')
-    if mode == "chat":
-        find(opened, "#mode input[value=chat] + span").click()
-    if mode != "empty":
-        write(opened, "Nel mezzo")
-    if mode == "editing":
-        find(opened, "#edit").click()
-    opened.execute_script(OPEN_SETTINGS)
-    opened.execute_script(Path(str(AXE)).read_text(encoding="utf-8"))
-    found = opened.execute_async_script("const end = arguments[0]; axe.run(document).then(end)")
-    serious = [(one["id"], [node["html"][:120] for node in one["nodes"]][:3]) for one in found["violations"]
-               if one["impact"] in ("serious", "critical")]  # fmt: skip
-    assert serious == []
+STORED_CALL = """
+const call = {id: "call_1", type: "function", function: {name: "weather", arguments: '{"city": "Rome"}'}};
+const texts = ["<think>", "Hm.", "</think>", "I look.", "<tool_call>", "{}", "</tool_call>"];
+const tokens = texts.map((text) => ({...state.sample.tokens[0], text}));
+const message = {role: "assistant", content: "I look.", reasoning_content: "Hm.", tool_calls: [call]};
+writing.about.markers.reasoning = {begin: "<think>", end: "</think>"};
+current().parts = current().parts.with(-1, {...current().parts.at(-1), tokens, message, hasTools: true});
+drawAll();
+"""
+
+
+def test_tools_of_a_chat(opened, engine):
+    find(opened, "#mode input[value=chat] + span").click()
+    opened.execute_script("byId('tools-group').open = true")
+    find(opened, "#tools").send_keys('[{"nam')
+    find(opened, "#draft").send_keys("Rome?")
+    find(opened, "#go").click()
+    assert "Tools: it is not JSON" in find(opened, "#problem").text and focused(opened) == find(opened, "#tools")
+    assert find(opened, "#draft").get_attribute("value") == "Rome?" and engine.asked == []
+    find(opened, "#tools").clear()
+    find(opened, "#tools").send_keys('[{"name": "weather", "parameters": {"type": "object"}}]')
+    find(opened, "#go").click()
+    done(opened)
+    assert '"weather"' in engine.run.tokenizer.decode(engine.asked[0].ids)
+    opened.execute_script(STORED_CALL)
+    sections = opened.find_elements("css selector", ".turn .section")
+    assert [one.find_element("css selector", "summary").text for one in sections] == [
+        "Reasoning, 3 tokens", "Tool call as the model wrote it, 3 tokens",
+    ]  # fmt: skip
+    assert not any(one.get_attribute("open") for one in sections)
+    assert find(opened, ".call").text.split("\n") == ["Calls weather", "city", "Rome"]
+    opened.execute_script("select(3, true)")
+    press(opened, "ARROW_LEFT")
+    assert sections[0].get_attribute("open") and focused(opened) == opened.execute_script("return state.nodes[2]")
+    find(opened, ".result textarea").send_keys("sunny, 21 degrees")
+    find(opened, ".results button").click()
+    done(opened)
+    prompt = engine.run.tokenizer.decode(engine.asked[1].ids)
+    assert "sunny, 21 degrees" in prompt and prompt.index('"city": "Rome"') < prompt.index("sunny") and "Hm." not in prompt
+    assert [part["who"] for part in opened.execute_script("return current().parts")] == ["person", "model", "tool", "model"]
+    turn = opened.find_elements("css selector", ".turn.tool")[0]
+    assert "Result of weather" in turn.text and opened.find_elements("css selector", ".results") == []
+
+
+def test_the_format_of_an_answer(opened, engine):
+    opened.execute_script("byId('format-group').open = true")
+    choose(opened, "#format-kind", "schema")
+    for text, problem in (("", "it is empty"), ("{", "it is not JSON"), ("[1]", "it must be a JSON object")):
+        find(opened, "#format").clear()
+        find(opened, "#format").send_keys(text)
+        find(opened, "#go").click()
+        assert problem in find(opened, "#problem").text and focused(opened) == find(opened, "#format")
+    find(opened, "#format").clear()
+    find(opened, "#format").send_keys('{"type": "object"}')
+    write(opened, "Nel mezzo")
+    constraint = engine.asked[0].constraint
+    assert (constraint.kind, json.loads(constraint.source)) == ("json_schema", {"type": "object"})
+    opened.execute_script("select(9); pick(state.sample.tokens[9])")
+    done(opened)
+    assert engine.asked[1].begun == 10 and engine.asked[1].constraint == constraint
+    for kind, source in (("regex", "a+"), ("gbnf", 'root ::= "a"'), ("lark", 'start: "a"')):
+        choose(opened, "#format-kind", kind)
+        find(opened, "#format").clear()
+        find(opened, "#format").send_keys(source)
+        write(opened)
+        assert (engine.asked[-1].constraint.kind, engine.asked[-1].constraint.source) == (kind, source)
+    choose(opened, "#format-kind", "text")
+    write(opened)
+    assert engine.asked[-1].constraint is None
+
+
+def test_models_and_adapters(browser, engine):
+    engine.loras = {"poems": None, "prose": None}
+    with serving(app(engine)) as port:
+        browser.get(f"http://localhost:{port}/")
+        browser.execute_script("localStorage.clear(); sessionStorage.clear()")
+        browser.refresh()
+        wait(browser, "return typeof writing === 'object' && writing.about !== null && state.sample && byId('preset-choice')")
+        options = [one.text for one in browser.find_elements("css selector", "#model-choice option")]
+        assert options == ["varied", "varied:poems", "varied:prose"] and not find(browser, "#model-name").is_displayed()
+        find(browser, "#mode input[value=story] + span").click()
+        write(browser, "Nel mezzo")
+        choose(browser, "#model-choice", "varied:poems")
+        write(browser)
+        assert [ask.lora for ask in engine.asked] == [None, "poems"]
+        assert list(engine.asked[1].ids) == [*engine.asked[0].ids, *ids(browser)[:30]], "adapters share the vocabulary"
+        find(browser, "#compare").click() if find(browser, "#compare").is_displayed() else None
+        choose(browser, "#side-model-0", "varied:prose")
+        find(browser, "#go").click()
+        done(browser)
+        assert {ask.lora for ask in engine.asked[2:]} == {"prose", "poems"}
+        browser.execute_script("writing.models = [{id: 'varied', base: 'varied'}, {id: 'other', base: 'other'}]")
+        body = browser.execute_script("return requestBody(current().parts, newPart([], 'other'), {}, 'other')")
+        assert all(isinstance(one, str) for one in body["prompt"]) and body["model"] == "other"
+        browser.get("about:blank")
+        browser.get_log("browser")
+
+
+def test_texts_are_saved_and_opened_in_every_format(opened, engine, tmp_path):
+    opened.execute_script("download = (...file) => { window.file = file; }")
+    write(opened, "Nel mezzo")
+    setting(opened, "temperature", "0.5")
+    write(opened, " e poi")
+    saved, tokens, parts = text_of(opened), ids(opened), opened.execute_script("return current().parts")
+
+    def save(kind):
+        find(opened, "#save").click()
+        find(opened, f"[data-save={kind}]").click()
+        name, _, text = wait(opened, "const file = window.file; window.file = null; return file")
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    for kind in ("json", "lines", "text", "markdown", "kobold"):
+        path = save(kind)
+        find(opened, "#clear").click()
+        load(opened, path)
+        assert text_of(opened) == saved, kind
+        assert ids(opened) == (tokens if kind in ("json", "lines") else [])
+        if kind == "json":
+            assert opened.execute_script("return current().parts") == parts
+            assert find(opened, "#status").text.endswith("Its settings are the preset varied-story.")
+        while text_of(opened) != saved or ids(opened) != tokens:
+            find(opened, "#undo").click()
+    content = json.loads(save("kobold").read_text())
+    assert content["gamestarted"] and "".join([content["prompt"], *content["actions"]]) == saved
+    assert save("report").suffix == ".html"
+
+
+def test_a_chat_of_kobold_lite(opened, tmp_path):
+    opened.execute_script("download = (...file) => { window.file = file; }")
+    path = tmp_path / "chat.json"
+    turns = ["\n{{[INPUT]}}\nWho?\n{{[OUTPUT]}}\nI.", "\n{{[INPUT]}}\nWhy?\n{{[OUTPUT]}}\nBecause."]
+    path.write_text(json.dumps({"prompt": "", "actions": turns, "memory": "Be brief.", "authorsnote": "x"}), encoding="utf-8")
+    load(opened, path)
+    parts = opened.execute_script("return current().parts.map(({who, text}) => [who, text])")
+    assert parts == [["person", "Who?"], ["model", "I."], ["person", "Why?"], ["model", "Because."]]
+    assert find(opened, "#system").get_attribute("value") == "Be brief." and "the author's note" in find(opened, "#status").text
+    opened.execute_script("save('kobold')")
+    again = json.loads(wait(opened, "return window.file")[2])
+    assert "".join([again["prompt"], *again["actions"]]) == "".join(turns) and again["memory"] == "Be brief."
+
+
+def test_compare_and_dialogs_by_keyboard(opened, engine):
+    opened.execute_script("byId('compare').focus()")
+    press(opened, "ENTER")
+    assert focused(opened) == find(opened, "#draft")
+    press(opened, *"Nel mezzo")
+    engine.pause = 0.03
+    with_key(opened, "CONTROL", "ENTER")
+    wait(opened, "return comparing.sides.every(({nodes}) => nodes.length > 2)")
+    press(opened, "ESCAPE")
+    done(opened)
+    engine.pause = 0.002
+    assert len(engine.cancelled) >= 2 and "Stopped after" in opened.find_elements("css selector", ".side .status")[0].text
+    opened.execute_script("document.querySelector('.keep').focus()")
+    press(opened, "ENTER")
+    assert text_of(opened).startswith("Nel mezzo") and focused(opened) == find(opened, "#draft")
+    opened.execute_script("byId('show-settings').focus()")
+    press(opened, "?")
+    assert find(opened, "#help").is_displayed()
+    press(opened, "ESCAPE")
+    assert not find(opened, "#help").is_displayed() and focused(opened) == find(opened, "#show-settings")
+    opened.execute_script("byId('draft').focus()")
+    press(opened, "?")
+    assert not find(opened, "#help").is_displayed() and find(opened, "#draft").get_attribute("value") == "?"
+
+
+# --- accessibility
+
+
+def axe_source():
+    """Returns the source of axe-core: the file of `DANTINOX_AXE`, or the one in the package axe-core-python."""
+    if path := os.environ.get("DANTINOX_AXE"):
+        return Path(path).read_text(encoding="utf-8")
+    return importlib.resources.files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+
+
+STATES = ("empty", "story", "chat", "tools", "compare", "settings", "editing", "help", "save")
+
+
+def show_state(browser, name):
+    """Brings the page into a state."""
+    setting(browser, "strategy", '"entropy"')
+    if name in ("chat", "tools"):
+        find(browser, "#mode input[value=chat] + span").click()
+    if name not in ("empty", "settings"):
+        write(browser, "Nel mezzo")
+    script = {
+        "tools": STORED_CALL,
+        "compare": "toggleComparison(true); go()",
+        "settings": OPEN_SETTINGS,
+        "editing": "edit('all')",
+        "help": "byId('help').showModal()",
+        "save": "openSaving()",
+    }.get(name)
+    browser.execute_script(script or "openPanel('token')")
+    done(browser)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("name", STATES)
+def test_axe_finds_nothing_serious(opened, width, name):
+    size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        show_state(opened, name)
+        assert opened.execute_script("return document.documentElement.scrollWidth") <= width
+        opened.execute_script(axe_source())
+        for theme in ("light", "dark"):
+            opened.execute_script("document.documentElement.dataset.theme = arguments[0]; drawTheme()", theme)
+            found = opened.execute_async_script("const end = arguments[0]; axe.run(document).then(end)")
+            serious = [(one["id"], [node["html"][:120] for node in one["nodes"]][:3]) for one in found["violations"]
+                       if one["impact"] in ("serious", "critical")]  # fmt: skip
+            assert serious == [], theme
+    finally:
+        opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -1,5 +1,5 @@
 "use strict";
-// Saves a text as JSON Lines, as `--trace` does, or as a report, as `--report` does, and loads a text from JSON Lines.
+// JSON Lines, as `--trace` writes them, and reports, as `--report` writes them; copying.
 
 const LISTS = {alternatives: ["id", "text", "logprob", "logprob_sampled"], candidates: ["id", "text", "logprob", "score"]};
 const PAGE_FIELDS = ["ends", "cut", "picked"]; // fields of a token that only this page uses
@@ -75,20 +75,9 @@ function download(name, type, text) {
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 
-async function save(format) {
-  const documents = documentsOf(current().parts);
-  const name = `${(writing.about?.model ?? "text").replace(/[^\w.-]+/g, "_")}-${writing.mode}`;
-  try {
-    if (format === "lines") download(`${name}.jsonl`, "application/jsonl", linesOf(documents));
-    else download(`${name}.html`, "text/html", await reportOf(documents));
-  } catch (error) {
-    showProblem(error.message);
-  }
-}
-
 // Loading.
 
-/** Returns the parts of saved JSON Lines, and the number of skipped samples, whose prompt does not continue the text before them.
+/** Returns the parts of JSON Lines, and the number of skipped samples, whose prompt does not continue the text before them.
  *
  * Throws an Error if a line is not JSON, or if a record lacks a field of a trace. */
 function partsOf(lines) {
@@ -126,33 +115,12 @@ function loadToken({kind, sample, step, position, ...token}) {
   return token;
 }
 
-/** Replaces the text with that of a saved file. If its tokens belong to another vocabulary, only the plain text is loaded. */
-async function load(file) {
-  const text = current();
-  const before = text.parts;
-  try {
-    const {parts, skipped} = partsOf(await file.text());
-    const isSameVocabulary = parts.every((part) => !isModel(part) || part.vocab === writing.about.vocab_size);
-    pushUndo();
-    text.parts = isSameVocabulary ? parts : withoutTokens(parts);
-    showChange();
-    const notes = [isSameVocabulary ? "" : " Its tokens belong to another vocabulary: only the plain text was loaded.", skipped ? ` ${whole(skipped)} more samples were skipped.` : ""];
-    showStatus(`${file.name} was loaded.${notes.join("")}`);
-  } catch (error) {
-    if (text.parts !== before) {
-      text.parts = text.past.pop();
-      drawAll();
-    }
-    showProblem(`${file.name} is not a file that this page or --trace saved: ${error.message}.`);
-  }
-}
-
 // Copying.
 
 /** Copies the text. Pages that are not on localhost or HTTPS have no clipboard API: the text is selected, and the selection copied. */
 async function copy() {
   const {parts} = current();
-  const text = isChat() ? parts.map((part) => `${isModel(part) ? "Model" : "You"}: ${textOf(part).trim()}`).join("\n\n") : parts.map(textOf).join("");
+  const text = isChat() ? parts.map((part) => `${authorOf(part)}: ${visibleText(part).trim()}`).join("\n\n") : joined(parts);
   try {
     await navigator.clipboard.writeText(text);
   } catch {

@@ -1,24 +1,26 @@
 "use strict";
 // Form fields for the settings of a request, built from the server's description of each setting. An empty field keeps the server's value.
 
-const PLAIN = {strategy: "chain", temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1};
-const PRESETS = { // the values that a preset writes to the fields of PLAIN; fields without a value become empty
-  "Server defaults": {},
-  Greedy: {...PLAIN, temperature: 0},
-  Focused: {...PLAIN, temperature: 0.5, top_p: 0.9},
-  Balanced: {...PLAIN, temperature: 0.8, min_p: 0.05},
-  Creative: {...PLAIN, temperature: 1.2, min_p: 0.03},
-  "Entropy router": {strategy: "entropy"},
+const MAIN = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "dry_multiplier", "xtc_probability", "xtc_threshold", "max_new_tokens", "seed"];
+const SLIDERS = { // [first, last, step, the position that means "off"]; the field beside the slider takes all values
+  temperature: [0, 2, 0.05],
+  top_p: [0, 1, 0.01, 1],
+  top_k: [0, 200, 1, 0],
+  min_p: [0, 0.5, 0.01, 0],
+  repetition_penalty: [1, 1.5, 0.01, 1],
+  dry_multiplier: [0, 2, 0.05, 0],
+  xtc_probability: [0, 1, 0.05, 0],
+  xtc_threshold: [0, 0.5, 0.01],
+  max_new_tokens: [0, 2048, 16],
 };
-const MAIN = ["strategy", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "seed"];
 const GROUPS = [
   ["End of the text", ({name}) => ["stop", "keep_stop", "stop_token_ids", "ignore_eos", "min_tokens"].includes(name)],
   ["Repetition", ({steps}) => steps.some((step) => stepNamed(step).group === "penalty")],
   ["Bans and biases", ({steps}) => steps.some((step) => stepNamed(step).group === "edit")],
   ["Other samplers", ({section, name}) => section === "generation" && !["preset", "sampler_order"].includes(name)],
-  ["Entropy router", ({section}) => section === "router"],
+  ["Entropy router", ({section, name}) => section === "router" || name === "strategy"],
 ];
-const TITLES = {max_new_tokens: "Length", strategy: "Sampler", dry_breakers: "DRY breakers", eta_cutoff: "Eta cutoff"};
+const TITLES = {max_new_tokens: "Max tokens", repetition_penalty: "Repetition", dry_multiplier: "DRY", xtc_probability: "XTC", top_p: "Top-p", top_k: "Top-k", min_p: "Min-p", strategy: "Sampler", dry_breakers: "DRY breakers", eta_cutoff: "Eta cutoff"};
 const STRATEGY = {chain: "sampling steps", entropy: "entropy router"};
 const LAST_STEPS = ["mirostat", "adaptive_p"]; // at the end of every order
 const customOrder = {steps: null}; // names of the sampling steps in the order that the user has set
@@ -58,7 +60,7 @@ function settingRow(setting) {
   const format = {list: " One entry per line.", map: " One entry per line: token=number."}[type] ?? "";
   const range = rangeOf(setting);
   const text = `${sentenceCase(help)}.${format}${range && ` Range: ${range}.`}`;
-  const label = element("label", {for: `setting-${name}`}, titleOf(name));
+  const label = element("label", {for: `setting-${name}`, title: text}, titleOf(name));
   const note = element("span", {id: `help-${name}`, class: "help"}, text);
   return element("div", {class: `setting${["list", "map"].includes(type) || name === "strategy" ? " wide" : ""}`, "data-of": name}, label, fieldOf(setting), note);
 }
@@ -70,6 +72,30 @@ function extraRow(id, label, field, help) {
   return element("div", {class: "setting"}, element("label", {for: id}, label), field, element("span", {id: `help-${id}`, class: "help"}, help));
 }
 
+/** Returns the row of a setting with a slider. An empty field leaves the slider at the server's value. */
+function sliderRow(setting) {
+  const row = settingRow(setting);
+  const {name} = setting;
+  const [min, max, step] = SLIDERS[name];
+  const top = name === "max_new_tokens" ? Math.min(max, writing.about.context) : max;
+  const field = row.querySelector("input");
+  const slider = element("input", {id: `slider-${name}`, type: "range", min, max: top, step, "aria-hidden": "true", tabindex: -1}); // the number field has the keys
+  slider.addEventListener("input", () => {
+    field.value = slider.value;
+    row.classList.add("is-set");
+  });
+  field.addEventListener("input", () => drawSlider(setting));
+  row.classList.add("with-slider");
+  field.before(slider);
+  return row;
+}
+
+function drawSlider({name, value}) {
+  const text = byId(`setting-${name}`).value;
+  const off = SLIDERS[name][3];
+  byId(`slider-${name}`).value = text.trim() === "" ? (value ?? off ?? 0) : text;
+}
+
 /** Builds all fields from the server's description. */
 function buildSettings() {
   const {settings, alternatives} = writing.about;
@@ -77,44 +103,32 @@ function buildSettings() {
   const take = (name) => {
     const setting = rest.get(name);
     rest.delete(name);
-    return settingRow(setting);
+    return SLIDERS[name] ? sliderRow(setting) : settingRow(setting);
   };
   const main = MAIN.filter((name) => rest.has(name)).map(take);
   const count = element("input", {type: "number", min: 0, max: alternatives, step: 1, class: "field", placeholder: "10"});
   main.push(extraRow("num-alternatives", "Alternatives", count, `Number of alternatives reported with each token, at most ${alternatives}.`));
-  const system = element("textarea", {id: "system", class: "field", rows: 2});
-  const systemRow = element("div", {class: "setting wide", id: "system-row"}, element("label", {for: "system"}, "System message"), system);
   const groups = GROUPS.map(([name, belongs]) => {
     const rows = [...rest.values()].filter(belongs).map((setting) => take(setting.name));
     return element("details", {}, element("summary", {}, `${name} `, element("span", {class: "count"})), ...rows);
   });
-  byId("settings").replaceChildren(presetButtons(), systemRow, ...main, orderGroup(), ...groups);
+  const [system, ...more] = chatFields();
+  byId("settings").replaceChildren(presetFields(), system, element("div", {class: "main-settings"}, ...main), ...more, orderGroup(), ...groups);
   drawOrder();
 }
 
-// Presets.
-
-const presetText = (name, value) => (value === undefined ? "" : name === "strategy" ? JSON.stringify(value) : String(value));
-
-function presetButtons() {
-  const buttons = Object.entries(PRESETS).map(([name, values]) => {
-    const button = element("button", {type: "button", "aria-pressed": "false"}, name);
-    button.addEventListener("click", () => {
-      for (const key of Object.keys(PLAIN)) byId(`setting-${key}`).value = presetText(key, values[key]);
-      showProblem(null);
-      settingsChanged();
-    });
-    return button;
+/** Shows the settings whose name or help contains all words of the search; an empty search shows all and closes the groups. */
+function searchSettings() {
+  const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const matches = (row) => words.every((word) => `${row.textContent} ${row.dataset.of ?? ""}`.toLowerCase().includes(word));
+  byId("settings").classList.toggle("searching", words.length > 0);
+  byId("settings").querySelectorAll(".setting").forEach((row) => row.classList.toggle("no-match", !matches(row)));
+  byId("settings").querySelectorAll("details").forEach((group) => {
+    group.open = words.length > 0;
+    group.classList.toggle("no-match", !group.querySelector(".setting:not(.no-match)"));
   });
-  return element("fieldset", {id: "presets"}, element("legend", {}, "Presets"), ...buttons);
-}
-
-function drawPresets() {
-  byId("presets").querySelectorAll("button").forEach((button) => {
-    const values = PRESETS[button.textContent];
-    const isChosen = Object.keys(PLAIN).every((key) => byId(`setting-${key}`).value === presetText(key, values[key]));
-    button.setAttribute("aria-pressed", String(isChosen));
-  });
+  const count = byId("settings").querySelectorAll(".setting:not(.no-match)").length;
+  byId("found").textContent = words.length ? `${whole(count)} found` : "";
 }
 
 // The order of the sampling steps.
@@ -172,6 +186,14 @@ function drawOrder(focus = null) {
 
 // Reading the fields.
 
+/** Returns the text of a field for a value of its setting; undefined gives an empty field. */
+function fieldText({name, type}, value) {
+  if (value === undefined || value === null) return "";
+  if (type === "choice" || type === "boolean") return JSON.stringify(value);
+  if (Array.isArray(value)) return value.map((one) => String(one).replaceAll("\n", "\\n")).join("\n");
+  return String(value);
+}
+
 function valueOf({name, type}) {
   const text = byId(`setting-${name}`).value;
   if (text.trim() === "") return undefined;
@@ -198,41 +220,62 @@ function numAlternatives() {
   return text === "" ? 10 : Math.max(0, Math.min(writing.about.alternatives, Math.round(Number(text))));
 }
 
-/** Returns whether all numbers are in their ranges; otherwise shows the first one that is not. */
+/** Returns whether all numbers are in their ranges and all definitions are valid; otherwise shows the first one that is not. */
 function checkFields() {
   const wrong = [...byId("settings").querySelectorAll("input")].find((field) => !field.checkValidity());
-  if (!wrong) return true;
+  if (!wrong) return checkDefinitions();
   const label = byId("settings").querySelector(`label[for="${wrong.id}"]`).textContent;
   showProblem(`${label}: ${wrong.validationMessage}`, wrong.id.replace("setting-", ""));
-  openPanel("settings");
-  const group = wrong.closest("details");
-  if (group) group.open = true;
-  wrong.focus();
+  showField(wrong);
   return false;
+}
+
+function checkDefinitions() {
+  try {
+    formatFields();
+    if (isChat()) toolFields();
+    return true;
+  } catch (error) {
+    showProblem(error.message, error.param);
+    showField(byId(FIELD_OF[error.param]));
+    return false;
+  }
+}
+
+function showField(field) {
+  openPanel("settings");
+  const group = field.closest("details");
+  if (group) group.open = true;
+  field.focus();
 }
 
 function settingsChanged() {
   const chosen = chosenSettings();
   byId("settings").querySelectorAll(".setting[data-of]").forEach((row) => row.classList.toggle("is-set", row.dataset.of in chosen));
-  byId("settings").querySelectorAll("details").forEach((group) => {
+  byId("settings").querySelectorAll("details:has(.count)").forEach((group) => {
     const count = group.querySelectorAll(".is-set").length + (group.id === "order-group" && ("preset" in chosen || "sampler_order" in chosen) ? 1 : 0);
     group.querySelector(".count").textContent = count ? `(${count} set)` : "";
   });
-  byId("system-row").hidden = !isChat();
+  writing.about.settings.filter(({name}) => SLIDERS[name]).forEach(drawSlider);
+  drawChatFields();
   drawOrder();
   drawPresets();
   saveState();
 }
 
+const RESET = "[id^=setting-], #num-alternatives, #preset"; // texts that the user has written are kept
+
 function resetSettings() {
-  byId("settings").querySelectorAll("input, select, textarea:not(#system)").forEach((field) => (field.value = ""));
+  byId("settings").querySelectorAll(RESET).forEach((field) => (field.value = ""));
   customOrder.steps = null;
   showProblem(null);
   settingsChanged();
 }
 
+const UNSAVED = /^(slider-|preset-)/; // derived from other fields
+
 function savedSettings() {
-  const fields = [...byId("settings").querySelectorAll("input, select, textarea")].filter((field) => field.value !== "" && field.value !== "own");
+  const fields = [...byId("settings").querySelectorAll("input, select, textarea")].filter((field) => field.value !== "" && field.value !== "own" && !UNSAVED.test(field.id));
   return {fields: Object.fromEntries(fields.map((field) => [field.id, field.value])), order: customOrder.steps};
 }
 
@@ -240,6 +283,6 @@ function restoreSettings({fields, order}) {
   customOrder.steps = order ?? null;
   for (const [id, value] of Object.entries(fields ?? {})) {
     const field = byId(id);
-    if (field && byId("settings").contains(field)) field.value = value;
+    if (field && byId("settings").contains(field) && typeof value === "string") field.value = value;
   }
 }

@@ -18,7 +18,7 @@ function saveState() {
     const texts = {story: writing.texts.story.parts, chat: writing.texts.chat.parts};
     const {theme} = document.documentElement.dataset;
     const more = {draft: byId("draft").value, shading: state.shading, theme};
-    return JSON.stringify({version: 1, model: writing.about.model, mode: writing.mode, texts, settings: savedSettings(), ...more}, replacer);
+    return JSON.stringify({version: 1, model: writing.about.model, chosen: chosenModel(), mode: writing.mode, texts, settings: savedSettings(), ...more}, replacer);
   };
   for (const withAlternatives of [true, false]) {
     try {
@@ -55,6 +55,7 @@ function restoreState(found) {
   }
   writing.mode = writing.about.chat && found.mode !== "story" ? "chat" : "story";
   if (SHADINGS.includes(found.shading)) state.shading = found.shading;
+  if (writing.models.some(({id}) => id === found.chosen)) byId("model-choice").value = found.chosen;
   byId("draft").value ||= found.draft ?? "";
   restoreSettings(found.settings ?? {});
 }
@@ -86,8 +87,15 @@ function togglePanel(name) {
 
 // Modes, keys and buttons.
 
+function openSaving() {
+  const isEmpty = !state.nodes.length; // these two formats have only tokens of the model
+  for (const kind of ["lines", "report"]) document.querySelector(`[data-save="${kind}"]`).disabled = isEmpty;
+  byId("save-dialog").showModal();
+}
+
 function setMode(mode) {
   writing.mode = mode;
+  comparing.isOpen = false;
   writing.use = null;
   state.at = 0;
   showStatus("");
@@ -99,21 +107,24 @@ function setMode(mode) {
 function clearText() {
   pushUndo();
   current().parts = [];
+  comparing.isOpen = false;
   showChange();
   byId("draft").focus();
 }
 
 function onEscape() {
-  if (document.querySelector(":popover-open")) return; // the browser closes the menu
+  if (document.querySelector(":popover-open, dialog[open]")) return; // the browser closes them
   if (writing.edited !== null) finishEditing(false);
+  else if (writing.abort) stop();
   else if (closeSheet()) return;
-  else if (writing.abort) writing.abort.abort();
+  else if (comparing.isOpen) toggleComparison(false);
   else if (byId("token").contains(document.activeElement)) state.nodes[state.at]?.focus();
 }
 
 function listenToKeys() {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") onEscape();
+    if (event.key === "?" && !event.target.closest("input, textarea, select, dialog")) byId("help").showModal();
     const isSubmit = event.key === "Enter" && (event.ctrlKey || event.metaKey) && !event.isComposing;
     if (!isSubmit) return;
     event.preventDefault();
@@ -133,8 +144,7 @@ function listenToKeys() {
 
 function listenToButtons() {
   const actions = {
-    go, retry, copy,
-    stop: () => writing.abort?.abort(),
+    go, retry, copy, stop,
     undo: () => restore("past", "future"),
     redo: () => restore("future", "past"),
     edit: () => edit("all"),
@@ -142,18 +152,24 @@ function listenToButtons() {
     edited: () => finishEditing(true),
     unedited: () => finishEditing(false),
     reset: resetSettings,
+    compare: () => toggleComparison(),
+    "close-comparison": () => toggleComparison(false),
     load: () => byId("file").click(),
-    "save-lines": () => save("lines"),
-    "save-report": () => save("report"),
+    save: openSaving,
+    "show-help": () => byId("help").showModal(),
     ...Object.fromEntries(PANELS.map((name) => [`show-${name}`, () => togglePanel(name)])),
   };
   for (const [id, action] of Object.entries(actions)) byId(id).addEventListener("click", () => action());
+  document.querySelectorAll("dialog .dismiss").forEach((button) => button.addEventListener("click", () => button.closest("dialog").close()));
+  document.querySelectorAll("[data-save]").forEach((button) => button.addEventListener("click", () => save(button.dataset.save)));
   document.querySelectorAll(".close").forEach((button) => button.addEventListener("click", closeSheet));
   byId("actions").addEventListener("click", () => byId("actions").matches(":popover-open") && byId("actions").hidePopover());
-  byId("file").addEventListener("change", async ({target}) => {
-    if (target.files.length) await load(target.files[0]);
-    target.value = ""; // the same file can be loaded again
-  });
+  for (const [id, action] of [["file", load], ["preset-file", importPresets]]) {
+    byId(id).addEventListener("change", async ({target}) => {
+      if (target.files.length) await action(target.files[0]);
+      target.value = ""; // the same file can be opened again
+    });
+  }
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     sessionStorage.setItem("dantinox.key", byId("key").value);
@@ -162,6 +178,8 @@ function listenToButtons() {
   byId("mode").addEventListener("change", (event) => setMode(event.target.value));
   byId("chat-label").addEventListener("click", () => !hasChat() && showStatus(NO_CHAT));
   byId("settings").addEventListener("change", () => (showProblem(null), settingsChanged()));
+  byId("search").addEventListener("input", searchSettings);
+  byId("model-choice").addEventListener("change", saveState);
   byId("draft").addEventListener("change", saveState);
   byId("colors").addEventListener("change", saveState);
   byId("theme").addEventListener("click", saveState);
@@ -172,17 +190,28 @@ function listenToButtons() {
   });
 }
 
+/** Shows the name of the model, or a choice if the server has several models or adapters. */
+function drawModels() {
+  const names = writing.models.map(({id}) => id);
+  byId("model-choice").replaceChildren(...names.map((name) => element("option", {value: name}, name)));
+  if (names.includes(writing.about.model)) byId("model-choice").value = writing.about.model;
+  byId("model-choice").hidden = names.length < 2;
+  byId("model-name").hidden = names.length > 1;
+}
+
 /** Loads the description of the server. No text can be generated before it arrives. */
 async function connect() {
   try {
-    writing.about = await (await request("/api/dantinox/about")).json();
+    const [about] = await Promise.all([request("/api/dantinox/about").then((response) => response.json()), loadModels()]);
+    writing.about = about;
   } catch (error) {
     showProblem(error.message);
     return;
   }
   showProblem(null);
   document.title = `${writing.about.model} – DantinoX`;
-  byId("model").textContent = writing.about.model;
+  byId("model-name").textContent = writing.about.model;
+  drawModels();
   buildSettings();
   restoreState(storedState());
   drawAll();

@@ -3,7 +3,7 @@
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -22,9 +22,19 @@ from dantinox.generation.trace import changed_settings, router_values
 from dantinox.report.trace_file import replace_nonfinite
 from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import RequestError
-from dantinox.serve.protocols.bodies import MAX_ALTERNATIVES, Alternatives, Message, StrictBody, parse_body
+from dantinox.serve.protocols.bodies import MAX_ALTERNATIVES, Alternatives, Message, parse_body
+from dantinox.serve.protocols.openai_bodies import ConstraintBody, chosen_tool
 from dantinox.serve.protocols.token_text import check_ids, healed
-from dantinox.serve.protocols.tool_chat import heals_by_default, without_healing
+from dantinox.serve.protocols.tool_chat import (
+    Conversation,
+    PreparedChat,
+    ReplyFields,
+    check_effort,
+    heals_by_default,
+    prepare_chat,
+    reasoning_markers,
+    without_healing,
+)
 from dantinox.serve.service import Reply, Service
 
 # Fixed when the server starts, or secret.
@@ -38,28 +48,53 @@ def _check_prompt(value: Any) -> Any:
     return value
 
 
-class GenerateBody(StrictBody):
-    """The body of `/api/dantinox/generate`.
+class GenerateBody(ConstraintBody):
+    """The body of `/api/dantinox/generate`, with the fields of `ConstraintBody`.
 
     Attributes:
       prompt: a string, or a list of strings and token ids in any order; with messages, the beginning of the answer.
       messages: a conversation for the chat template.
+      answer_at: the index in a prompt list where the answer begins: a constraint includes what follows. Null: all of the prompt
+        with messages, and nothing of it without.
       settings: keys of the sections `generation` and `router` with their values.
       alternatives: number of alternatives reported with each token.
       fit: truncate the beginning of a prompt that is too long for the context.
       model: name of the served model, or `MODEL:NAME` to select an adapter.
       lora: name of the adapter; null uses the model without one.
+      tools: the tools that the model may call; needs messages.
+      tool_choice: `auto`, `none`, `required`, or the tool that must be called.
+      reasoning_effort: `none`, `minimal`, `low`, `medium` or `high`.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     prompt: Annotated[str | list[str | int], BeforeValidator(_check_prompt)] | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    answer_at: Annotated[int, Field(ge=0)] | None = None
     settings: dict[str, Any] = Field({})
     alternatives: Alternatives = 10
     fit: bool = False
     model: str | None = None
     lora: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    def conversation(self) -> Conversation | None:
+        """Returns the conversation to answer, or None for a body without messages.
+
+        Raises:
+          RequestError: 400, a field is wrong, or it needs messages.
+        """
+        if self.messages is not None:
+            messages = [message.fields() for message in self.messages]
+            effort = check_effort(self.reasoning_effort)
+            choice = chosen_tool(self.tool_choice)
+            return Conversation(messages, self.tools or (), choice, effort=effort, constraint=self.constraint())
+        for name in ("tools", "tool_choice", "reasoning_effort"):
+            if getattr(self, name) is not None:
+                raise RequestError(400, f"{name} needs messages", param=name)
+        return None
 
 
 def routes(service: Service) -> list[Route]:
@@ -98,17 +133,29 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
     if config.generation.seed is None:
         config = service.settings(body.settings | {"seed": secrets.randbelow(2**32)})
     ids, texts = await _encode(service, body)
-    if body.messages is not None:
-        config = without_healing(config, heals_by_default(service))
-        prompt, ends = await service.render([message.fields() for message in body.messages])
-        config = service.model.with_stop_ids(config, ends)
-        ids = [*prompt.ids, *ids]
+    conversation, prepared = body.conversation(), None
+    if conversation is not None:
+        prepared = await prepare_chat(service, conversation)
+        config = service.model.with_stop_ids(config, prepared.end_ids)
     context, size = service.context, service.tokenizer.vocab_size
     # With `fit`, a long prompt loses its beginning. This reserves space for the requested length of the answer, but never more
     # than half of the context.
     reserved = min(config.generation.max_new_tokens, context // 2)
-    left_out = max(0, len(ids) - (context - reserved)) if body.fit else 0
-    request = GenerationRequest(tuple(ids[left_out:]), config, min(body.alternatives, size), lora=lora)
+    chat_ids = [] if prepared is None else prepared.ids
+    left_out = max(0, len(chat_ids) + len(ids) - (context - reserved)) if body.fit else 0
+    begun = min(_answer_tokens(body, texts), len(chat_ids) + len(ids) - left_out)
+    if prepared is not None or begun:
+        config = without_healing(config, heals_by_default(service))
+    request = GenerationRequest(
+        tuple([*chat_ids, *ids][left_out:]),
+        config,
+        min(body.alternatives, size),
+        constraint=body.constraint() if prepared is None else prepared.constraint,
+        reasoning=None if prepared is None else prepared.reasoning,
+        visible_ids=frozenset() if prepared is None else prepared.visible_ids,
+        begun=begun,
+        lora=lora,
+    )
     (request,) = await healed(service.model, [request])
     begin = {
         "prompt_tokens": len(request.ids),
@@ -119,8 +166,19 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         "router": await _router_values(service, config),
         "vocab_size": size,
         "context": context,
+        "reasoning_is_open": prepared is not None and prepared.reasoning_is_open,
     }
-    return NativeReply(request, begin)
+    return NativeReply(service, request, begin, prepared)
+
+
+def _answer_tokens(body: GenerateBody, texts: Sequence[Sequence[int]]) -> int:
+    """Returns the number of tokens at the end of the prompt that belong to the answer; `texts` has those of each string."""
+    prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+    start = body.answer_at
+    if start is None:
+        start = 0 if body.messages is not None else len(prompt)
+    lengths = iter(map(len, texts))
+    return sum([next(lengths) if isinstance(part, str) else 1 for part in prompt][start:])
 
 
 # --- description of the server
@@ -133,11 +191,20 @@ def _about(service: Service) -> dict[str, Any]:
         "context": service.context,
         "vocab_size": service.tokenizer.vocab_size,
         "chat": service.options.template is not None,
+        "markers": _markers(service),
         "alternatives": MAX_ALTERNATIVES,
         "changed": replace_nonfinite(changed_settings(service.engine.settings({}))),
         "steps": [{"name": name, "group": step.group, "on": [*step.on]} for name, step in STEPS.items()],
         "orders": orders,
     }
+
+
+def _markers(service: Service) -> dict[str, Any]:
+    """Returns the texts around the reasoning (null: the model does not reason), and those that begin and end tool calls."""
+    form = service.reply_format
+    reasoning = reasoning_markers(form)
+    calls = {"begin": form.tools.begin_markers, "end": form.tools.end}
+    return {"reasoning": reasoning and {"begin": reasoning.begin, "end": reasoning.end}, "calls": calls}
 
 
 def _setting_list(config: Config) -> list[dict[str, Any]]:
@@ -214,25 +281,51 @@ async def _router_values(service: Service, config: Config) -> dict[str, float | 
 class NativeReply(Reply):
     """Formats events: `begin` before the first `token`, and `end` or `error`."""
 
-    def __init__(self, request: GenerationRequest, begin: Mapping[str, object]):
+    def __init__(
+        self, service: Service, request: GenerationRequest, begin: Mapping[str, object], prepared: PreparedChat | None
+    ):
+        """Initializes the reply; `prepared` is the conversation, or None for a text."""
         super().__init__([request], True)
         self._begin: Mapping[str, object] | None = begin
         self._reasons: dict[int, str] = {}
+        self._prepared, self._replies = prepared, dict[int, ReplyFields]()
+        names = service.tokenizer.special_tokens.items()
+        self._beginning = ""
+        if request.begun:
+            stream = service.tokenizer.detokenizer(request.visible_ids)
+            stream.push(request.ids[: -request.begun])
+            self._beginning = stream.push(request.ids[-request.begun :])
+        self._visible = {index: name for name, index in names if index in request.visible_ids}
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         begin = b"" if self._begin is None else _event("begin", self._begin)
         self._begin = None
-        content = {"sample": delta.sample, "text": delta.text, "tokens": delta.tokens}
+        tokens = delta.tokens
+        if self._visible:
+            tokens = [record | {"text": self._visible.get(record["id"], record["text"])} for record in tokens]
+        content = {"sample": delta.sample, "text": delta.text, "tokens": tokens}
         if delta.finish_reason is not None:
             content["finish_reason"] = self._reasons[delta.sample] = delta.finish_reason
+        if self._prepared is not None:
+            self._reply(self._prepared, delta.sample).push(delta.text, delta.finish_reason)
         return begin + _event("token", content)
+
+    def _reply(self, prepared: PreparedChat, sample: int) -> ReplyFields:
+        """Returns the fields of a sample's reply, which include the given beginning."""
+        if sample not in self._replies:
+            self._replies[sample] = prepared.fields()
+            self._replies[sample].push(self._beginning, None)
+        return self._replies[sample]
 
     def format_end(self) -> bytes:
         stats = self.streams[0].stats
         later, seconds = stats.new_tokens - 1, stats.seconds - stats.first_token_seconds
         numbers = {name: value for name, value in vars(stats).items() if math.isfinite(value)}
         numbers["decode_tok_per_s"] = later / seconds if later > 0 and seconds > 0 else None
-        return _event("end", {"finish_reasons": [reason for _, reason in sorted(self._reasons.items())], "stats": numbers})
+        content = {"finish_reasons": [reason for _, reason in sorted(self._reasons.items())], "stats": numbers}
+        if self._prepared is not None:
+            content["messages"] = [reply.message() for _, reply in sorted(self._replies.items())]
+        return _event("end", content)
 
     def format_stream_error(self, error: RequestError) -> bytes:
         return _event("error", {"message": error.message, "param": error.param})

@@ -59,62 +59,22 @@ class ResponseFormat(StrictBody):
     json_schema: JSONSchema | None = None
 
 
-class Body(StrictBody):
-    """Fields of completions and chat completions. Every key of `generation` and `router` is an additional field.
+class ConstraintBody(StrictBody):
+    """Fields that constrain the answer.
 
     Attributes:
-      model: name of the served model, or `MODEL:NAME` to select an adapter; another name is an error.
-      lora: name of the adapter; null uses the model without one.
-      stream: send the answer as server-sent events while it is generated.
-      stream_options: options of a stream.
-      n: number of samples of each prompt.
-      best_of: must equal n.
-      seed: seed of the sampler, reduced to 32 bits.
-      stop: strings that end the answer.
-      max_tokens: maximum number of new tokens.
-      logit_bias: numbers added to the logits of tokens, named by id or by text.
       response_format: requires JSON output, which matches the schema if one is given.
       guided_json: JSON schema of the answer.
       guided_regex: regular expression of the whole answer.
       guided_grammar: Lark grammar of the answer.
       grammar: GBNF grammar of the answer.
-      cache_salt: only requests with an equal salt share keys in the prefix cache.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
-
-    model: str | None = None
-    lora: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
-    best_of: int | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_to_tuple)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    logit_bias: dict[str, Bias] | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
     grammar: str | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
-
-    def settings(self, max_tokens: int | None) -> dict[str, object]:
-        """Returns the settings of the request, for `EngineProtocol.settings`."""
-        extra = self.model_extra or {}
-        found = {SETTING_NAMES[name]: value for name, value in extra.items() if name in SETTING_NAMES and value is not None}
-        renamed = {
-            "max_new_tokens": max_tokens,
-            "n": self.n,
-            "seed": None if self.seed is None else self.seed % 2**32,
-            "stop": None if self.stop is None else list(self.stop),
-            "logit_bias": self.logit_bias,
-        }
-        found |= {name: value for name, value in renamed.items() if value is not None}
-        if found.get("temperature"):
-            found.setdefault("greedy", False)  # a temperature overrides greedy decoding of the server's settings
-        return found
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint on the answer, or None.
@@ -147,6 +107,54 @@ class Body(StrictBody):
         if schema is None or schema.source is None:
             raise RequestError(400, "response_format.json_schema.schema is missing", param="response_format")
         return Constraint("json_schema", json.dumps(schema.source))
+
+
+class Body(ConstraintBody):
+    """Fields of completions and chat completions. Every key of `generation` and `router` is an additional field.
+
+    Attributes:
+      model: name of the served model, or `MODEL:NAME` to select an adapter; another name is an error.
+      lora: name of the adapter; null uses the model without one.
+      stream: send the answer as server-sent events while it is generated.
+      stream_options: options of a stream.
+      n: number of samples of each prompt.
+      best_of: must equal n.
+      seed: seed of the sampler, reduced to 32 bits.
+      stop: strings that end the answer.
+      max_tokens: maximum number of new tokens.
+      logit_bias: numbers added to the logits of tokens, named by id or by text.
+      cache_salt: only requests with an equal salt share keys in the prefix cache.
+    """
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+
+    model: str | None = None
+    lora: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    best_of: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_to_tuple)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
+
+    def settings(self, max_tokens: int | None) -> dict[str, object]:
+        """Returns the settings of the request, for `EngineProtocol.settings`."""
+        extra = self.model_extra or {}
+        found = {SETTING_NAMES[name]: value for name, value in extra.items() if name in SETTING_NAMES and value is not None}
+        renamed = {
+            "max_new_tokens": max_tokens,
+            "n": self.n,
+            "seed": None if self.seed is None else self.seed % 2**32,
+            "stop": None if self.stop is None else list(self.stop),
+            "logit_bias": self.logit_bias,
+        }
+        found |= {name: value for name, value in renamed.items() if value is not None}
+        if found.get("temperature"):
+            found.setdefault("greedy", False)  # a temperature overrides greedy decoding of the server's settings
+        return found
 
 
 class CompletionBody(Body):

@@ -12,7 +12,7 @@ from dantinox.generation.guides import Reasoning
 from dantinox.generation.request import GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.service import Service
-from dantinox.text.reply_formats import HARMONY, ReplyFormat
+from dantinox.text.reply_formats import HARMONY, Delimiters, ReplyFormat
 from dantinox.text.reply_parser import ReplyParser, is_reasoning_open, make_parser
 from dantinox.text.tool_calls import Part
 from dantinox.text.tool_grammars import Tool, tool_grammars
@@ -141,7 +141,7 @@ def without_healing(config: Config, by_default: bool) -> Config:
       RequestError: 400, the request sets `token_healing`.
     """
     if config.generation.token_healing and not by_default:
-        message = "token_healing must be false in a conversation, because the chat template ends the prompt"
+        message = "token_healing must be false in a conversation and after a given beginning of the answer"
         raise RequestError(400, message, param="token_healing")
     return with_generation(config, token_healing=False)
 
@@ -179,18 +179,17 @@ def _reasoning(service: Service, form: ReplyFormat, chat: Conversation, is_open:
     budget = chat.budget
     if budget is None and chat.effort is not None and not uses_variable:
         budget = EFFORTS[chat.effort]
-    if not form.reasons:
+    markers = reasoning_markers(form)
+    if markers is None:
         return None
-    if form.name == HARMONY:
-        begin, end, closing = (
-            "<|channel|>analysis<|message|>",
-            "<|end|>",
-            "<|end|><|start|>assistant<|channel|>final<|message|>",
-        )
-    else:
-        assert form.reasoning is not None
-        (begin, end), closing = form.reasoning, f"\n{form.reasoning.end}\n\n"
+    begin, end = markers
+    closing = f"{end}<|start|>assistant<|channel|>final<|message|>" if form.name == HARMONY else f"\n{end}\n\n"
     return Reasoning(begin, end, is_open, budget, tuple(service.tokenizer.encode(closing, parse_special=True)))
+
+
+def reasoning_markers(form: ReplyFormat) -> Delimiters | None:
+    """Returns the texts around the reasoning in a notation, or None if its models do not reason."""
+    return Delimiters("<|channel|>analysis<|message|>", "<|end|>") if form.name == HARMONY else form.reasoning
 
 
 def _constraint(
@@ -258,6 +257,15 @@ class ReplyFields:
     def reason(self, finish_reason: str | None) -> str | None:
         """Returns the finish reason in OpenAI's format: `tool_calls` if the reply has ended with tool calls."""
         return "tool_calls" if finish_reason == "stop" and self.calls else finish_reason
+
+    def message(self) -> dict[str, JSON]:
+        """Returns the reply as a message of the assistant in OpenAI's format."""
+        message: dict[str, JSON] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [*self.calls]
+        return message
 
     def add(self, part: Part) -> dict[str, JSON]:
         """Adds a part and returns the delta of a streamed chat completion."""
