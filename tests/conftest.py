@@ -16,6 +16,10 @@ CHEAP = {"xla_backend_optimization_level": "0", "xla_cpu_parallel_codegen_split_
 OPTIMIZED = {}
 if sys.version_info < (3, 12):  # the jax of newer Pythons knows one way to emit fusions
     CHEAP["xla_cpu_use_fusion_emitters"], OPTIMIZED["xla_cpu_use_fusion_emitters"] = "false", True
+# All processes of a run share the compiled programs, and so does the next run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "programs"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ["XLA_FLAGS"] = " ".join([*(f"--{name}={value}" for name, value in CHEAP.items()), os.environ.get("XLA_FLAGS", "")])
 
 gc.set_threshold(100_000, 50, 50)  # tracing makes objects by the million: an eighth of the time went into looking through them

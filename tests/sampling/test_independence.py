@@ -35,8 +35,11 @@ STRANGER = {
     "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "top_n_sigma": 0.5, "logit_bias": {"0": 5.0, "1": 1.0}, "min_tokens": 30,
     "min_k": 4.0, "p_less": "norm", "top_h": 0.3, "skew": 2.0, "watermark_keys": [1, 2], "encoder_repetition_penalty": 0.5,
 }  # fmt: skip
-# One more row enables all steps, so that every batch has the same plan.
-FULL = STRANGER | {"temperature": 1.0, "dynatemp_low": 0.5, "dynatemp_high": 2.0, "mirostat": 0, "adaptive_target": 0.4}
+# Three more rows enable all steps, so that every batch has the same plan: one program.
+FULL = STRANGER | {
+    "temperature": 1.0, "dynatemp_low": 0.5, "dynatemp_high": 2.0, "mirostat": 0, "adaptive_target": 0.4, "p_less": "plain",
+}  # fmt: skip
+EXTRA = [STRANGER, FULL, {"mirostat": 1, "seed": 6}]
 
 
 @jax.jit
@@ -45,7 +48,7 @@ def step(logits_BV, params, state, active_B):
 
 
 def build(rows):
-    return SamplingParams.build([*rows, STRANGER, FULL], stop_ids=[4], protected_ids=[4], vocab_size=V)
+    return SamplingParams.build([*rows, *EXTRA], stop_ids=[4], protected_ids=[4], vocab_size=V)
 
 
 def language(seed):
@@ -57,17 +60,17 @@ LOGITS = {b: np.stack([language(100 * b + i) for i in range(STEPS)]) for b in ra
 
 
 def decode(rows, logits, prompts, active):
-    """Returns the tokens of every row and the bits of their log-probabilities; two rows follow the eight."""
+    """Returns the tokens of every row and the bits of their log-probabilities; the rows `EXTRA` are idle."""
     params = build(rows)
-    lengths = np.array([*map(len, prompts), 1, 1])
-    tokens = np.zeros((B + 2, 6), np.int32)
+    lengths = np.array([*map(len, prompts), *[1] * len(EXTRA)])
+    tokens = np.zeros((B + len(EXTRA), 6), np.int32)
     for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
     state = init_state(params, jnp.asarray(tokens), jnp.arange(6) < lengths[:, None], V, CAPACITY)
     columns = []
     for i in range(STEPS):
-        step_BV = jnp.asarray(np.stack([*(row[i] for row in logits), logits[0][i], logits[0][i]]))
-        token_B, state, info = step(step_BV, params, state, jnp.asarray([*active, False, False]))
+        step_BV = jnp.asarray(np.stack([row[i] for row in (*logits, *logits[:1] * len(EXTRA))]))
+        token_B, state, info = step(step_BV, params, state, jnp.asarray([*active, *[False] * len(EXTRA)]))
         columns.append(np.stack([token_B, np.asarray(info.token.logprob_sampled).view(np.int32)], axis=1))
     return np.stack(columns, axis=1)
 
@@ -87,7 +90,9 @@ def alone():
 
 
 def test_rows_of_a_batch_equal_their_solo_runs(alone):
+    compiled = step._cache_size()
     np.testing.assert_array_equal(decode(ROWS, list(LOGITS.values()), PROMPTS, [True] * B)[:B], alone)
+    assert step._cache_size() == compiled
     assert len({tuple(row[:, 0]) for row in alone}) == B
 
 
