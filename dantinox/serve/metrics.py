@@ -1,6 +1,5 @@
 """Prometheus metrics of the server, for `/metrics`."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -112,13 +111,12 @@ class Metrics:
         models, status = self._models, self._engine.status()
         label = () if models is None else ("model",)
         found = {(): status} if models is None else {(name,): one for name, one in models().items()}
-        gauges = {f"dantinox_{name}": (text, (name,)) for name, text in GAUGES.items()}
-        gauges |= {f"dantinox_prefix_blocks_{name}": (text, ("prefixes", name)) for name, text in PREFIX_GAUGES.items()}
-        for metric, (text, path) in gauges.items():
-            gauge = GaugeMetricFamily(metric, text, labels=label)
-            for values, one in found.items():
-                gauge.add_metric(values, functools.reduce(getattr, path, one))
-            yield gauge
+        for prefix, gauges in (("", GAUGES), ("prefix_blocks_", PREFIX_GAUGES)):
+            for name, text in gauges.items():
+                gauge = GaugeMetricFamily(f"dantinox_{prefix}{name}", text, labels=label)
+                for values, one in found.items():
+                    gauge.add_metric(values, getattr(one.prefixes if prefix else one, name))
+                yield gauge
         evicted = CounterMetricFamily(
             "dantinox_prefix_block_evictions", "blocks of the prefix cache that were replaced by others", labels=label
         )

@@ -196,7 +196,7 @@ class _Dispatcher:
         if data and scope["method"] == "POST":
             check_media_type(request)
             parsed = await run_sized(len(data), parse_json, data)
-            body, scope = parsed if isinstance(parsed, dict) else {}, scope | {PARSED_BODY: parsed}
+            body, scope = parsed if isinstance(parsed, dict) else {}, {**scope, PARSED_BODY: parsed}
         given = protocol.model_of(body)
         name = given if isinstance(given, str) else request.query_params.get("model")  # a model checks other types
         if protocol.routes is ollama.routes and name is not None:
