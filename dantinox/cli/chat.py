@@ -11,7 +11,16 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, print_lines, use_compilation_cache
+from dantinox.cli.common import (
+    add_chat_template,
+    add_lora,
+    add_run,
+    chosen_template,
+    given_loras,
+    given_settings,
+    print_lines,
+    use_compilation_cache,
+)
 from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import UserError, escape_name, quote
 
@@ -28,6 +37,7 @@ BELOW = "the rounded entropy in bits is printed below each token when the answer
 def add_chat_flags(command: Parser) -> None:
     add_run(command)
     add_chat_template(command)
+    add_lora(command)
     command.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
     command.add_argument("--show_entropy", action="store_true", help="start with /entropy on")
     used = ("system", "chat_template", "show_entropy", "max_new_tokens", "seed", "temperature", "top_k", "top_p", "min_p",
@@ -47,9 +57,10 @@ def chat(options: argparse.Namespace) -> int:
     from dantinox.generation import load
     from dantinox.generation.chat_session import Chat
 
-    run = load(options.run_dir, config.generation.tensor_parallel)
+    loras = given_loras(options)
+    run = load(options.run_dir, config.generation.tensor_parallel, loras)
     template = chosen_template(options, template_path, run.tokenizer)
-    conversation = Chat(run, template, settings)
+    conversation = Chat(run, template, settings, next(iter(loras), None))
     conversation.set_system(options.system)
     conversation.entropy = options.show_entropy
     if conversation.is_completion:

@@ -82,6 +82,20 @@ def add_chat_template(command: Parser | FlagSection, condition: str = "") -> Non
     command.add_argument("--chat_template", metavar="NAME", help=template)
 
 
+ADAPTER = "adapter"  # the name of the adapter of --lora
+
+
+def add_lora(command: Parser | FlagSection) -> None:
+    """Adds --lora, the adapter of all prompts of a command; `given_loras` reads it."""
+    text = "adapter of the model: a run with adapters of this run, or a PEFT folder; it is not merged"
+    command.add_argument("--lora", type=Path, metavar="PATH", help=text)
+
+
+def given_loras(options: argparse.Namespace) -> dict[str, Path]:
+    """Returns the adapter of --lora by its name, `ADAPTER`; without the flag, nothing."""
+    return {} if options.lora is None else {ADAPTER: options.lora}
+
+
 def chosen_template(options: argparse.Namespace, run_template: Path | None, tokenizer: "Tokenizer") -> "ChatTemplate | None":
     """Returns the template of --chat_template if it is given, otherwise the run's template at the path `run_template`."""
     from dantinox.text import ChatTemplate

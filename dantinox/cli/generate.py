@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from dantinox.cli.common import (
     PROMPT_HELP,
     add_chat_template,
+    add_lora,
     add_run,
     chosen_template,
+    given_loras,
     given_prompt,
     given_settings,
     use_compilation_cache,
@@ -71,6 +73,7 @@ def add_generate_flags(command: Parser) -> None:
     constraints.add_argument(
         "--grammar", type=Path, metavar="FILE", help="generate text that matches this .lark or .gbnf grammar"
     )
+    add_lora(command)
     command.add_argument("--no_cache", action="store_true", help="same as --use_cache false")
     add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
 
@@ -109,7 +112,9 @@ def generate(options: argparse.Namespace) -> int:
     from dantinox.generation import load
     from dantinox.generation.loaded_model import results_in_order
 
-    run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1))
+    loras = given_loras(options)
+    run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1), loras)
+    lora = next(iter(loras), None)
     alternatives = min(TRACE_ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     reported = options.logprobs if options.logprobs is not None else alternatives
     report = {"logprobs": reported, "echo": options.echo, "show_candidates": options.show_candidates}
@@ -124,7 +129,7 @@ def generate(options: argparse.Namespace) -> int:
             messages = [{"role": "system", "content": options.system}] if options.system else []
             ids = template.encode([*messages, {"role": "user", "content": prompt}], generation_prompt=True)
             config = run.with_stop_ids(with_generation(config, token_healing=False), template.end_ids)
-        requests.append(replace(run.request(ids, config, **report, constraint=constraint), prompt=prompt))
+        requests.append(replace(run.request(ids, config, **report, constraint=constraint, lora=lora), prompt=prompt))
     batches = run.start(requests, stream=stream)
     if stream and not options.chat:
         print(prompts[0][0], end="", flush=True)

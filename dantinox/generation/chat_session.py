@@ -65,14 +65,21 @@ class Chat:
       is_completion: whether the model continues plain text, because it has no chat template.
     """
 
-    def __init__(self, run: LoadedModel, template: Template | None = None, overrides: Mapping[str, object] | None = None):
+    def __init__(
+        self,
+        run: LoadedModel,
+        template: Template | None = None,
+        overrides: Mapping[str, object] | None = None,
+        lora: str | None = None,
+    ):
         """Starts a conversation.
 
         Args:
           template: converts messages to tokens; None: `PlainTextTemplate`.
           overrides: settings that override the settings of the run, as in `LoadedModel.generate`.
+          lora: the name of an adapter of the model; None: the base model.
         """
-        self.model, self.is_completion = run, template is None
+        self.model, self.is_completion, self._lora = run, template is None, lora
         self.template: Template = PlainTextTemplate(run) if template is None else template
         self._base = with_generation(run.config, n=1, token_healing=False)
         self.messages: list[Message] = []
@@ -128,7 +135,7 @@ class Chat:
         seed = None if generation.seed is None else (generation.seed + self._answers) % 2**32
         config = with_generation(self.config, max_new_tokens=min(generation.max_new_tokens, room), seed=seed)
         config = self.model.with_stop_ids(config, self.template.end_ids)
-        request = self.model.request(ids, config, logprobs=0 if self.entropy else None)
+        request = self.model.request(ids, config, logprobs=0 if self.entropy else None, lora=self._lora)
         (run,) = self.model.start([request], stream=True, pad=self._pad)
         return self._stream_answer(turn, run, "length" if generation.max_new_tokens <= room else "context")
 

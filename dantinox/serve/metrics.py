@@ -1,7 +1,6 @@
 """Prometheus metrics of the server, for `/metrics`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -109,18 +108,15 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the current state of the engine, or of each model."""
-        status = self._engine.status()
-        label: tuple[str, ...] = ()
-        found: dict[tuple[str, ...], Status] = {(): status}
-        if self._models is not None:
-            label, found = ("model",), {(name,): one for name, one in self._models().items()}
-        gauges = {f"dantinox_{name}": (text, name) for name, text in GAUGES.items()}
-        gauges |= {f"dantinox_prefix_blocks_{name}": (text, f"prefixes.{name}") for name, text in PREFIX_GAUGES.items()}
-        for metric, (text, path) in gauges.items():
-            gauge = GaugeMetricFamily(metric, text, labels=label)
-            for values, one in found.items():
-                gauge.add_metric(values, attrgetter(path)(one))
-            yield gauge
+        models, status = self._models, self._engine.status()
+        label = () if models is None else ("model",)
+        found = {(): status} if models is None else {(name,): one for name, one in models().items()}
+        for prefix, gauges in (("", GAUGES), ("prefix_blocks_", PREFIX_GAUGES)):
+            for name, text in gauges.items():
+                gauge = GaugeMetricFamily(f"dantinox_{prefix}{name}", text, labels=label)
+                for values, one in found.items():
+                    gauge.add_metric(values, getattr(one.prefixes if prefix else one, name))
+                yield gauge
         evicted = CounterMetricFamily(
             "dantinox_prefix_block_evictions", "blocks of the prefix cache that were replaced by others", labels=label
         )

@@ -304,7 +304,11 @@ class ModelPool:
                 raise _Abandoned
             member.size, member.state = size, "loading"
             self._measure()
-            engine.on_failure = lambda: loop.call_soon_threadsafe(self._on_engine_failure, member)  # type: ignore[assignment]
+
+            def on_failure() -> None:
+                loop.call_soon_threadsafe(self._on_engine_failure, member)
+
+            engine.on_failure = on_failure
             engine.start()
             while engine.status().state == "loading" and self._state != "draining":
                 await asyncio.sleep(STARTUP_SECONDS)
@@ -428,19 +432,11 @@ class ModelPool:
     def status(self) -> Status:
         """Returns the state of the server, and sums over the loaded models; the context is that of the first one."""
         found = [member.status() for member in self.members.values()]
+        slots, busy, queued, queue = (sum(getattr(one, name) for one in found) for name in ("slots", "busy", "queued", "queue"))
         counters: Counter[str] = Counter()
         for one in found:
             counters.update(one.counters)
-        return Status(
-            self._state,
-            self._doing,
-            slots=sum(one.slots for one in found),
-            busy=sum(one.busy for one in found),
-            queued=sum(one.queued for one in found),
-            queue=sum(one.queue for one in found),
-            context=self.default.status().context,
-            counters=counters,
-        )
+        return Status(self._state, self._doing, slots, busy, queued, queue, self.default.status().context, counters)
 
     def statuses(self) -> dict[str, Status]:
         """Returns the state of each model by name."""

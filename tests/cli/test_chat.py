@@ -17,6 +17,7 @@ from dantinox.config import UserError
 from dantinox.report.entropy_view import digit_lines, shade_text
 from dantinox.run import RunDirectory, accept_run
 from tests.error_texts import ERRORS
+from tests.serve.lora_runs import make_lora_run
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,15 @@ def test_lines_through_a_pipe(talk, tmp_path):
     ]
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": AROUND}]
     assert json.loads(file.read_text()) == {"messages": messages}
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_answers_as_the_merged_model(talk, run_dir, tmp_path):
+    tuned = make_lora_run(tmp_path / "tuned", run_dir, 1)
+    adapted, merged = talk(["a"], "--lora", str(tuned))[:2], talk(["a"], at=tuned)[:2]
+    assert adapted == merged != talk(["a"])[:2] and adapted[0] == 0
+    code, _, err = talk(["a"], "--lora", str(run_dir))
+    assert code == 2 and "is a run without adapters" in err
 
 
 def test_each_error_is_one_sentence_and_the_conversation_continues(talk):

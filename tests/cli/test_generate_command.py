@@ -9,6 +9,7 @@ from dantinox import cli, files
 from dantinox.cli import generate as generating
 from dantinox.config import UserError
 from tests.cli.expected import AROUND, KEYS, SUMMARY, assert_one_sentence
+from tests.serve.lora_runs import make_lora_run
 
 pytestmark = pytest.mark.slow
 
@@ -400,3 +401,19 @@ def test_no_command_and_an_unknown_one(dantinox):
     assert_one_sentence(dantinox("train", "--config", "quikstart"), "no config file at quikstart, did you mean quickstart?")
     assert_one_sentence(dantinox("train", "--num_hidden_layers", "3"), "did you mean --num_blocks?")
     assert_one_sentence(dantinox("generate"), "--run_dir")
+
+
+def test_an_adapter_gives_the_tokens_of_the_merged_model(generate, dantinox, run_dir, ending_run_dir, tmp_path):
+    tuned = make_lora_run(tmp_path / "tuned", run_dir, 1)
+    flags = ["--prompt", "hello", "--greedy", "--max_new_tokens", 12, "--json"]
+    base, adapted, merged = (json.loads(run(*flags, *more)[1]) for run, more in (
+        (generate, []), (generate, ["--lora", tuned]), (lambda *argv: dantinox("generate", tuned, *argv), []),
+    ))  # fmt: skip
+    assert adapted["text"] == merged["text"] != base["text"]
+    assert adapted["tokens"] == merged["tokens"] and len(adapted["tokens"]) == 12
+    for path, words in (
+        (tmp_path / "nothing", "it must be a run with adapters or a PEFT folder"),
+        (ending_run_dir, "is a run without adapters"),
+        (make_lora_run(tmp_path / "other", run_dir, 1, digest="0" * 64), "were trained on the weights"),
+    ):
+        assert_one_sentence(generate(*flags, "--lora", path), words)

@@ -245,8 +245,11 @@ def test_a_failed_request_uses_no_tokens(client, engine):
 def test_embeddings_use_the_tokens_of_a_key(client):
     answer = client.post("/v1/embeddings", json={"input": ["a" * 20, "b" * 10]}, headers=bearer(BOB))
     assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "30"
-    answer = client.post("/v1/embeddings", json={"input": "a" * 40}, headers=bearer(BOB))
-    assert answer.status_code == 429 and int(answer.headers["retry-after"]) <= 10
+    for path, body in (("/v1/embeddings", {"input": "a" * 40}), ("/v1/rerank", {"query": "a", "documents": ["a" * 39]})):
+        answer = client.post(path, json=body, headers=bearer(BOB))
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) <= 10
+    answer = client.post("/v1/rerank", json={"query": "a" * 5, "documents": ["a" * 5, "b" * 5]}, headers=bearer(BOB))
+    assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "15"
 
 
 def test_tokens_without_a_generation_count(clock):

@@ -1,8 +1,12 @@
 """The files of deploy/ agree with the server: metrics, labels, flags, paths, ports and keys."""
 
+import http.server
 import json
 import re
 import shlex
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -179,6 +183,40 @@ def test_files_of_the_compose_file_exist():
                 assert (DEPLOY / source).is_file(), source
             elif not source.startswith((".", "$")):
                 assert source in COMPOSE["volumes"]
+
+
+@pytest.mark.parametrize("status, healthy", [(200, True), (503, False)])
+def test_the_health_check_of_the_image(status, healthy):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *args):
+            """Writes no log."""
+
+    (line,) = re.findall(r"^  CMD (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    program, flag, code = json.loads(line)
+    assert (program, flag) == ("python", "-c") and "http://127.0.0.1:8000/health" in code
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        code = code.replace(":8000", f":{server.server_port}")
+        done = subprocess.run([sys.executable, flag, code], capture_output=True)
+        thread.join()
+    assert (done.returncode == 0) == healthy
+
+
+def test_the_image_runs_without_privileges_and_has_its_volumes():
+    text = (DEPLOY / "Dockerfile").read_text()
+    last = text.rpartition("\nFROM ")[2]
+    assert re.search(r"^USER 10001$", last, re.MULTILINE) and "COPY --from=build" in last
+    (volumes,) = re.findall(r"^VOLUME (\[.*\])$", last, re.MULTILINE)
+    assert {"/model", "/runs", "/home/dantinox/.cache"} == {*json.loads(volumes)}
+    assert entry_point()[entry_point().index("--run_dir") + 1] == "/model"
+    for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
+        for name in line.split():
+            assert (DEPLOY.parent / name).exists() and f"!{name}" in (DEPLOY / "Dockerfile.dockerignore").read_text().split()
 
 
 def test_example_keys_must_be_replaced(tmp_path):

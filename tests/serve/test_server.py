@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -147,7 +146,7 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
         found.append(httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers).json())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setitem(sys.modules, "dantinox.serve.async_engine", SimpleNamespace(AsyncEngine=AsyncEngine))
+    monkeypatch.setattr("dantinox.serve.model_loading.AsyncEngine", AsyncEngine)
     monkeypatch.delenv("DANTINOX_API_KEY", raising=False)
     (tmp_path / "key").write_text("0123456789\n")
     (tmp_path / "lite.html").write_text("Lite")
@@ -164,7 +163,7 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     asking.join()
     expected = {"slots": 3, "context": 100, "queue": 5, "name": "x", "overrides": {"top_p": 0.5}}
     expected |= {"prefix_cache": 7_000_000, "cache_dir": tmp_path / "prefixes"}
-    expected |= {"background": ["echo"], "max_loras": None, "max_lora_rank": None}
+    expected |= {"background": ["echo"], "max_loras": None, "max_lora_rank": None, "lora_paths": {}, "memory": None}
     assert code == 0 and made[0].options == expected
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
     assert capfd.readouterr().out == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"

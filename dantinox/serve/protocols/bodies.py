@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -47,17 +47,48 @@ def to_integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def part_texts(value: Any, kinds: Collection[str] = TEXT_PARTS) -> list[str] | None:
+    """Returns the texts of content that is a string or a list of text parts, or None for other content.
+
+    Args:
+      kinds: the types of the parts.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        return None
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") in kinds else None for part in value]
+    found = [text for text in texts if isinstance(text, str)]
+    return found if len(found) == len(texts) else None
+
+
 def _message_text(value: Any) -> str:
     """Returns the text of a message, which is a string or a list of text parts."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") in TEXT_PARTS]
-        if len(texts) == len(value) and all(isinstance(text, str) for text in texts):
-            return "".join(texts)  # type: ignore[arg-type]
-    raise ValueError("must be a string, or a list of parts of type text")
+    texts = [] if value is None else part_texts(value)
+    if texts is None:
+        raise ValueError("must be a string, or a list of parts of type text")
+    return "".join(texts)
+
+
+def content_text(
+    value: Any, where: str, kinds: Collection[str] = TEXT_PARTS, *, separator: str = "", parts: str = "parts"
+) -> str:
+    """Returns the text of content that is a string or a list of text parts.
+
+    Args:
+      where: the field, for the error message.
+      kinds: the types of the parts.
+      separator: text between the parts.
+      parts: what the protocol calls them.
+
+    Raises:
+      RequestError: 400, it is something else.
+    """
+    texts = part_texts(value, kinds)
+    if texts is None:
+        message = f"{where} must be a string or a list of {parts} of type {' or '.join(kinds)}"
+        raise RequestError(400, message, param=where)
+    return separator.join(texts)
 
 
 class FunctionCall(StrictBody):

@@ -17,7 +17,7 @@ from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
-from dantinox.serve.protocols.bodies import StrictBody, parse_body
+from dantinox.serve.protocols.bodies import StrictBody, content_text, parse_body
 from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
@@ -177,14 +177,9 @@ def format_error(error: RequestError) -> JSON:
 
 
 def _text_of(content: Any, where: str) -> str:
-    """Returns the text of content that is a string or a list of text blocks."""
-    if isinstance(content, str):
-        return content
-    blocks = content if isinstance(content, list) else [content]
-    texts = [block.get("text") if isinstance(block, Mapping) and block.get("type") == "text" else None for block in blocks]
-    if not all(isinstance(text, str) for text in texts):
-        raise RequestError(400, f"{where} must be a string or a list of blocks of type text", param=where)
-    return "\n\n".join(text for text in texts if isinstance(text, str))
+    """Returns the text of content that is a string, a block of type text, or a list of such blocks."""
+    content = [content] if isinstance(content, Mapping) else content
+    return content_text(content, where, ("text",), separator="\n\n", parts="blocks")
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError, error_object
-from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body
+from dantinox.serve.protocols.bodies import Alternatives, StrictBody, content_text, parse_body
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.openai_bodies import chosen_tool
 from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
@@ -177,13 +177,13 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
     for number, item in enumerate(given):
         kind, where = item.get("type", "message"), f"input.{number}"
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _text_of(item.get("content"), f"{where}.content")})
+            messages.append({"role": item.get("role"), "content": content_text(item.get("content"), f"{where}.content")})
         elif kind == "function_call":
             function = {"name": str(item.get("name")), "arguments": item.get("arguments") or "{}"}
             call = {"id": str(item.get("call_id")), "type": "function", "function": function}
             _assistant(messages).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            text = _text_of(item.get("output"), f"{where}.output")
+            text = content_text(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
         elif kind == "reasoning":
             text = "".join(str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, Mapping))
@@ -201,17 +201,6 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
-
-
-def _text_of(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [None]
-    known = ("input_text", "output_text", "text")
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") in known else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise RequestError(400, f"{where} must be a string or a list of text parts", param=where)
-    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _chat_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
