@@ -39,6 +39,7 @@ class GenerateIdsOptions(SamplingSettings, total=False):
     score_fn: ScoreFn | None
     show_candidates: bool
     router_calibration: str | Path | Mapping[str, float] | None
+    negative_ids: Sequence[int] | None
 
 
 @overload
@@ -72,6 +73,7 @@ def generate(
     score_fn: ScoreFn | None = None,
     show_candidates: bool = False,
     router_calibration: str | Path | Mapping[str, float] | None = None,
+    negative_ids: Sequence[int] | None = None,
     **settings: object,
 ) -> np.ndarray | tuple[np.ndarray, dict[str, object]]:
     """Continues sequences of token ids with a model; no tokenizer is needed.
@@ -89,6 +91,7 @@ def generate(
       score_fn, show_candidates: as for `LoadedModel.generate`.
       router_calibration: for `router_preset="calibrated"`: the file that `dantinox calibrate --what router` wrote for this
         model, or a mapping with the values of that file.
+      negative_ids: with `guidance_scale`, the tokens of the negative prompt; None: the last token of each prompt.
       settings: settings of the sections `generation` (`temperature`, `top_p`, `greedy`, `seed`, `n` samples per prompt),
         `router` and `kv` (`kv_budget` and so on). Settings that name tokens must use ids. `kv_calibration` is the path of the
         file with measurements of the heads. Without `seed`, a random seed is used.
@@ -125,6 +128,7 @@ def generate(
         "logprobs": logprobs if return_info else None,
         "score_fn": score_fn,
         "show_candidates": show_candidates,
+        "negative_ids": None if negative_ids is None else _integer_array("negative_ids", negative_ids).tolist(),
     }
     start = time.perf_counter()
     results = ids_model.complete([ids_model.request(ids, config, **report) for ids in prompts])

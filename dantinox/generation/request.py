@@ -27,6 +27,7 @@ class GenerationRequest:
       prompt: the text of the prompt, if known; it is copied to the `Result`.
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
       lora: the name of the adapter; None: the base model.
+      negative_ids: with guidance, the tokens of the negative prompt; None: those of `generation.negative_prompt`.
       salt: only requests with an equal salt share keys in the prefix cache of a server, so that the time of a response reveals
         nothing about the prompts of others.
     """
@@ -43,6 +44,12 @@ class GenerationRequest:
     show_candidates: bool = False
     lora: str | None = None
     salt: str = ""
+    negative_ids: tuple[int, ...] | None = None
+
+    @property
+    def has_guidance(self) -> bool:
+        """Whether each sample has a guide row (`generation.guidance`)."""
+        return self.config.generation.guidance_scale != 1
 
     @property
     def guided(self) -> bool:
