@@ -115,9 +115,8 @@ class _Request(Section):
         1.0,
         "classifier-free guidance: weight of the prompt against the negative prompt (1: off)",
     )
-    negative_prompt: Annotated[str | None, Needs(("generation.guidance_scale", differs(1)))] = field(
-        None,
-        "classifier-free guidance: text that stands for the whole prompt (null: the last token of the prompt)",
+    negative_prompt: Annotated[str, Needs(("generation.guidance_scale", differs(1)))] = field(
+        "", "classifier-free guidance: text that stands for the whole prompt (empty: the last token of the prompt)"
     )
     num_beams: Annotated[int, Field(ge=1, le=256)] = field(
         1, "beam search: number of continuations that are kept at each step (1: off); the best n are returned"

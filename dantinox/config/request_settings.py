@@ -33,7 +33,7 @@ class SamplingSettings(TypedDict, total=False):
     ngram_size: int
     greedy: bool
     guidance_scale: float
-    negative_prompt: str | None
+    negative_prompt: str
     num_beams: int
     length_penalty: float
     early_stopping: bool | Literal["never"]

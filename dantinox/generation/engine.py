@@ -338,6 +338,7 @@ class Engine:
         jobs = []
         for request, limit in zip(requests, limits, strict=True):
             job = Job(request, limit)
+            job.slots = job.samples  # guide rows follow the rows of all requests, and need no slots here
             self._scheduler.add(job)
             self._jobs[job] = None
             self._scheduler.admit(lambda _: True)

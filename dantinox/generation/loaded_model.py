@@ -352,7 +352,7 @@ class LoadedModel(ModelBundle):
         text, ids = (prompt, self.prompt_ids(prompt)) if isinstance(prompt, str) else (self.tokenizer.decode(prompt), prompt)
         config = self.settings(settings)
         section = config.generation
-        if negative_ids is not None and (section.guidance_scale == 1 or section.negative_prompt is not None):
+        if negative_ids is not None and (section.guidance_scale == 1 or section.negative_prompt):
             raise UserError("negative_ids need a generation.guidance_scale other than 1, and no generation.negative_prompt")
         if lora is not None and lora not in self.loras:
             raise unknown_adapter(lora, self.loras)

@@ -241,7 +241,7 @@ class ModelBundle:
         """
         text, ids = request.config.generation.negative_prompt, request.negative_ids
         if ids is None:
-            ids = request.ids[-1:] if text is None else tuple(self.prompt_ids(text))
+            ids = tuple(self.prompt_ids(text)) if text else request.ids[-1:]
         self.check_ids(ids)
         if not 1 <= len(ids) < context:
             message = f"generation.negative_prompt has {len(ids)} tokens and must have from 1 to {context - 1}"
