@@ -70,7 +70,7 @@ ERRORS = {
     "ngram_size_in_this_server": "^generation.ngram_size is 3 in this server, got 2$",
     "speculation_in_this_server": "^generation.speculation is off in this server, got ngram$",
     "generation_speculation_has_no_effect": "generation.speculation has no effect while",
-    "a_job_of_4_samples": "a job of 4 samples does not fit 3 slots",
+    "a_job_of_4_slots": "a job of 4 slots does not fit 3 slots",
     "at_least_one_prompt_is": "at least one prompt is required",
     "cannot_read": "cannot read",
     "constraints_need_a_tokenizer_whose": "constraints need a tokenizer whose tokens have the same text",

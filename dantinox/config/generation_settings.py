@@ -140,6 +140,13 @@ class _Request(Section):
         3, "number of newest tokens that are searched in the text so far"
     )
     greedy: bool = field(False, "always choose the most likely token")
+    guidance_scale: Annotated[float, Field(ge=0, le=100)] = field(
+        1.0,
+        "classifier-free guidance: weight of the prompt against the negative prompt (1: off)",
+    )
+    negative_prompt: Annotated[str, Needs(("generation.guidance_scale", differs(1)))] = field(
+        "", "classifier-free guidance: text that stands for the whole prompt (empty: the last token of the prompt)"
+    )
     num_beams: Annotated[int, Field(ge=1, le=256)] = field(
         1, "beam search: number of continuations that are kept at each step (1: off); the best n are returned"
     )
@@ -215,6 +222,8 @@ def _beam_conflicts(g: GenerationSection) -> Iterator[Conflict]:
                 f"generation.{key}",
                 "cannot be used with generation.num_beams, because beam search draws no tokens: leave it out",
             )
+    if g.guidance_scale != 1:
+        yield "generation.guidance_scale", f"must be 1 with generation.num_beams, got {g.guidance_scale:g}"
     if g.n > g.num_beams:
         yield "generation.n", f"must be at most generation.num_beams, {g.num_beams}, got {g.n}"
     if g.max_new_tokens == 0:
@@ -302,6 +311,8 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     on, greedy = active_steps(g), g.greedy or g.temperature < GREEDY_BELOW
     if g.num_beams > 1:
         yield from _beam_conflicts(g)
+    if g.guidance_scale != 1 and g.speculation != "off":
+        yield "generation.speculation", f"must be off with generation.guidance_scale, got {g.speculation}"
     if g.speculation == "draft" and g.draft_run is None:
         yield "generation.speculation", "draft needs generation.draft_run, the run directory of the draft model"
     for key in ("stop", "dry_breakers", "banned_strings", "banned_regexes"):

@@ -33,6 +33,7 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
 
     * a preset replaces the base's `sampler_order`, and a `sampler_order` of step names replaces the base's preset;
     * `strategy: entropy` replaces `greedy`;
+    * `guidance_scale` replaces `speculation`, which does not change the text;
     * `num_beams` replaces `greedy` and the settings of steps that beam search does not run, such as the temperature;
     * `kv_budget` replaces `kv_budget_tokens`, and the reverse;
     * a base value of the router (`base_top_k`) replaces the chain's value (`top_k`), and the reverse.
@@ -79,6 +80,8 @@ def _without_superseded(base: Mapping[str, object], request: Mapping[str, object
         replaced.add("preset")
     if request.get("strategy") == "entropy":
         replaced.add("greedy")
+    if request.get("guidance_scale", 1) != 1:
+        replaced |= {"speculation", "draft_run", "draft_tokens", "ngram_size"}
     if isinstance(beams := request.get("num_beams"), int) and beams > 1:
         replaced |= {"greedy", *DRAWING_SETTINGS}
     return {name: value for name, value in base.items() if name not in replaced or name in request}

@@ -38,6 +38,8 @@ class SamplingSettings(TypedDict, total=False):
     draft_tokens: int
     ngram_size: int
     greedy: bool
+    guidance_scale: float
+    negative_prompt: str
     num_beams: int
     length_penalty: float
     early_stopping: bool | Literal["never"]

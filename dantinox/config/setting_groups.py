@@ -92,6 +92,7 @@ GROUPS: dict[str, SettingGroup] = {
         "generation", "Speculative decoding: draft tokens that are verified several at a time",
         "speculation draft_run draft_tokens ngram_size",
     ),
+    "guidance": SettingGroup("generation", "Classifier-free guidance", "guidance_scale negative_prompt"),
     "beams": SettingGroup("generation", "Beam search", "num_beams length_penalty early_stopping"),
     "steps": SettingGroup(
         "generation", "Greedy decoding, and the order of sampling steps", "greedy strategy preset sampler_order ties"

@@ -24,6 +24,7 @@ from dantinox.generation.drafts import (
     pays_off,
     record,
 )
+from dantinox.generation.guidance import RowPairs, guide_logits
 from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
@@ -42,9 +43,11 @@ PREFILL_BATCH_TOKENS = 1 << 14
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "sequence_BS", "drafts", "adapter_B"],
+    data_fields=[
+        "token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "sequence_BS", "drafts", "adapter_B", "pairs",
+    ],
     meta_fields=[],
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class DecodeState:
     """The state of a batch between two tokens.
@@ -57,6 +60,7 @@ class DecodeState:
       sequence_BS: all tokens so far; only for decoding without a cache or with drafts.
       drafts: the state of speculative decoding; None without it.
       adapter_B: the number of the adapter of each row, 0: none; None for a batch without adapters.
+      pairs: the pairs of main rows and guide rows; None for a batch without guidance.
     """
 
     token_B: jax.Array
@@ -68,6 +72,7 @@ class DecodeState:
     sequence_BS: jax.Array | None
     drafts: DraftState | None = None
     adapter_B: jax.Array | None = None
+    pairs: RowPairs | None = None
 
 
 class Emitted(NamedTuple):
@@ -330,6 +335,7 @@ def init_row(
     *,
     vocab_size: int,
     keeps_sequence: bool,
+    pairs: RowPairs | None = None,
 ) -> DecodeState:
     """Returns the decode state of one row from its tokens, whose keys are in the cache except that of the newest token.
 
@@ -340,6 +346,7 @@ def init_row(
       max_drafts: the most draft tokens per step; None for a program without drafts.
       recurrent: as in `init_state`.
       number_1: the adapter of the row; None for a program without adapters.
+      pairs: the row in its pair; None for a program without guidance.
       keeps_sequence: whether decoding reads the tokens, because it uses drafts or no cache.
     """
     S = tokens_1S.shape[1]
@@ -359,6 +366,7 @@ def init_row(
         sequence_BS=jnp.asarray(tokens_1S) if keeps_sequence else None,
         drafts=None if max_drafts is None else init_drafts(jnp.asarray(max_drafts)[None], drafted),
         adapter_B=None if number_1 is None else jnp.asarray(number_1),
+        pairs=jax.tree.map(jnp.asarray, pairs),
     )
 
 
@@ -509,16 +517,19 @@ def sample_step(
     step_logits: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
 ) -> tuple[DecodeState, Emitted]:
     """Draws the next token of every active row and updates the state of the rows."""
-    active_B = ~state.done_B
+    active_B, pairs = ~state.done_B, state.pairs
+    logits_BV = step_logits.logits if pairs is None else guide_logits(step_logits.logits, pairs)
     token_B, sampler, drawn = sample(
-        step_logits.logits, params, state.sampler, attention=step_logits.attention, active_B=active_B, report=report
+        logits_BV, params, state.sampler, attention=step_logits.attention, active_B=active_B, report=report
     )
+    token_B = token_B if pairs is None else token_B[pairs.main_B]
     position_B = state.position_B + active_B
     remaining_B = state.remaining_B - active_B
     ended_B = (token_B[:, None] == state.eos_BE).any(1) | (remaining_B <= 0)
     if params.loops is not None:
         assert sampler.loop_runs is not None
         ended_B |= params.loops.stops & in_loop(sampler.loop_runs, params.loops)
+    ended_B = ended_B if pairs is None else ended_B[pairs.main_B]
     sequence_BS = state.sequence_BS
     if sequence_BS is not None:
         index_B = jnp.where(active_B, position_B, sequence_BS.shape[1])

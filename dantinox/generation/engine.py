@@ -83,6 +83,8 @@ class Job:
     Attributes:
       samples: the number of continuations; `rows` maps slots to samples.
       prompt_steps: with `echo`, the reports of the prompt tokens after the first one.
+      guide_slots: with guidance, the slots of the guide rows by the slots of the samples; `slots` counts both.
+      negative_ids: with guidance, the tokens of the negative prompt.
       adapter: the adapter of the request.
       prepared: whether its parameters and constraints are ready.
     """
@@ -90,6 +92,9 @@ class Job:
     def __init__(self, request: GenerationRequest, limit: int):
         self.request, self.limit = request, limit
         self.samples = request.config.generation.n
+        self.slots = 2 * self.samples if request.has_guidance else self.samples
+        self.guide_slots: dict[int, int] = {}
+        self.negative_ids: Sequence[int] = ()
         self.stats = RequestStats(len(request.ids))
         self.params: RowParams | None = None
         self.texts: list[SampleText] = []
@@ -230,6 +235,9 @@ class Engine:
         Raises:
           UserError: the settings or the constraint are invalid.
         """
+        if job.request.has_guidance:
+            job.negative_ids = self.model.negative_ids(job.request, self._slots.context)
+            job.limit = min(job.limit, self._slots.context - len(job.negative_ids))
         job.params = self._slots.row_params(job.request.config)
         job.texts = self._sample_texts(job.request, job.limit)
         job.prepared = True
@@ -308,6 +316,12 @@ class Engine:
         limit = min(MAX_SAMPLES, self.batch.count)
         if not 1 <= generation.n <= limit:
             raise UserError(f"generation.n must be in [1, {limit}] in this server, got {generation.n}", key="generation.n")
+        if request.has_guidance and 2 * generation.n > self.batch.count:
+            message = (
+                f"generation.guidance_scale needs two slots per sample, but this server has {self.batch.count}, got "
+                f"{generation.n} samples"
+            )
+            raise UserError(message, key="generation.guidance_scale")
         if length < 1 or (length >= context and generation.max_new_tokens > 0) or length > context:
             raise UserError(f"the prompt has {length} tokens and must leave room in the context of {context}: shorten it")
         self.model.check_ids(request.ids)
@@ -330,6 +344,7 @@ class Engine:
         jobs = []
         for request, limit in zip(requests, limits, strict=True):
             job = Job(request, limit)
+            job.slots = job.samples  # guide rows follow the rows of all requests, and need no slots here
             self._scheduler.add(job)
             self._jobs[job] = None
             self._scheduler.admit(lambda _: True)
@@ -473,9 +488,14 @@ class Engine:
             if admitted is None:
                 return
             with self._isolate_errors(admitted):
-                request, slot = admitted.request, self._scheduler.slots_of(admitted)[0]
+                request, slots = admitted.request, self._scheduler.slots_of(admitted)
+                admitted.guide_slots = dict(zip(slots, slots[admitted.samples :], strict=False))
                 self._sequence_slot = None  # the request may have got this slot
-                batch.assign_prompt(slot, request.ids, request.echo, request.salt, admitted.adapter)
+                batch.assign_prompt(slots[0], request.ids, request.echo, request.salt, admitted.adapter)
+                if admitted.guide_slots:
+                    batch.assign_prompt(
+                        admitted.guide_slots[slots[0]], admitted.negative_ids, salt=request.salt, adapter=admitted.adapter
+                    )
                 admitted.stats.queued_seconds = admitted.seconds()
 
     def _ready(self, job: Job) -> bool:
@@ -514,18 +534,28 @@ class Engine:
         return jobs
 
     def _prefill_together(self, jobs: Sequence[Job]) -> list[int | None]:
-        """Prefills a chunk of each prompt; returns the tokens left of each, or None for each job if the pass has failed."""
-        slots = [self._scheduler.slots_of(job)[0] for job in jobs]
+        """Prefills a chunk of each prompt; returns the tokens left of each job, or None for each job if the pass has failed."""
+        slots = [self._prompt_slots(job)[0] for job in jobs]
         try:
-            return [self._slots.prefill(slots[0])] if len(slots) == 1 else [*self._slots.prefill_together(slots)]
+            if len(slots) == 1:
+                self._slots.prefill(slots[0])
+            else:
+                self._slots.prefill_together(slots)
         except Exception as error:
             for job in jobs:
                 with self._isolate_errors(job):
                     raise error
             return [None] * len(jobs)
+        return [self._prefill_left(job) for job in jobs]
+
+    def _prompt_slots(self, job: Job) -> list[int]:
+        """Returns the slots of the prompt and the negative prompt of a job that are not prefilled, and at least one of them."""
+        slot = self._scheduler.slots_of(job)[0]
+        slots = [slot, *([job.guide_slots[slot]] if job.guide_slots else [])]
+        return [slot for slot in slots if self._slots.prefill_left(slot) > 0] or slots[:1]
 
     def _prefill_left(self, job: Job) -> int:
-        return self._slots.prefill_left(self._scheduler.slots_of(job)[0])
+        return sum(map(self._slots.prefill_left, self._prompt_slots(job)))
 
     def _add_responses(self) -> None:
         """Prefills one chunk of an earlier prompt and its response if the engine has no requests.
@@ -556,7 +586,7 @@ class Engine:
 
     def _start(self, job: Job) -> None:
         """Starts to decode a request whose prompt is in the cache."""
-        first, *copies = self._scheduler.slots_of(job)
+        first, *copies = self._scheduler.slots_of(job)[: job.samples]
         job.stats.reused_tokens = self._slots.reused_tokens(first)
         self.counters["reused_tokens"] += job.stats.reused_tokens
         if job.request.echo:
@@ -565,10 +595,12 @@ class Engine:
             self._scheduler.finish_prefill(job)
         for slot in copies:
             self._slots.copy_prompt(first, slot)
+            if job.guide_slots:
+                self._slots.copy_prompt(job.guide_slots[first], job.guide_slots[slot])
         self._start_rows(job)
 
     def _start_rows(self, job: Job) -> None:
-        for number, slot in enumerate(self._scheduler.slots_of(job)):
+        for number, slot in enumerate(self._scheduler.slots_of(job)[: job.samples]):
             job.rows[slot] = number
             text = job.texts[number]
             if self.batch.refills and job.limit > 0 and not text.complete:
@@ -592,6 +624,8 @@ class Engine:
             sample_index=number,
             report=job.request.logprobs is not None,
             constrained=text.mask is not None,
+            guide=job.guide_slots.get(slot),
+            guidance_scale=job.request.config.generation.guidance_scale,
         )
 
     def _restart(self, job: Job, slot: int) -> None:
@@ -626,7 +660,7 @@ class Engine:
             with self.lock:
                 for slot in jobs.keys() - self.batch.remaining().keys():
                     if not jobs[slot].texts[jobs[slot].rows[slot]].guides:  # a row with guides may be restarted
-                        self._scheduler.release(slot)
+                        self._release(jobs[slot], slot)
         return pending, jobs
 
     def _steps(self, jobs: dict[int, Job], remaining: dict[int, int]) -> int:
@@ -684,9 +718,15 @@ class Engine:
         if self._scheduler.holders[slot] is job:
             self.batch.stop(slot)
             with self.lock:
-                self._scheduler.release(slot)
+                self._release(job, slot)
         if not job.running:
             self._end(job, "finished")
+
+    def _release(self, job: Job, slot: int) -> None:
+        """Frees the slot of a sample, and that of its guide row."""
+        self._scheduler.release(slot)
+        if slot in job.guide_slots:
+            self._scheduler.release(job.guide_slots[slot])
 
     def _remember(self, job: Job, text: SampleText) -> None:
         """Marks a prompt and its response, which may be incomplete, for the prefix cache."""

@@ -42,6 +42,7 @@ class GenerateIdsOptions(SamplingSettings, total=False):
     show_candidates: bool
     logit_processor: LogitProcessor | None
     router_calibration: str | Path | Mapping[str, float] | None
+    negative_ids: Sequence[int] | None
 
 
 @overload
@@ -76,6 +77,7 @@ def generate(
     show_candidates: bool = False,
     logit_processor: LogitProcessor | None = None,
     router_calibration: str | Path | Mapping[str, float] | None = None,
+    negative_ids: Sequence[int] | None = None,
     **settings: object,
 ) -> np.ndarray | tuple[np.ndarray, dict[str, object]]:
     """Continues sequences of token ids with a model; no tokenizer is needed.
@@ -93,6 +95,7 @@ def generate(
       score_fn, show_candidates, logit_processor: as for `LoadedModel.generate`.
       router_calibration: for `router_preset="calibrated"`: the file that `dantinox calibrate --what router` wrote for this
         model, or a mapping with the values of that file.
+      negative_ids: with `guidance_scale`, the tokens of the negative prompt; None: the last token of each prompt.
       settings: settings of the sections `generation` (`temperature`, `top_p`, `greedy`, `seed`, `n` samples per prompt),
         `router` and `kv` (`kv_budget` and so on). Settings that name tokens must use ids. `kv_calibration` is the path of the
         file with measurements of the heads. Without `seed`, a random seed is used.
@@ -130,6 +133,7 @@ def generate(
         "score_fn": score_fn,
         "show_candidates": show_candidates,
         "logit_processor": logit_processor,
+        "negative_ids": None if negative_ids is None else _integer_array("negative_ids", negative_ids).tolist(),
     }
     start = time.perf_counter()
     results = ids_model.complete([ids_model.request(ids, config, **report) for ids in prompts])

@@ -344,6 +344,7 @@ class LoadedModel(ModelBundle):
         reasoning: Reasoning | None = None,
         visible_ids: frozenset[int] = frozenset(),
         lora: str | None = None,
+        negative_ids: Sequence[int] | None = None,
     ) -> GenerationRequest:
         """Returns a request, the argument of `complete` and `start`: a prompt with validated settings.
 
@@ -351,7 +352,7 @@ class LoadedModel(ModelBundle):
           prompt: a string, or token ids in [0, vocabulary).
           settings: settings by name, as for `generate`, or a complete `Config`.
           logprobs, echo, score_fn, show_candidates, constraint, logit_processor, lora: as for `generate`.
-          reasoning, visible_ids: as in `GenerationRequest`.
+          reasoning, visible_ids, negative_ids: as in `GenerationRequest`.
 
         Raises:
           UserError: as for `generate`.
@@ -369,6 +370,9 @@ class LoadedModel(ModelBundle):
             raise UserError("show_candidates needs the log-probabilities of each token: set logprobs too")
         text, ids = (prompt, self.prompt_ids(prompt)) if isinstance(prompt, str) else (self.tokenizer.decode(prompt), prompt)
         config = self.settings(settings)
+        section = config.generation
+        if negative_ids is not None and (section.guidance_scale == 1 or section.negative_prompt):
+            raise UserError("negative_ids need a generation.guidance_scale other than 1, and no generation.negative_prompt")
         if lora is not None and lora not in self.loras:
             raise unknown_adapter(lora, self.loras)
         if lora is not None and config.generation.tensor_parallel > 1:
@@ -386,6 +390,7 @@ class LoadedModel(ModelBundle):
             show_candidates=show_candidates,
             logit_processor=logit_processor,
             lora=lora,
+            negative_ids=None if negative_ids is None else tuple(negative_ids),
         )
 
     def load_lora(self, name: str, path: str | Path) -> None:
@@ -442,7 +447,8 @@ class LoadedModel(ModelBundle):
             if request.logit_processor is not None:
                 check_logit_processor(request.logit_processor)
             shared = [getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)]
-            key = (*shared, config.router.use_attention, config.kv, *report, request.guided, request.logit_processor)
+            key = (*shared, config.router.use_attention, config.kv, *report, request.guided, request.has_guidance)
+            key = (*key, request.logit_processor)
             groups.setdefault(key, []).append(number)
 
         def start(numbers: list[int]) -> BatchRun | BeamRun:

@@ -290,6 +290,21 @@ class ModelBundle:
             raise UserError("the prompt is empty and the tokenizer has no BOS token: enter at least one character")
         return [bos_id]
 
+    def negative_ids(self, request: GenerationRequest, context: int) -> tuple[int, ...]:
+        """Returns the tokens of the negative prompt of a request with guidance: by default the last token of its prompt.
+
+        Raises:
+          UserError: the negative prompt fills the context, or as in `prompt_ids` and `check_ids`.
+        """
+        text, ids = request.config.generation.negative_prompt, request.negative_ids
+        if ids is None:
+            ids = tuple(self.prompt_ids(text)) if text else request.ids[-1:]
+        self.check_ids(ids)
+        if not 1 <= len(ids) < context:
+            message = f"generation.negative_prompt has {len(ids)} tokens and must have from 1 to {context - 1}"
+            raise UserError(message, key="generation.negative_prompt")
+        return ids
+
     def check_ids(self, ids: Sequence[int]) -> None:
         """Checks the token ids of a prompt.
 

@@ -10,6 +10,7 @@ from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.drafts import plan_drafts
 from dantinox.generation.engine import STREAM_CHUNK_SECONDS, Engine, Job
+from dantinox.generation.guidance import RowPairs
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.result import GenerationStats, Result, TokenColumns
@@ -53,23 +54,31 @@ class BatchRun:
         self.numbers = [number for number in numbers for _ in range(n)]
         self.results: list[Result] = []
         self._model = model
-        configs = [request.config for request in requests for _ in range(n)]
         for request in requests:
             model.check_ids(request.ids)
+        P, context = len(requests), model.model.config.max_context
+        prompts, rows = [request.ids for request in requests], [request for request in requests for _ in range(n)]
+        pairs = None
+        if first.has_guidance:  # the guide rows follow the main rows
+            prompts += [model.negative_ids(request, context) for request in requests]
+            pairs = RowPairs.halves(np.array([row.config.generation.guidance_scale for row in rows]))
+            rows *= 2
+        configs = [row.config for row in rows]
         kv, calibration = model.kv(first.config)
         params = model.params(
             configs,
-            [*range(n)] * len(requests),
+            [*range(n)] * len(prompts),
             score_fn=first.score_fn,
             show_candidates=first.show_candidates,
             logit_processor=first.logit_processor,
         )
-        lengths_P = np.array([len(request.ids) for request in requests], np.int32)
-        requested_P = np.array([request.config.generation.max_new_tokens for request in requests])
-        limits_P = clamp_to_context(lengths_P, requested_P, model.model.config.max_context)
-        prompt_PT = np.zeros((len(requests), lengths_P.max()), np.int32)
-        for row, request in zip(prompt_PT, requests, strict=True):
-            row[: len(request.ids)] = request.ids
+        lengths_P = np.array([len(ids) for ids in prompts], np.int32)
+        requested_P = np.array([row.config.generation.max_new_tokens for row in rows[::n]])
+        limits_P = clamp_to_context(lengths_P, requested_P, context)
+        limits_P = np.tile(limits_P.reshape(-1, P).min(axis=0), len(prompts) // P)
+        prompt_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
+        for prompt_T, ids in zip(prompt_PT, prompts, strict=True):
+            prompt_T[: len(ids)] = ids
         stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
         order = head_order(model.model.config, kv, calibration)
         prepared = model.prepared(section, order)
@@ -94,13 +103,14 @@ class BatchRun:
             constrained=constrained,
             draft_plan=None if constrained else plan_drafts(first.config, prepared, len(configs), slots, draft_model),
             draft_model=draft_model,
-            adapters=model.row_adapters([request.lora for request in requests for _ in range(n)], order),
+            adapters=model.row_adapters([row.lora for row in rows], order),
+            pairs=pairs,
         )
         seconds = STREAM_CHUNK_SECONDS if stream else None
         self._engine = Engine(
             model, self.batch, chunk_seconds=seconds, max_steps=steps or DECODE_CHUNK, dispatch_ahead=steps is None
         )
-        self._jobs = self._engine.add_static(requests, limits_P.tolist())
+        self._jobs = self._engine.add_static(requests, limits_P[:P].tolist())
         self._samples = [(job, number) for job in self._jobs for number in range(n)]
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:

@@ -33,6 +33,7 @@ class GenerationRequest:
       score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
       logit_processor: edits the logits, as in `LoadedModel.generate`; None: the processor of the batch, if it has one.
       lora: the name of the adapter; None: the base model.
+      negative_ids: with guidance, the tokens of the negative prompt; None: those of `generation.negative_prompt`.
       salt: only requests with an equal salt share keys in the prefix cache of a server, so that the time of a response reveals
         nothing about the prompts of others.
     """
@@ -52,6 +53,12 @@ class GenerationRequest:
     healed: tuple[int, ...] | None = None
     lora: str | None = None
     salt: str = ""
+    negative_ids: tuple[int, ...] | None = None
+
+    @property
+    def has_guidance(self) -> bool:
+        """Whether each sample has a guide row (`generation.guidance`)."""
+        return self.config.generation.guidance_scale != 1
 
     @property
     def guided(self) -> bool:

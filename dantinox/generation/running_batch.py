@@ -79,6 +79,7 @@ class Row:
         a dispatched chunk counts one token per step until it is collected.
       reports: whether to return a `StepInfo` with the tokens.
       drafts: the draft tokens since the start of the row.
+      guide: the slot of the guide row of this row; None without guidance. A guide row has no `program` here.
       history: `SamplerState.recurrent` after each generated token, for a restart; empty dicts if there is none.
     """
 
@@ -86,6 +87,7 @@ class Row:
     remaining: int = 0
     reports: bool = False
     drafts: DraftCounts = NO_DRAFTS
+    guide: int | None = None
     history: list[Recurrent] = field(default_factory=list)
 
     def add_history(self, slot: int, count: int, recurrent: dict[str, np.ndarray]) -> None:
@@ -154,7 +156,7 @@ class RunningBatch:
         """Ends a row; its tokens in pending chunks are dropped."""
         row = self._rows[slot]
         if row.program is not None:
-            self._stopped.setdefault(row.program, set()).add(slot)
+            self._stopped.setdefault(row.program, set()).update({slot} if row.guide is None else {slot, row.guide})
             row.program = None
 
     def restart(self, slot: int, tokens: Sequence[int], prompt_length: int, limit: int) -> None:

@@ -10,9 +10,9 @@ class QueueFull(Exception):
 
 
 class Job(Protocol):
-    """A job that needs `samples` slots at the same time."""
+    """A job that needs this many slots at the same time."""
 
-    samples: int
+    slots: int
 
 
 J = TypeVar("J", bound=Job)
@@ -57,17 +57,17 @@ class Scheduler(Generic[J]):
         """Returns the slots of a job, ascending."""
         return [slot for slot, holder in enumerate(self.holders) if holder is job]
 
-    def check(self, samples: int) -> None:
-        """Checks whether a job with this many samples can be added.
+    def check(self, slots: int) -> None:
+        """Checks whether a job that needs this many slots can be added.
 
         Raises:
           ValueError: the job needs more slots than exist.
           QueueFull: the job would have to wait, and the queue is full.
         """
-        if samples > len(self.holders):
-            raise ValueError(f"a job of {samples} samples does not fit {len(self.holders)} slots")
+        if slots > len(self.holders):
+            raise ValueError(f"a job of {slots} slots does not fit {len(self.holders)} slots")
         free, waiting = self.free, 0  # jobs that fit into the free slots start immediately and do not count as waiting
-        for needed in [*(job.samples for job in self.waiting), samples]:
+        for needed in [*(job.slots for job in self.waiting), slots]:
             free -= needed
             waiting += free < 0
         if waiting > self.queue:
@@ -75,7 +75,7 @@ class Scheduler(Generic[J]):
 
     def add(self, job: J) -> None:
         """Adds a job at the end of the queue; raises as `check` does."""
-        self.check(job.samples)
+        self.check(job.slots)
         self.waiting.append(job)
 
     def admit(self, ready: Callable[[J], bool]) -> J | None:
@@ -85,9 +85,9 @@ class Scheduler(Generic[J]):
           ready: whether the program of a job is compiled.
         """
         job = next(filter(ready, self.waiting), None)
-        if job is None or job.samples > self.free:
+        if job is None or job.slots > self.free:
             return None
-        for _ in range(job.samples):
+        for _ in range(job.slots):
             self.holders[self._free.pop(0)] = job
         self.waiting.remove(job)
         self.prefilling.append(job)

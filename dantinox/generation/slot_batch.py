@@ -25,6 +25,7 @@ from dantinox.generation.block_pool import caches_of
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted
 from dantinox.generation.drafts import NO_DRAFTS, PairedCache, plan_drafts
+from dantinox.generation.guidance import RowPairs
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes, renew_probe
 from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
@@ -245,6 +246,7 @@ class SlotBatch(PrefillBatch):
             inputs = self._model, cache, state, params, zero, self._draft_model, self._stacks
             return decode_slots.lower(*inputs, report=report, draft_plan=drafts).compile()
         row, inputs, options = self._init_inputs(self.row_params(config), (), 0, 0, None, NO_ADAPTER)
+        options |= _pairs_option(key[0], RowPairs.row(0, 0))
         if kind == "init":
             return init_slot_row.lower(row, *inputs, **options).compile()
         initial = jax.eval_shape(partial(init_slot_row, **options), row, *inputs)
@@ -255,8 +257,9 @@ class SlotBatch(PrefillBatch):
         row, inputs, options = self._init_inputs(self.row_params(config), (0,), 0, 0, None, NO_ADAPTER)
         state = init_slot_row(row, *inputs, **options)
         idle = replace(row, enabled=jax.tree.map(jnp.zeros_like, row.enabled)), replace(state, done_B=jnp.ones(1, bool))
-        rows: tuple[SamplingParams, DecodeState] = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
-        return rows
+        params, state = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
+        pairs = RowPairs.alone(self.count) if config.generation.guidance_scale != 1 else None
+        return params, replace(state, pairs=jax.tree.map(jnp.asarray, pairs))
 
     def _init_inputs(
         self,
@@ -306,6 +309,8 @@ class SlotBatch(PrefillBatch):
         sample_index: int = 0,
         report: bool = False,
         constrained: bool = False,
+        guide: int | None = None,
+        guidance_scale: float = 1.0,
     ) -> None:
         """Starts to decode a prefilled prompt, or restarts a row from an earlier token.
 
@@ -316,23 +321,40 @@ class SlotBatch(PrefillBatch):
           report: whether to return a `StepInfo` with the tokens.
           constrained: whether `set_token_mask` will be called for every token. The row then has no drafts, because the mask of
             a token depends on the tokens before it.
+          guide: with guidance, the slot of the guide row, in which the negative prompt is prefilled.
         """
         previous, program = self._rows[slot], row_params.program
-        row = self._rows[slot] = replace(previous, history=previous.history[: len(output)])
+        row = self._rows[slot] = replace(previous, history=previous.history[: len(output)], guide=guide)
         changes: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
         row_params = row_params._replace(
             params=replace(row_params.params, **changes), max_drafts=0 if constrained else row_params.max_drafts
         )
         recurrent = row.history[-1] if row.history else None
+        pairs = RowPairs.row(slot if guide is None else guide, slot, guidance_scale)
+        self._init_row(slot, row_params, output, limit, recurrent, pairs)
+        if guide is not None:
+            self._init_row(guide, row_params, output, limit, None, RowPairs.row(guide, slot))
+        row.remaining, row.program, row.reports, row.drafts = limit, program, report, NO_DRAFTS
+        previous.program = None  # so that its pending chunks are dropped
+
+    def _init_row(
+        self,
+        slot: int,
+        row_params: RowParams,
+        output: Sequence[int],
+        limit: int,
+        recurrent: Recurrent | None,
+        pairs: RowPairs,
+    ) -> None:
+        """Writes the state of a row, whose prompt is in its slot, to the state of its program."""
+        program, row = row_params.program, self._rows[slot]
         params, inputs, _ = self._init_inputs(row_params, (*row.ids, *output), len(output), limit, recurrent, row.adapter)
-        state = self._programs["init", program](params, *inputs)
+        state = self._programs["init", program](params, *inputs, **_pairs_option(program, pairs))
         self._states[program] = self._programs["insert", program](self._states[program], (params, state), int32(slot))
         # Drop pending changes that were meant for the previous request of this slot.
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
             self._masks[program][slot] = ALL_ALLOWED
-        row.remaining, row.program, row.reports, row.drafts = limit, program, report, NO_DRAFTS
-        previous.program = None  # so that its pending chunks are dropped
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
@@ -408,3 +430,8 @@ def _fitting_slots(architecture: Any, plan: Any, context: int, memory: int | Non
             f"{free / 1e9:.1f} GB of free memory: set a shorter context"
         )
     return int(min(DEFAULT_SLOTS, fitting))
+
+
+def _pairs_option(program: ProgramKey, pairs: RowPairs) -> dict[str, RowPairs]:
+    """Returns the argument of `init_row` for the pair of a row; none for a program without guidance."""
+    return {"pairs": pairs} if program.has_guidance else {}

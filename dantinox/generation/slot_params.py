@@ -33,12 +33,14 @@ class ProgramKey(NamedTuple):
     """The key of a decode program; requests with the same key are decoded together.
 
     All requests without the router share one program, which reads the order of the sampling steps and the rules for ties and
-    top_p from arrays. With the router, different rules need different programs.
+    top_p from arrays. With the router, different rules need different programs. Requests with guidance have
+    programs of their own, whose rows form pairs.
     """
 
     strategy: str
     words: tuple[tuple[str, str], ...] = ()
     attends: bool = False
+    has_guidance: bool = False
 
 
 class RowParams(NamedTuple):
@@ -105,9 +107,11 @@ class ServedSettings:
                 self._config.generation, key
             ):  # the message must not contain the keys
                 raise UserError(f"generation.{key} is set by this server and cannot be changed", key=f"generation.{key}")
+        has_guidance = g.guidance_scale != 1
         if g.strategy == "chain":
-            return ProgramKey("chain")
-        return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS), config.router.use_attention)
+            return ProgramKey("chain", has_guidance=has_guidance)
+        words = tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS)
+        return ProgramKey(g.strategy, words, config.router.use_attention, has_guidance)
 
     def _check_drafts(self, requested: GenerationSection) -> None:
         """Checks that the drafts of a request are a part of those that the programs of the server can verify."""

@@ -15,8 +15,9 @@ from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, _generate_toks, init_row, write_row
 from dantinox.generation.drafts import DraftPlan, DraftState, init_drafts
+from dantinox.generation.guidance import RowPairs
 from dantinox.generation.quantized_weights import split_model
-from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RowStatus, RunningBatch, restart_slots
+from dantinox.generation.running_batch import NO_ID, PendingChunk, Recurrent, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.model import KVCache, Transformer
 from dantinox.model.row_adapters import RowAdapters
 from dantinox.sampling import SamplingParams, StepInfo, init_state
@@ -129,6 +130,7 @@ class StaticBatch(RunningBatch):
         draft_plan: DraftPlan | None = None,
         draft_model: Transformer | None = None,
         adapters: RowAdapters | None = None,
+        pairs: RowPairs | None = None,
     ):
         """Creates `P · samples` rows; the samples of a prompt are consecutive rows.
 
@@ -143,6 +145,7 @@ class StaticBatch(RunningBatch):
           draft_plan: verify draft tokens; needs an uncompressed cache and no constraint.
           draft_model: the model that generates the draft tokens; None: they are searched in the text.
           adapters: the adapters of the rows; None: no row has one.
+          pairs: the pairs of main rows and guide rows; a guide row emits nothing on the host. None: no guidance.
         """
         P, T = prompt_PT.shape
         super().__init__(P * samples)
@@ -167,6 +170,9 @@ class StaticBatch(RunningBatch):
         self.no_steps: StepInfo | None = None
         self.before_dispatch: Callable[[], None] = lambda: None
         self._rows = [Row(PROGRAM_NAME if limit > 0 else None, int(limit), report is not None) for limit in limits_B]
+        if pairs is not None:
+            for slot, (guide, main) in enumerate(zip(pairs.guide_B.tolist(), pairs.main_B.tolist(), strict=True)):
+                self._rows[slot] = Row() if main != slot else replace(self._rows[slot], guide=guide if guide != slot else None)
         state = DecodeState(
             token_B=jnp.zeros(self.count, jnp.int32),
             position_B=jnp.asarray(lengths_B - 1, jnp.int32),
@@ -177,6 +183,7 @@ class StaticBatch(RunningBatch):
             sequence_BS=None if use_cache and draft_plan is None else jnp.asarray(sequence_BS),
             drafts=None if draft_plan is None else _initial_drafts(draft_plan, lengths_B),
             adapter_B=None if adapters is None else adapters.number_B,
+            pairs=jax.tree.map(jnp.asarray, pairs),
         )
         if constrained:
             words = -(-model.config.vocab_size // 32)
@@ -224,14 +231,23 @@ class StaticBatch(RunningBatch):
         return super().dispatch(1 if is_prefill else steps)._replace(is_prefill=is_prefill)
 
     def restart(self, slot: int, tokens: Sequence[int], prompt_length: int, limit: int) -> None:
-        params, state = self._states[PROGRAM_NAME]
         previous, generated = self._rows[slot], len(tokens) - prompt_length
         row = self._rows[slot] = replace(previous, program=PROGRAM_NAME, remaining=limit, history=previous.history[:generated])
+        self._init_row(slot, tokens, generated, limit, row.history[-1] if row.history else {})
+        if row.guide is not None:
+            prompts, lengths = self._prompt
+            number = row.guide // self._prefill_options["samples"]
+            negative = np.asarray(prompts)[number, : int(lengths[number])].tolist()
+            self._init_row(row.guide, [*negative, *tokens[prompt_length:]], generated, limit, {})
+        previous.program = None  # so that its pending chunks are dropped
+
+    def _init_row(self, slot: int, tokens: Sequence[int], generated: int, limit: int, recurrent: Recurrent) -> None:
+        """Replaces the state of a row by that after these tokens, the last `generated` of which are generated."""
+        params, state = self._states[PROGRAM_NAME]
         tokens_1S = np.zeros((1, self._capacity), np.int32)
         tokens_1S[0, : len(tokens)] = tokens
-        recurrent = row.history[-1] if row.history else dict.fromkeys(state.sampler.recurrent, np.nan)
-        values = {name: jnp.asarray([value], jnp.float32) for name, value in sorted(recurrent.items())}
-        row_params, end_ids_1E = jax.tree.map(lambda x: x[slot : slot + 1], (params, state.eos_BE))
+        values = {name: jnp.asarray([recurrent.get(name, np.nan)], jnp.float32) for name in sorted(state.sampler.recurrent)}
+        row_params, end_ids_1E, pairs = jax.tree.map(lambda x: x[slot : slot + 1], (params, state.eos_BE, state.pairs))
         initial = _init_row(
             row_params,
             tokens_1S,
@@ -244,10 +260,10 @@ class StaticBatch(RunningBatch):
             None if state.adapter_B is None else state.adapter_B[slot : slot + 1],
             vocab_size=self._vocab_size,
             keeps_sequence=state.sequence_BS is not None,
+            pairs=pairs,
         )
         self._states[PROGRAM_NAME] = params, _insert_row(state, initial, np.int32(slot))
         self._stopped.get(PROGRAM_NAME, set()).discard(slot)
-        previous.program = None  # so that its pending chunks are dropped
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]

@@ -280,6 +280,8 @@ def test_the_table_of_flags_is_complete():
         "matmul_dtype",
         "matmul_kernel",
         "tensor_parallel",
+        "guidance_scale",
+        "negative_prompt",
         "num_beams",
         "length_penalty",
         "early_stopping",

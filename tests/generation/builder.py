@@ -181,6 +181,31 @@ def slowly(
     return text[len(prompt) :]
 
 
+def log_softmax(logits_V: Any) -> np.ndarray:
+    """Returns the log-probabilities in float64."""
+    shifted_V = np.asarray(logits_V, np.float64) - np.max(logits_V)
+    return shifted_V - np.log(np.exp(shifted_V).sum())
+
+
+def guided_logprobs(model: Transformer, prompt: list[int], negative: list[int], scale: float, tokens: list[int]) -> np.ndarray:
+    """Returns the log-probabilities after a prompt and new tokens, with classifier-free guidance."""
+    main_V, guide_V = (log_softmax(all_logits(model, [*text, *tokens])[-1]) for text in (prompt, negative))
+    return log_softmax(guide_V + scale * (main_V - guide_V))
+
+
+def guided_text(
+    model: Transformer, prompt: list[int], negative: list[int], scale: float, steps: int, seed: int, sample: int = 0
+) -> tuple[list[int], list[float]]:
+    """Returns the tokens that are drawn with guidance, and the log-probability of each."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for n in range(steps):
+        logprob_V = guided_logprobs(model, prompt, negative, scale, tokens)
+        tokens.append(int(_draw(jnp.float32(logprob_V), seed, sample, n)))
+        logprobs.append(logprob_V[tokens[-1]])
+    return tokens, logprobs
+
+
 def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
     """Returns random prompts of these lengths."""
     random = np.random.default_rng(seed)

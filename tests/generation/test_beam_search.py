@@ -34,11 +34,6 @@ ROWS = [
 ]
 
 
-def log_softmax(logits_V):
-    shifted_V = np.asarray(logits_V, np.float64) - np.max(logits_V)
-    return shifted_V - np.log(np.exp(shifted_V).sum())
-
-
 def reference(logprobs, beams, ends, limit, penalty=1.0, early=False):
     """Returns the complete sequences of a beam search as (score, tokens), best first.
 
@@ -69,7 +64,7 @@ def row_logprobs(model, prompt, **settings):
     @cache
     def logprobs(tokens):
         logits_1V = builder.all_logits(model, [*prompt, *tokens])[-1:]
-        return log_softmax(process_logits(logits_1V, steps, [prompt], [list(tokens)])[0] if steps else logits_1V[0])
+        return builder.log_softmax(process_logits(logits_1V, steps, [prompt], [list(tokens)])[0] if steps else logits_1V[0])
 
     return logprobs
 
@@ -112,7 +107,7 @@ def test_all_beams_are_an_exhaustive_search():
 
     @cache
     def logprobs(tokens):
-        return log_softmax(builder.all_logits(model, [*prompt, *tokens])[-1] - presence * np.isin(np.arange(V), tokens))
+        return builder.log_softmax(builder.all_logits(model, [*prompt, *tokens])[-1] - presence * np.isin(np.arange(V), tokens))
 
     every = [
         tokens
@@ -207,7 +202,7 @@ def decoded_logprob(model, prompt, tokens, plan):
 
     logits_1V, total = step_logits.logits, 0.0
     for i, token in enumerate(tokens):
-        total += log_softmax(logits_1V[0])[token]
+        total += builder.log_softmax(logits_1V[0])[token]
         logits_1V, kv_cache = step(kv_cache, jnp.int32(token), jnp.int32(len(prompt) + i))
     return total
 

@@ -13,7 +13,7 @@ from tests.error_texts import ERRORS
 @dataclass(eq=False)
 class Work:
     number: int
-    samples: int
+    slots: int
     parts: int  # prefill chunks of its prompt
     chunks: int  # decode steps of each sample
     lane: int = 0
@@ -40,7 +40,7 @@ def test_any_course_of_events(events, slots, queue):
     def step():
         while (job := scheduler.admit(lambda job: job.lane in compiled)) is not None:
             held = scheduler.slots_of(job)
-            assert len(held) == job.samples and not set(held) & set(left)
+            assert len(held) == job.slots and not set(held) & set(left)
             # All earlier jobs hold slots, except those whose program is missing.
             assert all(other.lane not in compiled for other in scheduler.waiting if other.number < job.number)
             started.append(job)
@@ -60,7 +60,7 @@ def test_any_course_of_events(events, slots, queue):
     for kind, *of in events:
         if kind == "add":
             job = Work(len(jobs), *of)
-            wanted = job.samples + sum(other.samples for other in scheduler.waiting)
+            wanted = job.slots + sum(other.slots for other in scheduler.waiting)
             try:
                 scheduler.add(job)
                 jobs.append(job)
@@ -113,5 +113,5 @@ def test_a_large_job_is_not_overtaken():
     assert scheduler.admit(always) is small and scheduler.admit(always) is None
     scheduler.release(0)
     assert scheduler.admit(always) is large and scheduler.admit(always) is None
-    with pytest.raises(ValueError, match=ERRORS["a_job_of_4_samples"]):
+    with pytest.raises(ValueError, match=ERRORS["a_job_of_4_slots"]):
         scheduler.add(Work(3, 4, 0, 1))

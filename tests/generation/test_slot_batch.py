@@ -114,6 +114,35 @@ def test_samples_share_one_prefill(served):
     assert [tokens[slot] for slot in (0, 3, 1)] == expected
 
 
+def test_pairs_of_rows(served):
+    """A request with guidance has bitwise the same answer alone, from the prefix cache and in a mixed batch, by the formula."""
+    run, slots = served
+    engine, negative = Engine(run, slots), "x" * 70
+    settings = {"seed": 4, "max_new_tokens": 6}
+    config = run.settings(settings | {"guidance_scale": 1.8, "negative_prompt": negative})
+    guided = run.request("a fox", config, logprobs=0)
+    plain = run.request("a fox", settings, logprobs=0)
+
+    def answers(*requests):
+        jobs = [engine.add(one) for one in requests]
+        found = [([], []) for _ in jobs]
+        while engine.busy:
+            for output in engine.step():
+                if output.ids:
+                    tokens, logprobs = found[jobs.index(output.job)]
+                    tokens += output.ids
+                    logprobs += output.steps.logprob.tolist()
+        return found
+
+    alone = *answers(guided), *answers(plain)
+    assert answers(plain, guided, plain) == [alone[1], alone[0], alone[1]]
+    assert answers(guided, guided) == [alone[0]] * 2
+    ids = [*guided.ids], run.prompt_ids(negative)
+    tokens, logprobs = builder.guided_text(run.model, *ids, 1.8, 6, 4)
+    assert alone[0][0] == tokens
+    np.testing.assert_allclose(alone[0][1], logprobs, rtol=1e-5, atol=3e-5)
+
+
 def test_reports_of_tokens_and_of_the_prompt(served):
     run, slots = served
     alone = run.generate(LONG, seed=3, max_new_tokens=20, logprobs=20, echo=True, **DRAWN)

@@ -29,7 +29,7 @@ from dantinox.text import Tokenizer
 
 KOBOLDAI_VERSION = "1.2.5"  # supported version of KoboldAI's API
 KOBOLDCPP_VERSION = "1.74"  # supported version of KoboldCpp's API: the lowest for which Lite enables all features
-FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "savedata", "guidance"
+FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "savedata"
 # Clients poll these paths while they read a stream.
 UNLIMITED = ("/api/extra/generate/check", "/api/extra/abort", "/api/extra/last_logprobs")
 MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # number of finished generations that are kept, and seconds for which they are kept
@@ -261,7 +261,7 @@ def _info_routes(service: Service) -> list[Route]:
     """Returns the routes that describe the server. Paths of KoboldAI's API exist under `v1` and `latest`."""
     engine = service.engine
     about: dict[str, JSON] = {"result": "KoboldCpp", "version": KOBOLDCPP_VERSION, "protected": service.options.key is not None}
-    about |= dict.fromkeys(FEATURES, False) | {"embeddings": True, "server": f"DantinoX {__version__}"}
+    about |= dict.fromkeys(FEATURES, False) | {"embeddings": True, "guidance": True, "server": f"DantinoX {__version__}"}
 
     def route(path: str, content: Callable[[], JSON], purpose: str) -> Route:
         async def respond(request: Request) -> Response:

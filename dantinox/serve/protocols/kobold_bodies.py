@@ -166,6 +166,8 @@ class GenerateBody(StrictBody):
       adaptive_target: probability that adaptive-p favors; 0 or a negative value disables it.
       adaptive_decay: weight of the earlier tokens in the average of adaptive-p.
       sampler_order: order of the sampling steps, by KoboldAI's codes.
+      guidance_scale: scale of classifier-free guidance; 1 disables it.
+      negative_prompt: text that stands for the whole prompt in the guidance; empty: the last token of the prompt.
       banned_tokens: strings that are never generated.
       custom_token_bans: token ids that are never generated.
       logit_bias: numbers added to the logits of tokens, named by id.
@@ -224,6 +226,9 @@ class GenerateBody(StrictBody):
     adaptive_decay: Number | None = None
     sampler_order: Annotated[list[Annotated[int, Integer]], Field(max_length=7)] | None = None
 
+    guidance_scale: AtLeastZero | None = None
+    negative_prompt: str | None = None
+
     banned_tokens: Bans | None = Field(None, validation_alias=AliasChoices("banned_tokens", "banned_strings"))
     custom_token_bans: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_to_ids)] | None = None
     logit_bias: Annotated[dict[str, Number | None], BeforeValidator(lambda biases: biases or {})] | None = None
@@ -243,7 +248,7 @@ class GenerateBody(StrictBody):
           base: the generation settings of the server.
         """
         extra = {name: value for name, value in (self.model_extra or {}).items() if name in REQUEST_KEYS.keys() - ALIASES}
-        found = self._limits() | self._penalties(base) | self._dry(base)
+        found = self._limits() | self._penalties(base) | self._dry(base) | self._guidance(base)
         if extra.get("strategy", base.strategy) != "entropy":
             found |= self._temperature_settings(base) | self._filters(base)
         return found | extra
@@ -272,6 +277,12 @@ class GenerateBody(StrictBody):
             found["repetition_range"] = max(self.rep_pen_range, 0)
         if self.rep_pen_slope is not None and found.get("repetition_range", base.repetition_range) > 1:
             found["repetition_slope"] = 0.0 if self.rep_pen_slope == 1 else self.rep_pen_slope
+        return found
+
+    def _guidance(self, base: GenerationSection) -> dict[str, object]:
+        found: dict[str, object] = {} if self.guidance_scale is None else {"guidance_scale": self.guidance_scale}
+        if self.negative_prompt is not None and found.get("guidance_scale", base.guidance_scale) != 1:
+            found["negative_prompt"] = self.negative_prompt
         return found
 
     def _dry(self, base: GenerationSection) -> dict[str, object]:
