@@ -317,7 +317,10 @@ class NativeReply(Reply):
         later, seconds = stats.new_tokens - 1, stats.seconds - stats.first_token_seconds
         numbers = {name: value for name, value in vars(stats).items() if math.isfinite(value)}
         numbers["decode_tok_per_s"] = later / seconds if later > 0 and seconds > 0 else None
-        content = {"finish_reasons": [reason for _, reason in sorted(self._reasons.items())], "stats": numbers}
+        content: dict[str, object] = {
+            "finish_reasons": [reason for _, reason in sorted(self._reasons.items())],
+            "stats": numbers,
+        }
         if self._prepared is not None:
             content["messages"] = [reply.message() for _, reply in sorted(self._replies.items())]
         return _event("end", content)
