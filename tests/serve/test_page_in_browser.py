@@ -689,6 +689,26 @@ def test_the_format_of_an_answer(opened, engine):
     assert engine.asked[-1].constraint is None
 
 
+def test_a_request_waits_for_a_model_that_is_loading(opened, engine):
+    engine.state = "loading"
+    opened.execute_script("byId('draft').value = 'Nel mezzo'; go()")
+    wait(opened, "return byId('status').textContent === 'The model is loading …'")
+    find(opened, "#stop").click()
+    done(opened)
+    assert find(opened, "#status").text == "Stopped after 0 tokens." and text_of(opened) == ""
+    assert find(opened, "#draft").get_attribute("value") == "Nel mezzo", "nothing is lost"
+    find(opened, "#go").click()
+    wait(opened, "return byId('status').textContent === 'The model is loading …'")
+    engine.state = "ready"
+    done(opened)
+    assert len(ids(opened)) == 30
+    engine.state = "draining"
+    find(opened, "#go").click()
+    done(opened)
+    assert "draining" in find(opened, "#problem").text and len(ids(opened)) == 30
+    opened.get_log("browser")  # the browser logs the 503 responses
+
+
 def test_models_and_adapters(browser, engine):
     engine.loras = {"poems": None, "prose": None}
     with serving(app(engine)) as port:
