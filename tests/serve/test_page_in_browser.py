@@ -792,7 +792,10 @@ def test_compare_and_dialogs_by_keyboard(opened, engine):
     press(opened, "ESCAPE")
     done(opened)
     engine.pause = 0.002
-    assert len(engine.cancelled) >= 2 and "Stopped after" in opened.find_elements("css selector", ".side .status")[0].text
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(opened, 5, 0.02).until(lambda _: len(engine.cancelled) >= 2)
+    assert "Stopped after" in opened.find_elements("css selector", ".side .status")[0].text
     opened.execute_script("document.querySelector('.keep').focus()")
     press(opened, "ENTER")
     assert text_of(opened).startswith("Nel mezzo") and focused(opened) == find(opened, "#draft")
