@@ -24,6 +24,10 @@ byId("setting-seed").value = 7;
 byId("setting-max_new_tokens").value = 80;
 settingsChanged();
 """
+TOKEN = """
+openPanel("token");
+select(state.sample.tokens.findIndex(({entropy}, i) => i > 9 && entropy > 5), true);
+"""
 WIDE, NARROW = (1280, 800), (390, 780)
 
 
@@ -36,17 +40,14 @@ def main(address: str) -> None:
         browser.execute_script(SETTINGS)
         browser.execute_script("byId('draft').value = arguments[0]; go()", PROMPT)
         wait(browser, "return writing.abort === null")
-        browser.execute_script("openPanel('token'); select(state.sample.tokens.findIndex(({entropy}) => entropy > 3), true)")
-        take(browser, "page", WIDE)
-        take(browser, "page_phone", NARROW)
-        browser.execute_script("openPanel('settings')")
-        take(browser, "page_phone_settings", NARROW)
+        take(browser, "page", WIDE, TOKEN)
+        take(browser, "page_phone", NARROW, TOKEN)
+        take(browser, "page_phone_settings", NARROW, "openPanel('settings')")
         browser.execute_script("current().parts = []; comparing.sides[0].preset = 'Creative'; toggleComparison(true)")
         browser.execute_script("byId('draft').value = arguments[0]; go()", PROMPT)
         wait(browser, "return writing.abort === null")
-        take(browser, "page_compare", WIDE)
-        browser.execute_script("openPanel(null)")
-        take(browser, "page_phone_compare", NARROW)
+        take(browser, "page_compare", WIDE, "openPanel('settings')")
+        take(browser, "page_phone_compare", NARROW, "openPanel(null)")
     finally:
         browser.quit()
 
@@ -73,11 +74,12 @@ def wait(browser: webdriver.Chrome, script: str) -> None:
     WebDriverWait(browser, 300, 0.1).until(lambda browser: browser.execute_script(script))
 
 
-def take(browser: webdriver.Chrome, name: str, size: tuple[int, int]) -> None:
-    """Writes a picture of the window in this size (width, height, in pixels)."""
+def take(browser: webdriver.Chrome, name: str, size: tuple[int, int], script: str) -> None:
+    """Sets the size of the window (width, height, in pixels), runs a script, and writes a picture."""
     metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == NARROW}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.execute_script("dispatchEvent(new Event('resize'))")
+    browser.execute_script(script)
     data = base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"])
     picture = Image.open(io.BytesIO(data)).convert("RGB").quantize(64)
     picture.save(PICTURES / f"{name}.png", optimize=True)

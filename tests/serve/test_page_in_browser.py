@@ -689,6 +689,26 @@ def test_the_format_of_an_answer(opened, engine):
     assert engine.asked[-1].constraint is None
 
 
+def test_a_request_waits_for_a_model_that_is_loading(opened, engine):
+    engine.state = "loading"
+    opened.execute_script("byId('draft').value = 'Nel mezzo'; go()")
+    wait(opened, "return byId('status').textContent === 'The model is loading …'")
+    find(opened, "#stop").click()
+    done(opened)
+    assert find(opened, "#status").text == "Stopped after 0 tokens." and text_of(opened) == ""
+    assert find(opened, "#draft").get_attribute("value") == "Nel mezzo", "nothing is lost"
+    find(opened, "#go").click()
+    wait(opened, "return byId('status').textContent === 'The model is loading …'")
+    engine.state = "ready"
+    done(opened)
+    assert len(ids(opened)) == 30
+    engine.state = "draining"
+    find(opened, "#go").click()
+    done(opened)
+    assert "draining" in find(opened, "#problem").text and len(ids(opened)) == 30
+    opened.get_log("browser")  # the browser logs the 503 responses
+
+
 def test_models_and_adapters(browser, engine):
     engine.loras = {"poems": None, "prose": None}
     with serving(app(engine)) as port:
@@ -772,7 +792,10 @@ def test_compare_and_dialogs_by_keyboard(opened, engine):
     press(opened, "ESCAPE")
     done(opened)
     engine.pause = 0.002
-    assert len(engine.cancelled) >= 2 and "Stopped after" in opened.find_elements("css selector", ".side .status")[0].text
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(opened, 5, 0.02).until(lambda _: len(engine.cancelled) >= 2)
+    assert "Stopped after" in opened.find_elements("css selector", ".side .status")[0].text
     opened.execute_script("document.querySelector('.keep').focus()")
     press(opened, "ENTER")
     assert text_of(opened).startswith("Nel mezzo") and focused(opened) == find(opened, "#draft")

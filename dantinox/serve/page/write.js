@@ -26,8 +26,10 @@ async function generate(before, kept = [], model = chosenModel()) {
     await receive(part, body, writing.abort.signal, (data) => onBegin(before, part, data), (data) => onTokens(part, data));
     showStatus(summaryOf(part));
   } catch (error) {
-    if (error.name === "AbortError") showStatus(`Stopped after ${countTokens(part)}.`);
-    else onFailure(error, text, part);
+    const isStopped = error.name === "AbortError";
+    showStatus(isStopped ? `Stopped after ${countTokens(part)}.` : "");
+    if (!isStopped) showProblem(error.message, error.param);
+    if (part.tokens.length === part.kept) takeBack(text);
   } finally {
     writing.abort = null;
     drawAll();
@@ -35,17 +37,11 @@ async function generate(before, kept = [], model = chosenModel()) {
   }
 }
 
-/** Shows the error. If no token arrived, restores the draft and the text before the request. */
-function onFailure(error, text, part) {
-  showProblem(error.message, error.param);
-  showStatus("");
-  if (part.tokens.length > part.kept) return;
+/** Restores the draft and the text before a request that generated nothing. */
+function takeBack(text) {
   const last = text.parts.at(-2);
   text.parts = text.past.pop();
-  if (last && last.fresh) {
-    byId("draft").value = last.text;
-    text.parts = text.parts.filter((one) => one !== last);
-  }
+  if (last?.fresh) byId("draft").value ||= last.text;
 }
 
 function onBegin(before, {model}, {prompt_tokens: tokens, left_out: leftOut, texts}) {
@@ -54,12 +50,12 @@ function onBegin(before, {model}, {prompt_tokens: tokens, left_out: leftOut, tex
     const isUser = (one) => one.text && !isModel(one) && !(one.ids && baseOf(one.model) === baseOf(model));
     if (texts.length === before.filter(isUser).length) before.filter(isUser).forEach((one, i) => Object.assign(one, {ids: texts[i], model}));
   }
-  before.forEach((one) => delete one.fresh);
   showStatus("Generating …");
 }
 
 function onTokens(part, {tokens}) {
   writing.use.tokens += tokens.length;
+  current().parts.forEach((one) => delete one.fresh);
   appendTokens(part, tokens);
 }
 

@@ -4,6 +4,7 @@
 // the model has the token records that the server sent and, in a chat, the message that the server read from them.
 
 const STOPPED = "stopped";
+const LOAD_INTERVAL = 1000; // milliseconds between requests to a server that is loading its model
 const writing = {
   mode: "story",
   texts: {story: {parts: [], past: [], future: []}, chat: {parts: [], past: [], future: []}},
@@ -36,7 +37,28 @@ async function request(path, options = {}) {
   byId("key-form").hidden = response.status !== 401;
   if (response.ok) return response;
   const {error} = await response.json().catch(() => ({error: null}));
-  throw Object.assign(new Error(error?.message ?? `The server responded with status ${response.status}.`), {param: error?.param});
+  throw Object.assign(new Error(error?.message ?? `The server responded with status ${response.status}.`), {param: error?.param, status: response.status});
+}
+
+/** Sends a request; while the model is still loading, waits and repeats it. */
+async function requestWhenReady(path, options) {
+  for (;;) {
+    try {
+      return await request(path, options);
+    } catch (error) {
+      const health = error.status === 503 ? await fetch("/health").then((response) => response.json()).catch(() => null) : null;
+      if (health?.status !== "loading") throw error;
+      showStatus("The model is loading …");
+      await pause(LOAD_INTERVAL, options.signal);
+    }
+  }
+}
+
+function pause(milliseconds, signal) {
+  return new Promise((resolve, reject) => {
+    setTimeout(resolve, milliseconds);
+    signal.addEventListener("abort", () => reject(signal.reason));
+  });
 }
 
 /** Yields server-sent events as [name, data]. */
@@ -111,7 +133,7 @@ async function receive(part, body, signal, onBegin, onTokens) {
   part.hasTools = Boolean(body.tools);
   const options = {method: "POST", body: JSON.stringify(body), signal};
   try {
-    for await (const [event, data] of readEvents(await request("/api/dantinox/generate", options))) {
+    for await (const [event, data] of readEvents(await requestWhenReady("/api/dantinox/generate", options))) {
       if (event === "begin") {
         const {seed, settings, router, vocab_size: vocab, prompt_tokens: promptTokens, reasoning_is_open: isOpen} = data;
         Object.assign(part, {seed, settings, router, vocab, promptTokens, isOpen});

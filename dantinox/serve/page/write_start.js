@@ -41,9 +41,12 @@ function storedState() {
   }
 }
 
-/** Returns the parts as plain text, without their tokens. */
+/** Returns the parts as plain text with their tool calls, without their tokens. */
 function withoutTokens(parts) {
-  return parts.map((part) => ({who: part.who, text: textOf(part), ...(isModel(part) && {tokens: []})}));
+  return parts.map(({tokens, ids, message, call, name, who, ...part}) => {
+    const rest = {...(message && {message}), ...(who === "tool" && {call, name})};
+    return {who, text: textOf({...part, tokens}), ...(who === "model" && {tokens: []}), ...rest};
+  });
 }
 
 /** Restores texts, draft and settings. If the model has changed, the stored token ids are not those of its vocabulary, and only plain text remains. */
