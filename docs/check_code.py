@@ -9,6 +9,7 @@ blocks are read as settings, JSON blocks are parsed. A YAML block that begins wi
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -29,7 +30,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 # Compiling takes most of the time: programs are not optimized, and are kept for the next time.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1")
+gc.set_threshold(100_000, 50, 50)  # tracing makes many objects
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / "docs" / "_build" / "programs"))
 os.environ["MPLBACKEND"] = "Agg"
 

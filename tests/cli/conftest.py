@@ -33,10 +33,9 @@ def copy(run_dir, tmp_path):
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    """The environment of processes: all share a folder for compiled programs."""
+    """The environment of processes: all share the user's folder for compiled programs."""
+    unset = ("PYTHONUNBUFFERED", "JAX_COMPILATION_CACHE_DIR")
     return {
-        **{name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        **{name: value for name, value in os.environ.items() if name not in unset},
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training.conftest import cache_programs, workshop
+from training.conftest import workshop
 from training.small import VOCABULARY, Workshop, small_config, small_store
 from training.test_resume import Stumbles, outcome
 
@@ -21,7 +21,7 @@ from dantinox.training.checkpoint_store import Checkpoints
 from dantinox.training.step import TrainStep
 
 pytestmark = pytest.mark.slow
-__all__ = ["cache_programs", "workshop"]
+__all__ = ["workshop"]
 DEVICES = 8
 MESH = {"distributed__fsdp": 4, "distributed__tensor": 2}
 

@@ -21,14 +21,12 @@ from dantinox.training.step import TrainStep
 
 from .train_until_killed import WATCHED
 
-CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
 
 
 def start_run_process(path, *arguments):
-    caching = {f"{name.upper()}": str(getattr(jax.config, name)) for name in CACHE}
     command = [sys.executable, str(Path(__file__).with_name("train_until_killed.py")), str(path), *map(str, arguments)]
-    return subprocess.Popen(command, env=os.environ | caching, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def run_process(path, *arguments):

@@ -64,7 +64,11 @@ def test_a_batch_equals_each_prompt_alone(config):
         assert row[len(prompt) : len(prompt) + STEPS].tolist() == builder.slowly(model, prompt, STEPS, greedy=True)
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
+QUICK = ("experts with biases after a dense layer", "shared keys and per-layer inputs", "latents")
+CONFIGS = [pytest.param(MODELS[name], id=name, marks=[] if name in QUICK else pytest.mark.exhaustive) for name in MODELS]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_low_precision_weights_equal_their_dequantized_form(config):
     low_precision = prepare(builder.model(config), "int8")
     assert weight_bytes(low_precision) < 0.6 * weight_bytes(builder.model(config))

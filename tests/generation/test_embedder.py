@@ -1,7 +1,6 @@
 """Tests embeddings against NumPy pooling of `Transformer.hidden` over the whole text."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -38,18 +37,29 @@ def model():
     return make_model()
 
 
-def reference(model, text, pooling):
-    """Pools the hidden states of one call over the whole text, in float64."""
-    ids = np.array([model.prompt_ids(text)], np.int32)
-    x_BTD, _, _ = model.model.hidden(jnp.asarray(ids), jnp.arange(ids.shape[1])[None])
-    x_TD = np.asarray(x_BTD[0], np.float64)
+@jax.jit
+def _hidden(model, tokens_BT, positions_BT):
+    return model.hidden(tokens_BT, positions_BT)[0]
+
+
+def reference(model, ids, pooling):
+    """Pools the hidden states of one call over the whole text, in float64. All texts are padded to one length."""
+    T = model.config.max_context
+    tokens_BT, positions_T = np.zeros((1, T), np.int32), np.arange(T)
+    tokens_BT[0, : len(ids)] = ids
+    x_BTD = _hidden(model, tokens_BT, np.where(positions_T < len(ids), positions_T, -1)[None])
+    x_TD = np.asarray(x_BTD[0, : len(ids)], np.float64)
     pooled_D = x_TD.mean(axis=0) if pooling == "mean" else x_TD[-1]
     return pooled_D / np.sqrt((pooled_D**2).sum())
 
 
+def references(model, pooling):
+    return [reference(model.model, model.prompt_ids(text), pooling) for text in TEXTS]
+
+
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_embeddings_equal_pooled_hidden_states(model, pooling):
-    expected = [reference(model, text, pooling) for text in TEXTS]
+    expected = references(model, pooling)
     found = model.embed(TEXTS, pooling=pooling)
     assert found.dtype == np.float32 and found.shape == (len(TEXTS), 32)
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -60,8 +70,7 @@ def test_embeddings_equal_pooled_hidden_states(model, pooling):
 def test_a_sliding_window_uses_a_ring_buffer():
     model = make_model(sliding_window=True, context_window=24)
     for pooling in ("mean", "last"):
-        expected = [reference(model, text, pooling) for text in TEXTS]
-        np.testing.assert_allclose(model.embed(TEXTS, pooling=pooling), expected, atol=1e-5)
+        np.testing.assert_allclose(model.embed(TEXTS, pooling=pooling), references(model, pooling), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +81,7 @@ def test_other_architectures(name):
     model = LoadedModel(build_config({}), builder.model(config), BYTES)
     ids = [[5, 9, 2, 33, 7] * 8, [1, 2, 3]]
     for pooling in ("mean", "last"):
-        expected = []
-        for row in ids:
-            x_BTD, _, _ = model.model.hidden(jnp.asarray([row]), jnp.arange(len(row))[None])
-            x_TD = np.asarray(x_BTD[0], np.float64)
-            pooled_D = x_TD.mean(axis=0) if pooling == "mean" else x_TD[-1]
-            expected.append(pooled_D / np.sqrt((pooled_D**2).sum()))
+        expected = [reference(model.model, row, pooling) for row in ids]
         embedder = Embedder(model, model.config, config.max_context, rows=2, chunk=16)
         embedder.start(ids, pooling)
         while not embedder.done:
@@ -100,20 +104,21 @@ def test_settings_of_the_cache_and_the_weights(model):
     assert np.abs(quantized - plain).max() > 1e-6 and (quantized * plain).sum(axis=1).min() > 0.98
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_chunks_neighbors_and_earlier_texts_do_not_change_an_embedding(model, rows):
+@pytest.mark.parametrize(
+    ("rows", "chunk"), [(1, 64), (3, 16), *(pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in ((1, 16), (3, 64)))]
+)
+def test_chunks_neighbors_and_earlier_texts_do_not_change_an_embedding(model, rows, chunk):
     """The cache still has the keys of the texts before, and rows of different lengths are padded."""
     ids = [model.prompt_ids(text) for text in TEXTS]
     alone = model.embed(TEXTS)
-    for chunk in (16, 64):
-        embedder = Embedder(model, model.config, 192, rows=rows, chunk=chunk)
-        for numbers in ([4, 1, 2], [0, 3, 4], [3, 0], [2]):
-            embedder.start([ids[number] for number in numbers[:rows]], "mean")
-            tokens = 0
-            while not embedder.done:
-                tokens += embedder.step()
-            assert tokens == sum(len(ids[number]) for number in numbers[:rows])
-            np.testing.assert_allclose(embedder.result(), alone[numbers[:rows]], atol=1e-6)
+    embedder = Embedder(model, model.config, 192, rows=rows, chunk=chunk)
+    for numbers in ([4, 1, 2], [0, 3, 4], [3, 0], [2]):
+        embedder.start([ids[number] for number in numbers[:rows]], "mean")
+        tokens = 0
+        while not embedder.done:
+            tokens += embedder.step()
+        assert tokens == sum(len(ids[number]) for number in numbers[:rows])
+        np.testing.assert_allclose(embedder.result(), alone[numbers[:rows]], atol=1e-6)
 
 
 def test_one_string_and_no_text(model):

@@ -191,7 +191,9 @@ def test_unknown_precision():
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-@pytest.mark.parametrize("inputs", [4095, 4096, 4097, 6011, 8192, 11008])
+@pytest.mark.parametrize(
+    "inputs", [4095, 4096, 6011, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (4097, 8192, 11008))]
+)
 def test_long_inputs_write_no_float32_weights(weights, inputs):
     """With 4096 or more inputs, XLA does not fuse the conversion into a matmul, which then costs ten times as much.
 
@@ -259,7 +261,7 @@ def test_int4_blocks_of_equal_weights():
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("rows", [1, 3, 16, 17, 70])
+@pytest.mark.parametrize("rows", [1, 16, 17, *(pytest.param(rows, marks=pytest.mark.exhaustive) for rows in (3, 70))])
 def test_native_kernels_multiply_the_same_weights(weights, rows):
     if load_kernels().instructions is None:
         pytest.skip(load_kernels().note)

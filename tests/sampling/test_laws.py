@@ -16,7 +16,7 @@ from dantinox.sampling import process_logits, steps
 pytestmark = pytest.mark.slow
 
 V = 40
-laws = settings(max_examples=100, deadline=None)
+laws = settings(max_examples=50, deadline=None)
 
 # Every filter with a number that loosens it as a goes from 0 to 1.
 TRUNCATIONS = {

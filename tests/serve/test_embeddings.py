@@ -160,12 +160,17 @@ def run():
 
 @pytest.fixture(scope="module")
 def real(run):
+    engine = start_engine(run)
+    yield engine
+    engine.close()
+
+
+def start_engine(run):
     engine = AsyncEngine(run, slots=3, queue=2)
     engine.start()
     while engine.status().state == "loading":
         time.sleep(0.01)
-    yield engine
-    engine.close()
+    return engine
 
 
 def test_the_engine_embeds_while_it_decodes(real, run):
@@ -284,10 +289,7 @@ def test_a_failed_chunk_ends_only_its_request(real, run):
 
 
 def test_closing_ends_waiting_calls(run):
-    engine = AsyncEngine(run, slots=1, queue=4)
-    engine.start()
-    while engine.status().state == "loading":
-        time.sleep(0.01)
+    engine = start_engine(run)
 
     async def check():
         call = asyncio.ensure_future(engine.embed([[97] * CONTEXT] * 200, "mean"))

@@ -154,7 +154,6 @@ def test_steps_override_epochs():
     assert total_steps(build_config({}, base | {"training.epochs": 0.5}), 100) == 7
 
 
-CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
 SCRIPT = """
     import sys
     sys.path.insert(0, {tests!r})
@@ -169,10 +168,7 @@ SCRIPT = """
 def process(path, *arguments, **environment):
     script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parents[1]), path=str(path))
     command = [sys.executable, "-c", script, *arguments]
-    caching = {f"{name.upper()}": str(getattr(jax.config, name)) for name in CACHE}
-    return subprocess.run(
-        command, env=os.environ | caching | environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(
