@@ -1,7 +1,7 @@
 """Sends random JSON schemas as tools that must be called, and validates every call: `python -m tests.serve.tool_schemas [N]`.
 
-The model has random weights, so only the grammar makes the calls valid. Biases of quotes, brackets and EOS keep the calls short. Needs
-the package jsonschema.
+The model has random weights, so only the grammar makes the calls valid. Biases of quotes, brackets and EOS keep the calls
+short. Needs the package jsonschema.
 """
 
 import asyncio
