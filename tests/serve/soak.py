@@ -1,18 +1,20 @@
 """A long run of a server with valid and invalid clients of all protocols: `python -m tests.serve.soak [MINUTES]`.
 
-In 10 % of the requests the client disconnects, 5 % are malformed, 5 % are aborted, and in 1 % the client reads slowly. Bursts
-send three times as many requests as the queue can hold. The answer to a seeded request must equal its answer in a batch of one.
+In 15 % of the requests the client disconnects: after some bytes of the answer, or at any moment with a reset connection. 5 %
+are malformed, 5 % are aborted, 2 % are half-closed, and in 1 % the client reads slowly. Bursts send three times as many requests as
+the queue can hold, and in every second burst all clients disconnect. The answer to a seeded request must equal its answer in a
+batch of one.
 At the end, all slots must be free; memory, descriptors and threads must be as before; nothing may have been compiled; and no
 status may be 5xx, except KoboldAI's 503 for a full queue.
 """
 
 import asyncio
+import contextlib
 import json
 import random
 import re
-import signal
 import socket
-import subprocess
+import struct
 import sys
 import tempfile
 import time
@@ -23,12 +25,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .seeded_requests import comparable, make_run, running_server, seeded_request
 from .test_openai import BAD, CHAT, TEXT
 
-SLOTS, QUEUE, CONTEXT, CLIENTS, BURST_SECONDS = 4, 8, 512, 6, 20
+QUEUE, CLIENTS, BURST_SECONDS = 8, 6, 20
 KOBOLD, KOBOLD_STREAM, OWN = "/api/v1/generate", "/api/extra/generate/stream", "/api/dantinox/generate"
 OLLAMA, EMBED = "/api/generate", "/v1/embeddings"
-KNAPSACK_STEPS = {"leave": 0.10, "malformed": 0.05, "abort": 0.05, "slow": 0.01}  # the rest are good
+SEEDED = 110  # requests of `seeded_requests`
+SHARES = {
+    "leave": 0.10,
+    "reset": 0.05,
+    "malformed": 0.05,
+    "abort": 0.05,
+    "half_closed": 0.02,
+    "slow": 0.01,
+}  # the rest are good
 PROMPTS = ("a", "once upon a time", "the end. " * 20, "a long story that goes on and on; " * 12)
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0}, {"temperature": 1.5}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.05, "temperature": 1.3},
@@ -53,10 +64,13 @@ RAW = (
 
 
 class Question(NamedTuple):
-    """A seeded request, and the paths that answer it with a whole response and with a streamed response."""
+    """A seeded request, and the paths that answer it with a whole response and with a streamed response.
+
+    Without a path for streams, all of the answer is compared, not only its texts.
+    """
 
     path: str
-    stream_path: str
+    stream_path: str | None
     body: dict[str, Any]
 
 
@@ -82,11 +96,13 @@ def questions() -> list[Question]:
         options = {"num_predict": 6 + 5 * number, "seed": number, "temperature": 0.8 + 0.1 * number}
         found.append(Question(OLLAMA, OLLAMA, {"prompt": PROMPTS[number % 4], "options": options}))
         found.append(Question(EMBED, EMBED, {"input": [*PROMPTS[: 1 + number % 4]], "encoding_format": "base64"}))
-    return found
+    return found + [Question(path, None, body) for path, body in map(seeded_request, range(SEEDED))]
 
 
-def texts_of(question: Question, streamed: bool, content: bytes) -> list[str]:
-    """Returns the texts of a response, or its embeddings."""
+def texts_of(question: Question, streamed: bool, content: bytes) -> Any:
+    """Returns the texts of a response, or its embeddings, or what two equal responses have in common."""
+    if question.stream_path is None:
+        return comparable(question.path, content)
     if question.path == EMBED:
         return [row["embedding"] for row in json.loads(content)["data"]]
     if question.path == OLLAMA:
@@ -166,28 +182,31 @@ class Soak:
         self.kinds: Counter[str] = Counter()
         self.statuses: Counter[tuple[str, int]] = Counter()
         self.wrong: list[str] = []
-        self.references: list[tuple[Question, list[str]]] = []
+        self.references: list[tuple[Question, Any]] = []
 
     async def record_references(self) -> None:
         """Sends every question in a batch of one, for a whole and for a streamed response."""
         for question in questions():
             texts = []
-            for streamed in (False, True):
+            for streamed in (False, True)[: 1 + (question.stream_path is not None)]:
                 reply = await self.send(question, streamed)
+                if reply.status == 400 and question.stream_path is None:  # a random combination that no text satisfies
+                    continue
                 assert reply.status == 200, (question, reply)
                 texts.append(texts_of(question, streamed, reply.content))
             assert all(text == texts[0] for text in texts), (question, texts)
-            self.references.append((question, texts[0]))
+            if texts:
+                self.references.append((question, texts[0]))
 
     async def send(self, question: Question, streamed: bool, **how: Any) -> Reply:
-        more = {"stream": streamed} if question.path in (TEXT, CHAT, OLLAMA) else {}
-        path = question.stream_path if streamed else question.path
+        more = {"stream": streamed} if question.path in (TEXT, CHAT, OLLAMA) and question.stream_path else {}
+        path = question.stream_path if streamed and question.stream_path else question.path
         return await exchange(self.port, request(path, question.body | more), **how)
 
     async def one(self) -> None:
         """Sends a request of a random kind."""
         draw, kind = self.chance.random(), "good"
-        for name, share in KNAPSACK_STEPS.items():
+        for name, share in SHARES.items():
             draw -= share
             if draw < 0:
                 kind = name
@@ -196,7 +215,8 @@ class Soak:
         await getattr(self, kind)()
 
     async def good(self) -> None:
-        (question, texts), streamed = self.chance.choice(self.references), self.chance.random() < 0.6
+        question, texts = self.chance.choice(self.references)
+        streamed = question.stream_path is not None and self.chance.random() < 0.6
         reply = await self.send(question, streamed)
         self.seen("good", reply, question.path)
         if reply.status == 200:
@@ -207,6 +227,27 @@ class Soak:
     async def leave(self) -> None:
         question, _ = self.chance.choice(self.references)
         await self.send(question, True, most=self.chance.choice((1, 300, 900)))
+
+    async def reset(self) -> None:
+        """Resets the connection at any moment: in the queue, in the prefill, or while the answer arrives."""
+        question, _ = self.chance.choice(self.references)
+        data = request(question.stream_path or question.path, question.body | {"stream": True})
+        data = data[: self.chance.choice((len(data), len(data), len(data) - 3, 40))]
+        connection = socket.create_connection(("127.0.0.1", self.port))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall(data)
+        await asyncio.sleep(self.chance.choice((0, 0.01, 0.1, 0.5)) * self.chance.random())
+        connection.close()
+
+    async def half_closed(self) -> None:
+        """Closes only the sending side; the server may answer, or treat the client as gone."""
+        question, _ = self.chance.choice(self.references)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(request(question.path, question.body))
+        writer.write_eof()
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(reader.read(), 30)
+        writer.close()
 
     async def malformed(self) -> None:
         if self.chance.random() < 0.3:
@@ -235,7 +276,7 @@ class Soak:
 
     def seen(self, kind: str, reply: Reply, path: str) -> None:
         self.statuses[kind, reply.status] += 1
-        full = 503 if path in (KOBOLD, OLLAMA) else 429
+        full = 503 if path.startswith("/api/") and path != OWN else 429
         if reply.status not in ({200, full} if kind != "malformed" else {200, 400, 404, 429}):
             self.wrong.append(f"{kind} {path}: {reply.status} {reply.content[:300]!r}")
 
@@ -251,7 +292,8 @@ class Soak:
             while time.monotonic() + BURST_SECONDS < until:
                 await asyncio.sleep(BURST_SECONDS)
                 self.kinds["bursts"] += 1
-                await asyncio.gather(*(self.good() for _ in range(3 * QUEUE)))
+                send = self.good if self.kinds["bursts"] % 2 else self.reset
+                await asyncio.gather(*(send() for _ in range(3 * QUEUE)))
 
         async def watch() -> None:
             while time.monotonic() < until:
@@ -273,23 +315,6 @@ class Process:
         self.rss.append(int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024)
         self.threads.append(int(re.findall(r"Threads:\s+(\d+)", status)[0]))
         self.descriptors.append(len([*(self.path / "fd").iterdir()]))
-
-
-def make_run(folder: Path) -> None:
-    """Writes a run with a small random model and a byte tokenizer."""
-    from dantinox.config import TokenizerSection, build_config
-    from dantinox.model.parameters import abstract_model
-    from dantinox.run import create_run, save_config, save_tokenizer, save_weights
-    from dantinox.text import train_tokenizer
-
-    size = {"dim": 64, "n_heads": 4, "kv_heads": 2, "num_blocks": 2, "hidden_dim": 128, "max_context": 1024, "dtype": "float32"}
-    config = build_config({"model": size, "tokenizer": {"tokenizer_type": "byte"}})
-    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
-    run, rng = create_run(folder), np.random.default_rng(0)
-    save_config(run, config)
-    save_tokenizer(run, tokenizer.to_json())
-    shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
-    save_weights(run.weights, {name: 0.1 * rng.standard_normal(x.shape) + (x.ndim == 1) for name, x in shapes.items()})
 
 
 def number_of(metrics: bytes, name: str) -> float:
@@ -339,20 +364,9 @@ async def soak(port: int, process: Process, minutes: float) -> list[str]:
 def main() -> int:
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
     with tempfile.TemporaryDirectory() as folder:
-        make_run(Path(folder) / "run")
-        sizes = {"--port": 0, "--slots": SLOTS, "--queue": QUEUE, "--context": CONTEXT, "--chat_template": "plain"}
-        command = [sys.executable, "-m", "dantinox", "serve", "--run_dir", f"{folder}/run"]
-        command += [str(word) for pair in sizes.items() for word in pair]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True) as server:
-            assert server.stdout is not None
-            found = re.search(r"http://127.0.0.1:(\d+)", server.stdout.readline())
-            assert found is not None
-            try:
-                wrong = asyncio.run(soak(int(found[1]), Process(server.pid), minutes))
-            finally:
-                server.send_signal(signal.SIGTERM)
-                code = server.wait(40)
-    wrong += [f"the server ended with {code}"] * (code != 0)
+        run_dir = make_run(Path(folder) / "run")
+        with running_server(run_dir, queue=QUEUE) as (port, server):
+            wrong = asyncio.run(soak(port, Process(server.pid), minutes))
     for line in wrong[:20]:
         print("WRONG", line)
     print("no errors" if not wrong else f"{len(wrong)} errors")

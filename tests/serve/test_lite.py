@@ -207,3 +207,20 @@ def test_a_full_queue_is_shown(page):
     page.engine.full = True
     page.send("Once")
     page.wait("document.body.innerText.includes('all slots are busy and the queue is full')")
+
+
+def test_memory_author_note_and_banned_phrases_are_sent(page):
+    """The anti-slop list of the form separates phrases with `||$||`."""
+    page.set("max_length", 8)
+    page.set("tokenbans", "shivers down||$||a testament to\\n")
+    page.run("current_memory = 'The fox is red.'; current_anote = 'Be brief.'; anote_strength = 0")
+    page.send("Once upon a time")
+    page.finish()
+    ask = page.engine.asked[-1]
+    assert bytes(ask.ids).decode() == "The fox is red.\nOnce upon a time[Author's note: Be brief.]"
+    assert ask.config.generation.banned_strings == ("shivers down", "a testament to\n")
+
+
+def test_tokens_are_counted(page):
+    ids = page.chromium.execute_async_script("kcpp_tokenize('Héllo', arguments[0])")
+    assert ids == list("Héllo".encode())
