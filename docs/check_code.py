@@ -45,6 +45,7 @@ from dantinox.config.sections import SECTIONS  # noqa: E402
 from dantinox.config.sweep_file import load_sweep  # noqa: E402
 from dantinox.config.yaml_files import build_training, load_training  # noqa: E402
 from dantinox.serve.api_keys import read_keys  # noqa: E402
+from dantinox.serve.model_specs import read_models  # noqa: E402
 
 # The beginning of a command, or a pattern in a Python block → why it is only parsed.
 PARSED_ONLY = {
@@ -391,9 +392,9 @@ def read_yaml(text: str) -> None:
         elif "grid" in tree or "random" in tree:
             file.write_text(yaml.safe_dump({key: value for key, value in tree.items() if key != "base"}), encoding="utf-8")
             load_sweep(file)
-        elif "keys" in tree:
+        elif "keys" in tree or "models" in tree:
             file.write_text(text, encoding="utf-8")
-            read_keys(file)
+            (read_keys if "keys" in tree else read_models)(file)
 
 
 def main_of(pages: list[str]) -> int:

@@ -148,7 +148,7 @@ def guarded(app: ASGIApp, paths: Collection[str], options: Options, metrics: Met
 
 
 def server_routes(
-    engine: HasStatus, metrics: Metrics, options: Options, about: Callable[[], Mapping[str, object]]
+    engine: HasStatus, metrics: Metrics, options: Options, about: Callable[[], Mapping[str, object]] = dict
 ) -> list[Route]:
     """The routes `/health`, `/metrics` and `/admin/reload`, which belong to no protocol.
 

@@ -214,6 +214,8 @@ def test_the_image_runs_without_privileges_and_has_its_volumes():
     (volumes,) = re.findall(r"^VOLUME (\[.*\])$", last, re.MULTILINE)
     assert {"/model", "/runs", "/home/dantinox/.cache"} == {*json.loads(volumes)}
     assert entry_point()[entry_point().index("--run_dir") + 1] == "/model"
+    links = [path.resolve() for path in (DEPLOY.parent / "dantinox").rglob("*") if path.is_symlink()]
+    assert links and all(f"COPY {path.relative_to(DEPLOY.parent)} /src/" in text for path in links)
     for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
         for name in line.split():
             assert (DEPLOY.parent / name).exists() and f"!{name}" in (DEPLOY / "Dockerfile.dockerignore").read_text().split()
