@@ -51,14 +51,15 @@ def test_an_offline_batch():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("settings", [{"use_cache": False}, {"kv_dtype": "bfloat16"}, {"strategy": "entropy"}])
+@pytest.mark.parametrize("settings", [{"use_cache": False}, {"kv_budget_tokens": 16, "kv_recent": 8}, {"strategy": "entropy"}])
 def test_an_offline_batch_with_other_settings(settings):
     """Without a cache, tokens are those of the formula; with the router and other caches, rows do not depend on each other."""
-    model = builder.model(builder.config(windows=(4, None)))
+    model = builder.model(builder.config(windows=(24, None)))
     options = {"guidance_scale": 2.0, "seed": 3, "negative_ids": NEGATIVE, **settings}
-    tokens, lengths = builder.padded(PROMPTS[:3])
+    prompts = builder.prompts(5, 40, 33)
+    tokens, lengths = builder.padded(prompts)
     out = generate(model, tokens, STEPS, prompt_lengths=lengths, **options)
-    for row, prompt in zip(out, PROMPTS, strict=False):
+    for row, prompt in zip(out, prompts, strict=True):
         found = row[len(prompt) : len(prompt) + STEPS].tolist()
         assert found == generate(model, [prompt] * 2, STEPS, **options)[0, len(prompt) :].tolist()
         if "use_cache" in settings:

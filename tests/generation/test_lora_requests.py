@@ -209,6 +209,20 @@ def test_drafts_with_an_adapter(run):
     assert run.generate("abcabcabc", lora=NAMES[4], **GREEDY, **drafts).tokens == expected.tokens
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "settings", [{"guidance_scale": 2.0, "negative_prompt": "xyz", "greedy": True}, {"num_beams": 3, "n": 2}]
+)
+def test_guidance_and_beams_with_an_adapter(run, settings):
+    requests = [run.request("once upon", {"max_new_tokens": 8} | settings, lora=name) for name in NAMES[:2]]
+    found = run.complete(requests)
+    n = settings.get("n", 1)
+    for i, name in enumerate(NAMES[:2]):
+        alone = merged_run(run, name)
+        expected = alone.complete([alone.request("once upon", {"max_new_tokens": 8} | settings)])
+        assert [one.tokens for one in found[i * n : (i + 1) * n]] == [one.tokens for one in expected]
+
+
 def test_long_prompts_are_prefilled_in_groups(run, monkeypatch):
     monkeypatch.setattr("dantinox.generation.decode.PREFILL_BATCH_TOKENS", 32)
     requests = [run.request(text, GREEDY, lora=name) for text, name in zip(["once", "upon a", "time"], NAMES, strict=False)]

@@ -90,7 +90,7 @@ def test_the_version_has_only_supported_features(client):
     found = client.get("/api/extra/version").json()
     assert (found["result"], found["version"]) == ("KoboldCpp", "1.74")
     assert found["server"].startswith("DantinoX ")
-    assert [name for name, value in found.items() if value] == ["result", "version", "embeddings", "server"]
+    assert [name for name, value in found.items() if value] == ["result", "version", "embeddings", "guidance", "server"]
     answer = client.post("/api/extra/embeddings", json={"input": "abc"})
     assert answer.json() == client.post("/v1/embeddings", json={"input": "abc"}).json()
 
@@ -237,6 +237,8 @@ SETTINGS = [
     ({"xtc_probability": 3, "xtc_threshold": 2}, {"xtc_probability": 1.0, "xtc_threshold": 1.0}),
     ({"adaptive_target": 0.6, "adaptive_decay": 0.8}, {"adaptive_target": 0.6, "adaptive_decay": 0.8}),
     ({"adaptive_target": 3, "adaptive_decay": 3}, {"adaptive_target": 1.0, "adaptive_decay": 0.99}),
+    ({"guidance_scale": 1.5, "negative_prompt": "x"}, {"guidance_scale": 1.5, "negative_prompt": "x"}),
+    ({"guidance_scale": 1, "negative_prompt": "x"}, {"guidance_scale": 1.0, "negative_prompt": ""}),
     ({"adaptive_target": -1, "adaptive_decay": 0.5}, {"adaptive_target": -1.0, "adaptive_decay": 0.9}),
     ({"adaptive_target": 0, "adaptive_decay": 0.5}, {"adaptive_target": -1.0, "adaptive_decay": 0.9}),
     ({"mirostat": 2, "adaptive_target": 0.5, "top_h": 0.4}, {"mirostat": 2, "adaptive_target": -1.0, "top_h": 0.4}),

@@ -261,7 +261,8 @@ def _info_routes(service: Service) -> list[Route]:
     """Returns the routes that describe the server. Paths of KoboldAI's API exist under `v1` and `latest`."""
     engine = service.engine
     about: dict[str, JSON] = {"result": "KoboldCpp", "version": KOBOLDCPP_VERSION, "protected": service.options.key is not None}
-    about |= dict.fromkeys(FEATURES, False) | {"embeddings": True, "guidance": True, "server": f"DantinoX {__version__}"}
+    about |= dict.fromkeys(FEATURES, False) | {"embeddings": True, "guidance": engine.status().slots > 1}
+    about["server"] = f"DantinoX {__version__}"
 
     def route(path: str, content: Callable[[], JSON], purpose: str) -> Route:
         async def respond(request: Request) -> Response:
