@@ -207,10 +207,11 @@ def update(
 
 def _next_loop_runs(params: SamplingParams, state: SamplerState, token_B: Array, active_B: Array) -> Array:
     """Returns the `loop_runs` after each active row appends its token. Rows without loop detection may keep old values."""
-    assert params.loops is not None and state.loop_runs is not None
+    text_BS, length_B = state.text, state.length
+    assert params.loops is not None and state.loop_runs is not None and text_BS is not None and length_B is not None
 
     def extend(run_BP: Array) -> Array:
-        extended_BP = jax.vmap(extend_loop_runs)(run_BP, state.text, state.length, state.n_generated, token_B)
+        extended_BP = jax.vmap(extend_loop_runs)(run_BP, text_BS, length_B, state.n_generated, token_B)
         return jnp.where(active_B[:, None], extended_BP, run_BP)
 
     if not params.skip_inactive_steps:

@@ -137,8 +137,8 @@ class AsyncEngine:
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         context = run.model.config.max_context if context is None else context
         limits = {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
-        more: dict[str, Any] = {"cache_dir": cache_dir, "logit_processor": logit_processor}
-        self._batch = SlotBatch(run, slots, context, self._config, **limits, **more)
+        more: dict[str, Any] = {**limits, "cache_dir": cache_dir, "logit_processor": logit_processor}
+        self._batch = SlotBatch(run, slots, context, self._config, **more)
         self._cache_dir = cache_dir
         self._snapshots: list[Future[Callable[[], int]]] = []  # requested by `save_prefixes`
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
