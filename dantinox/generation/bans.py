@@ -7,7 +7,9 @@ KoboldCpp and of the AntiSlop sampler (github.com/sam-paech/antislop-sampler).
 
 import copy
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,21 +25,60 @@ MAX_HELD_TOKENS = 128  # a banned text of more tokens is not found
 MAX_HELD_CHARACTERS = 2048  # likewise for characters
 CONTEXT_CHARACTERS = 64  # text before the held text that a regular expression may look back at
 REGEX_SECONDS = 0.1  # limit of one search
+MAX_TRANSITIONS = 1 << 14  # the most transitions of an automaton that are kept
 RESTARTS_PER_TOKEN = 8  # the sample ends after this multiple of its tokens in restarts
 
 
 class BannedStrings:
-    """The strings that must not occur in a text, in lower case, with all of their beginnings."""
+    """The strings that must not occur in a text, in lower case.
+
+    The search is an Aho-Corasick automaton (Aho and Corasick 1975). Its state is the longest end of the text with which a
+    banned string begins. The transitions are computed when a text needs them, so that a long list costs nothing in advance.
+    """
 
     def __init__(self, strings: Sequence[str]):
-        self.strings = frozenset(map(lower, strings))
-        self.beginnings = frozenset(text[:end] for text in self.strings for end in range(1, len(text)))
+        self._strings = frozenset(map(lower, strings))
+        self._sorted = sorted(self._strings)
+        self._transitions: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def advance(self, partial: str, character: str) -> tuple[str, int]:
+        """Returns the state after a character in lower case, and the length of the longest banned string that ends with it.
+
+        The length is 0 if no string ends there.
+        """
+        found = self._transitions.get((partial, character))
+        if found is None:
+            if len(self._transitions) >= MAX_TRANSITIONS:
+                self._transitions.clear()
+            text = partial + character
+            matched = next((len(text) - at for at in range(len(text)) if text[at:] in self._strings), 0)
+            found = self._transitions[partial, character] = self.longest_beginning(text), matched
+        return found
+
+    def longest_beginning(self, text: str) -> str:
+        """Returns the longest end of a text that is the beginning of a banned string, but not the whole string."""
+        return next((text[at:] for at in range(len(text)) if self._is_beginning(text[at:])), "")
+
+    def _is_beginning(self, part: str) -> bool:
+        after = bisect_right(self._sorted, part)  # the strings that begin with `part` and are longer follow it directly
+        return after < len(self._sorted) and self._sorted[after].startswith(part)
+
+
+@lru_cache(maxsize=8)
+def find_banned_strings(strings: tuple[str, ...]) -> BannedStrings:
+    """Returns the automaton for a list of strings; requests with equal lists share one."""
+    return BannedStrings(strings)
 
 
 def lower(text: str) -> str:
-    """Returns a text in lower case, of the same length: a character with a longer lower case stays."""
+    """Returns a text in lower case, of the same length: a character with a longer lower case stays.
+
+    The lower case of a character does not depend on its neighbors: the Greek letter sigma has one form.
+    """
     lowered = text.lower()
-    return lowered if len(lowered) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
+    if len(lowered) != len(text):
+        lowered = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
+    return lowered.replace("\u03c2", "\u03c3")
 
 
 def compile_regexes(sources: Sequence[str]) -> list["Pattern[str]"]:
@@ -68,18 +109,14 @@ class _Held(NamedTuple):
     """A held token: its text, and the state before it.
 
     Attributes:
-      starts: where the strings that might become banned begin in the held text.
-      first: the first position at which a string or a match of an expression might begin.
+      partial: the longest end of the held text that is the beginning of a banned string.
+      first: the first position, from the beginning of the text, at which a string or a match of an expression might begin.
     """
 
     token: int
     text: str
-    starts: list[int]
+    partial: str
     first: int
-
-    def moved(self, size: int) -> "_Held":
-        """Returns the token after the first `size` characters of the held text were released."""
-        return self._replace(starts=[start - size for start in self.starts], first=self.first - size)
 
 
 class TextBan:
@@ -95,8 +132,8 @@ class TextBan:
         self._strings, self._regexes, self._vocab_size = strings, regexes, vocab_size
         self._context = ""  # text before the held text
         self._tokens: list[_Held] = []
-        self._starts: list[int] = []  # as in `_Held`, after the held text
-        self._first = 0
+        self._window, self._offset = "", 0  # the held text, and its position from the beginning of the text
+        self._partial, self._first = "", 0  # as in `_Held`, after the held text
         self._position = 0  # of the next token
         self._excluded: dict[int, set[int]] = {}  # position → tokens that must not come there
         self._restarts, self._max_restarts = 0, RESTARTS_PER_TOKEN * (limit + 16)
@@ -108,7 +145,7 @@ class TextBan:
 
     def copy(self) -> "TextBan":
         copied = copy.copy(self)
-        copied._tokens, copied._starts = [*self._tokens], [*self._starts]
+        copied._tokens = [*self._tokens]
         copied._excluded = {position: set(tokens) for position, tokens in self._excluded.items()}
         return copied
 
@@ -117,32 +154,28 @@ class TextBan:
         return exclude_tokens(excluded, self._vocab_size) if excluded else None
 
     def push(self, token: int, text: str) -> Verdict:
-        before = "".join(held.text for held in self._tokens)
-        self._tokens.append(_Held(token, text, self._starts, self._first))
+        self._tokens.append(_Held(token, text, self._partial, self._first))
         self._position += 1
-        window = before + text
-        start = self._match_strings(lower(window), len(before))
+        window = self._window + text
+        start = self._match_strings(text)
         if self._regexes and text:
             start = min((at for at in (start, self._match_regexes(window)) if at is not None), default=None)
         if start is not None:
             return self._discard(start)
-        self._first = min(self._starts, default=len(window))
+        self._first = self._offset + len(window) - len(self._partial)
         if self._regexes:
-            self._first = min(self._first, self._partial_start(window))
+            self._first = min(self._first, self._offset + self._partial_start(window))
         self._release(window)
         return None
 
-    def _match_strings(self, window: str, before: int) -> int | None:
-        """Advances over the held text from `before` on; returns where a banned string begins in it, or None."""
-        for end in range(before + 1, len(window) + 1):
-            starts = []
-            for start in (*self._starts, end - 1):
-                part = window[start:end]
-                if part in self._strings.strings:
-                    return start
-                if part in self._strings.beginnings:
-                    starts.append(start)
-            self._starts = starts
+    def _match_strings(self, text: str) -> int | None:
+        """Advances over new text; returns where the first banned string to end begins in the held text, or None."""
+        partial, advance = self._partial, self._strings.advance
+        for end, character in enumerate(lower(text), len(self._window) + 1):
+            partial, matched = advance(partial, character)
+            if matched:
+                return end - matched
+        self._partial = partial
         return None
 
     def _match_regexes(self, window: str) -> int | None:
@@ -177,8 +210,9 @@ class TextBan:
         while place and not self._tokens[place - 1].text:  # a token without text may be a part of the next character
             place -= 1
         count, first = len(self._tokens) - place, self._tokens[place]
-        self._starts, self._first = first.starts, first.first
         self._tokens = self._tokens[:place]
+        self._window = "".join(held.text for held in self._tokens)
+        self._partial, self._first = self._fitting(first.partial), first.first
         self._position -= count
         self._excluded = {at: tokens for at, tokens in self._excluded.items() if at <= self._position}
         self._excluded.setdefault(self._position, set()).add(first.token)
@@ -186,19 +220,27 @@ class TextBan:
         self.done = self._restarts > self._max_restarts
         return count
 
+    def _fitting(self, partial: str) -> str:
+        """Returns the longest end of a state that lies inside of the held text."""
+        size = len(self._window)
+        return partial if len(partial) <= size else self._strings.longest_beginning(partial[len(partial) - size :])
+
     def _release(self, window: str) -> None:
         """Releases the tokens that no longer can be discarded.
 
         A token is held if a banned text might begin in it, now or after the tokens behind it were discarded.
         """
-        first, start, held = max(self._first, len(window) - MAX_HELD_CHARACTERS), len(window), 0
+        start, held = self._offset + len(window), 0
+        first = max(self._first, start - MAX_HELD_CHARACTERS)
         for token in reversed(self._tokens):
             if (start <= first and token.text) or held == MAX_HELD_TOKENS:
                 break
             start -= len(token.text)
             first, held = min(first, start, token.first), held + 1
-        self._context = (self._context + window[:start])[-CONTEXT_CHARACTERS:]
-        self._tokens = [token.moved(start) for token in self._tokens[len(self._tokens) - held :]]
-        self._starts = [at - start for at in self._starts if at >= start]
-        self._first = max(0, self._first - start)
+        if start > self._offset:
+            self._context = (self._context + window[: start - self._offset])[-CONTEXT_CHARACTERS:]
+        self._window, self._offset = window[start - self._offset :], start
+        del self._tokens[: len(self._tokens) - held]
+        self._partial = self._fitting(self._partial)
+        self._first = max(start, self._first)
         self._excluded = {at: tokens for at, tokens in self._excluded.items() if at >= self._position - held}

@@ -13,7 +13,7 @@ from dantinox.config import Config, GenerationSection, KVSection, UserError, ove
 from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
 from dantinox.generation.adapter_slots import AdapterSlots
-from dantinox.generation.bans import BannedStrings, TextBan, compile_regexes
+from dantinox.generation.bans import TextBan, compile_regexes, find_banned_strings
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
 from dantinox.generation.guides import RESTART_BEFORE, AfterTrigger, Gap, Guide, Reasoning, ReasoningBudget, WholeText
@@ -198,7 +198,7 @@ class ModelBundle:
         """
         section, vocab_size = request.config.generation, self.model.config.vocab_size
         constraint, reasoning = request.constraint, request.reasoning
-        strings, regexes = BannedStrings(section.banned_strings), compile_regexes(section.banned_regexes)
+        strings, regexes = find_banned_strings(tuple(section.banned_strings)), compile_regexes(section.banned_regexes)
         matcher = None if constraint is None else self.matcher(constraint, section)
         gap = None if constraint is None or reasoning is None else self._gap(request, reasoning, constraint.after)
 

@@ -207,8 +207,8 @@ def update(
 
 def _next_loop_runs(params: SamplingParams, state: SamplerState, token_B: Array, active_B: Array) -> Array:
     """Returns the `loop_runs` after each active row appends its token. Rows without loop detection may keep old values."""
-    assert params.loops is not None and state.loop_runs is not None and state.text is not None and state.length is not None
     text_BS, length_B = state.text, state.length
+    assert params.loops is not None and state.loop_runs is not None and text_BS is not None and length_B is not None
 
     def extend(run_BP: Array) -> Array:
         extended_BP = jax.vmap(extend_loop_runs)(run_BP, text_BS, length_B, state.n_generated, token_B)

@@ -121,6 +121,31 @@ def test_random_texts_never_contain_a_banned_string():
                 assert not any(string.startswith(held[at:]) and at < len(released) for at in range(len(held))), (rest, string)
 
 
+def test_a_thousand_strings_equal_a_search_over_all_of_them():
+    draw = random.Random(1)
+    strings = {"".join(draw.choices("abcdΣ ", k=draw.randint(3, 9))) for _ in range(1000)}
+    automaton = BannedStrings([*strings])
+    lowered = {lower(string) for string in strings}
+    text = lower("".join(draw.choices("abcdσς", k=1500)))
+    partial = ""
+    for end, character in enumerate(text, 1):
+        partial, matched = automaton.advance(partial, character)
+        ends = [text[end - size : end] for size in range(min(9, end), 0, -1)]
+        assert matched == next((len(part) for part in ends if part in lowered), 0)
+        assert partial == next((p for p in ends if any(s.startswith(p) and s != p for s in lowered)), "")
+
+
+def test_a_thousand_strings_that_begin_everywhere_never_occur():
+    draw = random.Random(2)
+    strings = {"".join(draw.choices("ab", k=12)) for _ in range(1000)}
+    guide, tokens = ban([*strings], limit=10_000), []
+    while len(tokens) < 40:
+        token = draw.choice([token for token in range(6) if token not in excluded(guide)] or [6])
+        tokens.append("abAB"[token % 4] if token < 6 else "c")
+        tokens = tokens[: len(tokens) - (guide.push(token, tokens[-1]) or 0)]
+    assert not any(string in "".join(tokens).lower() for string in strings)
+
+
 # --- in the engine
 
 CONTEXT = 160
