@@ -70,6 +70,12 @@ def add_serve_flags(command: Parser) -> None:
         "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
     )
     capacity.add_argument(
+        "--prefill_rows",
+        type=_number(1, 16),
+        metavar="N",
+        help="prompt chunks that one program prefills together (default: 4 on an accelerator, 1 on a CPU)",
+    )
+    capacity.add_argument(
         "--prefix_cache",
         type=_number(0, 2**24),
         metavar="MB",
@@ -351,6 +357,7 @@ def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object
         "background": options.warm_up,
         "max_loras": _max_loras(options),
         "max_lora_rank": options.max_lora_rank,
+        "prefill_rows": options.prefill_rows,
         "prefix_cache": options.prefix_cache,
         "cache_dir": options.cache_dir,
     }

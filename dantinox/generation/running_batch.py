@@ -196,7 +196,7 @@ class RunningBatch:
                 if row.program is None:
                     continue
                 count, info = int(chunk.active_BN[slot].sum()), chunk.info if row.reports else None
-                steps = jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], info)
+                steps = None if info is None else jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], info)
                 row.add_history(slot, count, chunk.recurrent)
                 done = bool(chunk.status.done_B[slot])
                 drafts = self._add_accepted(row, slot, chunk.status, count - pending.steps)

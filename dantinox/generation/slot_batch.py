@@ -151,6 +151,7 @@ class SlotBatch(PrefillBatch):
         self._rows = [SlotRow() for _ in range(self.count)]
         self._programs = {}
         self._compiling = Lock()
+        self._ready: set[tuple[ProgramKey, bool]] = set()  # programs with all of their keys in `_programs`
         settings = ServedSettings(model, config, logit_processor)  # documents the next two methods
         self.program_key, self.row_params = settings.program_key, settings.row_params
 
@@ -168,7 +169,10 @@ class SlotBatch(PrefillBatch):
 
     def ready(self, program: ProgramKey, echo: bool = False) -> bool:
         """Returns whether all programs for requests with this key are compiled."""
-        return all(key in self._programs for key in self._keys(program, echo))
+        # The engine asks this for every waiting request in every step.
+        if (program, echo) not in self._ready and all(key in self._programs for key in self._keys(program, echo)):
+            self._ready.add((program, echo))
+        return (program, echo) in self._ready
 
     def compile(self, config: Config, echo: bool = False) -> None:
         """Compiles the programs for requests with these settings, which takes seconds. The first call also allocates the cache.

@@ -143,7 +143,10 @@ class ServedSettings:
             "banned_regexes": (),
         }  # these affect no array except `seed`
         generation = config.generation.model_copy(update=ignored)
-        key = CacheKey(config.model_copy(update={"generation": generation}), generation, config.router, config.kv)
+        sections = generation, config.router, config.kv
+        key = CacheKey(
+            config.model_copy(update={"generation": generation}), *map(vars, sections)
+        )  # the `repr` of a section is slow
         cached = self._cached_row_params(key)
         seed: dict[str, Any] = {"seed": np.asarray([config.generation.seed or 0], np.uint32)}
         return cached._replace(params=replace(cached.params, **seed))

@@ -108,6 +108,7 @@ class AsyncEngine:
         background: Collection[str] = (),
         max_loras: int | None = None,
         max_lora_rank: int | None = None,
+        prefill_rows: int | None = None,
         prefix_cache: int | None = None,
         cache_dir: Path | None = None,
         logit_processor: LogitProcessor | None = None,
@@ -127,6 +128,7 @@ class AsyncEngine:
           background: programs that are compiled after the engine has become ready, of `BACKGROUND`: those of prompt
             log-probabilities (`echo`), of embeddings, and of the strategy that is not the server's (`strategies`).
           max_loras, max_lora_rank: the most adapters and their largest rank, as for `SlotBatch`.
+          prefill_rows: the most chunks of prompts that one program prefills, as for `SlotBatch`.
           prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
             eighth of the free memory.
           cache_dir: the folder from which the warm-up restores the prefix cache, and to which `save_prefixes` and the end of
@@ -148,6 +150,7 @@ class AsyncEngine:
             self._config,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
+            prefill_rows=prefill_rows,
             prefix_cache=prefix_cache,
             cache_dir=cache_dir,
             logit_processor=logit_processor,

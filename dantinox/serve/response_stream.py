@@ -18,7 +18,7 @@ from dantinox.generation.request import Delta, GenerationRequest, RequestStats, 
 class ResponseStream:
     """Iterates over the deltas of one request in their order: `async for delta in stream`.
 
-    The stream is created and read on one event loop; the engine pushes from its own thread. Unread deltas wait in a queue of at
+    The stream is created and read on one event loop; the engine pushes from its own thread. Unread deltas wait in a deque of at
     most `n · max_new_tokens` tokens, so a slow reader does not delay the engine.
 
     Attributes:
@@ -30,8 +30,8 @@ class ResponseStream:
     def __init__(self, request: GenerationRequest, stats: RequestStats, cancel: Callable[[], None]):
         self.request, self.stats, self.prompt = request, stats, list[TokenRecord]()
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
-        self._arrived: deque[Delta | BaseException | None] = deque()  # pushed, but not yet moved to the queue
+        self._unread: deque[Delta | BaseException | None] = deque()
+        self._reader: asyncio.Future[None] | None = None  # ends the wait of the reader
         self._ended = False
 
     def __aiter__(self) -> "ResponseStream":
@@ -47,7 +47,13 @@ class ResponseStream:
         """
         if self._ended:
             raise StopAsyncIteration
-        item = await self._queue.get()
+        while not self._unread:
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        item = self._unread.popleft()
         if isinstance(item, Delta):
             return item
         self._ended = True
@@ -60,7 +66,7 @@ class ResponseStream:
     # The engine calls the following methods, from any thread.
 
     def push(self, delta: Delta, wake: bool = True) -> None:
-        """Adds a delta. Without `wake`, its reader waits for the next call of `wake_readers`."""
+        """Adds a delta. Without `wake`, a waiting reader is woken by the next call of `wake_readers`."""
         self._put(delta, wake)
 
     def end(self, error: BaseException | None = None, wake: bool = True) -> None:
@@ -68,15 +74,15 @@ class ResponseStream:
         self._put(error, wake)
 
     def _put(self, item: Delta | BaseException | None, wake: bool) -> None:
-        self._arrived.append(item)
+        self._unread.append(item)
         if wake:
             wake_readers([self])
 
 
-def _move_arrived(streams: Iterable[ResponseStream]) -> None:
+def _wake(streams: Iterable[ResponseStream]) -> None:
     for stream in streams:
-        while stream._arrived:
-            stream._queue.put_nowait(stream._arrived.popleft())
+        if stream._reader is not None and not stream._reader.done():
+            stream._reader.set_result(None)
 
 
 def wake_readers(streams: Iterable[ResponseStream]) -> None:
@@ -86,7 +92,7 @@ def wake_readers(streams: Iterable[ResponseStream]) -> None:
         by_loop.setdefault(stream._loop, []).append(stream)
     for loop, group in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_move_arrived, group)
+            loop.call_soon_threadsafe(_wake, group)
         except RuntimeError:  # the loop is closed, so nothing reads the streams
             for stream in group:
                 stream.cancel()

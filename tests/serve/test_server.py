@@ -158,11 +158,12 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     lite = ["--lite", str(tmp_path / "lite.html")]
     flags = f"--port {port} --slots 3 --context 100 --queue 5 --name x --api_key_file {tmp_path / 'key'} --allow_host A.example"
     flags += " --alias gpt-4o other=x"
-    flags += f" --prefix_cache 7 --cache_dir {tmp_path / 'prefixes'}"
+    flags += f" --prefill_rows 4 --prefix_cache 7 --cache_dir {tmp_path / 'prefixes'}"
     code = cli.main(["serve", "--run_dir", str(run_dir), *flags.split(), *lite, "--chat_template", "plain", "--top_p", "0.5"])
     asking.join()
     expected = {"slots": 3, "context": 100, "queue": 5, "name": "x", "overrides": {"top_p": 0.5}}
     expected |= {"prefix_cache": 7_000_000, "cache_dir": tmp_path / "prefixes"}
+    expected |= {"prefill_rows": 4}
     expected |= {"background": ["echo"], "max_loras": None, "max_lora_rank": None, "lora_paths": {}, "memory": None}
     assert code == 0 and made[0].options == expected
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
