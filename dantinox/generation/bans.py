@@ -221,7 +221,7 @@ class TextBan:
         return count
 
     def _fitting(self, partial: str) -> str:
-        """Returns the longest end of a state that lies inside of the held text."""
+        """Returns the longest end of a state that lies inside the held text."""
         size = len(self._window)
         return partial if len(partial) <= size else self._strings.longest_beginning(partial[len(partial) - size :])
 

@@ -171,8 +171,8 @@ class ModelPool:
         """Loads a model if necessary, and keeps it loaded inside the block.
 
         Raises:
-          Unavailable: the model cannot be loaded, too many requests wait for it, all loaded models stayed in use, or the server is
-            stopping.
+          Unavailable: the model cannot be loaded, too many requests wait for it, all loaded models stayed in use, or the server
+            is stopping.
         """
         member = self.members[name]
         await self._wait_until_loaded(member)

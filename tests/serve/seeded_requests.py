@@ -18,7 +18,7 @@ import numpy as np
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 SLOTS, CONTEXT = 4, 1536
-# Reasons if the request sets `thinking`: the prompt then ends inside of the reasoning.
+# Reasons if the request sets `thinking`: the prompt then ends inside the reasoning.
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}{{ message.tool_calls or '' }}\n{% endfor %}"
