@@ -308,7 +308,7 @@ def requests():
     run, source = loaded(), random.Random(3)
     found = []
     for number in range(20):
-        settings = SOME[number % len(SOME)] | {"seed": number, "max_new_tokens": source.choice([9, 25, 40])}
+        settings = MIXED[number % len(MIXED)] | {"seed": number, "max_new_tokens": source.choice([9, 25, 40])}
         settings |= {"stop": ["e"]} if number % 5 == 0 else {"n": 2} if number % 7 == 0 else {}
         ids = run.prompt_ids(source.choice(["ab", "once "]) * source.randrange(1, 22))
         constraint = Constraint("regex", "[a-f ]{2,30}") if number % 6 == 1 else None
