@@ -144,8 +144,8 @@ class SlotBatch(PrefillBatch):
         self._programs = {}
         self._compiling = Lock()
         self._ready: set[tuple[ProgramKey, bool]] = set()  # programs with all of their keys in `_programs`
-        settings = ServedSettings(model, config)  # documents the next two methods
-        self.program_key, self.row_params = settings.program_key, settings.row_params
+        self._settings = ServedSettings(model, config)  # documents the next two methods
+        self.program_key, self.row_params = self._settings.program_key, self._settings.row_params
 
     # --- programs
 
