@@ -152,8 +152,8 @@ class SlotBatch(PrefillBatch):
         self._programs = {}
         self._compiling = Lock()
         self._ready: set[tuple[ProgramKey, bool]] = set()  # programs with all of their keys in `_programs`
-        settings = ServedSettings(model, config, logit_processor)  # documents the next two methods
-        self.program_key, self.row_params = settings.program_key, settings.row_params
+        self._settings = ServedSettings(model, config, logit_processor)  # documents the next two methods
+        self.program_key, self.row_params = self._settings.program_key, self._settings.row_params
 
     @property
     def memory_bytes(self) -> int:

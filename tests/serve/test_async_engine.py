@@ -105,7 +105,7 @@ def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine,
 
 def test_repeated_settings_are_cached(engine, run):
     """Another seed, length, sample count or stop string adds no cache entry. The text equals that of `generate`."""
-    made = engine._batch._cached_row_params.cache_info().misses
+    made = engine._batch._settings._cached_row_params.cache_info().misses
 
     async def read():
         for seed, size in ((1, 9), (2, 20), (1, 9)):
@@ -115,7 +115,7 @@ def test_repeated_settings_are_cached(engine, run):
         return engine.submit(make_request(engine, "hello", temperature=1.1, top_k=7, stop=["a"], seed=None))
 
     asyncio.run(read())
-    assert engine._batch._cached_row_params.cache_info().misses == made + 2
+    assert engine._batch._settings._cached_row_params.cache_info().misses == made + 2
     assert [engine.settings({"top_k": 7, "seed": seed}).generation.seed for seed in (5, 6)] == [5, 6]
     assert engine.settings({"stop": ["a" * 5000], "seed": 5}).generation.stop == ("a" * 5000,)
     with pytest.raises(UserError, match=ERRORS["seed"]):
