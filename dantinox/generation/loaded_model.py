@@ -426,7 +426,7 @@ class LoadedModel(ModelBundle):
             key = (*shared, config.router.use_attention, config.kv, *report, request.guided, request.has_guidance)
             groups.setdefault(key, []).append(number)
 
-        def start(numbers: list[int]) -> BatchRun | BeamRun:
+        def start(numbers: list[int]) -> "BatchRun | BeamRun":
             members = [seeded_requests[number] for number in numbers]
             if members[0].config.generation.num_beams > 1:
                 return BeamRun(self, members, numbers, pad=pad)
