@@ -451,7 +451,7 @@ class LoadedModel(ModelBundle):
             key = (*key, request.logit_processor)
             groups.setdefault(key, []).append(number)
 
-        def start(numbers: list[int]) -> BatchRun | BeamRun:
+        def start(numbers: list[int]) -> "BatchRun | BeamRun":
             members = [seeded_requests[number] for number in numbers]
             if members[0].config.generation.num_beams > 1:
                 return BeamRun(self, members, numbers, pad=pad)
