@@ -148,9 +148,9 @@ async def turns(o: argparse.Namespace, target: Target, run_dir: Path) -> None:
         messages = [*story, {"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]
         second += (await stream(target, "/chat/completions", first | {"messages": messages}))[1:2]  # the first has the role
         short += (await stream(target, "/completions", first | {"prompt": words(-number - 1, 64)}))[:1]
-    print(
-        f"| second turn | first token in {1000 * np.median(second[1:]):.1f} ms | {np.median(second[1:]) / np.median(short[1:]):.3f} |"
-    )
+    later, once = (float(np.median(times[1:])) for times in (second, short))
+    print(f"| 64-token prompt | first token in {1000 * once:.1f} ms | 1 |")
+    print(f"| second turn | first token in {1000 * later:.1f} ms | {later / once:.3f} |")
 
 
 async def prefill(o: argparse.Namespace, target: Target, run_dir: Path) -> None:
@@ -211,9 +211,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for part in o.parts:
             size = SMALL | {"max_context": 1024} if o.smoke else SIZE
-            run_dir = o.run_dir or random_run(
-                Path(folder) / part / "run", SMALL | {"max_context": 1024} if o.smoke else SIZE, "plain"
-            )
+            run_dir = o.run_dir or random_run(Path(folder) / part / "run", size, "plain")
             slots = {"adapters": 9, "prefill": o.streams + 1}.get(part, 2)
             more = ["--lora", *make_adapters(run_dir)] if part == "adapters" else []
             settings = argparse.Namespace(slots=slots, clients=[slots + 4])
