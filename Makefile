@@ -15,7 +15,7 @@ help:
 	@echo "make test          the tests (8 to 15 minutes on two cores)"
 	@echo "make test-all      also the tests that take minutes"
 	@echo "make test-browser  the web pages in chromium"
-	@echo "make serve-test    common clients, 20,000 fuzzed requests, half an hour of mixed load"
+	@echo "make serve-test    common clients, 20,000 fuzzed requests, 1,000 seeded requests in a mixed batch, half an hour of mixed load"
 	@echo "make aot           the programs, compiled for an H100 and a TPU without these devices (3 minutes)"
 	@echo "make faults        runs killed at 25 moments, more than 200 damaged files (15 minutes)"
 	@echo "make parity        logits of every model family compared with transformers, which it installs with torch"
@@ -50,6 +50,8 @@ serve-test: FUZZ ?= 20000
 serve-test: MINUTES ?= 30
 serve-test: $(VENV)/.dev $(VENV)/.clients
 	FUZZ=$(FUZZ) $(PY) -m pytest tests/serve/test_clients.py tests/serve/test_fuzz.py
+	$(PY) -m tests.serve.mixed_batch 1000
+	$(PY) -m tests.serve.tool_schemas 500
 	[ $(MINUTES) = 0 ] || $(PY) -m tests.serve.soak $(MINUTES)
 
 # NVIDIA's plugin prints errors in every command on a machine without its driver, so it has a separate environment.

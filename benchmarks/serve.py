@@ -144,8 +144,11 @@ async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.
 
 
 @contextlib.contextmanager
-def running_server(o: argparse.Namespace, run_dir: Path) -> Iterator[Target]:
-    """Runs `dantinox serve` in a separate process and yields it when it is ready. Slots and queue suffice for all clients."""
+def running_server(o: argparse.Namespace, run_dir: Path, *more: str) -> Iterator[Target]:
+    """Runs `dantinox serve` in a separate process and yields it when it is ready. Slots and queue suffice for all clients.
+
+    `more` are further arguments of the command.
+    """
     command = [
         sys.executable,
         "-m",
@@ -160,7 +163,7 @@ def running_server(o: argparse.Namespace, run_dir: Path) -> Iterator[Target]:
         "--name",
         "run",
     ]
-    command += ["--queue", max(1, max(o.clients) - o.slots)]
+    command += ["--queue", max(1, max(o.clients) - o.slots), *more]
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
