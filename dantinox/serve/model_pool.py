@@ -171,7 +171,7 @@ class ModelPool:
         """Loads a model if necessary, and keeps it loaded inside of the block.
 
         Raises:
-          Unavailable: the model cannot be loaded, too many requests wait for it, no room became free in time, or the server is
+          Unavailable: the model cannot be loaded, too many requests wait for it, no other model could be unloaded in time, or the server is
             stopping.
         """
         member = self.members[name]
@@ -208,7 +208,7 @@ class ModelPool:
                 until = max(began, member.since) + self._wait
                 seconds = None if member.state == "loading" else until - time.monotonic()
                 if seconds is not None and seconds <= 0:
-                    raise Unavailable(f"no room became free for the model {member.name}: all loaded models are in use")
+                    raise Unavailable(f"the model {member.name} cannot be loaded now: all loaded models are in use")
                 await self._change(seconds)
         finally:
             member.waiting -= 1
