@@ -221,8 +221,8 @@ class ModelBundle:
         texts = [detokenizer.push([token]) for token in reasoning.closing]
         closing = "".join(texts)
         start = max((closing.rfind(marker) + len(marker) for marker in markers if marker in closing), default=len(closing))
-        begins = itertools.accumulate(map(len, texts[:-1]), initial=0)
-        ids = [pair for pair, at in zip(zip(reasoning.closing, texts, strict=True), begins, strict=True) if at >= start]
+        starts = itertools.accumulate(map(len, texts[:-1]), initial=0)
+        ids = [pair for pair, at in zip(zip(reasoning.closing, texts, strict=True), starts, strict=True) if at >= start]
         return Gap(closing[start:], tuple(dict.fromkeys(pair for pair in ids if pair[1])))
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
