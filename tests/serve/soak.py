@@ -1,9 +1,10 @@
 """A long run of a server with valid and invalid clients of all protocols: `python -m tests.serve.soak [MINUTES]`.
 
-In 15 % of the requests the client disconnects: after some bytes of the answer, or at any moment with a reset connection. 5 %
-are malformed, 5 % are aborted, 2 % are half-closed, and in 1 % the client reads slowly. Bursts send three times as many
+In 15 % of the requests the client disconnects: after some bytes of the answer, or at any moment with a reset connection.
+5 % are malformed, 5 % are aborted, 2 % are half-closed, and in 1 % the client reads slowly. Bursts send three times as many
 requests as the queue can hold, and in every second burst all clients disconnect. The answer to a seeded request must equal its
 answer in a batch of one.
+
 At the end, all slots must be free; memory, descriptors and threads must be as before; nothing may have been compiled; and no
 status may be 5xx, except KoboldAI's 503 for a full queue.
 """
