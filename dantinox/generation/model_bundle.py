@@ -1,6 +1,5 @@
 """`ModelBundle`: model, tokenizer, default settings and calibrations; the base class of `LoadedModel`."""
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -249,7 +248,7 @@ class ModelBundle:
         texts = [detokenizer.push([token]) for token in reasoning.closing]
         closing = "".join(texts)
         start = max((closing.rfind(marker) + len(marker) for marker in markers if marker in closing), default=len(closing))
-        starts = itertools.accumulate(map(len, texts[:-1]), initial=0)
+        starts = [len("".join(texts[:number])) for number in range(len(texts))]
         ids = [pair for pair, at in zip(zip(reasoning.closing, texts, strict=True), starts, strict=True) if at >= start]
         return Gap(closing[start:], tuple(dict.fromkeys(pair for pair in ids if pair[1])))
 
