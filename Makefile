@@ -45,13 +45,13 @@ test-all: $(VENV)/.dev
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser $(or $(PAGES),tests/report tests/serve)
 
-# MINUTES=0 skips the soak test.
+# MINUTES=0 skips the long tests of mixed batches and random schemas, and the soak test.
 serve-test: FUZZ ?= 20000
 serve-test: MINUTES ?= 30
 serve-test: $(VENV)/.dev $(VENV)/.clients
 	FUZZ=$(FUZZ) $(PY) -m pytest tests/serve/test_clients.py tests/serve/test_fuzz.py
-	$(PY) -m tests.serve.mixed_batch 1000
-	$(PY) -m tests.serve.tool_schemas 500
+	[ $(MINUTES) = 0 ] || $(PY) -m tests.serve.mixed_batch 1000
+	[ $(MINUTES) = 0 ] || $(PY) -m tests.serve.tool_schemas 500
 	[ $(MINUTES) = 0 ] || $(PY) -m tests.serve.soak $(MINUTES)
 
 # NVIDIA's plugin prints errors in every command on a machine without its driver, so it has a separate environment.

@@ -131,9 +131,9 @@ def test_samples(generate):
 
 
 def test_beam_search(generate):
-    flags = ["--prompt", "a", "--num_beams", 2, "--length_penalty", 0.5, "--early_stopping", "never", "--max_new_tokens", 6]
+    flags = ["--prompt", "a", "--num_beams", 2, "--length_penalty", 0.5, "--early_stopping", "never", "--max_new_tokens", 9]
     code, out, err = generate(*flags)
-    assert (code, out) == (0, "a" + AROUND[:3] + "\n") and err.startswith("1 prompt + 6 new tokens, 2 beams, first token")
+    assert (code, out) == (0, "a" + AROUND[:3] + "\n") and err.startswith("1 prompt + 9 new tokens, 2 beams, first token")
     records = [json.loads(line) for line in generate(*flags, "--n", 2, "--json")[1].splitlines()]
     assert [record["index"] for record in records] == [0, 1] and records[0]["score"] > records[1]["score"]
 
