@@ -74,6 +74,7 @@ class SampleText:
         self._parts: list[TextPart] = []  # the results of the current call of `add_tokens`
         self._released: list[StepInfo] = []
         self._reports = False
+        self._is_plain = not guides and reasoning is None and not section.stop  # every token is released at once
         self.released_steps: StepInfo | None = None
         self._limit = limit
         self.mask = self._next_mask()
@@ -120,6 +121,8 @@ class SampleText:
           UserError: the constraint takes too long to evaluate, or no token can satisfy it.
         """
         self.must_restart, self._parts, self._released, self._reports = False, [], [], steps is not None
+        if self._is_plain and steps is None:
+            return [TextPart(self._add_plain_tokens(ids, done))]
         before = len(self.tokens)
         entropies = [0.0] * len(ids) if steps is None else steps.entropy.tolist()
         for place, (token, entropy) in enumerate(zip(ids, entropies, strict=True)):
@@ -135,6 +138,16 @@ class SampleText:
             self.mask = self._next_mask()
         self.released_steps = self._steps_of(steps, len(self.tokens) - before)
         return self._parts if steps is not None else [TextPart("".join(part.text for part in self._parts))]
+
+    def _add_plain_tokens(self, ids: Sequence[int], done: bool) -> str:
+        """Adds tokens without reports to a sample without guides, reasoning and stop strings, and returns the new text."""
+        self.released_steps = None
+        if self.finish_reason is None:
+            self.tokens += ids
+            shown = ids if self._keep_stop or not self._stop_ids else [token for token in ids if token not in self._stop_ids]
+            self._add_part(self._detokenizer.push(shown))
+            self._finish(done)
+        return "".join(part.text for part in self._parts)
 
     def _next_mask(self) -> np.ndarray | None:
         mask = combine_masks([guide.mask() for guide in self.guides])

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 BFLOAT16_BITS = jnp.dtype(jnp.uint16)
 INT4_PACKED = jnp.dtype(jnp.uint8)  # two int4 numbers per byte
 MAX_GROUP_SIZE = 32  # largest number of elements of an int4 vector that share a scale
-MIN_SEGMENT, MAX_SEGMENTS = 128, 4
+MIN_SEGMENT = 128
 SEGMENT_UNIT = 64  # slots; a block of the prefix cache never crosses the border between two segments
 
 
@@ -230,6 +230,22 @@ class StorePrefix(NamedTuple):
         return total.astype(dtype)
 
 
+def segment_ends(slots: int) -> list[int]:
+    """Returns the index of the first slot after each segment of a `SegmentedStore`.
+
+    From `16 · MIN_SEGMENT` slots on, the segments end after about 1/64, 1/8, 1/2 and all of the slots, but the first has at
+    least `MIN_SEGMENT` slots: most sequences are much shorter than a long context. Otherwise they end after 1/8, 1/4, 1/2 and
+    all, without the ends before `MIN_SEGMENT`. All segments but the first begin at a multiple of `SEGMENT_UNIT`.
+
+    Attention is compiled once for each number of segments that it may read, so more segments would take longer to compile.
+    """
+    if slots >= 16 * MIN_SEGMENT:
+        ends = [max(MIN_SEGMENT, slots // 64), slots // 8, slots // 2]
+    else:
+        ends = [slots // part for part in (8, 4, 2) if slots // part >= MIN_SEGMENT]
+    return [*(end // SEGMENT_UNIT * SEGMENT_UNIT for end in ends), slots]
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["segments", "used_B", "row"], meta_fields=[])
 @dataclass(frozen=True)
 class SegmentedStore:
@@ -249,14 +265,8 @@ class SegmentedStore:
 
     @classmethod
     def empty(cls, batch: int, slots: int, segment: Callable[[int], Store]) -> "SegmentedStore":
-        """Returns an empty store; `segment(slots)` creates a segment.
-
-        In order, the segments have about 1/8, 1/8, 1/4 and 1/2 of all slots. There are fewer segments if one would be shorter
-        than `MIN_SEGMENT`. All segments but the first begin at a multiple of `SEGMENT_UNIT`.
-        """
-        ends = [slots]
-        while len(ends) < MAX_SEGMENTS and ends[0] // 2 >= MIN_SEGMENT:
-            ends.insert(0, ends[0] // 2 // SEGMENT_UNIT * SEGMENT_UNIT)
+        """Returns an empty store; `segment(slots)` creates a segment, and `segment_ends` returns where each one ends."""
+        ends = segment_ends(slots)
         sizes = [end - first for first, end in zip([0, *ends], ends, strict=False)]
         return cls(tuple(map(segment, sizes)), jnp.zeros(batch, jnp.int32))
 

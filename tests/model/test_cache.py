@@ -129,6 +129,29 @@ def test_segments_of_a_cache_act_as_one_store(model_config, monkeypatch):
         follow(built, schedule, cache)
 
 
+@pytest.mark.parametrize(
+    ("slots", "ends"),
+    [
+        (200, [200]),
+        (512, [128, 256, 512]),
+        (1024, [128, 256, 512, 1024]),
+        (2048, [128, 256, 1024, 2048]),
+        (8192, [128, 1024, 4096, 8192]),
+        (131_072, [2048, 16_384, 65_536, 131_072]),
+    ],
+)
+def test_ends_of_segments(slots, ends):
+    assert stores.segment_ends(slots) == ends
+
+
+def test_segments_are_few_and_begin_at_whole_units():
+    for slots in [*range(1, 5000, 7), 2**20 - 1]:
+        ends = stores.segment_ends(slots)
+        assert ends == sorted({*ends}) and ends[-1] == slots and len(ends) <= 4
+        assert all(end % stores.SEGMENT_UNIT == 0 for end in ends[:-1])
+        assert ends[0] == slots or ends[0] >= stores.MIN_SEGMENT // 2
+
+
 @st.composite
 def schedules(draw):
     """Draws random calls until every row has read between one token and all."""
