@@ -7,7 +7,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from dantinox.serve.app import make_app
+from dantinox.serve.errors import RequestError
 from dantinox.serve.options import Options
+from dantinox.serve.protocols.responses import input_messages
 from dantinox.text import ChatTemplate
 
 from .fakes import BYTES, FakeEngine, fake_run
@@ -222,6 +224,11 @@ def test_items_of_the_input_become_messages():
     ]
     post(server, RESPONSES, {"input": items})
     assert prompt_of(server) == "user: a\nassistant: c<tool_call>Rome</tool_call>\ntool: sunny\nassistant:\n"
+
+
+def test_a_message_of_the_input_needs_a_role():
+    with pytest.raises(RequestError, match=r"input\.1\.role must be user, assistant, system or developer, got null"):
+        input_messages([{"type": "function_call"}, {"content": ""}])
 
 
 def test_responses_are_kept_only_if_the_server_keeps_them():

@@ -88,6 +88,7 @@ def body_of(number: int) -> dict[str, Any]:
     return body | {
         "parallel_tool_calls": draw.random() < 0.5,
         "max_tokens": 700,
+        "reasoning_effort": "none",  # a random model would never end its reasoning
         "logit_bias": {str(i): b for i, b in ENDS.items()},
     }
 

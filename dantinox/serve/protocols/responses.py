@@ -177,7 +177,11 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
     for number, item in enumerate(given):
         kind, where = item.get("type", "message"), f"input.{number}"
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": content_text(item.get("content"), f"{where}.content")})
+            role = item.get("role")
+            if not isinstance(role, str) or not role:
+                message = f"{where}.role must be user, assistant, system or developer, got {quote(role)}"
+                raise RequestError(400, message, param=f"{where}.role")
+            messages.append({"role": role, "content": content_text(item.get("content"), f"{where}.content")})
         elif kind == "function_call":
             function = {"name": str(item.get("name")), "arguments": item.get("arguments") or "{}"}
             call = {"id": str(item.get("call_id")), "type": "function", "function": function}
