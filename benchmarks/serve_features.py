@@ -162,7 +162,9 @@ async def prefill(o: argparse.Namespace, target: Target, run_dir: Path) -> None:
 
     async def one(number: int) -> list[float]:
         begun = time.perf_counter()
-        body = {"prompt": words(number, 64), "max_tokens": 40 * o.new // 8, "seed": number}
+        # Only ASCII bytes, because an incomplete UTF-8 sequence has no event.
+        bias = {str(byte): -100 for byte in range(128, 256)}
+        body = {"prompt": words(number, 64), "max_tokens": 40 * o.new // 8, "seed": number, "logit_bias": bias}
         return [begun + at for at in await stream(target, "/completions", body)]
 
     (begin, end), *times = await asyncio.gather(long_prompt(), *(one(number) for number in range(o.streams)))
