@@ -136,10 +136,18 @@ async def adapters(o: argparse.Namespace, target: Target, run_dir: Path) -> None
     await compare(o, {"base model": lambda n: batch(n, [None] * 9), "8 adapters and base": lambda n: batch(n, named)})
 
 
+async def text_of(target: Target, number: int, tokens: int) -> str:
+    """Returns a random text of this many tokens."""
+    root = target.url.removesuffix("/v1")
+    async with httpx.AsyncClient(timeout=60) as client:
+        found = (await client.post(f"{root}/tokenize", json={"prompt": words(number, 8 * tokens)})).json()["tokens"]
+        return str((await client.post(f"{root}/detokenize", json={"tokens": found[:tokens]})).json()["prompt"])
+
+
 async def turns(o: argparse.Namespace, target: Target, run_dir: Path) -> None:
     short, second = [], []
     for number in range(o.repeats + 1):
-        story = [{"role": "user", "content": words(number, o.story)}]
+        story = [{"role": "user", "content": await text_of(target, number, o.story)}]
         first = {"max_tokens": 16, "seed": number}
         async with httpx.AsyncClient(timeout=600) as client:
             answer = await client.post(f"{target.url}/chat/completions", json=first | {"messages": story, **target.extra})
@@ -147,7 +155,7 @@ async def turns(o: argparse.Namespace, target: Target, run_dir: Path) -> None:
         await asyncio.sleep(2)  # a reader needs longer; the server adds the reply to the prefix cache
         messages = [*story, {"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]
         second += (await stream(target, "/chat/completions", first | {"messages": messages}))[1:2]  # the first has the role
-        short += (await stream(target, "/completions", first | {"prompt": words(-number - 1, 64)}))[:1]
+        short += (await stream(target, "/completions", first | {"prompt": await text_of(target, -number - 1, 64)}))[:1]
     later, once = (float(np.median(times[1:])) for times in (second, short))
     print(f"| 64-token prompt | first token in {1000 * once:.1f} ms | 1 |")
     print(f"| second turn | first token in {1000 * later:.1f} ms | {later / once:.3f} |")
