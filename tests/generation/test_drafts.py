@@ -322,7 +322,13 @@ def texts_without_drafts(requests):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speculation", [{"speculation": "ngram", "ngram_size": 1}, DRAFT_RUN], ids=["ngram", "draft"])
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        pytest.param({"speculation": "ngram", "ngram_size": 1}, id="ngram"),
+        pytest.param(DRAFT_RUN, id="draft", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_requests_of_a_server_have_the_same_tokens(speculation, requests, texts_without_drafts, monkeypatch):
     """The requests run in three slots and reuse prefixes."""
     pytest.importorskip("llguidance")
