@@ -142,13 +142,13 @@ def test_drafts_do_not_change_tokens_and_reports_of_different_rows():
     compare_with_drafts(MIXED, "full", (*PROMPTS, *builder.prompts(4, 6, 3, seed=2)), rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drafts_do_not_change_tokens_and_reports_with_sliding_windows():
     compare_with_drafts(SOME, "sliding")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("windows", ["full", pytest.param("sliding", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("windows", ["full", "sliding"])
 def test_drafts_do_not_change_tokens_and_reports_with_the_router(windows):
     compare_with_drafts(SETTINGS["router"], windows)
 

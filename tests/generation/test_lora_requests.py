@@ -184,6 +184,7 @@ def merged_run(run, name):
 GREEDY = {"greedy": True, "max_new_tokens": 12}
 
 
+@pytest.mark.exhaustive
 def test_offline_requests_with_different_adapters_share_a_batch(run):
     prompts = ["once upon", "a time there", "was"]
     requests = [run.request(prompts[i % 3], GREEDY, logprobs=1, lora=name) for i, name in enumerate([None, *NAMES[:3]])]

@@ -116,10 +116,8 @@ def test_every_instruction_set_compiles(tmp_path, compiler):
         assert path.stat().st_size > 10_000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "avx512" else []) for name in instruction_sets()]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", instruction_sets())
 def test_every_instruction_set_is_exact(tmp_path, name):
     """Runs the tests of the products with only one instruction set. The best one is used by all other tests."""
     supported = [other for other, (needed, _) in instruction_sets().items() if needed <= native.cpu_flags()]
