@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     a.add_argument("--long", type=int, default=8000, help="tokens of the long prompt")
     a.add_argument("--streams", type=int, default=16)
     o = a.parse_args()
-    o.parts = o.parts or [*PARTS]
+    o.parts = o.parts or (["bans"] if o.smoke else [*PARTS])  # each part starts a server
     if unknown := {*o.parts} - {*PARTS}:
         a.error(f"unknown parts: {', '.join(unknown)}")
     return o
