@@ -32,8 +32,9 @@ RESTARTS_PER_TOKEN = 8  # the sample ends after this multiple of its tokens in r
 class BannedStrings:
     """The strings that must not occur in a text, in lower case.
 
-    The search is an Aho-Corasick automaton (Aho and Corasick 1975). Its state is the longest end of the text with which a
-    banned string begins. The transitions are computed when a text needs them, so that a long list costs nothing in advance.
+    The search is an Aho-Corasick automaton (Aho and Corasick 1975). Its state is the longest suffix of the text that is a proper
+    prefix of a banned string. The transitions are computed when a text needs them, so that a long list costs nothing in
+    advance.
     """
 
     def __init__(self, strings: Sequence[str]):
@@ -52,14 +53,14 @@ class BannedStrings:
                 self._transitions.clear()
             text = partial + character
             matched = next((len(text) - at for at in range(len(text)) if text[at:] in self._strings), 0)
-            found = self._transitions[partial, character] = self.longest_beginning(text), matched
+            found = self._transitions[partial, character] = self.longest_prefix(text), matched
         return found
 
-    def longest_beginning(self, text: str) -> str:
-        """Returns the longest end of a text that is the beginning of a banned string, but not the whole string."""
-        return next((text[at:] for at in range(len(text)) if self._is_beginning(text[at:])), "")
+    def longest_prefix(self, text: str) -> str:
+        """Returns the longest suffix of a text that is a proper prefix of a banned string."""
+        return next((text[at:] for at in range(len(text)) if self._is_proper_prefix(text[at:])), "")
 
-    def _is_beginning(self, part: str) -> bool:
+    def _is_proper_prefix(self, part: str) -> bool:
         after = bisect_right(self._sorted, part)  # the strings that begin with `part` and are longer follow it directly
         return after < len(self._sorted) and self._sorted[after].startswith(part)
 
@@ -109,7 +110,7 @@ class _Held(NamedTuple):
     """A held token: its text, and the state before it.
 
     Attributes:
-      partial: the longest end of the held text that is the beginning of a banned string.
+      partial: the longest suffix of the held text that is a proper prefix of a banned string.
       first: the first position, from the beginning of the text, at which a string or a match of an expression might begin.
     """
 
@@ -221,9 +222,9 @@ class TextBan:
         return count
 
     def _fitting(self, partial: str) -> str:
-        """Returns the longest end of a state that lies inside the held text."""
+        """Returns the longest suffix of a state that lies inside the held text and is a state itself."""
         size = len(self._window)
-        return partial if len(partial) <= size else self._strings.longest_beginning(partial[len(partial) - size :])
+        return partial if len(partial) <= size else self._strings.longest_prefix(partial[len(partial) - size :])
 
     def _release(self, window: str) -> None:
         """Releases the tokens that no longer can be discarded.

@@ -44,7 +44,7 @@ def check_logit_processor(function: Any) -> None:
 
 
 def apply_logit_processor(function: LogitProcessor, logits_BV: Array, histories: TokenHistory) -> Array:
-    """Returns the logits [B, V] that a processor makes of each row.
+    """Returns the logits [B, V] after a processor has edited each row.
 
     NaN and +inf are repaired as in the logits of the model. A row of which no token would remain does not change.
 

@@ -45,9 +45,9 @@ class LoopRules:
     @classmethod
     def build(cls, sections: Sequence[GenerationSection], always: bool) -> "LoopRules | None":
         """Returns the rules of all rows; None if no row detects loops, unless `always`."""
-        if not always and not any(g.loop_stop or g.loop_temperature_factor != 1 for g in sections):
-            return None
         rows = [(g, g.loop_stop or g.loop_temperature_factor != 1) for g in sections]
+        if not always and not any(on for _, on in rows):
+            return None
         factors = np.asarray([g.loop_temperature_factor for g in sections], np.float32)
         arrays = (
             np.asarray([g.loop_max_period if on else 0 for g, on in rows], np.int32),

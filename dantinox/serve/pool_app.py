@@ -80,7 +80,7 @@ class Directory:
     def __init__(self, pool: ModelPool, options: Options):
         self.pool, self._aliases = pool, options.aliases
         self._created, self._started = int(time.time()), ollama.now()
-        # What a model that is not loaded has told about itself when it was: name → fields.
+        # The descriptions of models that are not loaded, from their last load: name → fields.
         self._about: dict[str, dict[str, JSON]] = {}
         self._descriptions: dict[str, dict[str, JSON]] = {}
 
