@@ -32,8 +32,8 @@ RESTARTS_PER_TOKEN = 8  # the sample ends after this multiple of its tokens in r
 class BannedStrings:
     """The strings that must not occur in a text, in lower case.
 
-    The search is an Aho-Corasick automaton (Aho and Corasick 1975). Its state is the longest suffix of the text that is a proper
-    prefix of a banned string. The transitions are computed when a text needs them, so that a long list costs nothing in
+    The search is an Aho-Corasick automaton (Aho and Corasick 1975). Its state is the longest suffix of the text that is a
+    proper prefix of a banned string. The transitions are computed when a text needs them, so that a long list costs nothing in
     advance.
     """
 
