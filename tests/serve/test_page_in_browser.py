@@ -183,18 +183,23 @@ def test_a_reload_keeps_text_draft_and_settings(opened, engine):
     assert list(engine.asked[-1].ids[: len(engine.asked[0].ids)]) == list(engine.asked[0].ids)
 
 
+def generate_and_stop(opened, engine, condition):
+    """Generates slowly by keyboard, and stops when a script returns true."""
+    engine.pause = 0.03
+    with_key(opened, "CONTROL", "ENTER")
+    wait(opened, condition)
+    press(opened, "ESCAPE")
+    done(opened)
+    engine.pause = 0.002
+
+
 def test_the_page_can_be_used_by_keyboard(opened, engine):
     opened.execute_script("byId('draft').focus()")
     press(opened, *"Nel mezzo")
     with_key(opened, "CONTROL", "ENTER")
     done(opened)
     assert len(ids(opened)) == 30
-    engine.pause = 0.03
-    with_key(opened, "CONTROL", "ENTER")
-    wait(opened, "return state.nodes.length > 33")
-    press(opened, "ESCAPE")
-    done(opened)
-    engine.pause = 0.002
+    generate_and_stop(opened, engine, "return state.nodes.length > 33")
     opened.execute_script("byId('draft').focus()")
     with_key(opened, "SHIFT", "TAB")
     assert "token" in focused(opened).get_attribute("class").split()
@@ -786,12 +791,7 @@ def test_compare_and_dialogs_by_keyboard(opened, engine):
     press(opened, "ENTER")
     assert focused(opened) == find(opened, "#draft")
     press(opened, *"Nel mezzo")
-    engine.pause = 0.03
-    with_key(opened, "CONTROL", "ENTER")
-    wait(opened, "return comparing.sides.every(({nodes}) => nodes.length > 2)")
-    press(opened, "ESCAPE")
-    done(opened)
-    engine.pause = 0.002
+    generate_and_stop(opened, engine, "return comparing.sides.every(({nodes}) => nodes.length > 2)")
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(opened, 5, 0.02).until(lambda _: len(engine.cancelled) >= 2)
