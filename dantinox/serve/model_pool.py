@@ -105,6 +105,11 @@ class Member:
         loras = self.loras if self.opened is None else self.opened.engine.loras
         return [self.name, *(f"{self.name}:{lora}" for lora in loras)]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it can be unloaded: no request uses it, and none that waited for its load is about to use it."""
+        return not self.users and (self.state == "failed" or (self.state == "loaded" and not self.waiting))
+
     def status(self) -> Status:
         """Returns the state of its engine. The counters include those of earlier loads."""
         if self.opened is None or self.state == "unloading":
@@ -259,9 +264,9 @@ class ModelPool:
         """Unloads the expired models, and loads the models that requests wait for."""
         while self._state != "draining":
             now = time.monotonic()
-            expired = (m for m in self.members.values() if m.keep_until is not None and m.keep_until <= now and not m.users)
-            for member in [member for member in expired if member.state == "loaded"]:
-                await self._unload(member)
+            for member in self.members.values():
+                if member.keep_until is not None and member.keep_until <= now and member.is_idle:
+                    await self._unload(member)
             wanted = [m for m in self.members.values() if m.waiting and m.state in ("unloaded", "failed") and m.retry <= now]
             if not wanted:
                 return
@@ -337,8 +342,7 @@ class ModelPool:
         if self.memory is not None and size > self.memory:
             raise Unavailable(f"the model {member.name} {self._too_large(size)}")
         while not self._fits(member, size):
-            others = [one for one in self.members.values() if one is not member and not one.users]
-            idle = [one for one in others if one.state in ("loaded", "failed")]
+            idle = [one for one in self.members.values() if one is not member and one.is_idle]
             if idle:
                 await self._unload(min(idle, key=lambda one: one.used))
             elif not member.waiting or self._state == "draining":

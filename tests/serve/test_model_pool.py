@@ -180,6 +180,19 @@ def test_random_requests_to_more_models_than_fit(seed, monkeypatch):
     asyncio.run(check())
 
 
+def test_a_loaded_model_is_not_unloaded_before_its_requests_run():
+    opener = Opener()
+    pool, app = make_pool(opener, max_models=1, memory=None)
+
+    async def check():
+        async with running(pool, app) as client:
+            for answer in await asyncio.gather(*(ask(client, name) for name in "cba" * 10)):
+                text(answer)
+            assert opener.opened == ["a", "c", "b"]
+
+    asyncio.run(check())
+
+
 def test_the_least_recently_used_model_is_unloaded():
     opener = Opener()
     pool, app = make_pool(opener, max_models=2, memory=None)
