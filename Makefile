@@ -65,9 +65,11 @@ parity: $(VENV)/.dev $(VENV)/.parity
 	$(PY) -m tests.interop.quantized_live
 	$(PY) -m tests.interop.parity $(PARITY)
 
-# The other tests disable the compiler's optimizations. With a model of this size they save more time than they need.
+# The other tests disable optimizations of the compiler. With a model of this size they save more time than they need.
+# PUBLISHED="-k server" selects tests.
+real: OPTIMIZE := --xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32 --xla_cpu_use_fusion_emitters=true
 real: $(VENV)/.dev $(VENV)/.smollm2
-	XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32" $(PY) -m pytest -m real tests/published
+	XLA_FLAGS="$(OPTIMIZE)" $(PY) -m pytest -m real $(PUBLISHED) tests/published
 
 tokenizers: $(VENV)/.dev $(VENV)/.tokenizers
 	$(PY) -m tests.interop.tokenizers_live $(TOKENIZERS)
@@ -88,9 +90,9 @@ benchmarks: $(BENCHMARKS:=.smoke)
 	@echo "$*.py --smoke"
 	@PYTHONPATH=. $(PY) $*.py --smoke > $(VENV)/$(notdir $*).log 2>&1 || { cat $(VENV)/$(notdir $*).log; exit 1; }
 
-# All warnings are errors. `docs-linkcheck` needs a network.
+# All warnings are errors. `docs-linkcheck` needs a network. NOTEBOOKS="first_model serving" executes only these notebooks.
 docs: $(VENV)/.docs
-	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	NOTEBOOKS="$(NOTEBOOKS)" $(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	$(PY) docs/check_links.py docs/_build/html
 	$(PY) docs/check_code.py
 

@@ -91,6 +91,11 @@ class ConversationStore(TokenStore):
         """Bytes of validation answers per target in the loss; see `TokenStore`."""
         return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & IN_LOSS))
 
+    @property
+    def validation_rows(self) -> int:
+        """The number of rows of the validation part; for preferences, the number of all pairs, whose reference is computed."""
+        return sum(rows.count for rows in self._all_rows) if self.pairs else self._validation_rows.count
+
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
         """Yields every validation conversation once, in batches of `batch_size` rows or pairs.
 

@@ -112,6 +112,11 @@ class TokenStore:
             crossings += int(np.count_nonzero(ids[start : start + SCAN_TOKENS] == self._eos))
         return float(self.val.bytes / (len(ids) - crossings))
 
+    @property
+    def validation_rows(self) -> int:
+        """The number of rows of the validation part, without padding."""
+        return -(-(len(self.validation_ids) - 1) // self.sequence_length)
+
     def batch(self, step: int, chosen: np.ndarray | None = None) -> Any:
         """Returns the training batch of a step: a `Batch` of [batch_size, sequence_length].
 

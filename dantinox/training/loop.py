@@ -147,7 +147,7 @@ class Trainer:
             self._export_missing()
             self.console.note(f"this run is finished: step {self.step} of {self.steps}")
             return self.progress
-        self.programs = Programs(self.train_step)
+        self.programs = Programs(self.train_step, self.store.validation_rows)
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
         self.frozen = frozen_weights(self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run)

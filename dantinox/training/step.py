@@ -188,11 +188,17 @@ class TrainStep:
         rewards = None if rewards is None else layout.psum(rewards) / count
         return layout.reduce_gradients(gradients), layout.psum(nats) / count, counts_LE, rewards
 
-    def traced(self) -> dict[str, TracedProgram]:
-        """Traces the programs of a run, `train` and `evaluation`, from shapes only."""
+    def traced(self, validation_rows: int | None = None) -> dict[str, TracedProgram]:
+        """Traces the programs of a run, `train` and `evaluation`, from shapes only.
+
+        Args:
+          validation_rows: the number of rows to evaluate; None: unknown. A call of the evaluation has at most as many rows.
+        """
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
         rows, length = t.batch_size, config.model.max_context
         eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.batch_shards
+        if validation_rows is not None:
+            eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)
         base = layout.place_shapes(frozen_parameters(layout.shapes, model))
         batch, eval_batch = (layout.place_batch(abstract_batch(count, length, t.objective)) for count in (rows, eval_rows))
         train = self.program.trace(self.shapes, batch, base)
@@ -280,8 +286,9 @@ def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any
 class Programs:
     """The compiled programs of a run, and the memory plan, which is known before the weights are allocated."""
 
-    def __init__(self, step: TrainStep):
-        train, evaluation = step.traced().values()
+    def __init__(self, step: TrainStep, validation_rows: int | None = None):
+        """Compiles the programs. `validation_rows` is an argument of `TrainStep.traced`."""
+        train, evaluation = step.traced(validation_rows).values()
         self.eval_rows = evaluation.rows
         train_lowered, eval_lowered = train.program.lower(), evaluation.program.lower()
         # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in parallel.
