@@ -330,7 +330,7 @@ class Checker:
         output = call(argv, stdin)
         if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(output)
+            target.write_bytes(output.replace(b"\0", b" "))  # the tiny run may generate NUL, which is not text
         return "executed"
 
 

@@ -38,9 +38,7 @@ myst_heading_anchors = 4
 NOTEBOOKS = os.environ.get("NOTEBOOKS", "").split()
 nb_execution_mode = "force"
 nb_execution_excludepatterns = [
-    f"tutorials/{path.name}"
-    for path in Path(__file__).parent.glob("tutorials/*.ipynb")
-    if NOTEBOOKS and path.stem not in NOTEBOOKS
+    f"tutorials/{path.name}" for path in DOCS.glob("tutorials/*.ipynb") if NOTEBOOKS and path.stem not in NOTEBOOKS
 ]
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300  # seconds of one cell

@@ -9,8 +9,8 @@
 `LoadedModel` uses it with a `StaticBatch`, whose prompts start together. `serve.AsyncEngine` runs it on a thread with a
 `SlotBatch`, whose slots are refilled. After the prefill, both kinds of batch run the same code.
 
-Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel`, `load`, `replace_weights`, `load_adapter` and
-`unload_adapter` may be called from any thread. `lock` guards the scheduler and the table of jobs, which they all use.
+Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel` and `load` may be called from any thread. `lock`
+guards the scheduler and the table of jobs, which they all use. `changes` has its own rules.
 """
 
 import contextlib
@@ -19,23 +19,21 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from dantinox.config import Config, UserError
-from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlot, AdapterSlots
+from dantinox.generation.adapter_slots import AdapterSlot
 from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.drafts import DraftCounts
+from dantinox.generation.engine_jobs import Job, Output, RequestFailed
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.quantized_weights import SplitModel
-from dantinox.generation.request import GenerationRequest, RequestStats
+from dantinox.generation.model_changes import ModelChanges
+from dantinox.generation.request import GenerationRequest
 from dantinox.generation.running_batch import PendingChunk, RunningBatch
-from dantinox.generation.sample_text import SampleText, TextPart
+from dantinox.generation.sample_text import SampleText
 from dantinox.generation.scheduler import Scheduler
 from dantinox.generation.slot_batch import SlotBatch
-from dantinox.generation.slot_params import MAX_ALTERNATIVES, RowParams
-from dantinox.model.row_adapters import Stacks
-from dantinox.run.peft_folder import LoraAdapter
+from dantinox.generation.slot_params import MAX_ALTERNATIVES
 from dantinox.sampling import StepInfo
 
 STREAM_CHUNK_SECONDS = 0.08  # approximate duration of a chunk when the output is streamed
@@ -45,84 +43,6 @@ MAX_PREFILL_CHUNKS = 8  # the most prefill chunks between two decode chunks
 MAX_FAILURES = 3  # failing steps in a row before `step` raises the exception
 
 log = logging.getLogger("dantinox.generation")
-
-
-class RequestFailed(Exception):
-    """An internal error ended the request; the log has the details."""
-
-
-class Output(NamedTuple):
-    """New output of one sample. If `ended` is true, this output marks the end of the request.
-
-    Attributes:
-      parts: new text, one part per token if the request reports log-probabilities.
-      ids: the new tokens; `steps` holds their reports.
-      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last output of the sample.
-      stop_string: the stop string that ended the sample, or None.
-      ended: whether the request has ended; `error` is set if it failed.
-    """
-
-    job: "Job"
-    sample: int = 0
-    parts: Sequence[TextPart] = ()
-    ids: Sequence[int] = ()
-    steps: StepInfo | None = None
-    finish_reason: str | None = None
-    stop_string: str | None = None
-    ended: bool = False
-    error: Exception | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.parts)
-
-
-class Job:
-    """A request that the engine has accepted.
-
-    Attributes:
-      samples: the number of continuations; `rows` maps slots to samples.
-      prompt_steps: with `echo`, the reports of the prompt tokens after the first one.
-      guide_slots: with guidance, the slots of the guide rows by the slots of the samples; `slots` counts both.
-      negative_ids: with guidance, the tokens of the negative prompt.
-      adapter: the adapter of the request.
-      prepared: whether its parameters and constraints are ready.
-    """
-
-    def __init__(self, request: GenerationRequest, limit: int):
-        self.request, self.limit = request, limit
-        self.samples = request.config.generation.n
-        self.slots = 2 * self.samples if request.has_guidance else self.samples
-        self.guide_slots: dict[int, int] = {}
-        self.negative_ids: Sequence[int] = ()
-        self.stats = RequestStats(len(request.ids))
-        self.params: RowParams | None = None
-        self.texts: list[SampleText] = []
-        self.rows: dict[int, int] = {}  # slot → sample
-        self.prompt_steps: StepInfo | None = None
-        self.adapter = NO_ADAPTER
-        self.prepared = self.cancelled = False
-        self.error: Exception | None = None  # an error in the preparation of the request or in its prefix match
-        self._start_time = time.monotonic()
-
-    def seconds(self) -> float:
-        """Returns the seconds since the request was accepted."""
-        return time.monotonic() - self._start_time
-
-    @property
-    def running(self) -> list[int]:
-        """The indices of the samples that have not ended."""
-        ended = {number for number, text in enumerate(self.texts) if text.finish_reason is not None}
-        return [number for number in range(self.samples) if number not in ended]
-
-
-class NewAdapter(NamedTuple):
-    """An adapter that the next step copies to the device; `copied` is set afterwards."""
-
-    name: str
-    digest: bytes
-    arrays: Stacks
-    copied: "Future[None]"
 
 
 class Load(NamedTuple):
@@ -144,6 +64,7 @@ class Engine:
         `draft_tokens`, `accepted_draft_tokens`.
       compile: called with the settings and `echo` of a request whose programs are not compiled. The request waits until the
         batch is `ready` for it. The default compiles the programs immediately.
+      changes: replaces the weights, and loads and unloads adapters.
     """
 
     def __init__(
@@ -178,8 +99,8 @@ class Engine:
         self._pending: PendingChunk | None = None
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []
-        self._new_weights: tuple[SplitModel, Future[None]] | None = None
-        self._new_adapters: list[NewAdapter] = []  # adapters that the next step copies to the device
+        # A static batch has no changes.
+        self.changes = ModelChanges(cast(SlotBatch, batch), self.lock, lambda: {job.adapter.number for job in self._jobs})
         # Sequences with their requests' salts and adapters that have yet to be added to the prefix cache, the newest last, and
         # the slot of the newest one while it is prefilled.
         self._sequences: deque[tuple[Sequence[int], str, str | None, AdapterSlot]] = deque(maxlen=batch.count)
@@ -250,58 +171,6 @@ class Engine:
         """Ends a request in the next step because its preparation failed."""
         job.error = error
 
-    def replace_weights(self, weights: SplitModel) -> "Future[None]":
-        """Replaces the weights as soon as no request holds a slot. Until then, requests that wait are not admitted.
-
-        Args:
-          weights: the result of `SlotBatch.prepare_weights`.
-
-        Returns:
-          A future that ends when the weights have been replaced; the next `step` may do so.
-        """
-        replaced = Future[None]()
-        with self.lock:
-            self._new_weights = weights, replaced
-        return replaced
-
-    def load_adapter(self, name: str, adapter: LoraAdapter) -> "Future[None]":
-        """Makes an adapter available to later requests.
-
-        Returns:
-          A future that ends when the next step has copied the matrices. It raises a UserError if the name is invalid or in use,
-          or if no place is free: the place of a removed adapter is free when the last of its requests has ended.
-
-        Raises:
-          UserError: the batch has no place for adapters, or the rank is too large.
-        """
-        new = NewAdapter(name, adapter.digest, self._adapters.arrays(name, adapter), Future())
-        with self.lock:
-            self._new_adapters.append(new)
-        return new.copied
-
-    def fail_adapters(self, error: Exception) -> None:
-        """Ends the futures of `load_adapter`, if no further step will copy the adapters."""
-        with self.lock:
-            new, self._new_adapters = self._new_adapters, []
-        for one in new:
-            if one.copied.set_running_or_notify_cancel():
-                one.copied.set_exception(error)
-
-    def unload_adapter(self, name: str) -> None:
-        """Removes an adapter. The requests that use it continue.
-
-        Raises:
-          UserError: no adapter has this name.
-        """
-        with self.lock:
-            self._adapters.remove(name)
-
-    @property
-    def _adapters(self) -> AdapterSlots:
-        if self._slots.adapters is None:
-            raise UserError("this server has no place for adapters: start it with room for them")
-        return self._slots.adapters
-
     def _sample_texts(self, request: GenerationRequest, limit: int) -> list[SampleText]:
         tokenizer, section = self.model.tokenizer, request.config.generation
         return [
@@ -362,7 +231,7 @@ class Engine:
         try:
             self._step()
             working = self._is_computing or (self._sequences and not self._jobs)
-            self.idle = not working and self._new_weights is None
+            self.idle = not working and not self.changes.has_weights
         except Exception as error:
             if not self._isolate or self._failures == MAX_FAILURES:
                 raise
@@ -379,8 +248,8 @@ class Engine:
     def _step(self) -> None:
         self._end_cancelled()
         if self.batch.refills:
-            self._copy_adapters()
-            if self._weights_are_current():
+            self.changes.copy_adapters()
+            if self.changes.install_weights(self.load.busy > 0 or self._pending is not None):
                 self._admit()
             self._prefill_prompts()
         pending, jobs = self._pending, self._pending_jobs
@@ -441,39 +310,6 @@ class Engine:
                 if job.texts:
                     self._remember(job, job.texts[number])
             self._end(job, "cancelled")
-
-    def _weights_are_current(self) -> bool:
-        """Replaces the weights if new ones wait and no request holds a slot; returns False if new ones still wait."""
-        with self.lock:
-            new = self._new_weights
-            if new is None:
-                return True
-            if self.load.busy or self._pending is not None:
-                return False
-            self._new_weights = None
-        weights, replaced = new
-        if replaced.set_running_or_notify_cancel():
-            try:
-                self._slots.replace_weights(weights)
-            except BaseException as error:
-                replaced.set_exception(error)
-                raise
-            replaced.set_result(None)
-        return True
-
-    def _copy_adapters(self) -> None:
-        with self.lock:
-            new, self._new_adapters = self._new_adapters, []
-        for name, digest, arrays, copied in new:
-            if not copied.set_running_or_notify_cancel():
-                continue
-            try:
-                with self.lock:
-                    number = self._adapters.free_number(name, {job.adapter.number for job in self._jobs})
-                self._adapters.insert(name, number, digest, arrays)
-                copied.set_result(None)
-            except Exception as error:
-                copied.set_exception(error)
 
     def _admit(self) -> None:
         batch = self._slots

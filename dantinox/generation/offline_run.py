@@ -9,7 +9,8 @@ from dantinox.config import KVSection
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.drafts import plan_drafts
-from dantinox.generation.engine import STREAM_CHUNK_SECONDS, Engine, Job
+from dantinox.generation.engine import STREAM_CHUNK_SECONDS, Engine
+from dantinox.generation.engine_jobs import Job
 from dantinox.generation.guidance import RowPairs
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest

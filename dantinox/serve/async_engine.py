@@ -37,7 +37,8 @@ import numpy as np
 
 from dantinox.config import Config, UserError, overlay, with_generation
 from dantinox.generation.embedder import Embedder, check_length, check_pooling
-from dantinox.generation.engine import Engine, Job, Output, RequestFailed
+from dantinox.generation.engine import Engine
+from dantinox.generation.engine_jobs import Job, Output, RequestFailed
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.scheduler import QueueFull
@@ -243,7 +244,7 @@ class AsyncEngine:
         if model.tokenizer.fingerprint != self.run.tokenizer.fingerprint:
             raise UserError("the run has another tokenizer than before: restart the server")
         weights = await asyncio.to_thread(self._batch.prepare_weights, model)
-        replaced = self._engine.replace_weights(weights)
+        replaced = self._engine.changes.replace_weights(weights)
         self._wake.set()
         await asyncio.wrap_future(replaced)
         self.run.replace_model(model)
@@ -296,13 +297,13 @@ class AsyncEngine:
             copied = await asyncio.to_thread(self._read_adapter, name, path)
             self._wake.set()
             if not self._thread.is_alive():
-                self._engine.fail_adapters(Unavailable(f"the server is {self._state}: {self._doing}"))
+                self._engine.changes.fail_adapters(Unavailable(f"the server is {self._state}: {self._doing}"))
             await asyncio.wrap_future(copied)
             self.lora_paths[name] = path
 
     def _read_adapter(self, name: str, path: Path) -> Future[None]:
         rank = None if self._batch.adapters is None else self._batch.adapters.rank
-        return self._engine.load_adapter(name, self.run.read_lora(path, max_rank=rank))
+        return self._engine.changes.load_adapter(name, self.run.read_lora(path, max_rank=rank))
 
     def unload_lora(self, name: str) -> None:
         """Unloads an adapter. The requests that use it continue; its place is free when the last of them has ended.
@@ -310,7 +311,7 @@ class AsyncEngine:
         Raises:
           UserError: no adapter has this name.
         """
-        self._engine.unload_adapter(name)
+        self._engine.changes.unload_adapter(name)
         self.lora_paths.pop(name, None)
 
     @property
@@ -462,7 +463,7 @@ class AsyncEngine:
                 responder.stream.end(Unavailable(stopped))
             self._embeddings.close(Unavailable(stopped))
             self._responders.clear()
-            self._engine.fail_adapters(Unavailable(stopped))
+            self._engine.changes.fail_adapters(Unavailable(stopped))
             with self._lock:
                 for snapshot in self._snapshots:
                     snapshot.set_exception(Unavailable(stopped))

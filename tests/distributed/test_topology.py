@@ -79,6 +79,7 @@ def test_a_run_writes_the_same_files_as_on_one_device(workshop, monkeypatch):
         np.testing.assert_allclose(weights[8][name], array, rtol=0, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_resumes_bit_for_bit(workshop, never_interrupted):
     config, run = never_interrupted()
     store = small_store(config, Stumbles)

@@ -151,7 +151,9 @@ def test_a_thousand_strings_that_begin_everywhere_never_occur():
 CONTEXT = 160
 
 
-@pytest.fixture(scope="module", params=[(None, None), (16, None)], ids=["full", "ring"])
+@pytest.fixture(
+    scope="module", params=[(None, None), pytest.param((16, None), marks=pytest.mark.exhaustive)], ids=["full", "ring"]
+)
 def served(request):
     return builder.slot_batch(BYTES, CONTEXT, windows=request.param)
 

@@ -195,7 +195,7 @@ def test_drafts_of_a_model_do_not_change_tokens_with_the_router():
     assert tokens == plain and int(sum(batch.state.drafts.drafted_B)) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_accepts_its_own_drafts(without_drafts):
     """The draft model is the model itself, so it draws the same tokens: the caches hold the same text after every step."""
     model = builder.model()

@@ -138,7 +138,9 @@ TRIGGERED = Constraint("regex", "<[0-9]{5}>", after=tuple(TRIGGERS), repeats=Tru
 BUDGET = Reasoning("(", "=", True, 21, tuple(b"=end"))
 
 
-@pytest.fixture(scope="module", params=[(None, None), (16, None)], ids=["full", "ring"])
+@pytest.fixture(
+    scope="module", params=[pytest.param((None, None), marks=pytest.mark.exhaustive), (16, None)], ids=["full", "ring"]
+)
 def served(request):
     return builder.slot_batch(BYTES, CONTEXT, windows=request.param)
 

@@ -199,7 +199,9 @@ def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimized):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "int8", "int4"])
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("bfloat16", "int8")), "int4"]
+)
 def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
@@ -313,6 +315,7 @@ def test_long_prompts_are_read_in_parts(monkeypatch):
                 assert {*range(4), *range(length - 16, length)} <= set(kept.tolist())
 
 
+@pytest.mark.exhaustive
 def test_important_tokens_are_not_just_the_recent_ones():
     model = builder.model(CONFIG)
     kept = {}
@@ -331,6 +334,7 @@ def test_important_tokens_are_not_just_the_recent_ones():
     assert len({str(kept[policy]) for policy in POLICIES}) == len(POLICIES)
 
 
+@pytest.mark.exhaustive
 def test_the_router_reads_the_compressed_cache():
     """The router's attention metrics equal metrics over the cached keys alone, even if groups have different sizes."""
     model = builder.model(CONFIG)

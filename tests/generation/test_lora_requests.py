@@ -100,7 +100,9 @@ def test_every_row_equals_its_merged_model(config):
         assert_close(row, expected)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "bfloat16"])
+@pytest.mark.parametrize(
+    "weights", ["int8", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("int4", "bfloat16"))]
+)
 def test_low_precision_weights(weights):
     low = prepare(builder.model(replace(builder.BASE, hidden_dim=64)), weights, "float32", "xla")
     adapters = {"a": adapter(low.config, 1)}
@@ -204,6 +206,7 @@ def test_offline_requests_with_different_adapters_share_a_batch(run):
     assert uncached.tokens == run.generate("was", lora=NAMES[0], **GREEDY).tokens
 
 
+@pytest.mark.exhaustive
 def test_drafts_with_an_adapter(run):
     drafts = {"speculation": "ngram", "draft_tokens": 3, "ngram_size": 2}
     expected = run.generate("abcabcabc", lora=NAMES[4], **GREEDY)
@@ -307,7 +310,7 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(engine, run, progra
     }
     base = generate(engine, request(engine, "text"))[0]
     programs()
-    loading = engine.load_adapter("new", new)
+    loading = engine.changes.load_adapter("new", new)
     running = engine.add(request(engine, "text"))
     with pytest.raises(UserError, match="no adapter has the name 'new'"):
         engine.add(request(engine, "text", "new"))
@@ -315,23 +318,23 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(engine, run, progra
     assert loading.result(0) is None
     jobs = [running, engine.add(request(engine, "text", "new"))]
     outputs += engine.step()
-    engine.unload_adapter("new")
+    engine.changes.unload_adapter("new")
     with pytest.raises(UserError, match="no adapter has the name 'new'"):
         engine.add(request(engine, "text", "new"))
-    refused = engine.load_adapter("other", other)
+    refused = engine.changes.load_adapter("other", other)
     outputs += engine.step()
     with pytest.raises(UserError, match="running requests use adapters that were unloaded"):
         refused.result(0)
     (tokens, _), (adapted, _) = finish(engine, jobs, outputs)
     assert (tokens, adapted) == (base[0], expected["new"])
-    loaded = engine.load_adapter("other", other)
+    loaded = engine.changes.load_adapter("other", other)
     engine.step()
     assert loaded.result(0) is None
     assert generate(engine, request(engine, "text", "other"))[0][0] == expected["other"]
     assert generate(engine, request(engine, "text"))[0] == base
-    engine.unload_adapter("other")
+    engine.changes.unload_adapter("other")
     with pytest.raises(UserError, match="no adapter has the name 'other'"):
-        engine.unload_adapter("other")
+        engine.changes.unload_adapter("other")
     assert programs() == 0
 
 

@@ -182,6 +182,7 @@ def test_every_strategy_in_one_batch(attends):
     assert (info.routed.attention is None) == (not attends)
 
 
+@pytest.mark.exhaustive
 def test_a_large_vocabulary_uses_windows():
     model = builder.model(builder.config(vocab_size=5003))
     numbers = {"low_entropy": 1.5, "clarify_entropy": 5.0, "high_entropy": 3.5, "low_varentropy": 3.0, "high_varentropy": 6.0}

@@ -114,6 +114,7 @@ def test_samples_share_one_prefill(served):
     assert [tokens[slot] for slot in (0, 3, 1)] == expected
 
 
+@pytest.mark.exhaustive
 def test_pairs_of_rows(served):
     """A request with guidance has bitwise the same answer alone, from the prefix cache and in a mixed batch, by the formula."""
     run, slots = served

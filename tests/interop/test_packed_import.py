@@ -88,7 +88,7 @@ LOGITS = ("llama", "qwen3_moe", "gemma4_text", "deepseek_v2", "phi3", "gpt2", "g
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3_moe" else ()) for name in LOGITS]
+    "family", [pytest.param(name, marks=pytest.mark.exhaustive if name != "qwen3_moe" else ()) for name in LOGITS]
 )
 def test_logits_of_a_packed_model_equal_those_of_a_converted_model(family, tmp_path):
     export(tmp_path / "x.gguf", family, "q8_0")
@@ -136,6 +136,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_packed_run_generates_the_text_of_a_converted_run(folder):
     packed, converted = dantinox.load(folder / "packed"), dantinox.load(folder / "float")
     assert packed.parameters == converted.parameters
@@ -160,7 +161,7 @@ def test_a_packed_model_may_have_its_key_heads_reordered(folder):
     assert np.abs(np.asarray(first) - np.asarray(unpacked)).max() <= 1e-5 * np.abs(np.asarray(first)).max()
 
 
-@pytest.mark.parametrize("kind", ["q4_k_m", "q8_0"])
+@pytest.mark.parametrize("kind", [pytest.param("q4_k_m", marks=pytest.mark.exhaustive), "q8_0"])
 def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
     """The rows of queries and keys, and the parts of joint projections, are in another order in the run."""
     export_checkpoint(folder / "trained", tmp_path / "x.gguf", "gguf", kind)
@@ -191,6 +192,7 @@ def test_a_packed_run_is_exported_and_evaluated(folder, tmp_path):
     assert abs(nats[0] - nats[1]) < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_info_and_verify_report_a_packed_run(folder, capsys):
     assert main(["info", str(folder / "packed")]) == 0
     lines = capsys.readouterr().out
@@ -268,7 +270,7 @@ def test_training_starts_from_converted_weights(folder):
         load_weights(run.weights, shapes)
 
 
-@pytest.mark.parametrize("rows", [1, 130])
+@pytest.mark.parametrize("rows", [1, pytest.param(130, marks=pytest.mark.exhaustive)])
 def test_native_kernels_give_the_logits_of_xla(rows, folder):
     if load_kernels().instructions is None:
         pytest.skip(load_kernels().note)

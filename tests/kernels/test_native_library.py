@@ -137,7 +137,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/kernels/test_packed
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_wheel(tmp_path):
     """Kernels of an installed wheel are loaded without a compiler."""
     best = next((name for name, (needed, _) in instruction_sets().items() if needed <= native.cpu_flags()), None)

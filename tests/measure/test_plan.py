@@ -112,7 +112,7 @@ def test_flops_of_latents(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "latents, sinks, caps"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("latents, sinks, caps", marks=pytest.mark.exhaustive)])
 def test_long_sequences_allocate_no_quadratic_memory(name):
     """Covers a step with 8,192 tokens and the prefill of 32,768 tokens."""
     settings = {"model.dim": 16, "model.n_heads": 2, "model.num_blocks": 1, "model.hidden_dim": 16, "training.batch_size": 1}

@@ -104,6 +104,7 @@ def test_other_rows_and_idle_rows_change_nothing(found):
             np.testing.assert_array_equal(got_V.view(np.uint32), expected_V.view(np.uint32))
 
 
+@pytest.mark.exhaustive
 def test_tokens_and_states_equal_those_of_the_static_program():
     """In a small vocabulary, with mirostat, whose state depends on the mass before its filter, and a penalty after filters."""
     rows = [

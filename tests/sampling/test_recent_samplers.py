@@ -180,7 +180,7 @@ def decode(rows, steps, count, **options):
 step = jax.jit(sample)
 
 
-@pytest.mark.parametrize("dynamic_order", [False, True])
+@pytest.mark.parametrize("dynamic_order", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_adaptive_p_remembers_the_probabilities_before_its_change(dynamic_order):
     """The state of every row over 60 tokens equals that of llama.cpp; other rows do not change."""
     rng, V, count = np.random.default_rng(5), 30, 60

@@ -86,9 +86,12 @@ TOO_WIDE = {
     "mirostat_v1": {"mirostat": 1, "mirostat_tau": 12.0},
     "mirostat_v2": {"mirostat": 2, "mirostat_tau": 12.0},
 }
+QUICK = ("top_k", "top_p", "typical", "mirostat_v1")
 
 
-@pytest.mark.parametrize("name", CLOSES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in CLOSES]
+)
 def test_a_filter_in_the_window_equals_the_filter_of_the_whole_row(name):
     rows = [*CLOSES[name], TOO_WIDE.get(name, CLOSES[name][0]), {}]
     # p-less has no number: its window is too small only in a flat row.
@@ -160,6 +163,7 @@ def step(logits_BV, params, state, report=0):
     return sample(logits_BV, params, state, report=report)
 
 
+@pytest.mark.exhaustive
 def test_a_row_outside_its_window_does_not_change_other_rows():
     """All steps that depend on sums, drawn 40 times: tokens and log-probabilities are equal in both branches."""
     mine = {
@@ -225,6 +229,7 @@ def test_the_selection_does_not_sort_the_row(optimized):
     assert "TopK" in text and f"[1,{V}]{{1,0}} sort" not in text and f"[{V}]{{0}} sort" not in text
 
 
+@pytest.mark.exhaustive
 def test_sums_of_very_different_logits_are_finite():
     x_V = np.where(np.arange(V) % 2, -3e38, 3e38).astype(np.float32)
     rows = [{"top_n_sigma": 0.5}, {"eta_cutoff": 1e-6}, {"typical": 0.5}]

@@ -14,7 +14,8 @@ from flax import nnx
 from dantinox.config import UserError, build_config
 from dantinox.generation import LoadedModel
 from dantinox.generation.constraints import Constraint, Matcher
-from dantinox.generation.engine import MAX_FAILURES, RequestFailed
+from dantinox.generation.engine import MAX_FAILURES
+from dantinox.generation.engine_jobs import RequestFailed
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.sample_text import SampleText
 from dantinox.model import Transformer

@@ -14,7 +14,7 @@ from dantinox.cli import command_parser
 from dantinox.config import UserError, build_config
 from dantinox.generation import LoadedModel
 from dantinox.generation.embedder import POOLINGS, Embedder
-from dantinox.generation.engine import RequestFailed
+from dantinox.generation.engine_jobs import RequestFailed
 from dantinox.model import Transformer
 from dantinox.serve.app import make_app
 from dantinox.serve.async_engine import BACKGROUND, AsyncEngine

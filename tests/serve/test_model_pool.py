@@ -531,7 +531,7 @@ def test_keep_alive():
 # --- real models
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_real_models_with_room_for_two(run_dir, ending_run_dir, tmp_path):
     """Answers equal those of each model alone, and an unload frees the weights."""
     copy = shutil.copytree(run_dir, tmp_path / "copy")

@@ -86,6 +86,7 @@ def test_validation_yields_every_conversation_once(prepared):
     counted = "".join(text_of(batch.targets_BT[batch.mask_BT == 1]) for batch in batches)
     assert sorted(counted.split("$")) == ["", *"cdefg"]
     assert len(list(store.validation(2, tokens=2))) == 1
+    assert store.validation_rows == len(list(store.validation(1)))
 
 
 def test_a_separate_validation_file_and_a_mixture(prepared, tmp_path):
@@ -109,6 +110,7 @@ def test_pairs_and_their_references(prepared):
         for number, tokens, mask in zip(numbers, batch.targets_P2T, batch.mask_P2T, strict=False):
             seen[int(number)] = [text_of(t[m == 1]) for t, m in zip(tokens, mask, strict=True)]
     assert seen == {number: ["yes$", "no$"] for number in (0, 2, 3, 4, 5)}
+    assert store.validation_rows == len(list(store.all_pairs(1))) == 5
     store.reference = np.arange(12, dtype=np.float32).reshape(6, 2)
     batch = store.batch(0)
     assert batch.tokens_P2T.shape == (2, 2, 12) and (batch.segments_P2T == 0).all()

@@ -165,6 +165,7 @@ def test_validation_yields_every_target_once(val: list[int], batch: int, limit: 
     inputs, targets, mask = (np.concatenate([b[i].ravel() for b in batches]) for i in (0, 1, 3))
     assert inputs[:count].tolist() == val[:count] and targets[:count].tolist() == val[1 : count + 1]
     assert set(inputs[count:].tolist()) | set(targets[count:].tolist()) <= {PAD}
+    assert store.validation_rows == len(list(store.validation(1)))
     assert mask.tolist() == [float(token != EOS) for token in val[:count]] + [0.0] * (len(mask) - count)
     for one in batches:
         for row, segments in zip(one.tokens_BT.tolist(), one.segments_BT.tolist(), strict=True):

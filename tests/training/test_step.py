@@ -5,7 +5,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.training.memory import MemoryPlan, check_memory, plan_memory
-from dantinox.training.step import TrainStep, abstract_batch, make_eval_step
+from dantinox.training.step import EVAL_TOKENS_PER_CALL, TrainStep, abstract_batch, make_eval_step
 from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, small_config, small_store
@@ -47,6 +47,13 @@ def test_accumulation_weighs_tokens_not_parts():
         losses.append(seen)
     np.testing.assert_allclose(losses[0].loss, losses[1].loss, rtol=1e-6)
     np.testing.assert_allclose(losses[0].grad_norm, losses[1].grad_norm, rtol=1e-5)
+
+
+def test_an_evaluation_has_no_more_rows_than_the_validation_text():
+    config = small_config()
+    step = TrainStep(config, config.architecture(VOCABULARY), 24)
+    rows = [step.traced(count)["evaluation"].rows for count in (None, 3, 10**6)]
+    assert rows == [EVAL_TOKENS_PER_CALL // config.model.max_context, 3, rows[0]]
 
 
 def test_z_loss_reduces_the_normalizer_and_is_not_reported():

@@ -1,0 +1,80 @@
+"""`Job`, a request that the engine has accepted, and `Output`, what a step of the engine returns."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dantinox.generation.adapter_slots import NO_ADAPTER
+from dantinox.generation.request import GenerationRequest, RequestStats
+from dantinox.generation.sample_text import SampleText, TextPart
+from dantinox.generation.slot_params import RowParams
+from dantinox.sampling import StepInfo
+
+
+class RequestFailed(Exception):
+    """An internal error ended the request; the log has the details."""
+
+
+class Output(NamedTuple):
+    """New output of one sample. If `ended` is true, this output marks the end of the request.
+
+    Attributes:
+      parts: new text, one part per token if the request reports log-probabilities.
+      ids: the new tokens; `steps` holds their reports.
+      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last output of the sample.
+      stop_string: the stop string that ended the sample, or None.
+      ended: whether the request has ended; `error` is set if it failed.
+    """
+
+    job: "Job"
+    sample: int = 0
+    parts: Sequence[TextPart] = ()
+    ids: Sequence[int] = ()
+    steps: StepInfo | None = None
+    finish_reason: str | None = None
+    stop_string: str | None = None
+    ended: bool = False
+    error: Exception | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+
+class Job:
+    """A request that the engine has accepted.
+
+    Attributes:
+      samples: the number of continuations; `rows` maps slots to samples.
+      prompt_steps: with `echo`, the reports of the prompt tokens after the first one.
+      guide_slots: with guidance, the slots of the guide rows by the slots of the samples; `slots` counts both.
+      negative_ids: with guidance, the tokens of the negative prompt.
+      adapter: the adapter of the request.
+      prepared: whether its parameters and constraints are ready.
+    """
+
+    def __init__(self, request: GenerationRequest, limit: int):
+        self.request, self.limit = request, limit
+        self.samples = request.config.generation.n
+        self.slots = 2 * self.samples if request.has_guidance else self.samples
+        self.guide_slots: dict[int, int] = {}
+        self.negative_ids: Sequence[int] = ()
+        self.stats = RequestStats(len(request.ids))
+        self.params: RowParams | None = None
+        self.texts: list[SampleText] = []
+        self.rows: dict[int, int] = {}  # slot → sample
+        self.prompt_steps: StepInfo | None = None
+        self.adapter = NO_ADAPTER
+        self.prepared = self.cancelled = False
+        self.error: Exception | None = None  # an error in the preparation of the request or in its prefix match
+        self._start_time = time.monotonic()
+
+    def seconds(self) -> float:
+        """Returns the seconds since the request was accepted."""
+        return time.monotonic() - self._start_time
+
+    @property
+    def running(self) -> list[int]:
+        """The indices of the samples that have not ended."""
+        ended = {number for number, text in enumerate(self.texts) if text.finish_reason is not None}
+        return [number for number in range(self.samples) if number not in ended]
