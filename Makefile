@@ -34,10 +34,10 @@ demo: $(VENV)/.plot
 	$(PY) train.py --config configs/quickstart.yaml --run_dir $(DEMO_RUN)
 	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "    def __init__(self, " --n 2
 
-# Plain `pytest` runs the quick set: the tests without a marker.
+# Plain `pytest` runs the quick set: the tests without a marker. MARKS="not slow" and TESTS="tests/serve tests/text" select tests.
 # A test that hangs ends the run with the stack of every thread.
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true -m "not exhaustive and not browser and not aot and not faults and not real"
+	$(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true -m "$(if $(MARKS),$(MARKS) and )not exhaustive and not browser and not aot and not faults and not real" $(TESTS)
 
 test-all: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --dist loadfile -m "not browser and not aot and not faults and not real"

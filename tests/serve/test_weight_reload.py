@@ -85,7 +85,7 @@ def test_new_requests_use_the_new_weights_after_running_ones(engine, path, run_d
         assert running.stats.new_tokens < 30
         replace_weights(path, ending_run_dir)
         reloading = asyncio.create_task(reload())
-        while engine._engine._new_weights is None:
+        while not engine._engine.changes.has_weights:
             assert not reloading.done()
             await asyncio.sleep(0.001)
         waiting = submit(engine)
