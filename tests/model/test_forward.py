@@ -15,7 +15,7 @@ from dantinox.model.transformer import Block
 from . import reference
 from .builder import build, config, places, texts
 
-# Largest difference over the largest logit. Measured over 150 random configurations: 2.2e-6; with jax 0.12 on an Intel CPU: 6.0e-6.
+# Largest difference over the largest logit. Measured: 2.2e-6 in 150 random configurations; 6.0e-6 with jax 0.12 on Intel.
 TOLERANCE = 1e-5
 
 SHARED = {
