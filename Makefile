@@ -8,7 +8,7 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
 BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildcard benchmarks/*.py))
 
-.PHONY: help benchmarks demo test test-all test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
+.PHONY: help benchmarks docs docs-linkcheck demo test test-all test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
 
 help:
 	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (under 3 minutes)"
