@@ -67,9 +67,8 @@ parity: $(VENV)/.dev $(VENV)/.parity
 
 # The other tests disable optimizations of the compiler. With a model of this size they save more time than they need.
 # PUBLISHED="-k server" selects tests.
-real: OPTIMIZE := --xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32 --xla_cpu_use_fusion_emitters=true
 real: $(VENV)/.dev $(VENV)/.smollm2
-	XLA_FLAGS="$(OPTIMIZE)" $(PY) -m pytest -m real $(PUBLISHED) tests/published
+	OPTIMIZE_PROGRAMS=1 $(PY) -m pytest -m real $(PUBLISHED) tests/published
 
 tokenizers: $(VENV)/.dev $(VENV)/.tokenizers
 	$(PY) -m tests.interop.tokenizers_live $(TOKENIZERS)

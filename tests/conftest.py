@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 # Most of the time goes into compiling small programs that run a few times: half of it without optimization. Said in the
-# environment before jax is loaded, so it holds for the programs that tests start too.
+# environment before jax is loaded, so it holds for the programs that tests start too. `make real` sets OPTIMIZE_PROGRAMS.
 CHEAP = {"xla_backend_optimization_level": "0", "xla_cpu_parallel_codegen_split_count": "1"}
 OPTIMIZED = {}
 if sys.version_info < (3, 12):  # the jax of newer Pythons knows one way to emit fusions
@@ -20,7 +20,8 @@ if sys.version_info < (3, 12):  # the jax of newer Pythons knows one way to emit
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-os.environ["XLA_FLAGS"] = " ".join([*(f"--{name}={value}" for name, value in CHEAP.items()), os.environ.get("XLA_FLAGS", "")])
+COMMON = {} if "OPTIMIZE_PROGRAMS" in os.environ else CHEAP
+os.environ["XLA_FLAGS"] = " ".join([*(f"--{name}={value}" for name, value in COMMON.items()), os.environ.get("XLA_FLAGS", "")])
 
 gc.set_threshold(100_000, 50, 50)  # tracing makes objects by the million: an eighth of the time went into looking through them
 

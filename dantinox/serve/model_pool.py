@@ -265,7 +265,8 @@ class ModelPool:
         while self._state != "draining":
             now = time.monotonic()
             for member in self.members.values():
-                if member.keep_until is not None and member.keep_until <= now and member.is_idle:
+                expired = member.keep_until is not None and member.keep_until <= now
+                if expired and member.state == "loaded" and member.is_idle:
                     await self._unload(member)
             wanted = [m for m in self.members.values() if m.waiting and m.state in ("unloaded", "failed") and m.retry <= now]
             if not wanted:

@@ -15,8 +15,9 @@ from dantinox.model.transformer import Block
 from . import reference
 from .builder import build, config, places, texts
 
-# Largest difference over the largest logit. Measured: 2.2e-6 in 150 random configurations on AMD CPUs, 6.0e-6 on an Intel CPU.
-TOLERANCE = 1e-5
+# Largest difference over the largest logit. Measured over 150 random configurations: at most 2.2e-6.
+TOLERANCE = 5e-6
+TOLERANCES = {"shared keys, per-layer inputs": 1e-5}  # 6.0e-6 on an Intel CPU
 
 SHARED = {
     "windows": (4, None, 4, None, None, 4),
@@ -174,9 +175,9 @@ def difference(model_config: ModelConfig, seed: int = 0, segments_BT=None, posit
     return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
 
 
-@pytest.mark.parametrize("changes", GRID.values(), ids=GRID.keys())
-def test_logits(changes):
-    assert difference(config(**changes)) < TOLERANCE
+@pytest.mark.parametrize("name", GRID)
+def test_logits(name):
+    assert difference(config(**GRID[name])) < TOLERANCES.get(name, TOLERANCE)
 
 
 @pytest.mark.parametrize("changes", [{}, {"position": "learned", "windows": (3, None)}, SHARED])
