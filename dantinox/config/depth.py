@@ -4,9 +4,21 @@
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from dantinox.config.model import AttentionSection, ModelConfig, ModelSection, MoESection, feed_forward_width
+from pydantic import ValidationError
+
+from dantinox.config.base import Section
+from dantinox.config.model import (
+    AttentionSection,
+    ModelConfig,
+    ModelSection,
+    MoESection,
+    architecture,
+    feed_forward_width,
+    model_conflicts,
+)
 from dantinox.config.model_size import block_parameters
 
 WIDTH_PER_LAYER = 64
@@ -14,8 +26,8 @@ WIDE = 256  # the width from which heads have size 64 instead of 32
 TOKENS_PER_PARAMETER = 20.0  # about the optimum of Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models"
 MICROBATCH_TOKENS = 32768  # tokens of an accumulation step, at most
 OPTIMIZER = "muon"
-# Optimizer → peak `lr` at width 768. It is proportional to width^-0.5, as in nanochat. With Muon, which applies it to embeddings
-# and norms only, it is 0.004 at width 128, as in configs/quickstart.yaml. Without Muon it is that of GPT-3 at this width.
+# Optimizer → peak `lr` at width 768. It is proportional to width^-0.5, as in nanochat. With Muon, which applies it to
+# embeddings and norms only, it is 0.004 at width 128, as in configs/quickstart.yaml. Without Muon it is that of GPT-3.
 RATES_AT_768 = {"muon": 0.00163, "adamw": 0.0006}
 
 
@@ -74,3 +86,43 @@ def training_of_depth(
     if optimizer in RATES_AT_768:
         found["lr"] = float(f"{RATES_AT_768[optimizer] * math.sqrt(768 / model.dim):.3g}")
     return found
+
+
+def resolve_depth(given: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> Mapping[str, Any]:
+    """Replaces `model.depth` and `training.tokens_per_parameter` by the settings that follow from them, unless these are given.
+
+    A config with wrong sections, or with both `model.depth` and `model.num_blocks`, is returned unchanged: its validation
+    reports the error. `training.epochs` without `tokens_per_parameter` replaces the number of steps.
+
+    Args:
+      given: section → an object of the section, or name → value.
+      kinds: section → its class.
+    """
+    written = {name: _values(given.get(name)) for name in ("model", "moe", "attention", "training")}
+    if written["model"].get("depth") is None or "num_blocks" in written["model"]:
+        return given
+    if written["training"].get("steps", 0) is None:
+        del written["training"]["steps"]
+    try:
+        model, moe, attention, training = (kinds[name](**values) for name, values in written.items())
+        sized = {**model_of_depth(model, moe, attention), **written["model"], "depth": None}
+        model = ModelSection(**sized)
+    except (ValidationError, TypeError):
+        return given
+    if any(model_conflicts(model, moe, attention)):
+        return {**given, "model": sized}
+    optimizer, batch_size = written["training"].get("optimizer", OPTIMIZER), written["training"].get("batch_size")
+    resolved = architecture(model, moe, attention, 1, "cpu")
+    derived = training_of_depth(resolved, optimizer, training.tokens_per_parameter, batch_size)
+    if "epochs" in training.model_fields_set and training.tokens_per_parameter is None:
+        del derived["steps"]
+    if training.steps is None:
+        written["training"].pop("tokens_per_parameter", None)
+    return {**given, "model": sized, "training": {**derived, **written["training"]}}
+
+
+def _values(section: Any) -> dict[str, Any]:
+    """Returns the settings that a section gives: name → value. Anything but a section or a mapping gives none."""
+    if isinstance(section, Section):
+        return {name: getattr(section, name) for name in section.model_fields_set}
+    return dict(section) if isinstance(section, Mapping) else {}

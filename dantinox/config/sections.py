@@ -5,11 +5,11 @@ from `Config`.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from dantinox.config.base import (
@@ -25,7 +25,7 @@ from dantinox.config.base import (
     as_tuple,
     field,
 )
-from dantinox.config.depth import OPTIMIZER, model_of_depth, training_of_depth
+from dantinox.config.depth import resolve_depth
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
@@ -132,7 +132,7 @@ class TrainingSection(Section):
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
-    tokens_per_parameter: Annotated[Positive | None, Needs(("model.depth", is_set))] = field(
+    tokens_per_parameter: Annotated[Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))] = field(
         None, "with model.depth: training tokens per weight in the layers, which set batch_size and steps (null: 20)"
     )
     batch_size: Count = field(32, "sequences (dpo: pairs) per optimizer step, over all accumulation steps")
@@ -250,56 +250,6 @@ def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
             yield "distributed.process", f"must be less than distributed.processes, got {d.process} and {d.processes}"
 
 
-def resolve_depth(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replaces `model.depth` and `training.tokens_per_parameter` by the settings that follow from them, unless these are given.
-
-    A config whose sections are wrong or contradict the depth is returned unchanged: its validation reports the error.
-
-    Args:
-      given: section → an object of the section, or name → value.
-    """
-    written = {name: section_values(given.get(name)) for name in ("model", "moe", "attention", "training")}
-    if written["model"].get("depth") is None:
-        return given
-    try:
-        model, training = ModelSection(**written["model"]), TrainingSection(**written["training"])
-        moe, attention = MoESection(**written["moe"]), AttentionSection(**written["attention"])
-        if any(depth_conflicts(model, training)):
-            return given
-        sized = {**model_of_depth(model, moe, attention), **written["model"], "depth": None}
-        model = ModelSection(**sized)
-    except (ValidationError, TypeError):
-        return given
-    if any(model_conflicts(model, moe, attention)):
-        return {**given, "model": sized}
-    optimizer = written["training"].get("optimizer", OPTIMIZER)
-    batch_size = written["training"].get("batch_size")
-    resolved = architecture(model, moe, attention, 1, "cpu")
-    length = training_of_depth(resolved, optimizer, training.tokens_per_parameter, batch_size)
-    if "epochs" in training.model_fields_set:
-        del length["steps"]
-    return {**given, "model": sized, "training": {**length, **written["training"], "tokens_per_parameter": None}}
-
-
-def section_values(section: Any) -> dict[str, Any]:
-    """Returns the settings that a section gives: name → value. A section that is no section has none."""
-    if isinstance(section, Section):
-        return {name: getattr(section, name) for name in section.model_fields_set}
-    return dict(section) if isinstance(section, Mapping) else {}
-
-
-def depth_conflicts(model: ModelSection, training: TrainingSection) -> Iterator[Conflict]:
-    """Yields an error for each setting that contradicts `model.depth`. A depth without one is replaced before it gets here."""
-    if model.depth is None:
-        return
-    if "num_blocks" in model.model_fields_set:
-        layers = f"got {model.depth} and {model.num_blocks}"
-        yield "model.depth", f"and model.num_blocks both set the number of layers: leave one of them out, {layers}"
-    for name in ("steps", "epochs"):
-        if training.tokens_per_parameter is not None and name in training.model_fields_set:
-            yield "training.tokens_per_parameter", f"and training.{name} both set the length: leave one of them out"
-
-
 UNCHECKED = "unchecked"  # validation context with which `Config` skips its checks, because the caller runs them
 
 
@@ -343,7 +293,8 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _resolve_depth(cls, given: Any) -> Any:
-        return resolve_depth(given) if isinstance(given, dict) else given
+        kinds: dict[str, Any] = {name: field.annotation for name, field in cls.model_fields.items()}
+        return resolve_depth(given, kinds) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> "Config":
@@ -360,7 +311,9 @@ class Config(Section):
             yield "training.grad_accum", f"must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
-        yield from depth_conflicts(self.model, t)
+        if self.model.depth is not None:  # otherwise `resolve_depth` has replaced it
+            layers = f"got {self.model.depth} and {self.model.num_blocks}"
+            yield "model.depth", f"and model.num_blocks both set the number of layers: leave one of them out, {layers}"
         yield from distributed_conflicts(self.distributed)
         if t.objective == "dpo" and t.init_from is None:
             yield "training.objective", "dpo needs training.init_from, the run with the starting weights"

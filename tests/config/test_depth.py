@@ -66,6 +66,9 @@ def test_given_settings_win_and_the_others_follow_from_them():
     assert (m.num_blocks, m.dim, m.n_heads, m.hidden_dim, t.batch_size) == (3, 192, 6, 256, 48)
     assert t.steps == math.ceil(2 * weights_of_layers(192, 256, 3) / (48 * 256))
     assert t.lr == pytest.approx(6e-4 * (192 / 768) ** -0.5) and t.tokens_per_parameter is None
+    with pytest.warns(UserWarning, match=r"tokens_per_parameter has no effect while training\.steps is 5"):
+        config = build_config({"model": {"depth": 2}, "training": {"tokens_per_parameter": 2.0}}, {"training.steps": 5})
+    assert config.training.steps == 5, "a flag wins over the file"
     exact = {"model.depth": 2, "model.head_size": 16, "model.qk_norm": False, "training.lr": 0.5, "training.steps": 7}
     config = build_config({}, exact)
     assert (config.model.n_heads, config.model.qk_norm, config.training.lr, config.training.steps) == (8, False, 0.5, 7)
@@ -94,11 +97,13 @@ def test_a_saved_config_has_numbers_only(tmp_path):
 
 
 ERRORS = {
-    "model.depth and model.num_blocks both set the number of layers: leave one of them out, got 4 and 6": {"model.num_blocks": 6},
-    "training.tokens_per_parameter and training.steps both set the length: leave one of them out": {
+    "model.depth and model.num_blocks both set the number of layers: leave one of them out, got 4 and 6": {
+        "model.num_blocks": 6
+    },
+    "training.tokens_per_parameter has no effect while training.steps is 9": {
         "training.steps": 9, "training.tokens_per_parameter": 1.0,
     },
-    "training.tokens_per_parameter and training.epochs both set the length: leave one of them out": {
+    "training.epochs has no effect while training.steps is 784": {
         "training.epochs": 2.0, "training.tokens_per_parameter": 1.0,
     },
     "model.depth must be an integer in [1, 2^31), or null, got 0": {"model.depth": 0},
@@ -116,7 +121,7 @@ def test_errors(sentence):
 
 
 def test_a_ratio_without_a_depth_has_no_effect():
-    with pytest.raises(UserError, match="tokens_per_parameter has no effect while model.depth is null"):
+    with pytest.raises(UserError, match=r"tokens_per_parameter has no effect while model\.depth is null"):
         build_config({}, {"training.tokens_per_parameter": 3.0})
 
 
@@ -126,7 +131,7 @@ def test_fine_tuning_keeps_the_size_of_the_starting_run(tmp_path):
     save_config(RunDirectory(tmp_path / "base"), base)
     start = {"training.init_from": str(tmp_path / "base")}
     assert build_training({}, start).model == base.model
-    with pytest.raises(UserError, match="model.depth and model.num_blocks both set the number of layers"):
+    with pytest.raises(UserError, match=r"model\.depth and model\.num_blocks both set the number of layers"):
         build_training({}, start | {"model.depth": 2})
 
 
