@@ -231,6 +231,7 @@ EXAMPLES = {
     "train": "dantinox train --config quickstart --run_dir runs/quickstart",
     "find-lr": "dantinox find-lr --config quickstart --plot rates.png",
     "sweep": "dantinox sweep lr.yaml --dry_run",
+    "speedrun": "dantinox speedrun --depth 4 --run_dir runs/speedrun",
     "init": "dantinox init my.yaml",
     "merge-lora": "dantinox merge-lora runs/lora --run_dir runs/merged",
     "generate": 'dantinox generate runs/quickstart --prompt "def " --top_p 0.9 --seed 1',
