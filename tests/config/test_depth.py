@@ -1,6 +1,7 @@
 """`model.depth` derives sizes, batch, steps and learning rate; settings that are given win; a saved config has the numbers."""
 
 import math
+from pathlib import Path
 
 import pytest
 import yaml
@@ -47,8 +48,12 @@ def test_the_documented_numbers_are_those_of_the_config(row):
     assert t.batch_size // t.grad_accum * 256 <= 32768 and t.batch_size % t.grad_accum == 0
 
 
-def test_the_table_has_the_promised_rows():
+def test_the_documentation_has_the_same_table():
     assert [row["depth"] for row in documented_rows()] == ["2", "4", "8", "12", "20"]
+    page = (Path(__file__).parents[2] / "docs" / "speedrun.md").read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(page) if line.startswith("| depth |"))
+    table = [line.strip() for line in (model_of_depth.__doc__ or "").splitlines() if line.strip().startswith("|")]
+    assert page[start : start + len(table)] == table
 
 
 @pytest.mark.parametrize("depth", [2, 4, 12])

@@ -30,8 +30,9 @@ def test_html_loads_nothing_and_escapes_text(tmp_path):
     (tmp_path / "plots" / "p.png").write_bytes(b"\x89PNG data")
     page = to_html(BLOCKS, "T & t", tmp_path)
     for part in (
-        "<title>T &amp; t</title>", "<h1>Title</h1>", "<p>a &lt; b</p>", "<th>second</th>", "<td>1.23</td>", "<td>&lt;i&gt;</td>",
-        "<pre>one\n``` two</pre>", base64.b64encode(b"\x89PNG data").decode(), "default-src 'none'; style-src 'sha256-",
+        "<title>T &amp; t</title>", "<h1>Title</h1>", "<p>a &lt; b</p>", "<th>second</th>", "<td>1.23</td>",
+        "<td>&lt;i&gt;</td>", "<pre>one\n``` two</pre>", base64.b64encode(b"\x89PNG data").decode(),
+        "default-src 'none'; style-src 'sha256-",
     ):  # fmt: skip
         assert part in page
     assert "<i>" not in page and "http" not in page.replace("http-equiv", "")
