@@ -161,7 +161,7 @@ def make_material(folder: Path) -> None:
 def furnish(folder: Path, material: Path, text: str) -> None:
     """Copies the material into a page's directory, and the tiny run under every name of a run in the text."""
     shutil.copytree(material, folder, dirs_exist_ok=True)
-    for name in set(re.findall(r"runs/([\w.-]+)", text)):
+    for name in set(re.findall(r"runs/([\w.-]+(?:/(?:base|sft|grpo))?)", text)):
         if not (folder / "runs" / name).exists():
             shutil.copytree(material / "runs" / "tiny", folder / "runs" / name)
 
