@@ -427,8 +427,8 @@ class LoadedModel(ModelBundle):
           pad: function from the length of a prompt, or of a prompt with its continuation, to the padded length. Each padded
             length needs a compiled program.
           steps: tokens per chunk; each chunk is collected before the next is dispatched. None: `stream` decides.
-          slots: the cache slots per row, at least the tokens of each prompt with its continuation. None: the padded length of the
-            longest row. It must be None with beam search.
+          slots: the cache slots per row, at least the tokens of each prompt with its continuation; must be None with beam
+            search. None: the padded length of the longest row.
 
         Returns:
           The batches. `BatchRun.parts` decodes a batch and yields its text; afterwards `BatchRun.results` holds the results.

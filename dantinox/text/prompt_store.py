@@ -31,8 +31,8 @@ class Prompt(NamedTuple):
 class PromptStore(TokenStore):
     """Training and validation prompts. The prompts of a step are a pure function of (seed, step), as in `TokenStore`.
 
-    An epoch contains each training prompt once. Prompts that leave fewer than `answer_tokens` tokens of the context for an answer
-    are left out.
+    An epoch contains each training prompt once. Prompts that leave fewer than `answer_tokens` tokens of the context for an
+    answer are left out.
 
     Attributes:
       conversations, left_out: number of prompts, and how many of them are too long.
@@ -79,8 +79,8 @@ class PromptStore(TokenStore):
         for part, name in ((self._train, "training"), (self._val, "validation")):
             if not len(part):
                 raise UserError(
-                    f"all {name} prompts leave fewer than generation.max_new_tokens {answer_tokens} tokens of model.max_context "
-                    f"{context}: lower generation.max_new_tokens, or use shorter prompts"
+                    f"all {name} prompts leave fewer than generation.max_new_tokens {answer_tokens} tokens of "
+                    f"model.max_context {context}: lower generation.max_new_tokens, or use shorter prompts"
                 )
         self.longest = int(sizes[fits].max())
         self.windows_per_epoch = len(self._train)
