@@ -39,6 +39,9 @@ START_FROM = {"training.init_from": "runs/x"}
 LORA = {**START_FROM, "lora.rank": 4}
 LOOP_STOP = {"generation.loop_stop": True}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
+REWARDS = {
+    "training.objective": "grpo", "training.init_from": "runs/x", "grpo.rewards": ["numeric"], "data.path": "d.jsonl",
+}  # fmt: skip
 FACTOR_4 = {"attention.rope_factor": 4.0}
 LINEAR = {**FACTOR_4, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
@@ -123,6 +126,12 @@ OTHER: dict[str, tuple] = {
     "training.sample_every": (3,), "training.sample_prompt": ("a", {"training.sample_every": 3}), "training.keep_last": (1,),
     "training.patience": (1,), "training.init_from": ("runs/x",), "training.nan_policy": ("skip",),
     "training.deterministic": (True,),
+    "grpo.samples": (4, REWARDS), "grpo.loss": ("grpo", REWARDS), "grpo.advantage": ("std", REWARDS),
+    "grpo.normalization": ("constant", REWARDS), "grpo.clip_low": (0.1, REWARDS), "grpo.clip_high": (0.1, REWARDS),
+    "grpo.ratio": ("sequence", REWARDS), "grpo.dynamic_sampling": (True, REWARDS), "grpo.kl_weight": (0.1, REWARDS),
+    "grpo.max_sampling_rounds": (9, {**REWARDS, "grpo.dynamic_sampling": True}), "grpo.updates": (2, REWARDS),
+    "grpo.rewards": (["length"], REWARDS),
+    "grpo.allow_code_execution": (True, {**REWARDS, "grpo.rewards": ["python_tests"]}),
     "lora.rank": (4, START_FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
     "lora.base_weights": ("int8", LORA),
     "distributed.data": (2,), "distributed.fsdp": (4,), "distributed.expert": (2,), "distributed.tensor": (2,),

@@ -26,6 +26,7 @@ from dantinox.config.base import (
     field,
 )
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
+from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import (
@@ -89,7 +90,7 @@ class DataSection(Section):
         None, "relative sampling weight of each entry of a path that is a list"
     )
     chat_template: Annotated[str | None, NEEDS_CHAT_OBJECTIVE] = field(
-        None, "sft, dpo: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
+        None, "sft, dpo, grpo: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
         "windows",
@@ -122,16 +123,17 @@ is_address = Condition("is an address", lambda coordinator: coordinator not in (
 class TrainingSection(Section):
     """Objective, optimizer, evaluation and checkpoints."""
 
-    objective: Literal["next_token", "sft", "dpo"] = field(
+    objective: Literal["next_token", "sft", "dpo", "grpo"] = field(
         "next_token",
-        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers",
+        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers; "
+        "grpo: maximize rewards of sampled answers",
     )
     dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
         0.1, "dpo: factor β on the log-probability ratio of the trained to the starting weights"
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
-    batch_size: Count = field(32, "sequences (dpo: pairs) per optimizer step, over all accumulation steps")
+    batch_size: Count = field(32, "sequences (dpo: pairs; grpo: prompts) per optimizer step, over all accumulation steps")
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
@@ -257,7 +259,7 @@ class Config(Section):
     Attributes:
       model, moe, attention: the architecture.
       tokenizer, data: the vocabulary and the corpus.
-      training, lora, distributed, logging: the training run.
+      training, grpo, lora, distributed, logging: the training run.
       generation, router, kv: generation defaults, which a request may override.
 
     Raises:
@@ -279,6 +281,7 @@ class Config(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    grpo: GRPOSection = GRPOSection()
     lora: LoraSection = LoraSection()
     distributed: DistributedSection = DistributedSection()
     generation: GenerationSection = GenerationSection()
@@ -302,8 +305,8 @@ class Config(Section):
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         yield from distributed_conflicts(self.distributed)
-        if t.objective == "dpo" and t.init_from is None:
-            yield "training.objective", "dpo needs training.init_from, the run with the starting weights"
+        if t.objective in ("dpo", "grpo") and t.init_from is None:
+            yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"
         if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):
@@ -323,6 +326,7 @@ class Config(Section):
         if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
+        yield from grpo_conflicts(self.grpo, t.objective)
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
