@@ -27,6 +27,11 @@ class Prompt(NamedTuple):
     ids: tuple[int, ...]
     record: Mapping[str, Any]
 
+    @property
+    def text(self) -> str:
+        """The text of the last message of the prompt."""
+        return str(prompt_messages(self.record)[-1]["content"])
+
 
 class PromptStore(TokenStore):
     """Training and validation prompts. The prompts of a step are a pure function of (seed, step), as in `TokenStore`.
@@ -36,6 +41,7 @@ class PromptStore(TokenStore):
 
     Attributes:
       conversations, left_out: number of prompts, and how many of them are too long.
+      answer_tokens: the most tokens of an answer.
       longest: the number of tokens of the longest prompt that is not left out.
       windows_per_epoch: the number of training prompts that are not left out.
     """
@@ -69,7 +75,7 @@ class PromptStore(TokenStore):
         """
         self._ids, self._records = ids.view(np.ndarray), records
         self.train, self.val = counts
-        self.batch_size, self.sequence_length = batch_size, context
+        self.batch_size, self.sequence_length, self.answer_tokens = batch_size, context, answer_tokens
         self._starts = np.append(np.flatnonzero(marks.view(np.ndarray) & FIRST_TOKEN), len(ids))
         sizes = np.diff(self._starts)
         fits = sizes + answer_tokens <= context
@@ -84,34 +90,38 @@ class PromptStore(TokenStore):
                 )
         self.longest = int(sizes[fits].max())
         self.windows_per_epoch = len(self._train)
-        self._rows = ShuffledRows(_Indices(self._train), seed, 0)
+        self._order = lambda stream: ShuffledRows(_Indices(self._train), seed, stream)
+        self._orders = {0: self._order(0)}
 
     @property
     def validation_rows(self) -> int:
         """The number of validation prompts."""
         return len(self._val)
 
-    def batch(self, step: int, chosen: np.ndarray | None = None) -> list[Prompt]:
+    def batch(self, step: int, chosen: np.ndarray | None = None, *, stream: int = 0) -> list[Prompt]:
         """Returns the prompts of a step.
 
         Args:
           step: the number of the step, from 0.
           chosen: the positions in the batch to return, ascending. None: all `batch_size`.
+          stream: other streams contain the same prompts in other orders.
         """
         numbers = np.arange(self.batch_size) if chosen is None else chosen
-        return [self._prompt(index) for index in self._rows.read(step * self.batch_size + numbers)[:, 0]]
+        order = self._orders.setdefault(stream, self._order(stream))
+        return [self._prompt(index) for index in order.read(step * self.batch_size + numbers)[:, 0]]
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[list[Prompt]]:
         """Yields the validation prompts in order, at most `batch_size` at a time.
 
         Args:
-          tokens: stop after the batch that reaches this number of tokens of prompts. None: all.
+          tokens: stop after the batch that reaches this number of tokens of prompts and their longest possible answers. None:
+            all.
         """
         seen = 0
         for start in range(0, len(self._val), batch_size):
             prompts = [self._prompt(index) for index in self._val[start : start + batch_size]]
             yield prompts
-            seen += sum(len(prompt.ids) for prompt in prompts)
+            seen += sum(len(prompt.ids) + self.answer_tokens for prompt in prompts)
             if tokens is not None and seen >= tokens:
                 return
 

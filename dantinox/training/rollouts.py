@@ -14,13 +14,10 @@ from dantinox.config import Config, KVSection, ModelConfig, with_generation
 from dantinox.generation import LoadedModel
 from dantinox.generation.offline_run import BatchRun
 from dantinox.text import Tokenizer
+from dantinox.training.batch_source import SamplingInterrupted
 from dantinox.training.text_samples import build_sampling_model
 
 MAX_ROWS = 256  # answers that are decoded together
-
-
-class SamplingInterrupted(Exception):
-    """A stop signal arrived while answers were sampled."""
 
 
 class Answer(NamedTuple):
