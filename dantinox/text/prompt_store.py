@@ -18,12 +18,12 @@ class Prompt(NamedTuple):
     """A prompt.
 
     Attributes:
-      index: its index in the store; training prompts come first.
+      number: its number in the store; training prompts come first.
       ids: its tokens, up to the beginning of the answer.
       record: the record of the corpus, with the fields that the reward functions read.
     """
 
-    index: int
+    number: int
     ids: tuple[int, ...]
     record: Mapping[str, Any]
 

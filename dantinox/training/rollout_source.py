@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dantinox.config import Config, ModelConfig
-from dantinox.distributed import Layout
+from dantinox.config import Config, UserError
 from dantinox.model.parameters import Parameters
 from dantinox.text import Prompt, PromptStore, Tokenizer
+from dantinox.training.batch_source import SamplingInterrupted
 from dantinox.training.policy_loss import group_advantages
+from dantinox.training.policy_objective import answer_logprobs
 from dantinox.training.rewards import build_rewards
 from dantinox.training.rollout_batch import Rollout, token_weights
 from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
-from dantinox.training.step import TrainState, select_rows
+from dantinox.training.step import TrainState, TrainStep, make_reference_step, select_rows
 
 LENGTH_MULTIPLE = 8  # the length of the rows is a multiple of this number
 SAVED_GROUPS = 8  # groups in a file of samples
@@ -82,34 +82,35 @@ class RolloutBatches:
 
     def __init__(
         self,
-        config: Config,
+        step: TrainStep,
         store: PromptStore,
         tokenizer: Tokenizer,
-        model: ModelConfig,
-        layout: Layout,
         frozen: Parameters,
-        logprobs: Callable[[Parameters, Rollout, Parameters], jax.Array],
-        reference: Callable[[Rollout], jax.Array] | None,
+        starting_weights: Callable[[], Mapping[str, np.ndarray] | None],
         stop: Callable[[], bool],
     ):
         """Prepares sampling and rewards.
 
         Args:
+          step: the optimizer step, which reads the batches.
           frozen: the frozen weights under adapters.
-          logprobs: (parameters, batch, frozen weights) → log-probabilities of the targets `[R, T]`.
-          reference: batch → log-probabilities of the targets under the starting weights `[R, T]`; None: they are not used.
+          starting_weights: returns the weights before training, or None for new adapters; called if the loss needs them as the
+            reference of its KL penalty.
           stop: whether a stop signal arrived.
 
         Raises:
-          UserError: a reward is invalid.
+          UserError: a reward is invalid, or there are several devices.
         """
-        self._config, self._store, self._layout, self._frozen = config, store, layout, frozen
-        self._logprobs, self._reference, self._stop = logprobs, reference, stop
+        config = self._config = step.config
+        if step.layout.mesh is not None:
+            raise UserError(f"training.objective: grpo runs on one device, got {step.layout.devices}: make only one visible")
+        self._store, self._layout, self._frozen, self._stop = store, step.layout, frozen, stop
+        self._logprobs = make_reference_step(step.model, step.layout, partial(answer_logprobs, config=config))
+        self._reference = step.initial_parameters(starting_weights()) if config.grpo.kl_weight > 0 else None
         self._rewards = build_rewards(config.grpo)
-        self._pad = tokenizer.pad_id or 0
-        self._rollouts = Rollouts(config, model, tokenizer, store.longest, samples=config.grpo.samples)
-        self._greedy = Rollouts(config, model, tokenizer, store.longest, samples=1)
-        self._length = rollout_length(config, store.longest)
+        self._pad, self._length = tokenizer.pad_id or 0, step.length
+        self._rollouts = Rollouts(config, step.model, tokenizer, store.longest, samples=config.grpo.samples)
+        self._greedy = Rollouts(config, step.model, tokenizer, store.longest, samples=1)
         self.skipped_batches = 0
         self.metrics: dict[str, float] = {}
         self.groups: list[Group] = []
@@ -135,7 +136,7 @@ class RolloutBatches:
         old_RT = self._logprobs(state.parameters, placed, self._frozen)
         gap = jnp.max(placed.mask_RT * jnp.abs(old_RT - sampled_RT))
         if self._reference is not None:
-            placed = placed._replace(reference_RT=self._reference(placed))
+            placed = placed._replace(reference_RT=self._logprobs(self._reference, placed, self._frozen))
         if self._config.grpo.updates > 1:
             placed = placed._replace(old_RT=old_RT)
         self.metrics = _group_metrics(groups) | {
@@ -150,21 +151,21 @@ class RolloutBatches:
     def close(self) -> None:
         """There are no threads to end."""
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Answers the validation prompts, without randomness unless the entropy router samples, and returns mean rewards.
+    def evaluate(self, state: TrainState) -> tuple[float | None, dict[str, float]]:
+        """Answers the validation prompts, without randomness unless the entropy router samples.
 
-        Raises:
-          SamplingInterrupted: a stop signal arrived.
+        Returns:
+          The mean reward times −1, and the metrics with the prefix `val_`. The first is None if a stop signal arrived.
         """
-        groups: list[Group] = []
+        weights, seed, groups = state.weights | self._frozen, self._config.training.seed, list[Group]()
         for prompts in self._store.validation(self._greedy.prompts_per_call, self._config.training.eval_tokens):
-            seeds = [rollout_seed(self._config.training.seed, 1, prompt.index) for prompt in prompts]
-            groups += self._answer(self._greedy, state.weights | self._frozen, prompts, seeds, greedy=True)
-        return {f"val_{name}": value for name, value in _group_metrics(groups).items() if name in self._validation_names}
-
-    @property
-    def _validation_names(self) -> set[str]:
-        return {"reward", "answer_tokens", "truncated", *(f"reward_{name}" for name in self._rewards.scores)}
+            seeds = [rollout_seed(seed, 1, prompt.number) for prompt in prompts]
+            try:
+                groups += self._answer(self._greedy, weights, prompts, seeds, greedy=True)
+            except SamplingInterrupted:
+                return None, {}
+        metrics = {f"val_{name}": value for name, value in _group_metrics(groups).items()}
+        return -metrics["val_reward"], metrics
 
     def samples(self) -> str:
         """Returns answers of the newest batch with their rewards as JSON Lines, `SAVED_GROUPS` groups."""
