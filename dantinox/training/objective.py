@@ -11,7 +11,9 @@ from flax import nnx
 from dantinox.config import Config
 from dantinox.model import Transformer
 from dantinox.text import Batch, Preferences
+from dantinox.training.policy_objective import POLICY_METRICS, grpo_losses
 from dantinox.training.preference_objectives import dpo_losses, pair_mask
+from dantinox.training.rollout_batch import abstract_rollout, count_answers
 from dantinox.training.token_losses import LossSums, next_token_losses
 
 
@@ -79,5 +81,12 @@ OBJECTIVES: dict[str, Objective] = {
         conversations=2,
         per_token=False,
         metrics=("reward_margin", "reward_accuracy"),
+    ),
+    "grpo": Objective(
+        lambda model, rollout, config, rngs: grpo_losses(model, rollout, config, rngs=rngs),
+        count_answers,
+        abstract_rollout,
+        per_token=False,
+        metrics=POLICY_METRICS,
     ),
 }
