@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from dantinox.config.base import Conflict, Count, NonNegative, Section, field
+from dantinox.config.generation_settings import GREEDY_BELOW, GenerationSection
 from dantinox.config.prerequisites import Condition, Needs, differs
 from dantinox.config.reward_settings import reward_conflicts
 
@@ -112,10 +113,17 @@ class GRPOSection(Section):
         return LOSSES[self.loss]._replace(**{name: value for name, value in given.items() if value is not None})
 
 
-def grpo_conflicts(grpo: GRPOSection, objective: str) -> Iterator[Conflict]:
+def grpo_conflicts(grpo: GRPOSection, objective: str, generation: GenerationSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among these settings."""
     if objective != "grpo":
         return
+    if generation.greedy:
+        yield "generation.greedy", "must be false with training.objective: grpo: all answers to a prompt would be equal"
+    elif generation.strategy == "chain" and generation.temperature < GREEDY_BELOW:
+        yield (
+            "generation.temperature",
+            f"must be at least {GREEDY_BELOW:g} with training.objective: grpo: all answers to a prompt would be equal",
+        )
     if not grpo.rewards:
         yield "grpo.rewards", "must name at least one reward with training.objective: grpo, got []"
     yield from reward_conflicts(grpo.rewards)

@@ -44,7 +44,7 @@ class Numeric(Reward):
     """1 if a number in the answer equals that of a field of the record.
 
     Attributes:
-      after: regular expression; the number is the first one after its last match. None: the last number of the text.
+      after: the number is the first one after the last occurrence of this text. None: the last number of the answer.
       tolerance: the largest difference that counts as equal.
     """
 

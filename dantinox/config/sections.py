@@ -164,7 +164,7 @@ class TrainingSection(Section):
         0.0, "decay of a moving average of the weights, which is evaluated, sampled and exported (0: none)"
     )
     grad_clip: NonNegative = field(1.0, "maximum global gradient norm (0: no clipping)")
-    z_loss: Annotated[NonNegative, Needs(("training.objective", differs("dpo")))] = field(
+    z_loss: Annotated[NonNegative, Needs(("training.objective", one_of("next_token", "sft")))] = field(
         0.0, "weight of the penalty on the squared log-normalizer"
     )
     eval_every: Count = field(250, "steps between evaluations")
@@ -326,7 +326,7 @@ class Config(Section):
         if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
-        yield from grpo_conflicts(self.grpo, t.objective)
+        yield from grpo_conflicts(self.grpo, t.objective, self.generation)
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)

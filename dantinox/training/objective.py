@@ -11,7 +11,7 @@ from flax import nnx
 from dantinox.config import Config
 from dantinox.model import Transformer
 from dantinox.text import Batch, Preferences
-from dantinox.training.policy_objective import grpo_losses
+from dantinox.training.policy_objective import POLICY_METRICS, grpo_losses
 from dantinox.training.preference_objectives import dpo_losses, pair_mask
 from dantinox.training.rollout_batch import abstract_rollout, count_answers
 from dantinox.training.token_losses import LossSums, next_token_losses
@@ -94,7 +94,7 @@ OBJECTIVES: dict[str, Objective] = {
         abstract_rollout,
         per_token=False,
         has_validation_loss=False,
-        metrics=("kl", "clip_fraction", "ratio"),
+        metrics=POLICY_METRICS,
         event="rewards",
     ),
 }

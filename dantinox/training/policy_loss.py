@@ -13,7 +13,6 @@ from dantinox.config.grpo_settings import Advantage, PolicyLoss
 from dantinox.training.rollout_batch import Rollout
 
 STD_EPSILON = 1e-4  # added to the standard deviation of a group
-METRICS = ("kl", "clip_fraction", "ratio", "entropy")
 
 
 class PolicySums(NamedTuple):
