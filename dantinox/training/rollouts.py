@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.config import Config, KVSection, ModelConfig, with_generation
+from dantinox.config.generation_settings import active_steps
 from dantinox.generation import LoadedModel
 from dantinox.generation.offline_run import BatchRun
+from dantinox.sampling import StepInfo
 from dantinox.text import Tokenizer
 from dantinox.training.batch_source import SamplingInterrupted
 from dantinox.training.text_samples import build_sampling_model
@@ -26,15 +28,14 @@ class Answer(NamedTuple):
     Attributes:
       ids: its tokens, including the token that ended it.
       text: its text without that token.
-      logprobs: float32, ln p of each token under the model, before the sampling steps.
-      entropies: float32, the entropy of the model's distribution at each token, in nats.
+      logprobs: float32, ln p of each token under the softmax of the logits divided by the temperature. NaN if other sampling
+        steps are active and the temperature is not 1, because the engine does not record it then.
       finish_reason: `eos`, `stop`, `loop`, or `length` if `generation.max_new_tokens` truncated the answer.
     """
 
     ids: tuple[int, ...]
     text: str
     logprobs: np.ndarray
-    entropies: np.ndarray
     finish_reason: str
 
 
@@ -113,16 +114,18 @@ class Rollouts:
         """Yields the answers to each prompt of a finished batch."""
         for start in range(0, len(run.results), self.samples):
             yield [
-                Answer(
-                    tuple(result.tokens),
-                    result.text,
-                    np.asarray(result.steps.logprob, np.float32),
-                    np.asarray(result.steps.entropy, np.float32) * np.float32(np.log(2)),
-                    result.finish_reason,
-                )
+                Answer(tuple(result.tokens), result.text, self._logprobs(result.steps), result.finish_reason)
                 for result in run.results[start : start + self.samples]
                 if result.steps is not None
             ]
+
+    def _logprobs(self, steps: StepInfo) -> np.ndarray:
+        generation = self._config.generation
+        if generation.temperature == 1:
+            return np.asarray(steps.logprob, np.float32)
+        if generation.strategy == "chain" and not active_steps(generation) - {"temperature"}:
+            return np.asarray(steps.logprob_sampled, np.float32)
+        return np.full(len(steps.logprob), np.nan, np.float32)
 
 
 def rollout_seed(*numbers: int) -> int:
