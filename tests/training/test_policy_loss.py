@@ -105,15 +105,17 @@ def test_gspo_clips_whole_answers_in_its_published_range():
     assert float(away.clip_fraction) == 0  # moving back is never clipped
 
 
+SETTINGS = {
+    "model.num_blocks": 2, "model.dropout_rate": 0.0, "model.dtype": "float32", "training.objective": "grpo",
+    "training.init_from": "runs/x", "training.optimizer": "sgd", "training.beta1": 0.0, "training.grad_clip": 0.0,
+    "training.weight_decay": 0.0, "training.schedule": "constant", "training.warmup_steps": 0, "training.lr": 0.1,
+    "grpo.rewards": ["my_rewards.f"], "generation.temperature": TEMPERATURE, "generation.max_new_tokens": MAX_NEW,
+    "training.batch_size": 2,
+}  # fmt: skip
+
+
 def config_of(loss="reinforce", **changes):
-    settings = {
-        "model.num_blocks": 2, "model.dropout_rate": 0.0, "model.dtype": "float32", "training.objective": "grpo",
-        "training.init_from": "runs/x", "training.optimizer": "sgd", "training.beta1": 0.0, "training.grad_clip": 0.0,
-        "training.weight_decay": 0.0, "training.schedule": "constant", "training.warmup_steps": 0, "training.lr": 0.1,
-        "grpo.rewards": ["length_reward.f"], "grpo.loss": loss, "generation.temperature": TEMPERATURE,
-        "generation.max_new_tokens": MAX_NEW, "training.batch_size": 2,
-    }  # fmt: skip
-    return small_config(**settings | {f"grpo.{key}": value for key, value in changes.items()})
+    return small_config(**SETTINGS | {"grpo.loss": loss} | {f"grpo.{key}": value for key, value in changes.items()})
 
 
 @cache
@@ -223,6 +225,15 @@ def test_two_updates_keep_the_old_log_probabilities(one_part):
     ratio = POLICY_METRICS.index("ratio")
     np.testing.assert_allclose(first.metrics[ratio], 1, rtol=1e-6)
     assert abs(float(second.metrics[ratio]) - 1) > 1e-4
+
+
+def test_all_updates_of_a_step_have_its_learning_rate():
+    changes = SETTINGS | {"training.schedule": "linear", "training.warmup_steps": 2, "training.steps": 5}
+    configs = [small_config(**changes, **{"grpo.updates": updates}) for updates in (1, 3)]
+    one, three = (TrainStep(config, config.architecture(VOCABULARY), 5) for config in configs)
+    rates = [float(one.optimizer.rates(step)["lr"]) for step in range(5)]
+    assert len(set(rates)) == 5
+    np.testing.assert_allclose([three.optimizer.rates(update)["lr"] for update in range(15)], np.repeat(rates, 3), rtol=1e-7)
 
 
 def test_equal_rewards_have_no_gradient():
