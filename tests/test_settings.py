@@ -130,7 +130,7 @@ OTHER: dict[str, tuple] = {
     "grpo.normalization": ("constant", REWARDS), "grpo.clip_low": (0.1, REWARDS), "grpo.clip_high": (0.1, REWARDS),
     "grpo.ratio": ("sequence", REWARDS), "grpo.dynamic_sampling": (True, REWARDS), "grpo.kl_weight": (0.1, REWARDS),
     "grpo.max_sampling_rounds": (9, {**REWARDS, "grpo.dynamic_sampling": True}), "grpo.updates": (2, REWARDS),
-    "grpo.rewards": (["length"], REWARDS),
+    "grpo.rewards": (["exact_match"], REWARDS),
     "grpo.allow_code_execution": (True, {**REWARDS, "grpo.rewards": ["python_tests"]}),
     "lora.rank": (4, START_FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
     "lora.base_weights": ("int8", LORA),
@@ -254,7 +254,7 @@ def is_read_by(key, *packages):
         "logging": r"(logging|log)",
         "generation": r"(generation|section|sections\[0\])",
     }
-    holder |= {"kv": r"kv", "data": "data", "distributed": "d"}
+    holder |= {"kv": r"kv", "data": "data", "distributed": "d", "grpo": r"(grpo|grpo\.options|section|options)"}
     source = "\n".join(path.read_text() for package in packages for path in (ROOT / package).rglob("*.py"))
     return re.search(rf"\b{holder[section]}\.{name}\b", source) is not None
 
@@ -284,6 +284,10 @@ REQUEST = (
     "length_penalty",
     "early_stopping",
 )
+SAMPLED = (  # settings of `grpo` that affect the batches of a step, but not its program
+    "samples", "advantage", "normalization", "dynamic_sampling", "max_sampling_rounds", "updates", "rewards",
+    "allow_code_execution",
+)  # fmt: skip
 DRAFTS = ("speculation", "draft_run", "draft_tokens", "ngram_size")
 START_UP = ("coordinator", "processes", "process")
 HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
@@ -327,7 +331,7 @@ def corpora(tmp_path_factory):
 def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *DRAFTS, *HUB, *START_UP):
+    if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *SAMPLED, *DRAFTS, *HUB, *START_UP):
         assert is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
         return
     base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
@@ -347,7 +351,7 @@ def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
         assert prepared_data(before, tmp_path / "before") != prepared_data(after, tmp_path / "after")
     elif section == "distributed":
         assert mesh_of_eight(before) != mesh_of_eight(after)
-    elif section == "training":
+    elif section in ("training", "grpo"):
         if key == "training.seed":
             assert initial_weights(before) != initial_weights(after)
         else:

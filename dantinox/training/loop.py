@@ -117,7 +117,7 @@ class Trainer:
         self.layout = make_layout(config, self.model)
         length = rollout_length(config, store.longest) if isinstance(store, PromptStore) else None
         self.updates = updates_per_step(config)
-        self.train_step = TrainStep(config, self.model, self.steps * self.updates, self.layout, length=length)
+        self.train_step = TrainStep(config, self.model, self.steps, self.layout, length=length)
         self.facts = run_facts(config, tokenizer.fingerprint, self.layout, run)
         self.log = TrainingLog(config, self.model, self.layout, run, console, self.train_step.tokens)
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))

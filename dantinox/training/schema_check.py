@@ -92,7 +92,8 @@ def _keyword(name: str, schema: Mapping[str, Any], what: str, depth: int) -> Che
         return lambda value: combine(sum(part(value) for part in parts), len(parts))
     if name == "type":
         kinds = content if isinstance(content, list) else [content]
-        require(bool(kinds) and all(kind in TYPES for kind in kinds if isinstance(kind, str)), f"of {', '.join(TYPES)}")
+        known = all(isinstance(kind, str) and kind in TYPES for kind in kinds)
+        require(bool(kinds) and known, f"one or more of {', '.join(TYPES)}")
         return lambda value: any(TYPES[kind](value) for kind in kinds)
     if name in ("enum", "const"):
         require(name == "const" or isinstance(content, list), "a list")

@@ -24,7 +24,7 @@ from dantinox.programs import compile_program, tree_bytes
 from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import OBJECTIVES
-from dantinox.training.optimizer import EMAState, Schedule, optimizer
+from dantinox.training.optimizer import EMAState, Schedule, optimizer, schedule
 from dantinox.training.preference_objectives import pair_logprobs
 from dantinox.training.token_losses import LossSums
 
@@ -97,7 +97,7 @@ class TrainStep:
     """The optimizer step of a training run, its state and its programs.
 
     Args:
-      steps: length of the schedule, in optimizer updates.
+      steps: length of the schedule; the optimizer updates of a step have the same learning rate.
       layout: layout of the devices that share the step; None: one device.
       factor: maps the step to a factor on the peak learning rates; None: `training.schedule`.
       length: tokens per row; None: `model.max_context`.
@@ -120,6 +120,9 @@ class TrainStep:
         self.config, self.model, self.layout = config, model, layout or Layout(model)
         self.objective = OBJECTIVES[config.training.objective]
         self.rows, self.length = rows_per_step(config), length or config.model.max_context
+        if (updates := updates_per_step(config)) > 1:
+            of_step = factor or schedule(config.training, steps)
+            factor = lambda update: of_step(update // updates)  # noqa: E731
         self.optimizer = optimizer(config.training, steps, factor, self.layout)
         parameters = trainable_parameters(abstract_model(model)[1], model)
         sums: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
