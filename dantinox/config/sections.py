@@ -27,6 +27,7 @@ from dantinox.config.base import (
 )
 from dantinox.config.depth import resolve_depth
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
+from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import (
@@ -90,7 +91,7 @@ class DataSection(Section):
         None, "relative sampling weight of each entry of a path that is a list"
     )
     chat_template: Annotated[str | None, NEEDS_CHAT_OBJECTIVE] = field(
-        None, "sft, dpo: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
+        None, "sft, dpo, grpo: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
         "windows",
@@ -123,9 +124,10 @@ is_address = Condition("is an address", lambda coordinator: coordinator not in (
 class TrainingSection(Section):
     """Objective, optimizer, evaluation and checkpoints."""
 
-    objective: Literal["next_token", "sft", "dpo"] = field(
+    objective: Literal["next_token", "sft", "dpo", "grpo"] = field(
         "next_token",
-        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers",
+        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers; "
+        "grpo: maximize rewards of sampled answers",
     )
     dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
         0.1, "dpo: factor β on the log-probability ratio of the trained to the starting weights"
@@ -135,7 +137,7 @@ class TrainingSection(Section):
     tokens_per_parameter: Annotated[Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))] = field(
         None, "with model.depth: training tokens per weight in the layers, which set batch_size and steps (null: 20)"
     )
-    batch_size: Count = field(32, "sequences (dpo: pairs) per optimizer step, over all accumulation steps")
+    batch_size: Count = field(32, "sequences (dpo: pairs; grpo: prompts) per optimizer step, over all accumulation steps")
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
@@ -166,7 +168,7 @@ class TrainingSection(Section):
         0.0, "decay of a moving average of the weights, which is evaluated, sampled and exported (0: none)"
     )
     grad_clip: NonNegative = field(1.0, "maximum global gradient norm (0: no clipping)")
-    z_loss: Annotated[NonNegative, Needs(("training.objective", differs("dpo")))] = field(
+    z_loss: Annotated[NonNegative, Needs(("training.objective", one_of("next_token", "sft")))] = field(
         0.0, "weight of the penalty on the squared log-normalizer"
     )
     eval_every: Count = field(250, "steps between evaluations")
@@ -261,7 +263,7 @@ class Config(Section):
     Attributes:
       model, moe, attention: the architecture.
       tokenizer, data: the vocabulary and the corpus.
-      training, lora, distributed, logging: the training run.
+      training, grpo, lora, distributed, logging: the training run.
       generation, router, kv: generation defaults, which a request may override.
 
     Raises:
@@ -283,6 +285,7 @@ class Config(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    grpo: GRPOSection = GRPOSection()
     lora: LoraSection = LoraSection()
     distributed: DistributedSection = DistributedSection()
     generation: GenerationSection = GenerationSection()
@@ -315,8 +318,8 @@ class Config(Section):
             layers = f"got {self.model.depth} and {self.model.num_blocks}"
             yield "model.depth", f"and model.num_blocks both set the number of layers: leave one of them out, {layers}"
         yield from distributed_conflicts(self.distributed)
-        if t.objective == "dpo" and t.init_from is None:
-            yield "training.objective", "dpo needs training.init_from, the run with the starting weights"
+        if t.objective in ("dpo", "grpo") and t.init_from is None:
+            yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"
         if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):
@@ -336,6 +339,7 @@ class Config(Section):
         if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
+        yield from grpo_conflicts(self.grpo, t.objective, self.generation)
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
