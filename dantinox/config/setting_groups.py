@@ -67,8 +67,8 @@ GROUPS: dict[str, SettingGroup] = {
     "batches": SettingGroup("training", "Steps, batch size and seed", "steps epochs batch_size grad_accum seed deterministic"),
     "optimizer": SettingGroup(
         "training", "Optimizer, learning rate and its schedule",
-        "optimizer lr muon_lr min_lr_ratio warmup_steps schedule decay_fraction weight_decay beta1 beta2 ema grad_clip "
-        "nan_policy",
+        "optimizer lr muon_lr muon_steps muon_normalize min_lr_ratio warmup_steps schedule decay_fraction weight_decay "
+        "cautious_decay beta1 beta2 ema grad_clip nan_policy",
     ),
     "evaluation": SettingGroup(
         "training", "Evaluations, checkpoints and samples",
