@@ -87,7 +87,7 @@ EVALUATE: Flags = {
     "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "folder with further tasks; their code is executed"}),
     "limit": ("tasks", COUNT_OPTION | {"help": "maximum number of samples per task (default: all)"}),
     "shots": ("tasks", COUNT_OPTION | {"help":
-        "number of examples before each question (default: that of the task; 3 for builtin, 0 for other local tasks)"}),
+        "number of examples before each question (default: that of the task; 2 for builtin, 0 for other local tasks)"}),
     "seed": ("tasks", COUNT_OPTION | {"help": "local tasks: seed of the examples before each question (default: 0)"}),
     "compare": ("tasks", {"type": Path, "metavar": "RUN", "help":
         "local tasks: run to compare with, which was evaluated on the same tasks, or its tasks.json"}),

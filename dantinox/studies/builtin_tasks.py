@@ -8,7 +8,7 @@ from typing import Any
 from dantinox.studies.ruler_tasks import WORDS
 
 BUILTIN_QUESTIONS = 200  # of each task
-BUILTIN_SHOTS = 3
+BUILTIN_SHOTS = 2
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 SUBJECTS = WORDS["trades"]
 PLACES = ("near the door", "with the hats", "behind the houses", "from the village", "under the trees", "by the lake")
@@ -53,9 +53,9 @@ def _copy(draw: random.Random) -> Record:
 
 
 def _recall(draw: random.Random) -> Record:
-    names, nouns = draw.sample(WORDS["names"], 4), draw.sample(WORDS["nouns"], 4)
+    names, nouns = draw.sample(WORDS["names"], 3), draw.sample(WORDS["nouns"], 3)
     facts = [f"{name} has the {noun}." for name, noun in zip(names, nouns, strict=True)]
-    asked = draw.randrange(4)
+    asked = draw.randrange(3)
     return _shuffled(draw, f"{' '.join(facts)} {names[asked]} has the", f" {nouns[asked]}", [
         f" {noun}" for noun in nouns if noun != nouns[asked]
     ])  # fmt: skip

@@ -123,7 +123,7 @@ def evaluate_local_tasks(
     Args:
       names: `builtin`, folders and .jsonl files.
       limit: maximum questions of each task, at least 2.
-      shots: examples before each question (default: 3 for builtin tasks, else 0).
+      shots: examples before each question (default: 2 for builtin tasks, else 0).
       seed: seed of the examples.
       compare: another run, or its `tasks.json`: its results on the same prompts are the reference.
       out: the folder for `tasks.json` (default: RUN/evaluation).
