@@ -39,7 +39,7 @@ from dantinox.config.model import (
     model_conflicts,
     uneven_keys,
 )
-from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, is_set, one_of
+from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, is_set, nonzero, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
 from dantinox.config.sampling_steps import step_prerequisites
 from dantinox.files import UserError
@@ -147,6 +147,12 @@ class TrainingSection(Section):
     muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = field(
         0.02, "peak learning rate of the matrices that Muon trains"
     )
+    muon_steps: Annotated[Literal[3, 5], Needs(("training.optimizer", "muon"))] = field(
+        3, "polynomials that orthogonalize an update of Muon; 5 are more accurate and slower"
+    )
+    muon_normalize: Annotated[bool, Needs(("training.optimizer", "muon"))] = field(
+        False, "normalize the updates of Muon by a second moment per neuron (NorMuon)"
+    )
     min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", differs("constant")))] = field(
         0.1, "final learning rate as a fraction of the peak"
     )
@@ -158,6 +164,9 @@ class TrainingSection(Section):
         0.2, "wsd: fraction of the steps in the final decay"
     )
     weight_decay: NonNegative = field(0.1, "decoupled weight decay, of matrices only")
+    cautious_decay: Annotated[bool, Needs(("training.weight_decay", nonzero))] = field(
+        False, "decay only the weights that the update also moves toward zero"
+    )
     beta1: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", differs("adafactor")))] = field(
         0.9, "AdamW, Lion: decay of the first moment; sgd: Nesterov momentum"
     )

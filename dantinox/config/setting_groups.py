@@ -69,8 +69,8 @@ GROUPS: dict[str, SettingGroup] = {
     ),
     "optimizer": SettingGroup(
         "training", "Optimizer, learning rate and its schedule",
-        "optimizer lr muon_lr min_lr_ratio warmup_steps schedule decay_fraction weight_decay beta1 beta2 ema grad_clip "
-        "nan_policy",
+        "optimizer lr muon_lr muon_steps muon_normalize min_lr_ratio warmup_steps schedule decay_fraction weight_decay "
+        "cautious_decay beta1 beta2 ema grad_clip nan_policy",
     ),
     "evaluation": SettingGroup(
         "training", "Evaluations, checkpoints and samples",

@@ -53,6 +53,18 @@ def test_accumulation_chunks_rolled_layers_and_ema_combined():
 
 
 @pytest.mark.slow
+def test_normalized_muon_matches_one_device():
+    """The second moments of neurons whose weights are sharded over fan-in, fan-out and experts."""
+    changes = {
+        "training__optimizer": "muon",
+        "training__muon_normalize": True,
+        "training__muon_steps": 5,
+        "model__num_blocks": 1,
+    }
+    same(trained("moe", "expert=2 fsdp=2 tensor=2", **changes), trained("moe", **changes))
+
+
+@pytest.mark.slow
 def test_dpo_trains_as_on_one_device():
     rng, found = np.random.default_rng(0), []
     tokens, targets = rng.integers(0, V, (2, 8, 2, 16)).astype(np.int32)
@@ -81,6 +93,8 @@ def test_dpo_trains_as_on_one_device():
         {"chunks": 16},
         {"model__scan_layers": True},
         {"model__scan_layers": True, "training__optimizer": "muon"},
+        {"model__scan_layers": True, "training__optimizer": "muon", "training__muon_normalize": True},
+        {"training__optimizer": "muon", "training__muon_steps": 5, "training__cautious_decay": True},
         {"model__gradient_checkpointing": True, "model__remat_policy": "full"},
         {"model__gradient_checkpointing": True, "model__remat_policy": "dots"},
         {"training__ema": 0.9},
