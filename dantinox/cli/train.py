@@ -146,7 +146,7 @@ def add_speedrun_flags(command: Parser) -> None:
     command.add_argument("--depth", type=whole_number, default=4, metavar="N", help="model.depth of the model (default: 4)")
     data = "text to pretrain on, as data.path, or huggingface:NAME[:CONFIG] (default: the standard library's sources)"
     command.add_argument("--data", metavar="PATH", help=data)
-    conversations = "conversations to fine-tune on, as data.path (default: builtin:instructions)"
+    conversations = "conversations to fine-tune on, as data.path, with sums (default: builtin:instructions)"
     command.add_argument("--sft_data", metavar="PATH", help=conversations)
     ratio = "training.tokens_per_parameter of pretraining (default: 0.6, for a CPU)"
     command.add_argument("--tokens_per_parameter", type=float, metavar="R", help=ratio)
@@ -170,13 +170,14 @@ def speedrun(options: argparse.Namespace) -> int:
     request = SpeedrunRequest(options.depth, options.data, options.sft_data, options.tokens_per_parameter, options.smoke)
     stages = run_speedrun(folder, request, train_in_subprocess(_prepare), show_progress)
     use_compilation_cache()
-    from dantinox.studies.speedrun_evaluation import evaluate_speedrun
+    from dantinox.studies.speedrun_evaluation import evaluate_speedrun, evaluate_tasks_of_stages
     from dantinox.studies.speedrun_view import Speedrun, describe_device, speedrun_files, speedrun_lines
 
     started = time.perf_counter()
     tasks, samples = evaluate_speedrun(folder, show_progress)
+    local_tasks = evaluate_tasks_of_stages(folder, options.smoke, show_progress)
     seconds = time.perf_counter() - started
-    found = Speedrun(folder, stages, tasks, samples, seconds, describe_device(), options.price)
+    found = Speedrun(folder, stages, tasks, samples, local_tasks, seconds, describe_device(), options.price)
     save_files(folder, speedrun_files(found))
     return print_lines(lambda width: speedrun_lines(found, width))
 

@@ -1,4 +1,4 @@
-"""`dantinox speedrun`: pretraining, fine-tuning and evaluation of one model, in a folder with one run directory per stage.
+"""`dantinox speedrun`: pretraining, fine-tuning and reinforcement learning, in a folder with one run directory per stage.
 
 Each stage is a training run with a packaged config, as `dantinox train` starts it, in its own process. `speedrun.json` lists
 the finished stages and their times: the same command continues an interrupted speedrun and does not repeat finished stages.
@@ -8,13 +8,13 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dantinox.config import Config
 from dantinox.config.names import SHORT_NAMES, flat_name
+from dantinox.config.sections import flatten_config
 from dantinox.config.sweep_file import Trial
 from dantinox.config.yaml_files import load_training
 from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
@@ -22,6 +22,7 @@ from dantinox.model.flops import training_flops
 from dantinox.report import read_csv
 from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import Corpus, Tokenizer
+from dantinox.text.sources import ADDITION
 
 STATE_FILE, REPORTS = "speedrun.json", ("report.md", "report.html")
 HUB = "huggingface:"  # begins the name of a dataset in `SpeedrunRequest.data`
@@ -34,24 +35,31 @@ class Stage(NamedTuple):
     Attributes:
       name: its run directory in the folder of the speedrun.
       config: the packaged config.
-      rate: its learning rates as a fraction of those of pretraining.
+      rates: setting → its value as a fraction of the one of pretraining, for the learning rates.
       smoke: the settings that shorten it to a few steps.
     """
 
     name: str
     config: str
-    rate: float
+    rates: Mapping[str, float]
     smoke: Mapping[str, Any]
 
 
 STAGES = (
     Stage(
-        "base", "speedrun", 1.0,
+        "base", "speedrun", {},
         {"training.tokens_per_parameter": 0.05, "training.eval_tokens": 1024, "tokenizer.vocab_size": 300},
     ),
-    Stage("sft", "speedrun_sft", 0.5, {"training.epochs": 0.5, "training.warmup_steps": 1}),
+    Stage(
+        "sft", "speedrun_sft", {"training.lr": 0.5, "training.muon_lr": 0.5},
+        {"training.epochs": 0.1, "training.warmup_steps": 1, "training.eval_tokens": 1024},
+    ),
+    Stage(
+        "grpo", "speedrun_grpo", {"training.lr": 0.125},
+        {"training.steps": 2, "training.warmup_steps": 1, "training.batch_size": 4, "training.eval_tokens": 256},
+    ),
 )  # fmt: skip
-BASE, CHAT = STAGES[0].name, STAGES[-1].name  # the runs with the pretrained model and with the final one
+BASE, SFT, FINAL = STAGES[0].name, STAGES[1].name, STAGES[-1].name
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class SpeedrunRequest:
       depth: `model.depth` of the model.
       data: the text to pretrain on, as in `data.path`, or `huggingface:NAME[:CONFIGURATION]` for a dataset of the hub. None:
         that of the config, the sources of the standard library.
-      sft_data: conversations to fine-tune on, as in `data.path`. None: those of the config.
+      sft_data: conversations to fine-tune on, as in `data.path`, together with sums. None: those of the config.
       tokens_per_parameter: the length of pretraining, `training.tokens_per_parameter`. None: that of the config.
       smoke: train only a few steps per stage, to check that everything works.
     """
@@ -82,9 +90,10 @@ class StageResult:
       command: the command that trains the same run.
       parameters: parameters of the model.
       tokens: positions in all batches.
-      flops: model FLOPs of the training, by `dantinox.model.flops.training_flops`.
+      flops: model FLOPs of the training steps, by `dantinox.model.flops.training_flops`.
       seconds: wall time, with start-up, compilation, evaluations and checkpoints.
-      val_loss, bits_per_byte: of the best evaluation, whose weights the run keeps; `best_step` is its step.
+      val_loss, bits_per_byte, reward: of the best evaluation, whose weights the run keeps; `best_step` is its step. None if the
+        objective does not have it.
     """
 
     name: str
@@ -94,8 +103,9 @@ class StageResult:
     tokens: int
     flops: int
     seconds: float
-    val_loss: float
+    val_loss: float | None
     bits_per_byte: float | None
+    reward: float | None
     best_step: int
 
 
@@ -120,11 +130,11 @@ def stage_settings(request: SpeedrunRequest, folder: Path, number: int) -> dict[
         settings["model.depth"] = request.depth
         settings |= data_settings(request.data) if request.data is not None else {}
     else:
-        base = load_run_config(RunDirectory(folder / BASE)).training
-        rates = {"training.lr": base.lr, "training.muon_lr": base.muon_lr}
+        base = flatten_config(load_run_config(RunDirectory(folder / BASE)))
         settings["training.init_from"] = str(folder / STAGES[number - 1].name)
-        settings |= {key: float(f"{stage.rate * rate:.3g}") for key, rate in rates.items()}
-        settings |= {"data.path": request.sft_data} if request.sft_data is not None else {}
+        settings |= {key: float(f"{share * float(str(base[key])):.3g}") for key, share in stage.rates.items()}
+    if stage.name == SFT and request.sft_data is not None:
+        settings |= {"data.path": [request.sft_data, ADDITION], "data.mixture": None}
     settings |= stage.smoke if request.smoke else {}
     if number == 0 and request.tokens_per_parameter is not None:
         settings["training.tokens_per_parameter"] = request.tokens_per_parameter
@@ -134,7 +144,8 @@ def stage_settings(request: SpeedrunRequest, folder: Path, number: int) -> dict[
 def train_command(config: str, settings: Mapping[str, Any], run_dir: Path) -> str:
     """Returns the command that trains a run."""
     short = {key: name for name, key in SHORT_NAMES.items()}
-    flags = [f"--{short.get(key, flat_name(key))} {shlex.quote(str(value))}" for key, value in settings.items()]
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+    flags = [f"--{short.get(key, flat_name(key))} {shlex.quote(text)}" for key, text in texts.items()]
     return " ".join([f"dantinox train --config {config}", *flags, f"--run_dir {shlex.quote(str(run_dir))}"])
 
 
@@ -237,27 +248,26 @@ def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: 
     """Reads the result of a finished stage from its logs and its summary."""
     stage, run = STAGES[number], RunDirectory(folder / STAGES[number].name)
     config = load_run_config(run)
-    rows = list(_evaluations(run, config))
+    rewarded = config.training.objective == "grpo"
+    measure, best_of = ("val_reward", max) if rewarded else ("val_loss", min)
+    rows = [row for row in read_csv(run.log(config)) if math.isfinite(row.get(measure, math.nan))]
     if not rows:
-        raise UserError(f"{folder / stage.name} has no evaluation in {run.log(config).name}: remove it and repeat the command")
-    best, last = min(rows, key=lambda row: row["val_loss"]), rows[-1]
+        raise UserError(f"{folder / stage.name} has no {measure} in {run.log(config).name}: remove it and repeat the command")
+    best, last = best_of(rows, key=lambda row: row[measure]), rows[-1]
     summary = json.loads(run.summary(config).read_text(encoding="utf-8"))
     model = config.trained_architecture(Tokenizer.load(run.tokenizer).vocab_size)
-    tokens = int(last["tokens"])
+    steps, tokens = int(last["step"]), int(last["tokens"])
+    sequences = config.training.batch_size * (config.grpo.samples if rewarded else 1)
     return StageResult(
         stage.name,
         train_command(stage.config, stage_settings(request, folder, number), folder / stage.name),
         int(summary["parameters"]),
-        int(last["step"]),
+        steps,
         tokens,
-        tokens * training_flops(model, model.max_context),
+        tokens * training_flops(model, tokens // (steps * sequences)),
         float(seconds.get(stage.name, math.nan)),
-        best["val_loss"],
+        best.get("val_loss"),
         best.get("bits_per_byte"),
+        best.get("val_reward"),
         int(best["step"]),
     )
-
-
-def _evaluations(run: RunDirectory, config: Config) -> Iterator[dict[str, float]]:
-    """Yields the rows of the training log that have a finite validation loss."""
-    return (row for row in read_csv(run.log(config)) if math.isfinite(row.get("val_loss", math.nan)))

@@ -1,4 +1,4 @@
-"""The evaluation of a speedrun: greedy answers to conversations that fine-tuning held out, and their scores."""
+"""The evaluation of a speedrun: greedy answers to held-out questions, their scores, and the built-in tasks of `eval tasks`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dantinox.config import Config
+from dantinox.files import UserError
 from dantinox.generation import LoadedModel, load
 from dantinox.run import RunDirectory, load_run_config
-from dantinox.studies.speedrun import BASE, CHAT
+from dantinox.studies.local_tasks import LocalTaskStudy, evaluate_local_tasks
+from dantinox.studies.speedrun import FINAL, SFT, STAGES
 from dantinox.text import ChatTemplate, Corpus
 from dantinox.text.builtin_instructions import matches_answer_form
 from dantinox.text.conversations import Conversations, conversations_of_record
-from dantinox.text.sources import INSTRUCTIONS
+from dantinox.text.sources import ADDITION, INSTRUCTIONS
 
 NUM_SAMPLES = 5  # answers in the report
 MAX_QUESTIONS = 50  # per task
 ANSWER_TOKENS = 64
+LOCAL_TASK = "builtin"  # the tasks of `dantinox eval tasks`
+LOCAL_QUESTIONS = 100  # per task
 
 
 class Question(NamedTuple):
@@ -37,17 +41,17 @@ TASKS: dict[str, dict[str, Callable[[str, str], bool]]] = {
         "answers in the trained form": lambda answer, _: matches_answer_form(answer),
         "number of arguments is right": _same_first_line,
     },
+    ADDITION: {"sum is right": lambda answer, reference: answer.strip() == reference.strip()},
 }
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """How many of `count` held-out questions the pretrained and the final model answer right."""
+    """How many of `count` held-out questions the model of each stage answers right, in the order of the stages."""
 
     task: str
     corpus: str
-    base: int
-    final: int
+    right: tuple[int, ...]
     count: int
 
 
@@ -94,17 +98,17 @@ def answer_questions(model: LoadedModel, template: ChatTemplate, questions: Sequ
 def evaluate_speedrun(
     folder: Path, progress: Callable[[str], None] = lambda line: None
 ) -> tuple[list[TaskResult], list[Sample]]:
-    """Answers the held-out questions with the pretrained and the final model of a speedrun.
+    """Answers the held-out questions with the model of each stage.
 
     Returns:
       The result of each task whose corpus the fine-tuning uses, and `NUM_SAMPLES` answers of the final model.
     """
-    chat = RunDirectory(folder / CHAT)
-    models = {name: load(folder / name) for name in (BASE, CHAT)}
-    template = ChatTemplate.load(chat.chat_template, models[CHAT].tokenizer)
-    limit = models[CHAT].model.config.max_context - ANSWER_TOKENS
+    chat = RunDirectory(folder / SFT)
+    models = {stage.name: load(folder / stage.name) for stage in STAGES}
+    template = ChatTemplate.load(chat.chat_template, models[SFT].tokenizer)
+    limit = models[SFT].model.config.max_context - ANSWER_TOKENS
     questions = {
-        corpus: [question for question in asked if len(models[CHAT].chat_prompt(question.text, template)[1]) <= limit]
+        corpus: [question for question in asked if len(models[SFT].chat_prompt(question.text, template)[1]) <= limit]
         for corpus, asked in held_out_questions(load_run_config(chat)).items()
     }
     questions = {corpus: asked for corpus, asked in questions.items() if asked}
@@ -114,16 +118,34 @@ def evaluate_speedrun(
         answers[name] = {corpus: answer_questions(model, template, asked) for corpus, asked in questions.items()}
     tasks = [
         TaskResult(
-            task,
-            corpus,
-            base=_count_right(is_right, answers[BASE][corpus], asked),
-            final=_count_right(is_right, answers[CHAT][corpus], asked),
-            count=len(asked),
+            task, corpus, tuple(_count_right(is_right, answers[stage.name][corpus], asked) for stage in STAGES), len(asked)
         )
         for corpus, asked in questions.items()
         for task, is_right in TASKS.get(corpus, {}).items()
     ]
-    return tasks, _samples(questions, answers[CHAT])
+    return tasks, _samples(questions, answers[FINAL])
+
+
+def evaluate_tasks_of_stages(
+    folder: Path, smoke: bool, progress: Callable[[str], None] = lambda line: None
+) -> dict[str, LocalTaskStudy] | str:
+    """Runs the built-in tasks of `dantinox eval tasks` with the model of each stage.
+
+    Args:
+      smoke: only two questions per task, without examples.
+
+    Returns:
+      Stage → its scores, or a sentence on why the tasks cannot be run, for example because a text does not fit in the context.
+    """
+    limit, shots = (2, 0) if smoke else (LOCAL_QUESTIONS, None)
+    studies = {}
+    try:
+        for stage in STAGES:
+            progress(f"{stage.name}: eval tasks {LOCAL_TASK}")
+            studies[stage.name] = evaluate_local_tasks(folder / stage.name, [LOCAL_TASK], limit=limit, shots=shots)
+    except UserError as error:
+        return str(error)
+    return studies
 
 
 def _count_right(is_right: Callable[[str, str], bool], answers: Sequence[str], questions: Sequence[Question]) -> int:
