@@ -134,7 +134,7 @@ def stage_settings(request: SpeedrunRequest, folder: Path, number: int) -> dict[
         settings["training.init_from"] = str(folder / STAGES[number - 1].name)
         settings |= {key: float(f"{share * float(str(base[key])):.3g}") for key, share in stage.rates.items()}
     if stage.name == SFT and request.sft_data is not None:
-        settings |= {"data.path": [request.sft_data, ADDITION], "data.mixture": None}
+        settings |= {"data.path": [request.sft_data, ADDITION], "data.mixture": [0.9, 0.1]}
     settings |= stage.smoke if request.smoke else {}
     if number == 0 and request.tokens_per_parameter is not None:
         settings["training.tokens_per_parameter"] = request.tokens_per_parameter

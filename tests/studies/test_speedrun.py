@@ -4,15 +4,18 @@ import csv
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dantinox import cli
 from dantinox.config import UserError, load_config
+from dantinox.config.flag_values import overrides
 from dantinox.config.yaml_files import load_training
 from dantinox.report import read_csv, read_jsonl
 from dantinox.report.tables import human_count
@@ -25,9 +28,16 @@ from dantinox.studies.speedrun import (
     stage_settings,
     train_command,
 )
-from dantinox.studies.speedrun_evaluation import TASKS, Sample, TaskResult, evaluate_speedrun, held_out_questions
+from dantinox.studies.speedrun_evaluation import (
+    TASKS,
+    Sample,
+    TaskResult,
+    evaluate_speedrun,
+    evaluate_tasks_of_stages,
+    held_out_questions,
+)
 from dantinox.studies.speedrun_view import Speedrun, speedrun_files, speedrun_lines
-from dantinox.text.sources import INSTRUCTIONS
+from dantinox.text.sources import ADDITION, INSTRUCTIONS
 from dantinox.training import launch
 from dantinox.training.loop import Trainer
 
@@ -89,7 +99,7 @@ def test_the_interrupted_stage_continues_exactly(finished, tmp_path):
     assert lines == [
         f"base: {train_command('speedrun', settings, folder / 'run' / 'base')}",
         f"base: dantinox train --resume --run_dir {folder / 'run' / 'base'}",
-        f"sft: {stages[1].command}",
+        *(f"{stage.name}: {stage.command}" for stage in stages[1:]),
     ]
     log = "training_log.csv"
     resumed, whole = (read_csv(run / log) for run in (folder / "run" / "base", tmp_path / "base"))
@@ -107,8 +117,13 @@ def test_results_are_those_of_the_logs(finished):
     for stage in stages:
         run = folder / "run" / stage.name
         rows = list(csv.DictReader((run / "training_log.csv").read_text().splitlines()))
-        best = min(rows, key=lambda row: float(row["val_loss"]))
-        assert (stage.val_loss, stage.bits_per_byte) == (float(best["val_loss"]), float(best["bits_per_byte"]))
+        if stage.name == "grpo":
+            best = max(rows, key=lambda row: float(row["val_reward"]))
+            assert (stage.val_loss, stage.bits_per_byte, stage.reward) == (None, None, float(best["val_reward"]))
+        else:
+            best = min(rows, key=lambda row: float(row["val_loss"]))
+            assert (stage.val_loss, stage.bits_per_byte) == (float(best["val_loss"]), float(best["bits_per_byte"]))
+            assert stage.reward is None
         assert (stage.best_step, stage.steps, stage.tokens) == (
             int(best["step"]), int(rows[-1]["step"]), int(rows[-1]["tokens"]),
         )  # fmt: skip
@@ -121,33 +136,71 @@ def test_results_are_those_of_the_logs(finished):
     assert stages[0].tokens == stages[0].steps * base.training.batch_size * 256
     assert 0.05 * weights <= stages[0].tokens < 0.05 * weights + base.training.batch_size * 256
     assert stages[0].flops == stages[0].tokens * (6 * (weights + 64 * V) + 12 * 1 * 2 * 32 * 256)
-    sft = load_run_config(RunDirectory(folder / "run" / "sft"))
+    sft, grpo = (load_run_config(RunDirectory(folder / "run" / name)) for name in ("sft", "grpo"))
     assert sft.training.lr == pytest.approx(base.training.lr / 2, rel=5e-3) and sft.training.muon_lr == 0.01
-    assert sft.model == base.model
+    assert grpo.training.lr == pytest.approx(base.training.lr / 8, rel=5e-3) and grpo.training.optimizer == "adamw"
+    assert sft.model == base.model == grpo.model
+    length = stages[2].tokens // (2 * 4 * 8)
+    assert stages[2].tokens == 2 * 4 * 8 * length and length % 8 == 0 and length < 64, "2 steps, 4 prompts, 8 answers"
+    assert stages[2].flops == stages[2].tokens * (6 * (weights + 64 * V) + 12 * 1 * 2 * 32 * length)
+
+
+def test_the_commands_train_the_same_runs(finished):
+    """The flags of a printed command give the settings of the run."""
+    folder, _, stages, _ = finished
+    for stage in stages:
+        argv = shlex.split(stage.command)[1:]
+        options = cli.parser_of(["train"]).parse(argv)
+        config = load_training(options.config, overrides(options))
+        assert config == load_run_config(RunDirectory(folder / "run" / stage.name))
+        assert options.run_dir == folder / "run" / stage.name
 
 
 def test_the_reports_have_the_numbers_of_the_logs(finished):
     folder, _, stages, _ = finished
     tasks, samples = evaluate_speedrun(folder / "run")
-    assert tasks == [], "there is no task for other conversations"
-    assert [sample.question for sample in samples] == [f"add {a} 1" for a in range(32, 37)]
-    assert [sample.reference for sample in samples] == [str(a + 1) for a in range(32, 37)]
-    found = Speedrun(folder / "run", stages, tasks, samples, 1.0, "a CPU", price=36.0)
+    assert [(task.task, task.corpus, task.count) for task in tasks] == [("sum is right", ADDITION, 50)]
+    assert [sample.question for sample in samples[::2]] == [f"add {a} 1" for a in range(32, 35)], "in turn from both corpora"
+    assert [sample.reference for sample in samples[::2]] == ["33", "34", "35"]
+    sums = [sample.question.rstrip("=").split("+") for sample in samples[1::2]]
+    assert [sample.reference for sample in samples[1::2]] == [str(int(a) + int(b)) for a, b in sums]
+    local_tasks = evaluate_tasks_of_stages(folder / "run", smoke=True)
+    assert list(local_tasks) == ["base", "sft", "grpo"]
+    found = Speedrun(folder / "run", stages, tasks, samples, local_tasks, 1.0, "a CPU", price=36.0)
     files = {name: str(make()) for name, make in speedrun_files(found).items()}
     for stage in stages:
         row = next(line for line in files["report.md"].splitlines() if line.startswith(f"| {stage.name} |"))
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert cells[1:4] == [str(stage.steps), human_count(stage.tokens), f"{stage.flops:.2e}"]
-        assert cells[5:] == [
-            f"{stage.val_loss:.4f}", f"{stage.bits_per_byte:.4f}", str(stage.best_step), f"{stage.seconds / 100:.3f}",
-        ]  # fmt: skip
+        measured = [
+            f"{number:.4f}" if number is not None else "–" for number in (stage.val_loss, stage.bits_per_byte, stage.reward)
+        ]
+        assert cells[5:] == [*measured, str(stage.best_step), f"{stage.seconds / 100:.3f}"]
         assert all(f"<td>{cell}</td>" in files["report.html"] for cell in cells)
         assert stage.command in files["report.md"]
     total = sum(stage.seconds for stage in stages) + 1
     assert f"cost {total / 100:.3f} at 36 per hour" in files["report.md"]
-    assert "](base/plots/loss.png)" in files["report.md"] and files["report.html"].count("data:image/png;base64,") == 2
+    assert "](base/plots/loss.png)" in files["report.md"] and files["report.html"].count("data:image/png;base64,") == 3
     assert "<script" not in files["report.html"] and "default-src 'none'" in files["report.html"]
-    assert f"next: dantinox chat {folder / 'run' / 'sft'}" in list(speedrun_lines(found, 100))
+    means = [study.mean() for study in local_tasks.values()]
+    cells = [f"{mean.value:.3f} [{mean.low:.3f}, {mean.high:.3f}]" for mean in means]
+    assert f"| mean centered accuracy | {' | '.join(cells)} |" in files["report.md"]
+    accuracies = [f"{np.mean(study.scores[0].correct):.2f}" for study in local_tasks.values()]
+    assert f"| arithmetic/addition | {' | '.join(accuracies)} |" in files["report.md"]
+    lines = list(speedrun_lines(found, 100))
+    assert f"next: dantinox chat {folder / 'run' / 'grpo'} --max_new_tokens 64" in lines
+
+
+def test_tasks_that_do_not_fit_are_reported(finished, monkeypatch):
+    folder, _, stages, _ = finished
+
+    def fail(*_, **__):
+        raise UserError("the task a has a prompt of 300 tokens")
+
+    monkeypatch.setattr("dantinox.studies.speedrun_evaluation.evaluate_local_tasks", fail)
+    found = Speedrun(folder / "run", stages, [], [], evaluate_tasks_of_stages(folder / "run", smoke=True), 1.0, "a CPU")
+    assert "Not run: the task a has a prompt of 300 tokens." in str(speedrun_files(found)["report.md"]())
+    assert "no built-in tasks: the task a has a prompt of 300 tokens" in list(speedrun_lines(found, 100))
 
 
 def test_finished_stages_are_not_repeated(finished):
@@ -222,9 +275,15 @@ def test_the_configs_belong_together():
     assert (base.model.num_blocks, base.model.dim, base.data.path) == (4, 256, "builtin:python")
     assert sft.training.init_from == "runs/speedrun/base"
     assert (sft.training.lr, sft.training.muon_lr) == (base.training.lr / 2, base.training.muon_lr / 2)
+    grpo = load_config(STAGES[2].config)
+    assert grpo.training.lr == pytest.approx(base.training.lr / 8, rel=5e-3)
+    assert (grpo.training.init_from, grpo.data.val_fraction) == ("runs/speedrun/sft", sft.data.val_fraction)
+    assert grpo.data.path in sft.data.path, "the same validation problems"
 
 
-def test_answers_to_instructions_are_graded():
+def test_answers_are_graded():
+    (is_right,) = TASKS[ADDITION].values()
+    assert is_right(" 95\n", "95") and not is_right("95.", "95") and not is_right("", "95")
     form, arguments = TASKS[INSTRUCTIONS].values()
     reference = "Takes: two arguments\nDoes: Return the sum."
     assert form("Takes: one argument\nDoes: Add.", reference) and not arguments("Takes: one argument\nDoes: Add.", reference)
@@ -234,8 +293,8 @@ def test_answers_to_instructions_are_graded():
 def test_the_report_shows_any_answer_unchanged(finished):
     folder, _, stages, _ = finished
     answer = "```\n<script>alert(1)</script> ` and | pipes"
-    task = TaskResult("<b>form</b>", INSTRUCTIONS, 1, 40, 50)
-    found = Speedrun(folder / "run", stages, [task], [Sample("q", answer, "r")], 0.5, "a CPU")
+    task = TaskResult("<b>form</b>", INSTRUCTIONS, (1, 40, 41), 50)
+    found = Speedrun(folder / "run", stages, [task], [Sample("q", answer, "r")], "no tasks", 0.5, "a CPU")
     files = {name: str(make()) for name, make in speedrun_files(found).items()}
     assert f"````text\nUser:\nq\n\nAssistant:\n{answer}\n\nReference:\nr\n````" in files["report.md"]
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in files["report.html"] and "<script" not in files["report.html"]
@@ -245,7 +304,7 @@ def test_the_report_shows_any_answer_unchanged(finished):
 
 def test_held_out_questions_are_those_of_validation(tmp_path):
     wanted = request(tmp_path)
-    config = load_config("speedrun_sft", {"data.path": wanted.sft_data})
+    config = load_config("speedrun_sft", {"data.path": wanted.sft_data, "data.mixture": None})
     (questions,) = held_out_questions(config).values()
     assert [question.text for question in questions] == [f"add {a} 1" for a in range(32, 40)], "the last fifth of 40"
     assert questions[0].answer == "33"
@@ -260,5 +319,5 @@ def test_the_command_from_text_to_report(tmp_path):
     report = (tmp_path / "runs" / "s" / "report.md").read_text()
     loss = min(row["val_loss"] for row in read_csv(tmp_path / "runs" / "s" / "base" / "training_log.csv"))
     assert f"{loss:.4f}" in report and math.isfinite(loss) and f"{loss:.4f}" in done.stdout
-    assert len(re.findall(r"Reference:\nTakes: ", report)) == 5
-    assert "next: dantinox chat runs/s/sft" in done.stdout
+    assert len(re.findall(r"Reference:\nTakes: ", report)) == 3 and len(re.findall(r"Reference:\n[0-9]+\n", report)) == 2
+    assert "next: dantinox chat runs/s/grpo" in done.stdout
