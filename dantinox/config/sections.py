@@ -145,7 +145,7 @@ class TrainingSection(Section):
         3, "polynomials that orthogonalize an update of Muon; 5 are more accurate and slower"
     )
     muon_normalize: Annotated[bool, Needs(("training.optimizer", "muon"))] = field(
-        False, "normalize the updates of Muon by a second moment per neuron (NorMuon)"
+        False, "divide the update of each neuron by a moving average of its size (NorMuon)"
     )
     min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", differs("constant")))] = field(
         0.1, "final learning rate as a fraction of the peak"
