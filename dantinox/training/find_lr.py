@@ -73,7 +73,7 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         weights = starting_weights(config, model, tokenizer.fingerprint)
         state = train.initial_state(weights)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)
-        if isinstance(store, ConversationStore) and store.pairs:
+        if isinstance(store, ConversationStore) and train.objective.has_reference:
             store.reference = compute_reference_logprobs(store, model, layout, t.batch_size, state.parameters, base)
         key = "muon_lr" if t.optimizer == "muon" else "lr"
         losses, rates = [], []

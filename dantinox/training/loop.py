@@ -153,7 +153,7 @@ class Trainer:
         self.frozen = frozen_weights(self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run)
         if not restored:
             self._init_state()
-        if isinstance(self.store, ConversationStore) and self.store.pairs:
+        if isinstance(self.store, ConversationStore) and self.train_step.objective.has_reference:
             rows, parameters = self.programs.eval_rows, self.state.parameters
             compute = partial(compute_reference_logprobs, self.store, self.model, self.layout, rows, parameters, self.frozen)
             base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
