@@ -259,6 +259,7 @@ ERRORS = {
     "data_mixture_must_have_one": r"data\.mixture must have one number per entry of data\.path, got 3 for 2",
     "data_path_data_path": r"data\.path.*--data_path",
     "does_not_support_training_on": "does not support training on single turns: a turn of the assistant does not",
+    "kto_needs_training_init_from_the": r"training.objective kto needs training.init_from, the run with the starting weights",
     "dpo_needs_training_init_from_the": r"dpo needs training.init_from, the run with the starting weights",
     "found_no_document_with_at": "found no document with at least two tokens",
     "has_10_tokens_fewer_than": "has 10 tokens, fewer than the 17 of one batch",

@@ -27,7 +27,7 @@ CASES = {
 
 
 def config_of(objective, **changes):
-    return small_config(**{"training.objective": objective}, **START, **CASES[objective], **changes)
+    return small_config(**{"training.objective": objective} | START | CASES[objective] | changes)
 
 
 CONFIGS = {objective: config_of(objective) for objective in CASES}
@@ -169,13 +169,13 @@ def test_accumulation_changes_nothing(objective, batches):
             reference = np.stack([batch.reference_P2[:, 0], np.linspace(lowest, lowest + 8, P, dtype=np.float32)], axis=1)
             variants.append(batch._replace(reference_P2=reference, kl_P=np.full(P, 99.0, np.float32)))
     whole, accumulated = (
-        stepped(config_of(objective, **given, **{"training.grad_accum": parts}), *variants) for parts in (1, 3)
+        stepped(config_of(objective, **given | {"training.grad_accum": parts}), *variants) for parts in (1, 3)
     )
     for (one, weights), (other, others) in zip(whole, accumulated, strict=True):
         np.testing.assert_allclose([one.loss, one.grad_norm], [other.loss, other.grad_norm], rtol=1e-5)
         np.testing.assert_allclose(one.metrics, other.metrics, rtol=1e-5)
         for name in weights:
-            np.testing.assert_allclose(weights[name], others[name], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(weights[name], others[name], rtol=0, atol=1e-6 * np.abs(weights[name]).max())
     if objective == "kto":
         negative, positive, higher = (float(metrics.metrics[-1]) for metrics, _ in whole)
         assert negative == 0 and positive > 1
