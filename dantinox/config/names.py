@@ -42,6 +42,10 @@ OTHER_NAMES = {
     "max_length": "generation.max_new_tokens",
     "do_sample": "generation.greedy",
     "num_return_sequences": "generation.n",
+    "loss_type": "training.objective",
+    "simpo_gamma": "training.simpo_margin",
+    "desirable_weight": "training.kto_desirable_weight",
+    "undesirable_weight": "training.kto_undesirable_weight",
 }
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from dantinox.config import Config, UserError
 from dantinox.distributed import make_layout
 from dantinox.text import ConversationStore, prepare_data
-from dantinox.training.dpo_reference import compute_reference_logprobs
 from dantinox.training.launch import base_template
+from dantinox.training.reference_logprobs import compute_reference_logprobs
 from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import TrainStep
 
