@@ -18,13 +18,15 @@ from jax.typing import DTypeLike
 
 from dantinox import programs
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.distributed.rules import AXES, BATCH, SUMMED_OVER_TENSOR, Split, name_in_layer, split_parameter
+from dantinox.distributed.rules import AXES, BATCH, SUMMED_OVER_TENSOR, TOKENS, Split, name_in_layer, split_parameter
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.lora import is_adapter
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.parameters import Parameters, abstract_model
+from dantinox.model.positions import zigzag_chunks
 
 ONE_DEVICE = "one device"
+TOKEN_OBJECTIVES = ("next_token", "sft")  # the objectives whose loss is a sum over tokens
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
@@ -82,8 +84,13 @@ class Layout:
 
     @property
     def batch_shards(self) -> int:
-        """The number of shards of a batch."""
+        """The number of parts into which the rows of a batch are split."""
         return math.prod(self.sizes[axis] for axis in BATCH)
+
+    @property
+    def row_shards(self) -> int:
+        """The number of parts into which each row is split."""
+        return self.sizes["sequence"]
 
     @cached_property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -119,7 +126,9 @@ class Layout:
     @property
     def parallelism(self) -> Parallelism:
         """The parallelism of the model inside the training program."""
-        return SINGLE_DEVICE if self.mesh is None else MeshParallelism(gathers=True, groups=self.sizes["expert"], layout=self)
+        return SINGLE_DEVICE if self.mesh is None else MeshParallelism(
+            gathers=True, groups=self.sizes["expert"], ring=self.row_shards, layout=self
+        )
 
     def build_model(self, build: Callable[[Parameters], Transformer], parameters: Parameters) -> Transformer:
         """Builds the model from the local shards of the parameters, inside `shard_map`."""
@@ -154,7 +163,7 @@ class Layout:
 
         def total(name: str, g: jax.Array) -> jax.Array:
             missing = [
-                a for a in (*BATCH, *(["tensor"] if name in SUMMED_OVER_TENSOR else [])) if a not in self.splits[name].axes
+                a for a in (*TOKENS, *(["tensor"] if name in SUMMED_OVER_TENSOR else [])) if a not in self.splits[name].axes
             ]
             return lax.psum(g, missing) if missing else g
 
@@ -165,8 +174,8 @@ class Layout:
         return tree if self.mesh is None else lax.psum(tree, AXES)
 
     def device_key(self, key: jax.Array) -> jax.Array:
-        """Returns the random key of this device; devices with the same rows get the same key."""
-        return key if self.mesh is None else jax.random.fold_in(key, lax.axis_index(BATCH))
+        """Returns the random key of this device; devices with the same tokens get the same key."""
+        return key if self.mesh is None else jax.random.fold_in(key, lax.axis_index(TOKENS))
 
     def shard_map(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
         """Wraps a function so that every device runs it on its shards.
@@ -222,11 +231,16 @@ class Layout:
         return {name: put(name, array) for name, array in weights.items()}
 
     @property
+    def batch_spec(self) -> PartitionSpec:
+        """The partition spec of the arrays of a batch, `[rows, …]`, or `[rows, positions]` if the positions are split."""
+        return PartitionSpec(BATCH) if self.row_shards == 1 else PartitionSpec(BATCH, "sequence")
+
+    @property
     def batch_sharding(self) -> Any:
-        """The sharding of a batch by rows, or None for the default device."""
+        """The sharding of a batch, or None for the default device."""
         if self.mesh is None:
             return None if self.device is None else SingleDeviceSharding(self.device)
-        return NamedSharding(self.mesh, PartitionSpec(BATCH))
+        return NamedSharding(self.mesh, self.batch_spec)
 
     def place_batch(self, batch: Any) -> Any:
         """Returns the shapes of a batch with their sharding."""
@@ -238,7 +252,8 @@ class Layout:
         """Puts a batch on the devices.
 
         Each process reads only the rows of its devices. The batch has `accumulated` parts, and each part holds the same rows as
-        it would on a single device. The rows of a part are split over all devices in order.
+        it would on a single device. The rows of a part are split over all devices in order. If the positions of a row are split
+        too, each device gets its two chunks of the row (`zigzag_chunks`).
 
         Args:
           read: `read()` returns all rows, `read(numbers)` the rows with these ascending numbers.
@@ -248,13 +263,17 @@ class Layout:
         if self.mesh is None:
             return jax.device_put(read(), self.batch_sharding)
         order = np.arange(count).reshape(accumulated, self.batch_shards, -1).swapaxes(0, 1).reshape(-1)
-        local_rows = [order[place[0]] for place in self.batch_sharding.addressable_devices_indices_map((count,)).values()]
+        by_rows = NamedSharding(self.mesh, PartitionSpec(BATCH))
+        local_rows = [order[place[0]] for place in by_rows.addressable_devices_indices_map((count,)).values()]
         local_numbers = np.unique(np.concatenate(local_rows))
         part = read(local_numbers)
 
         def put(array: np.ndarray) -> jax.Array:
+            if self.row_shards > 1:
+                array = array[:, _zigzag_order(array.shape[1], self.row_shards)]
+
             def read_shard(index: Any) -> np.ndarray:
-                return array[np.searchsorted(local_numbers, order[index[0]])]
+                return array[np.searchsorted(local_numbers, order[index[0]]), *index[1:2]]
 
             return jax.make_array_from_callback((count, *array.shape[1:]), self.batch_sharding, read_shard)
 
@@ -270,6 +289,11 @@ class Layout:
         if self.mesh is None:
             return jnp.asarray(array)
         return jax.make_array_from_callback(array.shape, self.replicated, lambda index: array[index])
+
+
+def _zigzag_order(length: int, devices: int) -> np.ndarray:
+    """Returns the positions of a row in the order of the devices that hold them."""
+    return np.arange(length).reshape(2 * devices, -1)[zigzag_chunks(devices)].reshape(-1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -361,10 +385,10 @@ class MeshParallelism(Parallelism):
         return lax.dynamic_slice_in_dim(padded, lax.axis_index("tensor") * size, size)
 
     def pmean_batch(self, x: jax.Array) -> jax.Array:
-        return lax.pmean(x, BATCH)
+        return lax.pmean(x, TOKENS)
 
     def psum_batch(self, x: jax.Array) -> jax.Array:
-        return lax.psum(x, BATCH)
+        return lax.psum(x, TOKENS)
 
     def pmean_heads(self, x: jax.Array) -> jax.Array:
         return lax.pmean(x, "tensor") if self.tensor > 1 else x
@@ -377,6 +401,12 @@ class MeshParallelism(Parallelism):
 
     def first_expert(self, experts: int) -> Any:
         return lax.axis_index("expert") * experts
+
+    def ring_index(self) -> jax.Array:
+        return lax.axis_index("sequence")
+
+    def ring_shift(self, x: Any) -> Any:
+        return lax.ppermute(x, "sequence", [(device, (device + 1) % self.ring) for device in range(self.ring)])
 
 
 def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, int]:
@@ -406,7 +436,25 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
         raise UserError(f"distributed.tensor must be 1 with training.objective: dpo, got {sizes['tensor']}")
     if sizes["expert"] > 1 and model.experts is None:
         raise UserError(f"distributed.expert must be 1 for a model without experts, got {sizes['expert']}")
+    if sizes["sequence"] > 1:
+        _check_sequence(sizes["sequence"], config, model)
     return sizes
+
+
+def _check_sequence(devices: int, config: Config, model: ModelConfig) -> None:
+    """Raises a UserError if a row cannot be split over this many devices."""
+    if config.training.objective not in TOKEN_OBJECTIVES:
+        raise UserError(
+            f"distributed.sequence must be 1 with training.objective: {config.training.objective}, got {devices}: "
+            f"it needs {' or '.join(TOKEN_OBJECTIVES)}"
+        )
+    if model.kernel not in ("auto", "chunked"):
+        raise UserError(f"attention.kernel must be auto or chunked with distributed.sequence {devices}, got {model.kernel}")
+    if config.model.max_context % (2 * devices):
+        raise UserError(
+            f"model.max_context must be a multiple of {2 * devices} (two chunks for each of the {devices} devices of "
+            f"distributed.sequence), got {config.model.max_context}"
+        )
 
 
 def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | None = None) -> Layout:

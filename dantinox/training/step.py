@@ -140,7 +140,7 @@ class TrainStep:
         training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
         replicated, trained = PartitionSpec(), trainable_parameters(layout.specs, model)
-        inputs = trained, PartitionSpec(BATCH), replicated, frozen_parameters(layout.specs, model)
+        inputs = trained, layout.batch_spec, replicated, frozen_parameters(layout.specs, model)
         outputs = trained, replicated, replicated, replicated
         gradient = layout.shard_map(self._gradient, inputs, outputs)
         gradients, loss, counts_LE, rewards = gradient(state.parameters, batch, key, base)
@@ -196,7 +196,8 @@ class TrainStep:
         """
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
         rows, length = t.batch_size, config.model.max_context
-        eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.batch_shards
+        tokens = EVAL_TOKENS_PER_CALL * layout.row_shards
+        eval_rows = max(1, tokens // (2 * length if t.objective == "dpo" else length)) * layout.batch_shards
         if validation_rows is not None:
             eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)
         base = layout.place_shapes(frozen_parameters(layout.shapes, model))
@@ -267,7 +268,7 @@ def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float
     def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
         return layout.psum(batch_losses(layout.build_model(build, parameters | base), batch, beta)._replace(routing=None))
 
-    specs = trainable_parameters(layout.specs, model), PartitionSpec(BATCH), frozen_parameters(layout.specs, model)
+    specs = trainable_parameters(layout.specs, model), layout.batch_spec, frozen_parameters(layout.specs, model)
     sharded = layout.shard_map(evaluate, specs, PartitionSpec())
     return jax.jit(lambda parameters, batch, base={}: sharded(parameters, batch, base))
 

@@ -1,5 +1,6 @@
 """Trainings of a few steps on meshes of simulated devices; results are cached."""
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, build_config
-from dantinox.distributed import Layout, make_layout
+from dantinox.distributed import AXES, Layout, make_layout
 from dantinox.measure.program_cost import Work, count_work
 from dantinox.programs import memory_usage, tree_bytes
 from dantinox.text import Batch, TokenStore
@@ -53,8 +54,7 @@ def settings(kind: str, mesh: str = "", **changes: Any) -> Config:
 
 def layout_of(config: Config, devices: int | None = None) -> Layout:
     """The layout on `devices` devices, or on as many as the mesh of the settings needs."""
-    d = config.distributed
-    count = devices or d.data * d.fsdp * d.expert * d.tensor
+    count = devices or math.prod(getattr(config.distributed, axis) for axis in AXES)
     return make_layout(config, config.trained_architecture(V), jax.devices()[:count])
 
 
