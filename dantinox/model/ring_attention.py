@@ -16,7 +16,7 @@ Shapes: N rows times key heads, C tokens of a chunk, G query heads per key head,
 letter P stands for the two chunks of a device.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -162,45 +162,53 @@ def _around_ring(
       block: updates both results with a product of a block of queries with a chunk of keys.
       queries, keys, query_result, key_result: trees of arrays `[2, N, C, …]`.
     """
-    n, index, C = parallelism.ring, parallelism.ring_index(), segments_PNC.shape[-1]
+    n, C = parallelism.ring, segments_PNC.shape[-1]
+    # Without the barrier, the masks would not depend on the layer. JAX would then compute the masks of all blocks before a loop
+    # over layers, and keep them in memory.
+    places = parallelism.ring_index(), segments_PNC
+    (index, segments_PNC), queries, keys = lax.optimization_barrier((places, queries, keys))
 
     def chunks(device: Any, segments_PNC: Array, arrays: Any) -> Chunks:
         return Chunks(zigzag_positions(device, n, 2 * C).reshape(2, C), segments_PNC, arrays)
 
     own = chunks(index, segments_PNC, queries)
-    results = _add_products(block, window, OWN_PRODUCTS, own, own._replace(arrays=keys), (query_result, key_result))
 
     def visit(results: Any, travelling: Any, distance: Array | int) -> Any:
+        """Adds the products with the keys of the device at this distance, which are here now."""
         device = (index - distance) % n
-        same = (device > index).astype(jnp.int32)
-        visiting = chunks(device, *travelling)
-        results = results[0], parallelism.ring_shift(results[1])
-        return _add_products(block, window, ((1, 0), (same, same)), own, visiting, results)
+        pairs = jnp.stack([jnp.array([1, 0]), jnp.full(2, device > index, jnp.int32)])
+        # The result of the keys arrives while the products are computed.
+        arriving, zero = parallelism.ring_shift(results[1]), jax.tree.map(jnp.zeros_like, results[1])
+        query_result, added = _add_products(block, window, pairs, own, chunks(device, *travelling), (results[0], zero))
+        return query_result, jax.tree.map(jnp.add, arriving, added)
 
     def step(carry: Any, distance: Array) -> tuple[Any, None]:
         results, travelling = carry
         following = parallelism.ring_shift(travelling)  # sent while the products are computed
         return (visit(results, travelling, distance), following), None
 
-    carry = results, parallelism.ring_shift((segments_PNC, keys))
-    (results, travelling), _ = lax.scan(step, carry, jnp.arange(1, n - 1)) if n > 2 else (carry, None)
+    travelling = parallelism.ring_shift((segments_PNC, keys))
+    own_keys = own._replace(arrays=keys)
+    results = _add_products(block, window, jnp.array(OWN_PRODUCTS), own, own_keys, (query_result, key_result))
+    if n > 2:
+        (results, travelling), _ = lax.scan(step, (results, travelling), jnp.arange(1, n - 1))
     query_result, key_result = visit(results, travelling, n - 1)
     return query_result, parallelism.ring_shift(key_result)
 
 
 def _add_products(
-    block: Block, window: int | None, pairs: Iterable[tuple[Any, Any]], queries: Chunks, keys: Chunks, results: tuple[Any, Any]
+    block: Block, window: int | None, pairs_X2: Array, queries: Chunks, keys: Chunks, results: tuple[Any, Any]
 ) -> tuple[Any, Any]:
-    """Updates the results with the products of these pairs (chunk of queries, chunk of keys)."""
-    for query_chunk, key_chunk in pairs:
-        chosen, old = (
-            tuple(_take(tree, chunk) for tree, chunk in zip(trees, (query_chunk, key_chunk), strict=True))
-            for trees in ((queries, keys), results)
-        )
-        product = partial(_product, block, window, *chosen)
-        new = lax.cond(_overlap(window, *chosen), product, lambda *unchanged: unchanged, *old)
-        results = _put(results[0], query_chunk, new[0]), _put(results[1], key_chunk, new[1])
-    return results
+    """Updates the results with the products of pairs (chunk of queries, chunk of keys)."""
+
+    def add(results: tuple[Any, Any], pair_2: Array) -> tuple[tuple[Any, Any], None]:
+        sides = _take(queries, pair_2[0]), _take(keys, pair_2[1])
+        old = _take(results[0], pair_2[0]), _take(results[1], pair_2[1])
+        product = partial(_product, block, window, *sides)
+        new = lax.cond(_overlap(window, *sides), product, lambda *unchanged: unchanged, *old)
+        return (_put(results[0], pair_2[0], new[0]), _put(results[1], pair_2[1], new[1])), None
+
+    return lax.scan(add, results, pairs_X2)[0]
 
 
 def _overlap(window: int | None, queries: Chunks, keys: Chunks) -> Array:

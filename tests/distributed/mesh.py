@@ -79,13 +79,14 @@ class Program(NamedTuple):
 
     Attributes:
       work: FLOPs, collectives and bytes of one device.
-      arguments: bytes of the arguments on one device.
+      arguments, temp: bytes of the arguments and temporaries on one device.
       state: bytes of all parameters and moments.
     """
 
     run: Any
     work: Work
     arguments: int
+    temp: int
     state: int
 
 
@@ -100,7 +101,8 @@ def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Progr
     with patch.dict(next_token_losses.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
         lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(layout.place_shapes(shapes), batch)
     step = lowered.compile()
-    return Program(step, count_work(step.as_text()), memory_usage(step).arguments, tree_bytes(shapes))
+    usage = memory_usage(step)
+    return Program(step, count_work(step.as_text()), usage.arguments, usage.temp, tree_bytes(shapes))
 
 
 class Trained(NamedTuple):
