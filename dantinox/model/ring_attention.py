@@ -91,7 +91,11 @@ def _forward(
 
     # The largest score, the sum of the exponentials and the weighted sum of the values. A sink counts as a key without a value.
     least = jnp.float32(LEAST) if sinks is None else sinks[None, :, None]
-    empty = jnp.full(q.shape[:-1], least), jnp.full(q.shape[:-1], float(sinks is not None)), jnp.zeros((*q.shape[:-1], v.shape[-1]))
+    empty = (
+        jnp.full(q.shape[:-1], least),
+        jnp.full(q.shape[:-1], float(sinks is not None)),
+        jnp.zeros((*q.shape[:-1], v.shape[-1])),
+    )
     (largest, mass, total), _ = _around_ring(parallelism, window, block, segments, q, (k, v), empty, ())
     out = (total / mass[..., None]).astype(q.dtype)
     return out, (q, k, v, segments, sinks, out, largest + jnp.log(mass))
