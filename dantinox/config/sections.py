@@ -211,11 +211,11 @@ class TrainingSection(Section):
 Axis = Annotated[int, Field(ge=-1, le=2**20)]
 
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
 
 class DistributedSection(Section):
-    """The mesh of devices that share a training run; the product of its four axes is the number of devices."""
+    """The mesh of devices that share a training run; the product of its five axes is the number of devices."""
 
     data: Axis = field(1, "copies of the model, each with separate rows of the batch (-1: all remaining devices)")
     fsdp: Axis = field(
@@ -223,6 +223,9 @@ class DistributedSection(Section):
     )
     expert: Axis = field(
         1, "devices that hold different experts and otherwise work like those of fsdp (-1: all remaining devices)"
+    )
+    sequence: Axis = field(
+        1, "devices that split the positions of each row, for long contexts, and shard weights like fsdp (-1: all remaining)"
     )
     tensor: Axis = field(
         1, "devices that hold different heads and features of each layer, for the same rows (-1: all remaining devices)"

@@ -1,8 +1,9 @@
 """The mesh axes, and the table that maps parameter paths to mesh axes.
 
 Every device runs the same program. Devices that differ in `data`, `fsdp` or `expert` have different rows of the batch; devices
-that differ in `tensor` have the same rows, but different heads and features. Weights, gradients and moments are sharded over
-`fsdp`, `expert` and `tensor`. Before a matmul, the weights of a layer are all-gathered over `fsdp` and `expert`.
+that differ in `sequence` have different positions of the same rows; devices that differ in `tensor` have the same tokens, but
+different heads and features. Weights, gradients and moments are sharded over all axes except `data`. Before a matmul, the
+weights of a layer are all-gathered over `fsdp`, `expert` and `sequence`.
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,11 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import UserError
 
-AXES = ("data", "fsdp", "expert", "tensor")  # adjacent devices differ in the last axis, because it has the most traffic
+# Adjacent devices differ in the last axis, because it has the most traffic.
+AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 BATCH = ("data", "fsdp", "expert")  # devices that differ in one of these axes have different rows
-STORAGE_AXES = ("fsdp", "expert", "tensor")  # parameters are sharded over these axes, if their sizes allow
+TOKENS = (*BATCH, "sequence")  # devices that differ in one of these axes have different tokens
+STORAGE_AXES = ("fsdp", "expert", "sequence", "tensor")  # parameters are sharded over these axes, if their sizes allow
 # Parameters whose gradients are summed over `tensor` too.
 SUMMED_OVER_TENSOR = (
     "embed", "position_embed", "per_layer/embed", "per_layer/projection/kernel", "per_layer/norm/scale", "head/kernel",

@@ -235,7 +235,7 @@ def training_programs(config: Config, model: ModelConfig, training: MakeTrainSte
         (state, batch, base), _ = program.in_avals
         traffic = (
             layout.bytes_per_device((state, base))
-            + tree_bytes(batch) // layout.batch_shards
+            + tree_bytes(batch) // (layout.batch_shards * layout.row_shards)
             + layout.bytes_per_device(program.out_info)
             - untouched
         )

@@ -136,7 +136,7 @@ class TrainStep:
         training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
         replicated, trained = PartitionSpec(), trainable_parameters(layout.specs, model)
-        inputs = trained, PartitionSpec(BATCH), replicated, frozen_parameters(layout.specs, model)
+        inputs = trained, layout.batch_spec, replicated, frozen_parameters(layout.specs, model)
         outputs = trained, replicated, replicated, replicated
         gradient = layout.shard_map(self._gradient, inputs, outputs)
         gradients, loss, counts_LE, metrics = gradient(state.parameters, batch, key, base)
@@ -193,7 +193,8 @@ class TrainStep:
         """
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
         rows, length = t.batch_size, config.model.max_context
-        eval_rows = max(1, EVAL_TOKENS_PER_CALL // (self.objective.conversations * length)) * layout.batch_shards
+        tokens = EVAL_TOKENS_PER_CALL * layout.row_shards
+        eval_rows = max(1, tokens // (self.objective.conversations * length)) * layout.batch_shards
         if validation_rows is not None:
             eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)
         base = layout.place_shapes(frozen_parameters(layout.shapes, model))
@@ -285,7 +286,7 @@ def make_eval_step(model: ModelConfig, layout: Layout | None = None, config: Con
         total = objective.losses(built(), add_kl(objective, built, batch, layout), config, None)
         return layout.psum(total._replace(routing=None))
 
-    specs = trainable_parameters(layout.specs, model), PartitionSpec(BATCH), frozen_parameters(layout.specs, model)
+    specs = trainable_parameters(layout.specs, model), layout.batch_spec, frozen_parameters(layout.specs, model)
     sharded = layout.shard_map(evaluate, specs, PartitionSpec())
     return jax.jit(lambda parameters, batch, base={}: sharded(parameters, batch, base))
 
