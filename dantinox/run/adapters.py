@@ -85,7 +85,7 @@ def peft_config(lora: LoraConfig) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": lora.rank,
-        "lora_alpha": lora.scale * lora.rank,
+        "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": list(lora.targets),
         "bias": "none",

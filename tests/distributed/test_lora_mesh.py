@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from dantinox.model.lora import frozen_parameters, to_frozen_dtype
+from dantinox.model.frozen_weights import to_frozen_dtype
+from dantinox.model.lora import frozen_parameters
 from dantinox.model.parameters import abstract_model, stack_layers
 from dantinox.training.step import TrainStep, make_eval_step
 
