@@ -155,7 +155,9 @@ class AdaptedLinear(nnx.Module):
             adapter, where = getattr(self, name), slice_of_outputs(part)
             a, b = (jax.lax.stop_gradient(matrix[...]) for matrix in (adapter.lora_a, adapter.lora_b))
             changed = w[where] + self.factor * jnp.tensordot(a, b, 1, precision="highest")
-            factors = factors.at[where].set(adapter.lora_magnitude_vector[...] / jnp.sqrt(reduce(self._squares(changed))))
+            squares = reduce(self._squares(changed))
+            norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # the output of zero weights is 0, not NaN
+            factors = factors.at[where].set(adapter.lora_magnitude_vector[...] / norm)
         return factors
 
 
@@ -229,7 +231,7 @@ def frozen_parameters(parameters: Mapping[str, Any], model: ModelConfig) -> dict
 
 def initial_magnitudes(model: Any) -> dict[str, jax.Array]:
     """Returns the initial magnitudes of the weight-decomposed adapters of a model by path: ‖W‖ of every output."""
-    found = {}
+    found: dict[str, jax.Array] = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, AdaptedLinear) and node.dora:
             matrix = node.matrix()  # with stacked layers, one layer at a time exists in float32
