@@ -95,15 +95,7 @@ def dequantize_nf4(
     """Returns the matrix, float32 `[*shape_in, *shape_out]`."""
     step = jnp.repeat(scale_step, GROUP)[: scale.size].reshape(scale.shape)
     magnitudes = scale * step + scale_mean
-    halves = jnp.stack([_look_up_values(codes & 15), _look_up_values(codes >> 4)], axis=1)  # [n, 2, 32, *shape_out]
+    shifts = jnp.array([0, 4], jnp.uint8).reshape(1, 2, *[1] * (codes.ndim - 1))
+    halves = jnp.array(NF4_VALUES, jnp.float32)[codes[:, None] >> shifts & 15]  # [n, 2, 32, *shape_out]
     w = (halves * magnitudes[:, None, None]).reshape(-1, *scale.shape[1:])
     return w[: math.prod(shape_in)].reshape(*shape_in, *scale.shape[1:])
-
-
-def _look_up_values(codes: jax.Array) -> jax.Array:
-    """Returns the value of each code, by a tree of selections, which compilers vectorize, unlike a gather."""
-    values = [jnp.float32(value) for value in NF4_VALUES]
-    for bit in range(4):
-        is_odd = codes >> bit & 1 == 1
-        values = [jnp.where(is_odd, odd, even) for even, odd in zip(values[::2], values[1::2], strict=True)]
-    return values[0]
