@@ -18,8 +18,8 @@ BATCH = ("data", "fsdp", "expert")  # devices that differ in one of these axes h
 STORAGE_AXES = ("fsdp", "expert", "tensor")  # parameters are sharded over these axes, if their sizes allow
 # Parameters whose gradients are summed over `tensor` too.
 SUMMED_OVER_TENSOR = (
-    "embed", "position_embed", "per_layer/embed", "per_layer/projection/kernel", "per_layer/norm/scale", "head/kernel",
-    "head_bias",
+    "embed", "embed/kernel", "embed/scale", "position_embed", "per_layer/embed", "per_layer/projection/kernel",
+    "per_layer/norm/scale", "head/kernel", "head/scale", "head_bias",
 )  # fmt: skip
 
 
@@ -94,7 +94,11 @@ RULES = (
     Rule("ffn/shared/up/bias", "F", WIDTH, ""),
     Rule("ffn/shared/down/bias", "D", {}, ""),
     Rule("ffn/shared_gate/kernel", "D1", {}, "D"),
-    # For models with adapters: weights in nf4 (B blocks of inputs, C pairs of codes). Matmuls with them are not sharded.
+    # For models with adapters: weights in nf4 (B blocks of inputs, C pairs of codes), and tables in int8. Matmuls with them are
+    # not sharded.
+    Rule("embed/kernel", "VD", {}, "DV"),
+    Rule("embed/scale", "V", {}, ""),
+    Rule("head/scale", "V", {}, ""),
     Rule("attention/qkv/codes", "BCKGH", {}, "BHC"),
     Rule("attention/gate/codes", "BCKGH", {}, "BHC"),
     Rule("*/gate_up/codes", "BC2F", {}, "BFC"),

@@ -5,6 +5,8 @@ A matrix `[*shape_in, *shape_out]` is a dict of arrays, which depends on `lora.b
 * float32 and bfloat16: `kernel`.
 * int8: `kernel`, and `scale` with one number per output.
 * nf4: `codes`, `scale`, `scale_step` and `scale_mean`, see `dantinox.model.nf4`.
+
+With nf4, the embedding and the output layer are int8, with one scale per token.
 """
 
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
 
 from dantinox.model.nf4 import dequantize_nf4, quantize_nf4, zero_nf4
@@ -88,21 +91,52 @@ frozen_tensordot.defvjp(
 )
 
 
+class Int8Table(nnx.Module):
+    """A frozen embedding table: `kernel`, int8 `[V, D]`, and `scale`, float32 `[V]`. It may also be the output layer."""
+
+    def __init__(self, table_VD: jax.Array, dtype: DTypeLike):
+        self.dtype = dtype
+        self.kernel = nnx.Param(table_VD.astype(jnp.int8))
+        self.scale = nnx.Param(jnp.ones(len(table_VD), jnp.float32))
+
+    def rows(self, tokens: jax.Array) -> jax.Array:
+        """Returns the embeddings of tokens in float32."""
+        return self.kernel[...][tokens] * self.scale[...][tokens][..., None]
+
+    def project(self, x: jax.Array) -> jax.Array:
+        """Returns the dot products of x `[…, D]` with the rows: float32 `[…, V]`."""
+        return frozen_tensordot(x, {"kernel": self.kernel[...].T, "scale": self.scale[...]}, x.shape[-1:], self.dtype)
+
+    def dequantize(self) -> jax.Array:
+        """Returns the table in float32."""
+        return self.kernel[...] * self.scale[...][:, None]
+
+
 def to_frozen_dtype(name: str, array: np.ndarray, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Converts a weight from a file to the form of frozen weights; returns its arrays by name.
 
-    For int8 the quantization is symmetric, with one scale per output.
+    For int8 the quantization is symmetric, with one scale per output or row of a table.
 
     Args:
       shapes: the abstract parameters of the model with separate layers, by name.
     """
     module = name.removesuffix("kernel")
-    if name not in shapes:
+    if f"{module}codes" in shapes:
         outs = shapes[f"{module}codes"].ndim - 2
         return {f"{module}{leaf}": part for leaf, part in quantize_nf4(array, array.ndim - outs).items()}
+    if f"{name}/kernel" in shapes:
+        rows, scale = _quantize_int8(np.asarray(array, np.float32).T, 1)
+        return {f"{name}/kernel": np.ascontiguousarray(rows.T), f"{name}/scale": scale}
     if shapes[name].dtype != jnp.int8:
         return {name: np.array(array, shapes[name].dtype)}
-    wide, scale_name = np.asarray(array, np.float32), f"{module}scale"
-    largest = np.max(np.abs(wide), axis=tuple(range(wide.ndim - len(shapes[scale_name].shape))))
+    scale_name = f"{module}scale"
+    numbers, scale = _quantize_int8(array, array.ndim - len(shapes[scale_name].shape))
+    return {name: numbers, scale_name: scale}
+
+
+def _quantize_int8(array: np.ndarray, axes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns an array as int8 numbers, and the scales, which do not have the first `axes` axes."""
+    wide = np.asarray(array, np.float32)
+    largest = np.max(np.abs(wide), axis=tuple(range(axes)))
     scale = np.where(largest > 0, largest, np.float32(1)) / np.float32(127)
-    return {name: np.round(wide / scale).astype(np.int8), scale_name: scale}
+    return np.round(wide / scale).astype(np.int8), scale

@@ -233,7 +233,7 @@ def initial_magnitudes(model: Any) -> dict[str, jax.Array]:
     """Returns the initial magnitudes of the weight-decomposed adapters of a model by path: ‖W‖ of every output."""
     found: dict[str, jax.Array] = {}
     for path, node in nnx.iter_graph(model):
-        if isinstance(node, AdaptedLinear) and node.dora:
+        if isinstance(node, AdaptedLinear) and node.dora and node.parts:
             matrix = node.matrix()  # with stacked layers, one layer at a time exists in float32
             norms = jax.lax.map(node.norms, matrix) if model.config.scan_layers else node.norms(matrix)
             found |= {"/".join(map(str, (*path, name, MAGNITUDE))): norm for name, norm in norms.items()}

@@ -36,7 +36,7 @@ ARCHITECTURES = [
     ("dense", {**LORA, "attention__no_sink": True, "model__weight_tying": False}),
     ("dense", {**LORA, "model__activation": "gelu", "model__scan_layers": True}),
     ("dense", {**NF4, "attention__no_sink": True, "model__per_layer_dim": 4}),
-    ("dense", {**NF4, "model__activation": "gelu", "model__scan_layers": True}),
+    ("dense", {**NF4, "model__activation": "gelu", "model__scan_layers": True, "model__weight_tying": False}),
 ]
 
 
