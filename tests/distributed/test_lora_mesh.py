@@ -30,7 +30,7 @@ def trained(mesh="", **changes):
     base = layout.put_parameters(stack_layers(base, model) if model.scan_layers else base)
     assert base.keys() == frozen_parameters(layout.shapes, model).keys()
     training = TrainStep(config, model, t.steps, layout)
-    step, state = training.program, training.initial_state()
+    step, state = training.program, training.initial_state(frozen=base)
     losses = []
     for number in range(3):
         state, metrics = step(state, rows(layout, store_of(config).batch(number), t.grad_accum), base)
@@ -48,6 +48,8 @@ def trained(mesh="", **changes):
         ("data=2 fsdp=2 tensor=2", {"lora__base_weights": "int8", "model__num_blocks": 1}),
         ("fsdp=4 tensor=2", {"model__scan_layers": True, "model__qk_norm": True}),
         ("fsdp=8", {"model__activation": "gelu", "lora__base_weights": "bfloat16"}),
+        ("data=2 fsdp=4", {"model__scan_layers": True, "lora__base_weights": "nf4", "model__weight_tying": False}),
+        ("fsdp=4 tensor=2", {"lora__dora": True, "model__num_blocks": 1}),
     ],
     ids=str,
 )
