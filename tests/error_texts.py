@@ -244,6 +244,9 @@ ERRORS = {
     "unknown_sampling_method_router_guide": "unknown sampling method Router-Guide: did you mean router_guide",
     "windows_of_88_tokens_within": "windows of 88 tokens within a document, but 2000 are needed",
     # text
+    "have_the_same_prompt": r"all records of .*a\.jsonl have the same prompt: kto needs completions of at least two prompts",
+    "lacks_the_field_label": r"a record lacks the field 'label'; it has 'prompt, completion' \(.*line 1\)",
+    "lacks_the_field_prompt": r"a record lacks the field 'prompt'; it has 'messages' \(.*line 1\)",
     "fill_in_the_middle": "cannot fill in the middle of a text: its vocabulary has no fill-in-the-middle tokens",
     "a_record_lacks_the_field": r"a record lacks the field 'chosen'; it has 'prompt, completion' \(.*line 1\)",
     "a_socket": "a socket",
@@ -256,6 +259,7 @@ ERRORS = {
     "data_mixture_must_have_one": r"data\.mixture must have one number per entry of data\.path, got 3 for 2",
     "data_path_data_path": r"data\.path.*--data_path",
     "does_not_support_training_on": "does not support training on single turns: a turn of the assistant does not",
+    "kto_needs_training_init_from_the": r"training.objective kto needs training.init_from, the run with the starting weights",
     "dpo_needs_training_init_from_the": r"dpo needs training.init_from, the run with the starting weights",
     "found_no_document_with_at": "found no document with at least two tokens",
     "has_10_tokens_fewer_than": "has 10 tokens, fewer than the 17 of one batch",

@@ -39,6 +39,7 @@ START_FROM = {"training.init_from": "runs/x"}
 LORA = {**START_FROM, "lora.rank": 4}
 LOOP_STOP = {"generation.loop_stop": True}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
+KTO = {**PREFERENCES, "training.objective": "kto"}
 FACTOR_4 = {"attention.rope_factor": 4.0}
 LINEAR = {**FACTOR_4, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
@@ -102,7 +103,9 @@ OTHER: dict[str, tuple] = {
     "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
     "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),
     "data.chat_template": ("t.jinja", CONVERSATIONS), "training.objective": ("dpo", {"training.init_from": "runs/x"}),
-    "training.dpo_beta": (0.5, PREFERENCES),
+    "training.preference_beta": (0.5, PREFERENCES), "training.label_smoothing": (0.1, PREFERENCES),
+    "training.simpo_margin": (1.0, {**PREFERENCES, "training.objective": "simpo"}),
+    **{f"training.kto_{kind}_weight": (1.5, KTO) for kind in ("desirable", "undesirable")},
     "data.path": ("b.txt",), "data.packing": ("best_fit",),
     "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
     "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),

@@ -37,6 +37,7 @@ from dantinox.config.model import (
     model_conflicts,
     uneven_keys,
 )
+from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
 from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, is_set, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
 from dantinox.config.sampling_steps import step_prerequisites
@@ -89,7 +90,7 @@ class DataSection(Section):
         None, "relative sampling weight of each entry of a path that is a list"
     )
     chat_template: Annotated[str | None, NEEDS_CHAT_OBJECTIVE] = field(
-        None, "sft, dpo: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
+        None, "conversations: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
         "windows",
@@ -122,16 +123,33 @@ is_address = Condition("is an address", lambda coordinator: coordinator not in (
 class TrainingSection(Section):
     """Objective, optimizer, evaluation and checkpoints."""
 
-    objective: Literal["next_token", "sft", "dpo"] = field(
+    objective: Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo"] = field(
         "next_token",
-        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers",
+        "next_token: predict every token; sft: assistant turns of conversations; dpo, ipo, orpo, simpo: prefer chosen over "
+        "rejected answers; kto: answers labeled desirable or undesirable",
     )
-    dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
-        0.1, "dpo: factor β on the log-probability ratio of the trained to the starting weights"
+    preference_beta: Annotated[Positive | None, Needs(("training.objective", one_of(*PREFERENCE_OBJECTIVES)))] = field(
+        None,
+        "dpo, ipo (τ), kto: factor β on the log-probability ratio of the trained to the starting weights; simpo: factor β on "
+        "the mean log-probability of a token; orpo: weight λ of the odds ratio (null: 0.1, simpo: 2)",
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Needs(("training.objective", "dpo"))] = field(
+        0.0, "dpo: assumed probability that chosen and rejected answers are swapped"
+    )
+    simpo_margin: Annotated[NonNegative, Needs(("training.objective", "simpo"))] = field(
+        0.5, "simpo: target margin γ by which the reward of the chosen answer exceeds that of the rejected one"
+    )
+    kto_desirable_weight: Annotated[Positive, Needs(("training.objective", "kto"))] = field(
+        1.0, "kto: weight of the losses of desirable answers"
+    )
+    kto_undesirable_weight: Annotated[Positive, Needs(("training.objective", "kto"))] = field(
+        1.0, "kto: weight of the losses of undesirable answers"
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
-    batch_size: Count = field(32, "sequences (dpo: pairs) per optimizer step, over all accumulation steps")
+    batch_size: Count = field(
+        32, "sequences (preferences: pairs or labeled answers) per optimizer step, over all accumulation steps"
+    )
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
@@ -162,7 +180,7 @@ class TrainingSection(Section):
         0.0, "decay of a moving average of the weights, which is evaluated, sampled and exported (0: none)"
     )
     grad_clip: NonNegative = field(1.0, "maximum global gradient norm (0: no clipping)")
-    z_loss: Annotated[NonNegative, Needs(("training.objective", differs("dpo")))] = field(
+    z_loss: Annotated[NonNegative, Needs(("training.objective", one_of("next_token", "sft")))] = field(
         0.0, "weight of the penalty on the squared log-normalizer"
     )
     eval_every: Count = field(250, "steps between evaluations")
@@ -302,8 +320,8 @@ class Config(Section):
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         yield from distributed_conflicts(self.distributed)
-        if t.objective == "dpo" and t.init_from is None:
-            yield "training.objective", "dpo needs training.init_from, the run with the starting weights"
+        if t.objective in PREFERENCE_OBJECTIVES and t.objective != "orpo" and t.init_from is None:
+            yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"
         if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from dantinox import programs
 from dantinox.config import Config, ModelConfig, UserError
+from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
 from dantinox.distributed.rules import AXES, BATCH, SUMMED_OVER_TENSOR, Split, name_in_layer, split_parameter
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.lora import is_adapter
@@ -402,8 +403,8 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
             f"training.batch_size {t.batch_size}{accumulated} is {rows} rows, which {parts} devices "
             f"({mesh}) cannot share equally: make it a multiple of {parts * t.grad_accum}, or set the axes of distributed"
         )
-    if sizes["tensor"] > 1 and t.objective == "dpo":
-        raise UserError(f"distributed.tensor must be 1 with training.objective: dpo, got {sizes['tensor']}")
+    if sizes["tensor"] > 1 and t.objective in PREFERENCE_OBJECTIVES:
+        raise UserError(f"distributed.tensor must be 1 with training.objective: {t.objective}, got {sizes['tensor']}")
     if sizes["tensor"] > 1 and model.lora is not None and model.lora.held == "nf4":
         blocks = "its blocks of 64 inputs cannot be split between devices"
         raise UserError(f"distributed.tensor must be 1 with lora.base_weights: nf4, got {sizes['tensor']}: {blocks}")

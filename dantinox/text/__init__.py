@@ -2,7 +2,7 @@
 
 from dantinox.text.build_store import Progress, corpus_changed, open_store, prepare_data, vocabulary_size
 from dantinox.text.chat_template import ChatTemplate
-from dantinox.text.conversation_store import ConversationStore, Preferences
+from dantinox.text.conversation_store import ConversationStore, LabeledCompletions, Preferences
 from dantinox.text.corpus import Corpus
 from dantinox.text.token_store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
@@ -14,6 +14,7 @@ __all__ = [
     "ConversationStore",
     "Corpus",
     "Counts",
+    "LabeledCompletions",
     "Preferences",
     "Progress",
     "TokenStore",

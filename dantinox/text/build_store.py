@@ -16,7 +16,7 @@ from dantinox.config import Config
 from dantinox.files import UserError, atomic_write, wrap_os_errors
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore
-from dantinox.text.conversations import Conversations, Encoded, store_options
+from dantinox.text.conversations import RECORD_FORMS, Conversations, Encoded, store_options
 from dantinox.text.corpus import Corpus, Extent, split_text
 from dantinox.text.hub import fetch_datasets
 from dantinox.text.token_store import Counts, TokenStore
@@ -324,7 +324,7 @@ def _open_store(directory: Path, header: Header, config: Config, tokenizer: Toke
     }
     if "marks" in header:
         marks = np.memmap(directory / header["marks"], np.uint8, mode="r")
-        pairs = header["options"]["objective"] == "dpo"
-        return ConversationStore(tokens, marks, name=header["file"], pairs=pairs, **shared)
+        form = RECORD_FORMS[header["options"]["objective"]]
+        return ConversationStore(tokens, marks, name=header["file"], form=form, **shared)
     parts = tokens[: train.tokens], tokens[train.tokens :]
     return TokenStore(*parts, eos_id=tokenizer.eos_id, packing=config.data.packing == "best_fit", **shared)

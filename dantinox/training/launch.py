@@ -200,10 +200,10 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
     epochs, rows = tokens / store.train.tokens, f"{t.batch_size} × {m.max_context} tokens"
     if isinstance(store, ConversationStore):
-        what = "pairs" if store.pairs else "conversations"
+        what = {"conversation": "conversations", "pair": "pairs", "label": "labeled completions"}[store.form]
         text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
         epochs = steps * t.batch_size / store.windows_per_epoch
-        rows = f"{t.batch_size} pairs of {m.max_context} tokens" if store.pairs else rows
+        rows = f"{t.batch_size} {what} of {m.max_context} tokens" if store.pairs else rows
     adapters, lora = [], config.trained_architecture(tokenizer.vocab_size).lora
     if lora is not None:
         on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} are frozen, in {lora.held}"

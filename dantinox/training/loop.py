@@ -41,8 +41,8 @@ from dantinox.report import Console
 from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
 from dantinox.training.checkpoint_store import Checkpoints, TrainingProgress
-from dantinox.training.dpo_reference import compute_reference_logprobs, load_or_compute_logprobs
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
+from dantinox.training.reference_logprobs import compute_reference_logprobs, load_or_compute_logprobs
 from dantinox.training.results import export_weights, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.signals import StopRequest, stop_request
@@ -153,7 +153,7 @@ class Trainer:
         self.frozen = frozen_weights(self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run)
         if not restored:
             self._init_state()
-        if isinstance(self.store, ConversationStore) and self.store.pairs:
+        if isinstance(self.store, ConversationStore) and self.train_step.objective.has_reference:
             rows, parameters = self.programs.eval_rows, self.state.parameters
             compute = partial(compute_reference_logprobs, self.store, self.model, self.layout, rows, parameters, self.frozen)
             base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))

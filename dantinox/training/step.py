@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import BATCH, Layout
+from dantinox.model import Transformer
 from dantinox.model.lora import MAGNITUDE, enable_dropout, frozen_parameters, initial_magnitudes, trainable_parameters
 from dantinox.model.parameters import Parameters, abstract_model, init_parameters, random_key
 from dantinox.platform import get_platform
 from dantinox.programs import compile_program, tree_bytes
 from dantinox.text import Batch, Preferences
 from dantinox.training.memory import MemoryPlan, plan_memory
-from dantinox.training.objective import OBJECTIVES
+from dantinox.training.objective import OBJECTIVES, Objective
 from dantinox.training.optimizer import EMAState, Schedule, optimizer
 from dantinox.training.preference_objectives import pair_logprobs
 from dantinox.training.token_losses import LossSums
@@ -178,6 +179,7 @@ class TrainStep:
         model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
         build, _ = abstract_model(model)
         count = jnp.maximum(layout.parallelism.psum_batch(self.objective.divisor(batch)), 1.0)
+        batch = add_kl(self.objective, lambda: layout.build_model(build, parameters | base), batch, layout, t.grad_accum)
 
         def mean_loss(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
             built = layout.build_model(build, parameters | base)
@@ -263,6 +265,22 @@ def _accumulate_gradients(
     return total
 
 
+def add_kl(objective: Objective, build: Callable[[], Transformer], batch: Any, layout: Layout, parts: int = 1) -> Any:
+    """Returns the batch with the KL divergence that `objective` needs, estimated over the rows of all devices; see `kl_P`.
+
+    Args:
+      build: returns the model.
+      parts: the number of equal parts of the device's rows that are read one after the other, to save memory.
+    """
+    sums = objective.kl_sums
+    if sums is None:
+        return batch
+    split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
+    total, count = layout.parallelism.psum_batch(jnp.sum(jax.lax.map(lambda part: sums(build(), part), split), axis=0))
+    kl = jnp.maximum(total / jnp.maximum(count, 1.0), 0.0)
+    return batch._replace(kl_P=jnp.full_like(batch.kl_P, kl))
+
+
 def make_eval_step(model: ModelConfig, layout: Layout | None = None, config: Config = Config()) -> Any:  # noqa: B008 (frozen)
     """Returns a jitted function that evaluates one batch without dropout.
 
@@ -272,10 +290,14 @@ def make_eval_step(model: ModelConfig, layout: Layout | None = None, config: Con
       config: the settings of the objective.
     """
     layout, (build, _) = layout or Layout(model), abstract_model(model)
-    losses = OBJECTIVES[config.training.objective].losses
+    objective = OBJECTIVES[config.training.objective]
 
     def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
-        return layout.psum(losses(layout.build_model(build, parameters | base), batch, config, None)._replace(routing=None))
+        def built() -> Transformer:
+            return layout.build_model(build, parameters | base)
+
+        total = objective.losses(built(), add_kl(objective, built, batch, layout), config, None)
+        return layout.psum(total._replace(routing=None))
 
     specs = trainable_parameters(layout.specs, model), PartitionSpec(BATCH), frozen_parameters(layout.specs, model)
     sharded = layout.shard_map(evaluate, specs, PartitionSpec())

@@ -38,7 +38,7 @@ def trained(mesh="", **changes):
     batch = rows(layout, next(store_of(config).validation(8)))
     counted = make_eval_step(model, layout)(state.weights, batch, base)
     adapters = {name: np.asarray(array) for name, array in state.weights.items()}
-    return np.array(losses), adapters, float(counted.nats / counted.targets)
+    return np.array(losses), adapters, float(counted.nats / counted.num_targets)
 
 
 @pytest.mark.exhaustive
