@@ -4,9 +4,9 @@
     dantinox import smollm2 --run_dir runs/smol
     python benchmarks/qlora.py runs/smol --steps 50 --context 256
 
-Every training starts from the same run, with the same adapters, batches and steps, and reads `builtin:instructions`. `first` and
-`last` are the validation loss of the assistant's turns after the first step and at the end, in nats per token. Prints a JSON line
-for each dtype.
+Every training starts from the same run, with the same adapters, batches and steps, and reads `builtin:instructions`. Prints a
+JSON line for each dtype. `first` and `last` are the validation loss of the assistant's turns after the first step and at the
+end, in nats per token.
 """
 
 import json
