@@ -129,7 +129,7 @@ OTHER: dict[str, tuple] = {
     "training.patience": (1,), "training.init_from": ("runs/x",), "training.nan_policy": ("skip",),
     "training.deterministic": (True,),
     "lora.rank": (4, START_FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
-    "lora.base_weights": ("int8", LORA),
+    "lora.base_weights": ("int8", LORA), "lora.rank_stabilized": (True, LORA), "lora.dora": (True, LORA),
     "distributed.data": (2,), "distributed.fsdp": (4,), "distributed.expert": (2,), "distributed.tensor": (2,),
     "distributed.sequence": (2,),
     "distributed.coordinator": ("auto",), "distributed.processes": (2, {**ADDRESS, "distributed.process": 0}),

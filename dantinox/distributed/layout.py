@@ -324,6 +324,9 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
         )
     if sizes["tensor"] > 1 and t.objective in PREFERENCE_OBJECTIVES:
         raise UserError(f"distributed.tensor must be 1 with training.objective: {t.objective}, got {sizes['tensor']}")
+    if sizes["tensor"] > 1 and model.lora is not None and model.lora.held == "nf4":
+        blocks = "its blocks of 64 inputs cannot be split between devices"
+        raise UserError(f"distributed.tensor must be 1 with lora.base_weights: nf4, got {sizes['tensor']}: {blocks}")
     if sizes["expert"] > 1 and model.experts is None:
         raise UserError(f"distributed.expert must be 1 for a model without experts, got {sizes['expert']}")
     if sizes["sequence"] > 1:

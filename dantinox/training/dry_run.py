@@ -67,9 +67,9 @@ def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] 
         return type(rows)(*(array[numbers] for array in rows))
 
     batch = layout.put_batch(read, config.training.batch_size, config.training.grad_accum)
-    state = train_step.initial_state()
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
     base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
+    state = train_step.initial_state(frozen=base)
 
     def step() -> Metrics:
         nonlocal state

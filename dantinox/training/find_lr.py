@@ -71,8 +71,8 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         layout = make_layout(config, model)
         train = TrainStep(config, model, steps, layout, factor)
         weights = starting_weights(config, model, tokenizer.fingerprint)
-        state = train.initial_state(weights)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)
+        state = train.initial_state(weights, base)
         if isinstance(store, ConversationStore) and train.objective.has_reference:
             store.reference = compute_reference_logprobs(store, model, layout, t.batch_size, state.parameters, base)
         key = "muon_lr" if t.optimizer == "muon" else "lr"

@@ -207,7 +207,7 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     adapters, lora = [], config.trained_architecture(tokenizer.vocab_size).lora
     if lora is not None:
         on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} are frozen, in {lora.held}"
-        adapters = [("adapters", f"rank {lora.rank}, scale {lora.scale:g}, {on}")]
+        adapters = [("adapters", f"rank {lora.rank}, scale {lora.scale:g}{', DoRA' * lora.dora}, {on}")]
     yield table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {feed_forward}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, vocabulary of {tokenizer.vocab_size}"),

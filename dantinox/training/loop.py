@@ -214,7 +214,7 @@ class Trainer:
     def _init_state(self) -> None:
         weights = starting_weights(self.config, self.model, self.facts["tokenizer_sha256"])
         self.step, self.progress = 0, TrainingProgress()
-        self.state = self.train_step.initial_state(weights)
+        self.state = self.train_step.initial_state(weights, self.frozen)
 
     def _restore(self) -> bool:
         """Restores the newest intact checkpoint; returns False if there is none."""

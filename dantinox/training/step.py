@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import BATCH, Layout
 from dantinox.model import Transformer
-from dantinox.model.lora import enable_dropout, frozen_parameters, trainable_parameters
+from dantinox.model.lora import MAGNITUDE, enable_dropout, frozen_parameters, initial_magnitudes, trainable_parameters
 from dantinox.model.parameters import Parameters, abstract_model, init_parameters, random_key
 from dantinox.platform import get_platform
 from dantinox.programs import compile_program, tree_bytes
@@ -108,8 +108,17 @@ class TrainStep:
         moments = jax.eval_shape(self.optimizer.init, parameters)
         self.shapes: TrainState = self.layout.place_shapes(TrainState(count, parameters, moments, sums, sums))
 
-    def initial_state(self, weights: Mapping[str, np.ndarray] | None = None) -> TrainState:
-        """Returns the state before the first step, with the given weights, or else with random ones from `training.seed`."""
+    def initial_state(
+        self,
+        weights: Mapping[str, np.ndarray] | None = None,
+        frozen: Parameters = {},  # noqa: B006
+    ) -> TrainState:
+        """Returns the state before the first step.
+
+        Args:
+          weights: the trained parameters; None: random ones from `training.seed`.
+          frozen: the frozen weights, from which the magnitudes of weight-decomposed adapters are computed.
+        """
         model, layout = self.model, self.layout
         shardings = None if layout.mesh is None else layout.shardings(self.shapes)
 
@@ -122,6 +131,11 @@ class TrainStep:
             parameters = fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
         else:  # sharded from the start: no device ever holds all of them
             parameters = jax.jit(fresh, out_shardings=shardings.parameters)()
+        if model.lora is not None and model.lora.dora:
+            build, _ = abstract_model(model)
+            places = shardings and {name: place for name, place in shardings.parameters.items() if name.endswith(MAGNITUDE)}
+            magnitudes = jax.jit(lambda adapters, base: initial_magnitudes(build(adapters | base)), out_shardings=places)
+            parameters |= magnitudes(parameters, frozen)
         moments = jax.jit(self.optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
         zero, *sums = (layout.replicate(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
         return TrainState(zero, parameters, moments, *sums)

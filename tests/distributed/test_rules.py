@@ -13,6 +13,7 @@ from tests.error_texts import ERRORS
 from .mesh import KINDS, V, settings
 
 LORA = {"training__init_from": "x", "lora__rank": 2, "lora__base_weights": "int8"}
+NF4 = LORA | {"lora__base_weights": "nf4", "lora__dora": True}
 ARCHITECTURES = [
     (
         "dense",
@@ -34,6 +35,8 @@ ARCHITECTURES = [
     ("mla", {"attention__q_lora_rank": None}),
     ("dense", {**LORA, "attention__no_sink": True, "model__weight_tying": False}),
     ("dense", {**LORA, "model__activation": "gelu", "model__scan_layers": True}),
+    ("dense", {**NF4, "attention__no_sink": True, "model__per_layer_dim": 4}),
+    ("dense", {**NF4, "model__activation": "gelu", "model__scan_layers": True, "model__weight_tying": False}),
 ]
 
 
