@@ -206,7 +206,7 @@ def yaml_value(value: object) -> str:
 
 def flag_example(record: SettingRecord) -> str:
     value = example(record)
-    is_list = isinstance(value, list) and not any(isinstance(one, list) for one in value)
+    is_list = isinstance(value, list) and not any(isinstance(one, list | dict) for one in value)
     words = " ".join(map(flag_word, value if is_list else [value]))
     unique = [one.flag for one in setting_records()].count(record.flag) == 1
     names = [record.flag] if unique else []
