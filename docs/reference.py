@@ -558,6 +558,8 @@ COLUMN_HELP = {
     "memory_gb": "memory in use, in GB: of the device on a GPU or TPU, of the process on a CPU",
     "mfu": "model FLOPs utilization, a share of the chip's published rate; empty for an unknown chip",
     "muon_lr": "learning rate of Muon's matrices; empty for other optimizers",
+    "reward": "mean reward of the sampled answers since the previous row; empty for other objectives than grpo",
+    "val_reward": "mean reward of the answers to the validation prompts; empty for other objectives than grpo",
 }
 FILES_INTRO = """# Files
 
