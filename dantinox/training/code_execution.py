@@ -29,8 +29,8 @@ def count_passed_tests(code: str, tests: Sequence[str], seconds: float, memory_m
     """Runs Python code and then each test, and returns the number of tests that raise no exception.
 
     The tests run in order in one process and see the names that the code defines. The process has a temporary working directory
-    and no inherited environment variables. It cannot start processes or threads; only root can start threads. When it ends or the
-    time is over, its process group is killed.
+    and no inherited environment variables. It cannot start processes or threads; only root can start threads. When it ends or
+    the time is over, its process group is killed.
 
     Args:
       seconds: limit on the wall-clock time of code and tests together, and, rounded up, on their CPU time.
