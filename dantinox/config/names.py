@@ -42,10 +42,17 @@ OTHER_NAMES = {
     "max_length": "generation.max_new_tokens",
     "do_sample": "generation.greedy",
     "num_return_sequences": "generation.n",
-    "loss_type": "training.objective",
     "simpo_gamma": "training.simpo_margin",
     "desirable_weight": "training.kto_desirable_weight",
     "undesirable_weight": "training.kto_undesirable_weight",
+    "num_generations": "grpo.samples",
+    "loss_type": "grpo.loss",
+    "scale_rewards": "grpo.advantage",
+    "importance_sampling_level": "grpo.ratio",
+    "epsilon": "grpo.clip_low",
+    "epsilon_high": "grpo.clip_high",
+    "num_iterations": "grpo.updates",
+    "reward_funcs": "grpo.rewards",
 }
 
 

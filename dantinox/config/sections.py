@@ -26,6 +26,7 @@ from dantinox.config.base import (
     field,
 )
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
+from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import (
@@ -46,7 +47,7 @@ from dantinox.files import UserError
 # Names of the files that every run directory may contain.
 RUN_FILES = (
     "config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json", "manifest.txt",
-    "chat_template.jinja", "tokenizer_config.json", "origin.json",
+    "chat_template.jinja", "tokenizer_config.json", "origin.json", "rewards.html",
 )  # fmt: skip
 
 PLAIN_FILE = re.compile(r"\.(?!jsonl)\w+$|^builtin:")
@@ -90,7 +91,7 @@ class DataSection(Section):
         None, "relative sampling weight of each entry of a path that is a list"
     )
     chat_template: Annotated[str | None, NEEDS_CHAT_OBJECTIVE] = field(
-        None, "conversations: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
+        None, "conversations: a Jinja file, plain, bare or chatml (null: that of training.init_from, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
         "windows",
@@ -123,10 +124,10 @@ is_address = Condition("is an address", lambda coordinator: coordinator not in (
 class TrainingSection(Section):
     """Objective, optimizer, evaluation and checkpoints."""
 
-    objective: Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo"] = field(
+    objective: Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo"] = field(
         "next_token",
         "next_token: predict every token; sft: assistant turns of conversations; dpo, ipo, orpo, simpo: prefer chosen over "
-        "rejected answers; kto: answers labeled desirable or undesirable",
+        "rejected answers; kto: answers labeled desirable or undesirable; grpo: maximize rewards of sampled answers",
     )
     preference_beta: Annotated[Positive | None, Needs(("training.objective", one_of(*PREFERENCE_OBJECTIVES)))] = field(
         None,
@@ -148,7 +149,7 @@ class TrainingSection(Section):
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
     batch_size: Count = field(
-        32, "sequences (preferences: pairs or labeled answers) per optimizer step, over all accumulation steps"
+        32, "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps"
     )
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")
@@ -248,7 +249,7 @@ class LoggingSection(Section):
     log_every: Count = field(10, "steps between console lines and rows of metrics.jsonl")
     log_file: FileName = field("training_log.csv", "file name of the evaluation log in the run directory")
     summary_file: FileName = field("model_summary.json", "file name of the model summary in the run directory")
-    plot: bool = field(True, "plot the losses to plots/loss.png at the end (needs the extra `plot`)")
+    plot: bool = field(True, "plot the losses or rewards into the folder plots at the end (needs the extra `plot`)")
     tensorboard: bool = field(False, "write TensorBoard event files to tensorboard/ (needs the extra `logs`)")
     wandb: bool = field(False, "log to Weights & Biases, or to wandb/ if WANDB_MODE=offline (needs the extra `logs`)")
     wandb_project: Annotated[str | None, Needs(("logging.wandb", True))] = field(
@@ -287,7 +288,7 @@ class Config(Section):
     Attributes:
       model, moe, attention: the architecture.
       tokenizer, data: the vocabulary and the corpus.
-      training, lora, distributed, logging: the training run.
+      training, grpo, lora, distributed, logging: the training run.
       generation, router, kv: generation defaults, which a request may override.
 
     Raises:
@@ -309,6 +310,7 @@ class Config(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    grpo: GRPOSection = GRPOSection()
     lora: LoraSection = LoraSection()
     distributed: DistributedSection = DistributedSection()
     generation: GenerationSection = GenerationSection()
@@ -332,7 +334,7 @@ class Config(Section):
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         yield from distributed_conflicts(self.distributed)
-        if t.objective in PREFERENCE_OBJECTIVES and t.objective != "orpo" and t.init_from is None:
+        if t.objective in (*PREFERENCE_OBJECTIVES, "grpo") and t.objective != "orpo" and t.init_from is None:
             yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"
@@ -353,6 +355,7 @@ class Config(Section):
         if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
+        yield from grpo_conflicts(self.grpo, t.objective, self.generation)
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)

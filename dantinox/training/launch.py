@@ -28,10 +28,20 @@ from dantinox.run import (
     save_tokenizer,
     write_file,
 )
-from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, corpus_changed, open_store, prepare_data
+from dantinox.text import (
+    ChatTemplate,
+    ConversationStore,
+    PromptStore,
+    Tokenizer,
+    TokenStore,
+    corpus_changed,
+    open_store,
+    prepare_data,
+)
 from dantinox.training.loop import train
 from dantinox.training.memory import keep_freed_memory
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
+from dantinox.training.rewards import build_rewards
 from dantinox.training.text_samples import Sampler, make_sampler
 
 PreparedRun = tuple[Config, Tokenizer, TokenStore, Sampler | None]
@@ -114,6 +124,8 @@ def _load_prepared(run: RunDirectory) -> PreparedRun:
 def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> PreparedRun:
     """Prepares a new run. On an error, restores the directory to its previous state, so that the command can be repeated."""
     try:
+        if config.training.objective == "grpo":
+            build_rewards(config.grpo)  # report an invalid reward here
         template = base_template(config)
         tokenizer, store = prepare_data(config, run.data, starting_tokenizer(config), console.stage, template)
         total_steps(config, store.windows_per_epoch)  # report invalid steps here
@@ -199,7 +211,12 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     tokens = steps * t.batch_size * m.max_context
     text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
     epochs, rows = tokens / store.train.tokens, f"{t.batch_size} × {m.max_context} tokens"
-    if isinstance(store, ConversationStore):
+    if isinstance(store, PromptStore):
+        answers = f"{t.batch_size} prompts with {config.grpo.samples} answers of at most {store.answer_tokens} tokens each"
+        text = f"{human_count(store.train.documents)} training prompts, {human_count(store.val.documents)} for validation"
+        text += f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
+        epochs, rows = steps * t.batch_size / store.windows_per_epoch, answers
+    elif isinstance(store, ConversationStore):
         what = {"conversation": "conversations", "pair": "pairs", "label": "labeled completions"}[store.form]
         text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
         epochs = steps * t.batch_size / store.windows_per_epoch

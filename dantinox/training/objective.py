@@ -13,6 +13,7 @@ from flax import nnx
 from dantinox.config import Config
 from dantinox.model import Transformer
 from dantinox.text import Batch, LabeledCompletions, Preferences
+from dantinox.training.policy_objective import POLICY_METRICS, grpo_losses
 from dantinox.training.preference_objectives import (
     KTO_METRIC_WEIGHTS,
     KTO_METRICS,
@@ -28,6 +29,7 @@ from dantinox.training.preference_objectives import (
     pair_mask,
     simpo,
 )
+from dantinox.training.rollout_batch import abstract_rollout, count_answers
 from dantinox.training.token_losses import LossSums, next_token_losses
 
 
@@ -41,11 +43,13 @@ class Objective(NamedTuple):
       abstract_batch: returns the shapes of a batch of `rows` examples of `length` tokens, a NamedTuple.
       conversations: number of conversations in an example, each with its own row of tokens.
       per_token: whether the loss is a mean over target tokens, for which bits per byte are defined.
+      has_validation_loss: whether the loss of validation batches is computed. If not, rewards are evaluated.
       metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs.
       metric_weights: metric → the metric whose mean divides its mean, for a mean over some examples of the batch.
       has_reference: whether batches contain log-probabilities under the model that training starts from.
       kl_sums: returns the sum and the number of the terms of a KL divergence. It is estimated over the whole batch before the
         losses, without a gradient, and added to the batch as `kl_P`. None: the losses need none.
+      event: the kind of the rows with validation metrics in metrics.jsonl.
     """
 
     losses: Callable[[Transformer, Any, Config, nnx.Rngs | None], LossSums]
@@ -53,28 +57,32 @@ class Objective(NamedTuple):
     abstract_batch: Callable[[int, int], Any]
     conversations: int = 1
     per_token: bool = True
+    has_validation_loss: bool = True
     metrics: tuple[str, ...] = ()
     metric_weights: Mapping[str, str] = MappingProxyType({})
     has_reference: bool = False
     kl_sums: Callable[[Transformer, Any], jax.Array] | None = None
-
-    def random_batch(self, rows: int, length: int, vocab_size: int) -> Any:
-        """Returns a batch of random tokens, all of which are targets. Its other arrays are zeros."""
-        rng = np.random.default_rng(0)
-
-        def fill(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:
-            if name.startswith(("tokens", "targets")):
-                return rng.integers(0, vocab_size, shape.shape).astype(shape.dtype)
-            return np.full(shape.shape, name.startswith("mask"), shape.dtype)
-
-        shapes = self.abstract_batch(rows, length)
-        return type(shapes)(*(fill(*item) for item in zip(shapes._fields, shapes, strict=True)))
+    event: str = "preferences"
 
     def named_metrics(self, means: Any, prefix: str = "") -> dict[str, float]:
         """Returns the means of the metrics by column name, without those of which the batch has no example."""
         values = dict(zip(self.metrics, () if means is None else np.asarray(means, np.float64).tolist(), strict=True))
         weights = {name: values[self.metric_weights[name]] if name in self.metric_weights else 1.0 for name in values}
         return {f"{prefix}{name}": values[name] / weights[name] for name in values if weights[name]}
+
+
+def random_batch(shapes: Any, vocab_size: int) -> Any:
+    """Returns a batch of these shapes with random tokens, all of which are targets. Its other arrays are zeros."""
+    rng = np.random.default_rng(0)
+
+    def fill(name: str, shape: jax.ShapeDtypeStruct | None) -> np.ndarray | None:
+        if shape is None:
+            return None
+        if name.startswith(("tokens", "targets")):
+            return rng.integers(0, vocab_size, shape.shape).astype(shape.dtype)
+        return np.full(shape.shape, name.startswith("mask"), shape.dtype)
+
+    return type(shapes)(*(fill(*item) for item in zip(shapes._fields, shapes, strict=True)))
 
 
 def abstract_windows(rows: int, length: int) -> Any:
@@ -130,4 +138,13 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "orpo": on_pairs(orpo, has_reference=False),
     "simpo": on_pairs(simpo, has_reference=False),
+    "grpo": Objective(
+        lambda model, rollout, config, rngs: grpo_losses(model, rollout, config, rngs=rngs),
+        count_answers,
+        abstract_rollout,
+        per_token=False,
+        has_validation_loss=False,
+        metrics=POLICY_METRICS,
+        event="rewards",
+    ),
 }

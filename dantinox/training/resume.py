@@ -58,8 +58,13 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
 
 
 def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirectory | None = None) -> dict[str, Any]:
-    """Returns the facts that a checkpoint records about its origin; for adapters, also the digest of the base weights."""
-    base = {} if config.lora.rank is None else {"base_sha256": weights_digest(open_base(config.training.init_from, run))}
+    """Returns the facts that a checkpoint records about its origin.
+
+    They include the digest of the base weights if a resumed run reads these again: for adapters, and as the reference of a KL
+    penalty.
+    """
+    reads_base = config.lora.rank is not None or (config.training.objective == "grpo" and config.grpo.kl_weight > 0)
+    base = {"base_sha256": weights_digest(open_base(config.training.init_from, run))} if reads_base else {}
     return base | {
         "devices": layout.describe(),
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
@@ -72,7 +77,7 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     """Compares a checkpoint's facts with those of this process and returns notes about differences.
 
     Raises:
-      UserError: the tokenizer differs, or the run has adapters and their base weights differ.
+      UserError: the tokenizer differs, or the run reads its base weights again and they differ.
     """
     if (old := saved.get("base_sha256")) != (new := now.get("base_sha256")):
         raise UserError(
