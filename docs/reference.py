@@ -123,6 +123,7 @@ EXAMPLE_VALUES: dict[str, object] = {
     "attention.rope_layers": [True, True, True, False],
     "tokenizer.tokenizer_path": "tokenizer.json", "data.path": "my_text.txt", "data.mixture": [3.0, 1.0],
     "data.chat_template": "plain", "data.val_path": "validation.txt", "data.dataset_config": "sample-10BT",
+    "training.preference_beta": 0.2,
     "training.steps": 1000, "training.tokens_per_parameter": 10.0, "training.warmup_steps": 100,
     "training.eval_tokens": 32768, "training.checkpoint_every": 500,
     "training.sample_every": 500, "training.sample_prompt": "def ", "training.patience": 5, "training.init_from": "runs/base",
@@ -207,7 +208,7 @@ def yaml_value(value: object) -> str:
 
 def flag_example(record: SettingRecord) -> str:
     value = example(record)
-    is_list = isinstance(value, list) and not any(isinstance(one, list) for one in value)
+    is_list = isinstance(value, list) and not any(isinstance(one, list | dict) for one in value)
     words = " ".join(map(flag_word, value if is_list else [value]))
     unique = [one.flag for one in setting_records()].count(record.flag) == 1
     names = [record.flag] if unique else []
@@ -550,7 +551,7 @@ def metric_rows() -> Rows:
 COLUMN_HELP = {
     "step": "optimizer steps so far",
     "train_loss": "mean training loss since the evaluation before, in nats per token",
-    "val_loss": "validation loss, in nats per token",
+    "val_loss": "validation loss, in nats per token; empty for grpo",
     "ms_per_step": "milliseconds per step, without evaluations",
     "lr": "learning rate of the step",
     "grad_norm": "global norm of the gradient before clipping",
@@ -560,6 +561,8 @@ COLUMN_HELP = {
     "memory_gb": "memory in use, in GB: of the device on a GPU or TPU, of the process on a CPU",
     "mfu": "model FLOPs utilization, a share of the chip's published rate; empty for an unknown chip",
     "muon_lr": "learning rate of Muon's matrices; empty for other optimizers",
+    "reward": "mean reward of the sampled answers since the evaluation before; empty for other objectives than grpo",
+    "val_reward": "mean reward of the answers to the validation prompts; empty for other objectives than grpo",
 }
 FILES_INTRO = """# Files
 
@@ -585,7 +588,8 @@ RUN_FILES = {
     "metrics.jsonl": "JSON Lines: a row every `logging.log_every` steps and a row per event, named by `kind`.",
     "model_summary.json": "JSON: architecture, parameters and sizes; `logging.summary_file` names it.",
     "samples/": "Texts that the model generated during training, one file per step (`training.sample_every`).",
-    "plots/": "`loss.png`, and what `dantinox plot` draws.",
+    "rewards.html": "Of a run with rewards: the curve of the rewards, and the answers in `samples/` with their rewards.",
+    "plots/": "`loss.png` or `reward.png`, and what `dantinox plot` draws.",
     "router.json": "JSON: the thresholds that `dantinox calibrate --what router` measured.",
     "kv_entropy.json": "JSON: the signals of each attention head that `dantinox calibrate --what kv` measured.",
     "evaluation/": "CSV, Markdown and plots of `dantinox eval sampling`, `eval kv` and `eval ruler`.",

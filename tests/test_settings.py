@@ -39,6 +39,7 @@ START_FROM = {"training.init_from": "runs/x"}
 LORA = {**START_FROM, "lora.rank": 4}
 LOOP_STOP = {"generation.loop_stop": True}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
+KTO = {**PREFERENCES, "training.objective": "kto"}
 REWARDS = {
     "training.objective": "grpo", "training.init_from": "runs/x", "grpo.rewards": ["numeric"], "data.path": "d.jsonl",
 }  # fmt: skip
@@ -107,7 +108,9 @@ OTHER: dict[str, tuple] = {
     "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
     "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),
     "data.chat_template": ("t.jinja", CONVERSATIONS), "training.objective": ("dpo", {"training.init_from": "runs/x"}),
-    "training.dpo_beta": (0.5, PREFERENCES),
+    "training.preference_beta": (0.5, PREFERENCES), "training.label_smoothing": (0.1, PREFERENCES),
+    "training.simpo_margin": (1.0, {**PREFERENCES, "training.objective": "simpo"}),
+    **{f"training.kto_{kind}_weight": (1.5, KTO) for kind in ("desirable", "undesirable")},
     "data.path": ("b.txt",), "data.packing": ("best_fit",),
     "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
     "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
@@ -137,8 +140,9 @@ OTHER: dict[str, tuple] = {
     "grpo.rewards": (["exact_match"], REWARDS),
     "grpo.allow_code_execution": (True, {**REWARDS, "grpo.rewards": ["python_tests"]}),
     "lora.rank": (4, START_FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
-    "lora.base_weights": ("int8", LORA),
+    "lora.base_weights": ("int8", LORA), "lora.rank_stabilized": (True, LORA), "lora.dora": (True, LORA),
     "distributed.data": (2,), "distributed.fsdp": (4,), "distributed.expert": (2,), "distributed.tensor": (2,),
+    "distributed.sequence": (2,),
     "distributed.coordinator": ("auto",), "distributed.processes": (2, {**ADDRESS, "distributed.process": 0}),
     "distributed.process": (1, {**ADDRESS, "distributed.processes": 2}),
     "generation.max_new_tokens": (3,), "generation.n": (2,), "generation.seed": (9,), "generation.stop": (["a"],),

@@ -39,6 +39,7 @@ from dantinox.config.model import (
     model_conflicts,
     uneven_keys,
 )
+from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
 from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, is_set, nonzero, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
 from dantinox.config.sampling_steps import step_prerequisites
@@ -47,7 +48,7 @@ from dantinox.files import UserError
 # Names of the files that every run directory may contain.
 RUN_FILES = (
     "config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json", "manifest.txt",
-    "chat_template.jinja", "tokenizer_config.json", "origin.json",
+    "chat_template.jinja", "tokenizer_config.json", "origin.json", "rewards.html",
 )  # fmt: skip
 
 PLAIN_FILE = re.compile(r"\.(?!jsonl)\w+$|^builtin:")
@@ -91,7 +92,7 @@ class DataSection(Section):
         None, "relative sampling weight of each entry of a path that is a list"
     )
     chat_template: Annotated[str | None, NEEDS_CHAT_OBJECTIVE] = field(
-        None, "sft, dpo, grpo: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
+        None, "conversations: a Jinja file, plain, bare or chatml (null: that of training.init_from, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
         "windows",
@@ -124,20 +125,36 @@ is_address = Condition("is an address", lambda coordinator: coordinator not in (
 class TrainingSection(Section):
     """Objective, optimizer, evaluation and checkpoints."""
 
-    objective: Literal["next_token", "sft", "dpo", "grpo"] = field(
+    objective: Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo"] = field(
         "next_token",
-        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers; "
-        "grpo: maximize rewards of sampled answers",
+        "next_token: predict every token; sft: assistant turns of conversations; dpo, ipo, orpo, simpo: prefer chosen over "
+        "rejected answers; kto: answers labeled desirable or undesirable; grpo: maximize rewards of sampled answers",
     )
-    dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
-        0.1, "dpo: factor β on the log-probability ratio of the trained to the starting weights"
+    preference_beta: Annotated[Positive | None, Needs(("training.objective", one_of(*PREFERENCE_OBJECTIVES)))] = field(
+        None,
+        "dpo, ipo (τ), kto: factor β on the log-probability ratio of the trained to the starting weights; simpo: factor β on "
+        "the mean log-probability of a token; orpo: weight λ of the odds ratio (null: 0.1, simpo: 2)",
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Needs(("training.objective", "dpo"))] = field(
+        0.0, "dpo: assumed probability that chosen and rejected answers are swapped"
+    )
+    simpo_margin: Annotated[NonNegative, Needs(("training.objective", "simpo"))] = field(
+        0.5, "simpo: target margin γ by which the reward of the chosen answer exceeds that of the rejected one"
+    )
+    kto_desirable_weight: Annotated[Positive, Needs(("training.objective", "kto"))] = field(
+        1.0, "kto: weight of the losses of desirable answers"
+    )
+    kto_undesirable_weight: Annotated[Positive, Needs(("training.objective", "kto"))] = field(
+        1.0, "kto: weight of the losses of undesirable answers"
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
     tokens_per_parameter: Annotated[Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))] = field(
         None, "with model.depth: training tokens per weight in the layers, which set batch_size and steps (null: 20)"
     )
-    batch_size: Count = field(32, "sequences (dpo: pairs; grpo: prompts) per optimizer step, over all accumulation steps")
+    batch_size: Count = field(
+        32, "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps"
+    )
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
@@ -151,7 +168,7 @@ class TrainingSection(Section):
         3, "polynomials that orthogonalize an update of Muon; 5 are more accurate and slower"
     )
     muon_normalize: Annotated[bool, Needs(("training.optimizer", "muon"))] = field(
-        False, "normalize the updates of Muon by a second moment per neuron (NorMuon)"
+        False, "divide the update of each neuron by a moving average of its size (NorMuon)"
     )
     min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", differs("constant")))] = field(
         0.1, "final learning rate as a fraction of the peak"
@@ -199,11 +216,11 @@ class TrainingSection(Section):
 Axis = Annotated[int, Field(ge=-1, le=2**20)]
 
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
 
 class DistributedSection(Section):
-    """The mesh of devices that share a training run; the product of its four axes is the number of devices."""
+    """The mesh of devices that share a training run; the product of its five axes is the number of devices."""
 
     data: Axis = field(1, "copies of the model, each with separate rows of the batch (-1: all remaining devices)")
     fsdp: Axis = field(
@@ -211,6 +228,9 @@ class DistributedSection(Section):
     )
     expert: Axis = field(
         1, "devices that hold different experts and otherwise work like those of fsdp (-1: all remaining devices)"
+    )
+    sequence: Axis = field(
+        1, "devices that split the positions of each row, for long contexts, and shard weights like fsdp (-1: all remaining)"
     )
     tensor: Axis = field(
         1, "devices that hold different heads and features of each layer, for the same rows (-1: all remaining devices)"
@@ -233,7 +253,7 @@ class LoggingSection(Section):
     log_every: Count = field(10, "steps between console lines and rows of metrics.jsonl")
     log_file: FileName = field("training_log.csv", "file name of the evaluation log in the run directory")
     summary_file: FileName = field("model_summary.json", "file name of the model summary in the run directory")
-    plot: bool = field(True, "plot the losses to plots/loss.png at the end (needs the extra `plot`)")
+    plot: bool = field(True, "plot the losses or rewards into the folder plots at the end (needs the extra `plot`)")
     tensorboard: bool = field(False, "write TensorBoard event files to tensorboard/ (needs the extra `logs`)")
     wandb: bool = field(False, "log to Weights & Biases, or to wandb/ if WANDB_MODE=offline (needs the extra `logs`)")
     wandb_project: Annotated[str | None, Needs(("logging.wandb", True))] = field(
@@ -327,7 +347,7 @@ class Config(Section):
             layers = f"got {self.model.depth} and {self.model.num_blocks}"
             yield "model.depth", f"and model.num_blocks both set the number of layers: leave one of them out, {layers}"
         yield from distributed_conflicts(self.distributed)
-        if t.objective in ("dpo", "grpo") and t.init_from is None:
+        if t.objective in (*PREFERENCE_OBJECTIVES, "grpo") and t.objective != "orpo" and t.init_from is None:
             yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"

@@ -63,7 +63,10 @@ GROUPS: dict[str, SettingGroup] = {
         "attention", "Heads of full-attention layers, and shared keys and values",
         "global_head_size global_kv_heads k_eq_v kv_shared_layers",
     ),
-    "objective": SettingGroup("training", "Objective and starting weights", "objective dpo_beta z_loss init_from"),
+    "objective": SettingGroup(
+        "training", "Objective and starting weights",
+        "objective preference_beta label_smoothing simpo_margin kto_desirable_weight kto_undesirable_weight z_loss init_from",
+    ),
     "batches": SettingGroup(
         "training", "Steps, batch size and seed", "steps epochs tokens_per_parameter batch_size grad_accum seed deterministic"
     ),

@@ -16,6 +16,7 @@ from dantinox.training.launch import base_template, plan_lines
 from dantinox.training.memory import check_memory, keep_freed_memory
 from dantinox.training.objective import random_batch
 from dantinox.training.resume import starting_tokenizer, total_steps
+from dantinox.training.rewards import build_rewards
 from dantinox.training.rollout_source import rollout_length
 from dantinox.training.step import Metrics, Programs, TrainStep, rows_per_step, select_rows, updates_per_step
 from dantinox.training.text_samples import make_sampler
@@ -40,6 +41,7 @@ def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
             note(line)
         steps, length = total_steps(config, store.windows_per_epoch), None
         if isinstance(store, PromptStore):
+            build_rewards(config.grpo)
             length = rollout_length(config, store.longest)
             first = tokenizer.decode(store.batch(0)[0].ids)
             note(f"first batch: {rows_per_step(config)} answers of {length} tokens with their prompts, first prompt: {first!r}")
@@ -78,9 +80,9 @@ def benchmark_step(
     rows = random_batch(train_step.abstract_batch(train_step.rows), vocab_size)
 
     batch = layout.put_batch(partial(select_rows, rows), train_step.rows, config.training.grad_accum)
-    state = train_step.initial_state()
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
     base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
+    state = train_step.initial_state(frozen=base)
 
     def step() -> Metrics:
         nonlocal state

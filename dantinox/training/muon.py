@@ -1,5 +1,6 @@
-"""The optimizer Muon, with an optional normalization per neuron (NorMuon)."""
+"""The optimizer Muon, with an optional normalization of its updates (NorMuon)."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ class MuonState(NamedTuple):
 
 
 class NorMuonState(NamedTuple):
-    """The state of Muon, and for every matrix the second moments of its neurons: the fan-in axes have size 1."""
+    """The state of Muon, and second moments along the longer side of each matrix. The axes of its other side have size 1."""
 
     steps: jax.Array
     momentum: Parameters
@@ -44,7 +45,7 @@ def muon(
         steps, momentum = jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, parameters)
         if not training.muon_normalize:
             return MuonState(steps, momentum)
-        return NorMuonState(steps, momentum, {name: jnp.zeros_like(_neuron_squares(name, p)) for name, p in parameters.items()})
+        return NorMuonState(steps, momentum, {name: jnp.zeros_like(_mean_squares(name, p)) for name, p in parameters.items()})
 
     def update(gradients: Parameters, state: Any, parameters: Any) -> tuple[Parameters, MuonState | NorMuonState]:
         rate, steps = learning_rate(state.steps), state.steps + 1
@@ -52,7 +53,7 @@ def muon(
         directions = orthogonalize(jax.tree.map(_interpolate, momentum, gradients), training.muon_steps, layout)
         next_state: MuonState | NorMuonState = MuonState(steps, momentum)
         if training.muon_normalize:
-            directions, squares = normalize_neurons(directions, state.squares)
+            directions, squares = normalize_sizes(directions, state.squares)
             next_state = NorMuonState(steps, momentum, squares)
         updates = jax.tree.map(lambda d, p: -rate * decayed(d, p, training), directions, parameters)
         return updates, next_state
@@ -64,18 +65,18 @@ def _interpolate(m: jax.Array, g: jax.Array) -> jax.Array:
     return MOMENTUM * m + (1 - MOMENTUM) * g
 
 
-def normalize_neurons(directions: Parameters, squares: Parameters) -> tuple[Parameters, Parameters]:
-    """Divides the weights of each neuron by the root of their second moment (Li et al. 2025, "NorMuon", algorithm 1).
+def normalize_sizes(directions: Parameters, squares: Parameters) -> tuple[Parameters, Parameters]:
+    """Divides each vector of a matrix by its root mean square over the steps (Li et al. 2025, "NorMuon", algorithm 1).
 
-    The second moment is a moving average of the mean square over the fan-in axes. Each matrix is then multiplied by a factor
-    that restores its Frobenius norm.
+    The second moment of a vector is a moving average of its mean square. The vectors are those along the longer side of the
+    matrix: the neurons if fan out is at least fan in. Those along the shorter side of an orthogonalized matrix already have
+    equal norms. Each matrix is then multiplied by a factor that restores its Frobenius norm.
 
     Returns:
       the directions, and the second moments.
     """
-    squares = {
-        name: SQUARES_DECAY * squares[name] + (1 - SQUARES_DECAY) * _neuron_squares(name, d) for name, d in directions.items()
-    }
+    means = {name: _mean_squares(name, d) for name, d in directions.items()}
+    squares = jax.tree.map(lambda v, mean: SQUARES_DECAY * v + (1 - SQUARES_DECAY) * mean, squares, means)
 
     def normalized(name: str, d: jax.Array) -> jax.Array:
         first, _ = fan_axes(name, d.ndim) or (0, 1)
@@ -86,7 +87,9 @@ def normalize_neurons(directions: Parameters, squares: Parameters) -> tuple[Para
     return {name: normalized(name, d) for name, d in directions.items()}, squares
 
 
-def _neuron_squares(name: str, d: jax.Array) -> jax.Array:
-    """Returns the mean square over the fan-in axes of a hidden matrix or a stack, which keep size 1."""
+def _mean_squares(name: str, d: jax.Array) -> jax.Array:
+    """Returns the mean square over the shorter side of a hidden matrix or of each matrix of a stack. Its axes keep size 1."""
     first, second = fan_axes(name, d.ndim) or (0, 1)
-    return jnp.mean(jnp.square(d), axis=tuple(range(first, second)), keepdims=True)
+    fan_in, fan_out = math.prod(d.shape[first:second]), math.prod(d.shape[second:])
+    shorter = range(first, second) if fan_in <= fan_out else range(second, d.ndim)
+    return jnp.mean(jnp.square(d), axis=tuple(shorter), keepdims=True)

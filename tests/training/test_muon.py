@@ -40,7 +40,9 @@ def muon_step(t, factor, gradient, weights, state):
     fan_in, fan_out = weights.shape
     direction = math.sqrt(max(1, fan_out / fan_in)) * polar(ahead, t.muon_steps)
     if t.muon_normalize:
-        state["v"] = SQUARES_DECAY * state["v"] + (1 - SQUARES_DECAY) * (direction**2).mean(axis=0)
+        state["v"] = SQUARES_DECAY * state["v"] + (1 - SQUARES_DECAY) * (direction**2).mean(
+            axis=int(fan_in > fan_out), keepdims=True
+        )
         scaled = direction / np.sqrt(state["v"])
         direction = scaled * np.linalg.norm(direction) / np.linalg.norm(scaled)
     decays = direction * weights > 0 if t.cautious_decay else 1.0
@@ -82,7 +84,7 @@ def test_three_steps_match_the_definition(changes):
 
 
 def test_normalized_updates_keep_the_norm_and_equalize_the_neurons():
-    """After many equal gradients, all neurons of a matrix have the same root mean square."""
+    """After equal gradients, all neurons of a matrix have the same root mean square."""
     t = small_config(training__grad_clip=0.0, training__weight_decay=0.0, training__schedule="constant").training
     kernel = np.random.default_rng(0).normal(size=(4, 9)) * np.geomspace(1, 30, 9)
     gradients, found = {"blocks/0/ffn/down/kernel": jnp.array(kernel, jnp.float32)}, {}
@@ -98,17 +100,17 @@ def test_normalized_updates_keep_the_norm_and_equalize_the_neurons():
     assert neurons[False].max() > 3 * neurons[False].min()
 
 
-def test_the_second_moments_have_one_number_per_neuron():
+def test_the_second_moments_have_one_number_per_vector_of_the_longer_side():
     config = small_config(training__muon_normalize=True)
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, *_) in MATRICES.items()}
     state = jax.eval_shape(optimizer(config.training, 24).init, shapes)
     (found,) = (x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, NorMuonState)) if isinstance(x, NorMuonState))
     assert {name: x.shape for name, x in found.squares.items()} == {
         "blocks/0/attention/qkv/kernel": (1, 2, 3, 2),
-        "blocks/0/attention/out/kernel": (1, 1, 1, 6),
-        "blocks/0/ffn/experts/down/kernel": (3, 1, 5),
+        "blocks/0/attention/out/kernel": (2, 2, 3, 1),
+        "blocks/0/ffn/experts/down/kernel": (3, 7, 1),
         "rolled/0/ffn/experts/up/kernel": (2, 3, 1, 7),
-        "blocks/1/ffn/down/kernel": (1, 4),
+        "blocks/1/ffn/down/kernel": (8, 1),
     }
 
 
