@@ -72,14 +72,14 @@ def held_out_questions(config: Config) -> dict[str, list[Question]]:
     found = Conversations.scan(corpora, config.data)
     questions: dict[str, list[Question]] = {}
     for name, corpus, start in zip(names, corpora, found.val_starts, strict=True):
-        records = islice((record for _, record in corpus.records()), start, start + MAX_QUESTIONS)
-        questions[name] = [question for record in records for question in _first_turn(record)]
+        records = islice(corpus.records(), start, start + MAX_QUESTIONS)
+        questions[name] = [question for where, record in records for question in _first_turn(record, where)]
     return questions
 
 
-def _first_turn(record: Mapping[str, Any]) -> list[Question]:
+def _first_turn(record: Mapping[str, Any], where: str) -> list[Question]:
     """Returns the first question of a conversation with its answer, in a list, or an empty list if it has none."""
-    messages = conversations_of_record(record, "sft")[0][0]
+    messages = conversations_of_record(record, "conversation", where)[0].messages
     return [
         Question(str(user["content"]), str(assistant["content"]))
         for user, assistant in pairwise(messages)

@@ -128,9 +128,10 @@ def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
         "batches. FLOPs are model FLOPs of the training steps. Time includes start-up, sampling and evaluations."
     )
     for stage in speedrun.stages:
-        plot = Path(stage.name) / "plots" / "loss.png"
+        curve = "loss" if stage.reward is None else "reward"
+        plot = Path(stage.name) / "plots" / f"{curve}.png"
         if (speedrun.folder / plot).is_file():
-            yield Figure(str(plot), f"Loss of the stage {stage.name}")
+            yield Figure(str(plot), f"The {curve} of the stage {stage.name}")
     if speedrun.tasks:
         yield Heading("Tasks")
         yield Table(TASK_COLUMNS, speedrun.tasks)

@@ -180,7 +180,8 @@ def test_the_reports_have_the_numbers_of_the_logs(finished):
         assert stage.command in files["report.md"]
     total = sum(stage.seconds for stage in stages) + 1
     assert f"cost {total / 100:.3f} at 36 per hour" in files["report.md"]
-    assert "](base/plots/loss.png)" in files["report.md"] and files["report.html"].count("data:image/png;base64,") == 3
+    assert all(f"]({path})" in files["report.md"] for path in ("base/plots/loss.png", "grpo/plots/reward.png"))
+    assert files["report.html"].count("data:image/png;base64,") == 3
     assert "<script" not in files["report.html"] and "default-src 'none'" in files["report.html"]
     means = [study.mean() for study in local_tasks.values()]
     cells = [f"{mean.value:.3f} [{mean.low:.3f}, {mean.high:.3f}]" for mean in means]
