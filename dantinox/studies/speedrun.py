@@ -52,7 +52,7 @@ STAGES = (
     ),
     Stage(
         "sft", "speedrun_sft", {"training.lr": 0.5, "training.muon_lr": 0.5},
-        {"training.epochs": 0.1, "training.warmup_steps": 1, "training.eval_tokens": 1024},
+        {"training.epochs": 0.05, "training.warmup_steps": 1, "training.eval_tokens": 1024},
     ),
     Stage(
         "grpo", "speedrun_grpo", {"training.lr": 0.125},
