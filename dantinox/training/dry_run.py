@@ -78,11 +78,10 @@ def benchmark_step(
     note(programs.memory.line())
     check_memory(programs.memory, config)
     rows = random_batch(train_step.abstract_batch(train_step.rows), vocab_size)
-
     batch = layout.put_batch(partial(select_rows, rows), train_step.rows, config.training.grad_accum)
-    state = train_step.initial_state()
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
     base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
+    state = train_step.initial_state(frozen=base)
 
     def step() -> Metrics:
         nonlocal state
