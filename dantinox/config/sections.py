@@ -25,6 +25,7 @@ from dantinox.config.base import (
     as_tuple,
     field,
 )
+from dantinox.config.distill_settings import DistillSection, distill_conflicts
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
@@ -75,7 +76,9 @@ def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
 is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
 has_records = Condition("may contain JSON Lines", may_hold_records)
 NEEDS_HUB = Needs(("data.dataset_source", "huggingface"))
-NEEDS_CHAT_OBJECTIVE = Needs(("training.objective", differs("next_token")))  # conversations instead of plain text
+# Conversations instead of plain text. `distill.data` is inactive, so that its default counts, with another objective.
+NEEDS_CONVERSATIONS = Needs(("training.objective", one_of("sft", "dpo")), ("distill.data", "conversations"))
+NEEDS_TEXT = Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text"))
 
 
 class DataSection(Section):
@@ -88,10 +91,10 @@ class DataSection(Section):
     mixture: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), Needs(("data.path", is_list))] = field(
         None, "relative sampling weight of each entry of a path that is a list"
     )
-    chat_template: Annotated[str | None, NEEDS_CHAT_OBJECTIVE] = field(
-        None, "sft, dpo: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
+    chat_template: Annotated[str | None, NEEDS_CONVERSATIONS] = field(
+        None, "conversations: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
     )
-    packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
+    packing: Annotated[Literal["windows", "best_fit"], *NEEDS_TEXT] = field(
         "windows",
         "windows: windows of consecutive tokens; best_fit: rows of whole documents, split only if they are longer than a row",
     )
@@ -102,7 +105,7 @@ class DataSection(Section):
     text_field: Annotated[
         str,
         Needs(*((f"data.{key}", has_records) for key in ("path", "val_path"))),
-        Needs(("training.objective", "next_token")),
+        *NEEDS_TEXT,
     ] = field("text", "field of a JSON Lines record that holds the text")
     dataset_source: Literal["local", "huggingface"] = field(
         "local", "read path as local files or as Hugging Face datasets (needs the extra `hf`)"
@@ -122,9 +125,10 @@ is_address = Condition("is an address", lambda coordinator: coordinator not in (
 class TrainingSection(Section):
     """Objective, optimizer, evaluation and checkpoints."""
 
-    objective: Literal["next_token", "sft", "dpo"] = field(
+    objective: Literal["next_token", "sft", "dpo", "distill"] = field(
         "next_token",
-        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers",
+        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers; "
+        "distill: imitate a teacher",
     )
     dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
         0.1, "dpo: factor β on the log-probability ratio of the trained to the starting weights"
@@ -257,7 +261,7 @@ class Config(Section):
     Attributes:
       model, moe, attention: the architecture.
       tokenizer, data: the vocabulary and the corpus.
-      training, lora, distributed, logging: the training run.
+      training, lora, distill, distributed, logging: the training run.
       generation, router, kv: generation defaults, which a request may override.
 
     Raises:
@@ -280,6 +284,7 @@ class Config(Section):
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
     lora: LoraSection = LoraSection()
+    distill: DistillSection = DistillSection()
     distributed: DistributedSection = DistributedSection()
     generation: GenerationSection = GenerationSection()
     router: RouterSection = RouterSection()
@@ -324,10 +329,24 @@ class Config(Section):
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
         yield from model_conflicts(self.model, self.moe, self.attention)
+        yield from distill_conflicts(self.distill, t.objective)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
         yield from router_conflicts(self.router)
         yield from kv_conflicts(self.kv)
+
+    @property
+    def data_objective(self) -> Literal["next_token", "sft", "dpo"]:
+        """The objective whose tokens and batches the training reads: distillation reads those of next_token or sft."""
+        objective = self.training.objective
+        if objective == "distill":
+            return "next_token" if self.distill.data == "text" else "sft"
+        return objective
+
+    @property
+    def tokenizer_run(self) -> str | None:
+        """The path of the run whose tokenizer and chat template a new run has: `training.init_from`, else the teacher."""
+        return self.training.init_from or (self.distill.teacher if self.training.objective == "distill" else None)
 
     def architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
         """Returns the resolved architecture for a vocabulary of `vocab_size` tokens.
