@@ -92,7 +92,7 @@ class DataSection(Section):
         None, "relative sampling weight of each entry of a path that is a list"
     )
     chat_template: Annotated[str | None, NEEDS_CONVERSATIONS] = field(
-        None, "conversations: a Jinja file, plain or chatml (null: that of training.init_from, else plain)"
+        None, "conversations: a Jinja file, plain or chatml (null: that of training.init_from or of the teacher, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], *NEEDS_TEXT] = field(
         "windows",

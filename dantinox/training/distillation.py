@@ -6,17 +6,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dantinox.config import TrainingSection
 from dantinox.config.distill_settings import DistillSection
 from dantinox.model import Transformer
-from dantinox.training.objective import (
+from dantinox.training.token_losses import (
     MAX_CHUNK_LOGITS,
     LossSums,
     chunk_tokens,
     hidden_states,
     map_chunks,
     rounded_output_weights,
-    routing_sums,
+    sum_routing,
     token_losses,
 )
 
@@ -26,49 +25,49 @@ class TaughtBatch(NamedTuple):
 
     Attributes:
       batch: the tokens, as for `next_token_losses`.
-      teacher: the teacher; its vocabulary is the student's, but the padding of the vocabulary may differ.
-      settings: the loss.
+      teacher: the teacher. Its vocabulary is that of the trained model, but may have another padding.
     """
 
     batch: Any
     teacher: Transformer
-    settings: DistillSection
 
 
 def distill_losses(
     model: Transformer,
     taught: TaughtBatch,
-    training: TrainingSection,
-    rngs: nnx.Rngs | None,
+    settings: DistillSection,
+    *,
+    rngs: nnx.Rngs | None = None,
     chunk_logits: int = MAX_CHUNK_LOGITS,
 ) -> LossSums:
-    """Sums (1 − w) · divergence + w · next-token loss over the counted targets of a batch, where w is `distill.data_weight`.
+    """Sums (1 − w) · divergence + w · next-token loss over the counted targets of a batch, where w is `data_weight`.
 
-    Neither the logits of the student nor those of the teacher exist at once: both are computed in chunks of tokens from the
+    Neither all logits of the model nor all logits of the teacher exist at once: both are computed in chunks of tokens from the
     hidden states, and the backward pass computes them again. No gradient reaches the teacher, and it has no dropout.
 
     Args:
-      chunk_logits: the maximum number of logits of both models in a chunk; see `next_token_losses`.
+      rngs: as for `next_token_losses`.
+      chunk_logits: a batch with more logits than this, of both models together, is scored in chunks.
 
     Returns:
-      The sums; `metrics` is `[sum of the divergences, sum of the next-token losses]`, see `token_divergence`.
+      The sums. `metrics` are the sums of the divergences, see `token_divergence`, and of the next-token losses.
     """
-    batch, teacher, settings = taught
+    batch, teacher = taught
     x_ND, targets_N, mask_N, aux = hidden_states(model, batch, rngs)
     taught_ND = jax.lax.stop_gradient(hidden_states(teacher, batch, None)[0])
-    rounded_DV, teacher_DV = rounded_output_weights(model), rounded_output_weights(teacher)
+    size = chunk_tokens(model.config, chunk_logits // (model.config.vocab_size + teacher.config.vocab_size))
+    rounded_DV, teacher_DV = (rounded_output_weights(each) if size < len(x_ND) else None for each in (model, teacher))
 
     def losses(x_ND: jax.Array, taught_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, ...]:
         student_NV = model.logits(x_ND, rounded_DV)
         teacher_NV = jax.lax.stop_gradient(teacher.logits(taught_ND, teacher_DV))
-        divergence_N = token_divergence(student_NV, teacher_NV, settings)
-        return mask_N * divergence_N, *token_losses(student_NV, targets_N, mask_N, model.config.platform)
+        divergence_N = mask_N * token_divergence(student_NV, teacher_NV, settings)
+        return divergence_N, *token_losses(student_NV, targets_N, mask_N, model.config.platform)
 
-    size = chunk_tokens(model.config, chunk_logits // (model.config.vocab_size + teacher.config.vocab_size))
     divergence, nats, squares = (jnp.sum(a) for a in map_chunks(losses, size, x_ND, taught_ND, targets_N, mask_N))
-    total = (1 - settings.data_weight) * divergence + settings.data_weight * nats
-    count = jnp.sum(mask_N)
-    return LossSums(total, squares, count, routing_sums(model, aux, count), jnp.stack([divergence, nats]))
+    count, w = jnp.sum(mask_N), settings.data_weight
+    metrics = jnp.stack([divergence, nats])
+    return LossSums((1 - w) * divergence + w * nats, squares, count, sum_routing(model, aux, count), metrics)
 
 
 def token_divergence(student_NV: jax.Array, teacher_NV: jax.Array, settings: DistillSection) -> jax.Array:

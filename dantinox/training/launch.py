@@ -118,7 +118,7 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
         tokenizer, store = prepare_data(config, run.data, starting_tokenizer(config), console.stage, template)
         total_steps(config, store.windows_per_epoch)  # report invalid steps here
         chat = None
-        if config.training.objective != "next_token":
+        if config.data_objective != "next_token":
             chat = ChatTemplate.from_name(config.data.chat_template or template, tokenizer)
             tokenizer = _add_stop_tokens(tokenizer, chat)
         sample = make_sampler(config, tokenizer)
@@ -141,8 +141,8 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
 
 
 def base_template(config: Config) -> str:
-    """Returns the chat template for a null `data.chat_template`: the one of `training.init_from`, else `plain`."""
-    base = RunDirectory(config.training.init_from).chat_template if config.training.init_from else None
+    """Returns the chat template for a null `data.chat_template`: that of the run that provides the tokenizer, else `plain`."""
+    base = RunDirectory(config.tokenizer_run).chat_template if config.tokenizer_run else None
     return str(base) if base is not None and base.is_file() else "plain"
 
 

@@ -1,13 +1,12 @@
 """Training objectives: next-token cross-entropy with z-loss, and direct preference optimization."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dantinox.config import ModelConfig
 from dantinox.model import Transformer
 from dantinox.model.moe import Routing
 from dantinox.platform import get_platform
@@ -65,7 +64,7 @@ def next_token_losses(
     """
     nats_N, squares_N, mask_N, aux = _per_token_losses(model, batch, rngs, chunk_logits)
     num_targets = jnp.sum(mask_N)
-    return LossSums(jnp.sum(nats_N), jnp.sum(squares_N), num_targets, routing_sums(model, aux, num_targets))
+    return LossSums(jnp.sum(nats_N), jnp.sum(squares_N), num_targets, _routing(model, aux, num_targets))
 
 
 def dpo_losses(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx.Rngs | None = None) -> LossSums:
@@ -81,7 +80,7 @@ def dpo_losses(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx
     rewards = jnp.stack([jnp.sum(pair_P * margin_P), jnp.sum(pair_P * (margin_P > 0))])
     count = jnp.sum(pair_P)
     nats = jnp.sum(pair_P * jax.nn.softplus(-margin_P))
-    return LossSums(nats, jnp.zeros(()), count, routing_sums(model, aux, count), rewards)
+    return LossSums(nats, jnp.zeros(()), count, _routing(model, aux, count), rewards)
 
 
 def _pair_mask(pairs: Preferences) -> jax.Array:
@@ -107,24 +106,6 @@ def _per_token_losses(
     Returns:
       −ln p of the targets and squared log-normalizers, both 0 for uncounted targets; the mask; the model's auxiliary outputs.
     """
-    x_ND, targets_N, mask_N, aux = hidden_states(model, batch, rngs)
-    size = chunk_tokens(model.config, chunk_logits // model.config.vocab_size)
-    rounded_DV = rounded_output_weights(model) if size < len(x_ND) else None
-
-    def losses(x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return token_losses(model.logits(x_ND, rounded_DV), targets_N, mask_N, model.config.platform)
-
-    nats_N, squares_N = map_chunks(losses, size, x_ND, targets_N, mask_N)
-    return nats_N, squares_N, mask_N, aux
-
-
-def hidden_states(
-    model: Transformer, batch: Any, rngs: nnx.Rngs | None
-) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any]]:
-    """Returns hidden states `[N, D]`, targets and mask of the N = B · T tokens, and the model's auxiliary outputs.
-
-    If devices share the tokens, N is the number of this device's tokens.
-    """
     B, T = batch.tokens_BT.shape
     # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
@@ -133,11 +114,13 @@ def hidden_states(
     x_ND, targets_N, mask_N = (
         shard(x) for x in (x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1))
     )
-    return x_ND, targets_N, mask_N, aux
+    size = max(get_platform(model.config.platform).min_loss_chunk_tokens, chunk_logits // model.config.vocab_size)
+    token_losses = _token_losses if size >= len(x_ND) else partial(_chunked_token_losses, size=size)
+    nats_N, squares_N = token_losses(model, None, x_ND, targets_N, mask_N)
+    return nats_N, squares_N, mask_N, aux
 
 
-def routing_sums(model: Transformer, aux: dict, num_targets: jax.Array) -> Routing | None:
-    """Returns `LossSums.routing` from the auxiliary outputs of a model; None without experts."""
+def _routing(model: Transformer, aux: dict, num_targets: jax.Array) -> Routing | None:
     routing: Routing | None = aux.get("routing")
     if routing is None:
         return None
@@ -147,38 +130,34 @@ def routing_sums(model: Transformer, aux: dict, num_targets: jax.Array) -> Routi
     return Routing(balance, z, routing.counts_E)
 
 
-def token_losses(logits_NV: jax.Array, targets_N: jax.Array, mask_N: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
-    """Returns −ln p of the targets and squared log-normalizers, both multiplied by the mask: `[N]` each."""
+def _token_losses(
+    model: Transformer, rounded_DV: jax.Array | None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    logits_NV = model.logits(x_ND, rounded_DV)
     normalizer_N = jax.nn.logsumexp(logits_NV, axis=-1)
-    if get_platform(platform).name == "cpu":
+    if get_platform(model.config.platform).name == "cpu":
         target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
     else:  # the gradient of a gather is a scatter, which would write the gradients of all logits again in float32
         target_N = jnp.sum(jnp.where(jnp.arange(logits_NV.shape[-1]) == targets_N[:, None], logits_NV, 0), axis=-1)
     return mask_N * (normalizer_N - target_N), mask_N * jnp.square(normalizer_N)
 
 
-def chunk_tokens(model: ModelConfig, tokens: int) -> int:
-    """Returns the size of a chunk: `tokens`, but at least `min_loss_chunk_tokens`, a number that depends on the platform."""
-    return max(get_platform(model.platform).min_loss_chunk_tokens, tokens)
+def _chunked_token_losses(
+    model: Transformer, _: None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, *, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `_token_losses` in chunks of `size` tokens; the last chunk is padded with uncounted tokens."""
+    missing = -x_ND.shape[0] % size
+    parts = tuple(
+        jnp.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in (x_ND, targets_N, mask_N)
+    )
 
+    rounded_DV = None
+    if get_platform(model.config.platform).name != "cpu":  # a CPU multiplies in float32 and needs no rounded weights
+        rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # rounded once, not in every chunk
 
-def rounded_output_weights(model: Transformer) -> jax.Array | None:
-    """Returns the weights of the output layer, rounded once for all chunks; None if the platform multiplies in float32."""
-    if get_platform(model.config.platform).name == "cpu":
-        return None
-    return jax.lax.stop_gradient(model.output_weights().astype(model.dtype))
+    @jax.checkpoint
+    def chunk_losses(_, part):
+        return None, _token_losses(model, rounded_DV, *part)
 
-
-def map_chunks(losses: Callable[..., tuple[jax.Array, ...]], size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns `losses(*arrays)`, in chunks of `size` tokens if there are more. The backward pass recomputes them.
-
-    Args:
-      losses: maps arrays with a leading axis of tokens to arrays with one number per token.
-      arrays: the arrays of all N tokens. The last chunk is padded with zeros.
-    """
-    N = len(arrays[0])
-    if size >= N:
-        return losses(*arrays)
-    parts = tuple(jnp.pad(a, [(0, -N % size)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in arrays)
-    _, results = jax.lax.scan(jax.checkpoint(lambda _, part: (None, losses(*part))), None, parts)
-    return tuple(result.reshape(-1)[:N] for result in results)
+    _, (nats, squares) = jax.lax.scan(chunk_losses, None, parts)
+    return nats.reshape(-1)[: len(x_ND)], squares.reshape(-1)[: len(x_ND)]

@@ -1,21 +1,11 @@
 """Distillation: the divergence and its gradient against NumPy in float64, chunks, the teacher of a run, exact resume."""
 
-from dataclasses import replace
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from dantinox.config.distill_settings import DistillSection
-from dantinox.model import Transformer
-from dantinox.platform import PLATFORMS
-from dantinox.text import Batch
-from dantinox.training.distillation import TaughtBatch, distill_losses, token_divergence
-
-from .small import VOCABULARY, small_config
+from dantinox.training.distillation import token_divergence
 
 
 def softmax(x):
@@ -57,7 +47,9 @@ def test_divergence_and_gradient_equal_float64(divergence, top_k, temperature):
     settings = DistillSection(teacher="x", divergence=divergence, top_k=top_k, temperature=temperature)
     rng = np.random.default_rng(0)
     student, teacher = rng.normal(0, 3, (2, 9, 12)).astype(np.float32)
-    compute = jax.jit(lambda s, t: (token_divergence(s, t, settings), jax.grad(lambda s: token_divergence(s, t, settings).sum())(s)))
+    compute = jax.jit(
+        lambda s, t: (token_divergence(s, t, settings), jax.grad(lambda s: token_divergence(s, t, settings).sum())(s))
+    )
     kl, gradient = compute(student, teacher)
     top_k = None if top_k is None or top_k >= 12 else top_k
     expected = reference(student, teacher, settings.model_copy(update={"top_k": top_k}))
