@@ -16,7 +16,7 @@ from dantinox.distributed import mesh_sizes
 from dantinox.sampling import SamplingParams
 from dantinox.text import prepare_data
 from dantinox.training.resume import total_steps
-from dantinox.training.step import TrainStep, abstract_batch
+from dantinox.training.step import TrainStep
 
 ROOT = Path(__file__).parents[1] / "dantinox"
 SMALL = {
@@ -220,9 +220,9 @@ def lowered_step(text):
     """Returns the number of steps and the lowered_step program of one step."""
     config = build_config(yaml.safe_load(text))
     model, steps = config.architecture(17), total_steps(config, 40)
-    t = config.training
-    state, batch = TrainStep(config, model, steps).shapes, abstract_batch(t.batch_size, config.model.max_context, t.objective)
-    return steps, TrainStep(config, model, steps).program.lower(state, batch).as_text()
+    step = TrainStep(config, model, steps)
+    batch = step.objective.abstract_batch(config.training.batch_size, config.model.max_context)
+    return steps, step.program.lower(step.shapes, batch).as_text()
 
 
 def sampling_parameters(config):

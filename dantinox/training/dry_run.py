@@ -12,7 +12,7 @@ from dantinox.config import Config
 from dantinox.distributed import make_layout
 from dantinox.model.lora import frozen_parameters
 from dantinox.model.parameters import init_parameters
-from dantinox.text import Batch, Preferences, prepare_data
+from dantinox.text import prepare_data
 from dantinox.training.launch import base_template, plan_lines
 from dantinox.training.memory import check_memory, keep_freed_memory
 from dantinox.training.resume import starting_tokenizer, total_steps
@@ -61,11 +61,7 @@ def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] 
     programs = Programs(train_step)
     note(programs.memory.line())
     check_memory(programs.memory, config)
-    pairs = config.training.objective == "dpo"
-    shape = config.training.batch_size, *([2] if pairs else []), config.model.max_context + 1
-    ids = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
-    parts = ids[..., :-1], ids[..., 1:], np.zeros_like(ids[..., 1:]), np.ones(ids[..., 1:].shape, np.float32)
-    rows: Any = Preferences(*parts, np.zeros(shape[:2], np.float32)) if pairs else Batch(*parts)
+    rows = train_step.objective.random_batch(config.training.batch_size, config.model.max_context, vocab_size)
 
     def read(numbers: np.ndarray | slice = slice(None)) -> Any:
         return type(rows)(*(array[numbers] for array in rows))

@@ -48,7 +48,7 @@ from dantinox.training.resume import check_facts, frozen_weights, run_facts, sta
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.step import Programs, TrainState, TrainStep, select_rows
 from dantinox.training.text_samples import Sampler, build_sampling_model
-from dantinox.training.training_log import NonFiniteLoss, TrainingLog, reward_metrics
+from dantinox.training.training_log import NonFiniteLoss, TrainingLog
 
 PREFETCH_BATCHES = 4  # batches
 MAX_REWINDS = 3  # to the same checkpoint
@@ -271,16 +271,17 @@ class Trainer:
         """Evaluates, writes the row and exports the weights if they are the best. A stop signal postpones all of this."""
         row_metrics = self.progress.evaluation_due or self.log.row_metrics(self.step)
         with self.log.paused():
-            loss, rewards = self._validation_loss()
+            loss, metrics = self._validation_loss()
             self.progress = replace(self.progress, evaluation_due=row_metrics if loss is None else None)
             if loss is None:
                 return
             mean = _mean(self.state.loss_since_eval)
             self.log.check(self.step, mean)
             self.state = self.state._replace(loss_since_eval=self._zeros())
-            bits = None if rewards else loss / math.log(2) / self.store.val_bytes_per_token  # undefined for preference pairs
+            per_token = self.train_step.objective.per_token
+            bits = loss / math.log(2) / self.store.val_bytes_per_token if per_token else None
             row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
-            self.log.evaluation(row, rewards)
+            self.log.evaluation(row, metrics)
             self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
             if self.progress.best_step == self.step:
                 self._export(self.state)
@@ -289,20 +290,20 @@ class Trainer:
         """Computes the validation loss, accumulated in float64 over batches.
 
         Returns:
-          The loss in nats per token, or per pair in preference training, and the rewards of preference training. The loss is
-          None if a stop signal arrived.
+          The loss, and the metrics of the objective with the prefix `val_`. The loss is None if a stop signal arrived.
         """
-        nats, count, rewards = 0.0, 0.0, None
+        nats, count, metrics = 0.0, 0.0, None
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
             rows = self.layout.put_batch(partial(select_rows, batch), self.programs.eval_rows)
             part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen))
             nats, count = nats + float(part.nats), count + float(part.num_targets)
-            if part.rewards is not None:
-                rewards = np.asarray(part.rewards, np.float64) + (0 if rewards is None else rewards)
+            if part.metrics is not None:
+                metrics = np.asarray(part.metrics, np.float64) + (0 if metrics is None else metrics)
             self.stop.signal = all_reduce_max(self.stop.signal or 0) or None
             if self.stop.signal is not None:
                 return None, {}
-        return nats / count, reward_metrics(None if rewards is None else rewards / count, "val_")
+        means = None if metrics is None else metrics / count
+        return nats / count, self.train_step.objective.named_metrics(means, "val_")
 
     def _write_sample(self, sample: Sampler) -> None:
         """Writes a text sample. A failure is only noted on the console, since training does not depend on samples."""

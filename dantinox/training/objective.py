@@ -1,163 +1,83 @@
-"""Training objectives: next-token cross-entropy with z-loss, and direct preference optimization."""
+"""The table of training objectives."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from dantinox.config import Config
 from dantinox.model import Transformer
-from dantinox.model.moe import Routing
-from dantinox.platform import get_platform
-from dantinox.text import Preferences
-
-# Logits in memory at one time: 64 MiB in float32. Larger batches are scored in chunks.
-MAX_CHUNK_LOGITS = 1 << 24
+from dantinox.text import Batch, Preferences
+from dantinox.training.preference_objectives import dpo_losses, pair_mask
+from dantinox.training.token_losses import LossSums, next_token_losses
 
 
-class LossSums(NamedTuple):
-    """Float32 sums over the counted targets of a batch, or of a device's part of it. The sums of parts add up to the total.
+class Objective(NamedTuple):
+    """What a training run minimizes. The loss of a batch is the sum of its losses divided by `divisor`.
 
     Attributes:
-      nats: −log p(target); for preference pairs, the losses of the pairs.
-      penalty: squared log-normalizers (the z-loss of Chowdhery et al. 2022, section 5).
-      num_targets: number of counted targets; for preference pairs, the number of pairs.
-      routing: for models with experts: balance loss and z-loss, each averaged over the layers with experts and multiplied by
-        `num_targets`, and the number of tokens of each expert of each layer, `[L, E]`.
-      rewards: for preference pairs, `[2]`: the sum of the reward margins, and the number of pairs with a positive margin. The
-        margin is beta times the difference of the log-probability gains of the chosen and the rejected answer.
+      losses: maps a model, a batch or a device's part of it, the settings, and the random streams of dropout (None: no dropout)
+        to sums. The sums of the parts of a batch add up.
+      divisor: returns the divisor of the sums of a batch; the divisors of its parts add up.
+      abstract_batch: returns the shapes of a batch of `rows` examples of `length` tokens, a NamedTuple.
+      conversations: number of conversations in an example, each with its own row of tokens.
+      per_token: whether the loss is a mean over target tokens, for which bits per byte are defined.
+      metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs.
     """
 
-    nats: jax.Array
-    penalty: jax.Array
-    num_targets: jax.Array
-    routing: Routing | None = None
-    rewards: jax.Array | None = None
+    losses: Callable[[Transformer, Any, Config, nnx.Rngs | None], LossSums]
+    divisor: Callable[[Any], jax.Array]
+    abstract_batch: Callable[[int, int], Any]
+    conversations: int = 1
+    per_token: bool = True
+    metrics: tuple[str, ...] = ()
+
+    def random_batch(self, rows: int, length: int, vocab_size: int) -> Any:
+        """Returns a batch of random tokens, all of which are targets. Its other arrays are zeros."""
+        rng = np.random.default_rng(0)
+
+        def fill(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+            if name.startswith(("tokens", "targets")):
+                return rng.integers(0, vocab_size, shape.shape).astype(shape.dtype)
+            return np.full(shape.shape, name.startswith("mask"), shape.dtype)
+
+        shapes = self.abstract_batch(rows, length)
+        return type(shapes)(*(fill(*item) for item in zip(shapes._fields, shapes, strict=True)))
+
+    def named_metrics(self, means: Any, prefix: str = "") -> dict[str, float]:
+        """Returns the means of the metrics by column name; empty if there are none."""
+        values = () if means is None else np.asarray(means, np.float64).tolist()
+        return {f"{prefix}{name}": value for name, value in zip(self.metrics, values, strict=True)}
 
 
-def count_targets(batch: Any) -> jax.Array:
-    """Returns the divisor of a mean loss: the counted targets of a batch, or its pairs with a counted target."""
-    return jnp.sum(_pair_mask(batch)) if isinstance(batch, Preferences) else jnp.sum(batch.mask_BT)
+def abstract_windows(rows: int, length: int) -> Any:
+    """Returns the shapes of a `Batch`."""
+    return Batch(*(jax.ShapeDtypeStruct((rows, length), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))  # type: ignore[arg-type]
 
 
-def batch_losses(model: Transformer, batch: Any, beta: float, *, rngs: nnx.Rngs | None = None) -> LossSums:
-    """Returns `dpo_losses` for preference pairs, `next_token_losses` for other batches."""
-    return (
-        dpo_losses(model, batch, beta, rngs=rngs)
-        if isinstance(batch, Preferences)
-        else next_token_losses(model, batch, rngs=rngs)
-    )
+def abstract_pairs(rows: int, length: int) -> Any:
+    """Returns the shapes of `Preferences`."""
+    int32, float32 = (jax.ShapeDtypeStruct((rows, 2, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    return Preferences(int32, int32, int32, float32, jax.ShapeDtypeStruct((rows, 2), jnp.float32))  # type: ignore[arg-type]
 
 
-def next_token_losses(
-    model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = MAX_CHUNK_LOGITS
-) -> LossSums:
-    """Runs the model over a batch and sums its losses.
-
-    Args:
-      batch: has `tokens_BT`, `targets_BT`, `segments_BT` (int32) and `mask_BT` (float32, 1 for counted targets).
-      rngs: enables dropout if it has a `dropout` stream.
-      chunk_logits: a batch with more logits than this is scored in chunks of tokens. The backward pass recomputes the logits
-        of each chunk, so that `[B, T, V]` never exists. A chunk has at least `min_loss_chunk_tokens` tokens, a number
-        that depends on the platform.
-    """
-    nats_N, squares_N, mask_N, aux = _per_token_losses(model, batch, rngs, chunk_logits)
-    num_targets = jnp.sum(mask_N)
-    return LossSums(jnp.sum(nats_N), jnp.sum(squares_N), num_targets, _routing(model, aux, num_targets))
-
-
-def dpo_losses(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx.Rngs | None = None) -> LossSums:
-    """Returns −log σ(β (Δ_chosen − Δ_rejected)) summed over pairs (Rafailov et al. 2023, DPO, equation 7).
-
-    Δ is the log-probability of an answer minus its log-probability under the model that training started from. Pairs without a
-    counted target are ignored.
-    """
-    logp_P2, aux = _pair_logprobs_and_aux(model, pairs, rngs)
-    pair_P = _pair_mask(pairs)
-    gain_P2 = logp_P2 - pairs.reference_P2
-    margin_P = beta * (gain_P2[:, 0] - gain_P2[:, 1])
-    rewards = jnp.stack([jnp.sum(pair_P * margin_P), jnp.sum(pair_P * (margin_P > 0))])
-    count = jnp.sum(pair_P)
-    nats = jnp.sum(pair_P * jax.nn.softplus(-margin_P))
-    return LossSums(nats, jnp.zeros(()), count, _routing(model, aux, count), rewards)
-
-
-def _pair_mask(pairs: Preferences) -> jax.Array:
-    """Returns 1 for pairs with a counted target, else 0."""
-    return jnp.any(pairs.mask_P2T > 0, axis=(1, 2)).astype(jnp.float32)
-
-
-def pair_logprobs(model: Transformer, pairs: Preferences) -> jax.Array:
-    """Returns ln p of both answers of P pairs, each summed over its counted targets: float32 `[P, 2]`; see `dpo_losses`."""
-    return _pair_logprobs_and_aux(model, pairs, None)[0]
-
-
-def _pair_logprobs_and_aux(model: Transformer, pairs: Preferences, rngs: nnx.Rngs | None) -> tuple[jax.Array, dict]:
-    nats_N, _, _, aux = _per_token_losses(model, pairs.rows(), rngs, MAX_CHUNK_LOGITS)
-    return -jnp.sum(nats_N.reshape(pairs.tokens_P2T.shape), axis=-1), aux
-
-
-def _per_token_losses(
-    model: Transformer, batch: Any, rngs: nnx.Rngs | None, chunk_logits: int
-) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
-    """Returns per-token losses of the batch, or of this device's tokens if devices share them.
-
-    Returns:
-      −ln p of the targets and squared log-normalizers, both 0 for uncounted targets; the mask; the model's auxiliary outputs.
-    """
-    B, T = batch.tokens_BT.shape
-    # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
-    positions_1T = jnp.arange(T)[None]
-    x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
-    shard = model.parallelism.local_shard  # selects this device's part of the tokens that several devices share
-    x_ND, targets_N, mask_N = (
-        shard(x) for x in (x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1))
-    )
-    size = max(get_platform(model.config.platform).min_loss_chunk_tokens, chunk_logits // model.config.vocab_size)
-    token_losses = _token_losses if size >= len(x_ND) else partial(_chunked_token_losses, size=size)
-    nats_N, squares_N = token_losses(model, None, x_ND, targets_N, mask_N)
-    return nats_N, squares_N, mask_N, aux
-
-
-def _routing(model: Transformer, aux: dict, num_targets: jax.Array) -> Routing | None:
-    routing: Routing | None = aux.get("routing")
-    if routing is None:
-        return None
-    L, experts = model.config.num_blocks, model.config.experts
-    routed = L - (len(experts.dense_layers) if experts else 0)  # balance loss and z-loss of dense layers are zero
-    balance, z = (num_targets * model.parallelism.copy_to_tp(jnp.sum(part) / routed) for part in (routing.balance, routing.z))
-    return Routing(balance, z, routing.counts_E)
-
-
-def _token_losses(
-    model: Transformer, rounded_DV: jax.Array | None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    logits_NV = model.logits(x_ND, rounded_DV)
-    normalizer_N = jax.nn.logsumexp(logits_NV, axis=-1)
-    if get_platform(model.config.platform).name == "cpu":
-        target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
-    else:  # the gradient of a gather is a scatter, which would write the gradients of all logits again in float32
-        target_N = jnp.sum(jnp.where(jnp.arange(logits_NV.shape[-1]) == targets_N[:, None], logits_NV, 0), axis=-1)
-    return mask_N * (normalizer_N - target_N), mask_N * jnp.square(normalizer_N)
-
-
-def _chunked_token_losses(
-    model: Transformer, _: None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, *, size: int
-) -> tuple[jax.Array, jax.Array]:
-    """Computes `_token_losses` in chunks of `size` tokens; the last chunk is padded with uncounted tokens."""
-    missing = -x_ND.shape[0] % size
-    parts = tuple(
-        jnp.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in (x_ND, targets_N, mask_N)
-    )
-
-    rounded_DV = None
-    if get_platform(model.config.platform).name != "cpu":  # a CPU multiplies in float32 and needs no rounded weights
-        rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # rounded once, not in every chunk
-
-    @jax.checkpoint
-    def chunk_losses(_, part):
-        return None, _token_losses(model, rounded_DV, *part)
-
-    _, (nats, squares) = jax.lax.scan(chunk_losses, None, parts)
-    return nats.reshape(-1)[: len(x_ND)], squares.reshape(-1)[: len(x_ND)]
+TOKENS = Objective(
+    lambda model, batch, config, rngs: next_token_losses(model, batch, rngs=rngs),
+    lambda batch: jnp.sum(batch.mask_BT),
+    abstract_windows,
+)
+OBJECTIVES: dict[str, Objective] = {
+    "next_token": TOKENS,
+    "sft": TOKENS,
+    "dpo": Objective(
+        lambda model, batch, config, rngs: dpo_losses(model, batch, config.training.dpo_beta, rngs=rngs),
+        lambda pairs: jnp.sum(pair_mask(pairs)),
+        abstract_pairs,
+        conversations=2,
+        per_token=False,
+        metrics=("reward_margin", "reward_accuracy"),
+    ),
+}

@@ -22,8 +22,10 @@ from dantinox.platform import get_platform
 from dantinox.programs import compile_program, tree_bytes
 from dantinox.text import Batch, Preferences
 from dantinox.training.memory import MemoryPlan, plan_memory
-from dantinox.training.objective import LossSums, batch_losses, count_targets, pair_logprobs
+from dantinox.training.objective import OBJECTIVES
 from dantinox.training.optimizer import EMAState, Schedule, optimizer
+from dantinox.training.preference_objectives import pair_logprobs
+from dantinox.training.token_losses import LossSums
 
 EVAL_TOKENS_PER_CALL = 8192
 
@@ -52,26 +54,18 @@ class Metrics(NamedTuple):
     """Metrics of one step, on the device until they are read.
 
     Attributes:
-      loss: loss before the update, in nats per token (per pair in preference training).
+      loss: loss before the update: the sum of the losses divided by `Objective.divisor`.
       grad_norm: norm of the gradient before clipping.
       rates: the learning rates that the update applied; see `Optimizer`.
       expert_counts: number of tokens of each expert of each layer, `[L, E]`; None without experts.
-      rewards: in preference training the mean margin, and the share of pairs whose chosen answer has the larger reward.
+      metrics: the means of `Objective.metrics`, in their order; None if the objective has none.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
     rates: dict[str, jax.Array]
     expert_counts: jax.Array | None = None
-    rewards: jax.Array | None = None
-
-
-def abstract_batch(rows: int, length: int, objective: str = "next_token") -> Any:
-    """Returns the shapes of a batch of `rows` windows or preference pairs."""
-    if objective == "dpo":
-        int32, float32 = (jax.ShapeDtypeStruct((rows, 2, length), dtype) for dtype in (jnp.int32, jnp.float32))
-        return Preferences(int32, int32, int32, float32, jax.ShapeDtypeStruct((rows, 2), jnp.float32))  # type: ignore[arg-type]
-    return Batch(*(jax.ShapeDtypeStruct((rows, length), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))  # type: ignore[arg-type]
+    metrics: jax.Array | None = None
 
 
 def select_rows(batch: Any, rows: np.ndarray | None = None) -> Any:
@@ -105,6 +99,7 @@ class TrainStep:
         self, config: Config, model: ModelConfig, steps: int, layout: Layout | None = None, factor: Schedule | None = None
     ):
         self.config, self.model, self.layout = config, model, layout or Layout(model)
+        self.objective = OBJECTIVES[config.training.objective]
         self.optimizer = optimizer(config.training, steps, factor, self.layout)
         parameters = trainable_parameters(abstract_model(model)[1], model)
         sums: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
@@ -143,7 +138,7 @@ class TrainStep:
         inputs = trained, PartitionSpec(BATCH), replicated, frozen_parameters(layout.specs, model)
         outputs = trained, replicated, replicated, replicated
         gradient = layout.shard_map(self._gradient, inputs, outputs)
-        gradients, loss, counts_LE, rewards = gradient(state.parameters, batch, key, base)
+        gradients, loss, counts_LE, metrics = gradient(state.parameters, batch, key, base)
         updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
@@ -156,7 +151,7 @@ class TrainStep:
             parameters, moments = _keep_if_finite(finite, (parameters, moments), (state.parameters, state.optimizer))
         since_eval, since_log = (total + loss_and_count for total in (state.loss_since_eval, state.loss_since_log))
         next_state = TrainState(state.step + 1, parameters, moments, since_eval, since_log)
-        return next_state, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, rewards)
+        return next_state, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, metrics)
 
     def _gradient(
         self, parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters
@@ -164,29 +159,29 @@ class TrainStep:
         """Computes the gradients of the mean loss of a batch on the shards of one device.
 
         Returns:
-          The gradients, the loss, the expert counts and the rewards.
+          The gradients, the loss, the expert counts and the metrics.
         """
         model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
         build, _ = abstract_model(model)
-        count = jnp.maximum(layout.parallelism.psum_batch(count_targets(batch)), 1.0)
+        count = jnp.maximum(layout.parallelism.psum_batch(self.objective.divisor(batch)), 1.0)
 
-        def objective(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
+        def mean_loss(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
             built = layout.build_model(build, parameters | base)
             enable_dropout(built, key)
-            total = batch_losses(built, part, t.dpo_beta, rngs=nnx.Rngs(dropout=key))
+            total = self.objective.losses(built, part, self.config, nnx.Rngs(dropout=key))
             loss = total.nats + t.z_loss * total.penalty
             if total.routing is None:
-                return loss / count, (total.nats, None, total.rewards)
+                return loss / count, (total.nats, None, total.metrics)
             loss += moe.alpha_balance * total.routing.balance + moe.router_z_loss * total.routing.z
-            return loss / count, (total.nats, total.routing.counts_E, total.rewards)
+            return loss / count, (total.nats, total.routing.counts_E, total.metrics)
 
         no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
-        zero_aux = jnp.zeros(()), no_counts, jnp.zeros(2) if t.objective == "dpo" else None
-        gradients, (nats, counts_LE, rewards) = _accumulate_gradients(
-            objective, parameters, batch, layout.device_key(key), t.grad_accum, zero_aux
+        zero_aux = jnp.zeros(()), no_counts, jnp.zeros(len(self.objective.metrics)) if self.objective.metrics else None
+        gradients, (nats, counts_LE, metrics) = _accumulate_gradients(
+            mean_loss, parameters, batch, layout.device_key(key), t.grad_accum, zero_aux
         )
-        rewards = None if rewards is None else layout.psum(rewards) / count
-        return layout.reduce_gradients(gradients), layout.psum(nats) / count, counts_LE, rewards
+        metrics = None if metrics is None else layout.psum(metrics) / count
+        return layout.reduce_gradients(gradients), layout.psum(nats) / count, counts_LE, metrics
 
     def traced(self, validation_rows: int | None = None) -> dict[str, TracedProgram]:
         """Traces the programs of a run, `train` and `evaluation`, from shapes only.
@@ -196,13 +191,13 @@ class TrainStep:
         """
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
         rows, length = t.batch_size, config.model.max_context
-        eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.batch_shards
+        eval_rows = max(1, EVAL_TOKENS_PER_CALL // (self.objective.conversations * length)) * layout.batch_shards
         if validation_rows is not None:
             eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)
         base = layout.place_shapes(frozen_parameters(layout.shapes, model))
-        batch, eval_batch = (layout.place_batch(abstract_batch(count, length, t.objective)) for count in (rows, eval_rows))
+        batch, eval_batch = (layout.place_batch(self.objective.abstract_batch(count, length)) for count in (rows, eval_rows))
         train = self.program.trace(self.shapes, batch, base)
-        evaluation = make_eval_step(model, layout, t.dpo_beta).trace(self.shapes.parameters, eval_batch, base)
+        evaluation = make_eval_step(model, layout, config).trace(self.shapes.parameters, eval_batch, base)
         platform = get_platform(model.platform)
         options = platform.compiler_options(tree_bytes(abstract_model(replace(model, lora=None))[1]))
         if t.deterministic and platform.name == "gpu":
@@ -254,18 +249,19 @@ def _accumulate_gradients(
     return total
 
 
-def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float = 0.0) -> Any:
+def make_eval_step(model: ModelConfig, layout: Layout | None = None, config: Config = Config()) -> Any:  # noqa: B008 (frozen)
     """Returns a jitted function that evaluates one batch without dropout.
 
     The function maps (parameters, batch, frozen weights) to `LossSums` without routing.
 
     Args:
-      beta: the beta of `dpo_losses`.
+      config: the settings of the objective.
     """
     layout, (build, _) = layout or Layout(model), abstract_model(model)
+    losses = OBJECTIVES[config.training.objective].losses
 
     def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
-        return layout.psum(batch_losses(layout.build_model(build, parameters | base), batch, beta)._replace(routing=None))
+        return layout.psum(losses(layout.build_model(build, parameters | base), batch, config, None)._replace(routing=None))
 
     specs = trainable_parameters(layout.specs, model), PartitionSpec(BATCH), frozen_parameters(layout.specs, model)
     sharded = layout.shard_map(evaluate, specs, PartitionSpec())

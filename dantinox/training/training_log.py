@@ -18,6 +18,7 @@ from dantinox.report import Console, MetricsLog, trackers
 from dantinox.report.tables import human_time
 from dantinox.run import RunDirectory
 from dantinox.training.memory import used_gb
+from dantinox.training.objective import OBJECTIVES
 from dantinox.training.step import Metrics
 
 TIMED_STEPS = 3  # timed for the estimate of the duration, after one step that is not timed
@@ -67,6 +68,7 @@ class TrainingLog:
 
     def __init__(self, config: Config, model: ModelConfig, layout: Layout, run: RunDirectory, console: Console):
         self.config, self.model, self.layout, self.console = config, model, layout, console
+        self.objective = OBJECTIVES[config.training.objective]
         paths = run.log(config), run.metrics
         self.files: Any = MetricsLog(*paths, trackers(config, run.path)) if is_rank0() else NullOutput()
         self.restart(0)
@@ -118,21 +120,25 @@ class TrainingLog:
           NonFiniteLoss: see `check`.
         """
         newest = self.recent[-1]
-        row = {"step": step, "train_loss": mean_loss} | self.row_metrics(step) | reward_metrics(newest.rewards)
+        row = {"step": step, "train_loss": mean_loss} | self.row_metrics(step) | self.objective.named_metrics(newest.metrics)
         self.check(step, mean_loss)
         counts_LE = newest.expert_counts
         counts = {} if counts_LE is None else {"expert_counts": np.asarray(counts_LE).tolist()}
         self.files.event("interval", row | counts)
         self.console.interval(row | {"seconds_left": row["ms_per_step"] / 1e3 * (steps - step)})
 
-    def evaluation(self, row: dict[str, Any], rewards: dict[str, float]) -> None:
-        """Writes the row of an evaluation. Its `train_loss` is the mean over the steps since the previous evaluation."""
+    def evaluation(self, row: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Writes the row of an evaluation. Its `train_loss` is the mean over the steps since the previous evaluation.
+
+        Args:
+          metrics: the validation metrics of the objective.
+        """
         self.files.evaluation(row)
-        if rewards:
-            self.files.event("preferences", {"step": row["step"]} | rewards)
+        if metrics:
+            self.files.event("preferences", {"step": row["step"]} | metrics)
         # An interval row of the same step has a `train_loss` that covers other steps, so this one gets another name.
         renamed = {"train_loss_since_eval" if name == "train_loss" else name: value for name, value in row.items()}
-        self.console.evaluation(renamed | rewards)
+        self.console.evaluation(renamed | metrics)
 
     def check(self, step: int, mean_loss: float) -> None:
         """Checks the steps since the last check, up to `step`. Every checkpoint is preceded by a check.
@@ -161,21 +167,13 @@ class TrainingLog:
 
 def tokens_per_step(config: Config) -> int:
     t = config.training
-    return t.batch_size * config.model.max_context * (2 if t.objective == "dpo" else 1)
+    return t.batch_size * config.model.max_context * OBJECTIVES[t.objective].conversations
 
 
 def duration_line(steps: int, seconds_per_step: float) -> str:
     """Returns `about 35m00s for 500 steps at 4.2 s per step, without evaluations`."""
     each = f"{seconds_per_step:.2g} s" if seconds_per_step >= 0.1 else f"{1e3 * seconds_per_step:.2g} ms"
     return f"about {human_time(steps * seconds_per_step)} for {steps} steps at {each} per step, without evaluations"
-
-
-def reward_metrics(rewards: Any, prefix: str = "") -> dict[str, float]:
-    """Returns the mean margin and accuracy of preference pairs as columns of a row; empty for other objectives."""
-    if rewards is None:
-        return {}
-    margin, accuracy = np.asarray(rewards, np.float64).tolist()
-    return {f"{prefix}reward_margin": margin, f"{prefix}reward_accuracy": accuracy}
 
 
 def _finite(metrics: Metrics) -> bool:

@@ -12,8 +12,9 @@ from dantinox.distributed import Layout, make_layout
 from dantinox.measure.program_cost import Work, count_work
 from dantinox.programs import memory_usage, tree_bytes
 from dantinox.text import Batch, TokenStore
-from dantinox.training.objective import next_token_losses
-from dantinox.training.step import TrainState, TrainStep, abstract_batch, make_eval_step
+from dantinox.training.objective import abstract_windows
+from dantinox.training.step import TrainState, TrainStep, make_eval_step
+from dantinox.training.token_losses import next_token_losses
 
 V, STEPS = 64, 3
 BASE = {
@@ -96,7 +97,7 @@ def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Progr
     model, layout, t = config.architecture(V), layout_of(config), config.training
     tokens = t.batch_size // t.grad_accum * model.max_context // layout.devices
     shapes = TrainStep(config, model, t.steps).shapes
-    batch = layout.place_batch(abstract_batch(t.batch_size, model.max_context))
+    batch = layout.place_batch(abstract_windows(t.batch_size, model.max_context))
     with patch.dict(next_token_losses.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
         lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(layout.place_shapes(shapes), batch)
     step = lowered.compile()

@@ -66,7 +66,7 @@ def test_dpo_trains_as_on_one_device():
         for _ in range(2):
             state, metrics = step(state, layout.put_batch(partial(select_rows, pairs), 8))
         logp = make_reference_step(model, layout)(state.parameters, layout.put_batch(partial(select_rows, pairs), 8), {})
-        found.append([float(metrics.loss), *np.asarray(metrics.rewards), *np.asarray(logp).ravel()])
+        found.append([float(metrics.loss), *np.asarray(metrics.metrics), *np.asarray(logp).ravel()])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
     with pytest.raises(UserError, match=ERRORS["distributed_tensor_must_be_1"]):
         layout_of(settings("dense", "tensor=2", training__objective="dpo", training__init_from="x"))

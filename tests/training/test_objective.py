@@ -10,7 +10,7 @@ from flax import nnx
 from dantinox.model import Transformer
 from dantinox.platform import PLATFORMS
 from dantinox.text import Batch
-from dantinox.training.objective import next_token_losses
+from dantinox.training.token_losses import next_token_losses
 
 from .small import VOCABULARY, small_config
 

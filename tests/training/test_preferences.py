@@ -15,7 +15,8 @@ from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
 from dantinox.text import Preferences, Tokenizer, prepare_data, train_tokenizer
 from dantinox.training.launch import launch
-from dantinox.training.objective import dpo_losses, next_token_losses, pair_logprobs
+from dantinox.training.preference_objectives import dpo_losses, pair_logprobs
+from dantinox.training.token_losses import next_token_losses
 from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, small_config
@@ -64,11 +65,11 @@ def logits_of(model, pairs):
 def test_loss_equals_float64(model, pairs):
     of_loss = jax.jit(lambda model, pairs: dpo_losses(model, pairs, BETA))
     got, expected = of_loss(model, pairs), reference(logits_of(model, pairs), pairs)
-    np.testing.assert_allclose([got.nats, *got.rewards], expected[:3], rtol=1e-5)
+    np.testing.assert_allclose([got.nats, *got.metrics], expected[:3], rtol=1e-5)
     assert float(got.num_targets) == 3
     logp = np.asarray(jax.jit(pair_logprobs)(model, pairs))
     at_start = of_loss(model, pairs._replace(reference_P2=logp))
-    np.testing.assert_allclose([at_start.nats, *at_start.rewards], [3 * np.log(2), 0, 0], atol=1e-6)
+    np.testing.assert_allclose([at_start.nats, *at_start.metrics], [3 * np.log(2), 0, 0], atol=1e-6)
 
 
 def test_gradient_equals_float64(model, pairs):

@@ -5,7 +5,8 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.training.memory import MemoryPlan, check_memory, plan_memory
-from dantinox.training.step import EVAL_TOKENS_PER_CALL, TrainStep, abstract_batch, make_eval_step
+from dantinox.training.objective import abstract_windows
+from dantinox.training.step import EVAL_TOKENS_PER_CALL, TrainStep, make_eval_step
 from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, small_config, small_store
@@ -97,7 +98,7 @@ def test_step_donates_its_state_and_plans_its_memory(optimized):
     config = small_config()
     model = config.architecture(VOCABULARY)
     abstract = TrainStep(config, model, 24).shapes
-    compiled = optimized(TrainStep(config, model, 24).program.lower(abstract, abstract_batch(4, 8)))
+    compiled = optimized(TrainStep(config, model, 24).program.lower(abstract, abstract_windows(4, 8)))
     plan = plan_memory(compiled, abstract)
     state = TrainStep(config, model, 24).initial_state()
     assert plan.parameters == sum(p.nbytes for p in state.parameters.values())

@@ -1,0 +1,117 @@
+"""Sums of losses over the target tokens of a batch: next-token cross-entropy with z-loss."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dantinox.model import Transformer
+from dantinox.model.moe import Routing
+from dantinox.platform import get_platform
+
+# Logits in memory at one time: 64 MiB in float32. Larger batches are scored in chunks.
+MAX_CHUNK_LOGITS = 1 << 24
+
+
+class LossSums(NamedTuple):
+    """Float32 sums over the counted targets of a batch, or of a device's part of it. The sums of parts add up to the total.
+
+    Attributes:
+      nats: the loss before penalties: −log p(target), or the losses of the pairs in preference training.
+      penalty: squared log-normalizers (the z-loss of Chowdhery et al. 2022, section 5).
+      num_targets: number of counted targets or pairs, by which the sums are divided; see `Objective.divisor`.
+      routing: for models with experts: balance loss and z-loss, each averaged over the layers with experts and multiplied by
+        `num_targets`, and the number of tokens of each expert of each layer, `[L, E]`.
+      metrics: the sums of `Objective.metrics`, in their order; None if the objective has none.
+    """
+
+    nats: jax.Array
+    penalty: jax.Array
+    num_targets: jax.Array
+    routing: Routing | None = None
+    metrics: jax.Array | None = None
+
+
+def next_token_losses(
+    model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = MAX_CHUNK_LOGITS
+) -> LossSums:
+    """Runs the model over a batch and sums its losses.
+
+    Args:
+      batch: has `tokens_BT`, `targets_BT`, `segments_BT` (int32) and `mask_BT` (float32, 1 for counted targets).
+      rngs: enables dropout if it has a `dropout` stream.
+      chunk_logits: a batch with more logits than this is scored in chunks of tokens. The backward pass recomputes the logits
+        of each chunk, so that `[B, T, V]` never exists. A chunk has at least `min_loss_chunk_tokens` tokens, a number
+        that depends on the platform.
+    """
+    nats_N, squares_N, mask_N, aux = per_token_losses(model, batch, rngs, chunk_logits)
+    num_targets = jnp.sum(mask_N)
+    return LossSums(jnp.sum(nats_N), jnp.sum(squares_N), num_targets, sum_routing(model, aux, num_targets))
+
+
+def per_token_losses(
+    model: Transformer, batch: Any, rngs: nnx.Rngs | None, chunk_logits: int
+) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
+    """Returns per-token losses of the batch, or of this device's tokens if devices share them.
+
+    Returns:
+      −ln p of the targets and squared log-normalizers, both 0 for uncounted targets; the mask; the model's auxiliary outputs.
+    """
+    B, T = batch.tokens_BT.shape
+    # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
+    positions_1T = jnp.arange(T)[None]
+    x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
+    shard = model.parallelism.local_shard  # selects this device's part of the tokens that several devices share
+    x_ND, targets_N, mask_N = (
+        shard(x) for x in (x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1))
+    )
+    size = max(get_platform(model.config.platform).min_loss_chunk_tokens, chunk_logits // model.config.vocab_size)
+    token_losses = _token_losses if size >= len(x_ND) else partial(_chunked_token_losses, size=size)
+    nats_N, squares_N = token_losses(model, None, x_ND, targets_N, mask_N)
+    return nats_N, squares_N, mask_N, aux
+
+
+def sum_routing(model: Transformer, aux: dict, num_targets: jax.Array) -> Routing | None:
+    """Returns `LossSums.routing` from the auxiliary outputs of the model."""
+    routing: Routing | None = aux.get("routing")
+    if routing is None:
+        return None
+    L, experts = model.config.num_blocks, model.config.experts
+    routed = L - (len(experts.dense_layers) if experts else 0)  # balance loss and z-loss of dense layers are zero
+    balance, z = (num_targets * model.parallelism.copy_to_tp(jnp.sum(part) / routed) for part in (routing.balance, routing.z))
+    return Routing(balance, z, routing.counts_E)
+
+
+def _token_losses(
+    model: Transformer, rounded_DV: jax.Array | None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    logits_NV = model.logits(x_ND, rounded_DV)
+    normalizer_N = jax.nn.logsumexp(logits_NV, axis=-1)
+    if get_platform(model.config.platform).name == "cpu":
+        target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
+    else:  # the gradient of a gather is a scatter, which would write the gradients of all logits again in float32
+        target_N = jnp.sum(jnp.where(jnp.arange(logits_NV.shape[-1]) == targets_N[:, None], logits_NV, 0), axis=-1)
+    return mask_N * (normalizer_N - target_N), mask_N * jnp.square(normalizer_N)
+
+
+def _chunked_token_losses(
+    model: Transformer, _: None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, *, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `_token_losses` in chunks of `size` tokens; the last chunk is padded with uncounted tokens."""
+    missing = -x_ND.shape[0] % size
+    parts = tuple(
+        jnp.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in (x_ND, targets_N, mask_N)
+    )
+
+    rounded_DV = None
+    if get_platform(model.config.platform).name != "cpu":  # a CPU multiplies in float32 and needs no rounded weights
+        rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # rounded once, not in every chunk
+
+    @jax.checkpoint
+    def chunk_losses(_, part):
+        return None, _token_losses(model, rounded_DV, *part)
+
+    _, (nats, squares) = jax.lax.scan(chunk_losses, None, parts)
+    return nats.reshape(-1)[: len(x_ND)], squares.reshape(-1)[: len(x_ND)]
