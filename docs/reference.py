@@ -125,7 +125,7 @@ EXAMPLE_VALUES: dict[str, object] = {
     "data.chat_template": "plain", "data.val_path": "validation.txt", "data.dataset_config": "sample-10BT",
     "training.steps": 1000, "training.warmup_steps": 100, "training.eval_tokens": 32768, "training.checkpoint_every": 500,
     "training.sample_every": 500, "training.sample_prompt": "def ", "training.patience": 5, "training.init_from": "runs/base",
-    "lora.rank": 16, "lora.alpha": 32.0, "lora.targets": ["q_proj", "v_proj"], "distributed.coordinator": "auto",
+    "distill.teacher": "runs/teacher", "distill.top_k": 64, "lora.rank": 16, "lora.alpha": 32.0, "lora.targets": ["q_proj", "v_proj"], "distributed.coordinator": "auto",
     "distributed.processes": 4, "distributed.process": 0, "generation.seed": 1, "generation.stop": ["###"],
     "generation.banned_strings": ["testament to"], "generation.banned_regexes": ["not just .*, but"],
     "generation.negative_prompt": "A sad story.", "generation.stop_token_ids": ["<|im_end|>"],

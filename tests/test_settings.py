@@ -39,6 +39,7 @@ START_FROM = {"training.init_from": "runs/x"}
 LORA = {**START_FROM, "lora.rank": 4}
 LOOP_STOP = {"generation.loop_stop": True}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
+DISTILL = {"training.objective": "distill", "distill.teacher": "runs/x"}
 FACTOR_4 = {"attention.rope_factor": 4.0}
 LINEAR = {**FACTOR_4, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
@@ -125,6 +126,10 @@ OTHER: dict[str, tuple] = {
     "training.deterministic": (True,),
     "lora.rank": (4, START_FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
     "lora.base_weights": ("int8", LORA),
+    "distill.teacher": ("runs/y", DISTILL), "distill.data": ("conversations", DISTILL),
+    "distill.divergence": ("reverse_kl", DISTILL), "distill.temperature": (2.0, DISTILL), "distill.top_k": (3, DISTILL),
+    "distill.data_weight": (0.5, DISTILL), "distill.teacher_weights": ("bfloat16", DISTILL),
+    "distill.init_from_teacher": (True, DISTILL),
     "distributed.data": (2,), "distributed.fsdp": (4,), "distributed.expert": (2,), "distributed.tensor": (2,),
     "distributed.coordinator": ("auto",), "distributed.processes": (2, {**ADDRESS, "distributed.process": 0}),
     "distributed.process": (1, {**ADDRESS, "distributed.processes": 2}),
@@ -245,7 +250,7 @@ def is_read_by(key, *packages):
         "logging": r"(logging|log)",
         "generation": r"(generation|section|sections\[0\])",
     }
-    holder |= {"kv": r"kv", "data": "data", "distributed": "d"}
+    holder |= {"kv": r"kv", "data": "data", "distributed": "d", "distill": "(distill|settings)"}
     source = "\n".join(path.read_text() for package in packages for path in (ROOT / package).rglob("*.py"))
     return re.search(rf"\b{holder[section]}\.{name}\b", source) is not None
 
@@ -318,7 +323,7 @@ def corpora(tmp_path_factory):
 def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *DRAFTS, *HUB, *START_UP):
+    if section in ("kv", "logging", "distill") or name in (*LOOP, *REQUEST, *DRAFTS, *HUB, *START_UP):
         assert is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
         return
     base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})

@@ -20,8 +20,9 @@ from dantinox.config.reference import PREREQUISITES, type_in_words
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
 from dantinox.files import UserError, escape_name, quote, read_text
 
-INHERITED_SECTIONS = ("model", "moe", "attention", "tokenizer")  # a run inherits these sections from training.init_from
-TAUGHT_SECTIONS = ("tokenizer",)  # and these from distill.teacher, without training.init_from
+# A run inherits these sections from training.init_from, or else the second ones from distill.teacher.
+INHERITED_SECTIONS: tuple[str, ...] = ("model", "moe", "attention", "tokenizer")
+TAUGHT_SECTIONS = ("tokenizer",)
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -190,10 +191,10 @@ def build_training(
         content = tree.get(section)
         return overrides.get(f"{section}.{name}", content.get(name) if isinstance(content, dict) else None)
 
-    source, sections = given("training", "init_from"), INHERITED_SECTIONS
-    if source is None and given("training", "objective") == "distill":
-        source, sections = given("distill", "teacher"), TAUGHT_SECTIONS
-    file = Path(source) / "config.yaml" if isinstance(source, str) and source and "\0" not in source else None
+    model_run, sections = given("training", "init_from"), INHERITED_SECTIONS
+    if not model_run and given("training", "objective") == "distill":
+        model_run, sections = given("distill", "teacher"), TAUGHT_SECTIONS
+    file = Path(model_run) / "config.yaml" if isinstance(model_run, str) and model_run and "\0" not in model_run else None
     if file is None or not file.is_file():  # the code that reads the weights reports the error
         return build_config(tree, overrides, where, source, origin)
     base = load_config(file)
@@ -202,7 +203,7 @@ def build_training(
     filled = {name: {**inherited.get(name, {}), **(keys or {})} for name, keys in tree.items() if isinstance(keys, dict | None)}
     config, unused = validate_settings({**tree, **inherited, **filled}, overrides, where, source, origin)
     inherited_keys = sorted(key for key in written if key.partition(".")[0] in sections)
-    _check_start(base, config, inherited_keys, where | dict.fromkeys(overrides, origin), str(source))
+    _check_start(base, config, inherited_keys, where | dict.fromkeys(overrides, origin), str(model_run))
     warn_inactive({key: reason for key, reason in unused.items() if key in written}, where, source)
     return reset_settings(config, [key for key in unused if key not in written])
 

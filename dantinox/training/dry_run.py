@@ -17,6 +17,7 @@ from dantinox.training.launch import base_template, plan_lines
 from dantinox.training.memory import check_memory, keep_freed_memory
 from dantinox.training.resume import starting_tokenizer, total_steps
 from dantinox.training.step import Metrics, Programs, TrainStep
+from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import make_sampler
 from dantinox.training.training_log import duration_line
 
@@ -57,7 +58,8 @@ def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] 
     steps = config.training.steps or max(DEFAULT_STEPS, config.training.warmup_steps or 0)
     model = config.trained_architecture(vocab_size)
     layout = make_layout(config, model)
-    train_step = TrainStep(config, model, steps, layout)
+    teacher = open_teacher(config, layout)
+    train_step = TrainStep(config, model, steps, layout, teacher=teacher)
     programs = Programs(train_step)
     note(programs.memory.line())
     check_memory(programs.memory, config)
@@ -70,10 +72,11 @@ def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] 
     state = train_step.initial_state()
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
     base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
+    taught = {} if teacher is None else teacher.load_weights()
 
     def step() -> Metrics:
         nonlocal state
-        state, metrics = programs.train(state, batch, base)
+        state, metrics = programs.train(state, batch, base, taught)
         return metrics
 
     return step

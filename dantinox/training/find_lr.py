@@ -18,6 +18,7 @@ from dantinox.training.dpo_reference import compute_reference_logprobs
 from dantinox.training.launch import base_template
 from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import TrainStep
+from dantinox.training.teacher import open_teacher
 
 SMOOTHING = 0.9  # decay of the running mean of the losses, which is bias-corrected
 DIVERGENCE_RATIO = 1.5  # training has diverged above this multiple of the lowest smoothed loss
@@ -69,18 +70,19 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
             )
 
         layout = make_layout(config, model)
-        train = TrainStep(config, model, steps, layout, factor)
+        teacher = open_teacher(config, layout, tokenizer.fingerprint)
+        train = TrainStep(config, model, steps, layout, factor, teacher)
         weights = starting_weights(config, model, tokenizer.fingerprint)
         state = train.initial_state(weights)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)
+        taught = {} if teacher is None else teacher.load_weights()
         if isinstance(store, ConversationStore) and store.pairs:
             store.reference = compute_reference_logprobs(store, model, layout, t.batch_size, state.parameters, base)
         key = "muon_lr" if t.optimizer == "muon" else "lr"
         losses, rates = [], []
         for step in range(steps):
-            state, metrics = train.program(
-                state, layout.put_batch(partial(store.batch, step), t.batch_size, t.grad_accum), base
-            )
+            batch = layout.put_batch(partial(store.batch, step), t.batch_size, t.grad_accum)
+            state, metrics = train.program(state, batch, base, taught)
             losses.append(float(metrics.loss))
             rates.append(float(metrics.rates[key]))
             if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGENCE_RATIO * min(losses)):

@@ -32,6 +32,7 @@ from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore
 from dantinox.training.loop import train
 from dantinox.training.memory import keep_freed_memory
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
+from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import Sampler, make_sampler
 
 PreparedRun = tuple[Config, Tokenizer, TokenStore, Sampler | None]
@@ -122,6 +123,7 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
             chat = ChatTemplate.from_name(config.data.chat_template or template, tokenizer)
             tokenizer = _add_stop_tokens(tokenizer, chat)
         sample = make_sampler(config, tokenizer)
+        open_teacher(config, make_layout(config, config.trained_architecture(tokenizer.vocab_size)), tokenizer.fingerprint)
         record_files(run.path, run.tokens())
         save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
         if config.training.init_from is not None:
@@ -208,6 +210,10 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     if lora is not None:
         on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} are frozen, in {lora.held}"
         adapters = [("adapters", f"rank {lora.rank}, scale {lora.scale:g}, {on}")]
+    if t.objective == "distill":
+        d = config.distill
+        tokens_compared = "all tokens" if d.top_k is None else f"its {d.top_k} most probable tokens"
+        adapters.append(("teacher", f"{d.teacher}, {d.divergence} of {tokens_compared}, temperature {d.temperature:g}"))
     yield table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {feed_forward}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, vocabulary of {tokenizer.vocab_size}"),

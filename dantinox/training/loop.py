@@ -47,6 +47,7 @@ from dantinox.training.results import export_weights, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.step import Programs, TrainState, TrainStep, select_rows
+from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import Sampler, build_sampling_model
 from dantinox.training.training_log import NonFiniteLoss, TrainingLog
 
@@ -128,7 +129,8 @@ class Trainer:
         self.steps = total_steps(config, store.windows_per_epoch)
         self.model = config.trained_architecture(tokenizer.vocab_size)
         self.layout = make_layout(config, self.model)
-        self.train_step = TrainStep(config, self.model, self.steps, self.layout)
+        self.teacher = open_teacher(config, self.layout, tokenizer.fingerprint, run)
+        self.train_step = TrainStep(config, self.model, self.steps, self.layout, teacher=self.teacher)
         self.facts = run_facts(config, tokenizer.fingerprint, self.layout, run)
         self.log = TrainingLog(config, self.model, self.layout, run, console)
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
@@ -137,6 +139,7 @@ class Trainer:
         self.state: TrainState
         self.on_cpu = get_platform().name == "cpu"
         self.frozen: Parameters = {}  # the frozen weights under adapters
+        self.taught: Parameters = {}  # the weights of the teacher
         self.val_loss: float | None = None  # of the current step
         self.saved_step: int | None = None
         self.rewinds = 0  # since the last checkpoint
@@ -151,6 +154,8 @@ class Trainer:
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
         self.frozen = frozen_weights(self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run)
+        if self.teacher is not None:
+            self.taught = self.teacher.load_weights()
         if not restored:
             self._init_state()
         if isinstance(self.store, ConversationStore) and self.store.pairs:
@@ -234,7 +239,7 @@ class Trainer:
             self._evaluate()
             self._stop_if_requested()
         while not self._is_finished():
-            self.state, metrics = self.programs.train(self.state, next(batches), self.frozen)
+            self.state, metrics = self.programs.train(self.state, next(batches), self.frozen, self.taught)
             self.step += 1
             self.val_loss = None
             self.log.add(self.step, self.steps, metrics)
@@ -278,8 +283,8 @@ class Trainer:
             mean = _mean(self.state.loss_since_eval)
             self.log.check(self.step, mean)
             self.state = self.state._replace(loss_since_eval=self._zeros())
-            per_token = self.train_step.objective.per_token
-            bits = loss / math.log(2) / self.store.val_bytes_per_token if per_token else None
+            per_token, nats = self.train_step.objective.per_token, metrics.get("val_data_loss", loss)
+            bits = nats / math.log(2) / self.store.val_bytes_per_token if per_token else None
             row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
             self.log.evaluation(row, metrics)
             self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
@@ -295,7 +300,7 @@ class Trainer:
         nats, count, metrics = 0.0, 0.0, None
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
             rows = self.layout.put_batch(partial(select_rows, batch), self.programs.eval_rows)
-            part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen))
+            part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen, self.taught))
             nats, count = nats + float(part.nats), count + float(part.num_targets)
             if part.metrics is not None:
                 metrics = np.asarray(part.metrics, np.float64) + (0 if metrics is None else metrics)

@@ -11,6 +11,7 @@ from flax import nnx
 from dantinox.config import Config
 from dantinox.model import Transformer
 from dantinox.text import Batch, Preferences
+from dantinox.training.distillation import distill_losses
 from dantinox.training.preference_objectives import dpo_losses, pair_mask
 from dantinox.training.token_losses import LossSums, next_token_losses
 
@@ -25,7 +26,9 @@ class Objective(NamedTuple):
       abstract_batch: returns the shapes of a batch of `rows` examples of `length` tokens, a NamedTuple.
       conversations: number of conversations in an example, each with its own row of tokens.
       per_token: whether the loss is a mean over target tokens, for which bits per byte are defined.
-      metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs.
+      metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs. The mean −ln p of target tokens is
+        called `data_loss`, if it is not the loss.
+      row_kind: the kind of the rows of metrics.jsonl with the validation metrics.
     """
 
     losses: Callable[[Transformer, Any, Config, nnx.Rngs | None], LossSums]
@@ -34,6 +37,7 @@ class Objective(NamedTuple):
     conversations: int = 1
     per_token: bool = True
     metrics: tuple[str, ...] = ()
+    row_kind: str = "preferences"
 
     def random_batch(self, rows: int, length: int, vocab_size: int) -> Any:
         """Returns a batch of random tokens, all of which are targets. Its other arrays are zeros."""
@@ -79,5 +83,10 @@ OBJECTIVES: dict[str, Objective] = {
         conversations=2,
         per_token=False,
         metrics=("reward_margin", "reward_accuracy"),
+    ),
+    "distill": TOKENS._replace(
+        losses=lambda model, taught, config, rngs: distill_losses(model, taught, config.distill, rngs=rngs),
+        metrics=("kl", "data_loss"),
+        row_kind="distillation",
     ),
 }

@@ -219,7 +219,11 @@ def _select_layers(source: RunDirectory, model: ModelConfig) -> dict[str, np.nda
         from_name = f"blocks/{int(layer) * deeper.num_blocks // model.num_blocks}/{inner}" if head == "blocks" else name
         array = arrays.get(from_name)
         if model.num_blocks > deeper.num_blocks or array is None or array.shape != leaf.shape:
-            found = f"{deeper.num_blocks} layers" if array is None else f"{deeper.num_blocks} layers and {from_name} of {array.shape}"
+            found = (
+                f"{deeper.num_blocks} layers"
+                if array is None
+                else f"{deeper.num_blocks} layers and {from_name} of {array.shape}"
+            )
             raise UserError(
                 f"distill.init_from_teacher: the teacher {source.path} has {found}, and this model {model.num_blocks} layers "
                 f"and {name} of {leaf.shape}: only the number of layers may be smaller"

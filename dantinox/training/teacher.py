@@ -53,7 +53,9 @@ class Teacher:
         return TaughtBatch(batch, teacher)
 
 
-def open_teacher(config: Config, layout: Layout, fingerprint: str, run: RunDirectory | None = None) -> Teacher | None:
+def open_teacher(
+    config: Config, layout: Layout, fingerprint: str | None = None, run: RunDirectory | None = None
+) -> Teacher | None:
     """Returns the teacher that the settings name; None unless the objective is distill. Reads no weights.
 
     The teacher runs without gradients, so it needs no rematerialization. For `distill.teacher_weights: bfloat16` it is a model
@@ -61,7 +63,7 @@ def open_teacher(config: Config, layout: Layout, fingerprint: str, run: RunDirec
 
     Args:
       layout: the layout of the trained model.
-      fingerprint: the fingerprint of its tokenizer.
+      fingerprint: the fingerprint of its tokenizer; None: only the architectures are compared.
       run: the run that is trained. The teacher is also searched next to it, as in `open_base`.
 
     Raises:
@@ -71,7 +73,8 @@ def open_teacher(config: Config, layout: Layout, fingerprint: str, run: RunDirec
     if config.training.objective != "distill":
         return None
     source = open_base(config.distill.teacher, run, "teacher")
-    check_tokenizer("distill.teacher", source, fingerprint)
+    if fingerprint is not None:
+        check_tokenizer("distill.teacher", source, fingerprint)
     saved, vocab_size = load_run_config(source), Tokenizer.load(source.tokenizer).vocab_size
     held = config.distill.teacher_weights
     frozen = None if held == "float32" else LoraConfig(1, 1.0, (), held=held)

@@ -1,12 +1,13 @@
 """Sums of losses over the target tokens of a batch: next-token cross-entropy with z-loss."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dantinox.config import ModelConfig
 from dantinox.model import Transformer
 from dantinox.model.moe import Routing
 from dantinox.platform import get_platform
@@ -59,6 +60,24 @@ def per_token_losses(
     Returns:
       −ln p of the targets and squared log-normalizers, both 0 for uncounted targets; the mask; the model's auxiliary outputs.
     """
+    x_ND, targets_N, mask_N, aux = hidden_states(model, batch, rngs)
+    size = chunk_tokens(model.config, chunk_logits // model.config.vocab_size)
+    rounded_DV = rounded_output_weights(model) if size < len(x_ND) else None
+
+    def losses(x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return token_losses(model.logits(x_ND, rounded_DV), targets_N, mask_N, model.config.platform)
+
+    nats_N, squares_N = map_chunks(losses, size, x_ND, targets_N, mask_N)
+    return nats_N, squares_N, mask_N, aux
+
+
+def hidden_states(
+    model: Transformer, batch: Any, rngs: nnx.Rngs | None
+) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any]]:
+    """Returns hidden states `[N, D]`, targets and mask of the N = B · T tokens, and the model's auxiliary outputs.
+
+    If devices share the tokens, N is the number of this device's tokens.
+    """
     B, T = batch.tokens_BT.shape
     # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
@@ -67,10 +86,7 @@ def per_token_losses(
     x_ND, targets_N, mask_N = (
         shard(x) for x in (x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1))
     )
-    size = max(get_platform(model.config.platform).min_loss_chunk_tokens, chunk_logits // model.config.vocab_size)
-    token_losses = _token_losses if size >= len(x_ND) else partial(_chunked_token_losses, size=size)
-    nats_N, squares_N = token_losses(model, None, x_ND, targets_N, mask_N)
-    return nats_N, squares_N, mask_N, aux
+    return x_ND, targets_N, mask_N, aux
 
 
 def sum_routing(model: Transformer, aux: dict, num_targets: jax.Array) -> Routing | None:
@@ -84,34 +100,38 @@ def sum_routing(model: Transformer, aux: dict, num_targets: jax.Array) -> Routin
     return Routing(balance, z, routing.counts_E)
 
 
-def _token_losses(
-    model: Transformer, rounded_DV: jax.Array | None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    logits_NV = model.logits(x_ND, rounded_DV)
+def token_losses(logits_NV: jax.Array, targets_N: jax.Array, mask_N: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
+    """Returns −ln p of the targets and squared log-normalizers, both multiplied by the mask: `[N]` each."""
     normalizer_N = jax.nn.logsumexp(logits_NV, axis=-1)
-    if get_platform(model.config.platform).name == "cpu":
+    if get_platform(platform).name == "cpu":
         target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
     else:  # the gradient of a gather is a scatter, which would write the gradients of all logits again in float32
         target_N = jnp.sum(jnp.where(jnp.arange(logits_NV.shape[-1]) == targets_N[:, None], logits_NV, 0), axis=-1)
     return mask_N * (normalizer_N - target_N), mask_N * jnp.square(normalizer_N)
 
 
-def _chunked_token_losses(
-    model: Transformer, _: None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, *, size: int
-) -> tuple[jax.Array, jax.Array]:
-    """Computes `_token_losses` in chunks of `size` tokens; the last chunk is padded with uncounted tokens."""
-    missing = -x_ND.shape[0] % size
-    parts = tuple(
-        jnp.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in (x_ND, targets_N, mask_N)
-    )
+def chunk_tokens(model: ModelConfig, tokens: int) -> int:
+    """Returns the tokens of a chunk: `tokens`, but at least `min_loss_chunk_tokens`, a number that depends on the platform."""
+    return max(get_platform(model.platform).min_loss_chunk_tokens, tokens)
 
-    rounded_DV = None
-    if get_platform(model.config.platform).name != "cpu":  # a CPU multiplies in float32 and needs no rounded weights
-        rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # rounded once, not in every chunk
 
-    @jax.checkpoint
-    def chunk_losses(_, part):
-        return None, _token_losses(model, rounded_DV, *part)
+def rounded_output_weights(model: Transformer) -> jax.Array | None:
+    """Returns the weights of the output layer, rounded once for all chunks; None if the platform multiplies in float32."""
+    if get_platform(model.config.platform).name == "cpu":
+        return None
+    return jax.lax.stop_gradient(model.output_weights().astype(model.dtype))
 
-    _, (nats, squares) = jax.lax.scan(chunk_losses, None, parts)
-    return nats.reshape(-1)[: len(x_ND)], squares.reshape(-1)[: len(x_ND)]
+
+def map_chunks(losses: Callable[..., tuple[jax.Array, ...]], size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns `losses(*arrays)`, in chunks of `size` tokens if there are more. The backward pass recomputes the chunks.
+
+    Args:
+      losses: maps arrays with a leading axis of tokens to arrays with one number per token.
+      arrays: the arrays of all N tokens. The last chunk is padded with zeros.
+    """
+    N = len(arrays[0])
+    if size >= N:
+        return losses(*arrays)
+    parts = tuple(jnp.pad(a, [(0, -N % size)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in arrays)
+    _, results = jax.lax.scan(jax.checkpoint(lambda _, part: (None, losses(*part))), None, parts)
+    return tuple(result.reshape(-1)[:N] for result in results)

@@ -135,7 +135,7 @@ class TrainingLog:
         """
         self.files.evaluation(row)
         if metrics:
-            self.files.event("preferences", {"step": row["step"]} | metrics)
+            self.files.event(self.objective.row_kind, {"step": row["step"]} | metrics)
         # An interval row of the same step has a `train_loss` that covers other steps, so this one gets another name.
         renamed = {"train_loss_since_eval" if name == "train_loss" else name: value for name, value in row.items()}
         self.console.evaluation(renamed | metrics)
