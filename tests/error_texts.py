@@ -282,11 +282,14 @@ ERRORS = {
     "it_pip_install_dantinox_plot": r"^it: pip install 'dantinox\[plot\]'$",
     # training
     "all_checkpoints_in_are_damaged": r"all checkpoints in .* are damaged: .*24/state/manifest.ocdbt is damaged",
+    "distill_teacher_the_run": r"^distill\.teacher: the run .* has tokenizer [0-9a-f]{12}, this run has",
     "hold_with_shape": r"hold .*with shape",
     "init_from_has_tokenizer": r"init_from.* has tokenizer",
+    "longer_than_the_context_of": r"^model\.max_context 17 is longer than the context of the teacher .*, 16: lower it",
     "must_be_set_the_vocabulary": "must be set: the vocabulary has neither a line break nor a BOS token",
     "needs_about_2_00_gb": r"needs about 2\.00 GB .* 1\.00 GB are free: raise training\.grad_accum .*batch_size",
     "not_a_finite_number_in_step": r"not a finite number in step 10 .*the last good checkpoint is step 6",
+    "only_the_number_of_layers": "only the number of layers may be smaller",
     "restore_reference_json": r"restore reference.json",
     "supports_neither_a_cache_nor": "supports neither a cache nor a probe",
     "the_adapters_of_tuned_were": r"the adapters of .*tuned were trained on the weights [0-9a-f]{12}…, but its base .* has",
@@ -294,5 +297,6 @@ ERRORS = {
     "the_loss_never_fell_from": r"the loss never fell, starting at training\.lr 0\.1: lower it",
     "tries_must_be_at_least": "--tries must be at least 10, got 3",
     "was_trained_on_weights_0": r"was trained on weights [0-9a-f]{12} .*training.init_from.*, but that run now has",
+    "was_trained_with_a_teacher": r"with a teacher of weights [0-9a-f]{12} .*distill.teacher.*, but that run now has",
     "was_trained_with_tokenizer_000000000000": "was trained with tokenizer 000000000000, the run directory now has 111111111111",
 }

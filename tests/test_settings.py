@@ -323,7 +323,11 @@ def corpora(tmp_path_factory):
 def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    if section in ("kv", "logging", "distill") or name in (*LOOP, *REQUEST, *DRAFTS, *HUB, *START_UP):
+    if (
+        section in ("kv", "logging")
+        or (section == "distill" and name != "data")
+        or name in (*LOOP, *REQUEST, *DRAFTS, *HUB, *START_UP)
+    ):
         assert is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
         return
     base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
@@ -336,6 +340,8 @@ def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
         assert lowered_step(dump_config(before)) != lowered_step(dump_config(after))
     elif section in ("model", "moe", "attention"):
         assert before.architecture(17) != after.architecture(17)
+    elif section == "distill":
+        assert before.data_objective != after.data_objective
     elif section == "lora":
         assert before.trained_architecture(17) != after.trained_architecture(17)
     elif section in ("tokenizer", "data"):
