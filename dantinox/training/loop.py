@@ -132,7 +132,9 @@ class Trainer:
         self.teacher = open_teacher(config, self.layout, tokenizer.fingerprint, run)
         self.train_step = TrainStep(config, self.model, self.steps, self.layout, teacher=self.teacher)
         self.facts = run_facts(config, tokenizer.fingerprint, self.layout, run)
-        self.log = TrainingLog(config, self.model, self.layout, run, console)
+        self.log = TrainingLog(
+            config, self.model, self.layout, run, console, None if self.teacher is None else self.teacher.model
+        )
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
         self.stop_sync = StopSync()
         self.step, self.progress = 0, TrainingProgress()

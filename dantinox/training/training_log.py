@@ -12,7 +12,7 @@ import numpy as np
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import Layout, NullOutput, is_rank0
 from dantinox.files import UserError
-from dantinox.model.flops import training_flops
+from dantinox.model.flops import forward_flops, training_flops
 from dantinox.programs import find_chip
 from dantinox.report import Console, MetricsLog, trackers
 from dantinox.report.tables import human_time
@@ -66,8 +66,18 @@ class TrainingLog:
       recent: metrics of the steps since the last check, still on the device.
     """
 
-    def __init__(self, config: Config, model: ModelConfig, layout: Layout, run: RunDirectory, console: Console):
-        self.config, self.model, self.layout, self.console = config, model, layout, console
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        layout: Layout,
+        run: RunDirectory,
+        console: Console,
+        teacher: ModelConfig | None = None,
+    ):
+        self.config, self.layout, self.console = config, layout, console
+        context = config.model.max_context
+        self.flops = training_flops(model, context) + (0 if teacher is None else forward_flops(teacher, context))  # per token
         self.objective = OBJECTIVES[config.training.objective]
         paths = run.log(config), run.metrics
         self.files: Any = MetricsLog(*paths, trackers(config, run.path)) if is_rank0() else NullOutput()
@@ -104,13 +114,13 @@ class TrainingLog:
         These are times, learning rates, the gradient norm, tokens and memory.
         """
         metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
-        tokens, context = tokens_per_step(self.config), self.config.model.max_context
+        tokens = tokens_per_step(self.config)
         rates = {name: float(rate) for name, rate in metrics.rates.items()}
         row: dict[str, Any] = {"ms_per_step": 1e3 * seconds, "lr": rates.pop("lr"), "grad_norm": float(metrics.grad_norm)}
         row |= {"tokens": step * tokens, "tokens_per_s": tokens / seconds, "memory_gb": used_gb()} | rates
         chip = find_chip(jax.devices()[0])
         if chip is not None:  # MFU relative to the published bfloat16 FLOP/s
-            row["mfu"] = row["tokens_per_s"] * training_flops(self.model, context) / chip.flops / self.layout.devices
+            row["mfu"] = row["tokens_per_s"] * self.flops / chip.flops / self.layout.devices
         return row
 
     def interval(self, step: int, steps: int, mean_loss: float) -> None:
