@@ -40,6 +40,9 @@ LORA = {**START_FROM, "lora.rank": 4}
 LOOP_STOP = {"generation.loop_stop": True}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
 DISTILL = {"training.objective": "distill", "distill.teacher": "runs/x"}
+REWARDS = {
+    "training.objective": "grpo", "training.init_from": "runs/x", "grpo.rewards": ["numeric"], "data.path": "d.jsonl",
+}  # fmt: skip
 FACTOR_4 = {"attention.rope_factor": 4.0}
 LINEAR = {**FACTOR_4, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
@@ -124,6 +127,12 @@ OTHER: dict[str, tuple] = {
     "training.sample_every": (3,), "training.sample_prompt": ("a", {"training.sample_every": 3}), "training.keep_last": (1,),
     "training.patience": (1,), "training.init_from": ("runs/x",), "training.nan_policy": ("skip",),
     "training.deterministic": (True,),
+    "grpo.samples": (4, REWARDS), "grpo.loss": ("grpo", REWARDS), "grpo.advantage": ("std", REWARDS),
+    "grpo.normalization": ("constant", REWARDS), "grpo.clip_low": (0.1, REWARDS), "grpo.clip_high": (0.1, REWARDS),
+    "grpo.ratio": ("sequence", REWARDS), "grpo.dynamic_sampling": (True, REWARDS), "grpo.kl_weight": (0.1, REWARDS),
+    "grpo.max_sampling_rounds": (9, {**REWARDS, "grpo.dynamic_sampling": True}), "grpo.updates": (2, REWARDS),
+    "grpo.rewards": (["exact_match"], REWARDS),
+    "grpo.allow_code_execution": (True, {**REWARDS, "grpo.rewards": ["python_tests"]}),
     "lora.rank": (4, START_FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
     "lora.base_weights": ("int8", LORA),
     "distill.teacher": ("runs/y", DISTILL), "distill.data": ("conversations", DISTILL),
@@ -250,7 +259,8 @@ def is_read_by(key, *packages):
         "logging": r"(logging|log)",
         "generation": r"(generation|section|sections\[0\])",
     }
-    holder |= {"kv": r"kv", "data": "data", "distributed": "d", "distill": "(distill|settings)"}
+    holder |= {"kv": r"kv", "data": "data", "distributed": "d", "grpo": r"(grpo|grpo\.options|section|options)"}
+    holder["distill"] = "(distill|settings)"
     source = "\n".join(path.read_text() for package in packages for path in (ROOT / package).rglob("*.py"))
     return re.search(rf"\b{holder[section]}\.{name}\b", source) is not None
 
@@ -280,6 +290,10 @@ REQUEST = (
     "length_penalty",
     "early_stopping",
 )
+SAMPLED = (  # settings of `grpo` that affect the batches of a step, but not its program
+    "samples", "advantage", "normalization", "dynamic_sampling", "max_sampling_rounds", "updates", "rewards",
+    "allow_code_execution",
+)  # fmt: skip
 DRAFTS = ("speculation", "draft_run", "draft_tokens", "ngram_size")
 START_UP = ("coordinator", "processes", "process")
 HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
@@ -326,7 +340,7 @@ def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
     if (
         section in ("kv", "logging")
         or (section == "distill" and name != "data")
-        or name in (*LOOP, *REQUEST, *DRAFTS, *HUB, *START_UP)
+        or name in (*LOOP, *REQUEST, *SAMPLED, *DRAFTS, *HUB, *START_UP)
     ):
         assert is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
         return
@@ -349,7 +363,7 @@ def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
         assert prepared_data(before, tmp_path / "before") != prepared_data(after, tmp_path / "after")
     elif section == "distributed":
         assert mesh_of_eight(before) != mesh_of_eight(after)
-    elif section == "training":
+    elif section in ("training", "grpo"):
         if key == "training.seed":
             assert initial_weights(before) != initial_weights(after)
         else:

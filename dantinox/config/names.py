@@ -40,6 +40,14 @@ OTHER_NAMES = {
     "max_length": "generation.max_new_tokens",
     "do_sample": "generation.greedy",
     "num_return_sequences": "generation.n",
+    "num_generations": "grpo.samples",
+    "loss_type": "grpo.loss",
+    "scale_rewards": "grpo.advantage",
+    "importance_sampling_level": "grpo.ratio",
+    "epsilon": "grpo.clip_low",
+    "epsilon_high": "grpo.clip_high",
+    "num_iterations": "grpo.updates",
+    "reward_funcs": "grpo.rewards",
 }
 
 

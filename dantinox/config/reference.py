@@ -131,7 +131,8 @@ def type_in_words(schema: dict[str, Any]) -> str:
         pair = schema.get("prefixItems")
         return " and ".join(map(type_in_words, pair)) if pair else f"a list (each {type_in_words(schema['items'])})"
     if kind == "object":
-        return f"a mapping (each {type_in_words(schema['additionalProperties'])})"
+        values = schema["additionalProperties"]
+        return f"a mapping (each {type_in_words(values)})" if isinstance(values, dict) else "a mapping"
     type_name = TYPE_NAMES[kind or ""]
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")

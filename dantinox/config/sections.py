@@ -27,6 +27,7 @@ from dantinox.config.base import (
 )
 from dantinox.config.distill_settings import DistillSection, distill_conflicts
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
+from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import (
@@ -77,7 +78,7 @@ is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
 has_records = Condition("may contain JSON Lines", may_hold_records)
 NEEDS_HUB = Needs(("data.dataset_source", "huggingface"))
 # Conversations instead of plain text. `distill.data` is inactive, so that its default counts, with another objective.
-NEEDS_CONVERSATIONS = Needs(("training.objective", one_of("sft", "dpo")), ("distill.data", "conversations"))
+NEEDS_CONVERSATIONS = Needs(("training.objective", one_of("sft", "dpo", "grpo")), ("distill.data", "conversations"))
 NEEDS_TEXT = Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text"))
 
 
@@ -125,17 +126,17 @@ is_address = Condition("is an address", lambda coordinator: coordinator not in (
 class TrainingSection(Section):
     """Objective, optimizer, evaluation and checkpoints."""
 
-    objective: Literal["next_token", "sft", "dpo", "distill"] = field(
+    objective: Literal["next_token", "sft", "dpo", "grpo", "distill"] = field(
         "next_token",
         "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers; "
-        "distill: imitate a teacher",
+        "grpo: maximize rewards of sampled answers; distill: imitate a teacher",
     )
     dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
         0.1, "dpo: factor β on the log-probability ratio of the trained to the starting weights"
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
-    batch_size: Count = field(32, "sequences (dpo: pairs) per optimizer step, over all accumulation steps")
+    batch_size: Count = field(32, "sequences (dpo: pairs; grpo: prompts) per optimizer step, over all accumulation steps")
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
@@ -166,7 +167,7 @@ class TrainingSection(Section):
         0.0, "decay of a moving average of the weights, which is evaluated, sampled and exported (0: none)"
     )
     grad_clip: NonNegative = field(1.0, "maximum global gradient norm (0: no clipping)")
-    z_loss: Annotated[NonNegative, Needs(("training.objective", differs("dpo")))] = field(
+    z_loss: Annotated[NonNegative, Needs(("training.objective", one_of("next_token", "sft", "distill")))] = field(
         0.0, "weight of the penalty on the squared log-normalizer"
     )
     eval_every: Count = field(250, "steps between evaluations")
@@ -261,7 +262,7 @@ class Config(Section):
     Attributes:
       model, moe, attention: the architecture.
       tokenizer, data: the vocabulary and the corpus.
-      training, lora, distill, distributed, logging: the training run.
+      training, grpo, distill, lora, distributed, logging: the training run.
       generation, router, kv: generation defaults, which a request may override.
 
     Raises:
@@ -283,8 +284,9 @@ class Config(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
-    lora: LoraSection = LoraSection()
+    grpo: GRPOSection = GRPOSection()
     distill: DistillSection = DistillSection()
+    lora: LoraSection = LoraSection()
     distributed: DistributedSection = DistributedSection()
     generation: GenerationSection = GenerationSection()
     router: RouterSection = RouterSection()
@@ -307,8 +309,8 @@ class Config(Section):
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         yield from distributed_conflicts(self.distributed)
-        if t.objective == "dpo" and t.init_from is None:
-            yield "training.objective", "dpo needs training.init_from, the run with the starting weights"
+        if t.objective in ("dpo", "grpo") and t.init_from is None:
+            yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"
         if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):
@@ -328,6 +330,7 @@ class Config(Section):
         if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
+        yield from grpo_conflicts(self.grpo, t.objective, self.generation)
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from distill_conflicts(self.distill, t.objective)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
@@ -336,7 +339,7 @@ class Config(Section):
         yield from kv_conflicts(self.kv)
 
     @property
-    def data_objective(self) -> Literal["next_token", "sft", "dpo"]:
+    def data_objective(self) -> Literal["next_token", "sft", "dpo", "grpo"]:
         """The objective whose tokens and batches the training reads: distillation reads those of next_token or sft."""
         objective = self.training.objective
         if objective == "distill":

@@ -413,6 +413,7 @@ class LoadedModel(ModelBundle):
         stream: bool = False,
         pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
+        slots: int | None = None,
     ) -> "list[BatchRun | BeamRun]":
         """Groups requests into batches that are ready to be decoded.
 
@@ -426,6 +427,8 @@ class LoadedModel(ModelBundle):
           pad: function from the length of a prompt, or of a prompt with its continuation, to the padded length. Each padded
             length needs a compiled program.
           steps: tokens per chunk; each chunk is collected before the next is dispatched. None: `stream` decides.
+          slots: the cache slots per row, at least the tokens of each prompt with its continuation; must be None with beam
+            search. None: the padded length of the longest row.
 
         Returns:
           The batches. `BatchRun.parts` decodes a batch and yields its text; afterwards `BatchRun.results` holds the results.
@@ -455,7 +458,7 @@ class LoadedModel(ModelBundle):
             members = [seeded_requests[number] for number in numbers]
             if members[0].config.generation.num_beams > 1:
                 return BeamRun(self, members, numbers, pad=pad)
-            return BatchRun(self, members, numbers, stream=stream, pad=pad, steps=steps)
+            return BatchRun(self, members, numbers, stream=stream, pad=pad, steps=steps, slots=slots)
 
         return [start(numbers) for numbers in groups.values()]
 

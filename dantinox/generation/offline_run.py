@@ -43,6 +43,7 @@ class BatchRun:
         stream: bool = False,
         pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
+        slots: int | None = None,
     ):
         """Creates the batch; the arguments are described in `LoadedModel.start`.
 
@@ -83,7 +84,7 @@ class BatchRun:
         stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
         order = head_order(model.model.config, kv, calibration)
         prepared = model.prepared(section, order)
-        slots, constrained = slots_needed(lengths_P, limits_P, pad), first.guided
+        slots, constrained = slots or slots_needed(lengths_P, limits_P, pad), first.guided
         draft_model = None if constrained else model.draft_model(section)
         self.batch = StaticBatch(
             prepared,

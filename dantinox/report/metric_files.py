@@ -17,8 +17,11 @@ from typing import Any
 from dantinox.files import UserError, atomic_write, wrap_os_errors
 from dantinox.report.trackers import Tracker
 
-HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb,mfu,muon_lr"
-COLUMNS = HEADER.split(",")
+COLUMNS = [
+    "step", "train_loss", "val_loss", "ms_per_step", "lr", "grad_norm", "bits_per_byte", "tokens", "tokens_per_s", "memory_gb",
+    "mfu", "muon_lr", "reward", "val_reward",
+]  # fmt: skip
+HEADER = ",".join(COLUMNS)
 # An older version wrote fewer columns, but at least these. Its log keeps its columns if a run continues it.
 MIN_COLUMNS = COLUMNS.index("memory_gb") + 1
 

@@ -4,6 +4,7 @@ from dantinox.text.build_store import Progress, corpus_changed, open_store, prep
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore, Preferences
 from dantinox.text.corpus import Corpus
+from dantinox.text.prompt_store import Prompt, PromptStore
 from dantinox.text.token_store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
 from dantinox.text.vocabulary import train_tokenizer
@@ -16,6 +17,8 @@ __all__ = [
     "Counts",
     "Preferences",
     "Progress",
+    "Prompt",
+    "PromptStore",
     "TokenStore",
     "Tokenizer",
     "corpus_changed",

@@ -16,9 +16,10 @@ from dantinox.config import Config
 from dantinox.files import UserError, atomic_write, wrap_os_errors
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore
-from dantinox.text.conversations import Conversations, Encoded, store_options
+from dantinox.text.conversations import Conversations, Encoded, encode_conversations, store_options
 from dantinox.text.corpus import Corpus, Extent, split_text
 from dantinox.text.hub import fetch_datasets
+from dantinox.text.prompt_store import PromptStore, encode_prompt, read_records
 from dantinox.text.token_store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
@@ -115,7 +116,10 @@ def prepare_data(
             chat = ChatTemplate.from_name(data.chat_template or chat_template, tokenizer)
             found = Conversations.scan(_corpora(config), data)
             digests, options = found.digests, store_options(chat, objective, data)
-            encode = partial(found.encode, chat, objective, progress)
+            encode_record = partial(encode_conversations, template=chat, objective=objective)
+            if objective == "grpo":
+                encode_record = partial(encode_prompt, template=chat)
+            encode = partial(found.encode, encode_record, progress)
         if data.mixture:
             options |= {"sources": len(data.mixture)}
         wanted = {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
@@ -231,21 +235,24 @@ def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, 
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     for leftover in directory.glob(".tokens*"):  # files of a killed build; this process holds the lock
         leftover.unlink()
-    tokens_file, marks_file = directory / ".tokens.tmp", directory / ".tokens.marks.tmp"
+    tokens_file, marks_file, records_file = (directory / f".tokens{suffix}.tmp" for suffix in ("", ".marks", ".records"))
     digest, counts = hashlib.sha256(), np.zeros((2, len(Counts._fields)), np.int64)
     sources = [0] * len(wanted["sources"])  # training tokens per source
     try:
-        with open(tokens_file, "wb") as file, open(marks_file, "wb") as marks_out:
-            for part, source, ids, added, marks in encode():
+        with open(tokens_file, "wb") as file, open(marks_file, "wb") as marks_out, open(records_file, "wb") as records_out:
+            for part, source, ids, added, marks, record in encode():
                 data = ids.astype(dtype).tobytes()
                 file.write(data)
                 digest.update(data)
                 if marks is not None:
                     marks_out.write(marks.tobytes())
                     digest.update(marks.tobytes())
+                if record is not None:
+                    records_out.write(record + b"\n")
+                    digest.update(record)
                 counts[part] += added
                 sources[source] += len(ids) if part == 0 else 0
-            for output in (file, marks_out):
+            for output in (file, marks_out, records_out):
                 output.flush()
                 os.fsync(output.fileno())
         train, val = (Counts(*numbers)._asdict() for numbers in counts.tolist())
@@ -254,9 +261,12 @@ def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, 
         if "objective" in wanted["options"]:
             header["marks"] = f"{stem}.marks"
             os.replace(marks_file, directory / header["marks"])
+        if records_file.stat().st_size:
+            header |= {"records": f"{stem}.records", "records_bytes": records_file.stat().st_size}
+            os.replace(records_file, directory / header["records"])
         os.replace(tokens_file, directory / header["file"])
     finally:
-        for path in (tokens_file, marks_file):
+        for path in (tokens_file, marks_file, records_file):
             path.unlink(missing_ok=True)
     if "sources" in wanted["options"]:
         header["mixture"] = sources[: wanted["options"]["sources"]]
@@ -304,6 +314,9 @@ def _read_header(directory: Path, wanted: Header) -> Header | None:
         if "marks" in header:
             marks = directory / Path(header["marks"]).name
             valid = valid and marks.name == header["marks"] and marks.stat().st_size == tokens
+        if "records" in header:
+            records = directory / Path(header["records"]).name
+            valid = valid and records.name == header["records"] and records.stat().st_size == header["records_bytes"]
         return header if valid and header | wanted | {"file": path.name} == header else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -324,6 +337,11 @@ def _open_store(directory: Path, header: Header, config: Config, tokenizer: Toke
     }
     if "marks" in header:
         marks = np.memmap(directory / header["marks"], np.uint8, mode="r")
+        if "records" in header:
+            records = read_records(directory / header["records"])
+            t, answer = config.training, config.generation.max_new_tokens
+            sizes = {"batch_size": t.batch_size, "context": config.model.max_context, "answer_tokens": answer, "seed": t.seed}
+            return PromptStore(tokens, marks, records, (train, val), **sizes)
         pairs = header["options"]["objective"] == "dpo"
         return ConversationStore(tokens, marks, name=header["file"], pairs=pairs, **shared)
     parts = tokens[: train.tokens], tokens[train.tokens :]

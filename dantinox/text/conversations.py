@@ -1,7 +1,7 @@
 """Encodes records of conversations (JSON Lines) to tokens with a loss mask."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from dantinox.text.token_store import Counts
 
 IN_LOSS, FIRST_TOKEN = 1, 2  # flags of a token: a target in the loss; the first token of a conversation
 
-Objective = Literal["sft", "dpo"]
+Objective = Literal["sft", "dpo", "grpo"]
 # The messages of a conversation, and the index of a message: assistant messages from this index on are in the loss.
 TrainingConversation = tuple[Sequence[Message], int]
 
@@ -28,6 +28,7 @@ class Encoded(NamedTuple):
       ids: token ids, int32.
       added: the counts of these tokens and their text. Summed over a part of the corpus, they give its size.
       marks: uint8, combinations of `IN_LOSS` and `FIRST_TOKEN`; None for plain text.
+      record: the record of a prompt in JSON, without line breaks; None if the store needs none.
     """
 
     part: int
@@ -35,6 +36,10 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     added: Counts
     marks: np.ndarray | None = None
+    record: bytes | None = None
+
+
+Encode = Callable[[int, int, Mapping[str, Any]], Iterable[Encoded]]  # (part, source, record)
 
 
 class Conversations(NamedTuple):
@@ -72,8 +77,11 @@ class Conversations(NamedTuple):
         val_sizes = (max(1, round(count * data.val_fraction)) for count in records)
         return cls(corpora, digests, records, tuple(max(1, c - v) for c, v in zip(records, val_sizes, strict=True)))
 
-    def encode(self, template: ChatTemplate, objective: Objective, progress: Callable[..., None] | None) -> Iterator[Encoded]:
-        """Yields all encoded conversations, training before validation.
+    def encode(self, encode: Encode, progress: Callable[..., None] | None) -> Iterator[Encoded]:
+        """Yields the encoded conversations of all records, training before validation.
+
+        Args:
+          encode: returns the encoded conversations of a record.
 
         Raises:
           UserError: a record is not a conversation; the message names its file and line.
@@ -85,10 +93,7 @@ class Conversations(NamedTuple):
                     if (index >= val_start) != part:
                         continue
                     try:
-                        yield from (
-                            _encode_conversation(part, source, conversation, template)
-                            for conversation in conversations_of_record(record, objective)
-                        )
+                        yield from encode(part, source, record)
                     except UserError as error:
                         raise UserError(f"{error} ({where})") from None
                     done += 1
@@ -109,15 +114,32 @@ def conversations_of_record(record: Mapping[str, Any], objective: Objective) -> 
       UserError: a field of the record is missing or invalid.
     """
     if objective == "dpo":
-        prompt = _messages(record, "prompt", "user")
+        prompt = prompt_messages(record)
         return [([*prompt, *_messages(record, key, "assistant")], len(prompt)) for key in ("chosen", "rejected")]
     if "messages" in record:
         return [(_messages(record, "messages", ""), 0)]
     if "prompt" in record:
-        prompt = _messages(record, "prompt", "user")
+        prompt = prompt_messages(record)
         return [([*prompt, *_messages(record, "completion", "assistant")], len(prompt))]
     names = quote(", ".join(record)) if record else "no field"
     raise UserError(f"a record must have the field messages, or the fields prompt and completion; it has {names}")
+
+
+def encode_conversations(
+    part: int, source: int, record: Mapping[str, Any], template: ChatTemplate, objective: Objective
+) -> list[Encoded]:
+    """Returns the encoded conversations of a record; see `conversations_of_record`."""
+    conversations = conversations_of_record(record, objective)
+    return [_encode_conversation(part, source, conversation, template) for conversation in conversations]
+
+
+def prompt_messages(record: Mapping[str, Any]) -> list[Message]:
+    """Returns the messages of the field `prompt`, which is a list of messages or the text of a user message.
+
+    Raises:
+      UserError: the field is missing or invalid.
+    """
+    return _messages(record, "prompt", "user")
 
 
 def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.config import UserError
+from dantinox.text.builtin_addition import addition_corpus
 from dantinox.text.builtin_instructions import instruction_corpus
 from dantinox.text.builtin_recall import recall_corpus
 from dantinox.text.compressed_files import decompressed_name
 
-BUILTIN_PYTHON, RECALL, INSTRUCTIONS = "builtin:python", "builtin:recall", "builtin:instructions"
+BUILTIN_PYTHON, RECALL, INSTRUCTIONS, ADDITION = "builtin:python", "builtin:recall", "builtin:instructions", "builtin:addition"
 BUILTIN_BYTES = 8_000_000
 # Folders to skip: installed packages, tests with unusual files, and tables of character codes.
 _BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
@@ -55,11 +56,17 @@ def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
 
 
 def _resolve(name: str) -> list[Source]:
-    builtin = {BUILTIN_PYTHON: _builtin_python, RECALL: _builtin_recall, INSTRUCTIONS: _builtin_instructions}
+    builtin = {
+        BUILTIN_PYTHON: _builtin_python,
+        RECALL: _builtin_recall,
+        INSTRUCTIONS: _builtin_instructions,
+        ADDITION: lambda: [Source(Path(ADDITION), records=True, named=False, content=b"".join(addition_corpus()))],
+    }
     if name in builtin:
         return builtin[name]()
     if name.startswith("builtin:"):
-        raise UserError(f"unknown corpus {name}, did you mean {BUILTIN_PYTHON}, {RECALL} or {INSTRUCTIONS}?")
+        *others, last = builtin
+        raise UserError(f"unknown corpus {name}, did you mean {', '.join(others)} or {last}?")
     path = Path(os.path.expanduser(name))
     mode = _file_mode(path)
     if mode is None and glob.has_magic(name):

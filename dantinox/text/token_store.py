@@ -134,8 +134,8 @@ class TokenStore:
         batch = self._make_batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
         return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
 
-    def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Batch]:
-        """Yields every validation target once, in order, in batches of [batch_size, sequence_length].
+    def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
+        """Yields every validation target once, in order, in a `Batch` of [batch_size, sequence_length].
 
         Args:
           batch_size: rows per batch; the last batch is padded.

@@ -31,8 +31,11 @@ class TrainingProgress:
     """The state of the training loop that `TrainState` does not hold.
 
     Attributes:
+      best_loss: the lowest validation loss; in training with rewards, the highest validation reward times −1.
       evaluation_due: if an interruption prevented an evaluation, the metrics of its log row that were already known; else None.
       skipped_batches: how many batches rewinds have skipped, that is, how far the data are ahead of the step.
+      rewards_since_eval, rewards_since_log: in training with rewards, the sum of the mean rewards of the steps since the last
+        row of the CSV log or the last interval row of metrics.jsonl, and the number of these steps.
     """
 
     best_loss: float | None = None
@@ -40,12 +43,25 @@ class TrainingProgress:
     evaluations_since_best: int = 0
     evaluation_due: dict[str, Any] | None = None
     skipped_batches: int = 0
+    rewards_since_eval: Sequence[float] = (0.0, 0)
+    rewards_since_log: Sequence[float] = (0.0, 0)
 
     def after(self, val_loss: float, step: int) -> "TrainingProgress":
         """Returns the progress after an evaluation. A loss equal to the best one is not better."""
         if self.best_loss is None or val_loss < self.best_loss:
-            return TrainingProgress(val_loss, step, skipped_batches=self.skipped_batches)
+            return replace(self, best_loss=val_loss, best_step=step, evaluations_since_best=0, evaluation_due=None)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1, evaluation_due=None)
+
+    def add_reward(self, reward: float) -> "TrainingProgress":
+        """Returns the progress after a step with this mean reward."""
+        since_eval, since_log = ((total + reward, n + 1) for total, n in (self.rewards_since_eval, self.rewards_since_log))
+        return replace(self, rewards_since_eval=since_eval, rewards_since_log=since_log)
+
+    def best(self, is_loss: bool = True) -> dict[str, float | int | None]:
+        """Returns the best validation loss, or the best validation reward, and its step, as entries of the summary."""
+        if is_loss or self.best_loss is None:
+            return {"val_loss": self.best_loss, "best_step": self.best_step}
+        return {"val_reward": -self.best_loss, "best_step": self.best_step}
 
 
 class RestoredCheckpoint(NamedTuple):

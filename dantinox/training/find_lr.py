@@ -59,6 +59,8 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
     """
     if steps < 10:
         raise UserError(f"--tries must be at least 10, got {steps}")
+    if config.training.objective == "grpo":
+        raise UserError("find-lr compares losses, so it does not support training.objective: grpo, which maximizes rewards")
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
         tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
         model, t = config.trained_architecture(tokenizer.vocab_size), config.training
@@ -71,7 +73,7 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
 
         layout = make_layout(config, model)
         teacher = open_teacher(config, layout, tokenizer.fingerprint)
-        train = TrainStep(config, model, steps, layout, factor, teacher)
+        train = TrainStep(config, model, steps, layout, factor, teacher=teacher)
         weights = starting_weights(config, model, tokenizer.fingerprint)
         state = train.initial_state(weights)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)

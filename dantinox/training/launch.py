@@ -28,7 +28,16 @@ from dantinox.run import (
     save_tokenizer,
     write_file,
 )
-from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, corpus_changed, open_store, prepare_data
+from dantinox.text import (
+    ChatTemplate,
+    ConversationStore,
+    PromptStore,
+    Tokenizer,
+    TokenStore,
+    corpus_changed,
+    open_store,
+    prepare_data,
+)
 from dantinox.training.loop import train
 from dantinox.training.memory import keep_freed_memory
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
@@ -201,7 +210,12 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     tokens = steps * t.batch_size * m.max_context
     text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
     epochs, rows = tokens / store.train.tokens, f"{t.batch_size} × {m.max_context} tokens"
-    if isinstance(store, ConversationStore):
+    if isinstance(store, PromptStore):
+        answers = f"{t.batch_size} prompts with {config.grpo.samples} answers of at most {store.answer_tokens} tokens each"
+        text = f"{human_count(store.train.documents)} training prompts, {human_count(store.val.documents)} for validation"
+        text += f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
+        epochs, rows = steps * t.batch_size / store.windows_per_epoch, answers
+    elif isinstance(store, ConversationStore):
         what = "pairs" if store.pairs else "conversations"
         text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
         epochs = steps * t.batch_size / store.windows_per_epoch

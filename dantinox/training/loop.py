@@ -2,7 +2,7 @@
 
 Exact resume relies on three facts:
 
-* Batches and dropout are functions of the step.
+* Batches and dropout are functions of the step; in training with rewards, batches are functions of the step and the weights.
 * `TrainState` holds everything else that a step depends on.
 * A log row is on disk before the checkpoint of its step. Rows after a restored step are removed.
 
@@ -10,9 +10,9 @@ All threads end when `train` returns:
 
 * The main thread runs the loop. Only this thread calls compiled programs, writes logs, starts checkpoints and modifies
   `Trainer`. Signal handlers also run on it and only set `StopRequest.signal`.
-* `batches` (one thread, `prefetch_batches`) reads up to `PREFETCH_BATCHES` batches ahead and sends them to the devices. It
-  shares two things with the main thread: immutable token arrays, and the store's dictionary of epochs, which is replaced and
-  never mutated.
+* `batches` (one thread, `StoredBatches`) reads a few batches ahead and sends them to the devices. It shares two things with the
+  main thread: immutable token arrays, and the store's dictionary of epochs, which is replaced and never mutated. In training
+  with rewards there is no such thread: the batch of a step depends on the weights, so the main thread samples it.
 * `compile` (one thread, `Programs`) compiles the evaluation while the main thread compiles the step. No other thread compiles.
 * `manifest` (one thread, `Checkpoints`) waits for Orbax's writer threads, then writes the manifest of the step.
 
@@ -21,9 +21,8 @@ Threads pass results through `Future`s. The only lock is the lock file of the ru
 
 import contextlib
 import math
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,34 +38,22 @@ from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import exit_now
 from dantinox.report import Console
 from dantinox.run import RunDirectory, open_base, weights_digest, write_file
-from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
+from dantinox.text import Batch, ConversationStore, PromptStore, Tokenizer, TokenStore
+from dantinox.training.batch_source import BatchSource, SamplingInterrupted, StoredBatches
 from dantinox.training.checkpoint_store import Checkpoints, TrainingProgress
 from dantinox.training.dpo_reference import compute_reference_logprobs, load_or_compute_logprobs
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
 from dantinox.training.results import export_weights, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
+from dantinox.training.rollout_source import RolloutBatches, rollout_length
 from dantinox.training.signals import StopRequest, stop_request
-from dantinox.training.step import Programs, TrainState, TrainStep, select_rows
+from dantinox.training.step import Programs, TrainState, TrainStep, select_rows, updates_per_step
 from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import Sampler, build_sampling_model
 from dantinox.training.training_log import NonFiniteLoss, TrainingLog
 
-PREFETCH_BATCHES = 4  # batches
 MAX_REWINDS = 3  # to the same checkpoint
 PEER_LOST = 3  # exit code of a process after another process of its training run has ended
-
-
-def prefetch_batches(batch: Callable[[int], Batch], first: int, end: int) -> Generator[Batch]:
-    """Yields the batches of steps `first` to `end` (exclusive). A thread builds and transfers them ahead of time."""
-    pool = ThreadPoolExecutor(1, "batches")
-    try:
-        pending: deque[Future[Batch]] = deque()
-        for step in range(first, end):
-            while len(pending) < PREFETCH_BATCHES and step + len(pending) < end:
-                pending.append(pool.submit(batch, step + len(pending)))
-            yield pending.popleft().result()  # raises errors of the thread
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def train(
@@ -130,11 +117,12 @@ class Trainer:
         self.model = config.trained_architecture(tokenizer.vocab_size)
         self.layout = make_layout(config, self.model)
         self.teacher = open_teacher(config, self.layout, tokenizer.fingerprint, run)
-        self.train_step = TrainStep(config, self.model, self.steps, self.layout, teacher=self.teacher)
+        length = rollout_length(config, store.longest) if isinstance(store, PromptStore) else None
+        self.updates = updates_per_step(config)
+        self.train_step = TrainStep(config, self.model, self.steps, self.layout, length=length, teacher=self.teacher)
         self.facts = run_facts(config, tokenizer.fingerprint, self.layout, run)
-        self.log = TrainingLog(
-            config, self.model, self.layout, run, console, None if self.teacher is None else self.teacher.model
-        )
+        taught_by = None if self.teacher is None else self.teacher.model
+        self.log = TrainingLog(config, self.model, self.layout, run, console, self.train_step.tokens, taught_by)
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
         self.stop_sync = StopSync()
         self.step, self.progress = 0, TrainingProgress()
@@ -142,7 +130,9 @@ class Trainer:
         self.on_cpu = get_platform().name == "cpu"
         self.frozen: Parameters = {}  # the frozen weights under adapters
         self.taught: Parameters = {}  # the weights of the teacher
-        self.val_loss: float | None = None  # of the current step
+        self.rollouts: RolloutBatches | None = None
+        self.tokenizer = tokenizer
+        self.val_loss: float | None = None  # of the current step; in training with rewards, the mean reward times -1
         self.saved_step: int | None = None
         self.rewinds = 0  # since the last checkpoint
 
@@ -165,6 +155,10 @@ class Trainer:
             compute = partial(compute_reference_logprobs, self.store, self.model, self.layout, rows, parameters, self.frozen)
             base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
             self.store.reference = load_or_compute_logprobs(self.run, self.store, base, compute, self.console.note)
+        if isinstance(self.store, PromptStore):
+            read = partial(starting_weights, self.config, self.model, self.facts["tokenizer_sha256"])
+            is_stopped = lambda: self.stop.signal is not None  # noqa: E731
+            self.rollouts = RolloutBatches(self.train_step, self.store, self.tokenizer, self.frozen, read, is_stopped)
         if self.on_cpu:
             release_free_memory()
         self.log.files.truncate(self.step)
@@ -179,8 +173,7 @@ class Trainer:
         """Trains to the end, restarting the loop after each rewind."""
         while True:
             self.log.restart(self.step)
-            read = partial(self._batch, self.progress.skipped_batches)
-            with contextlib.closing(prefetch_batches(read, self.step, self.steps)) as batches:
+            with contextlib.closing(self._open_batches()) as batches:
                 try:
                     return self._loop(batches)
                 except NonFiniteLoss as error:
@@ -192,9 +185,17 @@ class Trainer:
                 raise UserError(f"{bad}; {hint}")
             self._rewind(bad)
 
-    def _batch(self, skipped: int, step: int) -> Batch:
-        t = self.config.training
-        return self.layout.put_batch(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
+    def _open_batches(self) -> BatchSource:
+        """Returns the source of the batches from the current step on."""
+        t, skipped = self.config.training, self.progress.skipped_batches
+        if self.rollouts is not None:
+            self.rollouts.skipped_batches = skipped
+            return self.rollouts
+
+        def read(step: int) -> Batch:
+            return self.layout.put_batch(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
+
+        return StoredBatches(read, self.step, self.steps)
 
     def _rewind(self, bad: NonFiniteLoss) -> None:
         """Restores the newest checkpoint or the initial state, and skips all batches up to and including the bad one."""
@@ -236,14 +237,24 @@ class Trainer:
         self.step = self.saved_step = restored.step
         return True
 
-    def _loop(self, batches: Iterator[Batch]) -> None:
+    def _loop(self, batches: BatchSource) -> None:
         if self.progress.evaluation_due:
             self._evaluate()
             self._stop_if_requested()
         while not self._is_finished():
-            self.state, metrics = self.programs.train(self.state, next(batches), self.frozen, self.taught)
+            try:
+                batch = batches.batch(self.step, self.state)
+            except SamplingInterrupted:
+                self._stop_if_requested()
+            begun = time.perf_counter()
+            for _ in range(self.updates):
+                self.state, metrics = self.programs.train(self.state, batch, self.frozen, self.taught)
             self.step += 1
             self.val_loss = None
+            if self.rollouts is not None:
+                metrics.loss.block_until_ready()
+                self.rollouts.metrics["seconds_updating"] = time.perf_counter() - begun
+                self.progress = self.progress.add_reward(self.rollouts.metrics["reward"])
             self.log.add(self.step, self.steps, metrics)
             if self.on_cpu:  # two steps in flight would need the memory of both
                 metrics.loss.block_until_ready()
@@ -258,12 +269,19 @@ class Trainer:
         if self.step % self.config.logging.log_every == 0 or last:
             mean_loss = _mean(self.state.loss_since_log)
             self.state = self.state._replace(loss_since_log=self._zeros())
-            self.log.interval(self.step, self.steps, mean_loss)
+            metrics = (
+                {} if self.rollouts is None else self.rollouts.metrics | {"reward": _mean(self.progress.rewards_since_log)}
+            )
+            self.progress = replace(self.progress, rewards_since_log=(0.0, 0))
+            self.log.interval(self.step, self.steps, mean_loss, metrics)
         if evaluates:
             self._evaluate()
-        if self.sample and t.sample_every and (self.step % t.sample_every == 0 or last) and self.stop.signal is None:
+        if t.sample_every and (self.step % t.sample_every == 0 or last) and self.stop.signal is None:
             with self.log.paused():
-                self._write_sample(self.sample)
+                if self.rollouts is not None:
+                    self._write_answers(self.rollouts)
+                elif self.sample:
+                    self._write_sample(self.sample)
         if last or self._is_finished():
             return  # `_finish` writes the last checkpoint after everything else
         if (self.step % t.checkpoint_every == 0) if t.checkpoint_every else evaluates:
@@ -278,7 +296,7 @@ class Trainer:
         """Evaluates, writes the row and exports the weights if they are the best. A stop signal postpones all of this."""
         row_metrics = self.progress.evaluation_due or self.log.row_metrics(self.step)
         with self.log.paused():
-            loss, metrics = self._validation_loss()
+            loss, metrics = self._validation_loss() if self.rollouts is None else self.rollouts.evaluate(self.state)
             self.progress = replace(self.progress, evaluation_due=row_metrics if loss is None else None)
             if loss is None:
                 return
@@ -288,6 +306,10 @@ class Trainer:
             per_token, nats = self.train_step.objective.per_token, metrics.get("val_data_loss", loss)
             bits = nats / math.log(2) / self.store.val_bytes_per_token if per_token else None
             row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
+            if self.rollouts is not None:
+                rewards = {"reward": _mean(self.progress.rewards_since_eval), "val_reward": metrics.pop("val_reward")}
+                self.progress = replace(self.progress, rewards_since_eval=(0.0, 0))
+                row |= {"val_loss": None} | rewards
             self.log.evaluation(row, metrics)
             self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
             if self.progress.best_step == self.step:
@@ -311,6 +333,15 @@ class Trainer:
                 return None, {}
         means = None if metrics is None else metrics / count
         return nats / count, self.train_step.objective.named_metrics(means, "val_")
+
+    def _write_answers(self, rollouts: RolloutBatches) -> None:
+        """Writes answers of the newest batch with their rewards."""
+        self.run.samples.mkdir(exist_ok=True)
+        write_file(self.run.path, f"{self.run.samples.name}/step_{self.step}.jsonl", rollouts.samples())
+        group = rollouts.groups[0]
+        text = f"{group.prompt.text}\n{group.answers[0].text}\nreward {group.rewards_N[0]:g}"
+        self.log.files.sample(self.step, text)
+        self.console.sample(text, self.step)
 
     def _write_sample(self, sample: Sampler) -> None:
         """Writes a text sample. A failure is only noted on the console, since training does not depend on samples."""
@@ -350,11 +381,14 @@ class Trainer:
         """Writes the files of a finished run. The final checkpoint marks the run as finished, so it comes last."""
         self._export_missing()
         if is_rank0():
-            write_summary(self.config, self.run, self.model, self.state, self.step, self.progress, self.facts, self.console)
+            tokens = self.step * self.train_step.tokens
+            write_summary(
+                self.config, self.run, self.model, self.state, self.step, tokens, self.progress, self.facts, self.console
+            )
         self._save()
         self.checkpoints.wait()
-        best = f"best val_loss {self.progress.best_loss:.4f} at {self.progress.best_step}"
-        self.console.note(f"finished at step {self.step}: {best}")
+        (name, best), (_, best_step) = self.progress.best(self.rollouts is None).items()
+        self.console.note(f"finished at step {self.step}: best {name} {best:.4f} at {best_step}")
 
     def _export_missing(self) -> None:
         """Exports the best weights, or else the last ones, if the exported file is missing."""
@@ -376,6 +410,6 @@ class Trainer:
         return self.layout.replicate(np.zeros(2, np.float32))
 
 
-def _mean(sum_and_count: jax.Array) -> float:
+def _mean(sum_and_count: Any) -> float:
     total, count = np.asarray(sum_and_count).tolist()
     return total / count if count else math.nan

@@ -12,7 +12,9 @@ from dantinox.config import Config
 from dantinox.model import Transformer
 from dantinox.text import Batch, Preferences
 from dantinox.training.distillation import distill_losses
+from dantinox.training.policy_objective import POLICY_METRICS, grpo_losses
 from dantinox.training.preference_objectives import dpo_losses, pair_mask
+from dantinox.training.rollout_batch import abstract_rollout, count_answers
 from dantinox.training.token_losses import LossSums, next_token_losses
 
 
@@ -26,9 +28,10 @@ class Objective(NamedTuple):
       abstract_batch: returns the shapes of a batch of `rows` examples of `length` tokens, a NamedTuple.
       conversations: number of conversations in an example, each with its own row of tokens.
       per_token: whether the loss is a mean over target tokens, for which bits per byte are defined.
+      has_validation_loss: whether the loss of validation batches is computed. If not, rewards are evaluated.
       metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs. The mean −ln p of target tokens is
         called `data_loss`, if it is not the loss.
-      row_kind: the kind of the rows of metrics.jsonl with the validation metrics.
+      event: the kind of the rows with validation metrics in metrics.jsonl.
     """
 
     losses: Callable[[Transformer, Any, Config, nnx.Rngs | None], LossSums]
@@ -36,25 +39,28 @@ class Objective(NamedTuple):
     abstract_batch: Callable[[int, int], Any]
     conversations: int = 1
     per_token: bool = True
+    has_validation_loss: bool = True
     metrics: tuple[str, ...] = ()
-    row_kind: str = "preferences"
-
-    def random_batch(self, rows: int, length: int, vocab_size: int) -> Any:
-        """Returns a batch of random tokens, all of which are targets. Its other arrays are zeros."""
-        rng = np.random.default_rng(0)
-
-        def fill(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:
-            if name.startswith(("tokens", "targets")):
-                return rng.integers(0, vocab_size, shape.shape).astype(shape.dtype)
-            return np.full(shape.shape, name.startswith("mask"), shape.dtype)
-
-        shapes = self.abstract_batch(rows, length)
-        return type(shapes)(*(fill(*item) for item in zip(shapes._fields, shapes, strict=True)))
+    event: str = "preferences"
 
     def named_metrics(self, means: Any, prefix: str = "") -> dict[str, float]:
         """Returns the means of the metrics by column name; empty if there are none."""
         values = () if means is None else np.asarray(means, np.float64).tolist()
         return {f"{prefix}{name}": value for name, value in zip(self.metrics, values, strict=True)}
+
+
+def random_batch(shapes: Any, vocab_size: int) -> Any:
+    """Returns a batch of these shapes with random tokens, all of which are targets. Its other arrays are zeros."""
+    rng = np.random.default_rng(0)
+
+    def fill(name: str, shape: jax.ShapeDtypeStruct | None) -> np.ndarray | None:
+        if shape is None:
+            return None
+        if name.startswith(("tokens", "targets")):
+            return rng.integers(0, vocab_size, shape.shape).astype(shape.dtype)
+        return np.full(shape.shape, name.startswith("mask"), shape.dtype)
+
+    return type(shapes)(*(fill(*item) for item in zip(shapes._fields, shapes, strict=True)))
 
 
 def abstract_windows(rows: int, length: int) -> Any:
@@ -87,6 +93,15 @@ OBJECTIVES: dict[str, Objective] = {
     "distill": TOKENS._replace(
         losses=lambda model, taught, config, rngs: distill_losses(model, taught, config.distill, rngs=rngs),
         metrics=("kl", "data_loss"),
-        row_kind="distillation",
+        event="distillation",
+    ),
+    "grpo": Objective(
+        lambda model, rollout, config, rngs: grpo_losses(model, rollout, config, rngs=rngs),
+        count_answers,
+        abstract_rollout,
+        per_token=False,
+        has_validation_loss=False,
+        metrics=POLICY_METRICS,
+        event="rewards",
     ),
 }

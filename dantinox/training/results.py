@@ -13,8 +13,8 @@ from dantinox.report import Console, plot_loss
 from dantinox.run import RunDirectory, save_weights, write_file
 from dantinox.run.adapters import save_adapter
 from dantinox.training.checkpoint_store import TrainingProgress
+from dantinox.training.objective import OBJECTIVES
 from dantinox.training.step import TrainState
-from dantinox.training.training_log import tokens_per_step
 
 
 def export_weights(run: RunDirectory, model: ModelConfig, state: TrainState, facts: dict[str, Any]) -> None:
@@ -34,11 +34,16 @@ def write_summary(
     model_config: ModelConfig,
     state: TrainState,
     step: int,
+    tokens: int,
     progress: TrainingProgress,
     facts: dict[str, Any],
     console: Console,
 ) -> None:
-    """Writes the summary of a finished training run and, with `logging.plot`, a plot of its loss."""
+    """Writes the summary of a finished training run and, with `logging.plot`, a plot of its loss or its rewards.
+
+    Args:
+      tokens: the tokens of all steps.
+    """
     sizes = {name: math.prod(leaf.shape) for name, leaf in abstract_model(replace(model_config, lora=None))[1].items()}
     embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
     summary = {
@@ -46,9 +51,8 @@ def write_summary(
         "trained_parameters": sum(p.size for p in state.parameters.values()),
         "parameters_without_embeddings": sum(sizes.values()) - embeddings,
         "steps": step,
-        "tokens": step * tokens_per_step(config),
-        "val_loss": progress.best_loss,
-        "best_step": progress.best_step,
+        "tokens": tokens,
+        **progress.best(OBJECTIVES[config.training.objective].has_validation_loss),
         "model": asdict(model_config),
     }
     write_file(run.path, run.summary(config).name, json.dumps(summary | facts, indent=1) + "\n")

@@ -60,10 +60,11 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
 def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirectory | None = None) -> dict[str, Any]:
     """Returns the facts that a checkpoint records about its origin.
 
-    These include the digests of frozen weights: of the base weights of adapters, and of a teacher.
+    These include the digests of frozen weights that a resumed run reads again: of the base weights of adapters and of a KL
+    penalty, and of a teacher.
     """
     frozen = {}
-    if config.lora.rank is not None:
+    if config.lora.rank is not None or (config.training.objective == "grpo" and config.grpo.kl_weight > 0):
         frozen["base_sha256"] = weights_digest(open_base(config.training.init_from, run))
     if config.training.objective == "distill":
         frozen["teacher_sha256"] = weights_digest(open_base(config.distill.teacher, run, "teacher"))
@@ -79,7 +80,7 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     """Compares a checkpoint's facts with those of this process and returns notes about differences.
 
     Raises:
-      UserError: the tokenizer, the base weights of adapters, or the weights of the teacher differ.
+      UserError: the tokenizer, the base weights that the run reads again, or the weights of the teacher differ.
     """
     for fact, relation, key in (
         ("base_sha256", "on weights", "training.init_from"),

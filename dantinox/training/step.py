@@ -16,14 +16,15 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import BATCH, Layout
+from dantinox.model import Transformer
 from dantinox.model.lora import enable_dropout, frozen_parameters, trainable_parameters
 from dantinox.model.parameters import Parameters, abstract_model, init_parameters, random_key
 from dantinox.platform import get_platform
 from dantinox.programs import compile_program, tree_bytes
-from dantinox.text import Batch, Preferences
+from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import OBJECTIVES
-from dantinox.training.optimizer import EMAState, Schedule, optimizer
+from dantinox.training.optimizer import EMAState, Schedule, optimizer, schedule
 from dantinox.training.preference_objectives import pair_logprobs
 from dantinox.training.teacher import Teacher
 from dantinox.training.token_losses import LossSums
@@ -69,9 +70,19 @@ class Metrics(NamedTuple):
     metrics: jax.Array | None = None
 
 
+def rows_per_step(config: Config) -> int:
+    """Returns the rows of a training batch: one per window, pair or sampled answer."""
+    return config.training.batch_size * (config.grpo.samples if config.training.objective == "grpo" else 1)
+
+
+def updates_per_step(config: Config) -> int:
+    """Returns the optimizer updates of a step, which are all on the same batch."""
+    return config.grpo.updates if config.training.objective == "grpo" else 1
+
+
 def select_rows(batch: Any, rows: np.ndarray | None = None) -> Any:
     """Returns the selected rows of a batch, or the whole batch if `rows` is None."""
-    return batch if rows is None else type(batch)(*(array[rows] for array in batch))
+    return batch if rows is None else type(batch)(*(None if array is None else array[rows] for array in batch))
 
 
 class TracedProgram(NamedTuple):
@@ -87,12 +98,14 @@ class TrainStep:
     """The optimizer step of a training run, its state and its programs.
 
     Args:
-      steps: length of the schedule.
+      steps: length of the schedule; the optimizer updates of a step have the same learning rate.
       layout: layout of the devices that share the step; None: one device.
       factor: maps the step to a factor on the peak learning rates; None: `training.schedule`.
+      length: tokens per row; None: `model.max_context`.
       teacher: the teacher, if the objective is distill.
 
     Attributes:
+      rows: the rows of a batch, over all devices.
       optimizer: the optimizer with its learning rates.
       shapes: shapes of the state, with shardings on a mesh. They allocate no memory.
     """
@@ -104,10 +117,15 @@ class TrainStep:
         steps: int,
         layout: Layout | None = None,
         factor: Schedule | None = None,
+        length: int | None = None,
         teacher: Teacher | None = None,
     ):
         self.config, self.model, self.layout, self.teacher = config, model, layout or Layout(model), teacher
         self.objective = OBJECTIVES[config.training.objective]
+        self.rows, self.length = rows_per_step(config), length or config.model.max_context
+        if (updates := updates_per_step(config)) > 1:
+            of_step = factor or schedule(config.training, steps)
+            factor = lambda update: of_step(update // updates)  # noqa: E731
         self.optimizer = optimizer(config.training, steps, factor, self.layout)
         parameters = trainable_parameters(abstract_model(model)[1], model)
         sums: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
@@ -115,23 +133,32 @@ class TrainStep:
         moments = jax.eval_shape(self.optimizer.init, parameters)
         self.shapes: TrainState = self.layout.place_shapes(TrainState(count, parameters, moments, sums, sums))
 
-    def initial_state(self, weights: Mapping[str, np.ndarray] | None = None) -> TrainState:
-        """Returns the state before the first step, with the given weights, or else with random ones from `training.seed`."""
+    def initial_parameters(self, weights: Mapping[str, np.ndarray] | None = None) -> Parameters:
+        """Returns the trained parameters before the first step: the given ones, or else random ones from `training.seed`."""
         model, layout = self.model, self.layout
-        shardings = None if layout.mesh is None else layout.shardings(self.shapes)
 
         def fresh() -> Parameters:
             return trainable_parameters(init_parameters(model, self.config.training.seed), model)
 
         if weights is not None:
-            parameters = layout.put_parameters(weights)
-        elif shardings is None:
-            parameters = fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
-        else:  # sharded from the start: no device ever holds all of them
-            parameters = jax.jit(fresh, out_shardings=shardings.parameters)()
+            return layout.put_parameters(weights)
+        if layout.mesh is None:
+            return fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
+        # sharded from the start: no device ever holds all of them
+        return jax.jit(fresh, out_shardings=layout.shardings(self.shapes).parameters)()
+
+    def initial_state(self, weights: Mapping[str, np.ndarray] | None = None) -> TrainState:
+        """Returns the state before the first step, with the parameters that `initial_parameters` returns."""
+        layout, parameters = self.layout, self.initial_parameters(weights)
+        shardings = None if layout.mesh is None else layout.shardings(self.shapes)
         moments = jax.jit(self.optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
         zero, *sums = (layout.replicate(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
         return TrainState(zero, parameters, moments, *sums)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a batch, with padding."""
+        return self.rows * self.objective.conversations * self.length
 
     @cached_property
     def program(self) -> Any:
@@ -201,27 +228,38 @@ class TrainStep:
     def traced(self, validation_rows: int | None = None) -> dict[str, TracedProgram]:
         """Traces the programs of a run, `train` and `evaluation`, from shapes only.
 
+        There is no evaluation if rewards are evaluated instead of a loss.
+
         Args:
           validation_rows: the number of rows to evaluate; None: unknown. A call of the evaluation has at most as many rows.
         """
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
-        rows, length = t.batch_size, config.model.max_context
+        rows, length = self.rows, self.length
         eval_rows = max(1, EVAL_TOKENS_PER_CALL // (self.objective.conversations * length)) * layout.batch_shards
         if validation_rows is not None:
             eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)
         base = layout.place_shapes(frozen_parameters(layout.shapes, model))
-        batch, eval_batch = (layout.place_batch(self.objective.abstract_batch(count, length)) for count in (rows, eval_rows))
         taught = {} if self.teacher is None else self.teacher.shapes
-        train = self.program.trace(self.shapes, batch, base, taught)
-        evaluation = make_eval_step(model, layout, config, self.teacher).trace(self.shapes.parameters, eval_batch, base, taught)
+        train = self.program.trace(self.shapes, layout.place_batch(self.abstract_batch(rows)), base, taught)
         platform = get_platform(model.platform)
         options = platform.compiler_options(tree_bytes(abstract_model(replace(model, lora=None))[1]))
         if t.deterministic and platform.name == "gpu":
             options |= {"xla_gpu_deterministic_ops": "true"}
-        return {
-            "train": TracedProgram(rows, length, train, options),
-            "evaluation": TracedProgram(eval_rows, length, evaluation, options),
-        }
+        programs = {"train": TracedProgram(rows, length, train, options)}
+        if self.objective.has_validation_loss:
+            eval_batch = layout.place_batch(self.abstract_batch(eval_rows))
+            evaluation = make_eval_step(model, layout, config, self.teacher).trace(
+                self.shapes.parameters, eval_batch, base, taught
+            )
+            programs["evaluation"] = TracedProgram(eval_rows, length, evaluation, options)
+        return programs
+
+    def abstract_batch(self, rows: int) -> Any:
+        """Returns the shapes of a batch of `rows` rows."""
+        shapes = self.objective.abstract_batch(rows, self.length)
+        if self.config.training.objective == "grpo" and self.config.grpo.updates > 1:
+            return shapes._replace(old_RT=shapes.mask_RT)
+        return shapes
 
 
 def _keep_if_finite(finite: jax.Array, after: Any, before: Any) -> Any:
@@ -296,28 +334,41 @@ def make_eval_step(
     return jax.jit(lambda parameters, batch, base={}, taught={}: sharded(parameters, batch, base, taught))
 
 
-def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any:
-    """Returns a jitted `pair_logprobs`: (parameters, pairs, frozen weights) → `[P, 2]`, sharded like the pairs."""
+def make_reference_step(
+    model: ModelConfig, layout: Layout | None = None, logprobs: Callable[[Transformer, Any], jax.Array] = pair_logprobs
+) -> Any:
+    """Returns a jitted function of log-probabilities: (parameters, batch, frozen weights) → an array, sharded like the batch.
+
+    Args:
+      logprobs: (model, batch) → an array with one row per row or pair of the batch.
+    """
     layout, (build, _) = layout or Layout(model), abstract_model(model)
 
-    def reference(parameters: Parameters, pairs: Preferences, base: Parameters) -> jax.Array:
-        return pair_logprobs(layout.build_model(build, parameters | base), pairs)
+    def reference(parameters: Parameters, batch: Any, base: Parameters) -> jax.Array:
+        return logprobs(layout.build_model(build, parameters | base), batch)
 
     specs = trainable_parameters(layout.specs, model), PartitionSpec(BATCH), frozen_parameters(layout.specs, model)
     return jax.jit(layout.shard_map(reference, specs, PartitionSpec(BATCH)))
 
 
 class Programs:
-    """The compiled programs of a run, and the memory plan, which is known before the weights are allocated."""
+    """The compiled programs of a run, and the memory plan, which is known before the weights are allocated.
+
+    Attributes:
+      eval_rows: the rows of a validation batch; 0 if there is no validation loss.
+    """
 
     def __init__(self, step: TrainStep, validation_rows: int | None = None):
         """Compiles the programs. `validation_rows` is an argument of `TrainStep.traced`."""
-        train, evaluation = step.traced(validation_rows).values()
-        self.eval_rows = evaluation.rows
-        train_lowered, eval_lowered = train.program.lower(), evaluation.program.lower()
-        # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in parallel.
+        traced = step.traced(validation_rows)
+        train, evaluation = traced["train"], traced.get("evaluation")
+        train_lowered = train.program.lower()
+        self.eval_rows = 0
         self._evaluate: Future[Any] = Future()
-        Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
+        if evaluation is not None:
+            self.eval_rows, eval_lowered = evaluation.rows, evaluation.program.lower()
+            # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in parallel.
+            Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
         self._train = compile_program(train_lowered, train.options)
         base, all_weights = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
         taught = {} if step.teacher is None else step.teacher.shapes

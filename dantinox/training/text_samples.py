@@ -28,7 +28,7 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
     Raises:
       UserError: the prompt cannot be encoded or fills the context, or a token named in `generation` is not in the vocabulary.
     """
-    if config.training.sample_every is None:
+    if config.training.sample_every is None or config.training.objective == "grpo":  # whose samples are answers
         return None
     prompt, tokens = _prompt(config, tokenizer)
     context = config.model.max_context

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -62,6 +62,7 @@ class TrainingLog:
     """The console and the log files of a training run, and the metrics of the steps since the last row.
 
     Attributes:
+      tokens_per_step: the tokens that a step reads.
       clock: measures the step time in the rows; paused during everything that is not a training step.
       recent: metrics of the steps since the last check, still on the device.
     """
@@ -73,9 +74,10 @@ class TrainingLog:
         layout: Layout,
         run: RunDirectory,
         console: Console,
+        tokens_per_step: int,
         teacher: ModelConfig | None = None,
     ):
-        self.config, self.layout, self.console = config, layout, console
+        self.config, self.layout, self.console, self.tokens_per_step = config, layout, console, tokens_per_step
         context = config.model.max_context
         self.flops = training_flops(model, context) + (0 if teacher is None else forward_flops(teacher, context))  # per token
         self.objective = OBJECTIVES[config.training.objective]
@@ -114,7 +116,7 @@ class TrainingLog:
         These are times, learning rates, the gradient norm, tokens and memory.
         """
         metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
-        tokens = tokens_per_step(self.config)
+        tokens = self.tokens_per_step
         rates = {name: float(rate) for name, rate in metrics.rates.items()}
         row: dict[str, Any] = {"ms_per_step": 1e3 * seconds, "lr": rates.pop("lr"), "grad_norm": float(metrics.grad_norm)}
         row |= {"tokens": step * tokens, "tokens_per_s": tokens / seconds, "memory_gb": used_gb()} | rates
@@ -123,14 +125,18 @@ class TrainingLog:
             row["mfu"] = row["tokens_per_s"] * self.flops / chip.flops / self.layout.devices
         return row
 
-    def interval(self, step: int, steps: int, mean_loss: float) -> None:
+    def interval(self, step: int, steps: int, mean_loss: float, metrics: Mapping[str, float] = {}) -> None:
         """Writes a row of `logging.log_every` steps; `mean_loss` is the mean over the steps since the previous row.
+
+        Args:
+          metrics: further columns.
 
         Raises:
           NonFiniteLoss: see `check`.
         """
         newest = self.recent[-1]
-        row = {"step": step, "train_loss": mean_loss} | self.row_metrics(step) | self.objective.named_metrics(newest.metrics)
+        named = self.objective.named_metrics(newest.metrics)
+        row = {"step": step, "train_loss": mean_loss, **self.row_metrics(step), **named, **metrics}
         self.check(step, mean_loss)
         counts_LE = newest.expert_counts
         counts = {} if counts_LE is None else {"expert_counts": np.asarray(counts_LE).tolist()}
@@ -145,7 +151,7 @@ class TrainingLog:
         """
         self.files.evaluation(row)
         if metrics:
-            self.files.event(self.objective.row_kind, {"step": row["step"]} | metrics)
+            self.files.event(self.objective.event, {"step": row["step"]} | metrics)
         # An interval row of the same step has a `train_loss` that covers other steps, so this one gets another name.
         renamed = {"train_loss_since_eval" if name == "train_loss" else name: value for name, value in row.items()}
         self.console.evaluation(renamed | metrics)
@@ -173,11 +179,6 @@ class TrainingLog:
                 self.console.note(f"step {number} was skipped: loss {metrics.loss}, gradient norm {metrics.grad_norm}")
                 self.files.event("skip", {"step": number})
         self._checked = step
-
-
-def tokens_per_step(config: Config) -> int:
-    t = config.training
-    return t.batch_size * config.model.max_context * OBJECTIVES[t.objective].conversations
 
 
 def duration_line(steps: int, seconds_per_step: float) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from training.grpo_runs import grpo_config, make_base
+from training.grpo_runs import outcome as grpo_outcome
 from training.small import VOCABULARY, Workshop, small_config
 
 from dantinox.report import read_csv, read_jsonl
@@ -95,6 +97,30 @@ def test_run_killed_at_25_moments_resumes_with_equal_results(tmp_path):
     of = f"of {len(moments)}, {events} events in {seconds:.1f} s"
     print(f"{killed} killed, {inside} of them inside a save, {resumed} resumed from a checkpoint, {len(moments)} equal, {of}")
     assert killed >= 20 and inside >= 5
+
+
+@pytest.mark.faults
+def test_training_with_rewards_killed_in_every_phase_resumes_with_equal_results(tmp_path):
+    """A kill while answers are sampled, scored or learned from, or while files are written."""
+    make_base(tmp_path)
+    config = grpo_config(tmp_path)
+    events = int(run_process(tmp_path / "whole", "grpo").stdout)
+    expected = grpo_outcome(RunDirectory(tmp_path / "whole" / "run"), config)
+    draw = random.Random(int(os.environ.get("SEED", "14")))
+    calls = {"sampling": 8, "scoring": 32, "updating": 8}
+    moments = [(phase, draw.randrange(1, most + 1)) for phase, most in calls.items() for _ in range(3)]
+    moments += [("after", draw.randrange(2, events)) for _ in range(6)]
+    killed = resumed = 0
+    for number, moment in enumerate(moments):
+        path = tmp_path / str(number)
+        killed += run_process(path, "grpo", *moment).returncode == -9
+        second = run_process(path, "grpo", "resume")
+        assert second.returncode == 0, (moment, second.stderr)
+        resumed += "resumed from step" in second.stderr
+        assert grpo_outcome(RunDirectory(path / "run"), config) == expected, moment
+        assert verify_run(RunDirectory(path / "run")).damage == [], moment
+    print(f"{killed} killed, {resumed} resumed from a checkpoint, {len(moments)} equal")
+    assert killed >= 13 and resumed >= 5
 
 
 @pytest.mark.faults

@@ -79,7 +79,7 @@ def test_other_columns_in_the_file_raise_a_user_error(log):
 
 
 def test_a_log_of_an_older_version_keeps_its_columns(log):
-    older = metrics.HEADER.removesuffix(",mfu,muon_lr")
+    older = metrics.HEADER.removesuffix(",mfu,muon_lr,reward,val_reward")
     log.path_csv.write_text(f"{older}\n")
     log.evaluation({"step": 1, "val_loss": 2.0, "mfu": 0.5})
     assert read_csv(log.path_csv) == [{"step": 1, "val_loss": 2.0}] and log.path_csv.read_text().startswith(f"{older}\n1,")

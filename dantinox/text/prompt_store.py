@@ -1,0 +1,163 @@
+"""The store of prompts for training with rewards: their tokens, and the records that the reward functions read."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dantinox.files import UserError
+from dantinox.text.batch_rows import ShuffledRows
+from dantinox.text.chat_template import ChatTemplate
+from dantinox.text.conversations import FIRST_TOKEN, Encoded, prompt_messages
+from dantinox.text.token_store import Counts, TokenStore
+
+
+class Prompt(NamedTuple):
+    """A prompt.
+
+    Attributes:
+      number: its number in the store; training prompts come first.
+      ids: its tokens, up to the beginning of the answer.
+      record: the record of the corpus, with the fields that the reward functions read.
+    """
+
+    number: int
+    ids: tuple[int, ...]
+    record: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The text of the last message of the prompt."""
+        return str(prompt_messages(self.record)[-1]["content"])
+
+
+class PromptStore(TokenStore):
+    """Training and validation prompts. The prompts of a step are a pure function of (seed, step), as in `TokenStore`.
+
+    An epoch contains each training prompt once. Prompts that leave fewer than `answer_tokens` tokens of the context for an
+    answer are left out.
+
+    Attributes:
+      conversations, left_out: number of prompts, and how many of them are too long.
+      answer_tokens: the most tokens of an answer.
+      longest: the number of tokens of the longest prompt that is not left out.
+      windows_per_epoch: the number of training prompts that are not left out.
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        marks: np.ndarray,
+        records: Sequence[bytes],
+        counts: tuple[Counts, Counts],
+        *,
+        batch_size: int,
+        context: int,
+        answer_tokens: int,
+        seed: int,
+    ) -> None:
+        """Wraps the tokens of all prompts, training prompts first.
+
+        Args:
+          ids: token ids of any integer type.
+          marks: uint8; `FIRST_TOKEN` marks the first token of each prompt.
+          records: the record of each prompt, in JSON.
+          counts: the sizes of the training and the validation part.
+          batch_size: prompts per step.
+          context: the most tokens of a prompt and its answer.
+          answer_tokens: the most tokens of an answer.
+          seed: determines the order of the training prompts.
+
+        Raises:
+          UserError: all training or all validation prompts are too long.
+        """
+        self._ids, self._records = ids.view(np.ndarray), records
+        self.train, self.val = counts
+        self.batch_size, self.sequence_length, self.answer_tokens = batch_size, context, answer_tokens
+        self._starts = np.append(np.flatnonzero(marks.view(np.ndarray) & FIRST_TOKEN), len(ids))
+        sizes = np.diff(self._starts)
+        fits = sizes + answer_tokens <= context
+        self.conversations, self.left_out = len(sizes), int(np.count_nonzero(~fits))
+        parts = np.split(np.arange(len(sizes)), [self.train.documents])
+        self._train, self._val = (part[fits[part]] for part in parts)
+        for part, name in ((self._train, "training"), (self._val, "validation")):
+            if not len(part):
+                raise UserError(
+                    f"all {name} prompts leave fewer than generation.max_new_tokens {answer_tokens} tokens of "
+                    f"model.max_context {context}: lower generation.max_new_tokens, or use shorter prompts"
+                )
+        self.longest = int(sizes[fits].max())
+        self.windows_per_epoch = len(self._train)
+        self._order = lambda stream: ShuffledRows(_Indices(self._train), seed, stream)
+        self._orders = {0: self._order(0)}
+
+    @property
+    def validation_rows(self) -> int:
+        """The number of validation prompts."""
+        return len(self._val)
+
+    def batch(self, step: int, chosen: np.ndarray | None = None, *, stream: int = 0) -> list[Prompt]:
+        """Returns the prompts of a step.
+
+        Args:
+          step: the number of the step, from 0.
+          chosen: the positions in the batch to return, ascending. None: all `batch_size`.
+          stream: other streams contain the same prompts in other orders.
+        """
+        numbers = np.arange(self.batch_size) if chosen is None else chosen
+        order = self._orders.setdefault(stream, self._order(stream))
+        return [self._prompt(index) for index in order.read(step * self.batch_size + numbers)[:, 0]]
+
+    def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[list[Prompt]]:
+        """Yields the validation prompts in order, at most `batch_size` at a time.
+
+        Args:
+          tokens: stop after the batch that reaches this number of tokens of prompts and their longest possible answers. None:
+            all.
+        """
+        seen = 0
+        for start in range(0, len(self._val), batch_size):
+            prompts = [self._prompt(index) for index in self._val[start : start + batch_size]]
+            yield prompts
+            seen += sum(len(prompt.ids) + self.answer_tokens for prompt in prompts)
+            if tokens is not None and seen >= tokens:
+                return
+
+    def _prompt(self, index: int) -> Prompt:
+        ids = self._ids[self._starts[index] : self._starts[index + 1]]
+        return Prompt(int(index), tuple(ids.tolist()), json.loads(self._records[index]))
+
+
+class _Indices:
+    """The rows of an epoch of prompts: one index per row."""
+
+    def __init__(self, indices: np.ndarray):
+        self._indices, self.count = indices, len(indices)
+
+    def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
+        return self._indices[chosen_N][:, None]
+
+
+def encode_prompt(part: int, source: int, record: Mapping[str, Any], template: ChatTemplate) -> list[Encoded]:
+    """Encodes the prompt of a record, with the beginning of the answer.
+
+    Raises:
+      UserError: the record has no prompt, or the template refuses it.
+    """
+    messages = prompt_messages(record)
+    ids = np.array(template.encode(messages, generation_prompt=True), np.int32)
+    if not len(ids):
+        raise UserError("a prompt has no tokens")
+    marks = np.zeros(len(ids), np.uint8)
+    marks[0] = FIRST_TOKEN
+    texts = [message["content"] for message in messages]
+    counts = Counts(len(ids), 1, sum(map(len, texts)), sum(len(text.encode()) for text in texts))
+    return [Encoded(part, source, ids, counts, marks, json.dumps(record).encode())]
+
+
+def read_records(path: Path) -> list[bytes]:
+    """Reads the records of a store, one per line."""
+    with open(path, "rb") as file:
+        return file.read().splitlines()

@@ -1,0 +1,65 @@
+"""Regular expressions whose matching takes time linear in the text, whatever the expression (llguidance).
+
+The syntax is that of Rust's crate `regex`, without lookaround, backreferences and word boundaries. `^` and `$` stand only at
+the ends of an expression.
+"""
+
+from collections.abc import Callable
+
+from dantinox.files import UserError, first_line, quote, require_extra
+
+ANY_TEXT = "(?s:.*)"
+
+
+def compile_linear_regex(pattern: str, whole: bool, what: str) -> Callable[[str], bool]:
+    """Returns a function that tests whether a regular expression matches a text.
+
+    Args:
+      whole: whether the expression must match the whole text, instead of a part of it.
+      what: what uses the expression, for messages.
+
+    Raises:
+      UserError: the expression is invalid or not supported, or llguidance is not installed.
+    """
+    with require_extra("serve", f"{what} needs a library that is not installed"):
+        from llguidance import LLMatcher, LLTokenizer
+    source = pattern if whole else _with_any_text_around(pattern)
+    start = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex(source), log_level=0)
+    if start.is_error():
+        lines = start.get_error().splitlines()
+        reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+        reason = reason.rpartition("(in regex): ")[2].partition(";")[0]
+        raise UserError(f"{what} has the invalid expression {quote(pattern)}: {first_line(ValueError(reason))}")
+
+    def matches(text: str) -> bool:
+        matcher, ids = start.deep_copy(), list(text.encode("utf-8", "replace"))  # a byte is a token
+        return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+    return matches
+
+
+def _with_any_text_around(pattern: str) -> str:
+    """Returns an expression that matches a whole text if `pattern` matches a part of it."""
+    before, after = ANY_TEXT, ANY_TEXT
+    if not _has_alternatives(pattern):  # in `^a|b$`, an anchor belongs to one alternative
+        if pattern.startswith("^"):
+            before, pattern = "", pattern[1:]
+        backslashes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
+        if pattern.endswith("$") and backslashes % 2 == 0:
+            after, pattern = "", pattern[:-1]
+    return f"{before}(?:{pattern}){after}"
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Whether an expression contains `|` outside of groups and character classes."""
+    depth, in_class, characters = 0, False, iter(pattern)
+    for character in characters:
+        if character == "\\":
+            next(characters, None)
+        elif in_class or character == "[":
+            in_class = character != "]"
+        elif character == "|" and depth == 0:
+            return True
+        else:
+            depth += (character == "(") - (character == ")")
+    return False

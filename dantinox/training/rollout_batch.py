@@ -1,0 +1,76 @@
+"""`Rollout`: a batch of sampled answers with their advantages, the batch of policy optimization."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.config.grpo_settings import Normalization
+from dantinox.text import Batch
+
+
+class Rollout(NamedTuple):
+    """R sequences of T tokens, each a prompt and one sampled answer. The N answers to a prompt are consecutive rows.
+
+    Attributes:
+      tokens_RT: int32 inputs.
+      targets_RT: int32, the token after each input.
+      segments_RT: int32 segments of attention, as in `Batch`.
+      mask_RT: float32, 1 where the target is a token of the answer, else 0. A row of zeros is padding.
+      weights_RT: float32 weight of each token in the loss; see `token_weights`.
+      advantages_R: float32; see `dantinox.training.policy_loss.group_advantages`.
+      reference_RT: float32 log-probabilities of the targets under the starting weights; zeros if `grpo.kl_weight` is 0.
+      old_RT: float32 log-probabilities of the targets under the weights that sampled the answers. None: these are the current
+        weights.
+    """
+
+    tokens_RT: jax.Array | np.ndarray
+    targets_RT: jax.Array | np.ndarray
+    segments_RT: jax.Array | np.ndarray
+    mask_RT: jax.Array | np.ndarray
+    weights_RT: jax.Array | np.ndarray
+    advantages_R: jax.Array | np.ndarray
+    reference_RT: jax.Array | np.ndarray
+    old_RT: jax.Array | np.ndarray | None = None
+
+    def rows(self) -> Batch:
+        """Returns the sequences as a batch of next-token prediction."""
+        return Batch(self.tokens_RT, self.targets_RT, self.segments_RT, self.mask_RT)  # type: ignore[arg-type]
+
+
+def abstract_rollout(rows: int, length: int) -> Rollout:
+    """Returns the shapes of a `Rollout` of `rows` sequences of `length` tokens, without `old_RT`."""
+    int32, float32 = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    row = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    return Rollout(int32, int32, int32, float32, float32, row, float32)  # type: ignore[arg-type]
+
+
+def count_answers(rollout: Rollout) -> jax.Array:
+    """Returns the number of rows with an answer, which is the divisor of the loss."""
+    return jnp.sum(jnp.any(rollout.mask_RT > 0, axis=1).astype(jnp.float32))
+
+
+def token_weights(mask_RT: np.ndarray, normalization: Normalization, max_new_tokens: int) -> np.ndarray:
+    """Returns float32 weights `[R, T]` with which the weighted sum over tokens, divided by the number of answers, is the loss.
+
+    The number of answers R is the number of rows with a token. |o| is the length of an answer, Σ|o| that of all answers:
+
+    - sequence: 1 / |o|; the loss is the mean over answers of the mean over tokens (DeepSeekMath, equation 21);
+    - token: R / Σ|o|; the loss is the mean over all tokens of the batch (DAPO, equation 8);
+    - constant: 1 / max_new_tokens; the loss is the mean over answers of the sum over tokens divided by a constant (Dr. GRPO).
+
+    The weights are those of the whole batch. Sums over parts of it, such as accumulation steps or devices, are therefore exact.
+
+    Args:
+      mask_RT: 1 for tokens of the answers, else 0.
+      max_new_tokens: maximum length of an answer, at least 1.
+    """
+    length_R1 = mask_RT.sum(axis=1, keepdims=True, dtype=np.float64)
+    if normalization == "sequence":
+        weight = 1 / np.maximum(length_R1, 1)
+    elif normalization == "token":
+        weight = np.count_nonzero(length_R1) / max(length_R1.sum(), 1)
+    else:
+        weight = 1 / max_new_tokens
+    return (mask_RT * weight).astype(np.float32)

@@ -1,0 +1,225 @@
+"""The batches of training with rewards: sampled answers, their rewards, advantages and log-probabilities."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.config import Config, UserError
+from dantinox.model.parameters import Parameters
+from dantinox.text import Prompt, PromptStore, Tokenizer
+from dantinox.training.batch_source import SamplingInterrupted
+from dantinox.training.policy_loss import group_advantages
+from dantinox.training.policy_objective import answer_logprobs
+from dantinox.training.rewards import build_rewards
+from dantinox.training.rollout_batch import Rollout, token_weights
+from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
+from dantinox.training.step import TrainState, TrainStep, make_reference_step, select_rows
+
+LENGTH_MULTIPLE = 8  # the length of the rows is a multiple of this number
+SAVED_GROUPS = 8  # groups in a file of samples
+
+
+class Group(NamedTuple):
+    """A prompt and its N answers.
+
+    Attributes:
+      scores: the rewards of each answer by name.
+      rewards_N: float64, the weighted sums of the scores.
+    """
+
+    prompt: Prompt
+    answers: list[Answer]
+    scores: list[dict[str, float]]
+    rewards_N: np.ndarray
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all rewards are equal, so that all advantages are 0."""
+        return bool(self.rewards_N.min() == self.rewards_N.max())
+
+
+def rollout_length(config: Config, longest: int) -> int:
+    """Returns the number of inputs of a row that holds the longest prompt and the longest answer."""
+    most = longest + config.generation.max_new_tokens - 1  # the last token is only a target
+    return min(-(-most // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, config.model.max_context)
+
+
+def rollout_rows(groups: Sequence[Group], length: int, config: Config, pad_id: int = 0) -> tuple[Rollout, np.ndarray]:
+    """Returns the rows of all answers, and float32 `[R, T]` log-probabilities that the engine recorded for the targets.
+
+    All tokens of an answer are targets, including the token that ended it. `reference_RT` is zero.
+    """
+    pairs = [(group.prompt, answer) for group in groups for answer in group.answers]
+    tokens_RT, targets_RT = (np.full((len(pairs), length), pad_id, np.int32) for _ in range(2))
+    mask_RT, sampled_RT = (np.zeros((len(pairs), length), np.float32) for _ in range(2))
+    for row, (prompt, answer) in enumerate(pairs):
+        ids, first = (*prompt.ids, *answer.ids), len(prompt.ids) - 1
+        tokens_RT[row, : len(ids) - 1], targets_RT[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        mask_RT[row, first : len(ids) - 1] = 1
+        sampled_RT[row, first : len(ids) - 1] = answer.logprobs
+    options = config.grpo.options
+    advantages_GN = group_advantages(np.stack([group.rewards_N for group in groups]), options.advantage)
+    weights_RT = token_weights(mask_RT, options.normalization, config.generation.max_new_tokens)
+    segments_RT, reference_RT = np.zeros_like(tokens_RT), np.zeros_like(mask_RT)
+    rollout = Rollout(tokens_RT, targets_RT, segments_RT, mask_RT, weights_RT, advantages_GN.reshape(-1), reference_RT)
+    return rollout, sampled_RT
+
+
+class RolloutBatches:
+    """Samples and scores the batches of `training.objective: grpo` with the weights of each step.
+
+    The answers of a step are a function of the weights, `training.seed` and the step.
+
+    Attributes:
+      metrics: numbers about the newest batch, columns of the logs.
+      groups: the groups of the newest batch.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        store: PromptStore,
+        tokenizer: Tokenizer,
+        frozen: Parameters,
+        starting_weights: Callable[[], Mapping[str, np.ndarray] | None],
+        stop: Callable[[], bool],
+    ):
+        """Prepares sampling and rewards.
+
+        Args:
+          step: the optimizer step, which reads the batches.
+          frozen: the frozen weights under adapters.
+          starting_weights: returns the weights before training, or None for new adapters; called if the loss needs them as the
+            reference of its KL penalty.
+          stop: whether a stop signal arrived.
+
+        Raises:
+          UserError: a reward is invalid, or there are several devices.
+        """
+        config = self._config = step.config
+        if step.layout.mesh is not None:
+            raise UserError(f"training.objective: grpo runs on one device, got {step.layout.devices}: make only one visible")
+        self._store, self._layout, self._frozen, self._stop = store, step.layout, frozen, stop
+        self._logprobs = make_reference_step(step.model, step.layout, partial(answer_logprobs, config=config))
+        self._reference = step.initial_parameters(starting_weights()) if config.grpo.kl_weight > 0 else None
+        self._rewards = build_rewards(config.grpo)
+        self._pad, self._length = tokenizer.pad_id or 0, step.length
+        self._rollouts = Rollouts(config, step.model, tokenizer, store.longest, samples=config.grpo.samples)
+        self._greedy = Rollouts(config, step.model, tokenizer, store.longest, samples=1)
+        self.skipped_batches = 0
+        self.metrics: dict[str, float] = {}
+        self.groups: list[Group] = []
+
+    def batch(self, step: int, state: TrainState) -> Rollout:
+        """Samples answers to the prompts of a step, scores them and returns them on the devices.
+
+        Raises:
+          SamplingInterrupted: a stop signal arrived.
+          UserError: a reward function failed.
+        """
+        started = time.perf_counter()
+        weights = state.parameters | self._frozen
+        groups, rounds = self._sample_groups(step + self.skipped_batches, weights)
+        sampled = time.perf_counter()
+        rows, sampled_RT = rollout_rows(groups, self._length, self._config, self._pad)
+        t = self._config.training
+        placed, sampled_RT = self._layout.put_batch(
+            lambda numbers=None: (select_rows(rows, numbers), sampled_RT if numbers is None else sampled_RT[numbers]),
+            len(sampled_RT),
+            t.grad_accum,
+        )
+        old_RT = self._logprobs(state.parameters, placed, self._frozen)
+        gap = jnp.max(placed.mask_RT * jnp.abs(old_RT - sampled_RT))
+        if self._reference is not None:
+            placed = placed._replace(reference_RT=self._logprobs(self._reference, placed, self._frozen))
+        if self._config.grpo.updates > 1:
+            placed = placed._replace(old_RT=old_RT)
+        self.metrics = _group_metrics(groups) | {
+            "sampler_gap": float(gap),
+            "sampling_rounds": float(rounds),
+            "seconds_sampling": sampled - started,
+            "seconds_scoring": time.perf_counter() - sampled,
+        }
+        self.groups = groups
+        return placed
+
+    def close(self) -> None:
+        """There are no threads to end."""
+
+    def evaluate(self, state: TrainState) -> tuple[float | None, dict[str, float]]:
+        """Answers the validation prompts, without randomness unless the entropy router samples.
+
+        Returns:
+          The mean reward times −1, and the metrics with the prefix `val_`. The first is None if a stop signal arrived.
+        """
+        weights, seed, groups = state.weights | self._frozen, self._config.training.seed, list[Group]()
+        for prompts in self._store.validation(self._greedy.prompts_per_call, self._config.training.eval_tokens):
+            seeds = [rollout_seed(seed, 1, prompt.number) for prompt in prompts]
+            try:
+                groups += self._answer(self._greedy, weights, prompts, seeds, greedy=True)
+            except SamplingInterrupted:
+                return None, {}
+        metrics = {f"val_{name}": value for name, value in _group_metrics(groups).items()}
+        return -metrics["val_reward"], metrics
+
+    def samples(self) -> str:
+        """Returns answers of the newest batch with their rewards as JSON Lines, `SAVED_GROUPS` groups."""
+        lines = [
+            {"prompt": group.prompt.text, "answer": answer.text, "reward": float(reward), "rewards": scores}
+            | {"finish_reason": answer.finish_reason, "tokens": len(answer.ids)}
+            for group in self.groups[:SAVED_GROUPS]
+            for answer, scores, reward in zip(group.answers, group.scores, group.rewards_N, strict=True)
+        ]
+        return "".join(json.dumps(line) + "\n" for line in lines)
+
+    def _sample_groups(self, number: int, weights: Mapping[str, Any]) -> tuple[list[Group], int]:
+        """Returns the groups of a batch, and the rounds of sampling.
+
+        With dynamic sampling (Yu et al. 2025, DAPO, section 3.2), groups of equal rewards are replaced by groups of further
+        prompts, as long as `grpo.max_sampling_rounds` allows.
+        """
+        seed, rounds = self._config.training.seed, 0
+        found: list[Group] = []
+        while True:
+            prompts = self._store.batch(number, stream=rounds)
+            seeds = [rollout_seed(seed, 0, number, rounds, place) for place in range(len(prompts))]
+            groups = self._answer(self._rollouts, weights, prompts, seeds)
+            if rounds == 0:
+                found = groups
+                if not self._config.grpo.options.dynamic_sampling:
+                    return found, 1
+            else:
+                useful = iter([group for group in groups if not group.is_uniform])
+                found = [next(useful, group) if group.is_uniform else group for group in found]
+            rounds += 1
+            if rounds > self._config.grpo.max_sampling_rounds or not any(group.is_uniform for group in found):
+                return found, rounds
+
+    def _answer(
+        self, rollouts: Rollouts, weights: Mapping[str, Any], prompts: Sequence[Prompt], seeds: Sequence[int], **options: Any
+    ) -> list[Group]:
+        sampled = rollouts.sample(weights, [prompt.ids for prompt in prompts], seeds, stop=self._stop, **options)
+        return [self._score(prompt, answers) for prompt, answers in zip(prompts, sampled, strict=True)]
+
+    def _score(self, prompt: Prompt, answers: list[Answer]) -> Group:
+        scores = [self._rewards.score(prompt.text, answer.text, prompt.record) for answer in answers]
+        return Group(prompt, answers, scores, np.array([self._rewards.total(score) for score in scores], np.float64))
+
+
+def _group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns means over all answers: the reward and its standard deviation, each score, and the length of the answers."""
+    answers = [answer for group in groups for answer in group.answers]
+    scores = [score for group in groups for score in group.scores]
+    rewards = np.concatenate([group.rewards_N for group in groups])
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        **{f"reward_{name}": float(np.mean([score[name] for score in scores])) for name in scores[0]},
+        "answer_tokens": float(np.mean([len(answer.ids) for answer in answers])),
+        "truncated": float(np.mean([answer.finish_reason == "length" for answer in answers])),
+    }
