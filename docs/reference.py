@@ -207,7 +207,7 @@ def yaml_value(value: object) -> str:
 
 def flag_example(record: SettingRecord) -> str:
     value = example(record)
-    is_list = isinstance(value, list) and not any(isinstance(one, list) for one in value)
+    is_list = isinstance(value, list) and not any(isinstance(one, list | dict) for one in value)
     words = " ".join(map(flag_word, value if is_list else [value]))
     unique = [one.flag for one in setting_records()].count(record.flag) == 1
     names = [record.flag] if unique else []
@@ -584,7 +584,8 @@ RUN_FILES = {
     "metrics.jsonl": "JSON Lines: a row every `logging.log_every` steps and a row per event, named by `kind`.",
     "model_summary.json": "JSON: architecture, parameters and sizes; `logging.summary_file` names it.",
     "samples/": "Texts that the model generated during training, one file per step (`training.sample_every`).",
-    "plots/": "`loss.png`, and what `dantinox plot` draws.",
+    "rewards.html": "Of a run with rewards: the curve of the rewards, and the answers in `samples/` with their rewards.",
+    "plots/": "`loss.png` or `reward.png`, and what `dantinox plot` draws.",
     "router.json": "JSON: the thresholds that `dantinox calibrate --what router` measured.",
     "kv_entropy.json": "JSON: the signals of each attention head that `dantinox calibrate --what kv` measured.",
     "evaluation/": "CSV, Markdown and plots of `dantinox eval sampling`, `eval kv` and `eval ruler`.",

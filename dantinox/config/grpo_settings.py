@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from dantinox.config.base import Conflict, Count, NonNegative, Section, field
 from dantinox.config.generation_settings import GREEDY_BELOW, GenerationSection
-from dantinox.config.prerequisites import Condition, Needs, differs
+from dantinox.config.prerequisites import Condition, Needs, differs, format_value
 from dantinox.config.reward_settings import reward_conflicts
 
 Advantage = Literal["mean", "std"]
@@ -113,6 +113,18 @@ class GRPOSection(Section):
         return LOSSES[self.loss]._replace(**{name: value for name, value in given.items() if value is not None})
 
 
+# Settings of `generation` that a training run with rewards does not support: name → the only value, and the reason.
+WITHOUT_REWARDS: dict[str, tuple[object, str]] = {
+    "n": (1, "grpo.samples is the number of answers per prompt"),
+    "num_beams": (1, "answers are sampled"),
+    "guidance_scale": (1.0, "the probabilities of the answers must be those of the model"),
+    "token_healing": (False, "the chat template ends the prompt"),
+    "use_cache": (True, "answers are decoded with a cache"),
+    "tensor_parallel": (1, "training with rewards runs on one device"),
+    "speculation": ("off", "the draft model would not be trained"),
+}
+
+
 def grpo_conflicts(grpo: GRPOSection, objective: str, generation: GenerationSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among these settings."""
     if objective != "grpo":
@@ -124,6 +136,10 @@ def grpo_conflicts(grpo: GRPOSection, objective: str, generation: GenerationSect
             "generation.temperature",
             f"must be at least {GREEDY_BELOW:g} with training.objective: grpo: all answers to a prompt would be equal",
         )
+    for name, (only, reason) in WITHOUT_REWARDS.items():
+        if (value := getattr(generation, name)) != only:
+            must = f"must be {format_value(only)} with training.objective: grpo, got {format_value(value)}"
+            yield f"generation.{name}", f"{must}: {reason}"
     if not grpo.rewards:
         yield "grpo.rewards", "must name at least one reward with training.objective: grpo, got []"
     yield from reward_conflicts(grpo.rewards)

@@ -47,7 +47,7 @@ from dantinox.files import UserError
 # Names of the files that every run directory may contain.
 RUN_FILES = (
     "config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json", "manifest.txt",
-    "chat_template.jinja", "tokenizer_config.json", "origin.json",
+    "chat_template.jinja", "tokenizer_config.json", "origin.json", "rewards.html",
 )  # fmt: skip
 
 PLAIN_FILE = re.compile(r"\.(?!jsonl)\w+$|^builtin:")
@@ -223,7 +223,7 @@ class LoggingSection(Section):
     log_every: Count = field(10, "steps between console lines and rows of metrics.jsonl")
     log_file: FileName = field("training_log.csv", "file name of the evaluation log in the run directory")
     summary_file: FileName = field("model_summary.json", "file name of the model summary in the run directory")
-    plot: bool = field(True, "plot the losses to plots/loss.png at the end (needs the extra `plot`)")
+    plot: bool = field(True, "plot the losses or rewards to plots/ at the end (needs the extra `plot`)")
     tensorboard: bool = field(False, "write TensorBoard event files to tensorboard/ (needs the extra `logs`)")
     wandb: bool = field(False, "log to Weights & Biases, or to wandb/ if WANDB_MODE=offline (needs the extra `logs`)")
     wandb_project: Annotated[str | None, Needs(("logging.wandb", True))] = field(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dantinox.files import UserError, atomic_write, require_extra
 from dantinox.report.metric_files import read_csv, read_jsonl
@@ -18,16 +18,37 @@ from dantinox.report.tables import human_count
 TRAIN, VALIDATION, GREY = "#8aa4c8", "#c2410c", "#6b7280"
 
 
+class Curves(NamedTuple):
+    """The columns that a plot of a run shows: of training steps, of validation, and which validation value is best."""
+
+    train: str
+    validation: str
+    label: str
+    best: Callable[..., Any]
+
+
+LOSSES = Curves("train_loss", "val_loss", "loss (nats per token)", min)
+REWARDS = Curves("reward", "val_reward", "mean reward", max)
+
+
+def curves_of(evaluations: list[dict[str, Any]]) -> Curves:
+    """Returns the rewards if the log of a run has them, else the losses."""
+    return REWARDS if any("val_reward" in row for row in evaluations) else LOSSES
+
+
 def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     """Plots train and validation loss by step into the PNG file `out`. The upper axis shows tokens if the log has them.
+
+    The plot of a run with rewards shows these instead of losses.
 
     Raises:
       UserError: matplotlib is not installed, the logs have no loss yet, or a file cannot be read or written.
     """
     evaluations = read_csv(path_csv)
     rows = read_jsonl(path_jsonl)
-    train = _points([row for row in rows if row.get("kind") == "interval"] or evaluations, "train_loss")
-    validation = _points(evaluations, "val_loss")
+    curves = curves_of(evaluations)
+    train = _points([row for row in rows if row.get("kind") == "interval"] or evaluations, curves.train)
+    validation = _points(evaluations, curves.validation)
     if not train and not validation:
         raise UserError(f"nothing to plot yet: {path_csv} and {path_jsonl} have no loss")
     figure = new_figure(8, 4.8)
@@ -38,8 +59,8 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
         axes.plot(
             *zip(*validation, strict=True), color=VALIDATION, linewidth=1.8, marker="o", markersize=3.5, label="validation"
         )
-        _mark_best(axes, *min(validation, key=lambda point: point[1]))
-    _label(axes, "optimizer step", "loss (nats per token)")
+        _mark_best(axes, *curves.best(validation, key=lambda point: point[1]))
+    _label(axes, "optimizer step", curves.label, "lower right" if curves == REWARDS else "upper right")
     counted = [row["tokens"] / row["step"] for row in [*rows, *evaluations] if row.get("tokens") and row.get("step")]
     if counted:
         _add_tokens(axes, counted[-1])
@@ -52,6 +73,8 @@ BY = {"step": "optimizer step", "tokens": "training tokens", "time": "minutes of
 def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None:
     """Plots the losses of several runs into the PNG file `out`: validation as lines with points, training as faint lines.
 
+    If the first run has rewards, the plot shows the rewards of all runs.
+
     Args:
       logs: name of a run → paths of its CSV and JSON lines.
       by: the x axis, a key of `BY`. `time` is the time in training steps, without startup, compilation,
@@ -61,14 +84,15 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
       UserError: matplotlib is not installed, a run has no loss yet, or a file cannot be read or written.
     """
     figure = new_figure(8, 4.8)
-    axes = figure.add_subplot()
+    axes, curves = figure.add_subplot(), None
     for number, (name, paths) in enumerate(logs.items()):
         evaluations, rows = read_csv(paths[0]), read_jsonl(paths[1])
+        curves = curves or curves_of(evaluations)
         intervals = [row for row in rows if row.get("kind") == "interval"] or evaluations
         x_of = _axis_mapping(intervals if by == "time" else [*intervals, *evaluations], by)
         train, validation = (
             [(x_of(step), loss) for step, loss in _points(found, key)]
-            for found, key in ((intervals, "train_loss"), (evaluations, "val_loss"))
+            for found, key in ((intervals, curves.train), (evaluations, curves.validation))
         )
         if not train and not validation:
             raise UserError(f"nothing to plot yet: {paths[0]} and {paths[1]} have no loss")
@@ -78,7 +102,8 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
         if validation:
             axes.plot(*zip(*validation, strict=True), color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)
     axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
-    _label(axes, BY[by], "loss (nats per token), points: validation")
+    curves = curves or LOSSES
+    _label(axes, BY[by], f"{curves.label}, points: validation", "lower right" if curves == REWARDS else "upper right")
     save_files(out.parent, {out.name: partial(to_png, figure)})
 
 

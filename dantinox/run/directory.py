@@ -55,6 +55,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples"
+        self.rewards = self.path / "rewards.html"  # only in training with rewards
         self.plots = self.path / "plots"
         self.router = self.path / "router.json"  # measured thresholds of the entropy router
         self.kv = self.path / "kv_entropy.json"  # statistics of the attention heads, for compressed caches

@@ -19,10 +19,13 @@ def compile_linear_regex(pattern: str, whole: bool, what: str) -> Callable[[str]
       what: what uses the expression, for messages.
 
     Raises:
-      UserError: the expression is invalid or not supported, or llguidance is not installed.
+      UserError: the expression is invalid or not supported, or llguidance is not installed. The returned function raises one if
+        the expression has too many states, as with large counted repetitions.
     """
     with require_extra("serve", f"{what} needs a library that is not installed"):
         from llguidance import LLMatcher, LLTokenizer
+    if any("\ud800" <= character <= "\udfff" for character in pattern):
+        raise UserError(f"{what} has the invalid expression {quote(pattern)}: it contains a lone surrogate")
     source = pattern if whole else _with_any_text_around(pattern)
     start = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex(source), log_level=0)
     if start.is_error():
@@ -33,7 +36,11 @@ def compile_linear_regex(pattern: str, whole: bool, what: str) -> Callable[[str]
 
     def matches(text: str) -> bool:
         matcher, ids = start.deep_copy(), list(text.encode("utf-8", "replace"))  # a byte is a token
-        return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+        consumed = matcher.try_consume_tokens(ids)
+        if matcher.is_error():
+            hint = "use smaller counted repetitions"
+            raise UserError(f"{what} has the expression {quote(pattern)}, which is too complex for llguidance: {hint}")
+        return consumed == len(ids) and bool(matcher.is_accepting())
 
     return matches
 

@@ -43,7 +43,7 @@ from dantinox.training.batch_source import BatchSource, SamplingInterrupted, Sto
 from dantinox.training.checkpoint_store import Checkpoints, TrainingProgress
 from dantinox.training.dpo_reference import compute_reference_logprobs, load_or_compute_logprobs
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
-from dantinox.training.results import export_weights, write_summary
+from dantinox.training.results import export_weights, write_reward_page, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.rollout_source import RolloutBatches, rollout_length
 from dantinox.training.signals import StopRequest, stop_request
@@ -338,6 +338,7 @@ class Trainer:
         """Writes answers of the newest batch with their rewards."""
         self.run.samples.mkdir(exist_ok=True)
         write_file(self.run.path, f"{self.run.samples.name}/step_{self.step}.jsonl", rollouts.samples())
+        write_reward_page(self.run, self.step)
         group = rollouts.groups[0]
         text = f"{group.prompt.text}\n{group.answers[0].text}\nreward {group.rewards_N[0]:g}"
         self.log.files.sample(self.step, text)

@@ -9,7 +9,8 @@ from dantinox.config import Config, ModelConfig
 from dantinox.distributed import barrier, fetch_to_host, is_rank0
 from dantinox.files import UserError
 from dantinox.model.parameters import abstract_model, unstack_layers
-from dantinox.report import Console, plot_loss
+from dantinox.report import Console, plot_loss, read_jsonl
+from dantinox.report.reward_page import reward_page
 from dantinox.run import RunDirectory, save_weights, write_file
 from dantinox.run.adapters import save_adapter
 from dantinox.training.checkpoint_store import TrainingProgress
@@ -28,6 +29,13 @@ def export_weights(run: RunDirectory, model: ModelConfig, state: TrainState, fac
     barrier()
 
 
+def write_reward_page(run: RunDirectory, last: int) -> None:
+    """Writes the page with the rewards and the samples of a run, up to the step `last`."""
+    found = {int(path.stem.removeprefix("step_")): path for path in run.samples.glob("step_*.jsonl")}
+    samples = {step: path.read_text(encoding="utf-8") for step, path in found.items() if step <= last}
+    write_file(run.path, run.rewards.name, reward_page(read_jsonl(run.metrics), samples))
+
+
 def write_summary(
     config: Config,
     run: RunDirectory,
@@ -44,6 +52,7 @@ def write_summary(
     Args:
       tokens: the tokens of all steps.
     """
+    has_loss = OBJECTIVES[config.training.objective].has_validation_loss
     sizes = {name: math.prod(leaf.shape) for name, leaf in abstract_model(replace(model_config, lora=None))[1].items()}
     embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
     summary = {
@@ -52,12 +61,12 @@ def write_summary(
         "parameters_without_embeddings": sum(sizes.values()) - embeddings,
         "steps": step,
         "tokens": tokens,
-        **progress.best(OBJECTIVES[config.training.objective].has_validation_loss),
+        **progress.best(has_loss),
         "model": asdict(model_config),
     }
     write_file(run.path, run.summary(config).name, json.dumps(summary | facts, indent=1) + "\n")
     if config.logging.plot:
         try:
-            plot_loss(run.log(config), run.metrics, run.plots / "loss.png")
+            plot_loss(run.log(config), run.metrics, run.plots / ("loss.png" if has_loss else "reward.png"))
         except UserError as error:
             console.note(f"no plot: {error}")

@@ -62,7 +62,7 @@ class Rollouts:
         # The choice of the native kernels depends on a measurement, but answers must not.
         kernel = "xla" if generation.matmul_kernel == "auto" else generation.matmul_kernel
         self._config = with_generation(
-            config.model_copy(update={"kv": KVSection(), "router": router}), n=samples, speculation="off", matmul_kernel=kernel
+            config.model_copy(update={"kv": KVSection(), "router": router}), n=samples, matmul_kernel=kernel
         )
         self._longest, self._slots = longest, min(longest + generation.max_new_tokens, model.max_context)
         self.prompts_per_call = max(1, rows // samples)

@@ -64,3 +64,18 @@ def test_the_error_without_matplotlib_names_the_extra(log, tmp_path, monkeypatch
     log.evaluation({"step": 50, "val_loss": 0.2})
     with pytest.raises(UserError, match=ERRORS["pip_install_dantinox_plot_2"]):
         plot_loss(log.path_csv, log.path_jsonl, tmp_path / "a.png")
+
+
+def test_the_plot_of_a_run_with_rewards_shows_the_rewards(log, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    lines = []
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, **_: lines.append((list(x), list(y))))
+    monkeypatch.setattr(Axes, "legend", lambda *_, **__: None)
+    for step, reward in ((10, 0.25), (20, 0.5)):
+        log.event("interval", {"step": step, "train_loss": 0.0, "reward": reward})
+        log.evaluation({"step": step, "train_loss": 0.0, "val_reward": reward / 2})
+    plot_loss(log.path_csv, log.path_jsonl, tmp_path / "a.png")
+    plot_runs({"one": (log.path_csv, log.path_jsonl)}, "step", tmp_path / "b.png")
+    assert lines == [([10, 20], [0.25, 0.5]), ([10, 20], [0.125, 0.25])] * 2

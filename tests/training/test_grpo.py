@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import numpy as np
@@ -181,6 +182,20 @@ def test_dry_run_and_learning_rate_test(base):
     assert any("32 answers of 8 tokens" in note for note in notes) and any("sampling the answers" in note for note in notes)
     with pytest.raises(UserError, match="find-lr compares losses"):
         find_lr(grpo_config(base), 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generation.n": 2}, "generation.n must be 1 with training.objective: grpo, got 2: grpo.samples"),
+        ({"generation.num_beams": 4}, "generation.num_beams must be 1 with"),
+        ({"generation.use_cache": False}, "generation.use_cache must be true with"),
+        ({"generation.speculation": "ngram"}, "generation.speculation must be off with"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        grpo_config("x", **changes)
 
 
 def test_several_devices_are_refused(base):

@@ -95,7 +95,11 @@ def test_numeric():
         ({"pattern": r"\d\\$", "match": "search"}, "costs 5\\", 1),
         ({"pattern": "^a$"}, "a", 1),
         ({"pattern": "a|b", "match": "search"}, "xbx", 1),
-        ({"pattern": "a{1000000}"}, HUGE, 0),
+        (
+            {"pattern": "[ab]*a[ab]{18}", "match": "search"},
+            "ab" * 5000 + "b" * 17,
+            1,
+        ),  # a deterministic automaton has 2^18 states
         ({"pattern": ".*"}, "\ud800", 1),
         ({"pattern": "(a+)+b", "match": "search"}, HUGE, 0),  # exponential with backtracking
         ({"pattern": "(a|a)*b"}, HUGE, 0),
@@ -341,7 +345,12 @@ def test_wrong_settings_are_refused_when_they_are_read(rewards, message):
         build_config({**GRPO, "grpo": {"rewards": rewards}})
 
 
-@pytest.mark.parametrize("pattern", ["[", "(?=a)", r"(a)\1", r"\bword\b", "^a|b"])
+def test_an_expression_with_too_many_states_is_an_error():
+    with pytest.raises(UserError, match=r"^the reward regex has the expression .* too complex for llguidance: use smaller"):
+        score_of({"name": "regex", "pattern": "(a{1,1000}){1,1000}"}, "a" * 20_000)
+
+
+@pytest.mark.parametrize("pattern", ["\ud800", "[", "(?=a)", r"(a)\1", r"\bword\b", "^a|b"])
 def test_expressions_that_cannot_be_matched_in_linear_time_are_refused(pattern):
     with pytest.raises(UserError, match=r"^the reward regex has the invalid expression"):
         rewards_of({"name": "regex", "pattern": pattern, "match": "search"})
