@@ -74,11 +74,18 @@ def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
     return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
 
 
+# `distill.data` → the objective with the same data.
+DISTILLED_DATA: dict[str, Literal["next_token", "sft", "grpo"]] = {
+    "text": "next_token",
+    "conversations": "sft",
+    "samples": "grpo",
+}
+
 is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
 has_records = Condition("may contain JSON Lines", may_hold_records)
 NEEDS_HUB = Needs(("data.dataset_source", "huggingface"))
 # Conversations instead of plain text. `distill.data` is inactive, so that its default counts, with another objective.
-NEEDS_CONVERSATIONS = Needs(("training.objective", one_of("sft", "dpo", "grpo")), ("distill.data", "conversations"))
+NEEDS_CONVERSATIONS = Needs(("training.objective", one_of("sft", "dpo", "grpo")), ("distill.data", differs("text")))
 NEEDS_TEXT = Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text"))
 
 
@@ -340,11 +347,9 @@ class Config(Section):
 
     @property
     def data_objective(self) -> Literal["next_token", "sft", "dpo", "grpo"]:
-        """The objective whose tokens and batches the training reads: distillation reads those of next_token or sft."""
+        """The objective whose data the training reads: distillation reads those of next_token, sft or grpo."""
         objective = self.training.objective
-        if objective == "distill":
-            return "next_token" if self.distill.data == "text" else "sft"
-        return objective
+        return DISTILLED_DATA[self.distill.data] if objective == "distill" else objective
 
     @property
     def tokenizer_run(self) -> str | None:

@@ -61,6 +61,8 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         raise UserError(f"--tries must be at least 10, got {steps}")
     if config.training.objective == "grpo":
         raise UserError("find-lr compares losses, so it does not support training.objective: grpo, which maximizes rewards")
+    if config.data_objective == "grpo":
+        raise UserError("find-lr compares losses of the same data, so it does not support distill.data: samples")
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
         tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
         model, t = config.trained_architecture(tokenizer.vocab_size), config.training

@@ -41,6 +41,7 @@ from dantinox.text import (
 from dantinox.training.loop import train
 from dantinox.training.memory import keep_freed_memory
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
+from dantinox.training.step import rows_per_step
 from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import Sampler, make_sampler
 
@@ -211,7 +212,8 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
     epochs, rows = tokens / store.train.tokens, f"{t.batch_size} × {m.max_context} tokens"
     if isinstance(store, PromptStore):
-        answers = f"{t.batch_size} prompts with {config.grpo.samples} answers of at most {store.answer_tokens} tokens each"
+        samples = rows_per_step(config) // t.batch_size
+        answers = f"{t.batch_size} prompts with {samples} answers of at most {store.answer_tokens} tokens each"
         text = f"{human_count(store.train.documents)} training prompts, {human_count(store.val.documents)} for validation"
         text += f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
         epochs, rows = steps * t.batch_size / store.windows_per_epoch, answers
