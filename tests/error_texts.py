@@ -12,6 +12,7 @@ ERRORS = {
     "an_alias_of": "an alias of",
     "choose_from": "choose from",
     "did_you_mean_kv_budget": r"did you mean kv\.budget\?$",
+    "distill_data_weight_has_no_effect": r"distill\.data_weight has no effect while distill.data is samples",
     "generation_dry_base_has_no_effect": r"generation\.dry_base has no effect .* \(the flags and the run's settings\)",
     "generation_xtc_threshold_has_no_effect": r"^generation\.xtc_threshold has no effect .* \(line 3\)$",
     "has_no_effect_have_no": r"has no effect|have no effect",

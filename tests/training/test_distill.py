@@ -16,6 +16,7 @@ from dantinox.config.yaml_files import inherit_settings
 from dantinox.distributed import Layout
 from dantinox.model import Transformer
 from dantinox.model.lora import is_adapter
+from dantinox.model.parameters import abstract_model
 from dantinox.platform import PLATFORMS
 from dantinox.report import human_bytes, read_csv, read_jsonl
 from dantinox.run import RunDirectory, load_run_config
@@ -25,6 +26,7 @@ from dantinox.training.distillation import TaughtBatch, distill_losses, token_di
 from dantinox.training.dry_run import dry_run
 from dantinox.training.launch import launch
 from dantinox.training.resume import frozen_weights, starting_weights
+from dantinox.training.sampled_batches import SampledBatches
 from dantinox.training.step import TrainStep
 from dantinox.training.teacher import open_teacher
 from tests.error_texts import ERRORS
@@ -326,3 +328,60 @@ def test_dry_run_counts_the_teacher(folder):
     dry_run(inherit_settings(config_of(folder)), notes.append)
     size = 4 * sum(np.prod(leaf.shape) for leaf in model_shapes(config_of(folder, **{"model.num_blocks": 4})).values())
     assert f"teacher {human_bytes(int(size))}, " in "\n".join(notes)
+
+
+def test_sampled_answers_are_compared_token_by_token(folder):
+    """Computes the reverse divergence of the first step from the logits of both models at the tokens of the answers."""
+    config, tokenizer, store = samples_config(folder)
+    layout = Layout(config.architecture(tokenizer.vocab_size))
+    teacher = open_teacher(config, layout, tokenizer.fingerprint)
+    training = TrainStep(config, layout.model, 4, layout, length=32, teacher=teacher)
+    state, taught = training.initial_state(), teacher.load_weights()
+    source = SampledBatches(training, store, tokenizer, {}, lambda: False)
+    batch, again = source.batch(0, state), source.batch(0, state)
+    for one, other in zip(batch, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+    prompts = [prompt.ids for prompt in store.batch(0)]
+    for row, prompt in enumerate(prompts):
+        np.testing.assert_array_equal(batch.tokens_BT[row, : len(prompt)], prompt)
+        answer = np.flatnonzero(batch.mask_BT[row])
+        np.testing.assert_array_equal(answer, np.arange(len(prompt) - 1, answer[-1] + 1))
+        np.testing.assert_array_equal(batch.targets_BT[row, : answer[-1]], batch.tokens_BT[row, 1 : answer[-1] + 1])
+        assert len(answer) <= 6 and (len(answer) == 6 or batch.targets_BT[row, answer[-1]] in tokenizer.stop_ids)
+    read = jax.jit(lambda model, tokens: model(tokens, jnp.arange(32)[None])[0])
+    student_BTV, teacher_BTV = (
+        read(abstract_model(model)[0](weights), batch.tokens_BT)
+        for model, weights in ((layout.model, state.parameters), (teacher.model, taught))
+    )
+    expected = reference(student_BTV.reshape(4 * 32, -1), teacher_BTV.reshape(4 * 32, -1), config.distill)[0]
+    mask = np.asarray(batch.mask_BT).reshape(-1)
+    metrics = training.program(state, batch, {}, taught)[1]
+    np.testing.assert_allclose(metrics.metrics[0], expected @ mask / mask.sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics.loss, metrics.metrics[0], rtol=1e-6)
+
+
+def samples_config(folder, **changes):
+    (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(20)))
+    given = {"data.path": str(folder / "p.jsonl"), "distill.data": "samples", "distill.divergence": "reverse_kl"}
+    given |= {"model.max_context": 32, "generation.max_new_tokens": 6, "model.dtype": "float32"} | changes
+    teacher = folder / "longer"  # with a context of 32 tokens
+    if not teacher.is_dir():
+        launch(config_of(folder, objective="next_token", **BYTES, **{"model.max_context": 32}), run_dir=teacher)
+    config = inherit_settings(config_of(folder, **given, **{"distill.teacher": str(teacher)}))
+    tokenizer = Tokenizer.load(teacher / "tokenizer.json")
+    return config, tokenizer, prepare_data(config, folder / "prompts", tokenizer)[1]
+
+
+@pytest.mark.slow
+def test_resumed_run_with_samples_equals_the_uninterrupted_one(folder):
+    config, *_ = samples_config(folder)
+    whole = launch(config, run_dir=folder / "samples")
+    half = config.model_copy(update={"training": config.training.model_copy(update={"steps": 4})})
+    cut = launch(half, run_dir=folder / "half of the samples")
+    launch(config, run_dir=cut.path, resume=True)
+    assert cut.weights.read_bytes() == whole.weights.read_bytes()
+    rows = [[row for row in read_jsonl(run.metrics) if row["kind"] == "distillation"] for run in (whole, cut)]
+    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == [4, 8]
+    assert "bits_per_byte" not in read_csv(whole.log(config))[-1]
+    with pytest.raises(UserError, match=ERRORS["distill_data_weight_has_no_effect"]):
+        build_config({}, {"training.objective": "distill", "distill.data": "samples", "distill.data_weight": 0.5})
