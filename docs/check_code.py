@@ -202,7 +202,7 @@ def reduced(argv: list[str]) -> list[str]:
     changes: dict[str, Any] = dict(TINY_TRAINING)
     if config.training.init_from is None:
         changes |= TINY_MODEL
-        if config.tokenizer.tokenizer_type != "bpe":
+        if config.tokenizer.tokenizer_type != "bpe" or config.tokenizer_run is not None:
             del changes["tokenizer.vocab_size"]
     if argv[0] == "find-lr":
         changes = {key: value for key, value in changes.items() if not key.startswith("training.")}
