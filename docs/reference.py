@@ -549,7 +549,7 @@ def metric_rows() -> Rows:
 COLUMN_HELP = {
     "step": "optimizer steps so far",
     "train_loss": "mean training loss since the evaluation before, in nats per token",
-    "val_loss": "validation loss, in nats per token",
+    "val_loss": "validation loss, in nats per token; empty for grpo",
     "ms_per_step": "milliseconds per step, without evaluations",
     "lr": "learning rate of the step",
     "grad_norm": "global norm of the gradient before clipping",
@@ -559,6 +559,8 @@ COLUMN_HELP = {
     "memory_gb": "memory in use, in GB: of the device on a GPU or TPU, of the process on a CPU",
     "mfu": "model FLOPs utilization, a share of the chip's published rate; empty for an unknown chip",
     "muon_lr": "learning rate of Muon's matrices; empty for other optimizers",
+    "reward": "mean reward of the sampled answers since the evaluation before; empty for other objectives than grpo",
+    "val_reward": "mean reward of the answers to the validation prompts; empty for other objectives than grpo",
 }
 FILES_INTRO = """# Files
 

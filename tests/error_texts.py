@@ -264,7 +264,7 @@ ERRORS = {
     "has_too_few_conversations_1": r"has too few conversations: 1, the minimum is 2",
     "it_needs_more_than": "it needs more than",
     "longer_than_20_bytes_line": r"longer than 20 bytes .*line 2",
-    "no_chat_template_other_name": r"^no chat template 'other': name a Jinja file or one of plain, chatml$",
+    "no_chat_template_other_name": r"^no chat template 'other': name a Jinja file or one of plain, bare, chatml$",
     "no_space_left_on_device": "No space left on device",
     "no_such_file": "No such file",
     "the_chat_template_chatml_needs": r"the chat template chatml needs a vocabulary with <\|im_start\|>",

@@ -78,7 +78,7 @@ def choose_run(options: argparse.Namespace) -> None:
 
 def add_chat_template(command: Parser | FlagSection, condition: str = "") -> None:
     """Adds --chat_template, which `chosen_template` reads; its help begins with `condition`."""
-    template = condition + "plain, chatml or a Jinja file (default: the run's chat_template.jinja, if it has one)"
+    template = condition + "plain, bare, chatml or a Jinja file (default: the run's chat_template.jinja, if it has one)"
     command.add_argument("--chat_template", metavar="NAME", help=template)
 
 

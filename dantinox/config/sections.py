@@ -100,7 +100,7 @@ class DataSection(Section):
         None, "relative sampling weight of each entry of a path that is a list"
     )
     chat_template: Annotated[str | None, NEEDS_CONVERSATIONS] = field(
-        None, "conversations: a Jinja file, plain or chatml (null: that of training.init_from or of the teacher, else plain)"
+        None, "conversations: a Jinja file, plain, bare or chatml (null: that of training.init_from or the teacher, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], *NEEDS_TEXT] = field(
         "windows",
@@ -230,7 +230,7 @@ class LoggingSection(Section):
     log_every: Count = field(10, "steps between console lines and rows of metrics.jsonl")
     log_file: FileName = field("training_log.csv", "file name of the evaluation log in the run directory")
     summary_file: FileName = field("model_summary.json", "file name of the model summary in the run directory")
-    plot: bool = field(True, "plot the losses or rewards to plots/ at the end (needs the extra `plot`)")
+    plot: bool = field(True, "plot the losses or rewards into the folder plots at the end (needs the extra `plot`)")
     tensorboard: bool = field(False, "write TensorBoard event files to tensorboard/ (needs the extra `logs`)")
     wandb: bool = field(False, "log to Weights & Biases, or to wandb/ if WANDB_MODE=offline (needs the extra `logs`)")
     wandb_project: Annotated[str | None, Needs(("logging.wandb", True))] = field(

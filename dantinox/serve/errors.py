@@ -88,8 +88,8 @@ ERRORS: dict[str, tuple[int, str | None, str]] = {
     "template": (
         400,
         "no_chat_template",
-        "this model has no chat template: use /v1/completions, or start the server with --chat_template plain, chatml or a "
-        "Jinja file",
+        "this model has no chat template: use /v1/completions, or start the server with --chat_template plain, bare, chatml or "
+        "a Jinja file",
     ),
     "fill_in_middle": (
         400,

@@ -37,6 +37,12 @@ PLAIN = """\
 {%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '\\n\\nAssistant:\\n' }}{% endif %}"""
+# Only the contents, with the EOS token after each turn of the assistant: for a model that continues text.
+BARE = """\
+{{ bos_token }}
+{%- for message in messages %}{{ message['content'] }}
+{%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}
+{%- endfor %}"""
 # OpenAI's Chat Markup Language, as used by Qwen and many others.
 CHATML = """\
 {%- for message in messages %}
@@ -46,7 +52,11 @@ CHATML = """\
 
 
 # Maps a name to the source and to the special tokens that the vocabulary must have.
-BUILTIN = {"plain": (PLAIN, ("eos_token",)), "chatml": (CHATML, ("<|im_start|>", "<|im_end|>"))}
+BUILTIN = {
+    "plain": (PLAIN, ("eos_token",)),
+    "bare": (BARE, ("eos_token",)),
+    "chatml": (CHATML, ("<|im_start|>", "<|im_end|>")),
+}
 
 
 class ChatPrompt(NamedTuple):
@@ -81,7 +91,7 @@ class ChatTemplate:
 
     @classmethod
     def from_name(cls, name: str, tokenizer: Tokenizer) -> "ChatTemplate":
-        """Returns a built-in template, `plain` or `chatml`, or reads a file.
+        """Returns a built-in template, `plain`, `bare` or `chatml`, or reads a file.
 
         Raises:
           UserError: there is no such file, or the vocabulary lacks special tokens that a built-in template needs.

@@ -16,6 +16,7 @@ from dantinox.files import UserError
 
 RUNNER = Path(__file__).with_name("code_runner.py")
 MAX_REPORT_BYTES = 1 << 20
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # libraries must not start threads when they are imported
 
 
 def check_platform() -> None:
@@ -28,8 +29,8 @@ def count_passed_tests(code: str, tests: Sequence[str], seconds: float, memory_m
     """Runs Python code and then each test, and returns the number of tests that raise no exception.
 
     The tests run in order in one process and see the names that the code defines. The process has a temporary working directory
-    and no environment variables. It cannot start processes or threads. When it ends or the time is over, its process group is
-    killed.
+    and no inherited environment variables. It cannot start processes or threads; only root can start threads. When it ends or
+    the time is over, its process group is killed.
 
     Args:
       seconds: limit on the wall-clock time of code and tests together, and, rounded up, on their CPU time.
@@ -53,7 +54,7 @@ def count_passed_tests(code: str, tests: Sequence[str], seconds: float, memory_m
         stdin.seek(0)
         command = [sys.executable, "-I", "-B", str(RUNNER)]
         process = subprocess.Popen(
-            command, cwd=folder, env={}, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, start_new_session=True
+            command, cwd=folder, env=ENVIRONMENT, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, start_new_session=True
         )
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -63,5 +64,5 @@ def count_passed_tests(code: str, tests: Sequence[str], seconds: float, memory_m
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         stdout.seek(0)
-        lines = stdout.read(MAX_REPORT_BYTES).decode("utf-8", "replace").splitlines()
-    return len({line for line in lines if line in {f"{token} {number}" for number in range(len(tests))}})
+        lines = {*stdout.read(MAX_REPORT_BYTES).decode("utf-8", "replace").splitlines()}
+    return sum(f"{token} {number}" in lines for number in range(len(tests)))

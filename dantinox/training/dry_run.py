@@ -16,6 +16,7 @@ from dantinox.training.launch import base_template, plan_lines
 from dantinox.training.memory import check_memory, keep_freed_memory
 from dantinox.training.objective import random_batch
 from dantinox.training.resume import starting_tokenizer, total_steps
+from dantinox.training.rewards import build_rewards
 from dantinox.training.rollout_source import rollout_length
 from dantinox.training.step import Metrics, Programs, TrainStep, rows_per_step, select_rows, updates_per_step
 from dantinox.training.teacher import open_teacher
@@ -41,6 +42,7 @@ def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
             note(line)
         steps, length = total_steps(config, store.windows_per_epoch), None
         if isinstance(store, PromptStore):
+            build_rewards(config.grpo)
             length = rollout_length(config, store.longest)
             first = tokenizer.decode(store.batch(0)[0].ids)
             note(f"first batch: {rows_per_step(config)} answers of {length} tokens with their prompts, first prompt: {first!r}")

@@ -41,6 +41,7 @@ from dantinox.text import (
 from dantinox.training.loop import train
 from dantinox.training.memory import keep_freed_memory
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
+from dantinox.training.rewards import build_rewards
 from dantinox.training.step import rows_per_step
 from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import Sampler, make_sampler
@@ -125,6 +126,8 @@ def _load_prepared(run: RunDirectory) -> PreparedRun:
 def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> PreparedRun:
     """Prepares a new run. On an error, restores the directory to its previous state, so that the command can be repeated."""
     try:
+        if config.training.objective == "grpo":
+            build_rewards(config.grpo)  # report an invalid reward here
         template = base_template(config)
         tokenizer, store = prepare_data(config, run.data, starting_tokenizer(config), console.stage, template)
         total_steps(config, store.windows_per_epoch)  # report invalid steps here
