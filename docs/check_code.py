@@ -139,6 +139,7 @@ def make_material(folder: Path) -> None:
         "question.txt": "What is 1 + 1?\n",
         "prompts.jsonl": 'def \n{"prompt": "import ", "temperature": 0.7, "min_p": 0.05}\n',
         "conversations.jsonl": conversations(60),
+        "problems.jsonl": (json.dumps({"prompt": "1 + 1 = ", "completion": "2"}) + "\n") * 60,
         "preferences.jsonl": (json.dumps(preference) + "\n") * 60,
         "book.json": json.dumps({"type": "object", "properties": {"title": {"type": "string", "maxLength": 20}}}),
         "sum.gbnf": 'root ::= [0-9]+ "\\n"\n',
