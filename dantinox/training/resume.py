@@ -194,7 +194,7 @@ def check_tokenizer(key: str, source: RunDirectory, fingerprint: str) -> None:
     if other is not None and other != fingerprint:
         raise UserError(
             f"{key}: the run {source.path} has tokenizer {other[:12]}, this run has {fingerprint[:12]}: "
-            f"remove the tokenizer settings to use the tokenizer of that run"
+            "remove other settings that choose the tokenizer, to use the tokenizer of that run"
         )
 
 
