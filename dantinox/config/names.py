@@ -43,7 +43,7 @@ OTHER_NAMES = {
     "do_sample": "generation.greedy",
     "num_return_sequences": "generation.n",
     "num_generations": "grpo.samples",
-    "loss_type": "training.objective or grpo.loss",
+    "loss_type": "training.objective",
     "scale_rewards": "grpo.advantage",
     "importance_sampling_level": "grpo.ratio",
     "epsilon": "grpo.clip_low",
