@@ -39,10 +39,10 @@ START_FROM = {"training.init_from": "runs/x"}
 LORA = {**START_FROM, "lora.rank": 4}
 LOOP_STOP = {"generation.loop_stop": True}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
+KTO = {**PREFERENCES, "training.objective": "kto"}
 REWARDS = {
     "training.objective": "grpo", "training.init_from": "runs/x", "grpo.rewards": ["numeric"], "data.path": "d.jsonl",
 }  # fmt: skip
-KTO = {**PREFERENCES, "training.objective": "kto"}
 FACTOR_4 = {"attention.rope_factor": 4.0}
 LINEAR = {**FACTOR_4, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}

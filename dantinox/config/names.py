@@ -42,6 +42,9 @@ OTHER_NAMES = {
     "max_length": "generation.max_new_tokens",
     "do_sample": "generation.greedy",
     "num_return_sequences": "generation.n",
+    "simpo_gamma": "training.simpo_margin",
+    "desirable_weight": "training.kto_desirable_weight",
+    "undesirable_weight": "training.kto_undesirable_weight",
     "num_generations": "grpo.samples",
     "loss_type": "training.objective",
     "scale_rewards": "grpo.advantage",
@@ -50,9 +53,6 @@ OTHER_NAMES = {
     "epsilon_high": "grpo.clip_high",
     "num_iterations": "grpo.updates",
     "reward_funcs": "grpo.rewards",
-    "simpo_gamma": "training.simpo_margin",
-    "desirable_weight": "training.kto_desirable_weight",
-    "undesirable_weight": "training.kto_undesirable_weight",
 }
 
 

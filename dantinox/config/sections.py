@@ -149,8 +149,7 @@ class TrainingSection(Section):
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
     batch_size: Count = field(
-        32,
-        "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps",
+        32, "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps"
     )
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")

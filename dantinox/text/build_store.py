@@ -16,10 +16,10 @@ from dantinox.config import Config
 from dantinox.files import UserError, atomic_write, wrap_os_errors
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore
-from dantinox.text.conversations import RECORD_FORMS, Conversations, Encoded, store_options
+from dantinox.text.conversations import RECORD_FORMS, Conversations, Encoded, ReadExamples, conversation_examples, store_options
 from dantinox.text.corpus import Corpus, Extent, split_text
 from dantinox.text.hub import fetch_datasets
-from dantinox.text.prompt_store import PromptStore, encode_prompts, read_records
+from dantinox.text.prompt_store import PromptStore, prompt_examples, read_records
 from dantinox.text.token_store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
@@ -116,9 +116,10 @@ def prepare_data(
             chat = ChatTemplate.from_name(data.chat_template or chat_template, tokenizer)
             found = Conversations.scan(_corpora(config), data)
             digests, options = found.digests, store_options(chat, objective, data)
-            encode = partial(found.encode, chat, objective, progress)
+            examples: ReadExamples = partial(conversation_examples, template=chat, objective=objective)
             if objective == "grpo":
-                encode = partial(encode_prompts, found, chat, progress)
+                examples = partial(prompt_examples, template=chat)
+            encode = partial(found.encode, examples, progress)
         if data.mixture:
             options |= {"sources": len(data.mixture)}
         wanted = {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -58,6 +59,17 @@ class Encoded(NamedTuple):
     record: bytes | None = None
 
 
+class Example(NamedTuple):
+    """One record: its label, if it has one, and a function that maps (part, source) to its encoded conversations."""
+
+    label: bool | None
+    encode: Callable[[int, int], Iterable[Encoded]]
+
+
+# Maps the records of a corpus, each with its file and line, and the name of the corpus to examples.
+ReadExamples = Callable[[Iterable[tuple[str, dict]], str], Iterator[Example]]
+
+
 class Conversations(NamedTuple):
     """Corpora of conversations.
 
@@ -93,29 +105,28 @@ class Conversations(NamedTuple):
         val_sizes = (max(1, round(count * data.val_fraction)) for count in records)
         return cls(corpora, digests, records, tuple(max(1, c - v) for c, v in zip(records, val_sizes, strict=True)))
 
-    def encode(self, template: ChatTemplate, objective: str, progress: Callable[..., None] | None) -> Iterator[Encoded]:
-        """Yields all encoded conversations, training before validation.
+    def encode(self, read_examples: ReadExamples, progress: Callable[..., None] | None) -> Iterator[Encoded]:
+        """Yields the encoded conversations of all records, training before validation.
 
         Raises:
           UserError: a record is not a conversation; the message names its file and line. Or all training records have the same
             label.
         """
-        form, done = RECORD_FORMS[objective], 0
+        done = 0
         for part in (0, 1):
-            labels: set[bool] = set()
+            labels: set[bool | None] = set()
             for source, (corpus, val_start) in enumerate(zip(self.corpora, self.val_starts, strict=True)):
-                examples = _examples(corpus.records(self.digests[source]), form, corpus.name)
-                for index, example in enumerate(examples):
+                for index, example in enumerate(read_examples(corpus.records(self.digests[source]), corpus.name)):
                     if (index >= val_start) != part:
                         continue
-                    labels.add(example[0].label)
-                    yield from (_encode_conversation(part, source, conversation, template) for conversation in example)
+                    labels.add(example.label)
+                    yield from example.encode(part, source)
                     done += 1
                     if progress and done % 100 == 0:
                         progress("encoding", done, sum(self.records), "conversations")
-            if form == "label" and part == 0 and len(labels) == 1:
+            if part == 0 and labels in ({True}, {False}):
                 label = str(labels.pop()).lower()
-                raise UserError(f"the field 'label' is {label} in all training records: {objective} needs both true and false")
+                raise UserError(f"the field 'label' is {label} in all training records: kto needs both true and false")
 
 
 def store_options(template: ChatTemplate, objective: str, data: DataSection) -> dict[str, Any]:
@@ -124,10 +135,18 @@ def store_options(template: ChatTemplate, objective: str, data: DataSection) -> 
     return {"objective": objective, "template": digest, "val_fraction": data.val_fraction}
 
 
-def _examples(records: Iterable[tuple[str, dict]], form: RecordForm, corpus: str) -> Iterator[Sequence[TrainingConversation]]:
-    """Yields the conversations of each record; see `conversations_of_record` and `with_mismatched_completions`."""
-    examples = (conversations_of_record(record, form, where) for where, record in records)
-    return with_mismatched_completions((example[0] for example in examples), corpus) if form == "label" else examples
+def conversation_examples(
+    records: Iterable[tuple[str, dict]], corpus: str, *, template: ChatTemplate, objective: str
+) -> Iterator[Example]:
+    """Yields the examples of an objective; see `conversations_of_record` and `with_mismatched_completions`."""
+    form = RECORD_FORMS[objective]
+    conversations: Iterator[Sequence[TrainingConversation]]
+    conversations = (conversations_of_record(record, form, where) for where, record in records)
+    if form == "label":
+        conversations = with_mismatched_completions((example[0] for example in conversations), corpus)
+    for example in conversations:
+        label = example[0].label if form == "label" else None
+        yield Example(label, partial(_encode_conversations, example, template))
 
 
 def conversations_of_record(record: Mapping[str, Any], form: RecordForm, where: str) -> list[TrainingConversation]:
@@ -216,6 +235,12 @@ def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
         return value
     text = "a string or " if role else ""
     raise UserError(f"the field {key!r} must be {text}a list of messages, got {quote(value)}")
+
+
+def _encode_conversations(
+    conversations: Sequence[TrainingConversation], template: ChatTemplate, part: int, source: int
+) -> Iterator[Encoded]:
+    return (_encode_conversation(part, source, conversation, template) for conversation in conversations)
 
 
 def _encode_conversation(part: int, source: int, conversation: TrainingConversation, template: ChatTemplate) -> Encoded:

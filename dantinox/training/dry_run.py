@@ -78,6 +78,7 @@ def benchmark_step(
     note(programs.memory.line())
     check_memory(programs.memory, config)
     rows = random_batch(train_step.abstract_batch(train_step.rows), vocab_size)
+
     batch = layout.put_batch(partial(select_rows, rows), train_step.rows, config.training.grad_accum)
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
     base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()

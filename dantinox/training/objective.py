@@ -45,11 +45,11 @@ class Objective(NamedTuple):
       per_token: whether the loss is a mean over target tokens, for which bits per byte are defined.
       has_validation_loss: whether the loss of validation batches is computed. If not, rewards are evaluated.
       metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs.
-      event: the kind of the rows with validation metrics in metrics.jsonl.
       metric_weights: metric → the metric whose mean divides its mean, for a mean over some examples of the batch.
       has_reference: whether batches contain log-probabilities under the model that training starts from.
       kl_sums: returns the sum and the number of the terms of a KL divergence. It is estimated over the whole batch before the
         losses, without a gradient, and added to the batch as `kl_P`. None: the losses need none.
+      event: the kind of the rows with validation metrics in metrics.jsonl.
     """
 
     losses: Callable[[Transformer, Any, Config, nnx.Rngs | None], LossSums]
@@ -59,10 +59,10 @@ class Objective(NamedTuple):
     per_token: bool = True
     has_validation_loss: bool = True
     metrics: tuple[str, ...] = ()
-    event: str = "preferences"
     metric_weights: Mapping[str, str] = MappingProxyType({})
     has_reference: bool = False
     kl_sums: Callable[[Transformer, Any], jax.Array] | None = None
+    event: str = "preferences"
 
     def named_metrics(self, means: Any, prefix: str = "") -> dict[str, float]:
         """Returns the means of the metrics by column name, without those of which the batch has no example."""
@@ -136,6 +136,8 @@ OBJECTIVES: dict[str, Objective] = {
         has_reference=True,
         kl_sums=kl_sums,
     ),
+    "orpo": on_pairs(orpo, has_reference=False),
+    "simpo": on_pairs(simpo, has_reference=False),
     "grpo": Objective(
         lambda model, rollout, config, rngs: grpo_losses(model, rollout, config, rngs=rngs),
         count_answers,
@@ -145,6 +147,4 @@ OBJECTIVES: dict[str, Objective] = {
         metrics=POLICY_METRICS,
         event="rewards",
     ),
-    "orpo": on_pairs(orpo, has_reference=False),
-    "simpo": on_pairs(simpo, has_reference=False),
 }

@@ -142,14 +142,14 @@ class TrainStep:
           frozen: the frozen weights, from which the magnitudes of weight-decomposed adapters are computed.
         """
         model, layout = self.model, self.layout
-        shardings = None if layout.mesh is None else layout.shardings(self.shapes)
 
         def fresh() -> Parameters:
             return trainable_parameters(init_parameters(model, self.config.training.seed), model)
 
         if weights is not None:
-            parameters = layout.put_parameters(weights)
-        elif shardings is None:
+            return layout.put_parameters(weights)
+        shardings = None if layout.mesh is None else layout.shardings(self.shapes)
+        if shardings is None:
             parameters = fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
         else:  # sharded from the start: no device ever holds all of them
             parameters = jax.jit(fresh, out_shardings=shardings.parameters)()
