@@ -25,6 +25,7 @@ from dantinox.config.base import (
     as_tuple,
     field,
 )
+from dantinox.config.depth import resolve_depth
 from dantinox.config.distill_settings import DistillSection, distill_conflicts
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
 from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
@@ -160,6 +161,9 @@ class TrainingSection(Section):
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
+    tokens_per_parameter: Annotated[Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))] = field(
+        None, "with model.depth: training tokens per weight in the layers, which set batch_size and steps (null: 20)"
+    )
     batch_size: Count = field(
         32, "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps"
     )
@@ -331,6 +335,12 @@ class Config(Section):
     kv: KVSection = KVSection()
     logging: LoggingSection = LoggingSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_depth(cls, given: Any) -> Any:
+        kinds: dict[str, Any] = {name: field.annotation for name, field in cls.model_fields.items()}
+        return resolve_depth(given, kinds) if isinstance(given, dict) else given
+
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> "Config":
         if info.context != UNCHECKED:
@@ -346,6 +356,9 @@ class Config(Section):
             yield "training.grad_accum", f"must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
+        if self.model.depth is not None:  # otherwise `resolve_depth` has replaced it
+            layers = f"got {self.model.depth} and {self.model.num_blocks}"
+            yield "model.depth", f"and model.num_blocks both set the number of layers: leave one of them out, {layers}"
         yield from distributed_conflicts(self.distributed)
         if t.objective in (*PREFERENCE_OBJECTIVES, "grpo") and t.objective != "orpo" and t.init_from is None:
             yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
