@@ -123,6 +123,7 @@ EXAMPLE_VALUES: dict[str, object] = {
     "attention.rope_layers": [True, True, True, False],
     "tokenizer.tokenizer_path": "tokenizer.json", "data.path": "my_text.txt", "data.mixture": [3.0, 1.0],
     "data.chat_template": "plain", "data.val_path": "validation.txt", "data.dataset_config": "sample-10BT",
+    "training.preference_beta": 0.2,
     "training.steps": 1000, "training.warmup_steps": 100, "training.eval_tokens": 32768, "training.checkpoint_every": 500,
     "training.sample_every": 500, "training.sample_prompt": "def ", "training.patience": 5, "training.init_from": "runs/base",
     "grpo.advantage": "std", "grpo.normalization": "sequence", "grpo.clip_low": 0.2, "grpo.clip_high": 0.28,

@@ -38,9 +38,12 @@ ERRORS = {
     "with_step_names_excludes": "with step names excludes",
     # distributed
     "distributed_tensor_must_be_1": r"distributed.tensor must be 1 with training.objective: dpo, got 2",
-    "fsdp_3_expert_1_tensor": "fsdp 3 × expert 1 × tensor 1 is a mesh of 3 devices, but there are 8",
+    "fsdp_3_expert_1_tensor": "fsdp 3 × expert 1 × sequence 1 × tensor 1 is a mesh of 3 devices, but there are 8",
     "generation_tensor_parallel_must_be_at": r"^generation.tensor_parallel must be at most the 8 devices of this machine, got 16$",
     "generation_tensor_parallel_must_divide_the": r"^generation.tensor_parallel must divide the 4 key heads of a layer, got 8$",
+    "sequence_context": r"^model.max_context must be a multiple of 16 \(two chunks for each of the 8 devices .*\), got 24$",
+    "sequence_kernel": "^attention.kernel must be auto or chunked with distributed.sequence 2, got xla$",
+    "sequence_objective": "^distributed.sequence must be 1 with training.objective: dpo, got 2: it needs next_token or sft$",
     "no_rule_for_the_sharding": "no rule for the sharding of ffn/new/kernel with 2 axes",
     # faults
     "3_rewinds_to_the_same": "3 rewinds to the same checkpoint did not help",
@@ -245,6 +248,9 @@ ERRORS = {
     "unknown_sampling_method_router_guide": "unknown sampling method Router-Guide: did you mean router_guide",
     "windows_of_88_tokens_within": "windows of 88 tokens within a document, but 2000 are needed",
     # text
+    "have_the_same_prompt": r"all records of .*a\.jsonl have the same prompt: kto needs completions of at least two prompts",
+    "lacks_the_field_label": r"a record lacks the field 'label'; it has 'prompt, completion' \(.*line 1\)",
+    "lacks_the_field_prompt": r"a record lacks the field 'prompt'; it has 'messages' \(.*line 1\)",
     "fill_in_the_middle": "cannot fill in the middle of a text: its vocabulary has no fill-in-the-middle tokens",
     "a_record_lacks_the_field": r"a record lacks the field 'chosen'; it has 'prompt, completion' \(.*line 1\)",
     "a_socket": "a socket",
@@ -257,6 +263,7 @@ ERRORS = {
     "data_mixture_must_have_one": r"data\.mixture must have one number per entry of data\.path, got 3 for 2",
     "data_path_data_path": r"data\.path.*--data_path",
     "does_not_support_training_on": "does not support training on single turns: a turn of the assistant does not",
+    "kto_needs_training_init_from_the": r"training.objective kto needs training.init_from, the run with the starting weights",
     "dpo_needs_training_init_from_the": r"dpo needs training.init_from, the run with the starting weights",
     "found_no_document_with_at": "found no document with at least two tokens",
     "has_10_tokens_fewer_than": "has 10 tokens, fewer than the 17 of one batch",

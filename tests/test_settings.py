@@ -39,6 +39,7 @@ START_FROM = {"training.init_from": "runs/x"}
 LORA = {**START_FROM, "lora.rank": 4}
 LOOP_STOP = {"generation.loop_stop": True}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
+KTO = {**PREFERENCES, "training.objective": "kto"}
 DISTILL = {"training.objective": "distill", "distill.teacher": "runs/x"}
 REWARDS = {
     "training.objective": "grpo", "training.init_from": "runs/x", "grpo.rewards": ["numeric"], "data.path": "d.jsonl",
@@ -106,7 +107,9 @@ OTHER: dict[str, tuple] = {
     "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
     "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),
     "data.chat_template": ("t.jinja", CONVERSATIONS), "training.objective": ("dpo", {"training.init_from": "runs/x"}),
-    "training.dpo_beta": (0.5, PREFERENCES),
+    "training.preference_beta": (0.5, PREFERENCES), "training.label_smoothing": (0.1, PREFERENCES),
+    "training.simpo_margin": (1.0, {**PREFERENCES, "training.objective": "simpo"}),
+    **{f"training.kto_{kind}_weight": (1.5, KTO) for kind in ("desirable", "undesirable")},
     "data.path": ("b.txt",), "data.packing": ("best_fit",),
     "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
     "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
@@ -121,7 +124,9 @@ OTHER: dict[str, tuple] = {
     "training.seed": (1,), "training.optimizer": ("muon",), "training.lr": (0.1,),
     "training.muon_lr": (0.1, {"training.optimizer": "muon"}), "training.min_lr_ratio": (0.5,), "training.warmup_steps": (3,),
     "training.schedule": ("linear",), "training.decay_fraction": (0.7, {"training.schedule": "wsd"}),
-    "training.weight_decay": (0.3,), "training.ema": (0.9,), "training.beta1": (0.5,), "training.beta2": (0.5,),
+    "training.muon_steps": (5, {"training.optimizer": "muon"}),
+    "training.muon_normalize": (True, {"training.optimizer": "muon"}), "training.weight_decay": (0.3,),
+    "training.cautious_decay": (True,), "training.ema": (0.9,), "training.beta1": (0.5,), "training.beta2": (0.5,),
     "training.grad_clip": (0.5,),
     "training.z_loss": (0.1,), "training.eval_every": (3,), "training.eval_tokens": (64,), "training.checkpoint_every": (3,),
     "training.sample_every": (3,), "training.sample_prompt": ("a", {"training.sample_every": 3}), "training.keep_last": (1,),
@@ -134,12 +139,13 @@ OTHER: dict[str, tuple] = {
     "grpo.rewards": (["exact_match"], REWARDS),
     "grpo.allow_code_execution": (True, {**REWARDS, "grpo.rewards": ["python_tests"]}),
     "lora.rank": (4, START_FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
-    "lora.base_weights": ("int8", LORA),
+    "lora.base_weights": ("int8", LORA), "lora.rank_stabilized": (True, LORA), "lora.dora": (True, LORA),
     "distill.teacher": ("runs/y", DISTILL), "distill.data": ("conversations", DISTILL),
     "distill.divergence": ("reverse_kl", DISTILL), "distill.temperature": (2.0, DISTILL), "distill.top_k": (3, DISTILL),
     "distill.data_weight": (0.5, DISTILL), "distill.teacher_weights": ("bfloat16", DISTILL),
     "distill.init_from_teacher": (True, DISTILL),
     "distributed.data": (2,), "distributed.fsdp": (4,), "distributed.expert": (2,), "distributed.tensor": (2,),
+    "distributed.sequence": (2,),
     "distributed.coordinator": ("auto",), "distributed.processes": (2, {**ADDRESS, "distributed.process": 0}),
     "distributed.process": (1, {**ADDRESS, "distributed.processes": 2}),
     "generation.max_new_tokens": (3,), "generation.n": (2,), "generation.seed": (9,), "generation.stop": (["a"],),

@@ -43,8 +43,9 @@ EVALUATE: Flags = {
     "samples": ("ruler", COUNT_OPTION | {"help": "samples per task (default: 10)"}),
     "quick": ("sampling kv", {"action": "store_true", "default": None, "help":
         "use fewer prompts, sequences, seeds and trials"}),
-    "out": ("sampling kv ruler", {"type": Path, "metavar": "DIR", "help":
-        "folder for the CSV, Markdown and plot files (default: RUN/evaluation)"}),
+    "out": ("sampling kv ruler tasks", {"type": Path, "metavar": "DIR", "help": dict.fromkeys(
+        ("sampling", "kv", "ruler"), "folder for the CSV, Markdown and plot files (default: RUN/evaluation)")
+        | {"tasks": "folder for tasks.json, the results of local tasks (default: RUN/evaluation)"}}),
     "methods": ("sampling kv ruler", {"nargs": "+", "metavar": "NAME", "help": {
         "sampling": "methods to compare (default: all)",
         "kv": "methods to compare (default: all; fewer above 10 M parameters)",
@@ -81,11 +82,15 @@ EVALUATE: Flags = {
     "stride": ("ppl", COUNT_OPTION | {"help": "tokens from one window to the next (default: half of a window)"}),
     "context": ("ppl", COUNT_OPTION | {"help": "tokens per window (default: the model's context)"}),
     "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help": {
-        "tasks": "tasks, groups or YAML files of lm-evaluation-harness (required)",
+        "tasks": "builtin, folders or .jsonl files; or tasks, groups or YAML files of lm-evaluation-harness (required)",
         "ruler": "tasks to run, out of 13 (default: all)"}}),
     "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "folder with further tasks; their code is executed"}),
     "limit": ("tasks", COUNT_OPTION | {"help": "maximum number of samples per task (default: all)"}),
-    "shots": ("tasks", COUNT_OPTION | {"help": "number of examples before each question (default: that of the task)"}),
+    "shots": ("tasks", COUNT_OPTION | {"help":
+        "number of examples before each question (default: that of the task; 2 for builtin, 0 for other local tasks)"}),
+    "seed": ("tasks", COUNT_OPTION | {"help": "local tasks: seed of the examples before each question (default: 0)"}),
+    "compare": ("tasks", {"type": Path, "metavar": "RUN", "help":
+        "local tasks: run to compare with, which was evaluated on the same tasks, or its tasks.json"}),
     "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
         "precision of the weights (default: the run's generation.weights)"}),
     "tensor_parallel": ("ppl tasks", COUNT_OPTION | {"help": "number of devices that share each layer (default: the run's)"}),
@@ -218,7 +223,7 @@ KIND_HELP = {
     "kv": "Compare compressed KV caches of equal size.",
     "ruler": "Run the RULER tasks with compressed KV caches.",
     "ppl": "Measure the perplexity of a text in sliding windows.",
-    "tasks": "Run tasks of lm-evaluation-harness.",
+    "tasks": "Run local tasks or tasks of lm-evaluation-harness.",
     "watermark": "Test whether texts have the SynthID watermark of some keys.",
 }
 
@@ -270,11 +275,35 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     if "tasks" not in flags:
         raise UserError("eval tasks needs --tasks, task names separated by commas")
+    from dantinox.studies.task_files import is_local
+
+    flags.pop("json", None)
+    names = [name.strip() for name in flags["tasks"].split(",") if name.strip()]
+    local = [name for name in names if is_local(name)]
+    if local and len(local) < len(names):
+        raise UserError(f"--tasks must not mix local tasks ({', '.join(local)}) with tasks of lm-evaluation-harness")
+    for name in ("include_path",) if local else ("seed", "compare", "out"):
+        if name in flags:
+            raise UserError(f"--{name} has no effect with {'local tasks' if local else 'tasks of lm-evaluation-harness'}")
     use_compilation_cache()
+    return _local_tasks(options, local, flags) if local else _harness_tasks(options, flags)
+
+
+def _local_tasks(options: argparse.Namespace, names: list[str], flags: dict[str, Any]) -> int:
+    from dantinox.report.console import steady_progress
+    from dantinox.studies.local_tasks import evaluate_local_tasks
+    from dantinox.studies.local_tasks_view import local_task_lines
+
+    del flags["tasks"]
+    with steady_progress() as progress:
+        found = evaluate_local_tasks(options.run_dir, names, progress=progress, **flags)
+    return print_result(options, found.record() if options.json else found, lambda width: local_task_lines(found, width))
+
+
+def _harness_tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.report.console import steady_progress
     from dantinox.studies.tasks import evaluate_tasks, task_lines
 
-    flags.pop("json", None)
     with steady_progress() as progress:
         found = evaluate_tasks(options.run_dir, progress=progress, **flags)
     return print_result(options, found, lambda width: task_lines(found, width))

@@ -1,12 +1,20 @@
-"""The `lora` section: rank, scale and target projections of low-rank adapters."""
+"""The `lora` section: rank, scale, form and target projections of low-rank adapters."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, Positive, Section, as_tuple, field
-from dantinox.config.model import GATED_ACTIVATIONS, AttentionSection, LoraConfig, ModelSection, MoESection, Projection
+from dantinox.config.model import (
+    GATED_ACTIVATIONS,
+    AttentionSection,
+    BaseWeights,
+    LoraConfig,
+    ModelSection,
+    MoESection,
+    Projection,
+)
 from dantinox.config.prerequisites import Needs, is_set
 
 ATTENTION_TARGETS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -20,13 +28,20 @@ class LoraSection(Section):
     alpha: Annotated[Positive | None, NEEDS_LORA] = field(
         None, "multiply the output of adapters by alpha / rank (null: 2 · rank)"
     )
+    rank_stabilized: Annotated[bool, NEEDS_LORA] = field(
+        False, "multiply the output of adapters by alpha / √rank instead (rsLoRA), which suits large ranks"
+    )
+    dora: Annotated[bool, NEEDS_LORA] = field(
+        False, "also train the norm of the weights of every output (weight-decomposed adapters, DoRA)"
+    )
     dropout: Annotated[float, Field(ge=0, lt=1), NEEDS_LORA] = field(0.0, "dropout rate of the input of adapters, in training")
     targets: Annotated[tuple[Projection, ...] | None, BeforeValidator(as_tuple), NEEDS_LORA] = field(
         None, "projections with adapters (null: all projections of the layers, except those of experts)"
     )
-    base_weights: Annotated[Literal["float32", "bfloat16", "int8"], NEEDS_LORA] = field(
+    base_weights: Annotated[BaseWeights, NEEDS_LORA] = field(
         "float32",
-        "dtype of the frozen weights while adapters train; int8: projections only, one scale per output row",
+        "dtype of the frozen weights while adapters train; int8: projections only, one scale per output row; nf4: projections "
+        "in 4 bits (QLoRA)",
     )
 
 
@@ -40,10 +55,10 @@ def lora_config(lora: LoraSection, m: ModelSection, moe: MoESection) -> LoraConf
     """Returns the resolved adapter settings, or None if the model has no adapters."""
     if lora.rank is None:
         return None
-    scale = 2.0 if lora.alpha is None else lora.alpha / lora.rank
+    alpha = 2.0 * lora.rank if lora.alpha is None else lora.alpha
     available = projections(m, moe)
     targets = available if lora.targets is None else tuple(name for name in available if name in lora.targets)
-    return LoraConfig(lora.rank, scale, targets, lora.dropout, lora.base_weights)
+    return LoraConfig(lora.rank, alpha, targets, lora.dropout, lora.base_weights, lora.rank_stabilized, lora.dora)
 
 
 def lora_conflicts(
@@ -57,8 +72,9 @@ def lora_conflicts(
         yield "lora.rank", "needs training.init_from, the run with the base weights"
     if a.kv_lora_rank is not None:
         yield "lora.rank", "must be null with attention.kv_lora_rank: latent projections cannot have adapters"
-    if moe.use_moe and lora.base_weights == "int8":
-        yield "lora.base_weights", "must be float32 or bfloat16 with moe.use_moe: experts cannot be stored in int8"
+    if moe.use_moe and lora.base_weights in ("int8", "nf4"):
+        why = f"experts cannot be stored in {lora.base_weights}"
+        yield "lora.base_weights", f"must be float32 or bfloat16 with moe.use_moe: {why}"
     if lora.targets == ():
         yield "lora.targets", "must name at least one projection, got []"
     for name in lora.targets or ():

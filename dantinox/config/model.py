@@ -13,6 +13,7 @@ from dantinox.files import UserError
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
+BaseWeights = Literal["float32", "bfloat16", "int8", "nf4"]  # dtypes of the frozen weights under adapters
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # the names that PEFT uses
 
 
@@ -332,13 +333,20 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The resolved adapter settings: `scale` multiplies the adapter output, and `held` is the dtype of the frozen weights."""
+    """The resolved adapter settings. `dora` adds a trained magnitude per output; `held` is the dtype of the frozen weights."""
 
     rank: int
-    scale: float
+    alpha: float
     targets: tuple[Projection, ...]
     dropout: float = 0.0
-    held: Literal["float32", "bfloat16", "int8"] = "float32"
+    held: BaseWeights = "float32"
+    rank_stabilized: bool = False
+    dora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor on the outputs of adapters: alpha / √rank if `rank_stabilized`, else alpha / rank."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 @dataclass(frozen=True)

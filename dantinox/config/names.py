@@ -9,7 +9,9 @@ V0_NAMES = {
     "data.dataset_name": "data.path",
 }
 # Former names, accepted with a warning.
-FORMER_NAMES = {"generation.products": "generation.matmul_dtype"}
+FORMER_NAMES = {"generation.products": "generation.matmul_dtype", "training.dpo_beta": "training.preference_beta"}
+# Defaults of former names that differ from the current default. The config.yaml of a run contains them, so they are ignored.
+FORMER_DEFAULTS = {"training.dpo_beta": 0.1}  # the value of a null `training.preference_beta` with dpo
 ALIASES = V0_NAMES | FORMER_NAMES  # old dotted path → new dotted path
 
 # Additional flags of settings: name → dotted path.
@@ -40,6 +42,9 @@ OTHER_NAMES = {
     "max_length": "generation.max_new_tokens",
     "do_sample": "generation.greedy",
     "num_return_sequences": "generation.n",
+    "simpo_gamma": "training.simpo_margin",
+    "desirable_weight": "training.kto_desirable_weight",
+    "undesirable_weight": "training.kto_undesirable_weight",
     "num_generations": "grpo.samples",
     "loss_type": "grpo.loss",
     "scale_rewards": "grpo.advantage",

@@ -39,7 +39,8 @@ from dantinox.config.model import (
     model_conflicts,
     uneven_keys,
 )
-from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, is_set, one_of
+from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
+from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, is_set, nonzero, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
 from dantinox.config.sampling_steps import step_prerequisites
 from dantinox.files import UserError
@@ -85,7 +86,9 @@ is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
 has_records = Condition("may contain JSON Lines", may_hold_records)
 NEEDS_HUB = Needs(("data.dataset_source", "huggingface"))
 # Conversations instead of plain text. `distill.data` is inactive, so that its default counts, with another objective.
-NEEDS_CONVERSATIONS = Needs(("training.objective", one_of("sft", "dpo", "grpo")), ("distill.data", differs("text")))
+NEEDS_CONVERSATIONS = Needs(
+    ("training.objective", one_of("sft", *PREFERENCE_OBJECTIVES, "grpo")), ("distill.data", differs("text"))
+)
 NEEDS_TEXT = Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text"))
 
 
@@ -133,17 +136,34 @@ is_address = Condition("is an address", lambda coordinator: coordinator not in (
 class TrainingSection(Section):
     """Objective, optimizer, evaluation and checkpoints."""
 
-    objective: Literal["next_token", "sft", "dpo", "grpo", "distill"] = field(
+    objective: Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo", "distill"] = field(
         "next_token",
-        "next_token: predict every token; sft: assistant turns of conversations; dpo: prefer chosen over rejected answers; "
-        "grpo: maximize rewards of sampled answers; distill: imitate a teacher",
+        "next_token: predict every token; sft: assistant turns of conversations; dpo, ipo, orpo, simpo: prefer chosen over "
+        "rejected answers; kto: answers labeled desirable or undesirable; grpo: maximize rewards of sampled answers; distill: "
+        "imitate a teacher",
     )
-    dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
-        0.1, "dpo: factor β on the log-probability ratio of the trained to the starting weights"
+    preference_beta: Annotated[Positive | None, Needs(("training.objective", one_of(*PREFERENCE_OBJECTIVES)))] = field(
+        None,
+        "dpo, ipo (τ), kto: factor β on the log-probability ratio of the trained to the starting weights; simpo: factor β on "
+        "the mean log-probability of a token; orpo: weight λ of the odds ratio (null: 0.1, simpo: 2)",
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Needs(("training.objective", "dpo"))] = field(
+        0.0, "dpo: assumed probability that chosen and rejected answers are swapped"
+    )
+    simpo_margin: Annotated[NonNegative, Needs(("training.objective", "simpo"))] = field(
+        0.5, "simpo: target margin γ by which the reward of the chosen answer exceeds that of the rejected one"
+    )
+    kto_desirable_weight: Annotated[Positive, Needs(("training.objective", "kto"))] = field(
+        1.0, "kto: weight of the losses of desirable answers"
+    )
+    kto_undesirable_weight: Annotated[Positive, Needs(("training.objective", "kto"))] = field(
+        1.0, "kto: weight of the losses of undesirable answers"
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
-    batch_size: Count = field(32, "sequences (dpo: pairs; grpo: prompts) per optimizer step, over all accumulation steps")
+    batch_size: Count = field(
+        32, "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps"
+    )
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
@@ -152,6 +172,12 @@ class TrainingSection(Section):
     lr: Positive = field(3e-4, "peak learning rate (muon: of all weights except hidden matrices)")
     muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = field(
         0.02, "peak learning rate of the matrices that Muon trains"
+    )
+    muon_steps: Annotated[Literal[3, 5], Needs(("training.optimizer", "muon"))] = field(
+        3, "polynomials that orthogonalize an update of Muon; 5 are more accurate and slower"
+    )
+    muon_normalize: Annotated[bool, Needs(("training.optimizer", "muon"))] = field(
+        False, "divide the update of each neuron by a moving average of its size (NorMuon)"
     )
     min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", differs("constant")))] = field(
         0.1, "final learning rate as a fraction of the peak"
@@ -164,6 +190,9 @@ class TrainingSection(Section):
         0.2, "wsd: fraction of the steps in the final decay"
     )
     weight_decay: NonNegative = field(0.1, "decoupled weight decay, of matrices only")
+    cautious_decay: Annotated[bool, Needs(("training.weight_decay", nonzero))] = field(
+        False, "decay only the weights that the update also moves toward zero"
+    )
     beta1: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", differs("adafactor")))] = field(
         0.9, "AdamW, Lion: decay of the first moment; sgd: Nesterov momentum"
     )
@@ -196,11 +225,11 @@ class TrainingSection(Section):
 Axis = Annotated[int, Field(ge=-1, le=2**20)]
 
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
 
 class DistributedSection(Section):
-    """The mesh of devices that share a training run; the product of its four axes is the number of devices."""
+    """The mesh of devices that share a training run; the product of its five axes is the number of devices."""
 
     data: Axis = field(1, "copies of the model, each with separate rows of the batch (-1: all remaining devices)")
     fsdp: Axis = field(
@@ -208,6 +237,9 @@ class DistributedSection(Section):
     )
     expert: Axis = field(
         1, "devices that hold different experts and otherwise work like those of fsdp (-1: all remaining devices)"
+    )
+    sequence: Axis = field(
+        1, "devices that split the positions of each row, for long contexts, and shard weights like fsdp (-1: all remaining)"
     )
     tensor: Axis = field(
         1, "devices that hold different heads and features of each layer, for the same rows (-1: all remaining devices)"
@@ -316,7 +348,7 @@ class Config(Section):
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         yield from distributed_conflicts(self.distributed)
-        if t.objective in ("dpo", "grpo") and t.init_from is None:
+        if t.objective in (*PREFERENCE_OBJECTIVES, "grpo") and t.objective != "orpo" and t.init_from is None:
             yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"
@@ -346,7 +378,7 @@ class Config(Section):
         yield from kv_conflicts(self.kv)
 
     @property
-    def data_objective(self) -> Literal["next_token", "sft", "dpo", "grpo"]:
+    def data_objective(self) -> Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo"]:
         """The objective whose data the training reads: distillation reads those of next_token, sft or grpo."""
         objective = self.training.objective
         return DISTILLED_DATA[self.distill.data] if objective == "distill" else objective

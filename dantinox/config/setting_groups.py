@@ -63,12 +63,15 @@ GROUPS: dict[str, SettingGroup] = {
         "attention", "Heads of full-attention layers, and shared keys and values",
         "global_head_size global_kv_heads k_eq_v kv_shared_layers",
     ),
-    "objective": SettingGroup("training", "Objective and starting weights", "objective dpo_beta z_loss init_from"),
+    "objective": SettingGroup(
+        "training", "Objective and starting weights",
+        "objective preference_beta label_smoothing simpo_margin kto_desirable_weight kto_undesirable_weight z_loss init_from",
+    ),
     "batches": SettingGroup("training", "Steps, batch size and seed", "steps epochs batch_size grad_accum seed deterministic"),
     "optimizer": SettingGroup(
         "training", "Optimizer, learning rate and its schedule",
-        "optimizer lr muon_lr min_lr_ratio warmup_steps schedule decay_fraction weight_decay beta1 beta2 ema grad_clip "
-        "nan_policy",
+        "optimizer lr muon_lr muon_steps muon_normalize min_lr_ratio warmup_steps schedule decay_fraction weight_decay "
+        "cautious_decay beta1 beta2 ema grad_clip nan_policy",
     ),
     "evaluation": SettingGroup(
         "training", "Evaluations, checkpoints and samples",

@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dantinox.config.model import WEIGHT_FIELDS
-from dantinox.config.names import ALIASES, FORMER_NAMES, OTHER_NAMES, REQUEST_SECTIONS, flat_name
+from dantinox.config.names import ALIASES, FORMER_DEFAULTS, FORMER_NAMES, OTHER_NAMES, REQUEST_SECTIONS, flat_name
 from dantinox.config.packaged import CONFIGS
 from dantinox.config.reference import PREREQUISITES, type_in_words
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
@@ -401,7 +401,8 @@ def _resolve_aliases(settings: Mapping[str, object], where: dict[str, str], sour
     """
     values = dict[str, Any](settings)
     for old, new in ALIASES.items():
-        if old not in values:
+        if old not in values or (old in FORMER_DEFAULTS and values[old] == FORMER_DEFAULTS[old]):
+            values.pop(old, None)
             continue
         if old in FORMER_NAMES:
             warnings.warn(f"{old} is now called {new}{_place(old, where, source)}", stacklevel=5)

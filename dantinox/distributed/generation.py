@@ -112,7 +112,7 @@ def partition_spec(name: str, shape: tuple[int, ...], quantized: bool, tensor: i
     module, _, leaf = inner.rpartition("/")
     if inner == "embed" or module == "head":  # tables are sharded by embedding dimension, the output layer by tokens
         axis = 0 if quantized else 1
-        return _along(axis, len(shape)) if len(shape) and shape[axis] % tensor == 0 else PartitionSpec()
+        return _along(axis, len(shape)) if len(shape) > axis and shape[axis] % tensor == 0 else PartitionSpec()
     if inner == "per_layer/embed":
         return _along(2, 3) if len(shape) == 3 and shape[2] % tensor == 0 else PartitionSpec()
     if leaf == "one":

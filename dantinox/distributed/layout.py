@@ -4,27 +4,29 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from jax.typing import DTypeLike
 
 from dantinox import programs
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.distributed.rules import AXES, BATCH, SUMMED_OVER_TENSOR, Split, name_in_layer, split_parameter
+from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
+from dantinox.distributed.mesh_parallelism import MeshParallelism, copy_to_tp, gather_shards
+from dantinox.distributed.rules import AXES, BATCH, SUMMED_OVER_TENSOR, TOKENS, Split, name_in_layer, split_parameter
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.lora import is_adapter
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.parameters import Parameters, abstract_model
+from dantinox.model.positions import zigzag_chunks
 
 ONE_DEVICE = "one device"
+TOKEN_OBJECTIVES = ("next_token", "sft")  # the objectives whose loss is a sum over tokens
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
@@ -82,8 +84,13 @@ class Layout:
 
     @property
     def batch_shards(self) -> int:
-        """The number of shards of a batch."""
+        """The number of parts into which the rows of a batch are split."""
         return math.prod(self.sizes[axis] for axis in BATCH)
+
+    @property
+    def row_shards(self) -> int:
+        """The number of parts into which each row is split."""
+        return self.sizes["sequence"]
 
     @cached_property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -119,7 +126,11 @@ class Layout:
     @property
     def parallelism(self) -> Parallelism:
         """The parallelism of the model inside the training program."""
-        return SINGLE_DEVICE if self.mesh is None else MeshParallelism(gathers=True, groups=self.sizes["expert"], layout=self)
+        return (
+            SINGLE_DEVICE
+            if self.mesh is None
+            else MeshParallelism(gathers=True, groups=self.sizes["expert"], ring=self.row_shards, layout=self)
+        )
 
     def build_model(self, build: Callable[[Parameters], Transformer], parameters: Parameters) -> Transformer:
         """Builds the model from the local shards of the parameters, inside `shard_map`."""
@@ -141,11 +152,11 @@ class Layout:
         if not split.gathered:
             is_head_norm = fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None
             has_partial_gradient = is_head_norm or is_adapter(name)
-            return _copy_to_tp(w) if has_partial_gradient and not any(split.compute) and tensor > 1 else w
+            return copy_to_tp(w) if has_partial_gradient and not any(split.compute) and tensor > 1 else w
         is_rounded = name.endswith("kernel") and name != "ffn/router/kernel"
         has_identical_gradients = name not in SUMMED_OVER_TENSOR and any("tensor" in names for _, names in split.gathered)
         dtype = compute_dtype(self.model) if is_rounded and w.dtype == jnp.float32 else w.dtype
-        return checkpoint_name(_gather(w, split.gathered, dtype, tensor if has_identical_gradients else 1), GATHERED)
+        return checkpoint_name(gather_shards(w, split.gathered, dtype, tensor if has_identical_gradients else 1), GATHERED)
 
     def reduce_gradients(self, gradients: Parameters) -> Parameters:
         """All-reduces the gradients of local shards over the mesh axes over which they are not summed yet."""
@@ -154,7 +165,7 @@ class Layout:
 
         def total(name: str, g: jax.Array) -> jax.Array:
             missing = [
-                a for a in (*BATCH, *(["tensor"] if name in SUMMED_OVER_TENSOR else [])) if a not in self.splits[name].axes
+                a for a in (*TOKENS, *(["tensor"] if name in SUMMED_OVER_TENSOR else [])) if a not in self.splits[name].axes
             ]
             return lax.psum(g, missing) if missing else g
 
@@ -165,8 +176,8 @@ class Layout:
         return tree if self.mesh is None else lax.psum(tree, AXES)
 
     def device_key(self, key: jax.Array) -> jax.Array:
-        """Returns the random key of this device; devices with the same rows get the same key."""
-        return key if self.mesh is None else jax.random.fold_in(key, lax.axis_index(BATCH))
+        """Returns the random key of this device; devices with the same tokens get the same key."""
+        return key if self.mesh is None else jax.random.fold_in(key, lax.axis_index(TOKENS))
 
     def shard_map(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
         """Wraps a function so that every device runs it on its shards.
@@ -222,11 +233,16 @@ class Layout:
         return {name: put(name, array) for name, array in weights.items()}
 
     @property
+    def batch_spec(self) -> PartitionSpec:
+        """The partition spec of the arrays of a batch, `[rows, …]`, or `[rows, positions]` if the positions are split."""
+        return PartitionSpec(BATCH) if self.row_shards == 1 else PartitionSpec(BATCH, "sequence")
+
+    @property
     def batch_sharding(self) -> Any:
-        """The sharding of a batch by rows, or None for the default device."""
+        """The sharding of a batch, or None for the default device."""
         if self.mesh is None:
             return None if self.device is None else SingleDeviceSharding(self.device)
-        return NamedSharding(self.mesh, PartitionSpec(BATCH))
+        return NamedSharding(self.mesh, self.batch_spec)
 
     def place_batch(self, batch: Any) -> Any:
         """Returns the shapes of a batch with their sharding."""
@@ -238,7 +254,8 @@ class Layout:
         """Puts a batch on the devices.
 
         Each process reads only the rows of its devices. The batch has `accumulated` parts, and each part holds the same rows as
-        it would on a single device. The rows of a part are split over all devices in order.
+        it would on a single device. The rows of a part are split over all devices in order. If the positions of a row are split
+        too, each device gets its two chunks of the row (`zigzag_chunks`).
 
         Args:
           read: `read()` returns all rows, `read(numbers)` the rows with these ascending numbers.
@@ -248,13 +265,18 @@ class Layout:
         if self.mesh is None:
             return jax.device_put(read(), self.batch_sharding)
         order = np.arange(count).reshape(accumulated, self.batch_shards, -1).swapaxes(0, 1).reshape(-1)
-        local_rows = [order[place[0]] for place in self.batch_sharding.addressable_devices_indices_map((count,)).values()]
+        by_rows: Any = NamedSharding(self.mesh, PartitionSpec(BATCH))
+        local_rows = [order[place[0]] for place in by_rows.addressable_devices_indices_map((count,)).values()]
         local_numbers = np.unique(np.concatenate(local_rows))
         part = read(local_numbers)
 
         def put(array: np.ndarray) -> jax.Array:
+            if self.row_shards > 1:
+                array = array[:, _zigzag_order(array.shape[1], self.row_shards)]
+
             def read_shard(index: Any) -> np.ndarray:
-                return array[np.searchsorted(local_numbers, order[index[0]])]
+                rows = array[np.searchsorted(local_numbers, order[index[0]])]
+                return rows if self.row_shards == 1 else rows[:, index[1]]
 
             return jax.make_array_from_callback((count, *array.shape[1:]), self.batch_sharding, read_shard)
 
@@ -272,111 +294,9 @@ class Layout:
         return jax.make_array_from_callback(array.shape, self.replicated, lambda index: array[index])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(w: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DTypeLike, copies: int) -> jax.Array:
-    """Rounds shards to `dtype` and then all-gathers them. Gradients are reduce-scattered in float32.
-
-    Args:
-      w: the local shard.
-      dims: (array axis, mesh axes) to gather.
-      dtype: the dtype of the result.
-      copies: the number of devices that compute identical gradients; the sum of the gradients is divided by this number.
-    """
-    w = w.astype(dtype)
-    for axis, names in dims:
-        w = lax.all_gather(w, names, axis=axis, tiled=True)
-    return w
-
-
-def _gather_backward(dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DTypeLike, copies: int, _: None, d: jax.Array):
-    d = d.astype(jnp.float32) / copies
-    for axis, names in dims:
-        d = lax.psum_scatter(d, names, scatter_dimension=axis, tiled=True)
-    # Without the barrier XLA accumulates full gradients and moves the reduce-scatter after the accumulation loop.
-    return (lax.optimization_barrier(d),)
-
-
-_gather.defvjp(lambda w, *static: (_gather(w, *static), None), _gather_backward)
-
-
-@jax.custom_vjp
-def _copy_to_tp(x: jax.Array) -> jax.Array:
-    return x
-
-
-_copy_to_tp.defvjp(lambda x: (x, None), lambda _, d: (lax.psum(d, "tensor"),))
-
-
-@jax.custom_vjp
-def _reduce_from_tp(x: jax.Array) -> jax.Array:
-    return lax.psum(x, "tensor")
-
-
-_reduce_from_tp.defvjp(lambda x: (lax.psum(x, "tensor"), None), lambda _, d: (d,))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _scale_gradient(x: jax.Array, copies: int) -> jax.Array:
-    """Returns x; divides its gradient by `copies`."""
-    return x
-
-
-_scale_gradient.defvjp(lambda x, copies: (x, None), lambda copies, _, d: (d / copies,))
-
-
-@dataclass(frozen=True)
-class MeshParallelism(Parallelism):
-    """The collectives of a model inside a `shard_map` over a mesh."""
-
-    layout: Layout | None = None
-
-    @property
-    def tensor(self) -> int:
-        assert self.layout is not None
-        return self.layout.sizes["tensor"]
-
-    def gather_weights(self, block: Any) -> Any:
-        assert self.layout is not None
-        graph, state = nnx.split(block)
-        flat = nnx.to_flat_state(state)
-        gathered = [
-            (path, leaf.replace(self.layout.gather_parameter("/".join(map(str, path)), leaf[...]))) for path, leaf in flat
-        ]
-        return nnx.merge(graph, nnx.from_flat_state(gathered))
-
-    def copy_to_tp(self, x: Any) -> Any:
-        return _copy_to_tp(x) if self.tensor > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    def reduce_from_tp(self, x: jax.Array) -> jax.Array:
-        return _reduce_from_tp(x) if self.tensor > 1 else x
-
-    def scale_replicated(self, x: jax.Array) -> jax.Array:
-        return _scale_gradient(x, self.tensor) if self.tensor > 1 else x
-
-    def local_shard(self, x_N: jax.Array) -> jax.Array:
-        if self.tensor == 1:
-            return x_N
-        padded = jnp.pad(self.copy_to_tp(x_N), [(0, -len(x_N) % self.tensor)] + [(0, 0)] * (x_N.ndim - 1))
-        size = len(padded) // self.tensor
-        return lax.dynamic_slice_in_dim(padded, lax.axis_index("tensor") * size, size)
-
-    def pmean_batch(self, x: jax.Array) -> jax.Array:
-        return lax.pmean(x, BATCH)
-
-    def psum_batch(self, x: jax.Array) -> jax.Array:
-        return lax.psum(x, BATCH)
-
-    def pmean_heads(self, x: jax.Array) -> jax.Array:
-        return lax.pmean(x, "tensor") if self.tensor > 1 else x
-
-    def all_gather_tokens(self, x_N: jax.Array) -> jax.Array:
-        return lax.all_gather(x_N, "expert", axis=0, tiled=True) if self.groups > 1 else x_N
-
-    def reduce_scatter_tokens(self, y_N: jax.Array) -> jax.Array:
-        return lax.psum_scatter(y_N, "expert", scatter_dimension=0, tiled=True) if self.groups > 1 else y_N
-
-    def first_expert(self, experts: int) -> Any:
-        return lax.axis_index("expert") * experts
+def _zigzag_order(length: int, devices: int) -> np.ndarray:
+    """Returns the positions of a row in the order of the devices that hold them."""
+    return np.arange(length).reshape(2 * devices, -1)[zigzag_chunks(devices)].reshape(-1)
 
 
 def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, int]:
@@ -402,11 +322,32 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
             f"training.batch_size {t.batch_size}{accumulated} is {rows} rows, which {parts} devices "
             f"({mesh}) cannot share equally: make it a multiple of {parts * t.grad_accum}, or set the axes of distributed"
         )
-    if sizes["tensor"] > 1 and t.objective == "dpo":
-        raise UserError(f"distributed.tensor must be 1 with training.objective: dpo, got {sizes['tensor']}")
+    if sizes["tensor"] > 1 and t.objective in PREFERENCE_OBJECTIVES:
+        raise UserError(f"distributed.tensor must be 1 with training.objective: {t.objective}, got {sizes['tensor']}")
+    if sizes["tensor"] > 1 and model.lora is not None and model.lora.held == "nf4":
+        blocks = "its blocks of 64 inputs cannot be split between devices"
+        raise UserError(f"distributed.tensor must be 1 with lora.base_weights: nf4, got {sizes['tensor']}: {blocks}")
     if sizes["expert"] > 1 and model.experts is None:
         raise UserError(f"distributed.expert must be 1 for a model without experts, got {sizes['expert']}")
+    if sizes["sequence"] > 1:
+        _check_sequence(sizes["sequence"], config, model)
     return sizes
+
+
+def _check_sequence(devices: int, config: Config, model: ModelConfig) -> None:
+    """Raises a UserError if a row cannot be split over this many devices."""
+    if config.training.objective not in TOKEN_OBJECTIVES:
+        raise UserError(
+            f"distributed.sequence must be 1 with training.objective: {config.training.objective}, got {devices}: "
+            f"it needs {' or '.join(TOKEN_OBJECTIVES)}"
+        )
+    if model.kernel not in ("auto", "chunked"):
+        raise UserError(f"attention.kernel must be auto or chunked with distributed.sequence {devices}, got {model.kernel}")
+    if config.model.max_context % (2 * devices):
+        raise UserError(
+            f"model.max_context must be a multiple of {2 * devices} (two chunks for each of the {devices} devices of "
+            f"distributed.sequence), got {config.model.max_context}"
+        )
 
 
 def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | None = None) -> Layout:

@@ -1,8 +1,9 @@
 """The mesh axes, and the table that maps parameter paths to mesh axes.
 
 Every device runs the same program. Devices that differ in `data`, `fsdp` or `expert` have different rows of the batch; devices
-that differ in `tensor` have the same rows, but different heads and features. Weights, gradients and moments are sharded over
-`fsdp`, `expert` and `tensor`. Before a matmul, the weights of a layer are all-gathered over `fsdp` and `expert`.
+that differ in `sequence` have different positions of the same rows; devices that differ in `tensor` have the same tokens, but
+different heads and features. Weights, gradients and moments are sharded over all axes except `data`. Before a matmul, the
+weights of a layer are all-gathered over `fsdp`, `expert` and `sequence`.
 """
 
 from collections.abc import Mapping
@@ -13,13 +14,15 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import UserError
 
-AXES = ("data", "fsdp", "expert", "tensor")  # adjacent devices differ in the last axis, because it has the most traffic
+# Adjacent devices differ in the last axis, because it has the most traffic.
+AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 BATCH = ("data", "fsdp", "expert")  # devices that differ in one of these axes have different rows
-STORAGE_AXES = ("fsdp", "expert", "tensor")  # parameters are sharded over these axes, if their sizes allow
+TOKENS = (*BATCH, "sequence")  # devices that differ in one of these axes have different tokens
+STORAGE_AXES = ("fsdp", "expert", "sequence", "tensor")  # parameters are sharded over these axes, if their sizes allow
 # Parameters whose gradients are summed over `tensor` too.
 SUMMED_OVER_TENSOR = (
-    "embed", "position_embed", "per_layer/embed", "per_layer/projection/kernel", "per_layer/norm/scale", "head/kernel",
-    "head_bias",
+    "embed", "embed/kernel", "embed/scale", "position_embed", "per_layer/embed", "per_layer/projection/kernel",
+    "per_layer/norm/scale", "head/kernel", "head/scale", "head_bias",
 )  # fmt: skip
 
 
@@ -94,8 +97,26 @@ RULES = (
     Rule("ffn/shared/up/bias", "F", WIDTH, ""),
     Rule("ffn/shared/down/bias", "D", {}, ""),
     Rule("ffn/shared_gate/kernel", "D1", {}, "D"),
-    # For models with adapters: the scales of quantized weights, and the adapter matrices A and B. These are small, so they are
-    # replicated, except along axes over which the matmul is sharded.
+    # For models with adapters: weights in nf4 (B blocks of inputs, C pairs of codes), and tables in int8. Matmuls with them are
+    # not sharded.
+    Rule("embed/kernel", "VD", {}, "DV"),
+    Rule("embed/scale", "V", {}, ""),
+    Rule("head/scale", "V", {}, ""),
+    Rule("attention/qkv/codes", "BCKGH", {}, "BHC"),
+    Rule("attention/gate/codes", "BCKGH", {}, "BHC"),
+    Rule("*/gate_up/codes", "BC2F", {}, "BFC"),
+    Rule("*/codes", "BCO", {}, "BOC"),
+    Rule("attention/qkv/scale", "BKGH", {}, "BH"),
+    Rule("attention/gate/scale", "BKGH", {}, "BH"),
+    Rule("*/gate_up/scale", "B2F", {}, "BF"),
+    Rule("*/up/scale", "BO", {}, "BO"),
+    Rule("*/down/scale", "BO", {}, "BO"),
+    Rule("*/out/scale", "BO", {}, "BO"),
+    Rule("layer_input/gate/scale", "BO", {}, "BO"),
+    Rule("*/scale_step", "S", {}, ""),
+    Rule("*/scale_mean", "", {}, ""),
+    # The scales of other quantized weights, and the matrices A and B and the magnitudes of adapters. These are small, so they
+    # are replicated, except along axes over which the matmul is sharded.
     Rule("attention/qkv/scale", "KGH", HEADS, ""),
     Rule("attention/gate/scale", "KGH", HEADS, ""),
     Rule("layer_input/gate/scale", "P", {}, ""),
@@ -111,6 +132,10 @@ RULES = (
     Rule("ffn/gate_up/*/lora_b", "RPF", WIDTH, ""),
     Rule("ffn/up/*/lora_b", "RF", WIDTH, ""),
     Rule("*/lora_b", "RD", {}, ""),
+    Rule("attention/qkv/*/lora_magnitude_vector", "KPH", HEADS, ""),
+    Rule("ffn/gate_up/*/lora_magnitude_vector", "PF", WIDTH, ""),
+    Rule("ffn/up/*/lora_magnitude_vector", "F", WIDTH, ""),
+    Rule("*/lora_magnitude_vector", "D", {}, ""),
     Rule("ffn/experts/gate_up/kernel", "ED2F", EXPERTS, "FD"),
     Rule("ffn/experts/up/kernel", "EDF", EXPERTS, "FD"),
     Rule("ffn/experts/down/kernel", "EFD", EXPERTS, "FD"),

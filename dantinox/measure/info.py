@@ -21,7 +21,7 @@ from dantinox.model.packed import packed_kinds
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metric_files import read_csv
 from dantinox.run import RunDirectory, open_run
-from dantinox.text import Batch, Preferences, TokenStore, open_store
+from dantinox.text import Batch, LabeledCompletions, Preferences, TokenStore, open_store
 
 COMPARED_TOKENS = 8192  # of validation text; the comparison is paired, so more tokens would hardly change it
 BATCH_ROWS = 8
@@ -61,8 +61,8 @@ def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iter
         yield line
 
 
-def _rows(batch: Batch | Preferences) -> Batch:
-    return batch.rows() if isinstance(batch, Preferences) else batch
+def _rows(batch: Batch | Preferences | LabeledCompletions) -> Batch:
+    return batch if isinstance(batch, Batch) else batch.rows()
 
 
 def _model(run: LoadedModel) -> str:

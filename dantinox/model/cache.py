@@ -24,6 +24,7 @@ from dantinox.model.compressed_cache import CompressedLayer, Compression
 from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
+from dantinox.model.ring_attention import ring_attention
 from dantinox.platform import get_platform
 
 
@@ -174,7 +175,9 @@ class NoCache:
         store, positions_B1T = Store.from_kv(k_BTKH, v_BTKH, dtype), positions_BT[:, None]
         new_k, new_v = stored_kv or (k_BTKH, v_BTKH)
         updated = self if self.destination is None else self.destination.append(new_k, new_v, positions_BT)
-        kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype, softmax, v_BTKH.shape[-1])
+        kernel: Any = partial(ring_attention, self.parallelism)
+        if self.parallelism.ring == 1:
+            kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype, softmax, v_BTKH.shape[-1])
         if kernel is not None and (probe is None or self.segments_BT is None):
             k_BTKH, v_BTKH = store.dequantize(k_BTKH.dtype)
             out_BTKGH = self.parallelism.shard_map_heads(kernel)(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window, softmax)

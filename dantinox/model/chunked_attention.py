@@ -76,7 +76,7 @@ def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | 
                 mass_GR1 = jnp.sum(weights_GRS, axis=-1, keepdims=True)
                 if sinks_G is not None:
                     mass_GR1 += jnp.exp(sinks_G[:, None, None] - largest_GR1)
-                out_GRH = _einsum("GRS,SH->GRH", weights_GRS.astype(q_GRH.dtype), v_TH[low:high]) / mass_GR1
+                out_GRH = einsum_float32("GRS,SH->GRH", weights_GRS.astype(q_GRH.dtype), v_TH[low:high]) / mass_GR1
                 return None, (out_GRH.astype(q_GRH.dtype), (largest_GR1 + jnp.log(mass_GR1))[..., 0])
 
             out_nGRH, normalizer_nGR = lax.scan(block, None, _starts(first, span))[1]
@@ -84,7 +84,7 @@ def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | 
             normalizers.append(_join_blocks(normalizer_nGR))
         return jnp.concatenate(outs, axis=1), jnp.concatenate(normalizers, axis=1)
 
-    out_NGTH, normalizer_NGT = _over_heads(head, *inputs)
+    out_NGTH, normalizer_NGT = over_heads(head, _block_scores(inputs), *inputs)
     return out_NGTH, (*inputs, out_NGTH, normalizer_NGT)
 
 
@@ -114,13 +114,13 @@ def _backward(
                 q_GRH, d_out_GRH = _block_rows(q_GTH, start), _block_rows(d_out_GTH, start)
                 scores_GRS, slope_GRS = _scores(q_GRH, k_SH, segments_T, start, low, window, cap)
                 weights_GRS = jnp.exp(scores_GRS - _block_rows(normalizer_GT, start)[..., None])
-                d_weights_GRS = _einsum("GRH,SH->GRS", d_out_GRH, v_SH)
+                d_weights_GRS = einsum_float32("GRH,SH->GRS", d_out_GRH, v_SH)
                 d_scores_GRS = weights_GRS * (d_weights_GRS - _block_rows(mean_GT, start)[..., None]) * size**-0.5
                 d_scores_GRS = d_scores_GRS if slope_GRS is None else d_scores_GRS * slope_GRS
                 weights_GRS, d_scores_GRS = weights_GRS.astype(v_SH.dtype), d_scores_GRS.astype(q_GRH.dtype)
-                d_k_SH = _einsum("GRS,GRH->SH", d_scores_GRS, q_GRH)
-                d_v_SH = _einsum("GRS,GRH->SH", weights_GRS, d_out_GRH)
-                return (sums[0] + d_k_SH, sums[1] + d_v_SH), _einsum("GRS,SH->GRH", d_scores_GRS, k_SH)
+                d_k_SH = einsum_float32("GRS,GRH->SH", d_scores_GRS, q_GRH)
+                d_v_SH = einsum_float32("GRS,GRH->SH", weights_GRS, d_out_GRH)
+                return (sums[0] + d_k_SH, sums[1] + d_v_SH), einsum_float32("GRS,SH->GRH", d_scores_GRS, k_SH)
 
             zero = jnp.zeros(k_SH.shape, jnp.float32), jnp.zeros(v_SH.shape, jnp.float32)
             (d_k_SH, d_v_SH), d_q_nGRH = lax.scan(block, zero, _starts(first, span))
@@ -130,7 +130,7 @@ def _backward(
         d_q_GTH = jnp.concatenate(d_q, axis=1).astype(q_GTH.dtype)
         return d_q_GTH, d_k_TH.astype(k_TH.dtype), d_v_TH.astype(v_TH.dtype), d_sinks_G
 
-    *d_qkv, d_sinks_NG = _over_heads(head, *residuals, d_out_NGTH)
+    *d_qkv, d_sinks_NG = over_heads(head, _block_scores(residuals), *residuals, d_out_NGTH)
     return (*d_qkv, None, d_sinks_NG)
 
 
@@ -159,15 +159,20 @@ def _scores(
     if window is not None:
         mask_RS &= query_R1 - key_S < window
     mask_RS &= lax.dynamic_slice_in_dim(segments_T, start, R)[:, None] == segments_T[low : low + S]
-    scores_GRS = _einsum("GRH,SH->GRS", q_GRH, k_SH) * H**-0.5
+    return cap_and_mask(einsum_float32("GRH,SH->GRS", q_GRH, k_SH) * H**-0.5, mask_RS, cap)
+
+
+def cap_and_mask(scores: Array, mask: Array, cap: float | None) -> tuple[Array, Array | None]:
+    """Returns the capped scores, and the derivative of the cap; None without a cap. Masked scores are the float32 minimum."""
     least = jnp.finfo(jnp.float32).min
     if cap is None:
-        return jnp.where(mask_RS, scores_GRS, least), None
-    tanh_GRS = jnp.tanh(scores_GRS / cap)
-    return jnp.where(mask_RS, cap * tanh_GRS, least), 1 - jnp.square(tanh_GRS)
+        return jnp.where(mask, scores, least), None
+    tanh = jnp.tanh(scores / cap)
+    return jnp.where(mask, cap * tanh, least), 1 - jnp.square(tanh)
 
 
-def _einsum(axes: str, x: Array, y: Array) -> Array:
+def einsum_float32(axes: str, x: Array, y: Array) -> Array:
+    """Multiplies arrays and sums the products in float32."""
     return jnp.einsum(axes, x, y, preferred_element_type=jnp.float32)
 
 
@@ -181,8 +186,17 @@ def _join_blocks(x_nGR: Array) -> Array:
     return jnp.moveaxis(x_nGR, 0, 1).reshape(x_nGR.shape[1], -1, *x_nGR.shape[3:])
 
 
-def _over_heads(head: Callable, *arrays: Any) -> Any:
-    """Maps `head` over rows and key heads, in batches whose scores fit into `MAX_SCORES`."""
-    N, G, T = arrays[0].shape[:3]
-    batch_size = max(1, MAX_SCORES // (G * min(T, QUERY_BLOCK) * T))
+def _block_scores(inputs: tuple[Any, ...]) -> int:
+    """Returns the number of scores of a block of queries of one head; the first input is `q_NGTH`."""
+    _, G, T, _ = inputs[0].shape
+    return G * min(T, QUERY_BLOCK) * T
+
+
+def over_heads(head: Callable, scores: int, *arrays: Any) -> Any:
+    """Maps `head` over the first axis of arrays: over rows and key heads, in batches whose scores fit into `MAX_SCORES`.
+
+    Args:
+      scores: the number of scores that a call of `head` holds at a time.
+    """
+    N, batch_size = len(jax.tree.leaves(arrays)[0]), max(1, MAX_SCORES // scores)
     return jax.vmap(head)(*arrays) if batch_size >= N else lax.map(lambda x: head(*x), arrays, batch_size=batch_size)

@@ -60,12 +60,13 @@ def training_flops(model: ModelConfig, length: int) -> int:
 
 
 def adapter_parameters(model: ModelConfig) -> int:
-    """Returns n, the number of adapter weights in all layers: `r·(in + out)` per projection."""
-    if model.lora is None:
+    """Returns n, the number of adapter weights in all layers: `r·(in + out)` per projection, with DoRA `r·(in + out) + out`."""
+    if (lora := model.lora) is None:
         return 0
-    return model.lora.rank * sum(
-        sum(projection_sizes(model, layer)[target])
+    sizes = [
+        projection_sizes(model, layer)[target]
         for layer in range(model.num_blocks)
         for target in layer_projections(model, layer)
-        if target in model.lora.targets
-    )
+        if target in lora.targets
+    ]
+    return sum(lora.rank * (ins + outs) + lora.dora * outs for ins, outs in sizes)

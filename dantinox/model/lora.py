@@ -2,10 +2,15 @@
 
 A projection with kernel W computes W x + scale · B A dropout(x) (equation 3). If several projections share one kernel, each
 projection has its own adapter. The adapters have the names that PEFT (Hugging Face) uses.
+
+The scale is alpha / rank, or alpha / √rank for rank-stabilized adapters (Kalajdzievski 2023, "rsLoRA", equation 7).
+
+A weight-decomposed adapter also trains a magnitude m per output (Liu et al. 2024, "DoRA", equation 5): the output is
+multiplied by m / ‖W + scale · B A‖, with the norm of the weights of the output. The norm is constant in the gradient (section
+4.3). Initially m = ‖W‖, so the product is that of W.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 
 from dantinox.config import LoraConfig, ModelConfig
+from dantinox.model.frozen_weights import FrozenMatrix, dequantize, frozen_tensordot, initial_matrix
 from dantinox.model.layers import LINEAR_OUTPUT, PLAIN_ACTIVATIONS, Linear, add_bias, cast_tensordot, dropout
 from dantinox.model.moe import ExpertLinear
 
-ADAPTER_SUFFIXES = ("lora_a", "lora_b")  # suffixes of the names of adapter parameters
+ADAPTER_SUFFIXES = ("lora_a", "lora_b")  # suffixes of the names of adapter matrices
+MAGNITUDE = "lora_magnitude_vector"  # the name of the magnitudes of a weight-decomposed adapter
 DROPOUT_SEED = 0x10FA  # makes the random keys of adapter dropout differ from those of the model
 
 
@@ -72,74 +78,40 @@ def projection_sizes(model: ModelConfig, layer: int) -> dict[str, tuple[int, int
     return attention | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def frozen_tensordot(x: jax.Array, w: jax.Array, scale: jax.Array | None, axes: int, dtype: DTypeLike) -> jax.Array:
-    """Computes `cast_tensordot` with float32 results and frozen weights, which have no gradient.
-
-    The backward pass needs neither x nor a copy of the weights in `dtype`.
-
-    Args:
-      w: float32, bfloat16 or int8; converted to `dtype` for this operation only.
-      scale: the scales of int8 weights, one per output; otherwise None.
-    """
-    x, w = _cast_operands(x, w, dtype)
-    y = jnp.tensordot(x, w, axes, preferred_element_type=jnp.float32)
-    return y if scale is None else y * scale
-
-
-def _cast_operands(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Casts both operands to `dtype`.
-
-    A barrier delays the cast of w until x is available. Otherwise the compiler casts the weights of all layers at the start of
-    the program and keeps the copies in memory.
-    """
-    if w.dtype != dtype:
-        x, w = jax.lax.optimization_barrier((x, w))
-    return x.astype(dtype), w.astype(dtype)
-
-
-def _frozen_backward(axes: int, dtype: DTypeLike, residuals: tuple[Any, ...], d_y: jax.Array):
-    w, scale, like = residuals
-    d_y, w = _cast_operands(d_y if scale is None else d_y * scale, w, dtype)
-    outs = w.ndim - axes
-    contracted = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
-    return jnp.tensordot(d_y, w, contracted, preferred_element_type=jnp.float32).astype(like.dtype), None, None
-
-
-frozen_tensordot.defvjp(
-    lambda x, w, scale, axes, dtype: (frozen_tensordot(x, w, scale, axes, dtype), (w, scale, jnp.zeros((), x.dtype))),
-    _frozen_backward,
-)
-
-
 class LowRank(nnx.Module):
     """The matrices of an adapter: `lora_a [*shape_in, r]` and `lora_b [r, *shape_out]`.
 
-    `lora_a` is initialized uniformly in ±1/√(fan in), as in PEFT, and `lora_b` to zero.
+    `lora_a` is initialized uniformly in ±1/√(fan in), as in PEFT, and `lora_b` to zero. A weight-decomposed adapter also has
+    `lora_magnitude_vector [*shape_out]`, which `initial_magnitudes` computes from the weights.
     """
 
-    def __init__(self, shape_in: tuple[int, ...], shape_out: tuple[int, ...], rank: int, *, rngs: nnx.Rngs):
+    def __init__(self, shape_in: tuple[int, ...], shape_out: tuple[int, ...], rank: int, dora: bool = False, *, rngs: nnx.Rngs):
         bound = float(np.prod(shape_in)) ** -0.5
         self.lora_a = nnx.Param(jax.random.uniform(rngs.params(), (*shape_in, rank), jnp.float32, -bound, bound))
         self.lora_b = nnx.Param(jnp.zeros((rank, *shape_out), jnp.float32))
+        self.lora_magnitude_vector = nnx.Param(jnp.ones(shape_out, jnp.float32)) if dora else None
 
 
 class AdaptedLinear(nnx.Module):
     """A `Linear` with frozen weights, and an adapter for each of its projections in `targets`.
 
-    `kernel` is stored in the dtype `lora.held`; with int8, `scale` holds one scale per output. Dropout is on if `key` is set.
+    The arrays of the frozen weights have the form of `lora.held`, see `dantinox.model.frozen_weights`. Dropout is on if `key`
+    is set.
     """
 
     def __init__(self, linear: Linear, targets: Mapping[str, Projection], lora: LoraConfig, *, rngs: nnx.Rngs):
         self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
         self.dtype, self.out_dtype = linear.dtype, linear.out_dtype
-        self.factor, self.rate = lora.scale, lora.dropout
-        self.kernel = nnx.Param(linear.kernel[...].astype(lora.held))
+        self.factor, self.rate, self.dora = lora.scale, lora.dropout, lora.dora
+        arrays = initial_matrix(linear.kernel[...], self.shape_in, self.shape_out, lora.held)
+        self.arrays = tuple(arrays)
+        for name, array in arrays.items():
+            setattr(self, name, nnx.Param(array))
         self.bias = linear.bias
-        self.scale = nnx.Param(jnp.ones(self.shape_out, jnp.float32)) if lora.held == "int8" else None
         self.parts = tuple((name, projection.part) for name, projection in targets.items())
         for name, projection in targets.items():
-            setattr(self, name, LowRank(self.shape_in, projection.shape_out(self.shape_out), lora.rank, rngs=rngs))
+            shape_out = projection.shape_out(self.shape_out)
+            setattr(self, name, LowRank(self.shape_in, shape_out, lora.rank, lora.dora, rngs=rngs))
         self.key: Any = nnx.data(None)
 
     def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
@@ -147,15 +119,51 @@ class AdaptedLinear(nnx.Module):
 
         `reduce` adds up the partial results of the devices before the bias is added.
         """
-        axes, scale = len(self.shape_in), None if self.scale is None else self.scale[...]
-        y = frozen_tensordot(x, self.kernel[...], scale, axes, self.dtype)
+        matrix = self.matrix()
+        axes, shape_in = len(self.shape_in), x.shape[x.ndim - len(self.shape_in) :]
+        y = frozen_tensordot(x, matrix, shape_in, self.dtype)
         dropped = dropout(x, self.rate, None if self.key is None else self.key[...])
         for name, part in self.parts:
             adapter = getattr(self, name)
             inner = cast_tensordot(dropped, adapter.lora_a[...], axes, self.dtype, self.dtype)
             added = self.factor * cast_tensordot(inner, adapter.lora_b[...], 1, self.dtype, jnp.float32)
             y = y + (added if part is None else _pad_to_outputs(added, part, y.shape[-2]))
+        if self.dora and self.parts:
+            y = y * self._output_factors(jax.lax.stop_gradient(dequantize(matrix, shape_in)), reduce)
         return add_bias(reduce(checkpoint_name(y.astype(self.out_dtype), LINEAR_OUTPUT)), self.bias)
+
+    def matrix(self) -> FrozenMatrix:
+        """Returns the arrays of the frozen weights."""
+        return {name: getattr(self, name)[...] for name in self.arrays}
+
+    def norms(self, matrix: FrozenMatrix) -> dict[str, jax.Array]:
+        """Returns the norm of the frozen weights of every output of the adapted projections, by projection."""
+        w = dequantize(matrix, self.shape_in)
+        return {name: jnp.sqrt(self._squares(w[slice_of_outputs(part)])) for name, part in self.parts}
+
+    def _squares(self, w: jax.Array) -> jax.Array:
+        """Returns the sum of the squared weights of every output."""
+        return jnp.sum(jnp.square(w), axis=tuple(range(len(self.shape_in))))
+
+    def _output_factors(self, w: jax.Array, reduce: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Returns m / ‖W + scale · B A‖ for every output of the module, and 1 for those without an adapter.
+
+        `reduce` adds up the squares of the devices that hold other inputs of the same outputs.
+        """
+        factors = jnp.ones(w.shape[len(self.shape_in) :], jnp.float32)
+        for name, part in self.parts:
+            adapter, where = getattr(self, name), slice_of_outputs(part)
+            a, b = (jax.lax.stop_gradient(matrix[...]) for matrix in (adapter.lora_a, adapter.lora_b))
+            changed = w[where] + self.factor * jnp.tensordot(a, b, 1, precision="highest")
+            squares = reduce(self._squares(changed))
+            norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # the output of zero weights is 0, not NaN
+            factors = factors.at[where].set(adapter.lora_magnitude_vector[...] / norm)
+        return factors
+
+
+def slice_of_outputs(part: tuple[int | None, int | None] | None) -> tuple[Any, ...]:
+    """Returns the index of a projection's part in a kernel, or in other arrays with the output axes of its module."""
+    return (...,) if part is None else (..., slice(*part), slice(None))
 
 
 def _pad_to_outputs(added: jax.Array, part: tuple[int | None, int | None], size: int) -> jax.Array:
@@ -184,7 +192,7 @@ def add_adapters(layer: nnx.Module, number: int, model: ModelConfig, *, rngs: nn
 
 
 def cast_frozen_table(table: Any, lora: LoraConfig | None) -> None:
-    """Casts a matrix that has no adapters to bfloat16, if the projections are stored in bfloat16 or int8."""
+    """Casts a matrix that has no adapters to bfloat16, unless the projections are stored in float32."""
     if lora is not None and lora.held != "float32":
         table.set_value(table[...].astype(jnp.bfloat16))
 
@@ -208,7 +216,7 @@ def enable_dropout(model: Any, key: jax.Array) -> None:
 
 def is_adapter(name: str) -> bool:
     """Returns whether the parameter at this path belongs to an adapter."""
-    return name.endswith(ADAPTER_SUFFIXES)
+    return name.endswith((*ADAPTER_SUFFIXES, MAGNITUDE))
 
 
 def trainable_parameters(parameters: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -221,18 +229,12 @@ def frozen_parameters(parameters: Mapping[str, Any], model: ModelConfig) -> dict
     return {name: p for name, p in parameters.items() if model.lora is not None and not is_adapter(name)}
 
 
-def to_frozen_dtype(name: str, array: np.ndarray, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Converts a weight from a file to the dtype of frozen weights; returns it by name.
-
-    For int8 the quantization is symmetric, and the result includes the scales, one per output.
-
-    Args:
-      shapes: the abstract parameters of the model with separate layers, by name.
-    """
-    dtype, scale_name = shapes[name].dtype, f"{name.removesuffix('kernel')}scale"
-    if dtype != jnp.int8:
-        return {name: np.array(array, dtype)}
-    wide = np.asarray(array, np.float32)
-    largest = np.max(np.abs(wide), axis=tuple(range(wide.ndim - len(shapes[scale_name].shape))))
-    scale = np.where(largest > 0, largest, np.float32(1)) / np.float32(127)
-    return {name: np.round(wide / scale).astype(np.int8), scale_name: scale}
+def initial_magnitudes(model: Any) -> dict[str, jax.Array]:
+    """Returns the initial magnitudes of the weight-decomposed adapters of a model by path: ‖W‖ of every output."""
+    found: dict[str, jax.Array] = {}
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, AdaptedLinear) and node.dora and node.parts:
+            matrix = node.matrix()  # with stacked layers, one layer at a time exists in float32
+            norms = jax.lax.map(node.norms, matrix) if model.config.scan_layers else node.norms(matrix)
+            found |= {"/".join(map(str, (*path, name, MAGNITUDE))): norm for name, norm in norms.items()}
+    return found

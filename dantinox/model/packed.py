@@ -229,8 +229,8 @@ PACKED = (PackedLinear, PackedExperts, PackedTable)
 
 
 def look_up(table: Any, tokens: jax.Array) -> jax.Array:
-    """Returns the rows of a table, a parameter or a `PackedTable`."""
-    return table.rows(tokens) if isinstance(table, PackedTable) else table[...][tokens]
+    """Returns the rows of a table: a parameter, a `PackedTable` or an `Int8Table`."""
+    return table[...][tokens] if isinstance(table, nnx.Variable) else table.rows(tokens)
 
 
 def unpack_parts(parts: Sequence[tuple[str, jax.Array]], layout: Layout, axis: int) -> jax.Array:

@@ -76,6 +76,26 @@ def yarn_gain(scaling: RopeScaling, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(scaling.factor) + 1
 
 
+def zigzag_chunks(devices: int) -> np.ndarray:
+    """Returns the two chunks of a sequence of 2 n chunks that each of n devices holds, `[n, 2]`: d and 2 n - 1 - d.
+
+    With a causal mask, all devices then have equally many pairs of a query and a key.
+    """
+    device_n = np.arange(devices)
+    return np.stack([device_n, 2 * devices - 1 - device_n], axis=1)
+
+
+def zigzag_positions(device: jax.Array | int, devices: int, length: int) -> jax.Array:
+    """Returns the positions of the `length` tokens on one of n devices, int32, ascending: its `zigzag_chunks`.
+
+    On a single device these are all positions in order; on several devices `length` must be even.
+    """
+    if devices == 1:
+        return jnp.arange(length)
+    chunks_2 = jnp.asarray(zigzag_chunks(devices), jnp.int32)[device]
+    return (chunks_2[:, None] * (length // 2) + jnp.arange(length // 2)).reshape(length)
+
+
 def query_scaling(positions_BT: jax.Array, beta: float, context: int) -> jax.Array:
     """Returns 1 + β ln(1 + ⌊position / context⌋), float32 `[B, T]`, the factor of the queries (Llama 4)."""
     return 1 + beta * jnp.log1p((jnp.clip(positions_BT, 0) // context).astype(jnp.float32))

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import KVCache, NoCache, RecordingLayer, SharedKeys
+from dantinox.model.frozen_weights import Int8Table, dequantize
 from dantinox.model.latent_attention import LatentAttention
 from dantinox.model.layers import (
     LINEAR_OUTPUT,
@@ -25,7 +26,7 @@ from dantinox.model.layers import (
     make_norm,
     softcap,
 )
-from dantinox.model.lora import add_adapters, cast_frozen_table
+from dantinox.model.lora import AdaptedLinear, add_adapters, cast_frozen_table
 from dantinox.model.moe import BranchedExperts, MixtureOfExperts, zero_routing
 from dantinox.model.packed import PackedTable, look_up
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
@@ -187,6 +188,10 @@ class Transformer(nnx.Module):
         for table in (self.embed, self.position_embed, per_layer, None if untied is None else untied.kernel):
             if table is not None:
                 cast_frozen_table(table, config.lora)
+        if config.lora is not None and config.lora.held == "nf4":
+            self.embed = nnx.data(Int8Table(self.embed[...], self.dtype))
+            if untied is not None:
+                self.head = nnx.data(AdaptedLinear(untied, {}, replace(config.lora, held="int8"), rngs=rngs))
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, **kwargs: Any) -> tuple[jax.Array, KVCache | None, dict]:
         """Runs `hidden` and `logits`, and returns (logits `[B, T, V]`, cache, aux)."""
@@ -321,7 +326,7 @@ class Transformer(nnx.Module):
         Args:
           cast_weights_DV: the `output_weights` in the compute dtype, for callers that compute logits many times.
         """
-        if self.head is None and isinstance(self.embed, PackedTable):
+        if self.head is None and isinstance(self.embed, (PackedTable, Int8Table)) and cast_weights_DV is None:
             logits = self.embed.project(x_BTD)
         elif self.head is not None and cast_weights_DV is None:
             logits = self.head(x_BTD)
@@ -334,7 +339,12 @@ class Transformer(nnx.Module):
 
     def output_weights(self) -> jax.Array:
         """Returns the weights `[D, V]` of the output layer, or the transposed embedding if it is tied."""
-        return self.embed[...].T if self.head is None else self.head.kernel[...]
+        if isinstance(self.head, AdaptedLinear):
+            return dequantize(self.head.matrix(), self.head.shape_in)
+        if self.head is not None:
+            return self.head.kernel[...]
+        table_VD = self.embed.dequantize() if isinstance(self.embed, Int8Table) else self.embed[...]
+        return table_VD.T
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x_BTD = look_up(self.embed, tokens_BT)

@@ -1,7 +1,8 @@
 """Writes and reads the low-rank adapters of a run, and merges them into the weights of the base run.
 
 PEFT can read the folder `adapter` of a run: `adapter_model.safetensors` holds A `[r, in]` and B `[out, r]` of every projection,
-with the module names of Llama in Transformers. The weights of a run with adapters are the base weights plus scale · B A.
+with the module names of Llama in Transformers. The weights of a run with adapters are the base weights plus scale · B A. With
+weight-decomposed adapters (DoRA) the file also holds a magnitude vector `[out]` of every projection, see `dantinox.model.lora`.
 """
 
 import json
@@ -15,7 +16,7 @@ import numpy as np
 
 from dantinox.config import Config, LoraConfig, ModelConfig
 from dantinox.files import UserError, escape_name, wrap_os_errors
-from dantinox.model.lora import Projection, layer_projections, projection_sizes
+from dantinox.model.lora import MAGNITUDE, Projection, layer_projections, projection_sizes, slice_of_outputs
 from dantinox.model.parameters import widen_arrays
 from dantinox.run.directory import RunDirectory, load_run_config, open_base
 from dantinox.run.manifest import write_file
@@ -25,17 +26,24 @@ from dantinox.run.weights import load_weights, weights_digest
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_HASH_KEY = "dantinox_base_sha256"  # metadata key: the digest of the weights that the adapters were trained on
 PEFT_MODULES = {"attention": "self_attn", "ffn": "mlp"}
-TENSOR_NAME = re.compile(r"base_model\.model\.model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight")
+TENSOR_NAME = re.compile(
+    r"base_model\.model\.model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)"
+)
+TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}  # names by parameter
 ADAPTER_DTYPES = ("float32", "float16", "bfloat16")
 
 
 class AdapterDelta(NamedTuple):
-    """The change of a kernel by one adapter: scale · A B, with A `[in, r]` and B `[r, out]`, is added to `projection.part`."""
+    """The change of the part W of a kernel at `projection` by one adapter, with A `[in, r]` and B `[r, out]`.
+
+    W becomes W + scale · A B, or with magnitudes m `[out]` (DoRA) m · (W + scale · A B) / ‖W + scale · A B‖ by output.
+    """
 
     projection: Projection
     a_IR: np.ndarray
     b_RO: np.ndarray
     scale: float
+    magnitude_O: np.ndarray | None = None
 
 
 AdapterDeltas = Mapping[str, list[AdapterDelta]]  # keyed by kernel path
@@ -44,9 +52,13 @@ AdapterDeltas = Mapping[str, list[AdapterDelta]]  # keyed by kernel path
 def merge_adapters(array: np.ndarray, deltas: list[AdapterDelta]) -> np.ndarray:
     """Returns a kernel plus the changes of its adapters, as a float32 copy."""
     result = np.array(array, np.float32)
-    for projection, a_IR, b_RO, scale in deltas:
-        part = result if projection.part is None else result[..., slice(*projection.part), :]
-        part += np.float32(scale) * (a_IR @ b_RO).reshape(part.shape)
+    for projection, a_IR, b_RO, scale, magnitude_O in deltas:
+        part = result[slice_of_outputs(projection.part)]
+        changed_IO = part.reshape(len(a_IR), -1) + np.float32(scale) * (a_IR @ b_RO)
+        if magnitude_O is not None:
+            norm_O = np.sqrt(np.sum(np.square(changed_IO, dtype=np.float64), axis=0))
+            changed_IO *= (magnitude_O / np.where(norm_O > 0, norm_O, 1)).astype(np.float32)
+        part[...] = changed_IO.reshape(part.shape)
     return result
 
 
@@ -54,7 +66,7 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
     """Writes trained adapters into their run, in the format of PEFT.
 
     Args:
-      parameters: `lora_a` and `lora_b` of every adapter by path, with separate layers.
+      parameters: the arrays of every adapter by path, with separate layers.
       model: the architecture with its `lora` settings.
       facts: provenance for the manifest, such as settings and versions; must contain `base_sha256`.
 
@@ -66,9 +78,9 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
     arrays = {}
     for name, array in parameters.items():
         _, layer, module, _, target, leaf = name.split("/")
-        matrix, letter = np.asarray(array, np.float32), {"lora_a": "A", "lora_b": "B"}[leaf]
-        matrix = matrix.reshape(-1, lora.rank).T if letter == "A" else matrix.reshape(lora.rank, -1).T
-        arrays[f"base_model.model.model.layers.{layer}.{PEFT_MODULES[module]}.{target}.lora_{letter}.weight"] = matrix
+        shape = {"lora_a": (-1, lora.rank), "lora_b": (lora.rank, -1), MAGNITUDE: (-1,)}[leaf]
+        peft_name = f"base_model.model.model.layers.{layer}.{PEFT_MODULES[module]}.{target}.{TENSORS[leaf]}"
+        arrays[peft_name] = np.asarray(array, np.float32).reshape(shape).T
     tensors = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
     folder = run.adapter.parent
     with wrap_os_errors(f"cannot write {folder}"):
@@ -85,25 +97,27 @@ def peft_config(lora: LoraConfig) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": lora.rank,
-        "lora_alpha": lora.scale * lora.rank,
+        "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": list(lora.targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "use_rslora": False,
+        "use_rslora": lora.rank_stabilized,
+        "use_dora": lora.dora,
     }
 
 
 def read_adapter(
-    path: Path, model: ModelConfig, scaling: Callable[[str], tuple[int, float]]
+    path: Path, model: ModelConfig, scaling: Callable[[str], tuple[int, float]], dora: bool
 ) -> tuple[AdapterDeltas, dict[str, str]]:
     """Reads the adapters in a safetensors file.
 
     Args:
       model: the architecture that the adapters are for.
       scaling: returns rank and scale of a module, given its name in Transformers, such as `layers.0.self_attn.q_proj`.
+      dora: whether the adapters have magnitudes.
 
     Returns:
       The changes, keyed by kernel path, and the metadata of the file.
@@ -113,7 +127,7 @@ def read_adapter(
     """
     file = SafetensorsFile(path)
     known = [layer_projections(model, layer) for layer in range(model.num_blocks)]
-    pairs: dict[tuple[str, str], dict[str, str]] = {}
+    groups: dict[tuple[str, str], dict[str, str]] = {}
     for name in file.tensors:
         match = TENSOR_NAME.fullmatch(name)
         if match is None or int(match[1]) >= model.num_blocks or match[2] not in known[int(match[1])]:
@@ -122,27 +136,36 @@ def read_adapter(
                 f"{path} holds {escape_name(name)}, but this model has {model.num_blocks} layers with "
                 f"{targets or 'no projections that support adapters'}"
             )
-        pairs.setdefault((match[1], match[2]), {})[match[3]] = name
-    if not pairs:
+        groups.setdefault((match[1], match[2]), {})[match[3].removesuffix(".weight")] = name
+    if not groups:
         raise UserError(f"{path} holds no adapters")
     deltas: dict[str, list[AdapterDelta]] = {}
-    for (layer, target), pair in sorted(pairs.items()):
+    for (layer, target), group in sorted(groups.items()):
         projection, (ins, outs) = known[int(layer)][target], projection_sizes(model, int(layer))[target]
         module = f"layers.{layer}.{PEFT_MODULES[projection.module.partition('/')[0]]}.{target}"
         rank, scale = scaling(module)
-        for letter, shape in (("A", (rank, ins)), ("B", (outs, rank))):
-            if letter not in pair:
-                raise UserError(f"{path} lacks lora_{letter} of {module}")
-            if (tensor := file.tensors[pair[letter]]).shape != shape:
-                raise UserError(f"{path} has lora_{letter} of {module} with shape {tensor.shape}, expected {shape}")
-            if tensor.dtype not in ADAPTER_DTYPES:
-                allowed = ", ".join(ADAPTER_DTYPES)
-                raise UserError(f"{path} has lora_{letter} of {module} as {tensor.dtype}, expected one of {allowed}")
-        a, b = (np.asarray(file.read(pair[letter]), np.float32).T for letter in "AB")
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise UserError(f"{path} has NaN or Inf in the adapter of {module}")
-        deltas.setdefault(f"blocks/{layer}/{projection.module}/kernel", []).append(AdapterDelta(projection, a, b, scale))
+        shapes = {"lora_A": (rank, ins), "lora_B": (outs, rank)} | ({"lora_magnitude_vector": (outs,)} if dora else {})
+        if not dora and "lora_magnitude_vector" in group:
+            raise UserError(f"{path} has lora_magnitude_vector of {module}, but use_dora is false in {ADAPTER_CONFIG}")
+        a, b, *magnitude = (_read_tensor(file, module, name, group.get(name), shape) for name, shape in shapes.items())
+        delta = AdapterDelta(projection, a.T, b.T, scale, *magnitude)
+        deltas.setdefault(f"blocks/{layer}/{projection.module}/kernel", []).append(delta)
     return deltas, file.metadata
+
+
+def _read_tensor(file: SafetensorsFile, module: str, name: str, stored: str | None, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the array `name` of an adapter in float32; `stored` is its name in the file, None if it is missing."""
+    if stored is None:
+        raise UserError(f"{file.path} lacks {name} of {module}")
+    if (tensor := file.tensors[stored]).shape != shape:
+        raise UserError(f"{file.path} has {name} of {module} with shape {tensor.shape}, expected {shape}")
+    if tensor.dtype not in ADAPTER_DTYPES:
+        allowed = ", ".join(ADAPTER_DTYPES)
+        raise UserError(f"{file.path} has {name} of {module} as {tensor.dtype}, expected one of {allowed}")
+    array = np.asarray(file.read(stored), np.float32)
+    if not np.isfinite(array).all():
+        raise UserError(f"{file.path} has NaN or Inf in the adapter of {module}")
+    return array
 
 
 def load_run_weights(
@@ -167,7 +190,9 @@ def load_run_weights(
         return load_weights(run.weights, shapes, place, partial(widen_arrays, config.architecture(vocab_size)))
     base, lora = open_base(config.training.init_from, run), config.trained_architecture(vocab_size).lora
     assert lora is not None
-    deltas, metadata = read_adapter(run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale))
+    deltas, metadata = read_adapter(
+        run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale), lora.dora
+    )
     check_base(run.path, metadata.get(BASE_HASH_KEY, ""), base, "restore the original weights of the base")
     return load_run_weights(base, load_run_config(base), shapes, vocab_size, merge_on_load(deltas, place))
 

@@ -22,7 +22,7 @@ IGNORED_KEYS = {
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-READ_KEYS = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+READ_KEYS = {"r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"}
 # Keys and their supported values. Every key that is not listed must be null, false or empty.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -70,6 +70,8 @@ def load_lora(path: str | Path, base: RunDirectory | None, model: ModelConfig, m
     deltas, metadata = _read_folder(folder, model, max_rank)
     if base is not None and (trained_on := metadata.get(BASE_HASH_KEY)) is not None:
         check_base(path, trained_on, base, "use the base that they were trained on")
+    if any(delta.magnitude_O is not None for changes in deltas.values() for delta in changes):
+        raise UserError(f"{path} has DoRA adapters, which must be merged into their base: use dantinox merge-lora")
     rank = max(delta.a_IR.shape[1] for changes in deltas.values() for delta in changes)
     return LoraAdapter(deltas, rank, _digest(deltas))
 
@@ -77,7 +79,7 @@ def load_lora(path: str | Path, base: RunDirectory | None, model: ModelConfig, m
 def _digest(deltas: AdapterDeltas) -> bytes:
     found = hashlib.sha256()
     for path, changes in sorted(deltas.items()):
-        for projection, a_IR, b_RO, scale in changes:
+        for projection, a_IR, b_RO, scale, _ in changes:
             found.update(repr((path, projection, a_IR.shape, b_RO.shape, scale)).encode())
             found.update(np.ascontiguousarray(a_IR).data)
             found.update(np.ascontiguousarray(b_RO).data)
@@ -103,7 +105,7 @@ def _read_folder(folder: Path, model: ModelConfig, max_rank: int | None) -> tupl
         alpha = _value_for_module(settings["alpha_pattern"], module, settings["lora_alpha"])
         return rank, alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
 
-    return read_adapter(folder / WEIGHTS, model, scaling)
+    return read_adapter(folder / WEIGHTS, model, scaling, settings["use_dora"])
 
 
 def _value_for_module(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -126,7 +128,9 @@ def _settings(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} has {escape_name(key)}: {quote(value)}, which is not supported")
     if "peft_type" not in settings:
         raise UserError(f"{path} has no peft_type: it is not the configuration of a PEFT adapter")
-    read = {"r": 8, "lora_alpha": 8, "use_rslora": False} | {key: settings[key] for key in READ_KEYS if key in settings}
+    read = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False} | {
+        key: settings[key] for key in READ_KEYS if key in settings
+    }
     read["rank_pattern"] = _suffix_values(path, "rank_pattern", read.get("rank_pattern"))
     read["alpha_pattern"] = _suffix_values(path, "alpha_pattern", read.get("alpha_pattern"))
     for value in (read["r"], *read["rank_pattern"].values()):
@@ -135,8 +139,9 @@ def _settings(path: Path) -> dict[str, Any]:
     for value in (read["lora_alpha"], *read["alpha_pattern"].values()):
         if type(value) not in (int, float) or not math.isfinite(value):
             raise UserError(f"{path} must have a lora_alpha that is a number, got {quote(value)}")
-    if type(read["use_rslora"]) is not bool:
-        raise UserError(f"{path} must have use_rslora true or false, got {quote(read['use_rslora'])}")
+    for key in ("use_rslora", "use_dora"):
+        if type(read[key]) is not bool:
+            raise UserError(f"{path} must have {key} true or false, got {quote(read[key])}")
     return read
 
 

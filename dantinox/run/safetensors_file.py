@@ -64,7 +64,7 @@ class SafetensorsFile:
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.tensors: dict[str, Tensor] = {}
         self._places: dict[str, tuple[int, int]] = {}
-        self._content = np.memmap(path, np.uint8, mode="r")
+        self.path, self._content = path, np.memmap(path, np.uint8, mode="r")
         for name, array in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if (code := array["dtype"]) not in DTYPES:
                 raise UserError(f"{path} has {escape_name(name)} as {code}, expected one of {', '.join(DTYPES)}")

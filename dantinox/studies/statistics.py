@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from operator import or_
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -136,6 +137,18 @@ def mean_interval(values_P: np.ndarray) -> Interval:
     """Returns the mean over prompts with its interval. Pass the differences of two methods for a paired interval."""
     values_P = np.asarray(values_P, np.float64)
     return percentile_interval([values_P[picked].mean() for picked in bootstrap_indices(len(values_P))])
+
+
+def stratified_interval(strata: Sequence[np.ndarray]) -> Interval:
+    """Returns the mean of the strata's means with its normal interval, ± 1.96 standard errors.
+
+    The values `[N]` of a stratum are independent draws, N at least 2. The strata are fixed, so their choice adds no variance.
+    Pass the differences of two methods for a paired interval.
+    """
+    means = [float(np.mean(values)) for values in strata]
+    error = math.sqrt(sum(float(np.var(values, ddof=1)) / len(values) for values in strata)) / len(strata)
+    value, half = sum(means) / len(means), NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
+    return Interval(value, value - half, value + half)
 
 
 def excess(method: MeasuresByPrompt, curve: Sequence[MeasuresByPrompt]) -> np.ndarray | None:

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from dantinox.config import UserError, settings_of
 from dantinox.files import first_line, quote
 from dantinox.generation import LoadedModel, load
-from dantinox.measure.perplexity import ScoringInput, score_sequences
+from dantinox.measure.perplexity import ScoringInput, TokenScores, score_sequences
 from dantinox.measure.texts import bos_ids, equal_batches
 from dantinox.report.tables import Column, text_table
 from dantinox.studies.continuations import NEUTRAL_SETTINGS, ROWS
@@ -32,16 +33,16 @@ LENGTH_SETTINGS, OTHER_SETTINGS = ("max_gen_toks", "max_new_tokens", "max_tokens
 
 
 class LMEvalModel:
-    """The model interface of the harness: three kinds of requests. Progress lines report how many are done."""
+    """The model interface of the harness: three kinds of requests. Progress lines report how many are done.
+
+    An empty context needs a tokenizer with a BOS or an EOS token, to score the first token of a text.
+    """
 
     def __init__(self, run: LoadedModel, settings: Mapping[str, Any], progress: Callable[[str], None] = lambda line: None):
         """Prepares the model.
 
         Args:
           settings: `weights`, `matmul_dtype` and `tensor_parallel` of the section `generation`.
-
-        Raises:
-          UserError: the tokenizer has neither a BOS nor an EOS token to use as an empty context.
         """
         self.run, self.progress = run, progress
         self.context = run.model.config.max_context
@@ -50,9 +51,13 @@ class LMEvalModel:
         }
         self._model = run.prepared(run.settings(settings).generation)
         self._bos_ids = bos_ids(run.tokenizer)
-        self._empty_context = [token for token in (run.tokenizer.bos_id, run.tokenizer.eos_id) if token is not None][:1]
-        if not self._empty_context:
+
+    @cached_property
+    def _empty_context(self) -> list[int]:
+        found = [token for token in (self.run.tokenizer.bos_id, self.run.tokenizer.eos_id) if token is not None][:1]
+        if not found:
             raise UserError("eval tasks needs a tokenizer with a BOS or an EOS token, to score the first token of a text")
+        return found
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Scores the continuation in each pair (context, continuation).
@@ -60,18 +65,21 @@ class LMEvalModel:
         Returns:
           ln p of the continuation, and whether each of its tokens is the most likely token at its position.
         """
-        texts = []
-        for context, continuation in pairs:
-            spaces = len(context) - len(context.rstrip())
-            if spaces:
-                context, continuation = context[:-spaces], context[-spaces:] + continuation
-            whole, before = self._encode(context + continuation), self._encode(context)
-            new = max(1, len(whole) - len(before)) if context else len(whole)
-            if new > self.context:
-                raise UserError(f"a continuation has {new} tokens, but the model's context is {self.context}")
-            ids = [*(self._bos_ids if context else self._empty_context), *whole]
-            texts.append(ScoringInput(np.array(ids[-(self.context + 1) :], np.int32), new))
-        return [(float(np.sum(one.logp)), bool(one.is_top1.all())) for one in self._score_all(texts)]
+        texts = [self.encode_pair(*pair) for pair in pairs]
+        longest = max((text.new for text in texts), default=0)
+        if longest > self.context:
+            raise UserError(f"a continuation has {longest} tokens, but the model's context is {self.context}")
+        scores = self.score_all([ScoringInput(text.ids[-(self.context + 1) :], text.new) for text in texts])
+        return [(float(np.sum(one.logp)), bool(one.is_top1.all())) for one in scores]
+
+    def encode_pair(self, context: str, continuation: str) -> ScoringInput:
+        """Returns the tokens of a context and a continuation, of any length. Those of the continuation are scored."""
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        whole, before = self._encode(context + continuation), self._encode(context)
+        new = max(1, len(whole) - len(before)) if context else len(whole)
+        return ScoringInput(np.array([*(self._bos_ids if context else self._empty_context), *whole], np.int32), new)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Returns ln p of each text, of any length, in windows that each score as many tokens as fit in the context.
@@ -87,7 +95,7 @@ class LMEvalModel:
                 windows.append(ScoringInput(ids[max(0, end - self.context - 1) : end], end - start))
                 owners.append(number)
         sums = np.zeros(len(texts))
-        np.add.at(sums, owners, [np.sum(one.logp) for one in self._score_all(windows)])
+        np.add.at(sums, owners, [np.sum(one.logp) for one in self.score_all(windows)])
         return [float(total) for total in sums]
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -112,12 +120,12 @@ class LMEvalModel:
             self.progress(f"{len(answers)} of {len(prepared)} texts are generated")
         return [answers[number] for number in range(len(prepared))]
 
-    def _score_all(self, texts: Sequence[ScoringInput]) -> list[Any]:
+    def score_all(self, texts: Sequence[ScoringInput]) -> list[TokenScores]:
         """Returns the scores of texts in order. Texts of similar length share a batch."""
         groups: dict[int, list[int]] = {}
         for number, text in enumerate(texts):
             groups.setdefault(self._padded_length(len(text.ids) - 1), []).append(number)
-        scores_by_index: dict[int, Any] = {}
+        scores_by_index: dict[int, TokenScores] = {}
         for _, numbers in sorted(groups.items(), reverse=True):
             for position, scores in score_sequences(self._model, [texts[number] for number in numbers]):
                 scores_by_index[numbers[position]] = scores

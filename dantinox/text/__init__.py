@@ -2,7 +2,7 @@
 
 from dantinox.text.build_store import Progress, corpus_changed, open_store, prepare_data, vocabulary_size
 from dantinox.text.chat_template import ChatTemplate
-from dantinox.text.conversation_store import ConversationStore, Preferences
+from dantinox.text.conversation_store import ConversationStore, LabeledCompletions, Preferences
 from dantinox.text.corpus import Corpus
 from dantinox.text.prompt_store import Prompt, PromptStore
 from dantinox.text.token_store import Batch, Counts, TokenStore
@@ -15,6 +15,7 @@ __all__ = [
     "ConversationStore",
     "Corpus",
     "Counts",
+    "LabeledCompletions",
     "Preferences",
     "Progress",
     "Prompt",

@@ -16,10 +16,10 @@ from dantinox.config import Config
 from dantinox.files import UserError, atomic_write, wrap_os_errors
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore
-from dantinox.text.conversations import Conversations, Encoded, encode_conversations, store_options
+from dantinox.text.conversations import RECORD_FORMS, Conversations, Encoded, ReadExamples, conversation_examples, store_options
 from dantinox.text.corpus import Corpus, Extent, split_text
 from dantinox.text.hub import fetch_datasets
-from dantinox.text.prompt_store import PromptStore, encode_prompt, read_records
+from dantinox.text.prompt_store import PromptStore, prompt_examples, read_records
 from dantinox.text.token_store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
@@ -116,10 +116,10 @@ def prepare_data(
             chat = ChatTemplate.from_name(data.chat_template or chat_template, tokenizer)
             found = Conversations.scan(_corpora(config), data)
             digests, options = found.digests, store_options(chat, objective, data)
-            encode_record = partial(encode_conversations, template=chat, objective=objective)
+            examples: ReadExamples = partial(conversation_examples, template=chat, objective=objective)
             if objective == "grpo":
-                encode_record = partial(encode_prompt, template=chat)
-            encode = partial(found.encode, encode_record, progress)
+                examples = partial(prompt_examples, template=chat)
+            encode = partial(found.encode, examples, progress)
         if data.mixture:
             options |= {"sources": len(data.mixture)}
         wanted = {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
@@ -342,7 +342,7 @@ def _open_store(directory: Path, header: Header, config: Config, tokenizer: Toke
             t, answer = config.training, config.generation.max_new_tokens
             sizes = {"batch_size": t.batch_size, "context": config.model.max_context, "answer_tokens": answer, "seed": t.seed}
             return PromptStore(tokens, marks, records, (train, val), **sizes)
-        pairs = header["options"]["objective"] == "dpo"
-        return ConversationStore(tokens, marks, name=header["file"], pairs=pairs, **shared)
+        form = RECORD_FORMS[header["options"]["objective"]]
+        return ConversationStore(tokens, marks, name=header["file"], form=form, **shared)
     parts = tokens[: train.tokens], tokens[train.tokens :]
     return TokenStore(*parts, eos_id=tokenizer.eos_id, packing=config.data.packing == "best_fit", **shared)

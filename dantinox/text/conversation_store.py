@@ -7,7 +7,7 @@ import numpy as np
 
 from dantinox.files import UserError
 from dantinox.text.batch_rows import NO_TOKEN, PackedRows, PairRows, Rows
-from dantinox.text.conversations import FIRST_TOKEN, IN_LOSS
+from dantinox.text.conversations import DESIRABLE, FIRST_TOKEN, IN_LOSS, RecordForm
 from dantinox.text.token_store import Batch, Counts, TokenStore
 
 
@@ -18,7 +18,7 @@ class Preferences(NamedTuple):
 
     Attributes:
       reference_P2: float32, the log-probability of each conversation under the reference model, summed over the targets in the
-        loss. The reference model is the model from which training starts.
+        loss. The reference model is the model from which training starts. 0 for objectives without a reference model.
     """
 
     tokens_P2T: np.ndarray
@@ -32,18 +32,43 @@ class Preferences(NamedTuple):
         return Batch(*(array.reshape(-1, array.shape[-1]) for array in self[:4]))
 
 
+class LabeledCompletions(NamedTuple):
+    """P completions with a label (KTO). The second conversation of an example has its prompt and another prompt's completion.
+
+    The first five fields are those of `Preferences`.
+
+    Attributes:
+      desirable_P: bool, whether the completion is desirable.
+      kl_P: float32, the KL divergence of the model from the reference model, estimated from the second conversations of the
+        batch. 0 in the batches of a store: the programs of training and evaluation compute it.
+    """
+
+    tokens_P2T: np.ndarray
+    targets_P2T: np.ndarray
+    segments_P2T: np.ndarray
+    mask_P2T: np.ndarray
+    reference_P2: np.ndarray
+    desirable_P: np.ndarray
+    kl_P: np.ndarray
+
+    def rows(self) -> Batch:
+        """Returns the conversations as a batch of 2 P rows."""
+        return Batch(*(array.reshape(-1, array.shape[-1]) for array in self[:4]))
+
+
 class ConversationStore(TokenStore):
     """Training and validation conversations. A batch is a pure function of (seed, step), as in `TokenStore`.
 
     A row holds whole conversations, packed by best fit, each in a separate segment. In batches of pairs, a row holds only one
     conversation. Only the answers are targets in the loss. Conversations longer than T + 1 tokens are skipped, and so are pairs
-    that contain such a conversation.
+    that contain such a conversation. A completion of another prompt (see `LabeledCompletions`) is cut to T + 1 tokens instead.
 
     Attributes:
-      pairs: whether batches are `Preferences`. Then `batch_size` and `windows_per_epoch` count pairs.
-      conversations, left_out: number of conversations (or pairs), and how many of them are too long.
+      form: the form of the records: batches are `Batch`, `Preferences` ("pair") or `LabeledCompletions` ("label").
+      pairs: whether an example has two conversations. Then `batch_size` and `windows_per_epoch` count examples.
+      conversations, left_out: number of conversations (or examples), and how many of them are too long.
       name: the name of the token file, which depends on its content.
-      reference: float32 [pairs, 2], `Preferences.reference_P2` of all pairs, training pairs first. Its initial values are 0.
+      reference: float32 [pairs, 2], `reference_P2` of all pairs, training pairs first. Its initial values are 0.
     """
 
     def __init__(
@@ -57,18 +82,19 @@ class ConversationStore(TokenStore):
         seed: int,
         pad_id: int | None = None,
         name: str = "",
-        pairs: bool = False,
+        form: RecordForm = "conversation",
         mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Wraps an array of token ids and an array with one mark per token. The training part comes first in both.
 
         Args:
           ids: token ids of any integer type.
-          marks: uint8, combinations of `IN_LOSS` and `FIRST_TOKEN`.
+          marks: uint8, combinations of `IN_LOSS`, `FIRST_TOKEN` and `DESIRABLE`.
           counts: the sizes of the training and the validation part.
           batch_size, sequence_length: B and T.
           seed: determines the order of rows.
           pad_id: the padding token; None: 0.
+          form: the form of the records.
           mixture: (number of training tokens, weight) of each source, in the order of the sources in `ids`.
 
         Raises:
@@ -78,10 +104,10 @@ class ConversationStore(TokenStore):
         self.name, (self.train, self.val) = name, counts
         self.training_ids, self.validation_ids = self._ids[: self.train.tokens], self._ids[self.train.tokens :]
         self.batch_size, self.sequence_length = batch_size, sequence_length
-        self.pairs, self.left_out = pairs, 0
-        self.conversations = sum(part.documents for part in counts) // (2 if pairs else 1)
+        self.form, self.pairs, self.left_out = form, form != "conversation", 0
+        self.conversations = sum(part.documents for part in counts) // (2 if self.pairs else 1)
         self._pair_starts = np.flatnonzero(self._marks & FIRST_TOKEN)[::2]  # index of the first token of each pair
-        self.reference = np.zeros((len(self._pair_starts) if pairs else 0, 2), np.float32)
+        self.reference = np.zeros((len(self._pair_starts) if self.pairs else 0, 2), np.float32)
         training = self._order_rows(seed, mixture)
         self._validation_rows = self._make_rows(self.train.tokens, len(ids))
         self._all_rows = [*training, self._validation_rows]
@@ -111,7 +137,7 @@ class ConversationStore(TokenStore):
             if tokens is not None and targets >= tokens:
                 return
 
-    def all_pairs(self, batch_size: int) -> Iterator[tuple[np.ndarray, Preferences]]:
+    def all_pairs(self, batch_size: int) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields tuples (indices in `reference`, batch) that contain every pair once.
 
         The last batch of each part is padded; its indices cover only the real pairs.
@@ -125,10 +151,12 @@ class ConversationStore(TokenStore):
         """Builds the rows of the conversations in a range of tokens. Conversations that are too long are skipped."""
         starts = start + np.flatnonzero(self._marks[start:end] & FIRST_TOKEN)
         sizes = np.diff(np.append(starts, end))
+        if self.form == "label":
+            sizes[1::2] = np.minimum(sizes[1::2], self.sequence_length + 1)
         short = sizes <= self.sequence_length + 1
         if self.pairs:
             short = np.repeat(short.reshape(-1, 2).all(1), 2)
-        noun = "pairs of conversations" if self.pairs else "conversations"
+        noun = "pairs of conversations" if self.form == "pair" else "conversations"
         if not short.any():
             raise UserError(
                 f"all {noun} are longer than model.max_context {self.sequence_length}: raise it, or use shorter ones"
@@ -142,7 +170,7 @@ class ConversationStore(TokenStore):
         )
 
     def _gather_batch(self, indices: np.ndarray) -> Any:
-        """Returns the `Batch` or the `Preferences` for rows of token indices."""
+        """Returns the batch for rows of token indices."""
         filled = indices != NO_TOKEN
         safe_indices = np.where(filled, indices, 0)
         ids = np.where(filled, self._ids[safe_indices], self._pad).astype(np.int32)
@@ -152,7 +180,10 @@ class ConversationStore(TokenStore):
         parts = np.ascontiguousarray(ids[..., :-1]), np.ascontiguousarray(ids[..., 1:]), segments, mask
         if not self.pairs:
             return Batch(*parts)
-        return Preferences(*parts, self.reference[np.searchsorted(self._pair_starts, indices[:, 0, 0])])
+        reference_P2 = self.reference[np.searchsorted(self._pair_starts, indices[:, 0, 0])]
+        if self.form == "pair":
+            return Preferences(*parts, reference_P2)
+        return LabeledCompletions(*parts, reference_P2, marks[:, 0, 0] & DESIRABLE > 0, np.zeros(len(marks), np.float32))
 
 
 def _in_order(rows: Rows, batch_size: int) -> Iterator[np.ndarray]:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,11 +13,30 @@ from dantinox.text.chat_template import ChatTemplate, Message
 from dantinox.text.corpus import Corpus
 from dantinox.text.token_store import Counts
 
-IN_LOSS, FIRST_TOKEN = 1, 2  # flags of a token: a target in the loss; the first token of a conversation
+# Flags of a token: a target in the loss; the first token of a conversation; the first token if the label is true.
+IN_LOSS, FIRST_TOKEN, DESIRABLE = 1, 2, 4
 
-Objective = Literal["sft", "dpo", "grpo"]
-# The messages of a conversation, and the index of a message: assistant messages from this index on are in the loss.
-TrainingConversation = tuple[Sequence[Message], int]
+# The form of the records of an objective: one conversation; a preferred and a rejected completion; a completion with a label.
+RecordForm = Literal["conversation", "pair", "label"]
+RECORD_FORMS: dict[str, RecordForm] = {
+    "sft": "conversation", "dpo": "pair", "ipo": "pair", "kto": "label", "orpo": "pair", "simpo": "pair",
+}  # fmt: skip
+
+
+class TrainingConversation(NamedTuple):
+    """A conversation to train on.
+
+    Attributes:
+      where: the file and line of its completion, for error messages.
+      messages: the conversation.
+      loss_start: the index of a message: assistant messages from this one on are in the loss.
+      label: whether the completion is desirable, in records with a label.
+    """
+
+    where: str
+    messages: Sequence[Message]
+    loss_start: int
+    label: bool = False
 
 
 class Encoded(NamedTuple):
@@ -27,7 +47,7 @@ class Encoded(NamedTuple):
       source: the index of the corpus.
       ids: token ids, int32.
       added: the counts of these tokens and their text. Summed over a part of the corpus, they give its size.
-      marks: uint8, combinations of `IN_LOSS` and `FIRST_TOKEN`; None for plain text.
+      marks: uint8, combinations of `IN_LOSS`, `FIRST_TOKEN` and `DESIRABLE`; None for plain text.
       record: the record of a prompt in JSON, without line breaks; None if the store needs none.
     """
 
@@ -39,7 +59,15 @@ class Encoded(NamedTuple):
     record: bytes | None = None
 
 
-Encode = Callable[[int, int, Mapping[str, Any]], Iterable[Encoded]]  # (part, source, record)
+class Example(NamedTuple):
+    """One record: its label, if it has one, and a function that maps (part, source) to its encoded conversations."""
+
+    label: bool | None
+    encode: Callable[[int, int], Iterable[Encoded]]
+
+
+# Maps the records of a corpus, each with its file and line, and the name of the corpus to examples.
+ReadExamples = Callable[[Iterable[tuple[str, dict]], str], Iterator[Example]]
 
 
 class Conversations(NamedTuple):
@@ -77,60 +105,114 @@ class Conversations(NamedTuple):
         val_sizes = (max(1, round(count * data.val_fraction)) for count in records)
         return cls(corpora, digests, records, tuple(max(1, c - v) for c, v in zip(records, val_sizes, strict=True)))
 
-    def encode(self, encode: Encode, progress: Callable[..., None] | None) -> Iterator[Encoded]:
+    def encode(self, read_examples: ReadExamples, progress: Callable[..., None] | None) -> Iterator[Encoded]:
         """Yields the encoded conversations of all records, training before validation.
 
-        Args:
-          encode: returns the encoded conversations of a record.
-
         Raises:
-          UserError: a record is not a conversation; the message names its file and line.
+          UserError: a record is not a conversation; the message names its file and line. Or all training records have the same
+            label.
         """
         done = 0
         for part in (0, 1):
+            labels: set[bool | None] = set()
             for source, (corpus, val_start) in enumerate(zip(self.corpora, self.val_starts, strict=True)):
-                for index, (where, record) in enumerate(corpus.records(self.digests[source])):
+                for index, example in enumerate(read_examples(corpus.records(self.digests[source]), corpus.name)):
                     if (index >= val_start) != part:
                         continue
-                    try:
-                        yield from encode(part, source, record)
-                    except UserError as error:
-                        raise UserError(f"{error} ({where})") from None
+                    labels.add(example.label)
+                    yield from example.encode(part, source)
                     done += 1
                     if progress and done % 100 == 0:
                         progress("encoding", done, sum(self.records), "conversations")
+            if part == 0 and labels in ({True}, {False}):
+                label = str(labels.pop()).lower()
+                raise UserError(f"the field 'label' is {label} in all training records: kto needs both true and false")
 
 
-def store_options(template: ChatTemplate, objective: Objective, data: DataSection) -> dict[str, Any]:
+def store_options(template: ChatTemplate, objective: str, data: DataSection) -> dict[str, Any]:
     """Returns the options that determine the tokens of conversations, in addition to the corpus and the tokenizer."""
     digest = hashlib.sha256(template.source.encode()).hexdigest()
     return {"objective": objective, "template": digest, "val_fraction": data.val_fraction}
 
 
-def conversations_of_record(record: Mapping[str, Any], objective: Objective) -> list[TrainingConversation]:
-    """Returns the conversations of a record: one for `sft`, or the preferred and the rejected one for `dpo`.
+def conversation_examples(
+    records: Iterable[tuple[str, dict]], corpus: str, *, template: ChatTemplate, objective: str
+) -> Iterator[Example]:
+    """Yields the examples of an objective; see `conversations_of_record` and `with_mismatched_completions`."""
+    form = RECORD_FORMS[objective]
+    conversations: Iterator[Sequence[TrainingConversation]]
+    conversations = (conversations_of_record(record, form, where) for where, record in records)
+    if form == "label":
+        conversations = with_mismatched_completions((example[0] for example in conversations), corpus)
+    for example in conversations:
+        label = example[0].label if form == "label" else None
+        yield Example(label, partial(_encode_conversations, example, template))
+
+
+def conversations_of_record(record: Mapping[str, Any], form: RecordForm, where: str) -> list[TrainingConversation]:
+    """Returns the conversations of a record: the preferred and the rejected one if `form` is "pair", else one.
+
+    Args:
+      where: the file and line of the record.
 
     Raises:
-      UserError: a field of the record is missing or invalid.
+      UserError: a field of the record is missing or invalid; the message ends with `where`.
     """
-    if objective == "dpo":
+    try:
+        if form == "conversation" and "messages" in record:
+            return [TrainingConversation(where, _messages(record, "messages", ""), 0)]
+        if form == "conversation" and "prompt" not in record:
+            names = quote(", ".join(record)) if record else "no field"
+            raise UserError(f"a record must have the field messages, or the fields prompt and completion; it has {names}")
         prompt = prompt_messages(record)
-        return [([*prompt, *_messages(record, key, "assistant")], len(prompt)) for key in ("chosen", "rejected")]
-    if "messages" in record:
-        return [(_messages(record, "messages", ""), 0)]
-    if "prompt" in record:
-        prompt = prompt_messages(record)
-        return [([*prompt, *_messages(record, "completion", "assistant")], len(prompt))]
-    names = quote(", ".join(record)) if record else "no field"
-    raise UserError(f"a record must have the field messages, or the fields prompt and completion; it has {names}")
+        completions = [
+            _messages(record, key, "assistant") for key in (("chosen", "rejected") if form == "pair" else ("completion",))
+        ]
+        label = _label(record) if form == "label" else False
+    except UserError as error:
+        raise UserError(f"{error} ({where})") from None
+    return [TrainingConversation(where, [*prompt, *completion], len(prompt), label) for completion in completions]
 
 
-def encode_conversations(
-    part: int, source: int, record: Mapping[str, Any], template: ChatTemplate, objective: Objective
-) -> list[Encoded]:
-    """Returns the encoded conversations of a record; see `conversations_of_record`."""
-    conversations = conversations_of_record(record, objective)
-    return [_encode_conversation(part, source, conversation, template) for conversation in conversations]
+def with_mismatched_completions(
+    conversations: Iterable[TrainingConversation], corpus: str
+) -> Iterator[tuple[TrainingConversation, TrainingConversation]]:
+    """Yields every conversation, and its prompt with a completion of another prompt.
+
+    The completion is that of the next conversation with another prompt. At the end of the corpus it is that of the last earlier
+    conversation with another prompt.
+
+    Raises:
+      UserError: all prompts of the corpus are equal.
+    """
+    same: list[TrainingConversation] = []  # consecutive conversations with one prompt
+    earlier = None
+
+    def mismatched(other: TrainingConversation) -> Iterator[tuple[TrainingConversation, TrainingConversation]]:
+        for own in same:
+            messages = [*_prompt(own), *other.messages[other.loss_start :]]
+            yield own, TrainingConversation(other.where, messages, own.loss_start)
+
+    for conversation in conversations:
+        if same and _prompt(conversation) != _prompt(same[0]):
+            yield from mismatched(conversation)
+            earlier, same = same[-1], []
+        same.append(conversation)
+    if earlier is None:
+        raise UserError(f"all records of {corpus} have the same prompt: kto needs completions of at least two prompts")
+    yield from mismatched(earlier)
+
+
+def _prompt(conversation: TrainingConversation) -> Sequence[Message]:
+    return conversation.messages[: conversation.loss_start]
+
+
+def _label(record: Mapping[str, Any]) -> bool:
+    if "label" not in record:
+        raise UserError(f"a record lacks the field 'label'; it has {quote(', '.join(record))}")
+    if not isinstance(record["label"], bool):
+        raise UserError(f"the field 'label' must be true or false, got {quote(record['label'])}")
+    return record["label"]
 
 
 def prompt_messages(record: Mapping[str, Any]) -> list[Message]:
@@ -155,13 +237,22 @@ def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
     raise UserError(f"the field {key!r} must be {text}a list of messages, got {quote(value)}")
 
 
+def _encode_conversations(
+    conversations: Sequence[TrainingConversation], template: ChatTemplate, part: int, source: int
+) -> Iterator[Encoded]:
+    return (_encode_conversation(part, source, conversation, template) for conversation in conversations)
+
+
 def _encode_conversation(part: int, source: int, conversation: TrainingConversation, template: ChatTemplate) -> Encoded:
-    messages, loss_start = conversation
-    ids, mask = template.encode_with_loss_mask(messages, loss_start)
-    if not mask.any():
-        raise UserError("a conversation has no assistant message to train on")
+    where, messages, loss_start, label = conversation
+    try:
+        ids, mask = template.encode_with_loss_mask(messages, loss_start)
+        if not mask.any():
+            raise UserError("a conversation has no assistant message to train on")
+    except UserError as error:
+        raise UserError(f"{error} ({where})") from None
     marks = np.where(mask, IN_LOSS, 0).astype(np.uint8)
-    marks[0] |= FIRST_TOKEN
+    marks[0] |= FIRST_TOKEN | (DESIRABLE if label else 0)
     answers = [message["content"] for message in messages[loss_start:] if message["role"] == "assistant"]
     characters, encoded_bytes = sum(map(len, answers)), sum(len(text.encode()) for text in answers)
     return Encoded(part, source, ids, Counts(len(ids), 1, characters, encoded_bytes), marks)

@@ -1,7 +1,8 @@
 """The store of prompts for training with rewards: their tokens, and the records that the reward functions read."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from dantinox.files import UserError
 from dantinox.text.batch_rows import ShuffledRows
 from dantinox.text.chat_template import ChatTemplate
-from dantinox.text.conversations import FIRST_TOKEN, Encoded, prompt_messages
+from dantinox.text.conversations import FIRST_TOKEN, Encoded, Example, prompt_messages
 from dantinox.text.token_store import Counts, TokenStore
 
 
@@ -140,16 +141,20 @@ class _Indices:
         return self._indices[chosen_N][:, None]
 
 
-def encode_prompt(part: int, source: int, record: Mapping[str, Any], template: ChatTemplate) -> list[Encoded]:
-    """Encodes the prompt of a record, with the beginning of the answer.
+def prompt_examples(records: Iterable[tuple[str, dict]], corpus: str, *, template: ChatTemplate) -> Iterator[Example]:
+    """Yields an example for each record: its prompt, with the beginning of the answer."""
+    for where, record in records:
+        yield Example(None, partial(_encode_prompt, where, record, template))
 
-    Raises:
-      UserError: the record has no prompt, or the template refuses it.
-    """
-    messages = prompt_messages(record)
-    ids = np.array(template.encode(messages, generation_prompt=True), np.int32)
-    if not len(ids):
-        raise UserError("a prompt has no tokens")
+
+def _encode_prompt(where: str, record: Mapping[str, Any], template: ChatTemplate, part: int, source: int) -> list[Encoded]:
+    try:
+        messages = prompt_messages(record)
+        ids = np.array(template.encode(messages, generation_prompt=True), np.int32)
+        if not len(ids):
+            raise UserError("a prompt has no tokens")
+    except UserError as error:
+        raise UserError(f"{error} ({where})") from None
     marks = np.zeros(len(ids), np.uint8)
     marks[0] = FIRST_TOKEN
     texts = [message["content"] for message in messages]

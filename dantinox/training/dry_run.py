@@ -82,10 +82,10 @@ def benchmark_step(
     rows = random_batch(train_step.abstract_batch(train_step.rows), vocab_size)
 
     batch = layout.put_batch(partial(select_rows, rows), train_step.rows, config.training.grad_accum)
-    state = train_step.initial_state()
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
     base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
     taught = {} if teacher is None else teacher.load_weights()
+    state = train_step.initial_state(frozen=base)
 
     def step() -> Metrics:
         nonlocal state

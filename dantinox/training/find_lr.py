@@ -14,8 +14,8 @@ import numpy as np
 from dantinox.config import Config, UserError
 from dantinox.distributed import make_layout
 from dantinox.text import ConversationStore, prepare_data
-from dantinox.training.dpo_reference import compute_reference_logprobs
 from dantinox.training.launch import base_template
+from dantinox.training.reference_logprobs import compute_reference_logprobs
 from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import TrainStep
 from dantinox.training.teacher import open_teacher
@@ -77,10 +77,10 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         teacher = open_teacher(config, layout, tokenizer.fingerprint)
         train = TrainStep(config, model, steps, layout, factor, teacher=teacher)
         weights = starting_weights(config, model, tokenizer.fingerprint)
-        state = train.initial_state(weights)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)
         taught = {} if teacher is None else teacher.load_weights()
-        if isinstance(store, ConversationStore) and store.pairs:
+        state = train.initial_state(weights, base)
+        if isinstance(store, ConversationStore) and train.objective.has_reference:
             store.reference = compute_reference_logprobs(store, model, layout, t.batch_size, state.parameters, base)
         key = "muon_lr" if t.optimizer == "muon" else "lr"
         losses, rates = [], []

@@ -221,14 +221,14 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
         text += f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
         epochs, rows = steps * t.batch_size / store.windows_per_epoch, answers
     elif isinstance(store, ConversationStore):
-        what = "pairs" if store.pairs else "conversations"
+        what = {"conversation": "conversations", "pair": "pairs", "label": "labeled completions"}[store.form]
         text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
         epochs = steps * t.batch_size / store.windows_per_epoch
-        rows = f"{t.batch_size} pairs of {m.max_context} tokens" if store.pairs else rows
+        rows = f"{t.batch_size} {what} of {m.max_context} tokens" if store.pairs else rows
     adapters, lora = [], config.trained_architecture(tokenizer.vocab_size).lora
     if lora is not None:
         on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} are frozen, in {lora.held}"
-        adapters = [("adapters", f"rank {lora.rank}, scale {lora.scale:g}, {on}")]
+        adapters = [("adapters", f"rank {lora.rank}, scale {lora.scale:g}{', DoRA' * lora.dora}, {on}")]
     if t.objective == "distill":
         d = config.distill
         tokens_compared = "all tokens" if d.top_k is None else f"its {d.top_k} most probable tokens"

@@ -41,8 +41,8 @@ from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, PromptStore, Tokenizer, TokenStore
 from dantinox.training.batch_source import BatchSource, SamplingInterrupted, StoredBatches
 from dantinox.training.checkpoint_store import Checkpoints, TrainingProgress
-from dantinox.training.dpo_reference import compute_reference_logprobs, load_or_compute_logprobs
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
+from dantinox.training.reference_logprobs import compute_reference_logprobs, load_or_compute_logprobs
 from dantinox.training.results import export_weights, write_reward_page, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.rollout_source import RolloutBatches, rollout_length
@@ -152,7 +152,7 @@ class Trainer:
             self.taught = self.teacher.load_weights()
         if not restored:
             self._init_state()
-        if isinstance(self.store, ConversationStore) and self.store.pairs:
+        if isinstance(self.store, ConversationStore) and self.train_step.objective.has_reference:
             rows, parameters = self.programs.eval_rows, self.state.parameters
             compute = partial(compute_reference_logprobs, self.store, self.model, self.layout, rows, parameters, self.frozen)
             base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
@@ -228,7 +228,7 @@ class Trainer:
     def _init_state(self) -> None:
         weights = starting_weights(self.config, self.model, self.facts["tokenizer_sha256"])
         self.step, self.progress = 0, TrainingProgress()
-        self.state = self.train_step.initial_state(weights)
+        self.state = self.train_step.initial_state(weights, self.frozen)
 
     def _restore(self) -> bool:
         """Restores the newest intact checkpoint; returns False if there is none."""

@@ -1,6 +1,8 @@
 """The table of training objectives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +12,24 @@ from flax import nnx
 
 from dantinox.config import Config
 from dantinox.model import Transformer
-from dantinox.text import Batch, Preferences
+from dantinox.text import Batch, LabeledCompletions, Preferences
 from dantinox.training.distillation import distill_losses
 from dantinox.training.policy_objective import POLICY_METRICS, grpo_losses
-from dantinox.training.preference_objectives import dpo_losses, pair_mask
+from dantinox.training.preference_objectives import (
+    KTO_METRIC_WEIGHTS,
+    KTO_METRICS,
+    PAIR_METRICS,
+    PairLoss,
+    dpo,
+    example_mask,
+    ipo,
+    kl_sums,
+    kto_losses,
+    orpo,
+    pair_losses,
+    pair_mask,
+    simpo,
+)
 from dantinox.training.rollout_batch import abstract_rollout, count_answers
 from dantinox.training.token_losses import LossSums, next_token_losses
 
@@ -31,6 +47,10 @@ class Objective(NamedTuple):
       has_validation_loss: whether the loss of validation batches is computed. If not, rewards are evaluated.
       metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs. The mean −ln p of target tokens is
         called `data_loss`, if it is not the loss.
+      metric_weights: metric → the metric whose mean divides its mean, for a mean over some examples of the batch.
+      has_reference: whether batches contain log-probabilities under the model that training starts from.
+      kl_sums: returns the sum and the number of the terms of a KL divergence. It is estimated over the whole batch before the
+        losses, without a gradient, and added to the batch as `kl_P`. None: the losses need none.
       event: the kind of the rows with validation metrics in metrics.jsonl.
     """
 
@@ -41,12 +61,16 @@ class Objective(NamedTuple):
     per_token: bool = True
     has_validation_loss: bool = True
     metrics: tuple[str, ...] = ()
+    metric_weights: Mapping[str, str] = MappingProxyType({})
+    has_reference: bool = False
+    kl_sums: Callable[[Transformer, Any], jax.Array] | None = None
     event: str = "preferences"
 
     def named_metrics(self, means: Any, prefix: str = "") -> dict[str, float]:
-        """Returns the means of the metrics by column name; empty if there are none."""
-        values = () if means is None else np.asarray(means, np.float64).tolist()
-        return {f"{prefix}{name}": value for name, value in zip(self.metrics, values, strict=True)}
+        """Returns the means of the metrics by column name, without those of which the batch has no example."""
+        values = dict(zip(self.metrics, () if means is None else np.asarray(means, np.float64).tolist(), strict=True))
+        weights = {name: values[self.metric_weights[name]] if name in self.metric_weights else 1.0 for name in values}
+        return {f"{prefix}{name}": values[name] / weights[name] for name in values if weights[name]}
 
 
 def random_batch(shapes: Any, vocab_size: int) -> Any:
@@ -74,6 +98,25 @@ def abstract_pairs(rows: int, length: int) -> Any:
     return Preferences(int32, int32, int32, float32, jax.ShapeDtypeStruct((rows, 2), jnp.float32))  # type: ignore[arg-type]
 
 
+def abstract_labeled(rows: int, length: int) -> Any:
+    """Returns the shapes of `LabeledCompletions`."""
+    flags, floats = (jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.bool_, jnp.float32))
+    return LabeledCompletions(*(*abstract_pairs(rows, length), flags, floats))
+
+
+def on_pairs(loss: PairLoss, has_reference: bool) -> Objective:
+    """Returns the objective of a loss of preference pairs."""
+    return Objective(
+        partial(pair_losses, loss),
+        lambda pairs: jnp.sum(pair_mask(pairs)),
+        abstract_pairs,
+        conversations=2,
+        per_token=False,
+        metrics=PAIR_METRICS,
+        has_reference=has_reference,
+    )
+
+
 TOKENS = Objective(
     lambda model, batch, config, rngs: next_token_losses(model, batch, rngs=rngs),
     lambda batch: jnp.sum(batch.mask_BT),
@@ -82,14 +125,21 @@ TOKENS = Objective(
 OBJECTIVES: dict[str, Objective] = {
     "next_token": TOKENS,
     "sft": TOKENS,
-    "dpo": Objective(
-        lambda model, batch, config, rngs: dpo_losses(model, batch, config.training.dpo_beta, rngs=rngs),
-        lambda pairs: jnp.sum(pair_mask(pairs)),
-        abstract_pairs,
+    "dpo": on_pairs(dpo, has_reference=True),
+    "ipo": on_pairs(ipo, has_reference=True),
+    "kto": Objective(
+        kto_losses,
+        lambda examples: jnp.sum(example_mask(examples)),
+        abstract_labeled,
         conversations=2,
         per_token=False,
-        metrics=("reward_margin", "reward_accuracy"),
+        metrics=KTO_METRICS,
+        metric_weights=KTO_METRIC_WEIGHTS,
+        has_reference=True,
+        kl_sums=kl_sums,
     ),
+    "orpo": on_pairs(orpo, has_reference=False),
+    "simpo": on_pairs(simpo, has_reference=False),
     "distill": TOKENS._replace(
         losses=lambda model, taught, config, rngs: distill_losses(model, taught, config.distill, rngs=rngs),
         metrics=("kl", "data_loss"),

@@ -13,7 +13,7 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.distributed import ONE_DEVICE, Layout
 from dantinox.files import UserError, quote
-from dantinox.model.lora import to_frozen_dtype
+from dantinox.model.frozen_weights import to_frozen_dtype
 from dantinox.model.parameters import Parameters, abstract_model, stack_layers
 from dantinox.platform import get_platform
 from dantinox.run import RunDirectory, load_run_config, open_base, weights_digest

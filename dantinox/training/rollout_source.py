@@ -102,7 +102,7 @@ class RolloutBatches:
             raise UserError(f"training.objective: grpo runs on one device, got {step.layout.devices}: make only one visible")
         self._store, self._layout, self._frozen, self._stop = store, step.layout, frozen, stop
         self._logprobs = make_reference_step(step.model, step.layout, partial(answer_logprobs, config=config))
-        self._reference = step.initial_parameters(starting_weights()) if config.grpo.kl_weight > 0 else None
+        self._reference = step.initial_parameters(starting_weights(), frozen) if config.grpo.kl_weight > 0 else None
         self._rewards = build_rewards(config.grpo)
         self._pad, self._length = tokenizer.pad_id or 0, step.length
         self._rollouts = Rollouts(config, step.model, tokenizer, store.longest, samples=config.grpo.samples)

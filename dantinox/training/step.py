@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import BATCH, Layout
 from dantinox.model import Transformer
-from dantinox.model.lora import enable_dropout, frozen_parameters, trainable_parameters
+from dantinox.model.lora import MAGNITUDE, enable_dropout, frozen_parameters, initial_magnitudes, trainable_parameters
 from dantinox.model.parameters import Parameters, abstract_model, init_parameters, random_key
 from dantinox.platform import get_platform
 from dantinox.programs import compile_program, tree_bytes
 from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
-from dantinox.training.objective import OBJECTIVES
+from dantinox.training.objective import OBJECTIVES, Objective
 from dantinox.training.optimizer import EMAState, Schedule, optimizer, schedule
 from dantinox.training.preference_objectives import pair_logprobs
 from dantinox.training.teacher import Teacher
@@ -133,8 +133,17 @@ class TrainStep:
         moments = jax.eval_shape(self.optimizer.init, parameters)
         self.shapes: TrainState = self.layout.place_shapes(TrainState(count, parameters, moments, sums, sums))
 
-    def initial_parameters(self, weights: Mapping[str, np.ndarray] | None = None) -> Parameters:
-        """Returns the trained parameters before the first step: the given ones, or else random ones from `training.seed`."""
+    def initial_parameters(
+        self,
+        weights: Mapping[str, np.ndarray] | None = None,
+        frozen: Parameters = {},  # noqa: B006
+    ) -> Parameters:
+        """Returns the trained parameters before the first step.
+
+        Args:
+          weights: the trained parameters; None: random ones from `training.seed`.
+          frozen: the frozen weights, from which the magnitudes of weight-decomposed adapters are computed.
+        """
         model, layout = self.model, self.layout
 
         def fresh() -> Parameters:
@@ -142,14 +151,25 @@ class TrainStep:
 
         if weights is not None:
             return layout.put_parameters(weights)
-        if layout.mesh is None:
-            return fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
-        # sharded from the start: no device ever holds all of them
-        return jax.jit(fresh, out_shardings=layout.shardings(self.shapes).parameters)()
+        shardings = None if layout.mesh is None else layout.shardings(self.shapes)
+        if shardings is None:
+            parameters = fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
+        else:  # sharded from the start: no device ever holds all of them
+            parameters = jax.jit(fresh, out_shardings=shardings.parameters)()
+        if model.lora is not None and model.lora.dora:
+            build, _ = abstract_model(model)
+            places = shardings and {name: place for name, place in shardings.parameters.items() if name.endswith(MAGNITUDE)}
+            magnitudes = jax.jit(lambda adapters, base: initial_magnitudes(build(adapters | base)), out_shardings=places)
+            parameters |= magnitudes(parameters, frozen)
+        return parameters
 
-    def initial_state(self, weights: Mapping[str, np.ndarray] | None = None) -> TrainState:
+    def initial_state(
+        self,
+        weights: Mapping[str, np.ndarray] | None = None,
+        frozen: Parameters = {},  # noqa: B006
+    ) -> TrainState:
         """Returns the state before the first step, with the parameters that `initial_parameters` returns."""
-        layout, parameters = self.layout, self.initial_parameters(weights)
+        layout, parameters = self.layout, self.initial_parameters(weights, frozen)
         shardings = None if layout.mesh is None else layout.shardings(self.shapes)
         moments = jax.jit(self.optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
         zero, *sums = (layout.replicate(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
@@ -176,7 +196,7 @@ class TrainStep:
         training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
         replicated, trained = PartitionSpec(), trainable_parameters(layout.specs, model)
-        inputs = trained, PartitionSpec(BATCH), replicated, frozen_parameters(layout.specs, model), _specs(self.teacher)
+        inputs = trained, layout.batch_spec, replicated, frozen_parameters(layout.specs, model), _specs(self.teacher)
         outputs = trained, replicated, replicated, replicated
         gradient = layout.shard_map(self._gradient, inputs, outputs)
         gradients, loss, counts_LE, metrics = gradient(state.parameters, batch, key, base, taught)
@@ -205,6 +225,7 @@ class TrainStep:
         model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
         build, _ = abstract_model(model)
         count = jnp.maximum(layout.parallelism.psum_batch(self.objective.divisor(batch)), 1.0)
+        batch = add_kl(self.objective, lambda: layout.build_model(build, parameters | base), batch, layout, t.grad_accum)
 
         def mean_loss(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
             built = layout.build_model(build, parameters | base)
@@ -235,7 +256,8 @@ class TrainStep:
         """
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
         rows, length = self.rows, self.length
-        eval_rows = max(1, EVAL_TOKENS_PER_CALL // (self.objective.conversations * length)) * layout.batch_shards
+        tokens = EVAL_TOKENS_PER_CALL * layout.row_shards
+        eval_rows = max(1, tokens // (self.objective.conversations * length)) * layout.batch_shards
         if validation_rows is not None:
             eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)
         base = layout.place_shapes(frozen_parameters(layout.shapes, model))
@@ -303,6 +325,22 @@ def _accumulate_gradients(
     return total
 
 
+def add_kl(objective: Objective, build: Callable[[], Transformer], batch: Any, layout: Layout, parts: int = 1) -> Any:
+    """Returns the batch with the KL divergence that `objective` needs, estimated over the rows of all devices; see `kl_P`.
+
+    Args:
+      build: returns the model.
+      parts: the number of equal parts of the device's rows that are read one after the other, to save memory.
+    """
+    sums = objective.kl_sums
+    if sums is None:
+        return batch
+    split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
+    total, count = layout.parallelism.psum_batch(jnp.sum(jax.lax.map(lambda part: sums(build(), part), split), axis=0))
+    kl = jnp.maximum(total / jnp.maximum(count, 1.0), 0.0)
+    return batch._replace(kl_P=jnp.full_like(batch.kl_P, kl))
+
+
 def _specs(teacher: Teacher | None) -> dict[str, PartitionSpec]:
     """Returns the partition specs of the teacher's weights."""
     return {} if teacher is None else teacher.layout.specs
@@ -323,14 +361,18 @@ def make_eval_step(
       teacher: the teacher, if the objective is distill.
     """
     layout, (build, _) = layout or Layout(model), abstract_model(model)
-    losses = OBJECTIVES[config.training.objective].losses
+    objective = OBJECTIVES[config.training.objective]
 
     def evaluate(parameters: Parameters, batch: Batch, base: Parameters, taught: Parameters) -> LossSums:
-        lesson = batch if teacher is None else teacher.teach(batch, taught)
-        return layout.psum(losses(layout.build_model(build, parameters | base), lesson, config, None)._replace(routing=None))
+        def built() -> Transformer:
+            return layout.build_model(build, parameters | base)
+
+        rows = add_kl(objective, built, batch, layout)
+        total = objective.losses(built(), rows if teacher is None else teacher.teach(rows, taught), config, None)
+        return layout.psum(total._replace(routing=None))
 
     trained, frozen = trainable_parameters(layout.specs, model), frozen_parameters(layout.specs, model)
-    sharded = layout.shard_map(evaluate, (trained, PartitionSpec(BATCH), frozen, _specs(teacher)), PartitionSpec())
+    sharded = layout.shard_map(evaluate, (trained, layout.batch_spec, frozen, _specs(teacher)), PartitionSpec())
     return jax.jit(lambda parameters, batch, base={}, taught={}: sharded(parameters, batch, base, taught))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from dantinox.config import Config, ModelConfig, overlay
 from dantinox.distributed import max_tensor_parallel, tensor_mesh, weight_shardings
@@ -13,6 +14,7 @@ from dantinox.files import UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.token_settings import sampling_params
 from dantinox.model import Transformer
+from dantinox.model.frozen_weights import Int8Table
 from dantinox.model.parameters import abstract_model, unstack_layers
 from dantinox.text import Tokenizer
 
@@ -55,7 +57,10 @@ def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Tran
     if any(isinstance(array, np.ndarray) for array in parameters.values()):
         mesh = tensor_mesh(unstacked, max_tensor_parallel(unstacked, jax.local_device_count()))
         parameters = jax.device_put(parameters, weight_shardings(mesh, shapes))
-    return build(parameters)
+    built = build(parameters)
+    if isinstance(built.embed, Int8Table):  # generation expects a table of floats
+        built.embed = nnx.Param(built.embed.dequantize())
+    return built
 
 
 def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:

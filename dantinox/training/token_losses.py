@@ -80,7 +80,7 @@ def hidden_states(
     """
     B, T = batch.tokens_BT.shape
     # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
-    positions_1T = jnp.arange(T)[None]
+    positions_1T = model.parallelism.local_positions(T)[None]
     x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
     shard = model.parallelism.local_shard  # selects this device's part of the tokens that several devices share
     x_ND, targets_N, mask_N = (

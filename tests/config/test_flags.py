@@ -79,19 +79,36 @@ def test_a_flag_sets_its_key(argv, key, value):
     assert type(result) is type(value)
 
 
+FORMER_VALUES = {  # a value, and settings that it needs
+    "generation.products": ("float32", {"generation.weights": "int8"}),
+    "training.dpo_beta": (0.3, {"training.objective": "dpo", "training.init_from": "runs/x"}),
+}
+
+
 @pytest.mark.parametrize("old", FORMER_NAMES)
 def test_a_former_name_is_accepted_with_one_warning(old, tmp_path):
-    new = FORMER_NAMES[old]
-    values = {"generation.products": "float32"}
-    tree = {"generation": {"weights": "int8", old.partition(".")[2]: values[old]}}
+    new, (value, needed) = FORMER_NAMES[old], FORMER_VALUES[old]
+    section, _, name = old.partition(".")
+    tree = {section: {key.partition(".")[2]: needed[key] for key in needed} | {name: value}}
     with pytest.warns(UserWarning, match=rf"^{old} is now called {new} \(a.yaml, line 3\)$") as warned:
         config = build_config(tree, {}, {old: "a.yaml, line 3"}, "a.yaml")
-    assert len(warned) == 1 and flatten_config(config)[new] == values[old]
+    assert len(warned) == 1 and flatten_config(config)[new] == value
+    flags = [word for key, value in needed.items() for word in (f"--{key}", value)]
     with pytest.warns(UserWarning, match=ERRORS["is_now_called_command_line"]):
-        assert flatten_config(config_of("--weights", "int8", f"--{old}", values[old]))[new] == values[old]
-    name = old.partition(".")[2]
+        assert flatten_config(config_of(*flags, f"--{old}", str(value)))[new] == value
+
+
+def test_a_former_name_is_accepted_in_a_request():
+    config = build_config({"generation": {"weights": "int8"}}, {})
     with pytest.warns(UserWarning, match=ERRORS["is_now_called"]):
-        assert flatten_config(overlay(config, {name: "bfloat16"}))[new] == "bfloat16"
+        assert flatten_config(overlay(config, {"products": "bfloat16"}))["generation.matmul_dtype"] == "bfloat16"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("objective", ["next_token", "dpo"])
+def test_the_default_of_a_former_name_in_a_saved_config_changes_nothing(objective):
+    training = {"objective": objective, "init_from": "runs/x"}
+    assert build_config({"training": training | {"dpo_beta": 0.1}}) == build_config({"training": training})
 
 
 def test_no_flag_changes_nothing():

@@ -1,5 +1,6 @@
 """Trainings of a few steps on meshes of simulated devices; results are cached."""
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, build_config
-from dantinox.distributed import Layout, make_layout
+from dantinox.distributed import AXES, Layout, make_layout
 from dantinox.measure.program_cost import Work, count_work
 from dantinox.programs import memory_usage, tree_bytes
 from dantinox.text import Batch, TokenStore
@@ -54,8 +55,7 @@ def settings(kind: str, mesh: str = "", **changes: Any) -> Config:
 
 def layout_of(config: Config, devices: int | None = None) -> Layout:
     """The layout on `devices` devices, or on as many as the mesh of the settings needs."""
-    d = config.distributed
-    count = devices or d.data * d.fsdp * d.expert * d.tensor
+    count = devices or math.prod(getattr(config.distributed, axis) for axis in AXES)
     return make_layout(config, config.trained_architecture(V), jax.devices()[:count])
 
 
@@ -80,13 +80,14 @@ class Program(NamedTuple):
 
     Attributes:
       work: FLOPs, collectives and bytes of one device.
-      arguments: bytes of the arguments on one device.
+      arguments, temp: bytes of the arguments and temporaries on one device.
       state: bytes of all parameters and moments.
     """
 
     run: Any
     work: Work
     arguments: int
+    temp: int
     state: int
 
 
@@ -101,7 +102,8 @@ def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Progr
     with patch.dict(next_token_losses.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
         lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(layout.place_shapes(shapes), batch)
     step = lowered.compile()
-    return Program(step, count_work(step.as_text()), memory_usage(step).arguments, tree_bytes(shapes))
+    usage = memory_usage(step)
+    return Program(step, count_work(step.as_text()), usage.arguments, usage.temp, tree_bytes(shapes))
 
 
 class Trained(NamedTuple):

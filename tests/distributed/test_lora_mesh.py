@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from dantinox.model.lora import frozen_parameters, to_frozen_dtype
+from dantinox.model.frozen_weights import to_frozen_dtype
+from dantinox.model.lora import frozen_parameters
 from dantinox.model.parameters import abstract_model, stack_layers
 from dantinox.training.step import TrainStep, make_eval_step
 
@@ -29,7 +30,7 @@ def trained(mesh="", **changes):
     base = layout.put_parameters(stack_layers(base, model) if model.scan_layers else base)
     assert base.keys() == frozen_parameters(layout.shapes, model).keys()
     training = TrainStep(config, model, t.steps, layout)
-    step, state = training.program, training.initial_state()
+    step, state = training.program, training.initial_state(frozen=base)
     losses = []
     for number in range(3):
         state, metrics = step(state, rows(layout, store_of(config).batch(number), t.grad_accum), base)
@@ -37,7 +38,7 @@ def trained(mesh="", **changes):
     batch = rows(layout, next(store_of(config).validation(8)))
     counted = make_eval_step(model, layout)(state.weights, batch, base)
     adapters = {name: np.asarray(array) for name, array in state.weights.items()}
-    return np.array(losses), adapters, float(counted.nats / counted.targets)
+    return np.array(losses), adapters, float(counted.nats / counted.num_targets)
 
 
 @pytest.mark.exhaustive
@@ -47,6 +48,8 @@ def trained(mesh="", **changes):
         ("data=2 fsdp=2 tensor=2", {"lora__base_weights": "int8", "model__num_blocks": 1}),
         ("fsdp=4 tensor=2", {"model__scan_layers": True, "model__qk_norm": True}),
         ("fsdp=8", {"model__activation": "gelu", "lora__base_weights": "bfloat16"}),
+        ("data=2 fsdp=4", {"model__scan_layers": True, "lora__base_weights": "nf4", "model__weight_tying": False}),
+        ("fsdp=4 tensor=2", {"lora__dora": True, "model__num_blocks": 1}),
     ],
     ids=str,
 )

@@ -15,8 +15,8 @@ from dantinox.distributed import AXES, BATCH
 from dantinox.measure.plan import Collectives, make_plan, plan_lines
 from dantinox.measure.topology import Topology, find_topology
 from dantinox.model.parameters import abstract_model
-from dantinox.text import Preferences
-from dantinox.training.step import TrainStep, make_reference_step, select_rows
+from dantinox.text import LabeledCompletions, Preferences
+from dantinox.training.step import TrainStep, make_eval_step, make_reference_step, select_rows
 from tests.error_texts import ERRORS
 
 from .mesh import KINDS, V, layout_of, program, same, settings, trained
@@ -53,21 +53,37 @@ def test_accumulation_chunks_rolled_layers_and_ema_combined():
 
 
 @pytest.mark.slow
-def test_dpo_trains_as_on_one_device():
+def test_normalized_muon_matches_one_device():
+    """The second moments of neurons whose weights are sharded over fan-in, fan-out and experts."""
+    changes = {
+        "training__optimizer": "muon",
+        "training__muon_normalize": True,
+        "training__muon_steps": 5,
+        "model__num_blocks": 1,
+    }
+    same(trained("moe", "expert=2 fsdp=2 tensor=2", **changes), trained("moe", **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto"])
+def test_preferences_train_as_on_one_device(objective):
     rng, found = np.random.default_rng(0), []
     tokens, targets = rng.integers(0, V, (2, 8, 2, 16)).astype(np.int32)
     mask, reference = (rng.random(tokens.shape) < 0.5).astype(np.float32), rng.normal(-40, 2, (8, 2)).astype(np.float32)
     pairs = Preferences(tokens, targets, np.zeros_like(tokens), mask, reference)
+    if objective == "kto":  # the divergence is that of the rows of all devices
+        pairs = LabeledCompletions(*pairs, rng.random(8) < 0.5, np.zeros(8, np.float32))
     for mesh in ("", "data=2 fsdp=4"):
-        config = settings("dense", mesh, training__objective="dpo", training__init_from="x", training__batch_size=8)
+        config = settings("dense", mesh, training__objective=objective, training__init_from="x", training__batch_size=8)
         model, layout = config.architecture(V), layout_of(config)
         training = TrainStep(config, model, 10, layout)
         step, state = training.program, training.initial_state()
         for _ in range(2):
             state, metrics = step(state, layout.put_batch(partial(select_rows, pairs), 8))
         logp = make_reference_step(model, layout)(state.parameters, layout.put_batch(partial(select_rows, pairs), 8), {})
-        found.append([float(metrics.loss), *np.asarray(metrics.metrics), *np.asarray(logp).ravel()])
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+        sums = make_eval_step(model, layout, config)(state.parameters, layout.put_batch(partial(select_rows, pairs), 8), {})
+        found.append([float(metrics.loss), *np.asarray(metrics.metrics), *np.asarray(logp).ravel(), sums.nats, *sums.metrics])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match=ERRORS["distributed_tensor_must_be_1"]):
         layout_of(settings("dense", "tensor=2", training__objective="dpo", training__init_from="x"))
 
@@ -81,6 +97,8 @@ def test_dpo_trains_as_on_one_device():
         {"chunks": 16},
         {"model__scan_layers": True},
         {"model__scan_layers": True, "training__optimizer": "muon"},
+        {"model__scan_layers": True, "training__optimizer": "muon", "training__muon_normalize": True},
+        {"training__optimizer": "muon", "training__muon_steps": 5, "training__cautious_decay": True},
         {"model__gradient_checkpointing": True, "model__remat_policy": "full"},
         {"model__gradient_checkpointing": True, "model__remat_policy": "dots"},
         {"training__ema": 0.9},

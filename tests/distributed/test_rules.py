@@ -13,6 +13,7 @@ from tests.error_texts import ERRORS
 from .mesh import KINDS, V, settings
 
 LORA = {"training__init_from": "x", "lora__rank": 2, "lora__base_weights": "int8"}
+NF4 = LORA | {"lora__base_weights": "nf4", "lora__dora": True}
 ARCHITECTURES = [
     (
         "dense",
@@ -34,6 +35,8 @@ ARCHITECTURES = [
     ("mla", {"attention__q_lora_rank": None}),
     ("dense", {**LORA, "attention__no_sink": True, "model__weight_tying": False}),
     ("dense", {**LORA, "model__activation": "gelu", "model__scan_layers": True}),
+    ("dense", {**NF4, "attention__no_sink": True, "model__per_layer_dim": 4}),
+    ("dense", {**NF4, "model__activation": "gelu", "model__scan_layers": True, "model__weight_tying": False}),
 ]
 
 
@@ -67,7 +70,9 @@ def test_letters_of_rules_match_array_sizes():
             assert sizes.get(letter, size) == size, (name, letter)
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2), (2, 1, 4, 1), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 8, 1, 1, 1), (1, 4, 1, 1, 2), (2, 2, 1, 1, 2), (2, 1, 4, 1, 1), (1, 1, 2, 2, 2), (1, 2, 1, 4, 1)], ids=str
+)
 def test_matrices_are_sharded_equally_over_all_devices(sizes):
     mesh = dict(zip(AXES, sizes, strict=True))
     for name, shape, _ in parameters():
@@ -108,21 +113,22 @@ def test_indivisible_sizes_are_refused(kind, mesh, changes, sentence):
     [
         (
             "dense", "fsdp=4 tensor=1", {},
-            "distributed: data 1 × fsdp 4 × expert 1 × tensor 1 is a mesh of 4 devices, but there are 8",
+            "distributed: data 1 × fsdp 4 × expert 1 × sequence 1 × tensor 1 is a mesh of 4 devices, but there are 8",
         ),
         (
             "dense", "fsdp=-1 tensor=3", {},
-            "distributed: data 1 × fsdp 2 × expert 1 × tensor 3 is a mesh of 6 devices, but there are 8",
+            "distributed: data 1 × fsdp 2 × expert 1 × sequence 1 × tensor 3 is a mesh of 6 devices, but there are 8",
         ),
         (
             "dense", "fsdp=8", {"training__batch_size": 12},
-            "training.batch_size 12 is 12 rows, which 8 devices (data 1 × fsdp 8 × expert 1 × tensor 1) cannot share equally: "
-            "make it a multiple of 8, or set the axes of distributed",
+            "training.batch_size 12 is 12 rows, which 8 devices "
+            "(data 1 × fsdp 8 × expert 1 × sequence 1 × tensor 1) cannot share equally: make it a multiple of 8, "
+            "or set the axes of distributed",
         ),
         (
             "dense", "fsdp=4 tensor=2", {"training__grad_accum": 8},
             "training.batch_size 16 / training.grad_accum 8 is 2 rows, which 4 devices "
-            "(data 1 × fsdp 4 × expert 1 × tensor 2) cannot share equally: "
+            "(data 1 × fsdp 4 × expert 1 × sequence 1 × tensor 2) cannot share equally: "
             "make it a multiple of 32, or set the axes of distributed",
         ),
         ("dense", "data=2 expert=4", {}, "distributed.expert must be 1 for a model without experts, got 4"),
@@ -138,6 +144,6 @@ def test_an_invalid_mesh_is_refused(kind, mesh, changes, sentence):
 def test_a_single_device_has_axes_of_size_1():
     config = build_config({}, {"training.batch_size": 8})
     model = config.architecture(V)
-    assert mesh_sizes(config, model, 8) == {"data": 1, "fsdp": 8, "expert": 1, "tensor": 1}
+    assert mesh_sizes(config, model, 8) == {"data": 1, "fsdp": 8, "expert": 1, "sequence": 1, "tensor": 1}
     assert make_layout(config, model).mesh is None
     assert set(KINDS) == {kind for kind, _ in ARCHITECTURES}

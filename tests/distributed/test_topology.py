@@ -63,12 +63,12 @@ def test_a_run_writes_the_same_files_as_on_one_device(workshop, monkeypatch):
         rows[devices] = read_csv(run.log(config)), [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
         weights[devices] = load_weights(run.weights, abstract_model(config.architecture(VOCABULARY))[1])
         assert sorted(path.name for path in run.samples.iterdir()) == ["step_12.txt", "step_6.txt"]
-        words = "data 1 × fsdp 4 × expert 1 × tensor 2" if devices == 8 else "one device"
+        words = "data 1 × fsdp 4 × expert 1 × sequence 1 × tensor 2" if devices == 8 else "one device"
         summary = json.loads(run.summary(config).read_text())
         assert (summary["best_step"], summary["devices"]) == (12, words)
     assert (
         json.loads((workshop.path / "8" / "model_summary.json").read_text())["devices"]
-        == "data 1 × fsdp 4 × expert 1 × tensor 2"
+        == "data 1 × fsdp 4 × expert 1 × sequence 1 × tensor 2"
     )
     for mesh, one in zip(rows[8], rows[1], strict=True):
         assert [row["step"] for row in mesh] == [row["step"] for row in one] == [6, 12]
@@ -90,7 +90,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(workshop, never_interrupted):
     assert "another order" not in workshop.notes.getvalue()
 
 
-@pytest.mark.parametrize(("devices", "axes"), [(4, {"fsdp": 2, "tensor": 2}), (4, {"data": 2, "fsdp": 2}), (1, {})])
+@pytest.mark.parametrize(("devices", "axes"), [(4, {"fsdp": 2, "tensor": 2}), (4, {"data": 2, "sequence": 2}), (1, {})])
 def test_a_checkpoint_restores_equally_on_other_devices(never_interrupted, devices, axes):
     config, run = never_interrupted()
     model = config.architecture(VOCABULARY)
@@ -113,14 +113,14 @@ def test_a_checkpoint_restores_equally_on_other_devices(never_interrupted, devic
 
 
 def test_resuming_on_other_devices_prints_a_note(workshop, monkeypatch, never_interrupted):
-    """From eight to four and to one device; losses are equal up to the order of sums."""
+    """From eight devices to four, which split the positions, and to one; losses are equal up to the order of sums."""
     given = {"model__dropout_rate": 0.0, "training__eval_every": 4, "training__optimizer": "adamw"}
     workshop.train("moved", small_config(training__steps=12, **MESH, **given))
-    for steps, devices, changes in ((16, 4, {"distributed__fsdp": 2, "distributed__tensor": 2}), (20, 1, {})):
+    for steps, devices, changes in ((16, 4, {"distributed__sequence": 2, "distributed__tensor": 2}), (20, 1, {})):
         on_first(monkeypatch, devices)
         run = workshop.train("moved", small_config(training__steps=steps, **changes, **given), resume=True)
     notes = workshop.notes.getvalue().replace("\n", " ")
-    words = [f"data 1 × fsdp {size} × expert 1 × tensor 2" for size in (4, 2)]
+    words = [f"data 1 × fsdp {fsdp} × expert 1 × sequence {sequence} × tensor 2" for fsdp, sequence in ((4, 1), (1, 2))]
     assert f"the run was trained on {words[0]} and continues on {words[1]}, where sums have another order" in notes
     assert f"the run was trained on {words[1]} and continues on one device, where sums have another order" in notes
     rows = read_csv(run.log(small_config()))

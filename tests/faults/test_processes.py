@@ -90,7 +90,7 @@ def test_signal_to_one_process_stops_both_and_fewer_devices_can_resume(tmp_path,
     alone = command("--resume", "--steps", str(int(stopped) + 4))
     one = subprocess.run(alone, cwd=folder, env=os.environ | DEVICES, capture_output=True, text=True, timeout=300, check=True)
     assert f"resumed from step {stopped}" in one.stderr
-    assert "fsdp 4 × expert 1 × tensor 1 in 2 processes and continues on data 1 × fsdp 2" in one.stderr
+    assert "fsdp 4 × expert 1 × sequence 1 × tensor 1 in 2 processes and continues on data 1 × fsdp 2" in one.stderr
     assert exit_codes(pair(folder, "--resume", "--steps", str(STEPS)), 300) == [0, 0]
     weights, rows = outcome(folder)
     losses = [[row["train_loss"] for row in part if row.get("kind") == "interval"] for part in (rows, whole[1])]

@@ -23,6 +23,10 @@ ADAPTERS = {
         "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"], "use_rslora": True,
         "rank_pattern": {"o_proj": 5}, "alpha_pattern": {"model.layers.1.mlp.down_proj": 9},
     },
+    "dora": {
+        "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"], "use_dora": True,
+        "use_rslora": True,
+    },
 }  # fmt: skip
 
 
@@ -44,6 +48,8 @@ def main() -> None:
         for path, parameter in model.named_parameters():
             if "lora_B" in path:
                 torch.nn.init.normal_(parameter, 0.0, 0.2)
+            elif "lora_magnitude_vector" in path:
+                parameter.data *= torch.empty_like(parameter).uniform_(0.5, 1.5)
         with torch.no_grad():
             expected[name] = model(tokens).logits.numpy()
         model.save_pretrained(FOLDER / name)

@@ -43,7 +43,7 @@ def base_weights():
     return parameters
 
 
-@pytest.mark.parametrize("name", ["base", "all", "patterns"])
+@pytest.mark.parametrize("name", ["base", "all", "patterns", "dora"])
 def test_logits_with_an_adapter_equal_those_of_peft(name):
     expected, changes = np.load(FOLDER / "expected.npz"), {} if name == "base" else load_adapter(FOLDER / name, MODEL)
     weights = {path: merge_adapters(array, changes.get(path, [])) for path, array in base_weights().items()}
@@ -82,7 +82,9 @@ def adapter(tmp_path):
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 UNSUPPORTED = [
-    ({"use_dora": True}, r"adapter_config.json has use_dora: true, which is not supported"),
+    ({"use_dora": True}, r"lacks lora_magnitude_vector of layers.0.mlp.down_proj"),
+    ({"use_dora": "yes"}, r"must have use_dora true or false, got 'yes'"),
+    ({"use_qalora": True}, r"adapter_config.json has use_qalora: true, which is not supported"),
     ({"bias": "all"}, r"has bias: 'all', expected one of 'none'"),
     ({"peft_type": "IA3"}, r"has peft_type: 'IA3', expected one of 'LORA'"),
     ({"peft_type": "absent"}, r"has no peft_type: it is not the configuration of a PEFT adapter"),

@@ -267,6 +267,32 @@ def test_mesh_gathers_each_weight_twice_per_microbatch(topology, tensor, name):
         assert found.work.sent["reduce-scatter"] <= parts * found.whole
 
 
+@cache
+def long_rows(topology: str, sequence: int) -> tuple[Work, MemoryUsage, dict[str, int]]:
+    """Compiles a step of rows of 8192 tokens that `sequence` devices share: work, bytes and kernels of one device."""
+    target = find_topology(topology)
+    given = {"training.batch_size": len(target.devices), "training.grad_accum": sequence, "distributed.sequence": sequence}
+    config = build_config({}, SIZE | {"model.num_blocks": 1, "model.max_context": 8192} | given)
+    model = config.architecture(V, target.platform)
+    with target.emulated():
+        planned = training_programs(config, model, TrainStep, make_layout(config, model, target.devices))
+        found = target.compile(*next(others for program, *others in planned if program.name == "train"))
+    return count_work(found.as_text()), memory_usage(found), find_kernels(found.as_text())
+
+
+@on_meshes(*((topology, 0, "train") for topology in MESH_KERNELS))
+def test_devices_that_share_a_row_divide_its_activations(topology, tensor, name):
+    """The keys and values of a row travel once per pass, their gradients (float32) once."""
+    n = len(find_topology(topology).devices)
+    (work, divided, kernels), (_, whole, _) = long_rows(topology, n), long_rows(topology, 1)
+    numbers = 8192 * 2 * 64  # the keys of all micro-batches on a device: n parts of 8192 / n tokens, 2 heads of size 64
+    passes = [4 * numbers * (n - 1) * count for count in (1, 2)]  # the first permutations of both passes may be shared
+    d_kv, documents = 8 * numbers * n, 1.02
+    assert passes[0] + d_kv < work.sent["collective-permute"] < documents * passes[1] + d_kv
+    assert not any(kernel.startswith(MESH_KERNELS[topology]) for kernel in kernels)
+    assert divided.temp < 2 * whole.temp / n
+
+
 @on_meshes(*((topology, 4, "decode") for topology in MESH_KERNELS))
 def test_decoding_communicates_only_activations(topology, tensor, name):
     """Four devices communicate the logits and the residual stream of a token, but no weights, which would be larger."""

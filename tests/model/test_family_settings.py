@@ -105,7 +105,7 @@ def test_adapters_equal_merged_weights(name):
     """For every projection of a layer: logits to 1e-5 of the largest."""
     plain = config(**VARIANTS[name])
     targets = projections(plain.activation)
-    tuned = replace(plain, lora=LoraConfig(2, 1.5, tuple(targets)))
+    tuned = replace(plain, lora=LoraConfig(2, 3.0, tuple(targets)))
     run, weights = run_of(tuned)
     changes: dict = {}
     for path in weights:

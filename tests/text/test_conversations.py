@@ -30,7 +30,7 @@ def prepared(tmp_path):
             "data.path": str(tmp_path / name), "data.chat_template": str(tmp_path / "t.jinja"), "model.max_context": 12,
             "tokenizer.tokenizer_type": "byte", "training.batch_size": 2, "training.objective": objective,
         }  # fmt: skip
-        if objective == "dpo":
+        if objective not in ("sft", "orpo"):
             base["training.init_from"] = "x"
         config = build_config({}, base | changes)
         return prepare_data(config, tmp_path / directory)[1], config, tmp_path / directory
@@ -118,6 +118,67 @@ def test_pairs_and_their_references(prepared):
         number = [0, 2, 3, 4, 5]["abcde".index(chr(tokens[0, 1]))]
         assert reference.tolist() == [2 * number, 2 * number + 1]
     assert [text_of(tokens)[2:] for tokens in batch.tokens_P2T[0]] == ["ayes$_____", "ano$______"]
+
+
+def test_labeled_completions_have_a_mismatched_completion(prepared):
+    """The second conversation of an example has the completion of the next record with another prompt, cut to the row."""
+    records = [
+        ("p", "one", True),
+        ("p", "two", False),
+        ("q", "a very long answer", False),
+        ("r", "four", True),
+        ("s", "5", False),
+    ]
+    records = [{"prompt": prompt, "completion": completion, "label": label} for prompt, completion, label in records]
+    store, config, directory = prepared(records, objective="kto", **{"data.val_fraction": 0.4})
+    assert (store.left_out, store.conversations, store.windows_per_epoch) == (1, 5, 2)
+    seen = {}
+    for numbers, batch in store.all_pairs(2):
+        for number, tokens, mask, desirable in zip(numbers, batch.targets_P2T, batch.mask_P2T, batch.desirable_P, strict=False):
+            seen[int(number)] = [text_of(t[m == 1]) for t, m in zip(tokens, mask, strict=True)] + [bool(desirable)]
+    assert seen == {
+        0: ["one$", "a very lon", True],
+        1: ["two$", "a very lon", False],
+        3: ["four$", "5$", True],
+        4: ["5$", "four$", False],
+    }
+    batch = store.batch(0)
+    assert batch.tokens_P2T.shape == (2, 2, 12) and (batch.segments_P2T == 0).all() and not batch.kl_P.any()
+    assert {text_of(tokens[:3]) for tokens in batch.tokens_P2T.reshape(4, 12)} == {"upa"}
+    validation = next(store.validation(3))
+    assert validation.desirable_P.tolist() == [True, False, False] and not validation.mask_P2T[2].any()
+    again = open_store(config, directory, BYTES)
+    for one, other in zip(store.batch(3), again.batch(3), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("label", "sentence"),
+    [
+        (1, "the field 'label' must be true or false, got 1 (FILE, line 2)"),
+        ("true", "the field 'label' must be true or false, got 'true' (FILE, line 2)"),
+        (None, "the field 'label' must be true or false, got None (FILE, line 2)"),
+        (True, "the field 'label' is true in all training records: kto needs both true and false"),
+    ],
+)
+def test_an_invalid_label_is_refused(prepared, tmp_path, label, sentence):
+    records = [{"prompt": str(i), "completion": "b", "label": label if i == 1 else True} for i in range(4)]
+    with pytest.raises(UserError) as caught:
+        prepared(records, objective="kto")
+    assert str(caught.value) == sentence.replace("FILE", str(tmp_path / "a.jsonl"))
+
+
+def test_records_that_cannot_be_paired_are_refused(prepared, tmp_path):
+    records = [{"prompt": "p", "completion": "b", "label": bool(i)} for i in range(3)]
+    with pytest.raises(UserError, match=ERRORS["have_the_same_prompt"]):
+        prepared(records, objective="kto")
+    with pytest.raises(UserError, match=ERRORS["lacks_the_field_label"]):
+        prepared([{"prompt": "p", "completion": "b"}] * 2, objective="kto")
+    with pytest.raises(UserError, match=ERRORS["lacks_the_field_prompt"]):
+        prepared([{"messages": said("a", "b")}] * 2, objective="kto")
+    records[1] = {"prompt": "q", "completion": [{"role": "bot", "content": "x"}], "label": True}
+    with pytest.raises(UserError, match=r"^the role of message 1 must be .*a\.jsonl, line 2\)$"):  # not that of line 1
+        prepared(records, objective="kto")
 
 
 @pytest.mark.parametrize(

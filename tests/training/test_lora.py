@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from dantinox import cli
 from dantinox.config import LoraConfig, UserError, build_config
 from dantinox.model.flops import adapter_parameters, attention_flops, training_flops
+from dantinox.model.frozen_weights import to_frozen_dtype
 from dantinox.model.layers import Linear
 from dantinox.model.lora import (
     AdaptedLinear,
@@ -22,7 +23,6 @@ from dantinox.model.lora import (
     frozen_parameters,
     is_adapter,
     projections,
-    to_frozen_dtype,
 )
 from dantinox.model.lora import adapted_linears as parts_of
 from dantinox.model.parameters import abstract_model
@@ -39,11 +39,11 @@ from .test_resume import TIMES, Stumbles
 QKV = {name: place for name, place in projections("swiglu").items() if place.module == "attention/qkv"}
 
 
-def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32"):
+def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32", **options):
     """Returns an adapted layer and its parameters in float64: the kernel, and the matrices A and B of every target."""
     rngs = nnx.Rngs(0)
     linear = Linear(shape_in, shape_out, dtype=jnp.float32, rngs=rngs)
-    layer = AdaptedLinear(linear, targets, LoraConfig(2, 1.5, tuple(targets), held=held), rngs=rngs)
+    layer = AdaptedLinear(linear, targets, LoraConfig(2, 3.0, tuple(targets), held=held, **options), rngs=rngs)
     random = np.random.default_rng(0)
     for name in targets:
         adapter = getattr(layer, name)

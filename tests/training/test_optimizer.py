@@ -8,7 +8,9 @@ import pytest
 
 from dantinox.model.parameters import abstract_model, init_parameters
 from dantinox.report import read_csv, read_jsonl
-from dantinox.training.optimizer import MUON_MOMENTUM, matrix_shape, optimizer, orthogonalize, schedule
+from dantinox.training.muon import MOMENTUM
+from dantinox.training.optimizer import optimizer, schedule
+from dantinox.training.orthogonalize import matrix_shape, orthogonalize
 
 from .small import VOCABULARY, small_config
 
@@ -217,7 +219,7 @@ def test_logged_rates_are_those_of_the_update(step):
     state = jax.tree.map(lambda leaf: leaf + step if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf, ours.init(parameters))
     updates, _ = ours.update(gradients, state, parameters)
     kernel = gradients["blocks/0/ffn/down/kernel"]
-    direction = orthogonalize({"blocks/0/ffn/down/kernel": (1 - MUON_MOMENTUM**2) * kernel})["blocks/0/ffn/down/kernel"]
+    direction = orthogonalize({"blocks/0/ffn/down/kernel": (1 - MOMENTUM**2) * kernel})["blocks/0/ffn/down/kernel"]
     applied = -np.vdot(updates["blocks/0/ffn/down/kernel"], direction) / np.vdot(direction, direction)
     rates = ours.rates(step)
     assert applied == pytest.approx(float(rates["muon_lr"]), rel=1e-5)

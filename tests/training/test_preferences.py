@@ -1,5 +1,5 @@
-"""Direct preference optimization: loss, gradients and rewards against NumPy in float64, the reference file, resume. Also
-fine-tuning on conversations with the same loop."""
+"""Direct preference optimization: loss, gradients and rewards against NumPy in float64, the reference file. Runs of all
+preference objectives, and their resume. Also fine-tuning on conversations with the same loop."""
 
 import importlib
 import json
@@ -14,14 +14,17 @@ from dantinox.model import Transformer
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
 from dantinox.text import Preferences, Tokenizer, prepare_data, train_tokenizer
+from dantinox.training.dry_run import dry_run
+from dantinox.training.find_lr import find_lr
 from dantinox.training.launch import launch
-from dantinox.training.preference_objectives import dpo_losses, pair_logprobs
+from dantinox.training.preference_objectives import dpo, pair_logprobs, pair_losses
 from dantinox.training.token_losses import next_token_losses
 from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, small_config
 
 BETA = 0.3
+DPO = small_config(**{"training.objective": "dpo", "training.preference_beta": BETA, "training.init_from": "runs/x"})
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def logits_of(model, pairs):
 
 
 def test_loss_equals_float64(model, pairs):
-    of_loss = jax.jit(lambda model, pairs: dpo_losses(model, pairs, BETA))
+    of_loss = jax.jit(lambda model, pairs: pair_losses(dpo, model, pairs, DPO))
     got, expected = of_loss(model, pairs), reference(logits_of(model, pairs), pairs)
     np.testing.assert_allclose([got.nats, *got.metrics], expected[:3], rtol=1e-5)
     assert float(got.num_targets) == 3
@@ -75,7 +78,7 @@ def test_loss_equals_float64(model, pairs):
 def test_gradient_equals_float64(model, pairs):
     """Applies the chain rule: the vector-Jacobian product of the logits with the float64 gradient of the loss."""
     graph, state = nnx.split(model)
-    of_loss = jax.jit(jax.grad(lambda state: dpo_losses(nnx.merge(graph, state), pairs, BETA).nats))(state)
+    of_loss = jax.jit(jax.grad(lambda state: pair_losses(dpo, nnx.merge(graph, state), pairs, DPO).nats))(state)
     seen, back = jax.vjp(jax.jit(lambda state: logits_of(nnx.merge(graph, state), pairs)), state)
     gradient = reference(seen, pairs)[3].reshape(seen.shape).astype(np.float32)
     (expected,) = back(gradient)
@@ -90,6 +93,7 @@ SETTINGS = {
     "training.eval_every": 4, "logging.log_every": 4, "logging.plot": False,
 }  # fmt: skip
 RECORDS = [{"prompt": f"say {i}", "completion": "yes", "chosen": "yes", "rejected": "no"} for i in range(12)]
+LABELED = [{"prompt": f"say {i}", "completion": "no" if i % 3 else "yes", "label": i % 3 == 0} for i in range(12)]
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +101,15 @@ def base(tmp_path_factory):
     """A run on conversations, and the folder of its records."""
     folder = tmp_path_factory.mktemp("preferences")
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    (folder / "labels.jsonl").write_text("".join(json.dumps(record) + "\n" for record in LABELED))
     launch(config_of(folder, objective="sft", steps=8), run_dir=folder / "base")
     return folder
 
 
 def config_of(folder, *, objective="dpo", steps=12, **changes):
-    settings = {"data.path": str(folder / "a.jsonl"), "training.objective": objective, "training.steps": steps}
-    if objective == "dpo":
+    path = str(folder / ("labels.jsonl" if objective == "kto" else "a.jsonl"))
+    settings = {"data.path": path, "training.objective": objective, "training.steps": steps}
+    if objective not in ("sft", "orpo"):
         settings["training.init_from"] = str(folder / "base")
     return build_config({}, SETTINGS | settings | changes)
 
@@ -140,6 +146,51 @@ def test_preference_training_learns_and_resumes_exactly(base):
     (cut.data / "reference.json").unlink()
     with pytest.raises(UserError, match=ERRORS["restore_reference_json"]):
         launch(config_of(base, steps=16), run_dir=cut.path, resume=True)
+
+
+def validation_rows(run):
+    return [row for row in read_jsonl(run.metrics) if row["kind"] == "preferences"]
+
+
+@pytest.mark.parametrize(
+    "objective", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "orpo", "simpo"))]
+)
+def test_a_run_of_each_objective_learns_and_resumes_exactly(base, objective):
+    """ORPO starts from random weights. ORPO and SimPO compute no log-probabilities of a reference model."""
+    changes = {"training.lr": 0.01, "data.val_fraction": 0.4}
+    run = launch(config_of(base, objective=objective, **changes), run_dir=base / objective)
+    losses = [row["val_loss"] for row in read_csv(run.log(config_of(base, objective=objective)))]
+    assert losses[-1] < losses[0] and len(losses) == 3
+    first, *_, last = validation_rows(run)
+    if objective == "kto":
+        assert last["val_reward_desirable"] - last["val_reward_undesirable"] > 0.05
+        assert last["val_share_desirable"] == 0.2 and last["val_kl"] >= 0
+    elif objective == "ipo":  # the loss is lowest at τ h = 1/2
+        assert last["val_reward_accuracy"] == 1.0 and abs(last["val_reward_margin"] - 0.5) < 0.05
+    else:
+        assert last["val_reward_accuracy"] == 1.0 and last["val_reward_margin"] > first["val_reward_margin"]
+    assert (run.data / "reference.json").exists() == (objective in ("ipo", "kto"))
+    cut = launch(config_of(base, objective=objective, steps=4, **changes), run_dir=base / f"{objective}_cut")
+    launch(config_of(base, objective=objective, **changes), run_dir=cut.path, resume=True)
+    assert cut.weights.read_bytes() == run.weights.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "kto", "orpo", "simpo"])
+def test_dry_run_and_learning_rate_test_of_each_objective(base, objective):
+    lines = []
+    dry_run(config_of(base, objective=objective), lines.append)
+    unit = "labeled completions" if objective == "kto" else "pairs"
+    assert f"in 12 {unit}" in lines[0] and f"12 steps of 2 {unit} of 40 tokens" in lines[0]
+    assert lines[1].startswith("first batch: tokens [2, 2, 40], first row: ") and "say 10" in lines[1]
+    test = find_lr(config_of(base, objective=objective, **{"training.lr": 0.003}), 20)
+    assert min(test.smoothed) < test.smoothed[0] and test.suggested > 0
+
+
+def test_a_missing_start_is_refused(base):
+    with pytest.raises(UserError, match=ERRORS["kto_needs_training_init_from_the"]):
+        config_of(base, objective="kto", **{"training.init_from": None})
+    assert config_of(base, objective="orpo").training.init_from is None
 
 
 def test_packed_conversations_have_the_losses_of_separate_ones(base):

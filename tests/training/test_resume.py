@@ -51,7 +51,10 @@ def outcome(run, config):
     [("muon", None, (3, 13)), ("adamw", 5, (9,)), pytest.param("adamw", 5, (23,), marks=pytest.mark.exhaustive)],
 )
 def test_resumed_runs_equal_the_uninterrupted_one(workshop, kind, every, stops):
-    config = small_config(training__optimizer=kind, training__checkpoint_every=every, training__ema=0.9 if every else 0.0)
+    config = small_config(
+        training__optimizer=kind, training__muon_normalize=kind == "muon", training__cautious_decay=True,
+        training__checkpoint_every=every, training__ema=0.9 if every else 0.0,
+    )  # fmt: skip
     expected = outcome(workshop.train("whole", config), config)
     assert [row["step"] for row in expected[1][0]] == [6, 12, 18, 24]
     for stop in stops:

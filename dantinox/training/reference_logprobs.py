@@ -1,4 +1,4 @@
-"""Log-probabilities under the reference model of preference training (DPO), computed once and stored in the run."""
+"""Log-probabilities under the reference model of preference training, computed once and stored in the run."""
 
 import json
 from collections.abc import Callable
