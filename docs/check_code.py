@@ -142,6 +142,7 @@ def make_material(folder: Path) -> None:
         "question.txt": "What is 1 + 1?\n",
         "prompts.jsonl": 'def \n{"prompt": "import ", "temperature": 0.7, "min_p": 0.05}\n',
         "conversations.jsonl": conversations(60),
+        "problems.jsonl": (json.dumps({"prompt": "1 + 1 = ", "completion": "2"}) + "\n") * 60,
         "preferences.jsonl": (json.dumps(preference) + "\n") * 60,
         "book.json": json.dumps({"type": "object", "properties": {"title": {"type": "string", "maxLength": 20}}}),
         "sum.gbnf": 'root ::= [0-9]+ "\\n"\n',
@@ -205,7 +206,7 @@ def reduced(argv: list[str]) -> list[str]:
     changes: dict[str, Any] = dict(TINY_TRAINING)
     if config.training.init_from is None:
         changes |= TINY_MODEL
-        if config.tokenizer.tokenizer_type != "bpe":
+        if config.tokenizer.tokenizer_type != "bpe" or config.tokenizer_run is not None:
             del changes["tokenizer.vocab_size"]
     if argv[0] == "find-lr":
         changes = {key: value for key, value in changes.items() if not key.startswith("training.")}

@@ -130,6 +130,7 @@ EXAMPLE_VALUES: dict[str, object] = {
     "grpo.advantage": "std", "grpo.normalization": "sequence", "grpo.clip_low": 0.2, "grpo.clip_high": 0.28,
     "grpo.ratio": "sequence", "grpo.dynamic_sampling": True,
     "grpo.rewards": [{"name": "numeric"}, {"name": "length", "max": 400, "weight": 0.1}],
+    "distill.teacher": "runs/teacher", "distill.top_k": 64,
     "lora.rank": 16, "lora.alpha": 32.0, "lora.targets": ["q_proj", "v_proj"], "distributed.coordinator": "auto",
     "distributed.processes": 4, "distributed.process": 0, "generation.seed": 1, "generation.stop": ["###"],
     "generation.banned_strings": ["testament to"], "generation.banned_regexes": ["not just .*, but"],

@@ -23,6 +23,11 @@ def attention_flops(model: ModelConfig, keys: int) -> int:
     return sum(4 * model.n_heads * model.of_layer(i).head_size * span for i, span in enumerate(uncompressed_slots(model, keys)))
 
 
+def forward_flops(model: ModelConfig, length: int) -> int:
+    """Returns the FLOPs of a forward pass per token, for sequences of `length` tokens: `2·(N + n) + 4·L·H·Q·T`."""
+    return 2 * (matrix_parameters(model) + adapter_parameters(model)) + attention_flops(model, length)
+
+
 def training_flops(model: ModelConfig, length: int) -> int:
     """Returns the FLOPs of a training step per token, for sequences of `length` tokens: `3·(2·N + 4·L·H·Q·T)`.
 
