@@ -5,8 +5,8 @@
     python benchmarks/qlora.py runs/smol --steps 50 --context 256
 
 Every training starts from the same run, with the same adapters, batches and steps, and reads `builtin:instructions`. Prints a
-JSON line for each dtype. `val_losses` has the validation losses of the assistant's turns after each quarter of the steps, in nats
-per token.
+JSON line for each dtype. `val_losses` has the validation losses of the assistant's turns after each quarter of the steps, in
+nats per token.
 """
 
 import json
