@@ -57,6 +57,8 @@ PARSED_ONLY = {
     r"dantinox eval tasks runs/(base|better)": "needs two runs",
     r"dantinox eval (sampling|kv|ruler)": "takes minutes",
     r"dantinox sweep(?!.*--dry_run)": "takes minutes",
+    r"dantinox speedrun": "takes minutes",
+    r"dantinox train .*--config speedrun": "takes minutes; model.depth excludes the sizes of a tiny model",
     r"dantinox train .*--dry_run": "measures steps; a tutorial runs it",
     r"dantinox find-lr .*--plot": "is the same as without the plot",
     r"dantinox plan .*--topology": "needs the compilers of the target",
@@ -140,6 +142,7 @@ def make_material(folder: Path) -> None:
         "question.txt": "What is 1 + 1?\n",
         "prompts.jsonl": 'def \n{"prompt": "import ", "temperature": 0.7, "min_p": 0.05}\n',
         "conversations.jsonl": conversations(60),
+        "problems.jsonl": (json.dumps({"prompt": "1 + 1 = ", "completion": "2"}) + "\n") * 60,
         "preferences.jsonl": (json.dumps(preference) + "\n") * 60,
         "book.json": json.dumps({"type": "object", "properties": {"title": {"type": "string", "maxLength": 20}}}),
         "sum.gbnf": 'root ::= [0-9]+ "\\n"\n',
@@ -160,7 +163,7 @@ def make_material(folder: Path) -> None:
 def furnish(folder: Path, material: Path, text: str) -> None:
     """Copies the material into a page's directory, and the tiny run under every name of a run in the text."""
     shutil.copytree(material, folder, dirs_exist_ok=True)
-    for name in set(re.findall(r"runs/([\w.-]+)", text)):
+    for name in set(re.findall(r"runs/([\w.-]+(?:/(?:base|sft|grpo))?)", text)):
         if not (folder / "runs" / name).exists():
             shutil.copytree(material / "runs" / "tiny", folder / "runs" / name)
 
@@ -203,7 +206,7 @@ def reduced(argv: list[str]) -> list[str]:
     changes: dict[str, Any] = dict(TINY_TRAINING)
     if config.training.init_from is None:
         changes |= TINY_MODEL
-        if config.tokenizer.tokenizer_type != "bpe":
+        if config.tokenizer.tokenizer_type != "bpe" or config.tokenizer_run is not None:
             del changes["tokenizer.vocab_size"]
     if argv[0] == "find-lr":
         changes = {key: value for key, value in changes.items() if not key.startswith("training.")}

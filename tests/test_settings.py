@@ -40,6 +40,7 @@ LORA = {**START_FROM, "lora.rank": 4}
 LOOP_STOP = {"generation.loop_stop": True}
 PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
 KTO = {**PREFERENCES, "training.objective": "kto"}
+DISTILL = {"training.objective": "distill", "distill.teacher": "runs/x"}
 REWARDS = {
     "training.objective": "grpo", "training.init_from": "runs/x", "grpo.rewards": ["numeric"], "data.path": "d.jsonl",
 }  # fmt: skip
@@ -52,9 +53,11 @@ LONGROPE = {
 }  # fmt: skip
 YARN = {**LLAMA3, "attention.rope_scaling": "yarn"}
 PROPORTIONAL = {"attention.rope_scaling": "proportional"}
+DEPTH = {"model.depth": 1}  # in a config that does not set model.num_blocks
 SHARED_KEYS = {"model.num_blocks": 2, "attention.kv_shared_layers": 1}
 # Setting → a value other than its default, and its prerequisites.
 OTHER: dict[str, tuple] = {
+    "model.depth": (1,), "training.tokens_per_parameter": (5.0, DEPTH),
     "model.dim": (32,), "model.n_heads": (4,), "model.kv_heads": (1,), "model.head_size": (4,), "model.num_blocks": (2,),
     "model.hidden_dim": (24,), "model.max_context": (16,), "model.weight_tying": (False,),
     "model.padded_vocab_size": (20,), "model.activation": ("relu2",),
@@ -139,6 +142,10 @@ OTHER: dict[str, tuple] = {
     "grpo.allow_code_execution": (True, {**REWARDS, "grpo.rewards": ["python_tests"]}),
     "lora.rank": (4, START_FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
     "lora.base_weights": ("int8", LORA), "lora.rank_stabilized": (True, LORA), "lora.dora": (True, LORA),
+    "distill.teacher": ("runs/y", DISTILL), "distill.data": ("conversations", DISTILL),
+    "distill.divergence": ("reverse_kl", DISTILL), "distill.temperature": (2.0, DISTILL), "distill.top_k": (3, DISTILL),
+    "distill.data_weight": (0.5, DISTILL), "distill.teacher_weights": ("bfloat16", DISTILL),
+    "distill.init_from_teacher": (True, DISTILL),
     "distributed.data": (2,), "distributed.fsdp": (4,), "distributed.expert": (2,), "distributed.tensor": (2,),
     "distributed.sequence": (2,),
     "distributed.coordinator": ("auto",), "distributed.processes": (2, {**ADDRESS, "distributed.process": 0}),
@@ -261,6 +268,7 @@ def is_read_by(key, *packages):
         "generation": r"(generation|section|sections\[0\])",
     }
     holder |= {"kv": r"kv", "data": "data", "distributed": "d", "grpo": r"(grpo|grpo\.options|section|options)"}
+    holder["distill"] = "(distill|settings)"
     source = "\n".join(path.read_text() for package in packages for path in (ROOT / package).rglob("*.py"))
     return re.search(rf"\b{holder[section]}\.{name}\b", source) is not None
 
@@ -296,6 +304,7 @@ SAMPLED = (  # settings of `grpo` that affect the batches of a step, but not its
 )  # fmt: skip
 DRAFTS = ("speculation", "draft_run", "draft_tokens", "ngram_size")
 START_UP = ("coordinator", "processes", "process")
+DEPENDS_ON_DEPTH = ("depth", "tokens_per_parameter")
 HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
 
 
@@ -337,10 +346,15 @@ def corpora(tmp_path_factory):
 def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *SAMPLED, *DRAFTS, *HUB, *START_UP):
+    if (
+        section in ("kv", "logging")
+        or (section == "distill" and name != "data")
+        or name in (*LOOP, *REQUEST, *SAMPLED, *DRAFTS, *HUB, *START_UP)
+    ):
         assert is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
         return
-    base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
+    small = {name: size for name, size in SMALL.items() if name != "model.num_blocks"} if name in DEPENDS_ON_DEPTH else SMALL
+    base = small | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
     after = build_config({}, {**base, **needed, key: value})
     try:
         before = build_config({}, base | needed)
@@ -350,6 +364,8 @@ def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
         assert lowered_step(dump_config(before)) != lowered_step(dump_config(after))
     elif section in ("model", "moe", "attention"):
         assert before.architecture(17) != after.architecture(17)
+    elif section == "distill":
+        assert before.data_objective != after.data_objective
     elif section == "lora":
         assert before.trained_architecture(17) != after.trained_architecture(17)
     elif section in ("tokenizer", "data"):

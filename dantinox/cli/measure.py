@@ -391,11 +391,15 @@ def plan(options: argparse.Namespace) -> int:
     from dantinox.report.console import steady_progress
     from dantinox.training.resume import trained_vocab_size
     from dantinox.training.step import TrainStep
+    from dantinox.training.teacher import open_teacher
+
+    def make_step(config: Any, model: Any, steps: int, layout: Any) -> TrainStep:
+        return TrainStep(config, model, steps, layout, teacher=open_teacher(config, layout))
 
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
     vocab_size = trained_vocab_size(config)
     with steady_progress() as progress:
-        found = make_plan(topology, config, vocab_size, TrainStep, meshes=options.mesh or (), progress=progress, **sizes)
+        found = make_plan(topology, config, vocab_size, make_step, meshes=options.mesh or (), progress=progress, **sizes)
     return print_result(options, found, lambda width: plan_lines(found, width))
 
 

@@ -25,6 +25,8 @@ from dantinox.config.base import (
     as_tuple,
     field,
 )
+from dantinox.config.depth import resolve_depth
+from dantinox.config.distill_settings import DistillSection, distill_conflicts
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
 from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
@@ -74,10 +76,20 @@ def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
     return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
 
 
+# `distill.data` → the objective with the same data.
+DISTILLED_DATA = {
+    "text": "next_token",
+    "conversations": "sft",
+    "samples": "grpo",
+}
+
 is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
 has_records = Condition("may contain JSON Lines", may_hold_records)
 NEEDS_HUB = Needs(("data.dataset_source", "huggingface"))
-NEEDS_CHAT_OBJECTIVE = Needs(("training.objective", differs("next_token")))  # conversations instead of plain text
+# Conversations instead of plain text. `distill.data` is inactive, so that its default counts, with another objective.
+READS_CONVERSATIONS = one_of("sft", *PREFERENCE_OBJECTIVES, "grpo")
+NEEDS_CONVERSATIONS = Needs(("training.objective", READS_CONVERSATIONS), ("distill.data", differs("text")))
+NEEDS_TEXT = Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text"))
 
 
 class DataSection(Section):
@@ -90,10 +102,10 @@ class DataSection(Section):
     mixture: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), Needs(("data.path", is_list))] = field(
         None, "relative sampling weight of each entry of a path that is a list"
     )
-    chat_template: Annotated[str | None, NEEDS_CHAT_OBJECTIVE] = field(
-        None, "conversations: a Jinja file, plain, bare or chatml (null: that of training.init_from, else plain)"
+    chat_template: Annotated[str | None, NEEDS_CONVERSATIONS] = field(
+        None, "conversations: a Jinja file, plain, bare or chatml (null: that of training.init_from or the teacher, else plain)"
     )
-    packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
+    packing: Annotated[Literal["windows", "best_fit"], *NEEDS_TEXT] = field(
         "windows",
         "windows: windows of consecutive tokens; best_fit: rows of whole documents, split only if they are longer than a row",
     )
@@ -104,7 +116,7 @@ class DataSection(Section):
     text_field: Annotated[
         str,
         Needs(*((f"data.{key}", has_records) for key in ("path", "val_path"))),
-        Needs(("training.objective", "next_token")),
+        *NEEDS_TEXT,
     ] = field("text", "field of a JSON Lines record that holds the text")
     dataset_source: Literal["local", "huggingface"] = field(
         "local", "read path as local files or as Hugging Face datasets (needs the extra `hf`)"
@@ -124,10 +136,11 @@ is_address = Condition("is an address", lambda coordinator: coordinator not in (
 class TrainingSection(Section):
     """Objective, optimizer, evaluation and checkpoints."""
 
-    objective: Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo"] = field(
+    objective: Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo", "distill"] = field(
         "next_token",
         "next_token: predict every token; sft: assistant turns of conversations; dpo, ipo, orpo, simpo: prefer chosen over "
-        "rejected answers; kto: answers labeled desirable or undesirable; grpo: maximize rewards of sampled answers",
+        "rejected answers; kto: answers labeled desirable or undesirable; grpo: maximize rewards of sampled answers; "
+        "distill: imitate a teacher",
     )
     preference_beta: Annotated[Positive | None, Needs(("training.objective", one_of(*PREFERENCE_OBJECTIVES)))] = field(
         None,
@@ -148,6 +161,9 @@ class TrainingSection(Section):
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
+    tokens_per_parameter: Annotated[Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))] = field(
+        None, "with model.depth: training tokens per weight in the layers, which set batch_size and steps (null: 20)"
+    )
     batch_size: Count = field(
         32, "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps"
     )
@@ -190,7 +206,7 @@ class TrainingSection(Section):
         0.0, "decay of a moving average of the weights, which is evaluated, sampled and exported (0: none)"
     )
     grad_clip: NonNegative = field(1.0, "maximum global gradient norm (0: no clipping)")
-    z_loss: Annotated[NonNegative, Needs(("training.objective", one_of("next_token", "sft")))] = field(
+    z_loss: Annotated[NonNegative, Needs(("training.objective", one_of("next_token", "sft", "distill")))] = field(
         0.0, "weight of the penalty on the squared log-normalizer"
     )
     eval_every: Count = field(250, "steps between evaluations")
@@ -288,7 +304,7 @@ class Config(Section):
     Attributes:
       model, moe, attention: the architecture.
       tokenizer, data: the vocabulary and the corpus.
-      training, grpo, lora, distributed, logging: the training run.
+      training, grpo, distill, lora, distributed, logging: the training run.
       generation, router, kv: generation defaults, which a request may override.
 
     Raises:
@@ -311,12 +327,19 @@ class Config(Section):
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
     grpo: GRPOSection = GRPOSection()
+    distill: DistillSection = DistillSection()
     lora: LoraSection = LoraSection()
     distributed: DistributedSection = DistributedSection()
     generation: GenerationSection = GenerationSection()
     router: RouterSection = RouterSection()
     kv: KVSection = KVSection()
     logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_depth(cls, given: Any) -> Any:
+        kinds: dict[str, Any] = {name: field.annotation for name, field in cls.model_fields.items()}
+        return resolve_depth(given, kinds) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> "Config":
@@ -333,6 +356,9 @@ class Config(Section):
             yield "training.grad_accum", f"must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
+        if self.model.depth is not None:  # otherwise `resolve_depth` has replaced it
+            layers = f"got {self.model.depth} and {self.model.num_blocks}"
+            yield "model.depth", f"and model.num_blocks both set the number of layers: leave one of them out, {layers}"
         yield from distributed_conflicts(self.distributed)
         if t.objective in (*PREFERENCE_OBJECTIVES, "grpo") and t.objective != "orpo" and t.init_from is None:
             yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
@@ -357,10 +383,22 @@ class Config(Section):
             yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
         yield from grpo_conflicts(self.grpo, t.objective, self.generation)
         yield from model_conflicts(self.model, self.moe, self.attention)
+        yield from distill_conflicts(self.distill, t.objective)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
         yield from router_conflicts(self.router)
         yield from kv_conflicts(self.kv)
+
+    @property
+    def data_objective(self) -> str:
+        """The objective whose data the training reads: distillation reads those of next_token, sft or grpo."""
+        objective = self.training.objective
+        return DISTILLED_DATA[self.distill.data] if objective == "distill" else objective
+
+    @property
+    def tokenizer_run(self) -> str | None:
+        """The path of the run whose tokenizer and chat template a new run has: `training.init_from`, else the teacher."""
+        return self.training.init_from or (self.distill.teacher if self.training.objective == "distill" else None)
 
     def architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
         """Returns the resolved architecture for a vocabulary of `vocab_size` tokens.

@@ -20,7 +20,9 @@ from dantinox.config.reference import PREREQUISITES, type_in_words
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
 from dantinox.files import UserError, escape_name, quote, read_text
 
-INHERITED_SECTIONS = ("model", "moe", "attention", "tokenizer")  # a run inherits these sections from training.init_from
+# A run inherits these sections from training.init_from, or else the second ones from distill.teacher.
+INHERITED_SECTIONS: tuple[str, ...] = ("model", "moe", "attention", "tokenizer")
+TAUGHT_SECTIONS = ("tokenizer",)
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -178,46 +180,56 @@ def build_training(
 ) -> Config:
     """Validates the settings of a new training run. Model and tokenizer settings default to those of `training.init_from`.
 
+    Without `training.init_from`, tokenizer settings default to those of the run `distill.teacher`.
+
     Raises:
       UserError: as for `build_config`, or a setting contradicts the weights of the run `training.init_from`.
     """
     overrides, where = overrides or {}, where or {}
-    training = tree.get("training")
-    init_from = overrides.get("training.init_from", training.get("init_from") if isinstance(training, dict) else None)
-    file = Path(init_from) / "config.yaml" if isinstance(init_from, str) and "\0" not in init_from else None
-    if not init_from or file is None or not file.is_file():  # the code that reads the weights reports the error
+
+    def given(section: str, name: str) -> object:
+        content = tree.get(section)
+        return overrides.get(f"{section}.{name}", content.get(name) if isinstance(content, dict) else None)
+
+    model_run, sections = given("training", "init_from"), INHERITED_SECTIONS
+    if not model_run and given("training", "objective") == "distill":
+        model_run, sections = given("distill", "teacher"), TAUGHT_SECTIONS
+    file = Path(model_run) / "config.yaml" if isinstance(model_run, str) and model_run and "\0" not in model_run else None
+    if file is None or not file.is_file():  # the code that reads the weights reports the error
         return build_config(tree, overrides, where, source, origin)
     base = load_config(file)
     written = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
-    inherited = {section: getattr(base, section).model_dump(mode="json") for section in INHERITED_SECTIONS}
+    inherited = {section: getattr(base, section).model_dump(mode="json") for section in sections}
     filled = {name: {**inherited.get(name, {}), **(keys or {})} for name, keys in tree.items() if isinstance(keys, dict | None)}
     config, unused = validate_settings({**tree, **inherited, **filled}, overrides, where, source, origin)
-    _check_start(base, config, sorted(written), where | dict.fromkeys(overrides, origin), str(init_from))
+    inherited_keys = sorted(key for key in written if key.partition(".")[0] in sections)
+    _check_start(base, config, inherited_keys, where | dict.fromkeys(overrides, origin), str(model_run))
     warn_inactive({key: reason for key, reason in unused.items() if key in written}, where, source)
     return reset_settings(config, [key for key in unused if key not in written])
 
 
 def inherit_settings(config: Config) -> Config:
-    """Returns `config`, completed by settings of the run `training.init_from` if there is such a run.
+    """Returns `config`, completed by settings of the run `training.init_from`, or of the teacher, if there is such a run.
 
-    Model and tokenizer settings that `config` does not set are copied from that run.
+    Model and tokenizer settings that `config` does not set are copied from that run; of a teacher, only tokenizer settings.
 
     Raises:
       UserError: as for `build_training`.
     """
-    return build_training(config.model_dump(mode="json", exclude_unset=True)) if config.training.init_from else config
+    return build_training(config.model_dump(mode="json", exclude_unset=True)) if config.tokenizer_run else config
 
 
-def _check_start(base: Config, config: Config, keys: Iterable[str], where: Mapping[str, str], init_from: str) -> None:
-    """Raises a UserError if one of the settings `keys` contradicts the weights or the tokenizer of the run `init_from`.
+def _check_start(base: Config, config: Config, keys: Iterable[str], where: Mapping[str, str], source: str) -> None:
+    """Raises a UserError if one of the settings `keys` contradicts the weights or the tokenizer of the run `source`.
 
     Args:
       base: the settings of that run.
+      keys: settings of the sections that are inherited.
     """
     before, after = flatten_config(base), flatten_config(config)
     for key in keys:
         section, _, name = key.partition(".")
-        if section not in INHERITED_SECTIONS or before.get(key) == after.get(key):
+        if before.get(key) == after.get(key):
             continue
         changed = base.model_copy(update={section: getattr(base, section).model_copy(update={name: after[key]})})
         if section == "tokenizer":
@@ -225,7 +237,8 @@ def _check_start(base: Config, config: Config, keys: Iterable[str], where: Mappi
         else:
             contradicts = _weight_fields(changed) != _weight_fields(base)
         if contradicts:
-            conflict = f"{key} is {quote(before[key])} in {init_from}, whose weights the training starts from"
+            role = "whose weights the training starts from" if config.training.init_from else "the teacher"
+            conflict = f"{key} is {quote(before[key])} in {source}, {role}"
             place = f" ({where[key]})" if key in where else ""
             raise UserError(f"{conflict}, got {quote(after[key])}: leave it out{place}", key=key, value=after[key])
 
@@ -299,7 +312,7 @@ def warn_inactive(unused: Mapping[str, str], where: Mapping[str, str], source: s
 
 def check_text(key: str, value: object, where: dict[str, str], source: str) -> None:
     """Raises a UserError for a string with lone surrogates, or for a path that is empty or contains NUL."""
-    is_path = key.endswith("path") or key in ("training.init_from", "kv.calibration", "data.chat_template")
+    is_path = key.endswith("path") or key in ("training.init_from", "distill.teacher", "kv.calibration", "data.chat_template")
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             continue

@@ -30,7 +30,7 @@ from dantinox.measure.program_cost import BYTES_SENT, count_work
 from dantinox.measure.topology import Topology
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import uncompressed_slots
-from dantinox.model.flops import adapter_parameters, attention_flops, matrix_parameters, training_flops
+from dantinox.model.flops import adapter_parameters, attention_flops, forward_flops, matrix_parameters, training_flops
 from dantinox.model.parameters import abstract_model
 from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
 from dantinox.report.tables import Column, human_bytes, human_count, percent, text_table, wrap_lines
@@ -224,19 +224,24 @@ def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
 def training_programs(config: Config, model: ModelConfig, training: MakeTrainStep, layout: Layout) -> Iterator[PlannedProgram]:
     """Yields the optimizer step and the evaluation of a batch; `training` is that of `make_plan`."""
     steps = config.training.steps or SCHEDULE_STEPS
-    for name, (rows, length, program, options) in training(config, model, steps, layout).traced().items():
-        forward = 2 * (matrix_parameters(model) + adapter_parameters(model)) + attention_flops(model, length)
-        flops = rows * length * (training_flops(model, length) if name == "train" else forward) // layout.devices
+    train_step = training(config, model, steps, layout)
+    teacher: Layout | None = None if train_step.teacher is None else train_step.teacher.layout
+    for name, (rows, length, program, options) in train_step.traced().items():
+        forward = forward_flops(model, length)
+        per_token = training_flops(model, length) if name == "train" else forward
+        per_token += 0 if teacher is None else forward_flops(teacher.model, length)
+        flops = rows * length * per_token // layout.devices
         layers = rows * length * (forward - 2 * model.dim * model.vocab_size) // layout.devices
         again = layers if name == "train" and model.remat == "full" else 0
         # On one device, evaluation reads only some rows of the embedding table. A sharded table is communicated and counts
         # completely.
-        (state, batch, base), _ = program.in_avals
+        (state, batch, base, taught), _ = program.in_avals
         weights = getattr(state, "parameters", state) | base
         table = tree_bytes([leaf for path, leaf in weights.items() if path.partition("/")[0] == "embed"])
         untouched = 0 if name == "train" or model.weight_tying or layout.mesh else table
         traffic = (
             layout.bytes_per_device((state, base))
+            + (0 if teacher is None else teacher.bytes_per_device(taught))
             + tree_bytes(batch) // (layout.batch_shards * layout.row_shards)
             + layout.bytes_per_device(program.out_info)
             - untouched

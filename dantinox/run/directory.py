@@ -208,13 +208,14 @@ def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:
     return run
 
 
-def open_base(init_from: str | None, run: RunDirectory | None = None) -> RunDirectory:
-    """Opens the run whose weights initialize a training run.
+def open_base(init_from: str | None, run: RunDirectory | None = None, role: str = "base") -> RunDirectory:
+    """Opens the run whose weights initialize a training run, or the teacher of a training run.
 
     Args:
       init_from: the path of the base run.
       run: the run that was trained from the base. If nothing exists at `init_from`, the base is looked up by its name in the
         directory that contains this run.
+      role: the role of the base, for messages.
 
     Raises:
       UserError: the base run is missing or damaged.
@@ -223,7 +224,7 @@ def open_base(init_from: str | None, run: RunDirectory | None = None) -> RunDire
     if run is not None and not base.is_dir():
         sibling = run.path.parent / base.name
         if not sibling.is_dir():
-            raise UserError(f"the base of {run.path} is missing: there is no run at {init_from} or {sibling}")
+            raise UserError(f"the {role} of {run.path} is missing: there is no run at {init_from} or {sibling}")
         base = sibling
     return open_run(base)
 

@@ -96,7 +96,7 @@ def prepare_data(
     Raises:
       UserError: there is no corpus, it is invalid or too small, or the directory cannot be written.
     """
-    directory, objective = Path(directory), config.training.objective
+    directory, objective = Path(directory), config.data_objective
     with fetch_datasets(config.data, directory, all_fields=objective != "next_token") as data:
         config = config.model_copy(update={"data": data})
         if objective == "next_token":

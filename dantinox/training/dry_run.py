@@ -19,6 +19,7 @@ from dantinox.training.resume import starting_tokenizer, total_steps
 from dantinox.training.rewards import build_rewards
 from dantinox.training.rollout_source import rollout_length
 from dantinox.training.step import Metrics, Programs, TrainStep, rows_per_step, select_rows, updates_per_step
+from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import make_sampler
 from dantinox.training.training_log import duration_line
 
@@ -73,7 +74,8 @@ def benchmark_step(
     steps = config.training.steps or max(DEFAULT_STEPS, config.training.warmup_steps or 0)
     model = config.trained_architecture(vocab_size)
     layout = make_layout(config, model)
-    train_step = TrainStep(config, model, steps, layout, length=length)
+    teacher = open_teacher(config, layout)
+    train_step = TrainStep(config, model, steps, layout, length=length, teacher=teacher)
     programs = Programs(train_step)
     note(programs.memory.line())
     check_memory(programs.memory, config)
@@ -83,10 +85,11 @@ def benchmark_step(
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
     base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
     state = train_step.initial_state(frozen=base)
+    taught = {} if teacher is None else teacher.load_weights()
 
     def step() -> Metrics:
         nonlocal state
-        state, metrics = programs.train(state, batch, base)
+        state, metrics = programs.train(state, batch, base, taught)
         return metrics
 
     return step

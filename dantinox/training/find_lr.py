@@ -18,6 +18,7 @@ from dantinox.training.launch import base_template
 from dantinox.training.reference_logprobs import compute_reference_logprobs
 from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import TrainStep
+from dantinox.training.teacher import open_teacher
 
 SMOOTHING = 0.9  # decay of the running mean of the losses, which is bias-corrected
 DIVERGENCE_RATIO = 1.5  # training has diverged above this multiple of the lowest smoothed loss
@@ -60,6 +61,8 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         raise UserError(f"--tries must be at least 10, got {steps}")
     if config.training.objective == "grpo":
         raise UserError("find-lr compares losses, so it does not support training.objective: grpo, which maximizes rewards")
+    if config.data_objective == "grpo":
+        raise UserError("find-lr compares losses of the same data, so it does not support distill.data: samples")
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
         tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
         model, t = config.trained_architecture(tokenizer.vocab_size), config.training
@@ -71,18 +74,19 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
             )
 
         layout = make_layout(config, model)
-        train = TrainStep(config, model, steps, layout, factor)
+        teacher = open_teacher(config, layout, tokenizer.fingerprint)
+        train = TrainStep(config, model, steps, layout, factor, teacher=teacher)
         weights = starting_weights(config, model, tokenizer.fingerprint)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)
+        taught = {} if teacher is None else teacher.load_weights()
         state = train.initial_state(weights, base)
         if isinstance(store, ConversationStore) and train.objective.has_reference:
             store.reference = compute_reference_logprobs(store, model, layout, t.batch_size, state.parameters, base)
         key = "muon_lr" if t.optimizer == "muon" else "lr"
         losses, rates = [], []
         for step in range(steps):
-            state, metrics = train.program(
-                state, layout.put_batch(partial(store.batch, step), t.batch_size, t.grad_accum), base
-            )
+            batch = layout.put_batch(partial(store.batch, step), t.batch_size, t.grad_accum)
+            state, metrics = train.program(state, batch, base, taught)
             losses.append(float(metrics.loss))
             rates.append(float(metrics.rates[key]))
             if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGENCE_RATIO * min(losses)):

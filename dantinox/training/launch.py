@@ -42,6 +42,8 @@ from dantinox.training.loop import train
 from dantinox.training.memory import keep_freed_memory
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
 from dantinox.training.rewards import build_rewards
+from dantinox.training.step import rows_per_step
+from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import Sampler, make_sampler
 
 PreparedRun = tuple[Config, Tokenizer, TokenStore, Sampler | None]
@@ -130,10 +132,11 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
         tokenizer, store = prepare_data(config, run.data, starting_tokenizer(config), console.stage, template)
         total_steps(config, store.windows_per_epoch)  # report invalid steps here
         chat = None
-        if config.training.objective != "next_token":
+        if config.data_objective != "next_token":
             chat = ChatTemplate.from_name(config.data.chat_template or template, tokenizer)
             tokenizer = _add_stop_tokens(tokenizer, chat)
         sample = make_sampler(config, tokenizer)
+        open_teacher(config, make_layout(config, config.trained_architecture(tokenizer.vocab_size)), tokenizer.fingerprint)
         record_files(run.path, run.tokens())
         save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
         if config.training.init_from is not None:
@@ -153,8 +156,8 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
 
 
 def base_template(config: Config) -> str:
-    """Returns the chat template for a null `data.chat_template`: the one of `training.init_from`, else `plain`."""
-    base = RunDirectory(config.training.init_from).chat_template if config.training.init_from else None
+    """Returns the chat template for a null `data.chat_template`: that of the run that provides the tokenizer, else `plain`."""
+    base = RunDirectory(config.tokenizer_run).chat_template if config.tokenizer_run else None
     return str(base) if base is not None and base.is_file() else "plain"
 
 
@@ -212,7 +215,8 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
     epochs, rows = tokens / store.train.tokens, f"{t.batch_size} × {m.max_context} tokens"
     if isinstance(store, PromptStore):
-        answers = f"{t.batch_size} prompts with {config.grpo.samples} answers of at most {store.answer_tokens} tokens each"
+        samples = rows_per_step(config) // t.batch_size
+        answers = f"{t.batch_size} prompts with {samples} answers of at most {store.answer_tokens} tokens each"
         text = f"{human_count(store.train.documents)} training prompts, {human_count(store.val.documents)} for validation"
         text += f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
         epochs, rows = steps * t.batch_size / store.windows_per_epoch, answers
@@ -225,13 +229,17 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     if lora is not None:
         on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} are frozen, in {lora.held}"
         adapters = [("adapters", f"rank {lora.rank}, scale {lora.scale:g}{', DoRA' * lora.dora}, {on}")]
+    if t.objective == "distill":
+        d = config.distill
+        tokens_compared = "all tokens" if d.top_k is None else f"its {d.top_k} most probable tokens"
+        adapters.append(("teacher", f"{d.teacher}, {d.divergence} of {tokens_compared}, temperature {d.temperature:g}"))
     yield table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {feed_forward}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, vocabulary of {tokenizer.vocab_size}"),
         ("text", text),
         ("training", f"{steps} steps of {rows}, {epochs:.2f} epochs"),
         *adapters,
-        ("optimizer", f"{t.optimizer}, {t.schedule} schedule, seed {t.seed}"),
+        ("optimizer", f"{t.optimizer}, lr {t.lr:g}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip
     if t.steps is None and steps < MIN_STEPS:
         rows = f"{store.windows_per_epoch} rows, {t.batch_size} per step"

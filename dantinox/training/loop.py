@@ -21,7 +21,7 @@ Threads pass results through `Future`s. The only lock is the lock file of the ru
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,8 +45,10 @@ from dantinox.training.reference_logprobs import compute_reference_logprobs, loa
 from dantinox.training.results import export_weights, write_answers, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.rollout_source import RolloutBatches, rollout_length
+from dantinox.training.sampled_batches import SampledBatches
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.step import Programs, TrainState, TrainStep, select_rows, updates_per_step
+from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import Sampler, build_sampling_model
 from dantinox.training.training_log import NonFiniteLoss, TrainingLog
 
@@ -114,18 +116,22 @@ class Trainer:
         self.steps = total_steps(config, store.windows_per_epoch)
         self.model = config.trained_architecture(tokenizer.vocab_size)
         self.layout = make_layout(config, self.model)
+        self.teacher = open_teacher(config, self.layout, tokenizer.fingerprint, run)
         length = rollout_length(config, store.longest) if isinstance(store, PromptStore) else None
         self.updates = updates_per_step(config)
-        self.train_step = TrainStep(config, self.model, self.steps, self.layout, length=length)
+        self.train_step = TrainStep(config, self.model, self.steps, self.layout, length=length, teacher=self.teacher)
         self.facts = run_facts(config, tokenizer.fingerprint, self.layout, run)
-        self.log = TrainingLog(config, self.model, self.layout, run, console, self.train_step.tokens)
+        taught_by = None if self.teacher is None else self.teacher.model
+        self.log = TrainingLog(config, self.model, self.layout, run, console, self.train_step.tokens, taught_by)
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
         self.stop_sync = StopSync()
         self.step, self.progress = 0, TrainingProgress()
         self.state: TrainState
         self.on_cpu = get_platform().name == "cpu"
         self.frozen: Parameters = {}  # the frozen weights under adapters
+        self.taught: Parameters = {}  # the weights of the teacher
         self.rollouts: RolloutBatches | None = None
+        self.sampled: SampledBatches | None = None
         self.tokenizer = tokenizer
         self.val_loss: float | None = None  # of the current step; in training with rewards, the mean reward times -1
         self.saved_step: int | None = None
@@ -141,6 +147,8 @@ class Trainer:
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
         self.frozen = frozen_weights(self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run)
+        if self.teacher is not None:
+            self.taught = self.teacher.load_weights()
         if not restored:
             self._init_state()
         if isinstance(self.store, ConversationStore) and self.train_step.objective.has_reference:
@@ -151,7 +159,10 @@ class Trainer:
         if isinstance(self.store, PromptStore):
             read = partial(starting_weights, self.config, self.model, self.facts["tokenizer_sha256"])
             is_stopped = lambda: self.stop.signal is not None  # noqa: E731
-            self.rollouts = RolloutBatches(self.train_step, self.store, self.tokenizer, self.frozen, read, is_stopped)
+            if self.teacher is None:
+                self.rollouts = RolloutBatches(self.train_step, self.store, self.tokenizer, self.frozen, read, is_stopped)
+            else:
+                self.sampled = SampledBatches(self.train_step, self.store, self.tokenizer, self.frozen, is_stopped)
         if self.on_cpu:
             release_free_memory()
         self.log.files.truncate(self.step)
@@ -181,9 +192,10 @@ class Trainer:
     def _open_batches(self) -> BatchSource:
         """Returns the source of the batches from the current step on."""
         t, skipped = self.config.training, self.progress.skipped_batches
-        if self.rollouts is not None:
-            self.rollouts.skipped_batches = skipped
-            return self.rollouts
+        source = self.rollouts or self.sampled
+        if source is not None:
+            source.skipped_batches = skipped
+            return source
 
         def read(step: int) -> Batch:
             return self.layout.put_batch(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
@@ -240,7 +252,7 @@ class Trainer:
             except SamplingInterrupted:
                 self._stop_if_requested()
             for _ in range(self.updates):
-                self.state, metrics = self.programs.train(self.state, batch, self.frozen)
+                self.state, metrics = self.programs.train(self.state, batch, self.frozen, self.taught)
             self.step += 1
             self.val_loss = None
             if self.rollouts is not None:
@@ -293,8 +305,9 @@ class Trainer:
             mean = _mean(self.state.loss_since_eval)
             self.log.check(self.step, mean)
             self.state = self.state._replace(loss_since_eval=self._zeros())
-            per_token = self.train_step.objective.per_token
-            bits = loss / math.log(2) / self.store.val_bytes_per_token if per_token else None
+            per_token, nats = self.train_step.objective.per_token, metrics.get("val_data_loss", loss)
+            has_text = per_token and self.sampled is None
+            bits = nats / math.log(2) / self.store.val_bytes_per_token if has_text else None
             row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
             if self.rollouts is not None:
                 rewards = {"reward": _mean(self.progress.rewards_since_eval), "val_reward": metrics.pop("val_reward")}
@@ -311,18 +324,27 @@ class Trainer:
         Returns:
           The loss, and the metrics of the objective with the prefix `val_`. The loss is None if a stop signal arrived.
         """
-        nats, count, metrics = 0.0, 0.0, None
-        for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
-            rows = self.layout.put_batch(partial(select_rows, batch), self.programs.eval_rows)
-            part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen))
-            nats, count = nats + float(part.nats), count + float(part.num_targets)
-            if part.metrics is not None:
-                metrics = np.asarray(part.metrics, np.float64) + (0 if metrics is None else metrics)
-            self.stop.signal = all_reduce_max(self.stop.signal or 0) or None
-            if self.stop.signal is not None:
-                return None, {}
+        nats, count, metrics, rows = 0.0, 0.0, None, self.programs.eval_rows
+        try:
+            for batch in self._validation_batches(rows):
+                placed = self.layout.put_batch(partial(select_rows, batch), rows)
+                part = jax.device_get(self.programs.evaluate(self.state.weights, placed, self.frozen, self.taught))
+                nats, count = nats + float(part.nats), count + float(part.num_targets)
+                if part.metrics is not None:
+                    metrics = np.asarray(part.metrics, np.float64) + (0 if metrics is None else metrics)
+                self.stop.signal = all_reduce_max(self.stop.signal or 0) or None
+                if self.stop.signal is not None:
+                    return None, {}
+        except SamplingInterrupted:
+            return None, {}
         means = None if metrics is None else metrics / count
         return nats / count, self.train_step.objective.named_metrics(means, "val_")
+
+    def _validation_batches(self, rows: int) -> Iterator[Any]:
+        """Yields the validation batches of `rows` rows."""
+        if self.sampled is not None:
+            return self.sampled.validation(self.state, rows)
+        return self.store.validation(rows, self.config.training.eval_tokens)
 
     def _write_sample(self, sample: Sampler) -> None:
         """Writes a text sample. A failure is only noted on the console, since training does not depend on samples."""

@@ -31,6 +31,7 @@ class MemoryPlan:
       frozen: frozen weights, in addition to `parameters`.
       frozen_count: number of frozen weights.
       resident: memory that the process already uses for libraries and compiled programs (CPU only).
+      teacher: frozen weights of a teacher.
     """
 
     parameters: int
@@ -40,6 +41,7 @@ class MemoryPlan:
     frozen: int = 0
     frozen_count: int = 0
     resident: int = 0
+    teacher: int = 0
 
     def line(self) -> str:
         """Returns parameters, optimizer state, estimated peak and free memory in one line."""
@@ -49,12 +51,14 @@ class MemoryPlan:
         if self.frozen:
             parameters = f"{human_count(count + self.frozen_count)} parameters, {human_count(count)} of them trained"
             weights = f"weights {human_bytes(self.frozen)}, adapters {human_bytes(self.parameters)}"
+        if self.teacher:
+            weights += f", teacher {human_bytes(self.teacher)}"
         peak = human_bytes(self.peak + self.resident)
         return f"{parameters}: {weights}, optimizer {human_bytes(self.optimizer)}, estimated peak {peak}{free}"
 
 
-def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int = 0) -> MemoryPlan:
-    """Returns the memory plan of a compiled step; `state` and `frozen` are its arguments, as arrays or shapes."""
+def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int = 0, teacher: Any = ()) -> MemoryPlan:
+    """Returns the memory plan of a compiled step; `state`, `frozen` and `teacher` are its arguments, as arrays or shapes."""
     device = jax.local_devices()[0]
     peak, available = memory_usage(compiled).peak, available_bytes(device)
     if available is not None and device.platform == "cpu":
@@ -63,9 +67,8 @@ def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int =
     if device.platform == "cpu":
         release_free_memory()
         resident = int((used_gb() or 0) * 1e9)
-    return MemoryPlan(
-        tree_bytes(state.parameters), tree_bytes(state.optimizer), peak, available, tree_bytes(frozen), frozen_count, resident
-    )
+    trained, moments, held, taught = (tree_bytes(tree) for tree in (state.parameters, state.optimizer, frozen, teacher))
+    return MemoryPlan(trained, moments, peak, available, held, frozen_count, resident, taught)
 
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:

@@ -13,6 +13,7 @@ from flax import nnx
 from dantinox.config import Config
 from dantinox.model import Transformer
 from dantinox.text import Batch, LabeledCompletions, Preferences
+from dantinox.training.distillation import distill_losses
 from dantinox.training.policy_objective import POLICY_METRICS, grpo_losses
 from dantinox.training.preference_objectives import (
     KTO_METRIC_WEIGHTS,
@@ -44,7 +45,8 @@ class Objective(NamedTuple):
       conversations: number of conversations in an example, each with its own row of tokens.
       per_token: whether the loss is a mean over target tokens, for which bits per byte are defined.
       has_validation_loss: whether the loss of validation batches is computed. If not, rewards are evaluated.
-      metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs.
+      metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs. The mean −ln p of target tokens is
+        called `data_loss`, if it is not the loss.
       metric_weights: metric → the metric whose mean divides its mean, for a mean over some examples of the batch.
       has_reference: whether batches contain log-probabilities under the model that training starts from.
       kl_sums: returns the sum and the number of the terms of a KL divergence. It is estimated over the whole batch before the
@@ -138,6 +140,11 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "orpo": on_pairs(orpo, has_reference=False),
     "simpo": on_pairs(simpo, has_reference=False),
+    "distill": TOKENS._replace(
+        losses=lambda model, taught, config, rngs: distill_losses(model, taught, config.distill, rngs=rngs),
+        metrics=("kl", "data_loss"),
+        event="distillation",
+    ),
     "grpo": Objective(
         lambda model, rollout, config, rngs: grpo_losses(model, rollout, config, rngs=rngs),
         count_answers,

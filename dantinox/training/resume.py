@@ -60,12 +60,15 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
 def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirectory | None = None) -> dict[str, Any]:
     """Returns the facts that a checkpoint records about its origin.
 
-    They include the digest of the base weights if a resumed run reads these again: for adapters, and as the reference of a KL
-    penalty.
+    These include the digests of frozen weights that a resumed run reads again: of the base weights of adapters and of a KL
+    penalty, and of a teacher.
     """
-    reads_base = config.lora.rank is not None or (config.training.objective == "grpo" and config.grpo.kl_weight > 0)
-    base = {"base_sha256": weights_digest(open_base(config.training.init_from, run))} if reads_base else {}
-    return base | {
+    frozen = {}
+    if config.lora.rank is not None or (config.training.objective == "grpo" and config.grpo.kl_weight > 0):
+        frozen["base_sha256"] = weights_digest(open_base(config.training.init_from, run))
+    if config.training.objective == "distill":
+        frozen["teacher_sha256"] = weights_digest(open_base(config.distill.teacher, run, "teacher"))
+    return frozen | {
         "devices": layout.describe(),
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         "tokenizer_sha256": fingerprint,
@@ -77,13 +80,17 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     """Compares a checkpoint's facts with those of this process and returns notes about differences.
 
     Raises:
-      UserError: the tokenizer differs, or the run reads its base weights again and they differ.
+      UserError: the tokenizer, the base weights that the run reads again, or the weights of the teacher differ.
     """
-    if (old := saved.get("base_sha256")) != (new := now.get("base_sha256")):
-        raise UserError(
-            f"the checkpoint was trained on weights {str(old)[:12]} (training.init_from), but that run now has "
-            f"{str(new)[:12]}: restore its original weights"
-        )
+    for fact, relation, key in (
+        ("base_sha256", "on weights", "training.init_from"),
+        ("teacher_sha256", "with a teacher of weights", "distill.teacher"),
+    ):
+        if (old := saved.get(fact)) != (new := now.get(fact)):
+            raise UserError(
+                f"the checkpoint was trained {relation} {str(old)[:12]} ({key}), but that run now has "
+                f"{str(new)[:12]}: restore its original weights"
+            )
     old, new = saved.get("tokenizer_sha256"), now["tokenizer_sha256"]
     if old != new:
         raise UserError(f"the checkpoint was trained with tokenizer {str(old)[:12]}, the run directory now has {new[:12]}")
@@ -102,14 +109,16 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
 
 
 def starting_tokenizer(config: Config) -> Tokenizer | None:
-    """Returns the tokenizer of the run `training.init_from`; None if that is not set or the settings name a tokenizer file.
+    """Returns the tokenizer of the run `training.init_from`, or else of the teacher.
+
+    Returns None if there is no such run, or if the settings name a tokenizer file.
 
     Raises:
       UserError: the run does not exist.
     """
-    if config.training.init_from is None:
+    if config.tokenizer_run is None:
         return None
-    source = open_base(config.training.init_from)
+    source = open_base(config.tokenizer_run)
     has_own_file = config.tokenizer.tokenizer_type == "file" and config.tokenizer != load_run_config(source).tokenizer
     return None if has_own_file else Tokenizer.load(source.tokenizer)
 
@@ -121,16 +130,26 @@ def trained_vocab_size(config: Config) -> int:
 
 
 def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> dict[str, np.ndarray] | None:
-    """Returns the weights of the run `training.init_from` in host memory.
+    """Returns the weights of the run `training.init_from`, or with `distill.init_from_teacher` of the teacher's layers.
 
-    Returns None if the trained parameters are freshly initialized: without `training.init_from`, and for adapters.
+    Returns None if the trained parameters are freshly initialized: without these settings, and for adapters.
+
+    Returns:
+      The weights in host memory.
 
     Raises:
       UserError: that run has another tokenizer or architecture.
     """
-    if config.training.init_from is None or model.lora is not None:
+    if config.training.objective == "distill" and config.distill.init_from_teacher:
+        source = open_base(config.distill.teacher)
+        check_tokenizer("distill.teacher", source, fingerprint)
+        weights = _select_layers(source, model)
+    elif config.training.init_from is None or model.lora is not None:
         return None
-    weights = _load_source_weights(config, model, fingerprint, None, lambda _, array: np.array(array, np.float32))
+    else:
+        source = open_base(config.training.init_from)
+        check_tokenizer("training.init_from", source, fingerprint)
+        weights = _load_weights(source, model, lambda _, array: np.array(array, np.float32))
     return stack_layers(weights, model) if model.scan_layers else weights
 
 
@@ -147,6 +166,14 @@ def frozen_weights(
     """
     if model.lora is None:
         return {}
+    source = open_base(config.training.init_from, run)
+    check_tokenizer("training.init_from", source, fingerprint)
+    return load_frozen_weights(source, layout)
+
+
+def load_frozen_weights(source: RunDirectory, layout: Layout) -> Parameters:
+    """Returns the weights of a run on the devices of a layout, in the dtypes that the model of the layout prescribes."""
+    model = layout.model
     shapes = abstract_model(replace(model, scan_layers=False))[1]
     on_host = model.scan_layers or layout.mesh is not None  # else arrays go to the device one by one, to save host memory
 
@@ -154,22 +181,53 @@ def frozen_weights(
         parts = to_frozen_dtype(name, array, shapes)
         return parts if on_host else layout.put_parameters(parts)
 
-    read = _load_source_weights(config, replace(model, lora=None), fingerprint, run, place)
+    read = _load_weights(source, replace(model, lora=None), place)
     weights = {name: array for parts in read.values() for name, array in parts.items()}
     if not on_host:
         return weights
     return layout.put_parameters(stack_layers(weights, model) if model.scan_layers else weights)
 
 
-def _load_source_weights(
-    config: Config, model: ModelConfig, fingerprint: str, run: RunDirectory | None, place: Callable[[str, np.ndarray], Any]
-) -> dict[str, Any]:
-    source = open_base(config.training.init_from, run)
+def check_tokenizer(key: str, source: RunDirectory, fingerprint: str) -> None:
+    """Raises a UserError if the run that the setting `key` names has another tokenizer than the run that is trained."""
     other = hashlib.sha256(source.tokenizer.read_bytes()).hexdigest() if source.tokenizer.is_file() else None
     if other is not None and other != fingerprint:
         raise UserError(
-            f"training.init_from: the run {source.path} has tokenizer {other[:12]}, this run has {fingerprint[:12]}: "
-            f"remove the tokenizer settings to use the tokenizer of that run"
+            f"{key}: the run {source.path} has tokenizer {other[:12]}, this run has {fingerprint[:12]}: "
+            "remove other settings that choose the tokenizer, to use the tokenizer of that run"
         )
+
+
+def _load_weights(source: RunDirectory, model: ModelConfig, place: Callable[[str, np.ndarray], Any]) -> dict[str, Any]:
     _, shapes = abstract_model(replace(model, scan_layers=False))
     return load_run_weights(source, load_run_config(source), shapes, model.vocab_size, place)
+
+
+def _select_layers(source: RunDirectory, model: ModelConfig) -> dict[str, np.ndarray]:
+    """Returns weights of a run for a model of L layers, with layer ⌊i · depth of the run / L⌋ as layer i.
+
+    Sanh et al. 2019 ("DistilBERT", section 3) start from every second layer of a teacher.
+
+    Raises:
+      UserError: the model has more layers than the run, or a weight of another shape.
+    """
+    deeper = replace(load_run_config(source).architecture(model.vocab_size, model.platform), scan_layers=False)
+    arrays = _load_weights(source, deeper, lambda _, array: array)
+    selected = {}
+    for name, leaf in abstract_model(replace(model, scan_layers=False))[1].items():
+        head, _, rest = name.partition("/")
+        layer, _, inner = rest.partition("/")
+        from_name = f"blocks/{int(layer) * deeper.num_blocks // model.num_blocks}/{inner}" if head == "blocks" else name
+        array = arrays.get(from_name)
+        if model.num_blocks > deeper.num_blocks or array is None or array.shape != leaf.shape:
+            found = (
+                f"{deeper.num_blocks} layers"
+                if array is None
+                else f"{deeper.num_blocks} layers and {from_name} of {array.shape}"
+            )
+            raise UserError(
+                f"distill.init_from_teacher: the teacher {source.path} has {found}, and this model {model.num_blocks} layers "
+                f"and {name} of {leaf.shape}: only the number of layers may be smaller"
+            )
+        selected[name] = np.array(array, np.float32)
+    return selected

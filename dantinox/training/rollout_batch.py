@@ -1,5 +1,6 @@
 """`Rollout`: a batch of sampled answers with their advantages, the batch of policy optimization."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -49,6 +50,20 @@ def abstract_rollout(rows: int, length: int) -> Rollout:
 def count_answers(rollout: Rollout) -> jax.Array:
     """Returns the number of rows with an answer, which is the divisor of the loss."""
     return jnp.sum(jnp.any(rollout.mask_RT > 0, axis=1).astype(jnp.float32))
+
+
+def answer_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int, pad_id: int = 0) -> Batch:
+    """Returns rows of `length` tokens for pairs of the tokens of a prompt and of its answer.
+
+    All tokens of an answer are targets, including the token that ended it.
+    """
+    tokens_RT, targets_RT = (np.full((len(pairs), length), pad_id, np.int32) for _ in range(2))
+    mask_RT = np.zeros((len(pairs), length), np.float32)
+    for row, (prompt, answer) in enumerate(pairs):
+        ids = (*prompt, *answer)
+        tokens_RT[row, : len(ids) - 1], targets_RT[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        mask_RT[row, len(prompt) - 1 : len(ids) - 1] = 1
+    return Batch(tokens_RT, targets_RT, np.zeros_like(tokens_RT), mask_RT)
 
 
 def token_weights(mask_RT: np.ndarray, normalization: Normalization, max_new_tokens: int) -> np.ndarray:

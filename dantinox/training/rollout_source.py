@@ -17,7 +17,7 @@ from dantinox.training.batch_source import SamplingInterrupted
 from dantinox.training.policy_loss import group_advantages
 from dantinox.training.policy_objective import answer_logprobs
 from dantinox.training.rewards import build_rewards
-from dantinox.training.rollout_batch import Rollout, token_weights
+from dantinox.training.rollout_batch import Rollout, answer_rows, token_weights
 from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
 from dantinox.training.step import TrainState, TrainStep, make_reference_step, select_rows
 
@@ -55,18 +55,14 @@ def rollout_rows(groups: Sequence[Group], length: int, config: Config, pad_id: i
 
     All tokens of an answer are targets, including the token that ended it. `reference_RT` is zero.
     """
-    pairs = [(group.prompt, answer) for group in groups for answer in group.answers]
-    tokens_RT, targets_RT = (np.full((len(pairs), length), pad_id, np.int32) for _ in range(2))
-    mask_RT, sampled_RT = (np.zeros((len(pairs), length), np.float32) for _ in range(2))
-    for row, (prompt, answer) in enumerate(pairs):
-        ids, first = (*prompt.ids, *answer.ids), len(prompt.ids) - 1
-        tokens_RT[row, : len(ids) - 1], targets_RT[row, : len(ids) - 1] = ids[:-1], ids[1:]
-        mask_RT[row, first : len(ids) - 1] = 1
-        sampled_RT[row, first : len(ids) - 1] = answer.logprobs
+    pairs = [(group.prompt.ids, answer) for group in groups for answer in group.answers]
+    tokens_RT, targets_RT, segments_RT, mask_RT = answer_rows([(ids, answer.ids) for ids, answer in pairs], length, pad_id)
+    sampled_RT = np.zeros_like(mask_RT)
+    sampled_RT[mask_RT > 0] = np.concatenate([answer.logprobs for _, answer in pairs])
     options = config.grpo.options
     advantages_GN = group_advantages(np.stack([group.rewards_N for group in groups]), options.advantage)
     weights_RT = token_weights(mask_RT, options.normalization, config.generation.max_new_tokens)
-    segments_RT, reference_RT = np.zeros_like(tokens_RT), np.zeros_like(mask_RT)
+    reference_RT = np.zeros_like(mask_RT)
     rollout = Rollout(tokens_RT, targets_RT, segments_RT, mask_RT, weights_RT, advantages_GN.reshape(-1), reference_RT)
     return rollout, sampled_RT
 

@@ -26,6 +26,7 @@ from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import OBJECTIVES, Objective
 from dantinox.training.optimizer import EMAState, Schedule, optimizer, schedule
 from dantinox.training.preference_objectives import pair_logprobs
+from dantinox.training.teacher import Teacher
 from dantinox.training.token_losses import LossSums
 
 EVAL_TOKENS_PER_CALL = 8192
@@ -101,6 +102,7 @@ class TrainStep:
       layout: layout of the devices that share the step; None: one device.
       factor: maps the step to a factor on the peak learning rates; None: `training.schedule`.
       length: tokens per row; None: `model.max_context`.
+      teacher: the teacher, if the objective is distill.
 
     Attributes:
       rows: the rows of a batch, over all devices.
@@ -116,8 +118,9 @@ class TrainStep:
         layout: Layout | None = None,
         factor: Schedule | None = None,
         length: int | None = None,
+        teacher: Teacher | None = None,
     ):
-        self.config, self.model, self.layout = config, model, layout or Layout(model)
+        self.config, self.model, self.layout, self.teacher = config, model, layout or Layout(model), teacher
         self.objective = OBJECTIVES[config.training.objective]
         self.rows, self.length = rows_per_step(config), length or config.model.max_context
         if (updates := updates_per_step(config)) > 1:
@@ -179,18 +182,24 @@ class TrainStep:
 
     @cached_property
     def program(self) -> Any:
-        """The step as a jitted function: (donated state, batch, frozen weights) → (next state, metrics)."""
+        """The step as a jitted function: (donated state, batch, frozen weights, teacher's weights) → (next state, metrics)."""
         shardings = None if self.layout.mesh is None else (self.layout.shardings(self.shapes), self.layout.replicated)
         return jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
 
-    def _step(self, state: TrainState, batch: Batch, base: Parameters = {}) -> tuple[TrainState, Metrics]:  # noqa: B006
+    def _step(
+        self,
+        state: TrainState,
+        batch: Batch,
+        base: Parameters = {},  # noqa: B006
+        taught: Parameters = {},  # noqa: B006
+    ) -> tuple[TrainState, Metrics]:
         training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
         replicated, trained = PartitionSpec(), trainable_parameters(layout.specs, model)
-        inputs = trained, layout.batch_spec, replicated, frozen_parameters(layout.specs, model)
+        inputs = trained, layout.batch_spec, replicated, frozen_parameters(layout.specs, model), _specs(self.teacher)
         outputs = trained, replicated, replicated, replicated
         gradient = layout.shard_map(self._gradient, inputs, outputs)
-        gradients, loss, counts_LE, metrics = gradient(state.parameters, batch, key, base)
+        gradients, loss, counts_LE, metrics = gradient(state.parameters, batch, key, base, taught)
         updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
@@ -206,7 +215,7 @@ class TrainStep:
         return next_state, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, metrics)
 
     def _gradient(
-        self, parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters
+        self, parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters, taught: Parameters
     ) -> tuple[Parameters, jax.Array, jax.Array | None, jax.Array | None]:
         """Computes the gradients of the mean loss of a batch on the shards of one device.
 
@@ -221,7 +230,8 @@ class TrainStep:
         def mean_loss(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
             built = layout.build_model(build, parameters | base)
             enable_dropout(built, key)
-            total = self.objective.losses(built, part, self.config, nnx.Rngs(dropout=key))
+            lesson = part if self.teacher is None else self.teacher.teach(part, taught)
+            total = self.objective.losses(built, lesson, self.config, nnx.Rngs(dropout=key))
             loss = total.nats + t.z_loss * total.penalty
             if total.routing is None:
                 return loss / count, (total.nats, None, total.metrics)
@@ -251,7 +261,8 @@ class TrainStep:
         if validation_rows is not None:
             eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)
         base = layout.place_shapes(frozen_parameters(layout.shapes, model))
-        train = self.program.trace(self.shapes, layout.place_batch(self.abstract_batch(rows)), base)
+        taught = {} if self.teacher is None else self.teacher.shapes
+        train = self.program.trace(self.shapes, layout.place_batch(self.abstract_batch(rows)), base, taught)
         platform = get_platform(model.platform)
         options = platform.compiler_options(tree_bytes(abstract_model(replace(model, lora=None))[1]))
         if t.deterministic and platform.name == "gpu":
@@ -259,7 +270,9 @@ class TrainStep:
         programs = {"train": TracedProgram(rows, length, train, options)}
         if self.objective.has_validation_loss:
             eval_batch = layout.place_batch(self.abstract_batch(eval_rows))
-            evaluation = make_eval_step(model, layout, config).trace(self.shapes.parameters, eval_batch, base)
+            evaluation = make_eval_step(model, layout, config, self.teacher).trace(
+                self.shapes.parameters, eval_batch, base, taught
+            )
             programs["evaluation"] = TracedProgram(eval_rows, length, evaluation, options)
         return programs
 
@@ -328,27 +341,39 @@ def add_kl(objective: Objective, build: Callable[[], Transformer], batch: Any, l
     return batch._replace(kl_P=jnp.full_like(batch.kl_P, kl))
 
 
-def make_eval_step(model: ModelConfig, layout: Layout | None = None, config: Config = Config()) -> Any:  # noqa: B008 (frozen)
+def _specs(teacher: Teacher | None) -> dict[str, PartitionSpec]:
+    """Returns the partition specs of the teacher's weights."""
+    return {} if teacher is None else teacher.layout.specs
+
+
+def make_eval_step(
+    model: ModelConfig,
+    layout: Layout | None = None,
+    config: Config = Config(),  # noqa: B008 (frozen)
+    teacher: Teacher | None = None,
+) -> Any:
     """Returns a jitted function that evaluates one batch without dropout.
 
-    The function maps (parameters, batch, frozen weights) to `LossSums` without routing.
+    The function maps (parameters, batch, frozen weights, teacher's weights) to `LossSums` without routing.
 
     Args:
       config: the settings of the objective.
+      teacher: the teacher, if the objective is distill.
     """
     layout, (build, _) = layout or Layout(model), abstract_model(model)
     objective = OBJECTIVES[config.training.objective]
 
-    def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
+    def evaluate(parameters: Parameters, batch: Batch, base: Parameters, taught: Parameters) -> LossSums:
         def built() -> Transformer:
             return layout.build_model(build, parameters | base)
 
-        total = objective.losses(built(), add_kl(objective, built, batch, layout), config, None)
+        lesson = batch if teacher is None else teacher.teach(batch, taught)
+        total = objective.losses(built(), add_kl(objective, built, lesson, layout), config, None)
         return layout.psum(total._replace(routing=None))
 
-    specs = trainable_parameters(layout.specs, model), layout.batch_spec, frozen_parameters(layout.specs, model)
-    sharded = layout.shard_map(evaluate, specs, PartitionSpec())
-    return jax.jit(lambda parameters, batch, base={}: sharded(parameters, batch, base))
+    trained, frozen = trainable_parameters(layout.specs, model), frozen_parameters(layout.specs, model)
+    sharded = layout.shard_map(evaluate, (trained, layout.batch_spec, frozen, _specs(teacher)), PartitionSpec())
+    return jax.jit(lambda parameters, batch, base={}, taught={}: sharded(parameters, batch, base, taught))
 
 
 def make_reference_step(
@@ -386,15 +411,30 @@ class Programs:
             self.eval_rows, eval_lowered = evaluation.rows, evaluation.program.lower()
             # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in parallel.
             Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
-        self.train: Callable[[TrainState, Batch, Parameters], tuple[TrainState, Metrics]] = compile_program(
-            train_lowered, train.options
-        )
+        self._train = compile_program(train_lowered, train.options)
         base, all_weights = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
-        self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, tree_bytes(all_weights) // 4)
+        taught = {} if step.teacher is None else step.teacher.shapes
+        self.memory: MemoryPlan = plan_memory(self._train, step.shapes, base, tree_bytes(all_weights) // 4, taught)
 
-    def evaluate(self, parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
+    def train(
+        self,
+        state: TrainState,
+        batch: Batch,
+        base: Parameters = {},  # noqa: B006
+        taught: Parameters = {},  # noqa: B006
+    ) -> tuple[TrainState, Metrics]:
+        """Runs a step; the arguments are those of `TrainStep.program`."""
+        return self._train(state, batch, base, taught)
+
+    def evaluate(
+        self,
+        parameters: Parameters,
+        batch: Batch,
+        base: Parameters = {},  # noqa: B006
+        taught: Parameters = {},  # noqa: B006
+    ) -> LossSums:
         """Returns the summed losses of a validation batch of `eval_rows` rows."""
-        return self._evaluate.result()(parameters, batch, base)
+        return self._evaluate.result()(parameters, batch, base, taught)
 
     def _compile(self, lowered: Any, options: dict[str, str]) -> None:
         try:

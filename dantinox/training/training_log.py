@@ -12,7 +12,7 @@ import numpy as np
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import Layout, NullOutput, is_rank0
 from dantinox.files import UserError
-from dantinox.model.flops import training_flops
+from dantinox.model.flops import forward_flops, training_flops
 from dantinox.programs import find_chip
 from dantinox.report import Console, MetricsLog, trackers
 from dantinox.report.tables import human_time
@@ -68,10 +68,18 @@ class TrainingLog:
     """
 
     def __init__(
-        self, config: Config, model: ModelConfig, layout: Layout, run: RunDirectory, console: Console, tokens_per_step: int
+        self,
+        config: Config,
+        model: ModelConfig,
+        layout: Layout,
+        run: RunDirectory,
+        console: Console,
+        tokens_per_step: int,
+        teacher: ModelConfig | None = None,
     ):
-        self.tokens_per_step = tokens_per_step
-        self.config, self.model, self.layout, self.console = config, model, layout, console
+        self.config, self.layout, self.console, self.tokens_per_step = config, layout, console, tokens_per_step
+        context = config.model.max_context
+        self.flops = training_flops(model, context) + (0 if teacher is None else forward_flops(teacher, context))  # per token
         self.objective = OBJECTIVES[config.training.objective]
         paths = run.log(config), run.metrics
         self.files: Any = MetricsLog(*paths, trackers(config, run.path)) if is_rank0() else NullOutput()
@@ -108,13 +116,13 @@ class TrainingLog:
         These are times, learning rates, the gradient norm, tokens and memory.
         """
         metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
-        tokens, context = self.tokens_per_step, self.config.model.max_context
+        tokens = self.tokens_per_step
         rates = {name: float(rate) for name, rate in metrics.rates.items()}
         row: dict[str, Any] = {"ms_per_step": 1e3 * seconds, "lr": rates.pop("lr"), "grad_norm": float(metrics.grad_norm)}
         row |= {"tokens": step * tokens, "tokens_per_s": tokens / seconds, "memory_gb": used_gb()} | rates
         chip = find_chip(jax.devices()[0])
         if chip is not None:  # MFU relative to the published bfloat16 FLOP/s
-            row["mfu"] = row["tokens_per_s"] * training_flops(self.model, context) / chip.flops / self.layout.devices
+            row["mfu"] = row["tokens_per_s"] * self.flops / chip.flops / self.layout.devices
         return row
 
     def interval(self, step: int, steps: int, mean_loss: float, metrics: Mapping[str, float] = {}) -> None:
