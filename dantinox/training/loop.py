@@ -21,7 +21,6 @@ Threads pass results through `Future`s. The only lock is the lock file of the ru
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -43,7 +42,7 @@ from dantinox.training.batch_source import BatchSource, SamplingInterrupted, Sto
 from dantinox.training.checkpoint_store import Checkpoints, TrainingProgress
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
 from dantinox.training.reference_logprobs import compute_reference_logprobs, load_or_compute_logprobs
-from dantinox.training.results import export_weights, write_reward_page, write_summary
+from dantinox.training.results import export_weights, write_answers, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.rollout_source import RolloutBatches, rollout_length
 from dantinox.training.sampled_batches import SampledBatches
@@ -252,15 +251,12 @@ class Trainer:
                 batch = batches.batch(self.step, self.state)
             except SamplingInterrupted:
                 self._stop_if_requested()
-            begun = time.perf_counter()
             for _ in range(self.updates):
                 self.state, metrics = self.programs.train(self.state, batch, self.frozen, self.taught)
             self.step += 1
             self.val_loss = None
             if self.rollouts is not None:
-                metrics.loss.block_until_ready()
-                self.rollouts.metrics["seconds_updating"] = time.perf_counter() - begun
-                self.progress = self.progress.add_reward(self.rollouts.metrics["reward"])
+                self.progress = self.progress.add_reward(self.rollouts.finish_step(metrics.loss))
             self.log.add(self.step, self.steps, metrics)
             if self.on_cpu:  # two steps in flight would need the memory of both
                 metrics.loss.block_until_ready()
@@ -275,18 +271,18 @@ class Trainer:
         if self.step % self.config.logging.log_every == 0 or last:
             mean_loss = _mean(self.state.loss_since_log)
             self.state = self.state._replace(loss_since_log=self._zeros())
-            metrics = (
-                {} if self.rollouts is None else self.rollouts.metrics | {"reward": _mean(self.progress.rewards_since_log)}
-            )
+            reward = {"reward": _mean(self.progress.rewards_since_log)}
+            metrics = {} if self.rollouts is None else self.rollouts.metrics | reward
             self.progress = replace(self.progress, rewards_since_log=(0.0, 0))
             self.log.interval(self.step, self.steps, mean_loss, metrics)
         if evaluates:
             self._evaluate()
-        if t.sample_every and (self.step % t.sample_every == 0 or last) and self.stop.signal is None:
+        if t.sample_every and (self.step % t.sample_every == 0 or last):
             with self.log.paused():
                 if self.rollouts is not None:
-                    self._write_answers(self.rollouts)
-                elif self.sample:
+                    write_answers(self.run, self.step, self.rollouts.samples())
+                    self._show_sample(self.rollouts.example())
+                elif self.sample and self.stop.signal is None:
                     self._write_sample(self.sample)
         if last or self._is_finished():
             return  # `_finish` writes the last checkpoint after everything else
@@ -350,16 +346,6 @@ class Trainer:
             return self.sampled.validation(self.state, rows)
         return self.store.validation(rows, self.config.training.eval_tokens)
 
-    def _write_answers(self, rollouts: RolloutBatches) -> None:
-        """Writes answers of the newest batch with their rewards."""
-        self.run.samples.mkdir(exist_ok=True)
-        write_file(self.run.path, f"{self.run.samples.name}/step_{self.step}.jsonl", rollouts.samples())
-        write_reward_page(self.run, self.step)
-        group = rollouts.groups[0]
-        text = f"{group.prompt.text}\n{group.answers[0].text}\nreward {group.rewards_N[0]:g}"
-        self.log.files.sample(self.step, text)
-        self.console.sample(text, self.step)
-
     def _write_sample(self, sample: Sampler) -> None:
         """Writes a text sample. A failure is only noted on the console, since training does not depend on samples."""
         weights: Mapping[str, Any] = self.state.weights | self.frozen
@@ -369,12 +355,14 @@ class Trainer:
                 text = sample(build_sampling_model(self.model, weights))
                 self.run.samples.mkdir(exist_ok=True)
                 write_file(self.run.path, f"{self.run.samples.name}/step_{self.step}.txt", text)
-                self.log.files.sample(self.step, text)
+                self._show_sample(text)
             except Exception as error:
                 self.console.note(f"no sample at step {self.step}: {first_line(error)}")
-            else:
-                self.console.sample(text, self.step)
         barrier()
+
+    def _show_sample(self, text: str) -> None:
+        self.log.files.sample(self.step, text)
+        self.console.sample(text, self.step)
 
     def _save(self) -> None:
         """Saves this step unless it is already saved. Raises `NonFiniteLoss` rather than save NaN weights."""

@@ -29,10 +29,12 @@ def export_weights(run: RunDirectory, model: ModelConfig, state: TrainState, fac
     barrier()
 
 
-def write_reward_page(run: RunDirectory, last: int) -> None:
-    """Writes the page with the rewards and the samples of a run, up to the step `last`."""
+def write_answers(run: RunDirectory, step: int, answers: str) -> None:
+    """Writes the answers of a step with their rewards, in JSON Lines, and the page with all answers up to this step."""
+    run.samples.mkdir(exist_ok=True)
+    write_file(run.path, f"{run.samples.name}/step_{step}.jsonl", answers)
     found = {int(path.stem.removeprefix("step_")): path for path in run.samples.glob("step_*.jsonl")}
-    samples = {step: path.read_text(encoding="utf-8") for step, path in found.items() if step <= last}
+    samples = {number: path.read_text(encoding="utf-8") for number, path in found.items() if number <= step}
     write_file(run.path, run.rewards.name, reward_page(read_jsonl(run.metrics), samples))
 
 

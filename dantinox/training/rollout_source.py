@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -110,6 +111,7 @@ class RolloutBatches:
         self.skipped_batches = 0
         self.metrics: dict[str, float] = {}
         self.groups: list[Group] = []
+        self._ready = 0.0  # when the newest batch was on the device
 
     def batch(self, step: int, state: TrainState) -> Rollout:
         """Samples answers to the prompts of a step, scores them and returns them on the devices.
@@ -141,8 +143,14 @@ class RolloutBatches:
             "seconds_sampling": sampled - started,
             "seconds_scoring": time.perf_counter() - sampled,
         }
-        self.groups = groups
+        self.groups, self._ready = groups, time.perf_counter()
         return placed
+
+    def finish_step(self, loss: jax.Array) -> float:
+        """Waits for the updates of the newest batch, whose last loss is given, and returns the mean reward of the batch."""
+        loss.block_until_ready()
+        self.metrics["seconds_updating"] = time.perf_counter() - self._ready
+        return self.metrics["reward"]
 
     def close(self) -> None:
         """There are no threads to end."""
@@ -172,6 +180,11 @@ class RolloutBatches:
             for answer, scores, reward in zip(group.answers, group.scores, group.rewards_N, strict=True)
         ]
         return "".join(json.dumps(line) + "\n" for line in lines)
+
+    def example(self) -> str:
+        """Returns the first prompt of the newest batch with an answer and its reward."""
+        group = self.groups[0]
+        return f"{group.prompt.text}\n{group.answers[0].text}\nreward {group.rewards_N[0]:g}"
 
     def _sample_groups(self, number: int, weights: Mapping[str, Any]) -> tuple[list[Group], int]:
         """Returns the groups of a batch, and the rounds of sampling.
