@@ -8,10 +8,11 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
 BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildcard benchmarks/*.py))
 
-.PHONY: help benchmarks docs docs-linkcheck demo test test-all test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
+.PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
 
 help:
 	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (under 3 minutes)"
+	@echo "make speedrun      go from text to a small chat model, and write a report (15 to 20 minutes on two cores)"
 	@echo "make test          the tests (8 to 15 minutes on two cores)"
 	@echo "make test-all      also the tests that take minutes"
 	@echo "make test-browser  the web pages in chromium"
@@ -33,6 +34,15 @@ help:
 demo: $(VENV)/.plot
 	$(PY) train.py --config configs/quickstart.yaml --run_dir $(DEMO_RUN)
 	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "    def __init__(self, " --n 2
+
+# DEPTH=12 sets the size, TOKENS_PER_PARAMETER=20 the length, SPEEDRUN_DATA=… the text or dataset, PRICE=… the price per hour.
+# Repeat the command to continue. SPEEDRUN_DIR=… is for another model.
+speedrun: DEPTH ?= 4
+speedrun: SPEEDRUN_DIR ?= runs/speedrun
+speedrun: $(VENV)/.plot $(if $(filter huggingface:%,$(SPEEDRUN_DATA)),$(VENV)/.hf)
+	$(PY) -m dantinox speedrun --depth $(DEPTH) --run_dir $(SPEEDRUN_DIR) \
+		$(if $(SPEEDRUN_DATA),--data "$(SPEEDRUN_DATA)") $(if $(TOKENS_PER_PARAMETER),--tokens_per_parameter $(TOKENS_PER_PARAMETER)) \
+		$(if $(PRICE),--price $(PRICE)) $(SPEEDRUN_FLAGS)
 
 # Plain `pytest` runs the quick set: the tests without a marker. MARKS="not slow" and TESTS="tests/serve tests/text" select tests.
 # A test that hangs ends the run with the stack of every thread.

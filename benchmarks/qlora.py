@@ -28,9 +28,9 @@ from dantinox.training import launch
 
 DATA = {"data.path": "builtin:instructions", "data.val_fraction": 0.2, "logging.plot": False}
 BASE = {
-    "model.dim": 256, "model.n_heads": 4, "model.num_blocks": 4, "model.max_context": 128, "model.dropout_rate": 0.0,
-    "tokenizer.vocab_size": 1024, "data.path": "builtin:python", "training.steps": 300, "training.batch_size": 16,
-    "logging.plot": False,
+    "model.dim": 128, "model.n_heads": 4, "model.num_blocks": 4, "model.max_context": 64, "model.dropout_rate": 0.0,
+    "tokenizer.vocab_size": 512, "data.path": "builtin:python", "training.steps": 150, "training.batch_size": 16,
+    "training.eval_every": 50, "training.eval_tokens": 4096, "logging.plot": False,
 }  # fmt: skip
 
 

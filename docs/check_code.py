@@ -57,6 +57,8 @@ PARSED_ONLY = {
     r"dantinox eval tasks runs/(base|better)": "needs two runs",
     r"dantinox eval (sampling|kv|ruler)": "takes minutes",
     r"dantinox sweep(?!.*--dry_run)": "takes minutes",
+    r"dantinox speedrun": "takes minutes",
+    r"dantinox train .*--config speedrun": "takes minutes; model.depth excludes the sizes of a tiny model",
     r"dantinox train .*--dry_run": "measures steps; a tutorial runs it",
     r"dantinox find-lr .*--plot": "is the same as without the plot",
     r"dantinox plan .*--topology": "needs the compilers of the target",
@@ -161,7 +163,7 @@ def make_material(folder: Path) -> None:
 def furnish(folder: Path, material: Path, text: str) -> None:
     """Copies the material into a page's directory, and the tiny run under every name of a run in the text."""
     shutil.copytree(material, folder, dirs_exist_ok=True)
-    for name in set(re.findall(r"runs/([\w.-]+)", text)):
+    for name in set(re.findall(r"runs/([\w.-]+(?:/(?:base|sft|grpo))?)", text)):
         if not (folder / "runs" / name).exists():
             shutil.copytree(material / "runs" / "tiny", folder / "runs" / name)
 

@@ -111,7 +111,7 @@ without effect is an error too.
 
 # Values for the examples of settings whose default is null or empty, which would show nothing.
 EXAMPLE_VALUES: dict[str, object] = {
-    "model.kv_heads": 2, "model.head_size": 64, "model.hidden_dim": 1024, "model.padded_vocab_size": 50304,
+    "model.depth": 12, "model.kv_heads": 2, "model.head_size": 64, "model.hidden_dim": 1024, "model.padded_vocab_size": 50304,
     "model.final_logit_softcapping": 30.0, "moe.shared_hidden_dim": 512, "moe.dense_layers": [0], "moe.dense_hidden_dim": 2048,
     "moe.expansion": 4.0, "attention.rope_local_theta": 10000.0, "attention.rope_original_context": 8192,
     "attention.rope_mscale": 1.0, "attention.rope_mscale_all_dim": 1.0, "attention.rope_attention_factor": 1.0,
@@ -124,7 +124,8 @@ EXAMPLE_VALUES: dict[str, object] = {
     "tokenizer.tokenizer_path": "tokenizer.json", "data.path": "my_text.txt", "data.mixture": [3.0, 1.0],
     "data.chat_template": "plain", "data.val_path": "validation.txt", "data.dataset_config": "sample-10BT",
     "training.preference_beta": 0.2,
-    "training.steps": 1000, "training.warmup_steps": 100, "training.eval_tokens": 32768, "training.checkpoint_every": 500,
+    "training.steps": 1000, "training.tokens_per_parameter": 10.0, "training.warmup_steps": 100,
+    "training.eval_tokens": 32768, "training.checkpoint_every": 500,
     "training.sample_every": 500, "training.sample_prompt": "def ", "training.patience": 5, "training.init_from": "runs/base",
     "grpo.advantage": "std", "grpo.normalization": "sequence", "grpo.clip_low": 0.2, "grpo.clip_high": 0.28,
     "grpo.ratio": "sequence", "grpo.dynamic_sampling": True,
@@ -235,6 +236,7 @@ EXAMPLES = {
     "train": "dantinox train --config quickstart --run_dir runs/quickstart",
     "find-lr": "dantinox find-lr --config quickstart --plot rates.png",
     "sweep": "dantinox sweep lr.yaml --dry_run",
+    "speedrun": "dantinox speedrun --depth 4 --run_dir runs/speedrun",
     "init": "dantinox init my.yaml",
     "merge-lora": "dantinox merge-lora runs/lora --run_dir runs/merged",
     "generate": 'dantinox generate runs/quickstart --prompt "def " --top_p 0.9 --seed 1',

@@ -53,9 +53,11 @@ LONGROPE = {
 }  # fmt: skip
 YARN = {**LLAMA3, "attention.rope_scaling": "yarn"}
 PROPORTIONAL = {"attention.rope_scaling": "proportional"}
+DEPTH = {"model.depth": 1}  # in a config that does not set model.num_blocks
 SHARED_KEYS = {"model.num_blocks": 2, "attention.kv_shared_layers": 1}
 # Setting → a value other than its default, and its prerequisites.
 OTHER: dict[str, tuple] = {
+    "model.depth": (1,), "training.tokens_per_parameter": (5.0, DEPTH),
     "model.dim": (32,), "model.n_heads": (4,), "model.kv_heads": (1,), "model.head_size": (4,), "model.num_blocks": (2,),
     "model.hidden_dim": (24,), "model.max_context": (16,), "model.weight_tying": (False,),
     "model.padded_vocab_size": (20,), "model.activation": ("relu2",),
@@ -302,6 +304,7 @@ SAMPLED = (  # settings of `grpo` that affect the batches of a step, but not its
 )  # fmt: skip
 DRAFTS = ("speculation", "draft_run", "draft_tokens", "ngram_size")
 START_UP = ("coordinator", "processes", "process")
+DEPENDS_ON_DEPTH = ("depth", "tokens_per_parameter")
 HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
 
 
@@ -350,7 +353,8 @@ def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
     ):
         assert is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
         return
-    base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
+    small = {name: size for name, size in SMALL.items() if name != "model.num_blocks"} if name in DEPENDS_ON_DEPTH else SMALL
+    base = small | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
     after = build_config({}, {**base, **needed, key: value})
     try:
         before = build_config({}, base | needed)

@@ -132,6 +132,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("train", "train", "Train or fine-tune a model from a YAML file into a run directory."),
     "find-lr": ("train", "find_lr", "Run a learning-rate range test and suggest a value."),
     "sweep": ("train", "sweep", "Train with several settings in turn and compare the results in a table and a plot."),
+    "speedrun": (
+        "train",
+        "speedrun",
+        "Pretrain, fine-tune, train with rewards and evaluate a small chat model, from text to a report.",
+    ),
     "init": ("train", "init", "Write a commented YAML file to start from."),
     "merge-lora": ("runs", "merge", "Merge LoRA adapters into their base weights and write an ordinary run."),
     "generate": ("generate", "generate", "Continue a prompt with the model of a run."),

@@ -1,4 +1,4 @@
-"""`dantinox train`, `find-lr`, `sweep` and `init`: their flags and output."""
+"""`dantinox train`, `find-lr`, `sweep`, `speedrun` and `init`: their flags and output."""
 
 import argparse
 import os
@@ -142,7 +142,47 @@ def sweep(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_speedrun_flags(command: Parser) -> None:
+    command.add_argument("--depth", type=whole_number, default=4, metavar="N", help="model.depth of the model (default: 4)")
+    data = "text to pretrain on, as data.path, or huggingface:NAME[:CONFIG] (default: the standard library's sources)"
+    command.add_argument("--data", metavar="PATH", help=data)
+    conversations = "conversations to fine-tune on, as data.path, with sums (default: builtin:instructions)"
+    command.add_argument("--sft_data", metavar="PATH", help=conversations)
+    ratio = "training.tokens_per_parameter of pretraining (default: 0.6, for a CPU)"
+    command.add_argument("--tokens_per_parameter", type=float, metavar="R", help=ratio)
+    folder = "folder with a run directory per stage; repeat the command to continue (default: runs/speedrun)"
+    command.add_argument("--run_dir", type=Path, default=Path("runs/speedrun"), metavar="DIR", help=folder)
+    command.add_argument("--price", type=float, metavar="P", help="price of the machine per hour, for the cost in the report")
+    command.add_argument("--smoke", action="store_true", help="train a few steps per stage, to check that everything works")
+
+
+def speedrun(options: argparse.Namespace) -> int:
+    if options.price is not None and not 0 <= options.price < float("inf"):
+        raise UserError(f"--price must be a number ≥ 0, got {options.price:g}")
+    import time
+
+    from dantinox.report.console import show_progress
+    from dantinox.report.plots import save_files
+    from dantinox.studies.speedrun import SpeedrunRequest, run_speedrun
+    from dantinox.studies.sweep import train_in_subprocess
+
+    folder = options.run_dir
+    request = SpeedrunRequest(options.depth, options.data, options.sft_data, options.tokens_per_parameter, options.smoke)
+    stages = run_speedrun(folder, request, train_in_subprocess(_prepare), show_progress)
+    use_compilation_cache()
+    from dantinox.studies.speedrun_evaluation import evaluate_speedrun, evaluate_tasks_of_stages
+    from dantinox.studies.speedrun_view import Speedrun, describe_device, speedrun_files, speedrun_lines
+
+    started = time.perf_counter()
+    tasks, samples = evaluate_speedrun(folder, show_progress)
+    local_tasks = evaluate_tasks_of_stages(folder, options.smoke, show_progress)
+    seconds = time.perf_counter() - started
+    found = Speedrun(folder, stages, tasks, samples, local_tasks, seconds, describe_device(), options.price)
+    save_files(folder, speedrun_files(found))
+    return print_lines(lambda width: speedrun_lines(found, width))
+
+
 def _prepare() -> None:
-    """Prepares the subprocess of a trial as `main` prepares the process of a command."""
+    """Prepares the subprocess of a training run as `main` prepares the process of a command."""
     plain_warnings()
     use_compilation_cache()

@@ -25,6 +25,10 @@ GATED_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu")  # activations with tw
 class ModelSection(Section):
     """Size and shape of the transformer."""
 
+    depth: Count | None = field(
+        None,
+        "number of layers from which size, optimizer, batch and steps follow unless they are set; a run saves these instead",
+    )
     dim: Count = field(256, "width of the residual stream")
     n_heads: Count = field(8, "query heads per layer")
     kv_heads: Count | None = field(None, "key/value heads per layer (null: n_heads; 1: multi-query attention)")
@@ -637,6 +641,11 @@ def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
     return RopeScaling(kind, a.rope_factor, **numbers)
 
 
+def feed_forward_width(dim: int, activation: str) -> int:
+    """Returns the default of `model.hidden_dim`."""
+    return math.ceil(8 * dim / 3 / 32) * 32 if activation in GATED_ACTIVATIONS else 4 * dim
+
+
 def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
     """Returns the resolved expert settings; `hidden_dim` is the width of one expert."""
     grouped = moe.top_k_groups < moe.n_groups
@@ -664,7 +673,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
     if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
         sentence = f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}"
         raise UserError(sentence, key="model.padded_vocab_size", value=m.padded_vocab_size)
-    hidden_dim = m.hidden_dim or (math.ceil(8 * m.dim / 3 / 32) * 32 if m.activation in GATED_ACTIVATIONS else 4 * m.dim)
+    hidden_dim = m.hidden_dim or feed_forward_width(m.dim, m.activation)
     if moe.expansion is not None:
         hidden_dim = max(1, round(moe.expansion * m.dim))
     head_size = m.head_size or m.dim // m.n_heads

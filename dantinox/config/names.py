@@ -46,7 +46,7 @@ OTHER_NAMES = {
     "desirable_weight": "training.kto_desirable_weight",
     "undesirable_weight": "training.kto_undesirable_weight",
     "num_generations": "grpo.samples",
-    "loss_type": "grpo.loss",
+    "loss_type": "training.objective",
     "scale_rewards": "grpo.advantage",
     "importance_sampling_level": "grpo.ratio",
     "epsilon": "grpo.clip_low",

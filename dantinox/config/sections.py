@@ -25,6 +25,7 @@ from dantinox.config.base import (
     as_tuple,
     field,
 )
+from dantinox.config.depth import resolve_depth
 from dantinox.config.distill_settings import DistillSection, distill_conflicts
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
 from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
@@ -76,7 +77,7 @@ def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
 
 
 # `distill.data` → the objective with the same data.
-DISTILLED_DATA: dict[str, Literal["next_token", "sft", "grpo"]] = {
+DISTILLED_DATA = {
     "text": "next_token",
     "conversations": "sft",
     "samples": "grpo",
@@ -86,9 +87,8 @@ is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
 has_records = Condition("may contain JSON Lines", may_hold_records)
 NEEDS_HUB = Needs(("data.dataset_source", "huggingface"))
 # Conversations instead of plain text. `distill.data` is inactive, so that its default counts, with another objective.
-NEEDS_CONVERSATIONS = Needs(
-    ("training.objective", one_of("sft", *PREFERENCE_OBJECTIVES, "grpo")), ("distill.data", differs("text"))
-)
+READS_CONVERSATIONS = one_of("sft", *PREFERENCE_OBJECTIVES, "grpo")
+NEEDS_CONVERSATIONS = Needs(("training.objective", READS_CONVERSATIONS), ("distill.data", differs("text")))
 NEEDS_TEXT = Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text"))
 
 
@@ -139,8 +139,8 @@ class TrainingSection(Section):
     objective: Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo", "distill"] = field(
         "next_token",
         "next_token: predict every token; sft: assistant turns of conversations; dpo, ipo, orpo, simpo: prefer chosen over "
-        "rejected answers; kto: answers labeled desirable or undesirable; grpo: maximize rewards of sampled answers; distill: "
-        "imitate a teacher",
+        "rejected answers; kto: answers labeled desirable or undesirable; grpo: maximize rewards of sampled answers; "
+        "distill: imitate a teacher",
     )
     preference_beta: Annotated[Positive | None, Needs(("training.objective", one_of(*PREFERENCE_OBJECTIVES)))] = field(
         None,
@@ -161,6 +161,9 @@ class TrainingSection(Section):
     )
     steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
+    tokens_per_parameter: Annotated[Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))] = field(
+        None, "with model.depth: training tokens per weight in the layers, which set batch_size and steps (null: 20)"
+    )
     batch_size: Count = field(
         32, "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps"
     )
@@ -332,6 +335,12 @@ class Config(Section):
     kv: KVSection = KVSection()
     logging: LoggingSection = LoggingSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_depth(cls, given: Any) -> Any:
+        kinds: dict[str, Any] = {name: field.annotation for name, field in cls.model_fields.items()}
+        return resolve_depth(given, kinds) if isinstance(given, dict) else given
+
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> "Config":
         if info.context != UNCHECKED:
@@ -347,6 +356,9 @@ class Config(Section):
             yield "training.grad_accum", f"must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
+        if self.model.depth is not None:  # otherwise `resolve_depth` has replaced it
+            layers = f"got {self.model.depth} and {self.model.num_blocks}"
+            yield "model.depth", f"and model.num_blocks both set the number of layers: leave one of them out, {layers}"
         yield from distributed_conflicts(self.distributed)
         if t.objective in (*PREFERENCE_OBJECTIVES, "grpo") and t.objective != "orpo" and t.init_from is None:
             yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
@@ -378,7 +390,7 @@ class Config(Section):
         yield from kv_conflicts(self.kv)
 
     @property
-    def data_objective(self) -> Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo"]:
+    def data_objective(self) -> str:
         """The objective whose data the training reads: distillation reads those of next_token, sft or grpo."""
         objective = self.training.objective
         return DISTILLED_DATA[self.distill.data] if objective == "distill" else objective

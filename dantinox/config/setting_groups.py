@@ -14,7 +14,7 @@ class SettingGroup(NamedTuple):
 GROUPS: dict[str, SettingGroup] = {
     "size": SettingGroup(
         "model", "Width, depth, heads and context",
-        "dim n_heads kv_heads head_size num_blocks hidden_dim max_context padded_vocab_size per_layer_dim",
+        "depth dim n_heads kv_heads head_size num_blocks hidden_dim max_context padded_vocab_size per_layer_dim",
     ),
     "embeddings": SettingGroup(
         "model", "Embeddings, output layer and residual stream",
@@ -67,7 +67,9 @@ GROUPS: dict[str, SettingGroup] = {
         "training", "Objective and starting weights",
         "objective preference_beta label_smoothing simpo_margin kto_desirable_weight kto_undesirable_weight z_loss init_from",
     ),
-    "batches": SettingGroup("training", "Steps, batch size and seed", "steps epochs batch_size grad_accum seed deterministic"),
+    "batches": SettingGroup(
+        "training", "Steps, batch size and seed", "steps epochs tokens_per_parameter batch_size grad_accum seed deterministic"
+    ),
     "optimizer": SettingGroup(
         "training", "Optimizer, learning rate and its schedule",
         "optimizer lr muon_lr muon_steps muon_normalize min_lr_ratio warmup_steps schedule decay_fraction weight_decay "

@@ -62,6 +62,10 @@ def _attend(window: int | None, span: int, cap: float | None, *inputs: Array | N
 
 
 def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
+    # Without the barrier, masks would not depend on the layer. JAX would then compute those of all blocks before a loop over
+    # layers, and keep them in memory.
+    inputs = lax.optimization_barrier(inputs)
+
     def head(q_GTH: Array, k_TH: Array, v_TH: Array, segments_T: Array, sinks_G: Array | None) -> tuple[Array, Array]:
         outs, normalizers = [], []
         for first, low, high in _groups(k_TH.shape[0], span, window):

@@ -1,34 +1,14 @@
 """Formulas for the FLOPs and the active parameters of a model."""
 
 from dantinox.config import ModelConfig
-from dantinox.config.model import GATED_ACTIVATIONS
+from dantinox.config.model_size import block_parameters
 from dantinox.model.cache import uncompressed_slots
 from dantinox.model.lora import layer_projections, projection_sizes
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """Returns N, the number of matrix weights used per token: attention `D·Q·(2H + 2K)`, feed-forward, and `D·V`.
-
-    For a mixture of experts, the router and the experts that a token uses count. Per-layer inputs add `3·L·D·P`.
-    """
-    D, L, P = model.dim, model.num_blocks, model.per_layer_dim
-    layers = sum(_layer_parameters(model.of_layer(layer), model.kv_projections(layer)) for layer in range(L))
-    return layers + 3 * L * D * P + D * model.vocab_size
-
-
-def _layer_parameters(model: ModelConfig, kv_projections: int) -> int:
-    """Returns N of one layer; `model` is the result of `ModelConfig.of_layer`, whose layers are all equal."""
-    D, Q, F = model.dim, model.head_size, model.hidden_dim
-    attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * kv_projections * model.kv_heads
-    if model.latent is not None:  # down-projection to latents, up-projection, queries, output
-        R, P, V, rank = model.latent.rank, model.latent.rotated_size, model.latent.value_size, model.latent.query_rank
-        queries = D * model.n_heads * (Q + P) if rank is None else D * rank + rank * model.n_heads * (Q + P)
-        attention = D * (R + P) + R * model.n_heads * (Q + V) + queries + (1 + model.no_sink) * model.n_heads * V * D
-    matrices = 3 if model.activation in GATED_ACTIVATIONS else 2
-    feed_forward = matrices * D * F
-    if (experts := model.experts) is not None:
-        feed_forward = matrices * D * (experts.top_k * F + experts.shared_dim) + D * (experts.count + experts.shared_gate)
-    return attention + feed_forward
+    """Returns N, the number of matrix weights used per token: those of `block_parameters`, and `D·V` of the output layer."""
+    return block_parameters(model) + model.dim * model.vocab_size
 
 
 def attention_flops(model: ModelConfig, keys: int) -> int:

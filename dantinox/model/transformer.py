@@ -169,7 +169,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, V = config.dim, config.vocab_size
         self.config, self.dtype = config, compute_dtype(config)
-        self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), jnp.float32))
+        self.embed: Any = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), jnp.float32))
         learned = config.position == "learned"
         self.position_embed = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.max_context, D), jnp.float32)) if learned else None
@@ -182,7 +182,7 @@ class Transformer(nnx.Module):
             self.rolled = nnx.List([stack_blocks(blocks[kind :: config.period]) for kind in range(config.period)])
         self.norm_f = make_norm(config)
         untied = None if config.weight_tying else make_output_layer(D, V, dtype=self.dtype, rngs=rngs)
-        self.head = nnx.data(untied)
+        self.head: Any = nnx.data(untied)
         self.head_bias = nnx.Param(jnp.zeros(V, jnp.float32)) if config.head_bias else None
         per_layer = None if self.per_layer is None else self.per_layer.embed
         for table in (self.embed, self.position_embed, per_layer, None if untied is None else untied.kernel):

@@ -54,7 +54,7 @@ def empty_page() -> str:
 
 def _page(data: Mapping[str, Any]) -> str:
     style, script = read_asset("page.css"), "".join(map(read_asset, SCRIPTS))
-    hashes = {"style_hash": _hash(style), "script_hash": _hash(script)}
+    hashes = {"style_hash": source_hash(style), "script_hash": source_hash(script)}
     content = {"style": style, "script": script, "data": escape_json(data), **html_fragments()}
     return Template(read_asset("page.html")).substitute(**hashes, **content)
 
@@ -69,7 +69,7 @@ def read_asset(name: str) -> str:
     return resources.files("dantinox.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(source: str) -> str:
+def source_hash(source: str) -> str:
     """Returns the source expression of a Content-Security-Policy that allows a script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 

@@ -84,8 +84,8 @@ def benchmark_step(
     batch = layout.put_batch(partial(select_rows, rows), train_step.rows, config.training.grad_accum)
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
     base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
-    taught = {} if teacher is None else teacher.load_weights()
     state = train_step.initial_state(frozen=base)
+    taught = {} if teacher is None else teacher.load_weights()
 
     def step() -> Metrics:
         nonlocal state

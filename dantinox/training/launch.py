@@ -239,7 +239,7 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
         ("text", text),
         ("training", f"{steps} steps of {rows}, {epochs:.2f} epochs"),
         *adapters,
-        ("optimizer", f"{t.optimizer}, {t.schedule} schedule, seed {t.seed}"),
+        ("optimizer", f"{t.optimizer}, lr {t.lr:g}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip
     if t.steps is None and steps < MIN_STEPS:
         rows = f"{store.windows_per_epoch} rows, {t.batch_size} per step"

@@ -367,8 +367,8 @@ def make_eval_step(
         def built() -> Transformer:
             return layout.build_model(build, parameters | base)
 
-        rows = add_kl(objective, built, batch, layout)
-        total = objective.losses(built(), rows if teacher is None else teacher.teach(rows, taught), config, None)
+        lesson = batch if teacher is None else teacher.teach(batch, taught)
+        total = objective.losses(built(), add_kl(objective, built, lesson, layout), config, None)
         return layout.psum(total._replace(routing=None))
 
     trained, frozen = trainable_parameters(layout.specs, model), frozen_parameters(layout.specs, model)

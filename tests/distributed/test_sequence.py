@@ -1,8 +1,11 @@
 """Ring attention, and training with positions split over devices, on meshes of eight simulated devices."""
 
+import math
+import re
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -112,6 +115,23 @@ def test_ring_attention_computes_half_of_the_products(n):
     # The first permutation of the backward pass equals that of the forward pass, so the compiler removes it.
     assert work.sent["collective-permute"] == (2 * (n - 1) - 1) * (kv + documents) + n * d_kv
     assert set(work.count) == {"collective-permute"} and work.unknown_loops == 0
+
+
+def test_masks_are_not_saved_by_a_loop_over_layers(monkeypatch):
+    """The masks depend only on the documents, which are the same for all layers: JAX could compute them once and keep them."""
+    monkeypatch.setattr(ring, "QUERY_BLOCK", 2)
+    mesh, (q, k, v, _, segments) = layout(4), inputs()
+
+    def gradient(q, k, v, segments):
+        @jax.checkpoint
+        def layer(q):
+            return ring.ring_attention(mesh.parallelism, q, k, v, segments, None)
+
+        return jax.grad(lambda q: jnp.sum(jax.lax.scan(lambda q, _: (layer(q), None), q, length=2)[0]))(q)
+
+    traced = jax.make_jaxpr(mesh.shard_map(gradient, (SHARDED,) * 4, SHARDED))(q, k, v[..., :H], segments)
+    sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"bool\[([\d,]+)\]", str(traced))]
+    assert max(sizes) == B * K * G * 2 * (T // 8)  # one block of queries with one chunk of keys
 
 
 def test_each_device_gets_two_chunks_at_their_positions():

@@ -11,18 +11,20 @@ from safetensors.numpy import load_file, save_file
 
 from dantinox.config import UserError, build_config
 from dantinox.interop.peft import merge_adapter
+from dantinox.model.lora import projections
 from dantinox.model.parameters import abstract_model
-from dantinox.run.adapters import merge_adapters, peft_config
+from dantinox.run import create_run
+from dantinox.run.adapters import merge_adapters, peft_config, save_adapter
 from dantinox.run.peft_folder import load_adapter
 from tests.error_texts import ERRORS
 
 FOLDER = Path(__file__).parent / "peft"
 V = 17
-CONFIG = build_config({}, {
+CONFIG_OF = {
     "model.dim": 16, "model.n_heads": 4, "model.kv_heads": 2, "model.head_size": 4, "model.num_blocks": 2,
     "model.hidden_dim": 24, "model.max_context": 32, "model.norm_epsilon": 1e-5, "model.dtype": "float32",
-})  # fmt: skip
-MODEL = CONFIG.architecture(V)
+}  # fmt: skip
+MODEL = build_config({}, CONFIG_OF).architecture(V)
 
 
 def base_weights():
@@ -50,7 +52,8 @@ def test_logits_with_an_adapter_equal_those_of_peft(name):
     build, shapes = abstract_model(MODEL)
     assert {path: array.shape for path, array in weights.items()} == {path: leaf.shape for path, leaf in shapes.items()}
     logits, _, _ = build(weights)(jnp.asarray(expected["tokens"]), jnp.arange(9)[None])
-    np.testing.assert_allclose(logits, expected[name], atol=2e-5)
+    tolerance = {"dora": 1e-5}.get(name, 2e-5)
+    np.testing.assert_allclose(logits, expected[name], atol=tolerance)
 
 
 def test_scale_with_rank_and_alpha_patterns_and_rslora():
@@ -149,6 +152,33 @@ def test_adapter_config_has_the_keys_of_peft():
         key: type(peft[key]) for key in written if key != "lora_alpha"
     }
     assert written["lora_alpha"] == 3.0
+
+
+def test_written_dora_adapters_equal_those_that_peft_wrote(tmp_path):
+    """The arrays of a run with these settings, read from PEFT's file, are written with the names, shapes and values of PEFT."""
+    golden = load_file(FOLDER / "dora" / "adapter_model.safetensors")
+    settings = json.loads((FOLDER / "dora" / "adapter_config.json").read_text())
+    model = build_config({}, CONFIG_OF | {
+        "training.init_from": "x", "lora.rank": 2, "lora.alpha": 4.0, "lora.dora": True, "lora.rank_stabilized": True,
+        "lora.dropout": 0.1, "lora.targets": settings["target_modules"],
+    }).trained_architecture(V)  # fmt: skip
+    deltas, parameters = load_adapter(FOLDER / "dora", MODEL), {}
+    shapes = {name: leaf.shape for name, leaf in abstract_model(model)[1].items() if "lora_" in name}
+    for name, shape in shapes.items():
+        module, target, leaf = name.rsplit("/", 2)
+        (delta,) = (d for d in deltas[f"{module}/kernel"] if d.projection == projections("swiglu")[target])
+        array = {"lora_a": delta.a_IR, "lora_b": delta.b_RO, "lora_magnitude_vector": delta.magnitude_O}[leaf]
+        parameters[name] = array.reshape(shape)
+        assert delta.scale == pytest.approx(4 / 2**0.5)
+    run = create_run(tmp_path / "run")
+    save_adapter(run, parameters, model, {"base_sha256": "0"})
+    written = load_file(run.adapter)
+    assert written.keys() == golden.keys() and len(golden) == 30
+    for name, array in golden.items():
+        np.testing.assert_array_equal(written[name], array, err_msg=name)
+    config = json.loads((run.adapter.parent / "adapter_config.json").read_text())
+    assert {k: v for k, v in config.items() if settings[k] != v and k != "target_modules"} == {}
+    assert set(config["target_modules"]) == set(settings["target_modules"])
 
 
 def test_adapter_that_does_not_fit_leaves_no_run(tmp_path, run_dir):

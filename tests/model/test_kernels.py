@@ -1,5 +1,7 @@
 """Attention kernels: the same output and gradients as plain attention, and the choice between them."""
 
+import math
+import re
 from functools import partial
 
 import jax
@@ -199,3 +201,20 @@ def test_bfloat16_gradients_of_tied_weights(shape):
     x, w, d_y = (np.asarray(array, np.float64) for array in (x, w, d_y))
     np.testing.assert_allclose(np.asarray(d_x, np.float64), d_y @ w, rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(d_w, d_y.T @ x, rtol=1e-5, atol=1e-5 * np.abs(d_y.T @ x).max())
+
+
+def test_masks_are_not_saved_by_a_loop_over_layers():
+    """The masks depend only on the documents, which are the same for all layers: JAX could compute them once and keep them."""
+    T = 2048  # two blocks of queries per group
+    q, k, v, segments = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*drawn(T)[:3], drawn(T)[3]))
+
+    def loss(q, k, v, segments):
+        @jax.checkpoint
+        def layer(q, k, v):
+            return chunked_attention(q, k, v, segments, None)
+
+        return jnp.sum(jax.lax.scan(lambda q, _: (layer(q, k, v), None), q, length=2)[0])
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(q, k, v, segments))
+    sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"bool\[([\d,]+)\]", text)]
+    assert max(sizes) == B * K * G * chunked.QUERY_BLOCK * T

@@ -157,7 +157,7 @@ def test_labeled_completions_have_a_mismatched_completion(prepared):
     [
         (1, "the field 'label' must be true or false, got 1 (FILE, line 2)"),
         ("true", "the field 'label' must be true or false, got 'true' (FILE, line 2)"),
-        (None, "the field 'label' must be true or false, got None (FILE, line 2)"),
+        (None, "the field 'label' must be true or false, got null (FILE, line 2)"),
         (True, "the field 'label' is true in all training records: kto needs both true and false"),
     ],
 )

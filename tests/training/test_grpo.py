@@ -163,7 +163,6 @@ def test_stopped_run_continues_with_equal_results(whole, base, monkeypatch):
     ],
 )
 def test_variants_learn_and_resume_exactly(base, tmp_path, changes):
-    changes = {key: value for key, value in changes.items() if key != "model.scan_layers"}
     config = grpo_config(base, **changes)
     run = launch(config, run_dir=tmp_path / "whole")
     rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
