@@ -43,7 +43,7 @@ ERRORS = {
     "generation_tensor_parallel_must_divide_the": r"^generation.tensor_parallel must divide the 4 key heads of a layer, got 8$",
     "sequence_context": r"^model.max_context must be a multiple of 16 \(two chunks for each of the 8 devices .*\), got 24$",
     "sequence_kernel": "^attention.kernel must be auto or chunked with distributed.sequence 2, got xla$",
-    "sequence_objective": "^distributed.sequence must be 1 with training.objective: dpo, got 2: it needs next_token or sft$",
+    "sequence_objective": "^distributed.sequence must be 1 with training.objective: dpo, got 2: it needs next_token or sft or distill$",
     "no_rule_for_the_sharding": "no rule for the sharding of ffn/new/kernel with 2 axes",
     # faults
     "3_rewinds_to_the_same": "3 rewinds to the same checkpoint did not help",

@@ -78,7 +78,7 @@ def open_teacher(
     saved, vocab_size = load_run_config(source), Tokenizer.load(source.tokenizer).vocab_size
     held = config.distill.teacher_weights
     frozen = None if held == "float32" else LoraConfig(1, 1.0, (), held=held)
-    model = replace(saved.architecture(vocab_size, layout.model.platform), lora=frozen, remat="none")
+    model = replace(saved.architecture(vocab_size, layout.model.platform), lora=frozen, remat="none", kernel="auto")
     if model.max_context < layout.model.max_context:
         raise UserError(
             f"model.max_context {layout.model.max_context} is longer than the context of the teacher {source.path}, "

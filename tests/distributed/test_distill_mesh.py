@@ -53,6 +53,7 @@ def batch_of(config):
         ("data=2 fsdp=2 tensor=2", "dense", {}),
         pytest.param("fsdp=8", "moe", {"training__grad_accum": 2}, marks=pytest.mark.exhaustive),
         pytest.param("fsdp=4 tensor=2", "dense", {"model__scan_layers": True}, marks=pytest.mark.exhaustive),
+        pytest.param("fsdp=4 sequence=2", "dense", {}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

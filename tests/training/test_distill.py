@@ -1,5 +1,6 @@
 """Distillation: the divergence and its gradient against NumPy in float64, chunks, and runs with a teacher."""
 
+import inspect
 import json
 import shutil
 from dataclasses import replace
@@ -385,3 +386,18 @@ def test_resumed_run_with_samples_equals_the_uninterrupted_one(folder):
     assert "bits_per_byte" not in read_csv(whole.log(config))[-1]
     with pytest.raises(UserError, match=ERRORS["distill_data_weight_has_no_effect"]):
         build_config({}, {"training.objective": "distill", "distill.data": "samples", "distill.data_weight": 0.5})
+
+
+@pytest.mark.slow
+def test_a_student_is_ahead_of_one_without_teacher_at_equal_steps(tmp_path):
+    """Half of the depth and the same tokens, but the teacher was trained for five times as many steps."""
+    text = {"data.path": inspect.__file__, "model.dim": 32, "model.max_context": 32, "training.batch_size": 8}
+    text |= {"training.eval_every": 300, "training.lr": 0.005, "training.schedule": "cosine", "training.eval_tokens": 4096}
+    teacher = {**text, "model.num_blocks": 2, "training.steps": 300, "tokenizer.vocab_size": 512}
+    launch(build_config({}, SETTINGS | teacher), run_dir=tmp_path / "teacher")
+    losses = []
+    for weight in (1.0, 0.0):
+        student = {**text, "training.objective": "distill", "distill.teacher": str(tmp_path / "teacher"), "training.steps": 60}
+        run = launch(build_config({}, SETTINGS | student | {"distill.data_weight": weight}), run_dir=tmp_path / str(weight))
+        losses.append([row["val_data_loss"] for row in read_jsonl(run.metrics) if row["kind"] == "distillation"][-1])
+    assert losses[1] < losses[0] - 0.02, losses
