@@ -235,13 +235,13 @@ def training_programs(config: Config, model: ModelConfig, training: MakeTrainSte
         again = layers if name == "train" and model.remat == "full" else 0
         # On one device, evaluation reads only some rows of the embedding table. A sharded table is communicated and counts
         # completely.
-        (state, batch, base, taught), _ = program.in_avals
+        (state, batch, base, teacher_weights), _ = program.in_avals
         weights = getattr(state, "parameters", state) | base
         table = tree_bytes([leaf for path, leaf in weights.items() if path.partition("/")[0] == "embed"])
         untouched = 0 if name == "train" or model.weight_tying or layout.mesh else table
         traffic = (
             layout.bytes_per_device((state, base))
-            + (0 if teacher is None else teacher.bytes_per_device(taught))
+            + (0 if teacher is None else teacher.bytes_per_device(teacher_weights))
             + tree_bytes(batch) // (layout.batch_shards * layout.row_shards)
             + layout.bytes_per_device(program.out_info)
             - untouched

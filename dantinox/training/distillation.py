@@ -20,7 +20,7 @@ from dantinox.training.token_losses import (
 )
 
 
-class TaughtBatch(NamedTuple):
+class BatchWithTeacher(NamedTuple):
     """A batch with its teacher, inside a program.
 
     Attributes:
@@ -34,7 +34,7 @@ class TaughtBatch(NamedTuple):
 
 def distill_losses(
     model: Transformer,
-    taught: TaughtBatch,
+    batch_with_teacher: BatchWithTeacher,
     settings: DistillSection,
     *,
     rngs: nnx.Rngs | None = None,
@@ -52,19 +52,19 @@ def distill_losses(
     Returns:
       The sums. `metrics` are the sums of the divergences, see `token_divergence`, and of the next-token losses.
     """
-    batch, teacher = taught
+    batch, teacher = batch_with_teacher
     x_ND, targets_N, mask_N, aux = hidden_states(model, batch, rngs)
-    taught_ND = jax.lax.stop_gradient(hidden_states(teacher, batch, None)[0])
+    teacher_ND = jax.lax.stop_gradient(hidden_states(teacher, batch, None)[0])
     size = chunk_tokens(model.config, chunk_logits // (model.config.vocab_size + teacher.config.vocab_size))
     rounded_DV, teacher_DV = (rounded_output_weights(each) if size < len(x_ND) else None for each in (model, teacher))
 
-    def losses(x_ND: jax.Array, taught_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, ...]:
+    def losses(x_ND: jax.Array, teacher_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, ...]:
         student_NV = model.logits(x_ND, rounded_DV)
-        teacher_NV = jax.lax.stop_gradient(teacher.logits(taught_ND, teacher_DV))
+        teacher_NV = jax.lax.stop_gradient(teacher.logits(teacher_ND, teacher_DV))
         divergence_N = mask_N * token_divergence(student_NV, teacher_NV, settings)
         return divergence_N, *token_losses(student_NV, targets_N, mask_N, model.config.platform)
 
-    divergence, nats, squares = (jnp.sum(a) for a in map_chunks(losses, size, x_ND, taught_ND, targets_N, mask_N))
+    divergence, nats, squares = (jnp.sum(a) for a in map_chunks(losses, size, x_ND, teacher_ND, targets_N, mask_N))
     count, w = jnp.sum(mask_N), settings.data_weight
     metrics = jnp.stack([divergence, nats])
     return LossSums((1 - w) * divergence + w * nats, squares, count, sum_routing(model, aux, count), metrics)

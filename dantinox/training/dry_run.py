@@ -85,11 +85,11 @@ def benchmark_step(
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
     base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
     state = train_step.initial_state(frozen=base)
-    taught = {} if teacher is None else teacher.load_weights()
+    teacher_weights = {} if teacher is None else teacher.load_weights()
 
     def step() -> Metrics:
         nonlocal state
-        state, metrics = programs.train(state, batch, base, taught)
+        state, metrics = programs.train(state, batch, base, teacher_weights)
         return metrics
 
     return step

@@ -78,7 +78,7 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         train = TrainStep(config, model, steps, layout, factor, teacher=teacher)
         weights = starting_weights(config, model, tokenizer.fingerprint)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)
-        taught = {} if teacher is None else teacher.load_weights()
+        teacher_weights = {} if teacher is None else teacher.load_weights()
         state = train.initial_state(weights, base)
         if isinstance(store, ConversationStore) and train.objective.has_reference:
             store.reference = compute_reference_logprobs(store, model, layout, t.batch_size, state.parameters, base)
@@ -86,7 +86,7 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         losses, rates = [], []
         for step in range(steps):
             batch = layout.put_batch(partial(store.batch, step), t.batch_size, t.grad_accum)
-            state, metrics = train.program(state, batch, base, taught)
+            state, metrics = train.program(state, batch, base, teacher_weights)
             losses.append(float(metrics.loss))
             rates.append(float(metrics.rates[key]))
             if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGENCE_RATIO * min(losses)):

@@ -121,15 +121,15 @@ class Trainer:
         self.updates = updates_per_step(config)
         self.train_step = TrainStep(config, self.model, self.steps, self.layout, length=length, teacher=self.teacher)
         self.facts = run_facts(config, tokenizer.fingerprint, self.layout, run)
-        taught_by = None if self.teacher is None else self.teacher.model
-        self.log = TrainingLog(config, self.model, self.layout, run, console, self.train_step.tokens, taught_by)
+        teacher_model = None if self.teacher is None else self.teacher.model
+        self.log = TrainingLog(config, self.model, self.layout, run, console, self.train_step.tokens, teacher_model)
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
         self.stop_sync = StopSync()
         self.step, self.progress = 0, TrainingProgress()
         self.state: TrainState
         self.on_cpu = get_platform().name == "cpu"
         self.frozen: Parameters = {}  # the frozen weights under adapters
-        self.taught: Parameters = {}  # the weights of the teacher
+        self.teacher_weights: Parameters = {}  # the weights of the teacher
         self.rollouts: RolloutBatches | None = None
         self.sampled: SampledBatches | None = None
         self.tokenizer = tokenizer
@@ -148,7 +148,7 @@ class Trainer:
         check_memory(self.programs.memory, self.config)
         self.frozen = frozen_weights(self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run)
         if self.teacher is not None:
-            self.taught = self.teacher.load_weights()
+            self.teacher_weights = self.teacher.load_weights()
         if not restored:
             self._init_state()
         if isinstance(self.store, ConversationStore) and self.train_step.objective.has_reference:
@@ -252,7 +252,7 @@ class Trainer:
             except SamplingInterrupted:
                 self._stop_if_requested()
             for _ in range(self.updates):
-                self.state, metrics = self.programs.train(self.state, batch, self.frozen, self.taught)
+                self.state, metrics = self.programs.train(self.state, batch, self.frozen, self.teacher_weights)
             self.step += 1
             self.val_loss = None
             if self.rollouts is not None:
@@ -328,7 +328,7 @@ class Trainer:
         try:
             for batch in self._validation_batches(rows):
                 placed = self.layout.put_batch(partial(select_rows, batch), rows)
-                part = jax.device_get(self.programs.evaluate(self.state.weights, placed, self.frozen, self.taught))
+                part = jax.device_get(self.programs.evaluate(self.state.weights, placed, self.frozen, self.teacher_weights))
                 nats, count = nats + float(part.nats), count + float(part.num_targets)
                 if part.metrics is not None:
                     metrics = np.asarray(part.metrics, np.float64) + (0 if metrics is None else metrics)

@@ -67,8 +67,10 @@ def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int =
     if device.platform == "cpu":
         release_free_memory()
         resident = int((used_gb() or 0) * 1e9)
-    trained, moments, held, taught = (tree_bytes(tree) for tree in (state.parameters, state.optimizer, frozen, teacher))
-    return MemoryPlan(trained, moments, peak, available, held, frozen_count, resident, taught)
+    trained, moments, held, teacher_weights = (
+        tree_bytes(tree) for tree in (state.parameters, state.optimizer, frozen, teacher)
+    )
+    return MemoryPlan(trained, moments, peak, available, held, frozen_count, resident, teacher_weights)
 
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:

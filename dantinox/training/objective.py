@@ -141,7 +141,7 @@ OBJECTIVES: dict[str, Objective] = {
     "orpo": on_pairs(orpo, has_reference=False),
     "simpo": on_pairs(simpo, has_reference=False),
     "distill": TOKENS._replace(
-        losses=lambda model, taught, config, rngs: distill_losses(model, taught, config.distill, rngs=rngs),
+        losses=lambda model, batch, config, rngs: distill_losses(model, batch, config.distill, rngs=rngs),
         metrics=("kl", "data_loss"),
         event="distillation",
     ),

@@ -191,7 +191,7 @@ class TrainStep:
         state: TrainState,
         batch: Batch,
         base: Parameters = {},  # noqa: B006
-        taught: Parameters = {},  # noqa: B006
+        teacher_weights: Parameters = {},  # noqa: B006
     ) -> tuple[TrainState, Metrics]:
         training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
@@ -199,7 +199,7 @@ class TrainStep:
         inputs = trained, layout.batch_spec, replicated, frozen_parameters(layout.specs, model), _specs(self.teacher)
         outputs = trained, replicated, replicated, replicated
         gradient = layout.shard_map(self._gradient, inputs, outputs)
-        gradients, loss, counts_LE, metrics = gradient(state.parameters, batch, key, base, taught)
+        gradients, loss, counts_LE, metrics = gradient(state.parameters, batch, key, base, teacher_weights)
         updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
@@ -215,7 +215,7 @@ class TrainStep:
         return next_state, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, metrics)
 
     def _gradient(
-        self, parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters, taught: Parameters
+        self, parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters, teacher_weights: Parameters
     ) -> tuple[Parameters, jax.Array, jax.Array | None, jax.Array | None]:
         """Computes the gradients of the mean loss of a batch on the shards of one device.
 
@@ -230,8 +230,8 @@ class TrainStep:
         def mean_loss(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
             built = layout.build_model(build, parameters | base)
             enable_dropout(built, key)
-            lesson = part if self.teacher is None else self.teacher.teach(part, taught)
-            total = self.objective.losses(built, lesson, self.config, nnx.Rngs(dropout=key))
+            inputs = part if self.teacher is None else self.teacher.attach(part, teacher_weights)
+            total = self.objective.losses(built, inputs, self.config, nnx.Rngs(dropout=key))
             loss = total.nats + t.z_loss * total.penalty
             if total.routing is None:
                 return loss / count, (total.nats, None, total.metrics)
@@ -261,8 +261,8 @@ class TrainStep:
         if validation_rows is not None:
             eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)
         base = layout.place_shapes(frozen_parameters(layout.shapes, model))
-        taught = {} if self.teacher is None else self.teacher.shapes
-        train = self.program.trace(self.shapes, layout.place_batch(self.abstract_batch(rows)), base, taught)
+        teacher_weights = {} if self.teacher is None else self.teacher.shapes
+        train = self.program.trace(self.shapes, layout.place_batch(self.abstract_batch(rows)), base, teacher_weights)
         platform = get_platform(model.platform)
         options = platform.compiler_options(tree_bytes(abstract_model(replace(model, lora=None))[1]))
         if t.deterministic and platform.name == "gpu":
@@ -271,7 +271,7 @@ class TrainStep:
         if self.objective.has_validation_loss:
             eval_batch = layout.place_batch(self.abstract_batch(eval_rows))
             evaluation = make_eval_step(model, layout, config, self.teacher).trace(
-                self.shapes.parameters, eval_batch, base, taught
+                self.shapes.parameters, eval_batch, base, teacher_weights
             )
             programs["evaluation"] = TracedProgram(eval_rows, length, evaluation, options)
         return programs
@@ -363,17 +363,17 @@ def make_eval_step(
     layout, (build, _) = layout or Layout(model), abstract_model(model)
     objective = OBJECTIVES[config.training.objective]
 
-    def evaluate(parameters: Parameters, batch: Batch, base: Parameters, taught: Parameters) -> LossSums:
+    def evaluate(parameters: Parameters, batch: Batch, base: Parameters, teacher_weights: Parameters) -> LossSums:
         def built() -> Transformer:
             return layout.build_model(build, parameters | base)
 
-        lesson = batch if teacher is None else teacher.teach(batch, taught)
-        total = objective.losses(built(), add_kl(objective, built, lesson, layout), config, None)
+        inputs = batch if teacher is None else teacher.attach(batch, teacher_weights)
+        total = objective.losses(built(), add_kl(objective, built, inputs, layout), config, None)
         return layout.psum(total._replace(routing=None))
 
     trained, frozen = trainable_parameters(layout.specs, model), frozen_parameters(layout.specs, model)
     sharded = layout.shard_map(evaluate, (trained, layout.batch_spec, frozen, _specs(teacher)), PartitionSpec())
-    return jax.jit(lambda parameters, batch, base={}, taught={}: sharded(parameters, batch, base, taught))
+    return jax.jit(lambda parameters, batch, base={}, teacher_weights={}: sharded(parameters, batch, base, teacher_weights))
 
 
 def make_reference_step(
@@ -413,28 +413,28 @@ class Programs:
             Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
         self._train = compile_program(train_lowered, train.options)
         base, all_weights = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
-        taught = {} if step.teacher is None else step.teacher.shapes
-        self.memory: MemoryPlan = plan_memory(self._train, step.shapes, base, tree_bytes(all_weights) // 4, taught)
+        teacher_weights = {} if step.teacher is None else step.teacher.shapes
+        self.memory: MemoryPlan = plan_memory(self._train, step.shapes, base, tree_bytes(all_weights) // 4, teacher_weights)
 
     def train(
         self,
         state: TrainState,
         batch: Batch,
         base: Parameters = {},  # noqa: B006
-        taught: Parameters = {},  # noqa: B006
+        teacher_weights: Parameters = {},  # noqa: B006
     ) -> tuple[TrainState, Metrics]:
         """Runs a step; the arguments are those of `TrainStep.program`."""
-        return self._train(state, batch, base, taught)
+        return self._train(state, batch, base, teacher_weights)
 
     def evaluate(
         self,
         parameters: Parameters,
         batch: Batch,
         base: Parameters = {},  # noqa: B006
-        taught: Parameters = {},  # noqa: B006
+        teacher_weights: Parameters = {},  # noqa: B006
     ) -> LossSums:
         """Returns the summed losses of a validation batch of `eval_rows` rows."""
-        return self._evaluate.result()(parameters, batch, base, taught)
+        return self._evaluate.result()(parameters, batch, base, teacher_weights)
 
     def _compile(self, lowered: Any, options: dict[str, str]) -> None:
         try:

@@ -14,7 +14,7 @@ from dantinox.model import Transformer
 from dantinox.model.parameters import Parameters, abstract_model
 from dantinox.run import RunDirectory, load_run_config, open_base
 from dantinox.text import Tokenizer
-from dantinox.training.distillation import TaughtBatch
+from dantinox.training.distillation import BatchWithTeacher
 from dantinox.training.resume import check_tokenizer, load_frozen_weights
 
 
@@ -47,10 +47,10 @@ class Teacher:
     def _build(self) -> Any:
         return abstract_model(self.model)[0]
 
-    def teach(self, batch: Any, parameters: Mapping[str, jax.Array]) -> TaughtBatch:
+    def attach(self, batch: Any, parameters: Mapping[str, jax.Array]) -> BatchWithTeacher:
         """Returns a batch with the teacher, inside `shard_map`; `parameters` are the local shards of its weights."""
         teacher: Transformer = self.layout.build_model(self._build, dict(parameters))
-        return TaughtBatch(batch, teacher)
+        return BatchWithTeacher(batch, teacher)
 
 
 def open_teacher(

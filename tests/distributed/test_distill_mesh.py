@@ -31,16 +31,16 @@ def trained(mesh="", teacher_kind="dense", **changes):
     for name, leaf in abstract_model(replace(teacher.model, scan_layers=False))[1].items():
         wide = 0.2 * random.standard_normal(leaf.shape) if leaf.ndim > 1 else np.ones(leaf.shape)
         weights[name] = wide.astype(np.float32)
-    taught = teacher.layout.put_parameters(stack_layers(weights, teacher.model) if model.scan_layers else weights)
+    teacher_weights = teacher.layout.put_parameters(stack_layers(weights, teacher.model) if model.scan_layers else weights)
     training = TrainStep(config, model, t.steps, layout, teacher=teacher)
     state, found = training.initial_state(), []
     for number in range(2):
         batch = rows(layout, store_of(config).batch(number), t.grad_accum)
-        state, metrics = training.program(state, batch, {}, taught)
+        state, metrics = training.program(state, batch, {}, teacher_weights)
         found += [float(metrics.loss), float(metrics.grad_norm), *np.asarray(metrics.metrics)]
-    sums = make_eval_step(model, layout, config, teacher)(state.weights, rows(layout, batch_of(config)), {}, taught)
+    sums = make_eval_step(model, layout, config, teacher)(state.weights, rows(layout, batch_of(config)), {}, teacher_weights)
     found += [float(sums.nats / sums.num_targets), *np.asarray(sums.metrics / sums.num_targets)]
-    return np.array(found), {name: np.asarray(array) for name, array in state.weights.items()}, taught
+    return np.array(found), {name: np.asarray(array) for name, array in state.weights.items()}, teacher_weights
 
 
 def batch_of(config):

@@ -23,7 +23,7 @@ from dantinox.report import human_bytes, read_csv, read_jsonl
 from dantinox.run import RunDirectory, load_run_config
 from dantinox.run.adapters import load_run_weights
 from dantinox.text import Batch, Tokenizer, prepare_data
-from dantinox.training.distillation import TaughtBatch, distill_losses, token_divergence
+from dantinox.training.distillation import BatchWithTeacher, distill_losses, token_divergence
 from dantinox.training.dry_run import dry_run
 from dantinox.training.launch import launch
 from dantinox.training.resume import frozen_weights, starting_weights
@@ -122,7 +122,7 @@ def sums_and_gradients(models, batch, settings, chunk_logits=1 << 24):
     def gradients(states):
         def loss(states):
             model, teacher = (nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True))
-            total = distill_losses(model, TaughtBatch(batch, teacher), settings, chunk_logits=chunk_logits)
+            total = distill_losses(model, BatchWithTeacher(batch, teacher), settings, chunk_logits=chunk_logits)
             return total.nats + 0.1 * total.penalty, total
 
         return jax.grad(loss, has_aux=True)(states)
@@ -168,7 +168,7 @@ def test_chunks_have_the_same_sums_and_gradient(batch, platform, monkeypatch):
 
 
 def test_a_student_equal_to_its_teacher_has_divergence_zero(batch):
-    losses = jax.jit(lambda model, teacher, batch: distill_losses(model, TaughtBatch(batch, teacher), DistillSection()))
+    losses = jax.jit(lambda model, teacher, batch: distill_losses(model, BatchWithTeacher(batch, teacher), DistillSection()))
     same, other = (losses(transformer(), teacher, batch) for teacher in (transformer(), transformer(4)))
     np.testing.assert_allclose([same.nats, same.metrics[0]], 0, atol=1e-6)
     assert float(other.nats) > 0.01
@@ -180,9 +180,9 @@ def test_chunks_allocate_neither_logits(optimized):
     ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
 
     def temporary(chunk_logits):
-        def loss(state, taught, batch):
-            taught_batch = TaughtBatch(batch, nnx.merge(graph, taught))
-            return distill_losses(nnx.merge(graph, state), taught_batch, DistillSection(), chunk_logits=chunk_logits).nats
+        def loss(state, teacher_weights, batch):
+            batch_with_teacher = BatchWithTeacher(batch, nnx.merge(graph, teacher_weights))
+            return distill_losses(nnx.merge(graph, state), batch_with_teacher, DistillSection(), chunk_logits=chunk_logits).nats
 
         batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((4, 64), jnp.float32))
         return optimized(jax.jit(jax.grad(loss)).lower(state, state, batch)).memory_analysis().temp_size_in_bytes
@@ -301,11 +301,11 @@ def test_adapters_learn_from_a_bfloat16_teacher(folder, student):
         layout, one = Layout(model), config.model_copy(update={"distill": section})
         teacher = open_teacher(one, layout, tokenizer.fingerprint)
         training = TrainStep(one, model, 8, layout, teacher=teacher)
-        state, taught = training.initial_state(), teacher.load_weights()
-        assert all(is_adapter(name) for name in state.parameters) and taught["embed"].dtype == held
+        state, teacher_weights = training.initial_state(), teacher.load_weights()
+        assert all(is_adapter(name) for name in state.parameters) and teacher_weights["embed"].dtype == held
         base = frozen_weights(one, model, tokenizer.fingerprint, layout)
         for step in range(3):
-            state, metrics = training.program(state, store.batch(step), base, taught)
+            state, metrics = training.program(state, store.batch(step), base, teacher_weights)
             losses.append(float(metrics.metrics[0]))
     np.testing.assert_allclose(losses[:3], losses[3:], rtol=0.02)
     assert losses[0] != losses[3]
@@ -337,7 +337,7 @@ def test_sampled_answers_are_compared_token_by_token(folder):
     layout = Layout(config.architecture(tokenizer.vocab_size))
     teacher = open_teacher(config, layout, tokenizer.fingerprint)
     training = TrainStep(config, layout.model, 4, layout, length=32, teacher=teacher)
-    state, taught = training.initial_state(), teacher.load_weights()
+    state, teacher_weights = training.initial_state(), teacher.load_weights()
     source = SampledBatches(training, store, tokenizer, {}, lambda: False)
     batch, again = source.batch(0, state), source.batch(0, state)
     for one, other in zip(batch, again, strict=True):
@@ -352,11 +352,11 @@ def test_sampled_answers_are_compared_token_by_token(folder):
     read = jax.jit(lambda model, tokens: model(tokens, jnp.arange(32)[None])[0])
     student_BTV, teacher_BTV = (
         read(abstract_model(model)[0](weights), batch.tokens_BT)
-        for model, weights in ((layout.model, state.parameters), (teacher.model, taught))
+        for model, weights in ((layout.model, state.parameters), (teacher.model, teacher_weights))
     )
     expected = reference(student_BTV.reshape(4 * 32, -1), teacher_BTV.reshape(4 * 32, -1), config.distill)[0]
     mask = np.asarray(batch.mask_BT).reshape(-1)
-    metrics = training.program(state, batch, {}, taught)[1]
+    metrics = training.program(state, batch, {}, teacher_weights)[1]
     np.testing.assert_allclose(metrics.metrics[0], expected @ mask / mask.sum(), rtol=1e-5)
     np.testing.assert_allclose(metrics.loss, metrics.metrics[0], rtol=1e-6)
 
