@@ -364,7 +364,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
     The axis fsdp defaults to all remaining devices, and every other axis to 1.
     """
-    from dantinox.config.sections import MESH_AXES, DistributedSection
+    from dantinox.config.distributed_settings import MESH_AXES, DistributedSection
 
     named: dict[str, int] = {}
     for part in text.split(","):

@@ -15,18 +15,15 @@ from pydantic.fields import FieldInfo
 from dantinox.config.base import (
     Conflict,
     Count,
-    CountOrZero,
     FileName,
-    Fraction,
-    NonNegative,
     Positive,
     Section,
-    Seed,
     as_tuple,
     field,
 )
 from dantinox.config.depth import resolve_depth
 from dantinox.config.distill_settings import DistillSection, distill_conflicts
+from dantinox.config.distributed_settings import DistributedSection, distributed_conflicts
 from dantinox.config.generation_settings import GenerationSection, generation_conflicts
 from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
@@ -41,9 +38,10 @@ from dantinox.config.model import (
     uneven_keys,
 )
 from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
-from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, is_set, nonzero, one_of
+from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
 from dantinox.config.sampling_steps import step_prerequisites
+from dantinox.config.training_settings import TrainingSection
 from dantinox.files import UserError
 
 # Names of the files that every run directory may contain.
@@ -130,135 +128,6 @@ class DataSection(Section):
     )
 
 
-is_address = Condition("is an address", lambda coordinator: coordinator not in (None, "auto"))
-
-
-class TrainingSection(Section):
-    """Objective, optimizer, evaluation and checkpoints."""
-
-    objective: Literal["next_token", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "grpo", "distill"] = field(
-        "next_token",
-        "next_token: predict every token; sft: assistant turns of conversations; dpo, ipo, orpo, simpo: prefer chosen over "
-        "rejected answers; kto: answers labeled desirable or undesirable; grpo: maximize rewards of sampled answers; "
-        "distill: imitate a teacher",
-    )
-    preference_beta: Annotated[Positive | None, Needs(("training.objective", one_of(*PREFERENCE_OBJECTIVES)))] = field(
-        None,
-        "dpo, ipo (τ), kto: factor β on the log-probability ratio of the trained to the starting weights; simpo: factor β on "
-        "the mean log-probability of a token; orpo: weight λ of the odds ratio (null: 0.1, simpo: 2)",
-    )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Needs(("training.objective", "dpo"))] = field(
-        0.0, "dpo: assumed probability that chosen and rejected answers are swapped"
-    )
-    simpo_margin: Annotated[NonNegative, Needs(("training.objective", "simpo"))] = field(
-        0.5, "simpo: target margin γ by which the reward of the chosen answer exceeds that of the rejected one"
-    )
-    kto_desirable_weight: Annotated[Positive, Needs(("training.objective", "kto"))] = field(
-        1.0, "kto: weight of the losses of desirable answers"
-    )
-    kto_undesirable_weight: Annotated[Positive, Needs(("training.objective", "kto"))] = field(
-        1.0, "kto: weight of the losses of undesirable answers"
-    )
-    steps: Count | None = field(None, "optimizer steps (null: computed from epochs)")
-    epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
-    tokens_per_parameter: Annotated[Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))] = field(
-        None, "with model.depth: training tokens per weight in the layers, which set batch_size and steps (null: 20)"
-    )
-    batch_size: Count = field(
-        32, "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps"
-    )
-    grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
-    seed: Seed = field(42, "seed of weights, data order and dropout")
-    optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
-        "adamw", "optimizer; muon trains hidden matrices with Muon and all other weights with AdamW"
-    )
-    lr: Positive = field(3e-4, "peak learning rate (muon: of all weights except hidden matrices)")
-    muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = field(
-        0.02, "peak learning rate of the matrices that Muon trains"
-    )
-    muon_steps: Annotated[Literal[3, 5], Needs(("training.optimizer", "muon"))] = field(
-        3, "polynomials that orthogonalize an update of Muon; 5 are more accurate and slower"
-    )
-    muon_normalize: Annotated[bool, Needs(("training.optimizer", "muon"))] = field(
-        False, "divide the update of each neuron by a moving average of its size (NorMuon)"
-    )
-    min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", differs("constant")))] = field(
-        0.1, "final learning rate as a fraction of the peak"
-    )
-    warmup_steps: CountOrZero | None = field(
-        None, "steps of linear warm-up from zero (null: a tenth of the steps, at most 100)"
-    )
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = field("cosine", "learning-rate schedule after the warm-up")
-    decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = field(
-        0.2, "wsd: fraction of the steps in the final decay"
-    )
-    weight_decay: NonNegative = field(0.1, "decoupled weight decay, of matrices only")
-    cautious_decay: Annotated[bool, Needs(("training.weight_decay", nonzero))] = field(
-        False, "decay only the weights that the update also moves toward zero"
-    )
-    beta1: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", differs("adafactor")))] = field(
-        0.9, "AdamW, Lion: decay of the first moment; sgd: Nesterov momentum"
-    )
-    beta2: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", one_of("adamw", "muon", "lion")))] = field(
-        0.95, "AdamW: decay of the second moment; Lion: decay of its momentum"
-    )
-    ema: Annotated[float, Field(ge=0, lt=1)] = field(
-        0.0, "decay of a moving average of the weights, which is evaluated, sampled and exported (0: none)"
-    )
-    grad_clip: NonNegative = field(1.0, "maximum global gradient norm (0: no clipping)")
-    z_loss: Annotated[NonNegative, Needs(("training.objective", one_of("next_token", "sft", "distill")))] = field(
-        0.0, "weight of the penalty on the squared log-normalizer"
-    )
-    eval_every: Count = field(250, "steps between evaluations")
-    eval_tokens: Count | None = field(None, "validation tokens per evaluation (null: all)")
-    checkpoint_every: Count | None = field(None, "steps between checkpoints (null: at each evaluation)")
-    sample_every: Count | None = field(None, "steps between text samples (null: none)")
-    sample_prompt: Annotated[str, Needs(("training.sample_every", is_set))] = field(
-        "", "prompt of the samples (empty: a line break)"
-    )
-    keep_last: Count = field(2, "number of latest checkpoints to keep, at least 2, in addition to the best one")
-    patience: Count | None = field(None, "stop after this many evaluations without a better loss (null: never)")
-    init_from: str | None = field(None, "run directory that provides the starting weights (null: random weights)")
-    nan_policy: Literal["stop", "skip", "rewind"] = field(
-        "stop", "on a NaN or Inf in loss or gradient: stop, skip the update, or rewind to a checkpoint and skip past it"
-    )
-    deterministic: bool = field(False, "make training on a GPU bitwise reproducible, but slower (on CPU and TPU it always is)")
-
-
-Axis = Annotated[int, Field(ge=-1, le=2**20)]
-
-
-MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
-
-
-class DistributedSection(Section):
-    """The mesh of devices that share a training run; the product of its five axes is the number of devices."""
-
-    data: Axis = field(1, "copies of the model, each with separate rows of the batch (-1: all remaining devices)")
-    fsdp: Axis = field(
-        -1, "devices that split the batch of one copy and shard its weights and optimizer state (-1: all remaining devices)"
-    )
-    expert: Axis = field(
-        1, "devices that hold different experts and otherwise work like those of fsdp (-1: all remaining devices)"
-    )
-    sequence: Axis = field(
-        1, "devices that split the positions of each row, for long contexts, and shard weights like fsdp (-1: all remaining)"
-    )
-    tensor: Axis = field(
-        1, "devices that hold different heads and features of each layer, for the same rows (-1: all remaining devices)"
-    )
-    coordinator: str | None = field(
-        None,
-        "host:port of process 0, or auto to detect SLURM, Open MPI, Kubernetes or a TPU slice (null: one process)",
-    )
-    processes: Annotated[Count | None, Needs(("distributed.coordinator", is_address))] = field(
-        None, "number of processes, if coordinator is an address"
-    )
-    process: Annotated[CountOrZero | None, Needs(("distributed.coordinator", is_address))] = field(
-        None, "index of this process, from 0, if coordinator is an address; set it on each command line"
-    )
-
-
 class LoggingSection(Section):
     """Console lines, log files and trackers."""
 
@@ -271,26 +140,6 @@ class LoggingSection(Section):
     wandb_project: Annotated[str | None, Needs(("logging.wandb", True))] = field(
         None, "Weights & Biases project (null: WANDB_PROJECT, or the default of the account)"
     )
-
-
-def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
-    """Yields an error for each contradiction among these settings."""
-    axes = {name: getattr(d, name) for name in MESH_AXES}
-    for name, size in axes.items():
-        if size == 0:
-            yield f"distributed.{name}", "must be at least 1, or -1 for all remaining devices, got 0"
-    remaining_axes = [f"distributed.{name}" for name, size in axes.items() if size == -1]
-    if len(remaining_axes) > 1:
-        yield (
-            remaining_axes[0],
-            f"and {' and '.join(remaining_axes[1:])} exclude each other as -1: only one axis can take the remaining devices",
-        )
-    if is_address(d.coordinator):
-        if d.processes is None or d.process is None:
-            missing = "processes" if d.processes is None else "process"
-            yield f"distributed.{missing}", "must be set if distributed.coordinator is an address"
-        elif d.process >= d.processes:
-            yield "distributed.process", f"must be less than distributed.processes, got {d.process} and {d.processes}"
 
 
 UNCHECKED = "unchecked"  # validation context with which `Config` skips its checks, because the caller runs them

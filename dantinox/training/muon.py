@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dantinox.config.sections import TrainingSection
+from dantinox.config.training_settings import TrainingSection
 from dantinox.distributed import Layout
 from dantinox.model.parameters import Parameters
 from dantinox.training.orthogonalize import fan_axes, orthogonalize

@@ -12,7 +12,8 @@ from dantinox.files import UserError
 from dantinox.model.parameters import Parameters
 from dantinox.run import RunDirectory, write_file
 from dantinox.text import ConversationStore
-from dantinox.training.step import make_reference_step, select_rows
+from dantinox.training.eval_step import make_reference_step
+from dantinox.training.step import select_rows
 
 REFERENCE_FILE = "reference.json"  # in the token directory of the run
 

@@ -14,12 +14,13 @@ from dantinox.config import Config, UserError
 from dantinox.model.parameters import Parameters
 from dantinox.text import Prompt, PromptStore, Tokenizer
 from dantinox.training.batch_source import SamplingInterrupted
+from dantinox.training.eval_step import make_reference_step
 from dantinox.training.policy_loss import group_advantages
 from dantinox.training.policy_objective import answer_logprobs
 from dantinox.training.rewards import build_rewards
 from dantinox.training.rollout_batch import Rollout, answer_rows, token_weights
 from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
-from dantinox.training.step import TrainState, TrainStep, make_reference_step, select_rows
+from dantinox.training.step import TrainState, TrainStep, select_rows
 
 LENGTH_MULTIPLE = 8  # the length of the rows is a multiple of this number
 SAVED_GROUPS = 8  # groups in a file of samples

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dantinox.config.sections import TrainingSection
+from dantinox.config.training_settings import TrainingSection
 from dantinox.model.lora import ADAPTER_SUFFIXES
 from dantinox.model.parameters import Parameters
 

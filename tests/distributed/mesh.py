@@ -13,8 +13,9 @@ from dantinox.distributed import AXES, Layout, make_layout
 from dantinox.measure.program_cost import Work, count_work
 from dantinox.programs import memory_usage, tree_bytes
 from dantinox.text import Batch, TokenStore
+from dantinox.training.eval_step import make_eval_step
 from dantinox.training.objective import abstract_windows
-from dantinox.training.step import TrainState, TrainStep, make_eval_step
+from dantinox.training.step import TrainState, TrainStep
 from dantinox.training.token_losses import next_token_losses
 
 V, STEPS = 64, 3

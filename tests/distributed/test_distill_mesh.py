@@ -8,7 +8,8 @@ import pytest
 
 from dantinox.model.parameters import abstract_model, stack_layers
 from dantinox.run import RunDirectory
-from dantinox.training.step import TrainStep, make_eval_step
+from dantinox.training.eval_step import make_eval_step
+from dantinox.training.step import TrainStep
 from dantinox.training.teacher import Teacher
 
 from .mesh import V, layout_of, rows, settings, store_of

@@ -9,7 +9,8 @@ import pytest
 from dantinox.model.frozen_weights import to_frozen_dtype
 from dantinox.model.lora import frozen_parameters
 from dantinox.model.parameters import abstract_model, stack_layers
-from dantinox.training.step import TrainStep, make_eval_step
+from dantinox.training.eval_step import make_eval_step
+from dantinox.training.step import TrainStep
 
 from .mesh import V, layout_of, rows, settings, store_of
 

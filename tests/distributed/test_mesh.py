@@ -16,7 +16,8 @@ from dantinox.measure.plan import Collectives, make_plan, plan_lines
 from dantinox.measure.topology import Topology, find_topology
 from dantinox.model.parameters import abstract_model
 from dantinox.text import LabeledCompletions, Preferences
-from dantinox.training.step import TrainStep, make_eval_step, make_reference_step, select_rows
+from dantinox.training.eval_step import make_eval_step, make_reference_step
+from dantinox.training.step import TrainStep, select_rows
 from tests.error_texts import ERRORS
 
 from .mesh import KINDS, V, layout_of, program, same, settings, trained

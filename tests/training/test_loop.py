@@ -16,8 +16,8 @@ from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights, save_tokenizer
 from dantinox.text import TokenStore
 from dantinox.training import training_log
+from dantinox.training.eval_step import make_eval_step
 from dantinox.training.signals import StopRequest, stop_request
-from dantinox.training.step import make_eval_step
 from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, Tokens, small_config, small_store

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
+from dantinox.training.eval_step import make_eval_step
 from dantinox.training.memory import MemoryPlan, check_memory, plan_memory
 from dantinox.training.objective import abstract_windows
-from dantinox.training.step import EVAL_TOKENS_PER_CALL, TrainStep, make_eval_step
+from dantinox.training.step import EVAL_TOKENS_PER_CALL, TrainStep
 from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, small_config, small_store
