@@ -23,7 +23,7 @@ ERRORS = {
     "model_num_blocks_is_3_in": r"model.num_blocks is 3 in .*, got 4: leave it out \(.*a.yaml, line 4\)",
     "must_differ_from_each_other": "must differ from each other",
     "no_config_file_at": "no config file at",
-    "no_config_file_at_quickstrat": "no config file at quickstrat, did you mean quickstart\\? The packaged configs are dante, ",
+    "no_config_file_at_quickstrat": "no config file at quickstrat, did you mean quickstart\\? The packaged configs are addition_grpo, ",
     "permutation": "permutation",
     "random_has_only_4_different": "random has only 4 different trials, but trials is 5",
     "training_lr_must_be": r"training\.lr must be",
