@@ -283,7 +283,7 @@ ERRORS = {
     "u_00df_at_position_4": r"'ß' \(U\+00DF\) at position 4 ",
     "u_1f600_at_position_0": r"'😀' \(U\+1F600\) at position 0 ",
     "u_d83d_at_position_2": r"U\+D83D at position 2 ",
-    "unknown_corpus_builtin_memory_did": r"unknown corpus builtin:memory, did you mean builtin:python, builtin:recall or ",
+    "unknown_corpus_builtin_memory_did": r"unknown corpus builtin:memory, did you mean builtin:python, builtin:recall, ",
     "validation_text_has_1_tokens": "validation text has 1 tokens, fewer than 2",
     # files, settings and the package layout
     "cannot_read_it_no_such": r"^cannot read it: No such file or directory$",

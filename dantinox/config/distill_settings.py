@@ -8,7 +8,7 @@ from dantinox.config.prerequisites import Needs, differs
 
 
 class DistillSection(Section):
-    """Distillation: the model is trained to predict the token distributions of a teacher, a frozen run."""
+    """Distillation of a teacher, a frozen run, into the trained model."""
 
     needs = (Needs(("training.objective", "distill")),)
 

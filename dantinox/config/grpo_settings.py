@@ -68,7 +68,7 @@ NEEDS_SAMPLING_ROUNDS = (
 
 
 class GRPOSection(Section):
-    """Reinforcement learning from rewards of sampled answers, relative to the other answers to the same prompt."""
+    """Reinforcement learning from rewards of sampled answers."""
 
     needs = (Needs(("training.objective", "grpo")),)
 

@@ -40,9 +40,7 @@ class TrainingSection(Section):
     tokens_per_parameter: Annotated[Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))] = field(
         None, "with model.depth: training tokens per weight in the layers, which set batch_size and steps (null: 20)"
     )
-    batch_size: Count = field(
-        32, "sequences (preferences: pairs or labeled answers; grpo: prompts) per optimizer step, over all accumulation steps"
-    )
+    batch_size: Count = field(32, "examples (grpo: prompts) per optimizer step, over all accumulation steps")
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(

@@ -214,7 +214,7 @@ def test_another_request_is_rejected(finished, tmp_path):
     folder, wanted, _, _ = finished
     for change, text in (
         ({"depth": 2}, "was started with depth 1, got 2"),
-        ({"data": None}, r"was started with data '.*', got null"),
+        ({"data": None}, r"was started with data '.*, got null"),
         ({"smoke": False}, "was started with smoke true, got false"),
     ):
         with pytest.raises(UserError, match=text):
