@@ -18,7 +18,7 @@ MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
 
 class DistributedSection(Section):
-    """The mesh of devices that share a training run; the product of its five axes is the number of devices."""
+    """Mesh of devices (their number is the product of its axes), and processes."""
 
     data: Axis = field(1, "copies of the model, each with separate rows of the batch (-1: all remaining devices)")
     fsdp: Axis = field(
