@@ -8,7 +8,7 @@ from dantinox.config.prerequisites import Needs, differs
 
 
 class DistillSection(Section):
-    """Distillation of a teacher, a frozen run, into the trained model."""
+    """Distillation of a frozen teacher run into the model."""
 
     needs = (Needs(("training.objective", "distill")),)
 

@@ -18,7 +18,7 @@ MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
 
 class DistributedSection(Section):
-    """Mesh of devices (their number is the product of its axes), and processes."""
+    """Mesh of the devices of a training run, and its processes."""
 
     data: Axis = field(1, "copies of the model, each with separate rows of the batch (-1: all remaining devices)")
     fsdp: Axis = field(
