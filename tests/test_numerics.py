@@ -76,7 +76,8 @@ def test_train_and_decode_programs_against_float64(seed):
     step = TrainStep(config, architecture, 10)
     lowered = step.traced()["train"].program.lower()
     (after, found), (expected_after, expected) = (
-        lowered.compile(compiler_options=options)(step.initial_state(weights), batch, {}) for options in ({}, WITHOUT_YNNPACK)
+        lowered.compile(compiler_options=options)(step.initial_state(weights), batch, {}, {})
+        for options in ({}, WITHOUT_YNNPACK)
     )
     np.testing.assert_allclose(found.loss, loss, rtol=2e-5)
     np.testing.assert_allclose(found.grad_norm, expected.grad_norm, rtol=2e-5)
