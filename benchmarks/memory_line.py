@@ -85,7 +85,7 @@ def measure(name: str) -> dict[str, object]:
     for _ in range(STEPS):
         ids = random.integers(0, vocabulary, (rows, length + 1)).astype(np.int32)
         batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones((rows, length), np.float32))
-        state, metrics = step(state, batch, {})
+        state, metrics = step(state, batch, {}, {})
         jax.block_until_ready((state, metrics))
     peak = resident("VmHWM") - before
     parameters = sum(array.size for array in state.parameters.values())
