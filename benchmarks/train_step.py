@@ -109,7 +109,7 @@ def main() -> None:
         batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones(ids[:, 1:].shape, np.float32))
         for value, step in steps.items():
             start = time.perf_counter()
-            states[value], metrics = step(states[value], batch, {})
+            states[value], metrics = step(states[value], batch, {}, {})
             jax.block_until_ready((states[value], metrics))
             times[value].append(time.perf_counter() - start)
     for value, step in steps.items():
