@@ -43,6 +43,7 @@ def main() -> None:
             "teacher_steps": 4,
             "steps": 4,
             "seeds": 1,
+            "students": 2,
         },
     )
     parser.add_argument("--text", default="builtin:python", help="text file")
@@ -54,6 +55,7 @@ def main() -> None:
         "teacher_steps": 2000,
         "steps": 500,
         "seeds": 3,
+        "students": len(STUDENTS),
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -72,7 +74,7 @@ def main() -> None:
     half = shared | {"training.steps": options.steps, "model.num_blocks": options.layers // 2}
     half |= {"training.objective": "distill", "distill.teacher": str(teacher.path)}
     losses = {}
-    for name, settings in STUDENTS.items():
+    for name, settings in list(STUDENTS.items())[: options.students]:
         losses[name] = []
         for seed in range(options.seeds):
             loss = settings or {"distill.data_weight": 1.0}  # the same tokenizer and tokens, but no divergence in the loss

@@ -58,6 +58,7 @@ PARSED_ONLY = {
     r"dantinox eval (sampling|kv|ruler)": "takes minutes",
     r"dantinox sweep(?!.*--dry_run)": "takes minutes",
     r"dantinox speedrun": "takes minutes",
+    r"dantinox train --config my_samples.yaml": "compiles the programs of training with rewards again",
     r"dantinox train .*--config speedrun": "takes minutes; model.depth excludes the sizes of a tiny model",
     r"dantinox train .*--dry_run": "measures steps; a tutorial runs it",
     r"dantinox find-lr .*--plot": "is the same as without the plot",

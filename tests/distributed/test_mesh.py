@@ -27,7 +27,7 @@ DENSE, SPARSE = (
     ("fsdp=4 tensor=2", "fsdp=8", "data=2 fsdp=2 tensor=2"),
     ("expert=2", "data=2 expert=4", "expert=2 fsdp=2 tensor=2"),
 )
-QUICK = {("uneven", "adamw", DENSE[0]), ("moe", "adamw", "expert=2"), ("mla", "muon", DENSE[0])}
+QUICK = {("uneven", "adamw", DENSE[0]), ("mla", "muon", DENSE[0])}
 EACH = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.exhaustive)
     for kind in KINDS

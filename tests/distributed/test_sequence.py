@@ -90,7 +90,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("n", "options"), CASES.values(), ids=CASES)
+SLOW = {"documents": pytest.mark.slow}  # the rows of all cases have documents
+
+
+@pytest.mark.parametrize(
+    ("n", "options"), [pytest.param(*case, marks=SLOW.get(name, ()), id=name) for name, case in CASES.items()]
+)
 def test_ring_attention_and_its_gradients_equal_a_full_softmax(n, options, monkeypatch):
     """Chunks of several blocks of queries; heads are computed one by one."""
     monkeypatch.setattr(ring, "QUERY_BLOCK", 3)

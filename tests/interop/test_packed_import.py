@@ -150,6 +150,7 @@ def test_a_packed_run_generates_the_text_of_a_converted_run(folder):
     assert weight_bytes(packed.prepared(packed.config.generation)) < size
 
 
+@pytest.mark.slow
 def test_a_packed_model_may_have_its_key_heads_reordered(folder):
     model = dantinox.load(folder / "packed").model
     order = tuple((1, 0) for _ in model.blocks)
