@@ -48,6 +48,7 @@ def batch_of(config):
     return next(store_of(config).validation(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "teacher_kind", "changes"),
     [
