@@ -342,27 +342,18 @@ class Programs:
             self.eval_rows, eval_lowered = evaluation.rows, evaluation.program.lower()
             # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in parallel.
             Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
-        self._train = compile_program(train_lowered, train.options)
+        # The arguments are those of `TrainStep.program`.
+        self.train: Callable[..., tuple[TrainState, Metrics]] = compile_program(train_lowered, train.options)
         base, all_weights = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
         teacher_weights = {} if step.teacher is None else step.teacher.shapes
-        self.memory: MemoryPlan = plan_memory(self._train, step.shapes, base, tree_bytes(all_weights) // 4, teacher_weights)
-
-    def train(
-        self,
-        state: TrainState,
-        batch: Batch,
-        base: Parameters = {},  # noqa: B006
-        teacher_weights: Parameters = {},  # noqa: B006
-    ) -> tuple[TrainState, Metrics]:
-        """Runs a step; the arguments are those of `TrainStep.program`."""
-        return self._train(state, batch, base, teacher_weights)
+        self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, tree_bytes(all_weights) // 4, teacher_weights)
 
     def evaluate(
         self,
         parameters: Parameters,
         batch: Batch,
-        base: Parameters = {},  # noqa: B006
-        teacher_weights: Parameters = {},  # noqa: B006
+        base: Parameters,
+        teacher_weights: Parameters,
     ) -> LossSums:
         """Returns the summed losses of a validation batch of `eval_rows` rows."""
         return self._evaluate.result()(parameters, batch, base, teacher_weights)
