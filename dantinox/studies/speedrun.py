@@ -55,7 +55,7 @@ STAGES = (
         {"training.epochs": 0.05, "training.warmup_steps": 1, "training.eval_tokens": 1024},
     ),
     Stage(
-        "grpo", "speedrun_grpo", {"training.lr": 0.125},
+        "grpo", "speedrun_grpo", {"training.lr": 1 / 64},
         {"training.steps": 2, "training.warmup_steps": 1, "training.batch_size": 4, "training.eval_tokens": 256},
     ),
 )  # fmt: skip

@@ -165,7 +165,7 @@ class Trainer:
                 self.sampled = SampledBatches(self.train_step, self.store, self.tokenizer, self.frozen, is_stopped)
         if self.on_cpu:
             release_free_memory()
-        self.log.files.truncate(self.step)
+        self.log.files.truncate(self.step or -1)  # step 0 is evaluated again
         self.console.start(self.steps, self.step)
         self.stop.can_save = True
         barrier()
@@ -215,7 +215,7 @@ class Trainer:
         else:
             self._init_state()
         self.progress = replace(self.progress, skipped_batches=before.skipped_batches + bad.step - self.step)
-        self.log.files.truncate(self.step)
+        self.log.files.truncate(self.step or -1)
         self.saved_step = self.step
         if before.best_step not in (None, self.progress.best_step):
             self._export(self._best_state())  # the rewind discarded the step of the exported weights
@@ -243,7 +243,8 @@ class Trainer:
         return True
 
     def _loop(self, batches: BatchSource) -> None:
-        if self.progress.evaluation_due:
+        starts = self.rollouts is not None and self.step == 0 and self.progress.best_step is None
+        if starts or self.progress.evaluation_due:  # the reward of the starting weights, or an evaluation that was interrupted
             self._evaluate()
             self._stop_if_requested()
         while not self._is_finished():
@@ -302,15 +303,17 @@ class Trainer:
             self.progress = replace(self.progress, evaluation_due=row_metrics if loss is None else None)
             if loss is None:
                 return
-            mean = _mean(self.state.loss_since_eval)
-            self.log.check(self.step, mean)
+            mean = _mean(self.state.loss_since_eval) if self.step else None
+            if mean is not None:
+                self.log.check(self.step, mean)
             self.state = self.state._replace(loss_since_eval=self._zeros())
             per_token, nats = self.train_step.objective.per_token, metrics.get("val_data_loss", loss)
             has_text = per_token and self.sampled is None
             bits = nats / math.log(2) / self.store.val_bytes_per_token if has_text else None
             row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
             if self.rollouts is not None:
-                rewards = {"reward": _mean(self.progress.rewards_since_eval), "val_reward": metrics.pop("val_reward")}
+                reward = _mean(self.progress.rewards_since_eval) if self.step else None
+                rewards = {"reward": reward, "val_reward": metrics.pop("val_reward")}
                 self.progress = replace(self.progress, rewards_since_eval=(0.0, 0))
                 row |= {"val_loss": None} | rewards
             self.log.evaluation(row, metrics)

@@ -113,8 +113,10 @@ class TrainingLog:
     def row_metrics(self, step: int) -> dict[str, Any]:
         """Waits for the device and returns the newest values of the metrics that every row has.
 
-        These are times, learning rates, the gradient norm, tokens and memory.
+        These are times, learning rates, the gradient norm, tokens and memory. Before the first step, only the last two exist.
         """
+        if not self.recent:
+            return {"tokens": step * self.tokens_per_step, "memory_gb": used_gb()}
         metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
         tokens = self.tokens_per_step
         rates = {name: float(rate) for name, rate in metrics.rates.items()}

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,7 +21,7 @@ from dantinox.training.launch import launch
 from dantinox.training.rollout_source import Group, RolloutBatches, rollout_length, rollout_rows
 from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
 
-from .grpo_runs import grpo_config, make_base, outcome
+from .grpo_runs import RECORDS, grpo_config, make_base, outcome
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +124,29 @@ def test_training_raises_the_reward(whole, base):
     assert rewards[-1] > 0.8 > 0.6 > rewards[0] > 0.1
     assert max(row["sampler_gap"] for row in rows if row["kind"] == "interval") < 1e-4
     table = read_csv(whole.log(config))
-    assert table[-1]["val_reward"] > table[0]["reward"] and "val_loss" not in table[-1]
-    np.testing.assert_allclose(table[0]["reward"], np.mean(rewards[:4]), rtol=1e-12)
+    assert [row["step"] for row in table] == [0, 4, 8] and table[-1]["val_reward"] > table[1]["reward"]
+    assert not {"reward", "train_loss", "lr"} & set(table[0]) and not any("val_loss" in row for row in table)
+    np.testing.assert_allclose(table[1]["reward"], np.mean(rewards[:4]), rtol=1e-12)
     samples = [json.loads(line) for line in (whole.samples / "step_4.jsonl").read_text().splitlines()]
     assert len(samples) == 4 * 8
     assert all(sample["reward"] == float(sample["answer"] == "y") == sample["rewards"]["exact_match"] for sample in samples)
     summary = json.loads(whole.summary(config).read_text())
     assert summary["val_reward"] == max(row["val_reward"] for row in table)
+
+
+def test_starting_weights_are_kept_if_training_makes_them_worse(whole, base):
+    """The reward of the starting weights is in the row of step 0, and a learning rate of 10 destroys them."""
+    changes = {"training.init_from": str(whole.path), "training.lr": 10.0, "training.steps": 1, "training.sample_every": None}
+    config = grpo_config(base, **changes)
+    run = launch(config, run_dir=base / "worse")
+    before, after = [row["val_reward"] for row in read_csv(run.log(config))]
+    model = load(whole.path)
+    problems = [record["prompt"] for record in RECORDS[-8:]]  # the validation part
+    answers = [model.chat([{"role": "user", "content": text}], greedy=True, max_new_tokens=2).text for text in problems]
+    assert before == np.mean([text == "y" for text in answers]) > after
+    assert json.loads(run.summary(config).read_text())["best_step"] == 0
+    kept, start = (nnx.state(load(path).model) for path in (run.path, whole.path))
+    jax.tree.map(np.testing.assert_array_equal, kept, start)
 
 
 def test_stopped_run_continues_with_equal_results(whole, base, monkeypatch):
