@@ -10,11 +10,10 @@ from dantinox.config.distill_settings import DistillSection
 from dantinox.model import Transformer
 from dantinox.training.token_losses import (
     MAX_CHUNK_LOGITS,
+    Logits,
     LossSums,
-    chunk_tokens,
     hidden_states,
     map_chunks,
-    rounded_output_weights,
     sum_routing,
     token_losses,
 )
@@ -55,16 +54,21 @@ def distill_losses(
     batch, teacher = batch_with_teacher
     x_ND, targets_N, mask_N, aux = hidden_states(model, batch, rngs)
     teacher_ND = jax.lax.stop_gradient(hidden_states(teacher, batch, None)[0])
-    size = chunk_tokens(model.config, chunk_logits // (model.config.vocab_size + teacher.config.vocab_size))
-    rounded_DV, teacher_DV = (rounded_output_weights(each) if size < len(x_ND) else None for each in (model, teacher))
 
-    def losses(x_ND: jax.Array, teacher_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, ...]:
-        student_NV = model.logits(x_ND, rounded_DV)
-        teacher_NV = jax.lax.stop_gradient(teacher.logits(teacher_ND, teacher_DV))
+    def losses(
+        student_logits: Logits,
+        teacher_logits: Logits,
+        x_ND: jax.Array,
+        teacher_ND: jax.Array,
+        targets_N: jax.Array,
+        mask_N: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        student_NV, teacher_NV = student_logits(x_ND), jax.lax.stop_gradient(teacher_logits(teacher_ND))
         divergence_N = mask_N * token_divergence(student_NV, teacher_NV, settings)
         return divergence_N, *token_losses(student_NV, targets_N, mask_N, model.config.platform)
 
-    divergence, nats, squares = (jnp.sum(a) for a in map_chunks(losses, size, x_ND, teacher_ND, targets_N, mask_N))
+    arrays = map_chunks(losses, [model, teacher], chunk_logits, x_ND, teacher_ND, targets_N, mask_N)
+    divergence, nats, squares = (jnp.sum(array_N) for array_N in arrays)
     count, w = jnp.sum(mask_N), settings.data_weight
     metrics = jnp.stack([divergence, nats])
     return LossSums((1 - w) * divergence + w * nats, squares, count, sum_routing(model, aux, count), metrics)

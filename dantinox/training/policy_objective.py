@@ -10,11 +10,10 @@ from dantinox.training.policy_loss import policy_sums
 from dantinox.training.rollout_batch import Rollout, count_answers
 from dantinox.training.token_losses import (
     MAX_CHUNK_LOGITS,
+    Logits,
     LossSums,
-    chunk_tokens,
     hidden_states,
     map_chunks,
-    rounded_output_weights,
     sum_routing,
     token_losses,
 )
@@ -50,16 +49,14 @@ def _policy(
     The third value is the model's auxiliary outputs.
     """
     x_ND, targets_N, mask_N, aux = hidden_states(model, rollout.rows(), rngs)
-    size = chunk_tokens(model.config, MAX_CHUNK_LOGITS // model.config.vocab_size)
-    rounded_DV = rounded_output_weights(model) if size < len(x_ND) else None
 
-    def scores(x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_NV = model.logits(x_ND, rounded_DV) / temperature
+    def scores(logits: Logits, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_NV = logits(x_ND) / temperature
         nats_N, _ = token_losses(logits_NV, targets_N, mask_N, model.config.platform)
         logits_NV = jax.lax.stop_gradient(logits_NV)
         entropy_N = jax.nn.logsumexp(logits_NV, axis=-1) - jnp.sum(jax.nn.softmax(logits_NV) * logits_NV, axis=-1)
         return -nats_N, mask_N * entropy_N
 
-    logp_N, entropy_N = map_chunks(scores, size, x_ND, targets_N, mask_N)
+    logp_N, entropy_N = map_chunks(scores, [model], MAX_CHUNK_LOGITS, x_ND, targets_N, mask_N)
     shape = rollout.mask_RT.shape
     return logp_N.reshape(shape), entropy_N.reshape(shape), aux

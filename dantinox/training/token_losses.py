@@ -1,19 +1,20 @@
 """Sums of losses over the target tokens of a batch: next-token cross-entropy with z-loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dantinox.config import ModelConfig
 from dantinox.model import Transformer
 from dantinox.model.moe import Routing
 from dantinox.platform import get_platform
 
 # Logits in memory at one time: 64 MiB in float32. Larger batches are scored in chunks.
 MAX_CHUNK_LOGITS = 1 << 24
+Logits = Callable[[jax.Array], jax.Array]  # from hidden states [N, D] to logits [N, V]
 
 
 class LossSums(NamedTuple):
@@ -43,9 +44,7 @@ def next_token_losses(
     Args:
       batch: has `tokens_BT`, `targets_BT`, `segments_BT` (int32) and `mask_BT` (float32, 1 for counted targets).
       rngs: enables dropout if it has a `dropout` stream.
-      chunk_logits: a batch with more logits than this is scored in chunks of tokens. The backward pass recomputes the logits
-        of each chunk, so that `[B, T, V]` never exists. A chunk has at least `min_loss_chunk_tokens` tokens, a number
-        that depends on the platform.
+      chunk_logits: a batch with more logits than this is scored in chunks of tokens; see `map_chunks`.
     """
     nats_N, squares_N, mask_N, aux = per_token_losses(model, batch, rngs, chunk_logits)
     num_targets = jnp.sum(mask_N)
@@ -61,13 +60,11 @@ def per_token_losses(
       −ln p of the targets and squared log-normalizers, both 0 for uncounted targets; the mask; the model's auxiliary outputs.
     """
     x_ND, targets_N, mask_N, aux = hidden_states(model, batch, rngs)
-    size = chunk_tokens(model.config, chunk_logits // model.config.vocab_size)
-    rounded_DV = rounded_output_weights(model) if size < len(x_ND) else None
 
-    def losses(x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return token_losses(model.logits(x_ND, rounded_DV), targets_N, mask_N, model.config.platform)
+    def losses(logits: Logits, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return token_losses(logits(x_ND), targets_N, mask_N, model.config.platform)
 
-    nats_N, squares_N = map_chunks(losses, size, x_ND, targets_N, mask_N)
+    nats_N, squares_N = map_chunks(losses, [model], chunk_logits, x_ND, targets_N, mask_N)
     return nats_N, squares_N, mask_N, aux
 
 
@@ -110,28 +107,30 @@ def token_losses(logits_NV: jax.Array, targets_N: jax.Array, mask_N: jax.Array, 
     return mask_N * (normalizer_N - target_N), mask_N * jnp.square(normalizer_N)
 
 
-def chunk_tokens(model: ModelConfig, tokens: int) -> int:
-    """Returns the tokens of a chunk: `tokens`, but at least `min_loss_chunk_tokens`, a number that depends on the platform."""
-    return max(get_platform(model.platform).min_loss_chunk_tokens, tokens)
+def map_chunks(
+    losses: Callable[..., tuple[jax.Array, ...]], models: Sequence[Transformer], chunk_logits: int, *arrays: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns the losses of N tokens, computed in chunks if their logits are more than `chunk_logits`.
 
-
-def rounded_output_weights(model: Transformer) -> jax.Array | None:
-    """Returns the weights of the output layer, rounded once for all chunks; None if the platform multiplies in float32."""
-    if get_platform(model.config.platform).name == "cpu":
-        return None
-    return jax.lax.stop_gradient(model.output_weights().astype(model.dtype))
-
-
-def map_chunks(losses: Callable[..., tuple[jax.Array, ...]], size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns `losses(*arrays)`, in chunks of `size` tokens if there are more. The backward pass recomputes the chunks.
+    The backward pass recomputes the logits of each chunk, so that they never exist all at once. A chunk has at least
+    `min_loss_chunk_tokens` tokens, a number that depends on the platform. If the platform does not multiply in float32, the
+    weights of the output layer are rounded once for all chunks.
 
     Args:
-      losses: maps arrays with a leading axis of tokens to arrays with one number per token.
-      arrays: the arrays of all N tokens. The last chunk is padded with zeros.
+      losses: receives a function for each model, from hidden states to logits, and the `arrays`. Returns arrays with one number
+        per token.
+      models: the models whose logits the losses need. Their platform is that of the first.
+      arrays: arrays with a leading axis of tokens. The last chunk is padded with zeros.
     """
-    N = len(arrays[0])
+    N, platform = len(arrays[0]), get_platform(models[0].config.platform)
+    size = max(platform.min_loss_chunk_tokens, chunk_logits // sum(model.config.vocab_size for model in models))
     if size >= N:
-        return losses(*arrays)
+        return losses(*(model.logits for model in models), *arrays)
+    rounded = [
+        None if platform.name == "cpu" else jax.lax.stop_gradient(model.output_weights().astype(model.dtype))
+        for model in models
+    ]
+    logits = [partial(model.logits, cast_weights_DV=weights_DV) for model, weights_DV in zip(models, rounded, strict=True)]
     parts = tuple(jnp.pad(a, [(0, -N % size)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in arrays)
-    _, results = jax.lax.scan(jax.checkpoint(lambda _, part: (None, losses(*part))), None, parts)
+    _, results = jax.lax.scan(jax.checkpoint(lambda _, part: (None, losses(*logits, *part))), None, parts)
     return tuple(result.reshape(-1)[:N] for result in results)
