@@ -106,9 +106,12 @@ class RolloutBatches:
         self._logprobs = make_reference_step(step.model, step.layout, partial(answer_logprobs, config=config))
         self._reference = step.initial_parameters(starting_weights(), frozen) if config.grpo.kl_weight > 0 else None
         self._rewards = build_rewards(config.grpo)
+        self._steps = step.steps
         self._pad, self._length = tokenizer.pad_id or 0, step.length
-        self._rollouts = Rollouts(config, step.model, tokenizer, store.longest, samples=config.grpo.samples)
-        self._greedy = Rollouts(config, step.model, tokenizer, store.longest, samples=1)
+        self._rollouts, self._greedy = (
+            Rollouts(config, step.model, tokenizer, store.longest, samples=samples, prompts=prompts)
+            for samples, prompts in ((config.grpo.samples, store.batch_size), (1, store.validation_rows))
+        )
         self.skipped_batches = 0
         self.metrics: dict[str, float] = {}
         self.groups: list[Group] = []
@@ -132,20 +135,24 @@ class RolloutBatches:
             len(sampled_RT),
             t.grad_accum,
         )
-        old_RT = self._logprobs(state.parameters, placed, self._frozen)
-        gap = jnp.max(placed.mask_RT * jnp.abs(old_RT - sampled_RT))
+        metrics, updates = _group_metrics(groups), self._config.grpo.updates
+        if updates > 1 or self._is_logged(step):
+            old_RT = self._logprobs(state.parameters, placed, self._frozen)
+            metrics["sampler_gap"] = float(jnp.max(placed.mask_RT * jnp.abs(old_RT - sampled_RT)))
+            placed = placed._replace(old_RT=old_RT) if updates > 1 else placed
         if self._reference is not None:
             placed = placed._replace(reference_RT=self._logprobs(self._reference, placed, self._frozen))
-        if self._config.grpo.updates > 1:
-            placed = placed._replace(old_RT=old_RT)
-        self.metrics = _group_metrics(groups) | {
-            "sampler_gap": float(gap),
+        self.metrics = metrics | {
             "sampling_rounds": float(rounds),
             "seconds_sampling": sampled - started,
             "seconds_scoring": time.perf_counter() - sampled,
         }
         self.groups, self._ready = groups, time.perf_counter()
         return placed
+
+    def _is_logged(self, step: int) -> bool:
+        """Whether the metrics of a step, counted from 0, are in a row of the logs. Only then is `sampler_gap` computed."""
+        return (step + 1) % self._config.logging.log_every == 0 or step + 1 == self._steps
 
     def finish_step(self, loss: jax.Array) -> float:
         """Waits for the updates of the newest batch, whose last loss is given, and returns the mean reward of the batch."""

@@ -19,7 +19,7 @@ from dantinox.text import Tokenizer
 from dantinox.training.batch_source import SamplingInterrupted
 from dantinox.training.text_samples import build_sampling_model
 
-MAX_ROWS = 256  # answers that are decoded together
+MAX_ROWS = 256  # answers that are decoded together, unless one prompt has more
 
 
 class Answer(NamedTuple):
@@ -42,9 +42,7 @@ class Answer(NamedTuple):
 class Rollouts:
     """Samples answers from a model in training."""
 
-    def __init__(
-        self, config: Config, model: ModelConfig, tokenizer: Tokenizer, longest: int, *, samples: int, rows: int = MAX_ROWS
-    ):
+    def __init__(self, config: Config, model: ModelConfig, tokenizer: Tokenizer, longest: int, *, samples: int, prompts: int):
         """Prepares the settings.
 
         Args:
@@ -52,7 +50,7 @@ class Rollouts:
           model: the architecture of the weights, which may have adapters.
           longest: the most tokens of a prompt.
           samples: the answers per prompt.
-          rows: the answers that are decoded together, rounded to whole prompts.
+          prompts: the usual number of prompts of a call of `sample`. They are decoded in parts of equal size.
         """
         self._model, self._tokenizer, self.samples = model, tokenizer, samples
         generation = config.generation
@@ -65,7 +63,8 @@ class Rollouts:
             config.model_copy(update={"kv": KVSection(), "router": router}), n=samples, matmul_kernel=kernel
         )
         self._longest, self._slots = longest, min(longest + generation.max_new_tokens, model.max_context)
-        self.prompts_per_call = max(1, rows // samples)
+        parts = -(-prompts // max(1, MAX_ROWS // samples))
+        self.prompts_per_call = -(-prompts // parts)
 
     def sample(
         self,

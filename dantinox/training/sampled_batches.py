@@ -37,7 +37,7 @@ class SampledBatches:
             raise UserError(f"distill.data: samples runs on one device, got {step.layout.devices}: make only one visible")
         self._config, self._layout, self._length = step.config, step.layout, step.length
         self._store, self._frozen, self._stop, self._pad = store, frozen, stop, tokenizer.pad_id or 0
-        self._rollouts = Rollouts(step.config, step.model, tokenizer, store.longest, samples=1)
+        self._rollouts = Rollouts(step.config, step.model, tokenizer, store.longest, samples=1, prompts=store.batch_size)
         self.skipped_batches = 0
 
     def batch(self, step: int, state: TrainState) -> Batch:

@@ -97,7 +97,7 @@ class TrainStep:
     """The optimizer step of a training run, its state and its programs.
 
     Args:
-      steps: length of the schedule; the optimizer updates of a step have the same learning rate.
+      steps: steps of the run, which are the length of the schedule; the optimizer updates of a step have the same learning rate.
       layout: layout of the devices that share the step; None: one device.
       factor: maps the step to a factor on the peak learning rates; None: `training.schedule`.
       length: tokens per row; None: `model.max_context`.
@@ -120,6 +120,7 @@ class TrainStep:
         teacher: Teacher | None = None,
     ):
         self.config, self.model, self.layout, self.teacher = config, model, layout or Layout(model), teacher
+        self.steps = steps
         self.objective = OBJECTIVES[config.training.objective]
         self.rows, self.length = rows_per_step(config), length or config.model.max_context
         if (updates := updates_per_step(config)) > 1:

@@ -75,7 +75,7 @@ def test_answers_do_not_depend_on_their_batch(base):
     model, weights = loaded.model.config, _weights(loaded.model)
     prompts = [tuple(b"u%da" % number) for number in range(6)]
     seeds = [rollout_seed(0, number) for number in range(6)]
-    first, second = (Rollouts(config, model, loaded.tokenizer, 4, samples=4, rows=rows) for rows in (8, 12))
+    first, second = (Rollouts(config, model, loaded.tokenizer, 4, samples=4, prompts=count) for count in (2, 3))
     expected, order = first.sample(weights, prompts, seeds), [3, 0, 5, 1, 4, 2]
     got = second.sample(weights, [prompts[i] for i in order], [seeds[i] for i in order])
     for number, answers in zip(order, got, strict=True):
@@ -84,6 +84,16 @@ def test_answers_do_not_depend_on_their_batch(base):
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
     assert len({one.ids for answers in expected for one in answers}) >= 3
     assert all(len(one.ids) <= 2 for answers in expected for one in answers)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "expected"), [(8, 8, 8), (64, 16, 16), (40, 8, 20), (810, 1, 203), (3, 300, 1), (1, 1, 1)]
+)
+def test_prompts_are_decoded_in_parts_of_equal_size(base, prompts, samples, expected):
+    """At most 256 rows, unless one prompt has more answers, and as few rows of padding as possible."""
+    loaded = load(base / "base")
+    rollouts = Rollouts(grpo_config(base), loaded.model.config, loaded.tokenizer, 4, samples=samples, prompts=prompts)
+    assert rollouts.prompts_per_call == expected
 
 
 def _weights(model):
