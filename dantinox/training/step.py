@@ -97,7 +97,7 @@ class TrainStep:
     """The optimizer step of a training run, its state and its programs.
 
     Args:
-      steps: steps of the run, which are the length of the schedule; the optimizer updates of a step have the same learning rate.
+      steps: the steps of the run. The optimizer updates of a step have the same learning rate.
       layout: layout of the devices that share the step; None: one device.
       factor: maps the step to a factor on the peak learning rates; None: `training.schedule`.
       length: tokens per row; None: `model.max_context`.
