@@ -12,7 +12,7 @@ BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildca
 
 help:
 	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (under 3 minutes)"
-	@echo "make speedrun      go from text to a small chat model, and write a report (an estimated 15 to 20 minutes on two cores)"
+	@echo "make speedrun      go from text to a small chat model, and write a report (15 minutes on two cores)"
 	@echo "make test          the tests (8 to 15 minutes on two cores)"
 	@echo "make test-all      also the tests that take minutes"
 	@echo "make test-browser  the web pages in chromium"
