@@ -33,7 +33,7 @@ class Parser(LayeredParser):
             flag = unknown[0].split("=")[0]
             if not flag.startswith("-"):
                 raise UserError(f"unknown argument {flag}")
-            raise UserError(f"unknown flag {flag}{_nearest_flag(flag, getattr(namespace, 'flags', []))}")
+            raise UserError(f"unknown flag {flag}{_nearest_flag(flag, namespace.flags)}")
         return namespace
 
 
@@ -69,7 +69,6 @@ def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, mo
         if len(paths) > 1 and f"--{flat}" not in taken:
             group.add_argument(f"--{flat}", dest=f"ambiguous:{flat}", nargs="?", const="", default=None, help=argparse.SUPPRESS)
     parser.most_used = tuple(most_used)
-    parser.set_defaults(flags=sorted(parser.flags))
 
 
 def _nearest_flag(flag: str, known: list[str]) -> str:

@@ -51,6 +51,7 @@ class LayeredParser(argparse.ArgumentParser):
         self.settings: dict[str, tuple[SettingRecord, argparse.Action]] = {}
         self.most_used: tuple[str, ...] = ()
         super().__init__(allow_abbrev=False, add_help=False, **options)
+        self.set_defaults(flags=self.flags)  # those of the command, for `Parser.parse`
         self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="show this help, or one section")
         self.add_argument("--help-all", action=_Help, nargs=0, help=argparse.SUPPRESS)
 

@@ -163,8 +163,11 @@ def run_speedrun(
       UserError: the folder holds something else, another process uses it, or a stage failed.
       SystemExit: after SIGTERM or SIGINT, with the stage saved.
     """
-    if request.sft_data is not None:
-        Corpus.open(request.sft_data)  # report a wrong path before pretraining
+    load_training(STAGES[0].config, stage_settings(request, folder, 0))  # a wrong setting or path must leave no folder
+    texts = () if (request.data or "").startswith(HUB) else (request.data,)
+    for path in (*texts, request.sft_data):
+        if path is not None:
+            Corpus.open(path)
     directory = RunDirectory(folder)
     with wrap_os_errors(f"cannot create the directory {folder}"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -400,6 +400,8 @@ def test_no_command_and_an_unknown_one(dantinox):
     assert_one_sentence(dantinox("xyzzy"), "unknown command xyzzy: dantinox --help lists the commands")
     assert_one_sentence(dantinox("train", "--config", "quikstart"), "no config file at quikstart, did you mean quickstart?")
     assert_one_sentence(dantinox("train", "--num_hidden_layers", "3"), "did you mean --num_blocks?")
+    assert_one_sentence(dantinox("speedrun", "--pric", "1"), "unknown flag --pric, did you mean --price?")
+    assert_one_sentence(dantinox("eval", "ppl", "--token", "4"), "unknown flag --token, did you mean --tokens?")
     assert_one_sentence(dantinox("generate"), "--run_dir")
 
 

@@ -138,7 +138,7 @@ def test_results_are_those_of_the_logs(finished):
     assert stages[0].flops == stages[0].tokens * (6 * (weights + 64 * V) + 12 * 1 * 2 * 32 * 256)
     sft, grpo = (load_run_config(RunDirectory(folder / "run" / name)) for name in ("sft", "grpo"))
     assert sft.training.lr == pytest.approx(base.training.lr / 2, rel=5e-3) and sft.training.muon_lr == 0.01
-    assert grpo.training.lr == pytest.approx(base.training.lr / 8, rel=5e-3) and grpo.training.optimizer == "adamw"
+    assert grpo.training.lr == pytest.approx(base.training.lr / 64, rel=5e-3) and grpo.training.optimizer == "adamw"
     assert sft.model == base.model == grpo.model
     length = stages[2].tokens // (2 * 4 * 8)
     assert stages[2].tokens == 2 * 4 * 8 * length and length % 8 == 0 and length < 64, "2 steps, 4 prompts, 8 answers"
@@ -247,20 +247,11 @@ def test_a_later_stage_without_its_base_is_rejected(tmp_path):
     ],
 )
 def test_errors_have_one_sentence(tmp_path, monkeypatch, capsys, flags, sentence):
-    """A wrong corpus is found by the training run, here in this process."""
     monkeypatch.chdir(tmp_path)
-
-    def train(trial, run):
-        try:
-            launch(trial.config, run_dir=run.path)
-        except UserError as error:
-            return str(error)
-
-    monkeypatch.setattr("dantinox.studies.sweep.train_in_subprocess", lambda prepare: train)
     assert cli.main(["speedrun", "--smoke", "--depth", "1", *flags]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith(sentence) and sum(line.startswith("error:") for line in said) == 1
-    assert not (tmp_path / "runs" / "speedrun" / "base").exists(), "the command can be repeated"
+    assert not (tmp_path / "runs").exists(), "the command can be repeated with other arguments"
 
 
 def test_datasets_of_the_hub():
@@ -277,7 +268,7 @@ def test_the_configs_belong_together():
     assert sft.training.init_from == "runs/speedrun/base"
     assert (sft.training.lr, sft.training.muon_lr) == (base.training.lr / 2, base.training.muon_lr / 2)
     grpo = load_config(STAGES[2].config)
-    assert grpo.training.lr == pytest.approx(base.training.lr / 8, rel=5e-3)
+    assert grpo.training.lr == pytest.approx(base.training.lr / 64, rel=5e-3)
     assert (grpo.training.init_from, grpo.data.val_fraction) == ("runs/speedrun/sft", sft.data.val_fraction)
     assert grpo.data.path in sft.data.path, "the same validation problems"
 
