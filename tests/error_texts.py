@@ -228,7 +228,7 @@ ERRORS = {
     "entropy_cannot_run_without_kv_entropy": r"entropy cannot run without .*kv_entropy.json: run `dantinox calibrate .*--what kv`",
     "full_is_the_baseline_of": "full is the baseline of the comparison: name at least one of streaming, uniform",
     "has_0_positions_with_1000": "has 0 positions with 1000 tokens",
-    "has_no_saved_training_tokens": "has no saved training tokens: select a text with --data_path",
+    "has_no_saved_training_text": "has no saved training text: select a text with --data_path",
     "has_windows_of_32_tokens": r"has \d+ windows of 32 tokens within a document, but 20000 are needed, 10000 each for tuning",
     "holds_no_loss": r"holds no loss",
     "is_not_empty_and_not": "is not empty and not a sweep",

@@ -14,14 +14,14 @@ from flax import nnx
 from dantinox.config import Config, ModelConfig
 from dantinox.generation import LoadedModel, load, prepare
 from dantinox.generation.quantized_weights import WEIGHT_DTYPES, dequantize, weight_bytes
-from dantinox.measure.texts import open_text_store
+from dantinox.measure.texts import open_text_store, saved_text
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
 from dantinox.model.packed import packed_kinds
 from dantinox.report import human_bytes, human_count, table
-from dantinox.report.metric_files import read_csv
+from dantinox.report.metric_files import evaluation_loss, read_csv
 from dantinox.run import RunDirectory, open_run
-from dantinox.text import Batch, LabeledCompletions, Preferences, TokenStore, open_store
+from dantinox.text import Batch, LabeledCompletions, Preferences, TokenStore
 
 COMPARED_TOKENS = 8192  # of validation text; the comparison is paired, so more tokens would hardly change it
 BATCH_ROWS = 8
@@ -39,9 +39,9 @@ def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iter
     run = load(run_dir)
     yield _model(run)
     yield _training(directory, run.config)
-    store = open_store(run.config, directory.data, run.tokenizer) if text_store is None else text_store
+    store = saved_text(directory, run.config, run.tokenizer) if text_store is None else text_store
     if store is None:
-        yield "this run has no saved training tokens: select a text with --data_path to compare the weight dtypes\n"
+        yield "this run has no saved training text: select a text with --data_path to compare the weight dtypes\n"
     reference = FloatReference(run, store) if store is not None else None
     if kinds := packed_kinds(run.model):
         parts = ", ".join(f"{kind} {human_bytes(count)}" for kind, count in kinds.items())
@@ -103,11 +103,12 @@ def _training(directory: RunDirectory, config: Config) -> str:
     rows = read_csv(directory.log(config))
     if not rows:
         return "no training log\n"
-    best = min(rows, key=lambda row: row["val_loss"])
+    best = min(rows, key=evaluation_loss)
+    measured = f"val reward {best['val_reward']:.4f}" if "val_reward" in best else f"val loss {best['val_loss']:.4f}"
     bits = f"{best['bits_per_byte']:.3f} bits per byte, " if "bits_per_byte" in best else ""
     return table([
         ("trained", f"{rows[-1]['step']:.0f} steps, {human_count(rows[-1]['tokens'])} tokens"),
-        ("best", f"val loss {best['val_loss']:.4f}, {bits}at step {best['step']:.0f}"),
+        ("best", f"{measured}, {bits}at step {best['step']:.0f}"),
     ])  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dantinox.config import UserError
+from dantinox.config import Config, UserError
 from dantinox.run import RunDirectory, load_run_config
-from dantinox.text import Corpus, Tokenizer, TokenStore, open_store
+from dantinox.text import Corpus, PromptStore, Tokenizer, TokenStore, open_store
 from dantinox.text.corpus import split_text
 from dantinox.text.tokenizer import UnknownCharacter
 
@@ -84,15 +84,21 @@ def open_text_store(directory: RunDirectory, data_path: str | Path | None = None
     """
     config, tokenizer = load_run_config(directory), Tokenizer.load(directory.tokenizer)
     if data_path is None:
-        store = open_store(config, directory.data, tokenizer)
+        store = saved_text(directory, config, tokenizer)
         if store is None:
-            raise UserError(f"{directory.path} has no saved training tokens: select a text with --data_path")
+            raise UserError(f"{directory.path} has no saved training text: select a text with --data_path")
         return store
     ids = read_text(tokenizer, str(data_path), config.data.text_field, tokens)
     if len(ids) < 2:
         raise UserError(f"{data_path} has {len(ids)} tokens, fewer than 2: select a longer text with --data_path")
     length = min(config.model.max_context, WINDOW, len(ids) - 1)
     return TokenStore(ids, ids, batch_size=1, sequence_length=length, seed=0, eos_id=tokenizer.eos_id)
+
+
+def saved_text(directory: RunDirectory, config: Config, tokenizer: Tokenizer) -> TokenStore | None:
+    """Opens the tokens that training saved in a run; None if it saved none, or only prompts without answers."""
+    store = open_store(config, directory.data, tokenizer)
+    return None if isinstance(store, PromptStore) else store
 
 
 def read_text(tokenizer: Tokenizer, path: str, text_field: str, tokens: int) -> np.ndarray:

@@ -146,6 +146,8 @@ def format_headline(row: Row) -> str:
         "train_loss_since_eval": lambda x: f"mean loss {x:.4f}",
         "val_loss": lambda x: f"val {x:.4f}",
         "bits_per_byte": lambda x: f"{x:.3f} bits/byte",
+        "reward": lambda x: f"reward {x:.3f}",
+        "val_reward": lambda x: f"val reward {x:.3f}",
         "lr": lambda x: f"lr {x:.1e}",
         "tokens_per_s": lambda x: f"{human_count(x)} tok/s",
         "mfu": lambda x: f"MFU {100 * x:.1f}%",

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.text import Text
 
 from dantinox.report.console import Console, Row, format_headline, printable
+from dantinox.report.metric_files import evaluation_loss
 from dantinox.report.tables import human_time
 
 
@@ -62,8 +63,8 @@ class LiveConsole(Console):
         )
 
     def evaluation(self, row: Row) -> None:
-        self.latest |= {name: row[name] for name in ("val_loss", "bits_per_byte") if name in row}
-        loss = float(row["val_loss"])
+        self.latest |= {name: row[name] for name in ("val_loss", "bits_per_byte", "val_reward") if name in row}
+        loss = evaluation_loss(row)
         is_best = self.best is None or loss < self.best
         self.best = loss if is_best else self.best
         line = Text.assemble(

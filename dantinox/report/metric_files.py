@@ -26,6 +26,13 @@ HEADER = ",".join(COLUMNS)
 MIN_COLUMNS = COLUMNS.index("memory_gb") + 1
 
 
+def evaluation_loss(row: Mapping[str, Any]) -> float:
+    """Returns what an evaluation minimizes: its validation loss, or its validation reward times −1. NaN if it has neither."""
+    if row.get("val_reward") is not None:
+        return -float(row["val_reward"])
+    return math.nan if row.get("val_loss") is None else float(row["val_loss"])
+
+
 @dataclass(frozen=True)
 class MetricsLog:
     """Writes the two metric files and passes their rows to the trackers.

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dantinox.config.sections import DEFAULTS, flatten_config
 from dantinox.config.sweep_file import Sweep, Trial
 from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
 from dantinox.report import read_csv, read_jsonl
+from dantinox.report.metric_files import evaluation_loss
 from dantinox.run import RunDirectory
 
 PLAN_FILE = "plan.json"
@@ -40,7 +41,8 @@ class TrialResult:
     Attributes:
       chosen: the settings of the trial.
       problem: a sentence on what went wrong; None if the trial finished.
-      val_loss: nats per token of the best evaluation; `bits_per_byte` and `best_step` are of the same evaluation.
+      val_loss, bits_per_byte, val_reward: of the best evaluation, whose step is `best_step`. The loss is in nats per token;
+        training with rewards has only the reward.
       steps: number of steps of the run.
       ms_per_step: median over the run.
     """
@@ -50,9 +52,16 @@ class TrialResult:
     problem: str | None
     val_loss: float | None
     bits_per_byte: float | None
+    val_reward: float | None
     best_step: int | None
     steps: int | None
     ms_per_step: float | None
+
+    @property
+    def loss(self) -> float | None:
+        """What the trials are ranked by, lowest first: the validation loss, or the validation reward times −1."""
+        loss = evaluation_loss(asdict(self))
+        return None if math.isnan(loss) else loss
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,9 @@ def run_sweep(
             ended[trial.name] = problem
             _write_plan(sweep, folder, ended)
             result = trial_result(trial, run, problem)
-            loss = "no val_loss" if result.val_loss is None else f"val_loss {result.val_loss:.4f} at {result.best_step}"
-            progress(f"{trial.name}: {problem or loss}")
+            measured = {"val_loss": result.val_loss, "val_reward": result.val_reward}
+            texts = [f"{name} {value:.4f} at {result.best_step}" for name, value in measured.items() if value is not None]
+            progress(f"{trial.name}: {problem or ', '.join(texts) or 'no val_loss'}")
             on_result(_study(sweep, folder, ended))
     return _study(sweep, folder, ended)
 
@@ -107,19 +117,19 @@ def run_sweep(
 def _study(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> SweepStudy:
     known = [trial for trial in sweep.trials if trial.name in ended]
     found = [trial_result(trial, RunDirectory(folder.path / trial.name), ended[trial.name]) for trial in known]
-    found.sort(key=lambda trial: (trial.problem is not None, math.inf if trial.val_loss is None else trial.val_loss))
+    found.sort(key=lambda trial: (trial.problem is not None, math.inf if trial.loss is None else trial.loss))
     return SweepStudy(str(sweep.runs_dir), sweep.keys, found)
 
 
 def trial_result(trial: Trial, run: RunDirectory, problem: str | None) -> TrialResult:
     """Reads the result of a trial from its logs."""
-    rows = [row for row in read_csv(run.log(trial.config)) if math.isfinite(row.get("val_loss", math.nan))]
+    rows = [row for row in read_csv(run.log(trial.config)) if math.isfinite(evaluation_loss(row))]
     times = [row["ms_per_step"] for row in read_jsonl(run.metrics) if row.get("ms_per_step") is not None]
     steps = max((int(row["step"]) for row in read_jsonl(run.metrics)), default=None)
-    best = min(rows, key=lambda row: row["val_loss"], default={})
+    best = min(rows, key=evaluation_loss, default={})
     return TrialResult(
-        trial.name, trial.chosen, problem, best.get("val_loss"), best.get("bits_per_byte"), int(best["step"]) if best else None,
-        steps, statistics.median(times) if times else None,
+        trial.name, trial.chosen, problem, best.get("val_loss"), best.get("bits_per_byte"), best.get("val_reward"),
+        int(best["step"]) if best else None, steps, statistics.median(times) if times else None,
     )  # fmt: skip
 
 

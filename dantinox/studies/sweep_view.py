@@ -13,14 +13,25 @@ from dantinox.studies.sweep import SweepStudy, TrialResult
 ALL, BEST, WRONG = "#0072b2", "#d55e00", "#888888"
 OUTLIER_FACTOR = 8  # the plot clips losses that are further from the best than this multiple of the median distance
 LOG_SCALE_RATIO = 20  # an axis is logarithmic if its largest value is at least this multiple of its smallest
-MEASURES = [
+LOSSES = [
     Column("val_loss", "val loss", lambda trial: trial.val_loss, ".4f"),
     Column("bits_per_byte", "bits/byte", lambda trial: trial.bits_per_byte),
+]
+REWARDS = [Column("val_reward", "val reward", lambda trial: trial.val_reward, ".4f")]
+MEASURES = [
     Column("best_step", "at step", lambda trial: trial.best_step, "d"),
     Column("steps", "of", lambda trial: trial.steps, "d"),
     Column("ms_per_step", "ms/step", lambda trial: trial.ms_per_step, ".2f"),
 ]
 NAME, PROBLEM = Column("trial", "trial", lambda trial: trial.name), Column("problem", "problem", lambda trial: trial.problem)
+
+
+def _has_rewards(study: SweepStudy) -> bool:
+    return any(trial.val_reward is not None for trial in study.trials)
+
+
+def _measures(study: SweepStudy) -> list[Column]:
+    return [*(REWARDS if _has_rewards(study) else LOSSES), *MEASURES]
 
 
 def format_value(value: Any) -> str:
@@ -39,7 +50,8 @@ def _setting_column(key: str, heading: str, to_cell: Callable[[Any], Any]) -> Co
 
 def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
     """Yields the table, best trials first, and the problems of failed trials."""
-    columns = [NAME, *(_setting_column(key, name, format_value) for key, name in _short_names(study.keys).items()), *MEASURES]
+    columns = [NAME, *(_setting_column(key, name, format_value) for key, name in _short_names(study.keys).items())]
+    columns += _measures(study)
     yield from text_table(columns, study.trials, max(width, 60))
     problems = [f"{trial.name}: {trial.problem}" for trial in study.trials if trial.problem]
     yield from wrap_lines(["", *problems] if problems else [], max(width, 60))
@@ -47,7 +59,8 @@ def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
 
 def sweep_csv(study: SweepStudy) -> str:
     """Returns a row per trial, best first, with settings by path and values as in YAML."""
-    return csv_table([NAME, *(_setting_column(key, "", _csv_value) for key in study.keys), *MEASURES, PROBLEM], study.trials)
+    settings = (_setting_column(key, "", _csv_value) for key in study.keys)
+    return csv_table([NAME, *settings, *_measures(study), PROBLEM], study.trials)
 
 
 def _csv_value(value: Any) -> Any:
@@ -55,7 +68,8 @@ def _csv_value(value: Any) -> Any:
 
 
 def sweep_markdown(study: SweepStudy) -> str:
-    columns = [NAME, *(_setting_column(key, f"`{key}`", format_value) for key in study.keys), *MEASURES, PROBLEM]
+    settings = (_setting_column(key, f"`{key}`", format_value) for key in study.keys)
+    columns = [NAME, *settings, *_measures(study), PROBLEM]
     return f"# {study.runs_dir}\n\n{markdown_table(columns, study.trials)}\n"
 
 
@@ -64,12 +78,16 @@ def sweep_files(study: SweepStudy) -> dict[str, Callable[[], str | bytes]]:
 
 
 def draw_sweep(study: SweepStudy) -> bytes:
-    """Plots the best validation loss of every trial over each setting. Outliers and failed trials are at the upper edge."""
+    """Plots the best validation loss of every trial over each setting. Outliers and failed trials are at the upper edge.
+
+    Rewards are plotted in the same way, upside down.
+    """
+    rewards = _has_rewards(study)
     wide = min(3, len(study.keys))
     high = math.ceil(len(study.keys) / wide)
     figure = new_figure(max(6.0, 3.6 * wide), 0.6 + 3.4 * high)
     panels = figure.subplots(high, wide, sharey=True, squeeze=False).flat
-    top, losses = 1.0, [trial.val_loss for trial in study.trials if trial.val_loss is not None]
+    top, losses = 1.0, [trial.loss for trial in study.trials if trial.loss is not None]
     if losses:  # an outlier must not compress the scale of the other trials
         best, middle, worst = min(losses), median(losses), max(losses)
         top = min(worst, best + OUTLIER_FACTOR * (middle - best)) + 0.08 * (middle - best or 1.0)
@@ -77,8 +95,12 @@ def draw_sweep(study: SweepStudy) -> bytes:
         _draw(axes, study, key, top)
     for axes in list(panels)[len(study.keys) :]:
         axes.set_visible(False)
-    figure.suptitle("★ best   ▲ above the plot   × failed", fontsize=8, color=WRONG)
-    figure.supylabel("best val loss (nats per token)", fontsize=10)
+    if rewards:
+        figure.axes[0].invert_yaxis()
+        figure.axes[0].yaxis.set_major_formatter(lambda loss, _: f"{-loss:g}")
+    outside = "▼ below" if rewards else "▲ above"
+    figure.suptitle(f"★ best   {outside} the plot   × failed", fontsize=8, color=WRONG)
+    figure.supylabel("best val reward" if rewards else "best val loss (nats per token)", fontsize=10)
     return to_png(figure)
 
 
@@ -92,7 +114,7 @@ def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
     elif all(isinstance(position, int) for position in positions):
         axes.xaxis.get_major_locator().set_params(integer=True)
     points = [
-        (position, trial.val_loss or 0.0)
+        (position, trial.loss or 0.0)
         for position, trial in zip(positions, study.trials, strict=True)
         if _is_within_axes(trial, top)
     ]
@@ -104,7 +126,8 @@ def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
         axes.scatter(*points[0], color=BEST, s=60, marker="*", zorder=3)
     for position, trial in zip(positions, study.trials, strict=True):
         if not _is_within_axes(trial, top):
-            axes.scatter(position, top, color=WRONG, s=28, marker="x" if trial.problem else "^", clip_on=False)
+            outside = "^" if trial.val_reward is None else "v"
+            axes.scatter(position, top, color=WRONG, s=28, marker="x" if trial.problem else outside, clip_on=False)
     axes.set_ylim(top=top)
     axes.set_xlabel(_short_names(study.keys)[key])
     style_axes(axes)
@@ -119,4 +142,4 @@ def _axis_positions(values: Sequence[Any]) -> tuple[list[float], list[str]]:
 
 
 def _is_within_axes(trial: TrialResult, top: float) -> bool:
-    return trial.problem is None and trial.val_loss is not None and trial.val_loss <= top
+    return trial.problem is None and trial.loss is not None and trial.loss <= top

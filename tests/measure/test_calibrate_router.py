@@ -238,7 +238,7 @@ def test_errors_without_text_or_with_too_little(run_path, tmp_path):
     )
     assert "no corpus at" in sentence(run_path, data_path=tmp_path / "none.txt")
     shutil.rmtree(run_path / "data")
-    assert sentence(run_path) == f"{run_path} has no saved training tokens: select a text with --data_path"
+    assert sentence(run_path) == f"{run_path} has no saved training text: select a text with --data_path"
     assert not open_run(run_path).router.exists()
     assert "no run directory at" in sentence(tmp_path / "none")
 

@@ -70,6 +70,21 @@ def test_the_best_evaluation_is_marked():
     assert marked == {"2.0": True, "1.5": True, "1.8": False}
 
 
+def test_the_best_reward_is_marked():
+    """Rows of training with rewards; the first is that of the starting weights."""
+
+    def evaluations(console):
+        console.evaluation({"step": 0, "train_loss_since_eval": None, "val_loss": None, "reward": None, "val_reward": 0.25})
+        for step, reward in ((10, 0.75), (20, 0.5)):
+            console.evaluation({"step": step, "val_loss": None, "reward": 0.125, "val_reward": reward})
+
+    plain, live = show_on_both(evaluations)
+    lines = [line for line in live.splitlines() if "val reward" in line]
+    assert ["best so far" in line for line in lines] == [True, True, False]
+    assert "reward 0.125 · val reward 0.750" in lines[1]
+    assert plain.splitlines()[:2] == ["step 0 val_reward 0.25", "step 10 reward 0.125 val_reward 0.75"]
+
+
 @pytest.mark.parametrize("text", ["[bold]KING[/bold]", "[/]", "a :smile: b", "[red", "[link=x]y"])
 def test_generated_text_is_not_interpreted_as_markup(text):
     for shown in show_on_both(lambda console: console.sample(text, 20)) + show_on_both(lambda console: console.note(text)):

@@ -510,7 +510,7 @@ def test_errors_are_raised_before_the_work(toy, run_dir):
     ):
         with pytest.raises(UserError, match=sentence):
             evaluate_kv(toy, **wrong)
-    with pytest.raises(UserError, match=ERRORS["has_no_saved_training_tokens"]):
+    with pytest.raises(UserError, match=ERRORS["has_no_saved_training_text"]):
         evaluate_kv(run_dir, methods=["uniform"])
 
 

@@ -608,7 +608,7 @@ def test_all_methods_together(toy):
 def test_missing_files_are_reported_before_the_work(toy, run_dir, tmp_path):
     with pytest.raises(UserError, match=ERRORS["router_calibrated_router_random_cannot_run_without"]):
         evaluate_sampling(run_dir)
-    with pytest.raises(UserError, match=ERRORS["has_no_saved_training_tokens"]):
+    with pytest.raises(UserError, match=ERRORS["has_no_saved_training_text"]):
         evaluate_sampling(run_dir, methods=["min_p"])
     with pytest.raises(UserError, match=ERRORS["leave_room_for_a_prompt"]):
         evaluate_sampling(toy, methods=["min_p"], tokens=128)

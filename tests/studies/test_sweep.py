@@ -36,8 +36,8 @@ def spec(folder, text=SPEC):
 class Trainer:
     """Writes the logs of a training; `problems` maps trial names to problems."""
 
-    def __init__(self, **problems):
-        self.problems, self.trained = problems, []
+    def __init__(self, measure="val_loss", **problems):
+        self.problems, self.trained, self.measure = problems, [], measure
 
     def __call__(self, trial, run):
         self.trained.append(trial.name)
@@ -51,7 +51,8 @@ class Trainer:
         log, loss = MetricsLog(run.log(trial.config), run.metrics), LOSSES[int(trial.name[-3:]) - 1]
         log.truncate(0)
         for step, more in ((10, 0.5), (20, 0.0), (30, 0.125)):
-            log.evaluation({"step": step, "val_loss": loss + more, "bits_per_byte": loss, "ms_per_step": float(step)})
+            row = {"step": step, self.measure: loss + more, "ms_per_step": float(step)}
+            log.evaluation(row | ({"bits_per_byte": loss} if self.measure == "val_loss" else {}))
             if problem:
                 return problem
         return None
@@ -85,6 +86,18 @@ def test_table_and_plot(tmp_path):
     assert lines[0].split() == ["trial", "lr", "optimizer", "val", "loss", "bits/byte", "at", "step", "of", "ms/step"]
     assert lines[1].split()[:4] == ["trial_003", "0.01", "adamw", "1.5000"]
     assert lines[-1] == "trial_002: the loss is NaN" and max(map(len, lines)) <= 80
+    pytest.importorskip("matplotlib")
+    assert draw_sweep(study).startswith(b"\x89PNG")
+
+
+def test_trials_with_rewards_are_ranked_by_reward(tmp_path):
+    notes = []
+    study = run_sweep(spec(tmp_path), Trainer("val_reward", trial_002="the loss is NaN"), notes.append)
+    rows = list(csv.DictReader(sweep_csv(study).splitlines()))
+    assert [float(row["val_reward"]) for row in rows] == [9.5, 3.0, 2.5, 2.25, 2.0, 2.75] and "val_loss" not in rows[0]
+    assert [row["best_step"] for row in rows] == ["10"] * 6 and rows[-1]["problem"], "the best is the highest"
+    assert notes[1] == "trial_001: val_reward 3.0000 at 10"
+    assert next(sweep_lines(study, 80)).split()[3:5] == ["val", "reward"]
     pytest.importorskip("matplotlib")
     assert draw_sweep(study).startswith(b"\x89PNG")
 

@@ -12,6 +12,8 @@ from flax import nnx
 
 from dantinox.config import UserError, build_config
 from dantinox.generation import load
+from dantinox.measure.info import info_lines
+from dantinox.measure.texts import open_text_store
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
 from dantinox.text import Prompt
@@ -20,6 +22,7 @@ from dantinox.training.find_lr import find_lr
 from dantinox.training.launch import launch
 from dantinox.training.rollout_source import Group, RolloutBatches, rollout_length, rollout_rows
 from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
+from tests.error_texts import ERRORS
 
 from .grpo_runs import RECORDS, grpo_config, make_base, outcome
 
@@ -140,6 +143,9 @@ def test_training_raises_the_reward(whole, base):
     samples = [json.loads(line) for line in (whole.samples / "step_4.jsonl").read_text().splitlines()]
     assert len(samples) == 4 * 8
     assert all(sample["reward"] == float(sample["answer"] == "y") == sample["rewards"]["exact_match"] for sample in samples)
+    assert re.search(r"best +val reward 1\.0000, at step [48]\n", "".join(info_lines(whole.path)))
+    with pytest.raises(UserError, match=ERRORS["has_no_saved_training_text"]):
+        open_text_store(whole)
     summary = json.loads(whole.summary(config).read_text())
     assert summary["val_reward"] == max(row["val_reward"] for row in table)
 
