@@ -107,7 +107,7 @@ def test_training_with_rewards_killed_in_every_phase_resumes_with_equal_results(
     events = int(run_process(tmp_path / "whole", "grpo").stdout)
     expected = grpo_outcome(RunDirectory(tmp_path / "whole" / "run"), config)
     draw = random.Random(int(os.environ.get("SEED", "14")))
-    calls = {"sampling": 8, "scoring": 32, "updating": 8}
+    calls = {"sampling": 11, "scoring": 56, "updating": 8}  # 8 steps of 4 prompts, and 3 evaluations of 8 prompts
     moments = [(phase, draw.randrange(1, most + 1)) for phase, most in calls.items() for _ in range(3)]
     moments += [("after", draw.randrange(2, events)) for _ in range(6)]
     killed = resumed = 0
