@@ -165,7 +165,7 @@ class Trainer:
                 self.sampled = SampledBatches(self.train_step, self.store, self.tokenizer, self.frozen, is_stopped)
         if self.on_cpu:
             release_free_memory()
-        self.log.files.truncate(self.step or -1)  # step 0 is evaluated again
+        self.log.files.truncate(self._last_row())
         self.console.start(self.steps, self.step)
         self.stop.can_save = True
         barrier()
@@ -215,7 +215,7 @@ class Trainer:
         else:
             self._init_state()
         self.progress = replace(self.progress, skipped_batches=before.skipped_batches + bad.step - self.step)
-        self.log.files.truncate(self.step or -1)
+        self.log.files.truncate(self._last_row())
         self.saved_step = self.step
         if before.best_step not in (None, self.progress.best_step):
             self._export(self._best_state())  # the rewind discarded the step of the exported weights
@@ -243,8 +243,7 @@ class Trainer:
         return True
 
     def _loop(self, batches: BatchSource) -> None:
-        starts = self.rollouts is not None and self.step == 0 and self.progress.best_step is None
-        if starts or self.progress.evaluation_due:  # the reward of the starting weights, or an evaluation that was interrupted
+        if self._evaluates_start() or self.progress.evaluation_due:
             self._evaluate()
             self._stop_if_requested()
         while not self._is_finished():
@@ -264,6 +263,14 @@ class Trainer:
                 limit_kept_memory(self.programs.memory)
             self._after_step()
             self._stop_if_requested()
+
+    def _evaluates_start(self) -> bool:
+        """Whether the starting weights are still to be evaluated. Only training with rewards evaluates them."""
+        return self.rollouts is not None and self.step == 0 and self.progress.best_step is None
+
+    def _last_row(self) -> int:
+        """Returns the last step whose rows in the logs are kept; −1 if the row of step 0 is written again."""
+        return -1 if self._evaluates_start() else self.step
 
     def _after_step(self) -> None:
         """Runs the actions that are due after this step: a log row, an evaluation, a sample, a checkpoint."""

@@ -165,22 +165,23 @@ def test_starting_weights_are_kept_if_training_makes_them_worse(whole, base):
     jax.tree.map(np.testing.assert_array_equal, kept, start)
 
 
-def test_stopped_run_continues_with_equal_results(whole, base, monkeypatch):
+@pytest.mark.parametrize("step", [0, 5])
+def test_stopped_run_continues_with_equal_results(whole, base, monkeypatch, step):
     """SIGTERM arrives while the answers of a step are sampled; the step has not begun."""
     config, calls, sample = grpo_config(base), [], Rollouts.sample
 
     def interrupted(self, *arguments, stop, **options):
         calls.append(self.samples)
-        if calls.count(8) == 6:
+        if calls.count(8) == step + 1:
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop()
         return sample(self, *arguments, stop=stop, **options)
 
     monkeypatch.setattr(Rollouts, "sample", interrupted)
     with pytest.raises(SystemExit, match="143"):
-        launch(config, run_dir=base / "cut")
-    cut = RunDirectory(base / "cut")
-    assert max(int(path.name) for path in cut.checkpoints.iterdir() if path.name.isdigit()) == 5
+        launch(config, run_dir=base / f"cut_{step}")
+    cut = RunDirectory(base / f"cut_{step}")
+    assert max(int(path.name) for path in cut.checkpoints.iterdir() if path.name.isdigit()) == step
     monkeypatch.undo()
     launch(config, run_dir=cut.path, resume=True)
     assert outcome(cut, config) == outcome(whole, config)
