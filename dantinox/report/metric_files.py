@@ -9,7 +9,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ def evaluation_loss(row: Mapping[str, Any]) -> float:
     if row.get("val_reward") is not None:
         return -float(row["val_reward"])
     return math.nan if row.get("val_loss") is None else float(row["val_loss"])
+
+
+def best_evaluation(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the row of the best evaluation; empty if no row has a finite loss or reward."""
+    return min((row for row in rows if math.isfinite(evaluation_loss(row))), key=evaluation_loss, default={})
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from dantinox.config.yaml_files import load_training
 from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
 from dantinox.model.flops import training_flops
 from dantinox.report import read_csv
+from dantinox.report.metric_files import best_evaluation
 from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import Corpus, Tokenizer
 from dantinox.text.sources import ADDITION
@@ -164,10 +165,10 @@ def run_speedrun(
       SystemExit: after SIGTERM or SIGINT, with the stage saved.
     """
     load_training(STAGES[0].config, stage_settings(request, folder, 0))  # a wrong setting or path must leave no folder
-    texts = () if (request.data or "").startswith(HUB) else (request.data,)
-    for path in (*texts, request.sft_data):
-        if path is not None:
-            Corpus.open(path)
+    if request.data is not None and not request.data.startswith(HUB):
+        Corpus.open(request.data)
+    if request.sft_data is not None:
+        Corpus.open(request.sft_data)
     directory = RunDirectory(folder)
     with wrap_os_errors(f"cannot create the directory {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -252,14 +253,14 @@ def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: 
     stage, run = STAGES[number], RunDirectory(folder / STAGES[number].name)
     config = load_run_config(run)
     rewarded = config.training.objective == "grpo"
-    measure, best_of = ("val_reward", max) if rewarded else ("val_loss", min)
-    rows = [row for row in read_csv(run.log(config)) if math.isfinite(row.get(measure, math.nan))]
-    if not rows:
+    rows = read_csv(run.log(config))
+    best = best_evaluation(rows)
+    if not best:
+        measure = "val_reward" if rewarded else "val_loss"
         raise UserError(f"{folder / stage.name} has no {measure} in {run.log(config).name}: remove it and repeat the command")
-    best, last = best_of(rows, key=lambda row: row[measure]), rows[-1]
     summary = json.loads(run.summary(config).read_text(encoding="utf-8"))
     model = config.trained_architecture(Tokenizer.load(run.tokenizer).vocab_size)
-    steps, tokens = int(last["step"]), int(last["tokens"])
+    steps, tokens = int(rows[-1]["step"]), int(rows[-1]["tokens"])
     sequences = config.training.batch_size * (config.grpo.samples if rewarded else 1)
     return StageResult(
         stage.name,

@@ -26,7 +26,7 @@ from dantinox.config.sections import DEFAULTS, flatten_config
 from dantinox.config.sweep_file import Sweep, Trial
 from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
 from dantinox.report import read_csv, read_jsonl
-from dantinox.report.metric_files import evaluation_loss
+from dantinox.report.metric_files import best_evaluation, evaluation_loss
 from dantinox.run import RunDirectory
 
 PLAN_FILE = "plan.json"
@@ -123,10 +123,9 @@ def _study(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> 
 
 def trial_result(trial: Trial, run: RunDirectory, problem: str | None) -> TrialResult:
     """Reads the result of a trial from its logs."""
-    rows = [row for row in read_csv(run.log(trial.config)) if math.isfinite(evaluation_loss(row))]
     times = [row["ms_per_step"] for row in read_jsonl(run.metrics) if row.get("ms_per_step") is not None]
     steps = max((int(row["step"]) for row in read_jsonl(run.metrics)), default=None)
-    best = min(rows, key=evaluation_loss, default={})
+    best = best_evaluation(read_csv(run.log(trial.config)))
     return TrialResult(
         trial.name, trial.chosen, problem, best.get("val_loss"), best.get("bits_per_byte"), best.get("val_reward"),
         int(best["step"]) if best else None, steps, statistics.median(times) if times else None,

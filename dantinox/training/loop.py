@@ -276,7 +276,7 @@ class Trainer:
         """Runs the actions that are due after this step: a log row, an evaluation, a sample, a checkpoint."""
         t, last = self.config.training, self.step == self.steps
         evaluates = self.step % t.eval_every == 0 or last
-        if self.step % self.config.logging.log_every == 0 or last:
+        if self.train_step.is_logged(self.step):
             mean_loss = _mean(self.state.loss_since_log)
             self.state = self.state._replace(loss_since_log=self._zeros())
             reward = {"reward": _mean(self.progress.rewards_since_log)}

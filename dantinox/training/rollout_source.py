@@ -106,7 +106,7 @@ class RolloutBatches:
         self._logprobs = make_reference_step(step.model, step.layout, partial(answer_logprobs, config=config))
         self._reference = step.initial_parameters(starting_weights(), frozen) if config.grpo.kl_weight > 0 else None
         self._rewards = build_rewards(config.grpo)
-        self._steps = step.steps
+        self._is_logged = step.is_logged
         self._pad, self._length = tokenizer.pad_id or 0, step.length
         self._rollouts, self._greedy = (
             Rollouts(config, step.model, tokenizer, store.longest, samples=samples, prompts=prompts)
@@ -136,7 +136,7 @@ class RolloutBatches:
             t.grad_accum,
         )
         metrics, updates = _group_metrics(groups), self._config.grpo.updates
-        if updates > 1 or self._is_logged(step):
+        if updates > 1 or self._is_logged(step + 1):  # else nothing reads these log-probabilities
             old_RT = self._logprobs(state.parameters, placed, self._frozen)
             metrics["sampler_gap"] = float(jnp.max(placed.mask_RT * jnp.abs(old_RT - sampled_RT)))
             placed = placed._replace(old_RT=old_RT) if updates > 1 else placed
@@ -149,10 +149,6 @@ class RolloutBatches:
         }
         self.groups, self._ready = groups, time.perf_counter()
         return placed
-
-    def _is_logged(self, step: int) -> bool:
-        """Whether the metrics of a step, counted from 0, are in a row of the logs. Only then is `sampler_gap` computed."""
-        return (step + 1) % self._config.logging.log_every == 0 or step + 1 == self._steps
 
     def finish_step(self, loss: jax.Array) -> float:
         """Waits for the updates of the newest batch, whose last loss is given, and returns the mean reward of the batch."""

@@ -133,6 +133,10 @@ class TrainStep:
         moments = jax.eval_shape(self.optimizer.init, parameters)
         self.shapes: TrainState = self.layout.place_shapes(TrainState(count, parameters, moments, sums, sums))
 
+    def is_logged(self, step: int) -> bool:
+        """Whether the logs have a row of metrics of a step, counted from 1: every `logging.log_every` steps and the last."""
+        return step % self.config.logging.log_every == 0 or step == self.steps
+
     def initial_parameters(
         self,
         weights: Mapping[str, np.ndarray] | None = None,

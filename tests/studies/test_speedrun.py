@@ -254,6 +254,12 @@ def test_errors_have_one_sentence(tmp_path, monkeypatch, capsys, flags, sentence
     assert not (tmp_path / "runs").exists(), "the command can be repeated with other arguments"
 
 
+def test_a_stage_that_fails_ends_the_speedrun(tmp_path):
+    with pytest.raises(UserError, match="the disk is full"):
+        run_speedrun(tmp_path / "run", SpeedrunRequest(depth=1, smoke=True), lambda trial, run: "the disk is full")
+    assert json.loads((tmp_path / "run" / "speedrun.json").read_text())["finished"] == []
+
+
 def test_datasets_of_the_hub():
     hub = {"data.dataset_source": "huggingface"}
     assert data_settings("huggingface:a/b") == hub | {"data.path": "a/b"}
