@@ -8,13 +8,15 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
 BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildcard benchmarks/*.py))
 
-.PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
+.PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all test-isa release-check test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
 
 help:
 	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (under 3 minutes)"
 	@echo "make speedrun      go from text to a small chat model, and write a report (15 minutes on two cores)"
-	@echo "make test          the tests (8 to 15 minutes on two cores)"
-	@echo "make test-all      also the tests that take minutes"
+	@echo "make test          the tests (about 5 minutes on two cores)"
+	@echo "make test-all      also the slow tests (about half an hour)"
+	@echo "make test-isa      the tests with XLA and the native kernels limited to older instruction sets of x86 CPUs"
+	@echo "make release-check all checks of a release, and a table of their results (hours)"
 	@echo "make test-browser  the web pages in chromium"
 	@echo "make serve-test    common clients, 20,000 fuzzed requests, 1,000 seeded requests in a mixed batch, half an hour of mixed load"
 	@echo "make aot           the programs, compiled for an H100 and a TPU without these devices (3 minutes)"
@@ -44,13 +46,30 @@ speedrun: $(VENV)/.plot $(if $(filter huggingface:%,$(SPEEDRUN_DATA)),$(VENV)/.h
 		$(if $(SPEEDRUN_DATA),--data "$(SPEEDRUN_DATA)") $(if $(TOKENS_PER_PARAMETER),--tokens_per_parameter $(TOKENS_PER_PARAMETER)) \
 		$(if $(PRICE),--price $(PRICE)) $(SPEEDRUN_FLAGS)
 
-# Plain `pytest` runs the quick set: the tests without a marker. MARKS="not slow" and TESTS="tests/serve tests/text" select tests.
-# A test that hangs ends the run with the stack of every thread.
+# The tests without a marker, as plain `pytest`. TESTS="tests/serve tests/text" selects tests. A test that hangs ends the run
+# with the stack of every thread.
+PYTEST = $(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true -m "$(if $(MARKS),$(MARKS) and )not exhaustive and not browser and not aot and not faults and not real" $(TESTS)
+	$(PYTEST) $(TESTS)
 
 test-all: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile -m "not browser and not aot and not faults and not real"
+	$(PYTEST) -m "not browser and not aot and not faults and not real" $(TESTS)
+
+# The tests once for each instruction set of XLA; the native kernels are limited to the same set.
+ISA ?= SSE4_2 AVX2 AVX512
+KERNELS_SSE4_2 := off
+KERNELS_AVX2 := avx2
+KERNELS_AVX512 := avx512
+test-isa: $(addprefix test-isa-,$(ISA))
+
+test-isa-%: $(VENV)/.dev
+	@if [ $* = AVX512 ] && ! grep -qw avx512vl /proc/cpuinfo; then echo "$*: this CPU does not have it"; exit; fi; \
+		echo "XLA with $*, native kernels: $(KERNELS_$*)"; \
+		XLA_FLAGS="--xla_cpu_max_isa=$*" DANTINOX_KERNELS=$(KERNELS_$*) $(PYTEST) $(TESTS)
+
+# All checks of a release, in a table. CHECKS="faults aot" selects checks.
+release-check: $(VENV)/.dev
+	$(PY) -m tests.release_check $(CHECKS)
 
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser $(or $(PAGES),tests/report tests/serve)

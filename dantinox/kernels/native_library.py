@@ -1,7 +1,8 @@
 """Compiles, loads and registers the native kernels.
 
 `matmul.cc` is compiled once for each instruction set and stored in the user's cache directory. The package `dantinox-kernels`
-(`make kernels`) contains compiled files, so that no compiler is needed.
+(`make kernels`) contains compiled files, so that no compiler is needed. The environment variable `DANTINOX_KERNELS` limits the
+instruction set or disables the kernels.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import jax
 
+from dantinox.config import UserError
 from dantinox.machine import cache_folder, cpu_flags
 
 SOURCE = Path(__file__).with_name("matmul.cc")
@@ -29,6 +31,7 @@ TARGET = "dantinox_matmul"
 PACKAGE = "dantinox_kernels"
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 300  # time limit
+VARIABLE = "DANTINOX_KERNELS"  # the best instruction set that may be used, or "off"
 # Instruction sets, the best first: the CPU flags that they need, as Linux names them, and the compiler options.
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -64,13 +67,38 @@ def instruction_sets() -> dict[str, tuple[frozenset[str], tuple[str, ...]]]:
     return {"x86_64": X86_SETS, "AMD64": X86_SETS, "aarch64": ARM_SETS, "arm64": ARM_SETS}.get(platform.machine(), {})
 
 
+def allowed_sets() -> dict[str, tuple[frozenset[str], tuple[str, ...]]]:
+    """Returns the instruction sets that `DANTINOX_KERNELS` allows: the named one and those below it.
+
+    Raises:
+      UserError: the variable has an unknown value.
+    """
+    sets, limit = instruction_sets(), os.environ.get(VARIABLE)
+    if limit == "off" or not sets:
+        return {}
+    if not limit:
+        return sets
+    names = list(sets)
+    if limit not in names:
+        choices = f"{', '.join(['off', *names[:-1]])} or {names[-1]}"
+        raise UserError(f"the environment variable {VARIABLE} must be {choices}, got {limit!r}")
+    return {name: sets[name] for name in names[names.index(limit) :]}
+
+
 @lru_cache(maxsize=1)
 def load_kernels() -> Kernels:
-    """Loads the kernels for this CPU and registers them with XLA; compiles them if necessary. Never raises."""
+    """Loads the kernels for this CPU and registers them with XLA; compiles them if necessary.
+
+    Raises:
+      UserError: the environment variable `DANTINOX_KERNELS` has an unknown value.
+    """
     if sys.platform == "win32":
         return Kernels(None, "native kernels need Linux or macOS, so XLA multiplies the weights")
+    allowed = allowed_sets()
+    if not allowed and instruction_sets():
+        return Kernels(None, f"{VARIABLE}=off disables the native kernels, so XLA multiplies the weights")
     flags = cpu_flags()
-    instructions = next((name for name, (needed, _) in instruction_sets().items() if needed <= flags), None)
+    instructions = next((name for name, (needed, _) in allowed.items() if needed <= flags), None)
     if instructions is None:
         return Kernels(None, f"no native kernels exist for this CPU ({platform.machine()}), so XLA multiplies the weights")
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dantinox.config import UserError
 from dantinox.kernels import native_library as native
 from dantinox.kernels.build_wheel import build_wheel
 from dantinox.kernels.native_library import KernelError, Kernels, compile_kernels, instruction_sets, load_kernels
@@ -17,6 +18,7 @@ from dantinox.kernels.native_library import KernelError, Kernels, compile_kernel
 def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv(native.VARIABLE, raising=False)
     load_kernels.cache_clear()
     yield
     monkeypatch.undo()
@@ -86,6 +88,23 @@ def test_a_cpu_without_kernels(monkeypatch, machine, flags):
     monkeypatch.setattr(native.platform, "machine", lambda: machine)
     monkeypatch.setattr(native, "cpu_flags", lambda: frozenset(flags))
     assert load_kernels().note == f"no native kernels exist for this CPU ({machine}), so XLA multiplies the weights"
+
+
+def test_an_environment_variable_limits_the_instruction_set(monkeypatch):
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native, "cpu_flags", lambda: native.AVX512)
+    monkeypatch.setattr(native, "_packaged", lambda instructions: (_ for _ in ()).throw(KernelError(instructions)))
+    for limit, chosen in (("", "avx512"), ("avx512_bf16", "avx512"), ("avx512", "avx512"), ("avx2", "avx2")):
+        monkeypatch.setenv(native.VARIABLE, limit)
+        load_kernels.cache_clear()
+        assert load_kernels().note.endswith(f": {chosen}"), limit
+    monkeypatch.setenv(native.VARIABLE, "off")
+    load_kernels.cache_clear()
+    assert load_kernels().note == "DANTINOX_KERNELS=off disables the native kernels, so XLA multiplies the weights"
+    monkeypatch.setenv(native.VARIABLE, "sse")
+    load_kernels.cache_clear()
+    with pytest.raises(UserError, match="DANTINOX_KERNELS must be off, avx512_bf16, avx512 or avx2, got 'sse'"):
+        load_kernels()
 
 
 def test_the_package_is_preferred(tmp_path, monkeypatch):
