@@ -8,13 +8,14 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
 BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildcard benchmarks/*.py))
 
-.PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
+.PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all mutants test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
 
 help:
 	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (under 3 minutes)"
 	@echo "make speedrun      go from text to a small chat model, and write a report (15 minutes on two cores)"
 	@echo "make test          the tests (8 to 15 minutes on two cores)"
 	@echo "make test-all      also the tests that take minutes"
+	@echo "make mutants       the share of small edits of the package that make test finds, of those that make test-all finds (hours)"
 	@echo "make test-browser  the web pages in chromium"
 	@echo "make serve-test    common clients, 20,000 fuzzed requests, 1,000 seeded requests in a mixed batch, half an hour of mixed load"
 	@echo "make aot           the programs, compiled for an H100 and a TPU without these devices (3 minutes)"
@@ -44,13 +45,24 @@ speedrun: $(VENV)/.plot $(if $(filter huggingface:%,$(SPEEDRUN_DATA)),$(VENV)/.h
 		$(if $(SPEEDRUN_DATA),--data "$(SPEEDRUN_DATA)") $(if $(TOKENS_PER_PARAMETER),--tokens_per_parameter $(TOKENS_PER_PARAMETER)) \
 		$(if $(PRICE),--price $(PRICE)) $(SPEEDRUN_FLAGS)
 
+# The tests of `make test` and of `make test-all`; `make mutants` compares the two.
+QUICK := not exhaustive and not browser and not aot and not faults and not real
+ALL := not browser and not aot and not faults and not real
+
 # Plain `pytest` runs the quick set: the tests without a marker. MARKS="not slow" and TESTS="tests/serve tests/text" select tests.
 # A test that hangs ends the run with the stack of every thread.
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true -m "$(if $(MARKS),$(MARKS) and )not exhaustive and not browser and not aot and not faults and not real" $(TESTS)
+	$(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true -m "$(if $(MARKS),$(MARKS) and )$(QUICK)" $(TESTS)
 
 test-all: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile -m "not browser and not aot and not faults and not real"
+	$(PY) -m pytest -n 2 --dist loadfile -m "$(ALL)"
+
+# RESUME=--resume continues an interrupted run.
+mutants: MUTANTS ?= 400
+mutants: SEED ?= 0
+mutants: $(VENV)/.dev
+	$(PY) -m tests.mutate --map $(RESUME)
+	$(PY) -m tests.mutate --mutants $(MUTANTS) --seed $(SEED) $(RESUME)
 
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser $(or $(PAGES),tests/report tests/serve)
