@@ -3,12 +3,13 @@
 `--map` runs every test and records which lines it executes. Without it, the program draws mutants,
 runs the tests of each, and prints a table. Each mutant is a copy of the repository.
 
-The tests of a mutant, in this order: the tests that execute its line; the other tests of their files,
-which may use the results of a fixture or of a traced program; and the tests of the package's folder that
-start processes, where coverage is not measured. If the line runs on import, they are the tests that
-execute a line of the module, and all tests of the folder. `--budget` limits the time of these tests.
+The tests of a mutant, in this order: the tests that execute its line; the other tests of their
+files, which may use the results of a fixture or of a traced program; and the tests of the package's
+folder that start processes, where coverage is not measured. If the line runs on import, they are
+the tests that execute a line of the module, and all tests of the folder. `--budget` limits the time
+of these tests. Tests that fail without a mutant are left out.
 
-A test that takes more than four times its usual time and a minute counts as failed.
+A test file that takes more than four times its usual time and a minute counts as failed.
 """
 
 import argparse
@@ -87,7 +88,7 @@ def split_steps(steps: Steps, seconds: dict[str, float], budget: float) -> tuple
 
 
 def plan_stages(steps: Steps, tests: Tests, options: argparse.Namespace) -> Stages:
-    """Returns quick tests within the budget, others within the budget, and the rest of the quick ones.
+    """Returns quick tests and others within the budget, and the rest of the quick tests.
 
     The last stage only runs if the second one finds the mutant, so that the budget does not decide
     which of the two commands finds it.
@@ -161,7 +162,10 @@ def judge(folder: Path, stages: Stages, seconds: dict[str, float]) -> None:
 
 
 def judge_mutants(
-    mutants: list[Mutant], tests: Tests, work: Path, options: argparse.Namespace
+    mutants: list[Mutant],
+    tests: Tests,
+    work: Path,
+    options: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
     """Runs the tests of each mutant, and yields the mutant with the verdict."""
     coverage = find_tests(mutants, tests)
@@ -200,10 +204,9 @@ def format_table(judged: list[tuple[Mutant, str]]) -> str:
         share = f"{counts['quick'] / found:.1%}" if found else "–"
         cells = [name, counts.total(), *(counts[column] for column in columns), share]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    missed = sorted(
-        (m.file, m.line, str(m), result) for m, result in judged if result in columns[2:]
-    )
-    lines += ["", *(f"* {text} ({result})" for _, _, text, result in missed)]
+    judged = sorted(judged, key=lambda pair: (pair[0].file, pair[0].line))
+    missed = [(mutant, result) for mutant, result in judged if result in columns[2:]]
+    lines += ["", *(f"* {mutant} ({result})" for mutant, result in missed)]
     return "\n".join(lines)
 
 
@@ -220,9 +223,7 @@ def parse_options() -> argparse.Namespace:
     for name, variable in (("quick", "QUICK"), ("all", "ALL")):
         default = marker_expression(variable)
         parser.add_argument(f"--{name}", default=default, help=f"markers of the {name} tests")
-    parser.add_argument(
-        "--budget", type=float, default=45, help="seconds of tests per mutant and set"
-    )
+    parser.add_argument("--budget", type=float, default=45, help="seconds of tests per set")
     parser.add_argument("--workers", type=int, default=2, help="number of processes")
     parser.add_argument("--output", type=Path, default=STORE / "mutants.jsonl", help="results")
     return parser.parse_args()

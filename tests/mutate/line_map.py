@@ -92,14 +92,14 @@ def map_tests(files: list[str], work: Path, options: argparse.Namespace) -> None
             yield file, folder, partial(record, folder, file, options.all)
 
     for file, folder, code, seconds in run_forked(jobs(), options.workers):
+        shutil.copy(folder / "output.txt", map_path(file, ".txt"))
         if code:
-            print(f"{file}: ended with {code}: its tests are left out", flush=True)
+            print(f"{file}: the process ended with {code}: its tests are left out", flush=True)
             continue
         tests = json.loads(map_path(file, ".json").read_text())
         failed = [name for name, test in tests.items() if not test["passed"]]
-        print(
-            f"{file}: {len(tests)} tests, {seconds:.0f} s", *failed, sep="\n  fails: ", flush=True
-        )
+        print(f"{file}: {len(tests)} tests, {seconds:.0f} s", *failed, sep="\n  fails: ")
+        sys.stdout.flush()
 
 
 def load_map(files: list[str]) -> Tests:

@@ -139,7 +139,10 @@ class _Finder(ast.NodeVisitor):
         self.add(kind, node, self.begin(node), self.end(node), text)
 
     def operators(
-        self, node: ast.AST, operands: Sequence[ast.AST], tables: dict[str, dict[str, str]]
+        self,
+        node: ast.AST,
+        operands: Sequence[ast.AST],
+        tables: dict[str, dict[str, str]],
     ) -> None:
         """Adds the mutants of the operator between each two operands."""
         for left, right in pairwise(operands):

@@ -28,7 +28,7 @@ BROKEN = 70  # exit status of a forked process in which this program failed
 
 
 def preload() -> None:
-    """Imports the dependencies. JAX reads these variables when it is imported, and XLA_FLAGS later."""
+    """Imports the dependencies. JAX reads these variables on import, and XLA_FLAGS later."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(STORE / "programs")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -92,7 +92,8 @@ def kill_group(pid: int) -> None:
 
 
 def run_forked(
-    jobs: Iterable[tuple[Any, Path, Callable[[], None]]], workers: int
+    jobs: Iterable[tuple[Any, Path, Callable[[], None]]],
+    workers: int,
 ) -> Iterator[tuple[Any, Path, int, float]]:
     """Runs functions in forked processes: yields the job, its folder, exit status and seconds."""
     running: dict[int, tuple[Any, Path, float]] = {}
