@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections import defaultdict
@@ -60,6 +61,7 @@ def record(folder: Path, file: str, expression: str) -> None:
     """Runs a test file, and writes the lines and the times of its tests."""
     from coverage import Coverage
 
+    os.environ["COVERAGE_CORE"] = "ctrace"  # the default of newer Pythons has no contexts
     path = str(map_path(file, ".coverage"))
     measured = Coverage(data_file=path, source=["dantinox"], config_file=False, messages=False)
     measured.set_option("run:relative_files", True)
