@@ -8,7 +8,7 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
 BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildcard benchmarks/*.py))
 
-.PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all test-isa release-check test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
+.PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all test-isa release-check mutants test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
 
 help:
 	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (under 3 minutes)"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-all      also the slow tests (about half an hour)"
 	@echo "make test-isa      the tests with XLA and the native kernels limited to older instruction sets of x86 CPUs"
 	@echo "make release-check all checks of a release, and a table of their results (hours)"
+	@echo "make mutants       the share of small edits of the package that make test finds, of those that make test-all finds (hours)"
 	@echo "make test-browser  the web pages in chromium"
 	@echo "make serve-test    common clients, 20,000 fuzzed requests, 1,000 seeded requests in a mixed batch, half an hour of mixed load"
 	@echo "make aot           the programs, compiled for an H100 and a TPU without these devices (3 minutes)"
@@ -46,14 +47,17 @@ speedrun: $(VENV)/.plot $(if $(filter huggingface:%,$(SPEEDRUN_DATA)),$(VENV)/.h
 		$(if $(SPEEDRUN_DATA),--data "$(SPEEDRUN_DATA)") $(if $(TOKENS_PER_PARAMETER),--tokens_per_parameter $(TOKENS_PER_PARAMETER)) \
 		$(if $(PRICE),--price $(PRICE)) $(SPEEDRUN_FLAGS)
 
-# The tests without a marker, as plain `pytest`. TESTS="tests/serve tests/text" selects tests. A test that hangs ends the run
-# with the stack of every thread.
+# The tests of `make test` (those without a marker, as plain `pytest`) and of `make test-all`; `make mutants` compares the two.
+QUICK := not slow and not browser and not aot and not faults and not real
+ALL := not browser and not aot and not faults and not real
+
+# TESTS="tests/serve tests/text" selects tests. A test that hangs ends the run with the stack of every thread.
 PYTEST = $(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 test: $(VENV)/.dev
-	$(PYTEST) $(TESTS)
+	$(PYTEST) -m "$(QUICK)" $(TESTS)
 
 test-all: $(VENV)/.dev
-	$(PYTEST) -m "not browser and not aot and not faults and not real" $(TESTS)
+	$(PYTEST) -m "$(ALL)" $(TESTS)
 
 # The tests once for each instruction set of XLA; the native kernels are limited to the same set.
 ISA ?= SSE4_2 AVX2 AVX512
@@ -65,11 +69,18 @@ test-isa: $(addprefix test-isa-,$(ISA))
 test-isa-%: $(VENV)/.dev
 	@if [ $* = AVX512 ] && ! grep -qw avx512vl /proc/cpuinfo; then echo "$*: this CPU does not have it"; exit; fi; \
 		echo "XLA with $*, native kernels: $(KERNELS_$*)"; \
-		XLA_FLAGS="--xla_cpu_max_isa=$*" DANTINOX_KERNELS=$(KERNELS_$*) $(PYTEST) $(TESTS)
+		XLA_FLAGS="--xla_cpu_max_isa=$*" DANTINOX_KERNELS=$(KERNELS_$*) $(PYTEST) -m "$(QUICK)" $(TESTS)
 
 # All checks of a release, in a table. CHECKS="faults aot" selects checks.
 release-check: $(VENV)/.dev
 	$(PY) -m tests.release_check $(CHECKS)
+
+# RESUME=--resume continues an interrupted run.
+mutants: MUTANTS ?= 400
+mutants: SEED ?= 0
+mutants: $(VENV)/.dev
+	$(PY) -m tests.mutate --map $(RESUME)
+	$(PY) -m tests.mutate --mutants $(MUTANTS) --seed $(SEED) $(RESUME)
 
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser $(or $(PAGES),tests/report tests/serve)
