@@ -20,6 +20,7 @@ ERRORS = {
     "is_now_called_command_line": r"is now called .* \(command line\)",
     "kv_signal_has_no_effect": r"kv\.signal has no effect while kv\.budget is null",
     "lora_alpha_has_no_effect": r"lora\.alpha has no effect while lora.rank is null",
+    "max_minutes_has_no_effect": "training.max_minutes has no effect while",
     "model_num_blocks_is_3_in": r"model.num_blocks is 3 in .*, got 4: leave it out \(.*a.yaml, line 4\)",
     "must_differ_from_each_other": "must differ from each other",
     "no_config_file_at": "no config file at",
