@@ -3,6 +3,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 PY := $(VENV)/bin/python
+# Behind a proxy that inspects TLS, only the certificates of the system are valid. pip also uses these.
+export UV_SYSTEM_CERTS ?= 1
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
