@@ -34,7 +34,7 @@ ERRORS = {
     "unknown_flag_lr": "unknown flag --lr",
     "valid_unicode_text_got_ud800": r"valid Unicode text, got '.ud800' \(line 3\)",
     "warmup_steps_10_is_more_than": "warmup_steps 10 is more than the 5 steps of training.epochs 1 with this corpus",
-    "warmup_steps_20_line_is_more": r"warmup_steps 20 \(.*line \d+\) is more than training.steps 2",
+    "warmup_steps_10_line_is_more": r"warmup_steps 10 \(.*line \d+\) is more than training.steps 2",
     "which_has_no_such_step": "which has no such step: leave it out or switch it off",
     "with_step_names_excludes": "with step names excludes",
     # distributed
