@@ -36,7 +36,7 @@ help:
 # The time limit shortens the training on slow machines. The samples of the training and the last command share programs.
 demo: $(VENV)/.plot
 	@echo "training a model of 0.9 million parameters, in about a minute and a half on two cores"
-	$(PY) train.py --config configs/quickstart.yaml --max_minutes 1 --run_dir $(DEMO_RUN)
+	$(PY) train.py --config configs/quickstart.yaml --max_minutes 0.75 --run_dir $(DEMO_RUN)
 	@echo "generating text after a prompt"
 	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "    def __init__(self, "
 

@@ -162,7 +162,7 @@ def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     assert code == 0 and "resumed from step 4" in err and "finished at step 5" in err and "corpus" not in err
     assert (run / "samples" / "step_5.txt").read_text(encoding="utf-8").startswith("è")
     code, _, err = dantinox("train", "--run_dir", run, "--resume", "--lr", 1)
-    assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.06, got 1" in err
+    assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.025, got 1" in err
     code, out, _ = dantinox("info", run)
     assert code == 0 and "val loss" in out and "weights int8" in out and "perplexity" in out
 
