@@ -3,6 +3,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 PY := $(VENV)/bin/python
+# Behind a proxy that inspects TLS, only the certificates of the system are valid. pip also uses these.
+export UV_SYSTEM_CERTS ?= 1
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
@@ -11,8 +13,8 @@ BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildca
 .PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all test-isa release-check mutants test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
 
 help:
-	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (under 3 minutes)"
-	@echo "make speedrun      go from text to a small chat model, and write a report (15 minutes on two cores)"
+	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (about 2 minutes on two cores)"
+	@echo "make speedrun      go from text to a small chat model, and write a report (about 15 minutes on two cores)"
 	@echo "make test          the tests (about 5 minutes on two cores)"
 	@echo "make test-all      also the slow tests (about half an hour)"
 	@echo "make test-isa      the tests with XLA and the native kernels limited to older instruction sets of x86 CPUs"
@@ -20,23 +22,26 @@ help:
 	@echo "make mutants       the share of small edits of the package that make test finds, of those that make test-all finds (hours)"
 	@echo "make test-browser  the web pages in chromium"
 	@echo "make serve-test    common clients, 20,000 fuzzed requests, 1,000 seeded requests in a mixed batch, half an hour of mixed load"
-	@echo "make aot           the programs, compiled for an H100 and a TPU without these devices (3 minutes)"
-	@echo "make faults        runs killed at 25 moments, more than 200 damaged files (15 minutes)"
+	@echo "make aot           the programs, compiled for an H100 and a TPU without these devices (about 3 minutes)"
+	@echo "make faults        runs killed at 25 moments, more than 200 damaged files (about 15 minutes)"
 	@echo "make parity        logits of every model family compared with transformers, which it installs with torch"
-	@echo "make real          a published model, SmolLM2-135M-Instruct, compared with recorded results of transformers and llama.cpp (3 minutes)"
+	@echo "make real          a published model, SmolLM2-135M-Instruct, compared with recorded results of transformers and llama.cpp (about 3 minutes)"
 	@echo "make tokenizers    token ids of every vocabulary compared with llama.cpp, on 20,000 lines"
-	@echo "make kernels       build the wheel dantinox-kernels into dist: the native kernels, compiled for this architecture (1 minute)"
-	@echo "make sanitize      the native kernels with the sanitizers of GCC, on Linux (10 minutes)"
-	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (2 minutes)"
+	@echo "make kernels       build the wheel dantinox-kernels into dist: the native kernels, compiled for this architecture (about 1 minute)"
+	@echo "make sanitize      the native kernels with the sanitizers of GCC, on Linux (about 10 minutes)"
+	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (about 2 minutes)"
 	@echo "make docs          build this site into docs/_build/html; check its links, and run the code of its pages"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
 	@echo "make models        rewrite the table of docs/models.md from the families"
 	@echo "make clean         remove caches and build products, not runs"
 
+# The time limit shortens the training on slow machines. The samples of the training and the last command share programs.
 demo: $(VENV)/.plot
-	$(PY) train.py --config configs/quickstart.yaml --run_dir $(DEMO_RUN)
-	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "    def __init__(self, " --n 2
+	@echo "training a model of 0.9 million parameters, in about a minute and a half on two cores"
+	$(PY) train.py --config configs/quickstart.yaml --max_minutes 0.75 --run_dir $(DEMO_RUN)
+	@echo "generating text after a prompt"
+	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "    def __init__(self, "
 
 # DEPTH=12 sets the size, TOKENS_PER_PARAMETER=20 the length, SPEEDRUN_DATA=… the text or dataset, PRICE=… the price per hour.
 # Repeat the command to continue. SPEEDRUN_DIR=… is for another model.
@@ -153,17 +158,17 @@ clean:
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache docs/_build docs/reference
 	find dantinox tests -name __pycache__ -type d -exec rm -rf {} +
 
-# The stamp of an extra: reinstalled when the dependencies change.
-$(VENV)/.%: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --editable ".[$*]"
+# The stamp of an extra: reinstalled when the dependencies change. uv installs several times faster than pip, and finds versions
+# that fit together in seconds where pip may search for minutes.
+$(VENV)/.%: pyproject.toml | $(VENV)/bin/uv
+	@echo "installing DantinoX with the extra $* into $(VENV): seconds, after a download of 200 MB or more"
+	$(VENV)/bin/uv pip install --python $(PY) --editable ".[$*]"
 	@touch $@
 
-# The clients bound the versions of each other's dependencies: uv finds a set that fits in seconds, pip may search for minutes.
-$(VENV)/.clients: pyproject.toml | $(PY)
+$(VENV)/bin/uv: | $(PY)
 	$(PY) -m pip install --quiet uv
-	$(PY) -m uv pip install --quiet --python $(PY) --editable ".[clients]"
-	@touch $@
 
 $(PY):
 	@test -n "$(PYTHON)" || { echo "DantinoX needs Python 3.11 or newer: none found (make PYTHON=/path/to/python3)"; exit 1; }
+	@echo "creating the environment $(VENV)"
 	$(PYTHON) -m venv $(VENV)

@@ -20,6 +20,7 @@ ERRORS = {
     "is_now_called_command_line": r"is now called .* \(command line\)",
     "kv_signal_has_no_effect": r"kv\.signal has no effect while kv\.budget is null",
     "lora_alpha_has_no_effect": r"lora\.alpha has no effect while lora.rank is null",
+    "max_minutes_has_no_effect": "training.max_minutes has no effect while",
     "model_num_blocks_is_3_in": r"model.num_blocks is 3 in .*, got 4: leave it out \(.*a.yaml, line 4\)",
     "must_differ_from_each_other": "must differ from each other",
     "no_config_file_at": "no config file at",
@@ -33,7 +34,7 @@ ERRORS = {
     "unknown_flag_lr": "unknown flag --lr",
     "valid_unicode_text_got_ud800": r"valid Unicode text, got '.ud800' \(line 3\)",
     "warmup_steps_10_is_more_than": "warmup_steps 10 is more than the 5 steps of training.epochs 1 with this corpus",
-    "warmup_steps_20_line_is_more": r"warmup_steps 20 \(.*line \d+\) is more than training.steps 2",
+    "warmup_steps_10_line_is_more": r"warmup_steps 10 \(.*line \d+\) is more than training.steps 2",
     "which_has_no_such_step": "which has no such step: leave it out or switch it off",
     "with_step_names_excludes": "with step names excludes",
     # distributed

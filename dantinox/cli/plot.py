@@ -80,8 +80,8 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
     from dantinox.report.console import show_progress
     from dantinox.run import RunDirectory, load_run_config
     from dantinox.text import Tokenizer
-    from dantinox.training.dry_run import benchmark_step
     from dantinox.training.resume import trained_vocab_size
+    from dantinox.training.step_time import benchmark_step
 
     if subject.is_dir():
         run = RunDirectory(subject)

@@ -27,7 +27,7 @@ TOKENS_PER_PARAMETER = 20.0  # about the optimum of Hoffmann et al. 2022, "Train
 MICROBATCH_TOKENS = 32768  # tokens of an accumulation step, at most
 OPTIMIZER = "muon"
 # Optimizer → peak `lr` at width 768. It is proportional to width^-0.5, as in nanochat. With Muon, which applies it to
-# embeddings and norms only, it is 0.004 at width 128, as in configs/quickstart.yaml. Without Muon it is that of GPT-3.
+# embeddings and norms only, it is 0.004 at width 128. Without Muon it is that of GPT-3.
 RATES_AT_768 = {"muon": 0.00163, "adamw": 0.0006}
 
 

@@ -68,7 +68,8 @@ GROUPS: dict[str, SettingGroup] = {
         "objective preference_beta label_smoothing simpo_margin kto_desirable_weight kto_undesirable_weight z_loss init_from",
     ),
     "batches": SettingGroup(
-        "training", "Steps, batch size and seed", "steps epochs tokens_per_parameter batch_size grad_accum seed deterministic"
+        "training", "Steps, batch size and seed",
+        "steps epochs tokens_per_parameter max_minutes batch_size grad_accum seed deterministic",
     ),
     "optimizer": SettingGroup(
         "training", "Optimizer, learning rate and its schedule",

@@ -40,6 +40,15 @@ class TrainingSection(Section):
     tokens_per_parameter: Annotated[Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))] = field(
         None, "with model.depth: training tokens per weight in the layers, which set batch_size and steps (null: 20)"
     )
+    max_minutes: Annotated[
+        Positive | None,
+        Needs(("training.objective", differs("grpo"))),
+        Needs(("distill.data", differs("samples"))),
+    ] = field(
+        None,
+        "reduce the steps of a new run so that they take at most this many minutes, without evaluations; "
+        "the time of a step is measured before the first one (null: no limit)",
+    )
     batch_size: Count = field(32, "examples (grpo: prompts) per optimizer step, over all accumulation steps")
     grad_accum: Count = field(1, "accumulation steps per optimizer step, to save memory; must divide batch_size")
     seed: Seed = field(42, "seed of weights, data order and dropout")

@@ -99,7 +99,7 @@ class Console:
             self.note(f"{name}: {human_count(total)} {unit}")
 
     def start(self, total_steps: int, step: int = 0) -> None:
-        """Starts the display before the first step; `step` is the last completed step of a resumed run."""
+        """Starts the display before the first step is compiled; `step` is the last completed step of a resumed run."""
 
     def interval(self, row: Row) -> None:
         """Shows the row of a training interval."""

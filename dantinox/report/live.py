@@ -47,6 +47,8 @@ class LiveConsole(Console):
         super().stage(name, done, total, unit)
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=done, refresh=done >= total)
+        if done >= total:
+            self._end_stage()
 
     def start(self, total_steps: int, step: int = 0) -> None:
         self._end_stage()

@@ -43,6 +43,7 @@ from dantinox.training.memory import keep_freed_memory
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
 from dantinox.training.rewards import build_rewards
 from dantinox.training.step import rows_per_step
+from dantinox.training.step_time import limit_steps
 from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import Sampler, make_sampler
 
@@ -99,6 +100,12 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
         run = RunDirectory(broadcast_from_rank0(prepare))
         settings, tokenizer, store, sample = prepared or _load_prepared(run)
         console.note(f"run directory {run.path}")
+        if settings.training.max_minutes is not None:
+            console.note("compiling the training step, and measuring its time")
+            steps = total_steps(settings, store.windows_per_epoch)
+            settings = limit_steps(settings, tokenizer.vocab_size, steps, console.note)
+            if is_rank0():
+                save_config(run, settings)
         for line in plan_lines(settings, tokenizer, store):
             console.note(line)
         train(settings, run, tokenizer, store, console, resume=resume, sample=sample)
@@ -175,8 +182,10 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
     run.check(run.tokenizer, *(path for path in (run.weights, run.adapter) if path.exists()))
     if run.data.exists():
         run.check(*(run.path / name for name in run.tokens(recorded=True)))
-    saved = load_run_config(run)
-    config = resume_config(saved, config)
+    saved, requested = load_run_config(run), config
+    config = resume_config(saved, requested)
+    if config.training.max_minutes != requested.training.max_minutes:
+        console.note("training.max_minutes has no effect: a resumed run keeps its number of steps")
     tokenizer = Tokenizer.load(run.tokenizer)
     store = open_store(config, run.data, tokenizer)
     if store is None:

@@ -143,6 +143,7 @@ class Trainer:
             self._export_missing()
             self.console.note(f"this run is finished: step {self.step} of {self.steps}")
             return self.progress
+        self.console.start(self.steps, self.step)
         self.programs = Programs(self.train_step, self.store.validation_rows)
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
@@ -166,7 +167,6 @@ class Trainer:
         if self.on_cpu:
             release_free_memory()
         self.log.files.truncate(self._last_row())
-        self.console.start(self.steps, self.step)
         self.stop.can_save = True
         barrier()
         self.run_until_done()

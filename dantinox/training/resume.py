@@ -23,18 +23,23 @@ from dantinox.text import Tokenizer, vocabulary_size
 # The settings of `training` that may change. They do not affect the result of a step with a finite loss, except that `steps`
 # and `epochs` stretch the schedule.
 MUTABLE_SETTINGS = {
-    "steps", "epochs", "eval_every", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "nan_policy",
+    "steps", "epochs", "max_minutes", "eval_every", "checkpoint_every", "sample_every", "sample_prompt", "keep_last",
+    "patience", "nan_policy",
 }  # fmt: skip
 
 
 def resume_config(saved: Config, requested: Config) -> Config:
     """Checks the settings for a resumed run and returns them.
 
-    Steps, intervals, the sample prompt, nan_policy, devices and logging may differ from the saved settings.
+    Steps, intervals, the sample prompt, nan_policy, devices and logging may differ from the saved settings. A
+    `training.max_minutes` is replaced by the steps of the run, unless the run was stopped before its steps were limited.
 
     Raises:
       UserError: another setting differs. The message names it with both values.
     """
+    if requested.training.max_minutes is not None and saved.training.max_minutes is None:
+        length = {name: getattr(saved.training, name) for name in ("steps", "epochs", "max_minutes")}
+        requested = requested.model_copy(update={"training": requested.training.model_copy(update=length)})
     for key, (old, new) in differences(saved, requested).items():
         if not key.startswith(("logging.", "distributed.")) and key.removeprefix("training.") not in MUTABLE_SETTINGS:
             raise UserError(

@@ -28,7 +28,7 @@ def test_packaged_configs_load_by_name():
 
 
 def test_few_steps_shorten_the_warmup_of_a_file():
-    with pytest.warns(UserWarning, match=ERRORS["warmup_steps_20_line_is_more"]):
+    with pytest.warns(UserWarning, match=ERRORS["warmup_steps_10_line_is_more"]):
         config = load_training("quickstart", {"training.steps": 2})
     assert (config.training.steps, config.training.warmup_steps) == (2, None)
     with pytest.raises(UserError, match=ERRORS["training_warmup_steps_must_be_at"]):

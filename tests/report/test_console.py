@@ -140,6 +140,14 @@ def test_a_stage_is_announced_once_and_has_a_bar_on_a_terminal():
     assert all(line in live for line in plain.splitlines()) and "100%" in live
 
 
+def test_the_bar_of_a_finished_stage_is_removed():
+    with LiveConsole(io.StringIO()) as console:
+        console.stage("encoding the corpus", 40_000, 80_000)
+        assert console.bar is not None
+        console.stage("encoding the corpus", 80_000, 80_000)
+        assert console.bar is None
+
+
 def test_a_console_can_be_closed_twice():
     def close(console):
         console.close()
