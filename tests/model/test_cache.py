@@ -140,7 +140,7 @@ def test_segments_of_a_cache_act_as_one_store(model_config, monkeypatch):
     monkeypatch.setattr(stores, "MIN_SEGMENT", 6)
     monkeypatch.setattr(stores, "SEGMENT_UNIT", 1)
     built = build(model_config)
-    cache = make_cache(built.config, ROWS, LENGTH, jnp.float32, segmented=True)  # traced with these constants
+    cache = jax.jit(lambda: make_cache(built.config, ROWS, LENGTH, jnp.float32, segmented=True))()
     segmented = cache.layers[1 if len(built.config.windows) > 1 else 0]
     assert [part.slots for part in segmented.store.segments] == [6, 6, 12]
     for schedule in SCHEDULES.values():
@@ -386,8 +386,9 @@ def test_prefill_expands_latents_and_decoding_does_not(dtype, tolerance):
 def int4_results(k_BTKH, v_BTKH, q_BKMH, weights_BKMS):
     """Returns a store that is written at once and one that is written token by token, and what attention reads."""
     B, T, K, H = k_BTKH.shape
-    store, one_by_one = stores.Store.from_kv(k_BTKH, v_BTKH, stores.INT4_PACKED), stores.Store.empty(
-        B, K, (H, H), T, stores.INT4_PACKED
+    store, one_by_one = (
+        stores.Store.from_kv(k_BTKH, v_BTKH, stores.INT4_PACKED),
+        stores.Store.empty(B, K, (H, H), T, stores.INT4_PACKED),
     )
     for t in range(T):
         new = (x_BTKH[:, t : t + 1] for x_BTKH in (k_BTKH, v_BTKH))
@@ -453,9 +454,12 @@ def test_a_two_pass_layer_keeps_the_first_half(window):
 
 def test_segments_begin_at_whole_units():
     """Otherwise a block of the prefix cache could cross the border between two segments."""
+
+    def segment(slots):
+        return stores.Store.empty(1, 1, (2, 2), slots, jnp.float32)
+
     for slots in (256, 320, 1000, 2000, 2048, 8704):
-        segment = functools.partial(stores.Store.empty, 1, 1, (2, 2), dtype=jnp.float32)
-        store = jax.eval_shape(functools.partial(stores.SegmentedStore.empty, 1, slots, lambda size: segment(slots=size)))
+        store = jax.eval_shape(functools.partial(stores.SegmentedStore.empty, 1, slots, segment))
         starts = [start for start, _ in store.segments_by_start]
         assert store.slots == slots and len(starts) == min(4, 1 + int(np.log2(slots / 128)))
         assert all(start % 64 == 0 for start in starts)

@@ -326,9 +326,7 @@ def test_low_precision_stores_are_close_to_float32(policy, dtype):
     assert np.mean(compared) > 0.5 if policy == "snapkv+ema" else np.mean(compared) == 1
 
 
-@pytest.mark.parametrize(
-    "policy", [POLICIES[0], *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[1:])]
-)
+@pytest.mark.parametrize("policy", [POLICIES[0], *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[1:])])
 def test_ten_times_as_many_tokens_as_slots(policy):
     """The shapes stay, and every head has the sinks, the most recent tokens, and no position twice."""
     layout, random = LAYOUTS["full"], np.random.default_rng(0)
