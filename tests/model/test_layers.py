@@ -221,7 +221,11 @@ def test_remat_changes_neither_loss_nor_gradients(changes, remats):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()), gradients, plain)
 
 
-@pytest.mark.parametrize("changes", [{"windows": (4,), "no_sink": True}, SHARED], ids=["plain", "shared keys"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"windows": (4,), "no_sink": True}, pytest.param(SHARED, marks=pytest.mark.slow)],
+    ids=["plain", "shared keys"],
+)
 def test_remat_repeats_products_in_the_backward_pass(changes):
     """Full rematerialization repeats those of the blocks; `dots` repeats only those of attention."""
 
