@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from dantinox.sampling import process_logits, steps
 
-pytestmark = pytest.mark.slow
-
 V = 40
-laws = settings(max_examples=50, deadline=None)
+laws = settings(max_examples=12, deadline=None, derandomize=True)
+many = settings(max_examples=100, deadline=None)
 
 # Every filter with a number that loosens it as a goes from 0 to 1.
 TRUNCATIONS = {
@@ -246,3 +245,20 @@ def test_permuted_token_ids_permute_the_result(x_V, text, seed):
     renamed_V = np.empty(V, np.float32)
     renamed_V[new_V] = x_V
     np.testing.assert_array_equal(run(renamed_V, new_V)[new_V], run(x_V, np.arange(V)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "law",
+    [
+        test_looser_filters_keep_more_tokens_and_never_empty_a_row,
+        test_no_chain_of_filters_empties_a_row,
+        test_a_common_shift_changes_no_filter,
+        test_a_permutation_permutes_every_filter,
+        test_disabled_steps_return_the_row_bit_for_bit,
+        test_permuted_token_ids_permute_the_result,
+    ],
+    ids=lambda law: law.__name__.removeprefix("test_"),
+)
+def test_laws_for_many_examples(law):
+    many(law)()
