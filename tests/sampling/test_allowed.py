@@ -67,8 +67,9 @@ def test_unpack_bits_matches_numpy(size):
     np.testing.assert_array_equal(UNPACK(bits_W, size), expected)
 
 
-def test_drawn_tokens_are_always_allowed():
-    params = SamplingParams.build(ROWS, stop_ids=[0])
+@pytest.mark.parametrize("rows", [FEW, pytest.param(ROWS, marks=pytest.mark.slow)], ids=["few steps", "many steps"])
+def test_drawn_tokens_are_always_allowed(rows):
+    params = SamplingParams.build(rows, stop_ids=[0])
     state = start(params)
     for seed in range(40):
         allowed_BV = some(seed, 0.02 if seed % 2 else 0.3)
