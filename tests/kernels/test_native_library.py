@@ -1,14 +1,18 @@
 """Compiling and loading the native kernels: compilers, cache directories, messages."""
 
+import base64
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from dantinox.config import UserError
+from dantinox.kernels import build_wheel as wheels
 from dantinox.kernels import native_library as native
 from dantinox.kernels.build_wheel import build_wheel
 from dantinox.kernels.native_library import KernelError, Kernels, compile_kernels, instruction_sets, load_kernels
@@ -19,6 +23,7 @@ def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setitem(sys.modules, native.PACKAGE, None)  # as if it was not installed
     load_kernels.cache_clear()
     yield
     monkeypatch.undo()
@@ -107,11 +112,83 @@ def test_an_environment_variable_limits_the_instruction_set(monkeypatch):
         load_kernels()
 
 
+def test_windows_has_no_kernels(monkeypatch):
+    monkeypatch.setattr(native.sys, "platform", "win32")
+    assert load_kernels().note == "native kernels need Linux or macOS, so XLA multiplies the weights"
+
+
+def test_the_best_instruction_set_of_a_cpu(monkeypatch):
+    """The note names what was loaded; a library without the function is an error."""
+    tried = []
+
+    def compile_nothing(instructions, path):
+        tried.append(instructions)
+        path.write_bytes(b"")
+
+    monkeypatch.setattr(native, "compile_kernels", compile_nothing)
+    for name, (needed, _) in native.X86_SETS.items():
+        monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+        monkeypatch.setattr(native, "cpu_flags", lambda needed=needed: needed | {"sse2"})
+        load_kernels.cache_clear()
+        assert load_kernels().instructions is None and tried[-1] == name
+    assert [Kernels(name, "").multiplies_bfloat16 for name in native.X86_SETS] == [True, False, False]
+    assert set(instruction_sets()) == set(native.X86_SETS)
+    monkeypatch.setattr(native.platform, "machine", lambda: "arm64")
+    assert set(instruction_sets()) == {"neon"}
+
+
+def test_arguments_of_the_compiler(tmp_path, monkeypatch):
+    """Each instruction set has its options, and its library a name that changes with them and with the source."""
+    written = tmp_path / "arguments"
+    compiler = fake_compiler(tmp_path, f'echo "$@" > {written}')
+    names = {native.library_name(name) for name in native.X86_SETS}
+    assert len(names) == 3 and all(name.startswith("matmul-avx") and name.endswith(".so") for name in names)
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    for system, more in (("linux", []), ("darwin", ["-Wl,-undefined,dynamic_lookup"])):
+        monkeypatch.setattr(native.sys, "platform", system)
+        for name, (_, options) in native.X86_SETS.items():
+            compile_kernels(name, tmp_path / "x.so", str(compiler))
+            first, (include, source, output, temporary) = written.read_text().split()[:-4], written.read_text().split()[-4:]
+            assert first == ["-O3", "-std=c++17", "-shared", "-fPIC", "-w", *options, *more]
+            assert Path(include.removeprefix("-I"), "xla/ffi/api/ffi.h").is_file() and Path(source) == native.SOURCE
+            assert output == "-o" and not Path(temporary).exists() and (tmp_path / "x.so").stat().st_mode & 0o777 == 0o644
+    monkeypatch.setattr(native, "SOURCE", written)
+    assert names.isdisjoint({native.library_name(name) for name in native.X86_SETS})
+
+
+def test_files_of_a_wheel(tmp_path, monkeypatch):
+    """The libraries, the metadata, and a record of the hash and the size of every file but itself."""
+    monkeypatch.setattr(wheels, "compile_kernels", lambda name, path: path.write_bytes(name.encode()))
+    for names in (["avx2"], None):
+        wheel = build_wheel(tmp_path / "dist" / str(names), names)
+        release = wheels.version("dantinox")
+        assert wheel.name.startswith(f"dantinox_kernels-{release}-py3-none-") and wheel.suffix == ".whl"
+        assert "-" not in wheel.stem.split("-none-")[1] and "." not in wheel.stem.split("-none-")[1]
+        with zipfile.ZipFile(wheel) as archive:
+            files = {name: archive.read(name) for name in archive.namelist()}
+        info = f"dantinox_kernels-{release}.dist-info"
+        libraries = {f"dantinox_kernels/{native.library_name(name)}": name.encode() for name in names or instruction_sets()}
+        assert libraries.items() <= files.items()
+        others = {"dantinox_kernels/__init__.py", f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD"}
+        assert files.keys() == libraries.keys() | others
+        metadata, tags = files[f"{info}/METADATA"].decode(), files[f"{info}/WHEEL"].decode()
+        assert f"Name: dantinox-kernels\nVersion: {release}\n" in metadata
+        assert f"jaxlib {wheels.version('jaxlib')}\n" in metadata and f"Requires-Dist: dantinox=={release}\n" in metadata
+        assert f"Tag: {wheel.stem.removeprefix(f'dantinox_kernels-{release}-')}\n" in tags
+        assert "Root-Is-Purelib: false\n" in tags
+        records = dict(line.split(",", 1) for line in files.pop(f"{info}/RECORD").decode().splitlines())
+        assert records.pop(f"{info}/RECORD") == "," and records == {
+            name: f"sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip('=')},{len(data)}"
+            for name, data in files.items()
+        }
+
+
 def test_the_package_is_preferred(tmp_path, monkeypatch):
     package = tmp_path / "site/dantinox_kernels"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, native.PACKAGE)
     name = next(iter(instruction_sets()))
     assert native._packaged(name) is None
     file = package / native.library_name(name)
@@ -135,7 +212,7 @@ def test_every_instruction_set_compiles(tmp_path, compiler):
         assert path.stat().st_size > 10_000
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", instruction_sets())
 def test_every_instruction_set_is_exact(tmp_path, name):
     """Runs the tests of the products with only one instruction set. The best one is used by all other tests."""
@@ -145,6 +222,7 @@ def test_every_instruction_set_is_exact(tmp_path, name):
     code = f"""
 import sys
 import pytest
+from dantinox.kernels import build_wheel as wheels
 from dantinox.kernels import native_library as native
 from dantinox.kernels.build_wheel import build_wheel
 sets = native.instruction_sets()
@@ -156,7 +234,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/kernels/test_packed
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_wheel(tmp_path):
     """Kernels of an installed wheel are loaded without a compiler."""
     best = next((name for name, (needed, _) in instruction_sets().items() if needed <= native.cpu_flags()), None)

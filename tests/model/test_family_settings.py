@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -58,7 +58,13 @@ VARIANTS = {
         "unrotated": (1,),
     },
 }
-each = pytest.mark.parametrize("name", VARIANTS)
+
+
+def each(quick: str):
+    """Tests one variant in the default run and all others in the slow one."""
+    return pytest.mark.parametrize(
+        "name", [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+    )
 
 
 def run_of(model):
@@ -76,7 +82,7 @@ def drawn(shapes):
         part = nested
         for parent in parents:
             part = part.setdefault(parent, {})
-        part[name] = jnp.zeros(leaf.shape, leaf.dtype)
+        part[name] = np.zeros(leaf.shape, leaf.dtype)
     made = shaken(nested, seed=3)
 
     def at(path):
@@ -100,7 +106,7 @@ def nested(weights):
     return result
 
 
-@each
+@each("parallel blocks, multipliers")
 def test_adapters_equal_merged_weights(name):
     """For every projection of a layer: logits to 1e-5 of the largest."""
     plain = config(**VARIANTS[name])
@@ -127,6 +133,10 @@ def test_adapters_equal_merged_weights(name):
     assert np.abs(logits_BTV - before_BTV).max() > 0.1 * largest
 
 
+# One program creates all arrays of a cache.
+make_empty = jax.jit(make_cache, static_argnums=(0, 1, 2, 3, 4))
+
+
 def decoded(model, run, weights, tokens_T, slots):
     """Returns logits of a prompt and of the tokens after it, one by one, through a compressed cache with this many slots per
     head.
@@ -140,7 +150,7 @@ def decoded(model, run, weights, tokens_T, slots):
         sinks=SINKS,
         recent=RECENT,
     )
-    cache, parts = make_cache(model, 1, 32, "float32", rule), []
+    cache, parts = make_empty(model, 1, 32, "float32", rule), []
     assert cache.compressed
     for start, stop in [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, len(tokens_T)))]:
         logits_BTV, cache = run(weights, tokens_T[None, start:stop], positions_of(1, stop - start, start), cache)
@@ -148,16 +158,24 @@ def decoded(model, run, weights, tokens_T, slots):
     return np.concatenate(parts)
 
 
-@each
-def test_compressed_caches_equal_the_reference(name):
-    """A cache with slots for all tokens gives the logits of one pass; a smaller one those of NumPy."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_compressed_cache_with_slots_for_all_tokens_equals_one_pass(name):
     model = config(**VARIANTS[name])
     run, weights = run_of(model)
     tokens_T = texts((1, PROMPT + STEPS), seed=1)[0]
     whole_TV = np.asarray(run(weights, tokens_T[None], positions_of(1, len(tokens_T)))[0][0])
-    largest = np.abs(whole_TV).max()
-    np.testing.assert_allclose(decoded(model, run, weights, tokens_T, (SLOTS, SLOTS)), whole_TV, atol=1e-5 * largest)
+    found_TV = decoded(model, run, weights, tokens_T, (SLOTS, SLOTS))
+    np.testing.assert_allclose(found_TV, whole_TV, atol=1e-5 * np.abs(whole_TV).max())
 
+
+@each("a window, parallel blocks without scales")
+def test_compressed_caches_equal_the_reference(name):
+    model = config(**VARIANTS[name])
+    run, weights = run_of(model)
+    tokens_T = texts((1, PROMPT + STEPS), seed=1)[0]
+    whole_TV = reference.forward(model, nested(weights), tokens_T)[0]
+    largest = np.abs(whole_TV).max()
     slots = 8, 6
     heads = [
         [

@@ -1,7 +1,6 @@
 """Our float32 logits against the float64 transformer of reference.py."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,13 +14,16 @@ from dantinox.model.transformer import Block
 from . import reference
 from .builder import build, config, places, texts
 
-# Largest difference over the largest logit. Measured over 150 random configurations: at most 2.2e-6.
-TOLERANCE = 5e-6
-TOLERANCES = {"shared keys, per-layer inputs": 1e-5}  # 6.0e-6 on an Intel CPU
+# Largest difference over the largest logit. Every layer adds the errors of six matrix multiplications
+# and norms to the residual stream, each of a few epsilons (6e-8): about 2e-6 after two layers. Weights
+# of this size multiply an error by up to 3 in every further layer.
+TOLERANCE = 1e-5
+TOLERANCES = {name: 3e-5 for name in ("shared keys, per-layer inputs", "shared keys, experts")}
+ONE_LAYER = {"windows": (None,)}
 
 SHARED = {
-    "windows": (4, None, 4, None, None, 4),
-    "kv_shared_layers": 3,
+    "windows": (4, None, None, 4),
+    "kv_shared_layers": 2,
     "global_head_size": 6,
     "global_kv_heads": 4,
     "v_norm": True,
@@ -81,11 +83,13 @@ GRID = {
         "experts": ExpertsConfig(
             8, 3, 16, "sigmoid", bias=True, groups=4, top_groups=2, group_score="top2", dense_layers=(0,), dense_dim=24
         ),
-        "windows": (None, None, None),
+        "windows": (None, None),
     },
-    "experts and a shared layer with norms of their own": SHARED
+    "shared keys, experts": SHARED
     | {
         "experts": ExpertsConfig(5, 2, shared_dim=10, branch_norms=True, dense_layers=(0,), dense_dim=24),
+        "per_layer_dim": 3,
+        "layer_scalar": True,
         "double_wide_mlp": True,
     },
     "biases": {
@@ -175,12 +179,48 @@ def difference(model_config: ModelConfig, seed: int = 0, segments_BT=None, posit
     return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
 
 
-@pytest.mark.parametrize("name", GRID)
+# Settings that another entry has too, alone here or with others.
+REPEATED = {
+    "plain",
+    "mha",
+    "one head",
+    "learned",
+    "sinusoidal",
+    "window 1",
+    "window longer than the text",
+    "qk-norm",
+    "qk-norm, no rotation",
+    "linear",
+    "yarn, blended anywhere",
+    "latents",
+    "experts",
+    "biases, plain",
+    "norms on both sides, centered at zero",
+    "large epsilon",
+    "norms without scales",
+    "shared keys, per-layer inputs",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in REPEATED else name for name in GRID])
 def test_logits(name):
-    assert difference(config(**GRID[name])) < TOLERANCES.get(name, TOLERANCE)
+    assert difference(config(**ONE_LAYER | GRID[name])) < TOLERANCES.get(name, TOLERANCE)
 
 
-@pytest.mark.parametrize("changes", [{}, {"position": "learned", "windows": (3, None)}, SHARED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, changes in GRID.items() if "windows" not in changes])
+def test_logits_of_two_layers(name):
+    assert difference(config(**GRID[name])) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"position": "learned", "windows": (3, None)},
+        pytest.param(SHARED, marks=pytest.mark.slow),
+    ],
+)
 def test_segments(changes):
     segments_BT = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [5, 6, 6, 6, 6, 6, 6, 7, 7]], np.int32)
     assert difference(config(**changes), segments_BT=segments_BT) < TOLERANCE
@@ -194,12 +234,12 @@ def test_positions_may_restart_in_every_document():
 
 
 def test_far_positions():
-    """Angles are float32, so their error grows as 6e-8 of the position."""
-    assert difference(config(head_size=10), positions_BT=places(2, 9, first=4000)) < 1e-4
+    """Angles are float32, so their error grows as 6e-8 of the position: 2.4e-4, and 2e-4 or less in the logits."""
+    assert difference(config(**ONE_LAYER), positions_BT=places(2, 9, first=4000)) < 2e-4
 
 
 def test_rotary_positions_are_relative():
-    built, tokens_BT = build(config()), texts((2, 9))
+    built, tokens_BT = build(config(**ONE_LAYER)), texts((2, 9))
     near, _ = built.run(built.state, tokens_BT, places(2, 9))
     far, _ = built.run(built.state, tokens_BT, places(2, 9, first=50))
     np.testing.assert_allclose(near, far, atol=1e-4)
@@ -209,7 +249,7 @@ def test_logits_from_a_settings_tree():
     """`context_window: c` means that a sliding layer attends to c earlier keys; layer_types repeats over the depth."""
     settings_tree = Config.model_validate(
         {
-            "model": {"dim": 12, "n_heads": 2, "num_blocks": 3, "hidden_dim": 16, "max_context": 16, "dtype": "float32"},
+            "model": {"dim": 12, "n_heads": 2, "num_blocks": 3, "hidden_dim": 8, "max_context": 16, "dtype": "float32"},
             "attention": {"sliding_window": True, "context_window": 2, "layer_types": ("sliding", "full")},
         }
     )
@@ -241,6 +281,7 @@ def configs(draw) -> ModelConfig:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(configs(), st.integers(0, 1000))
 def test_logits_of_any_configuration(model_config, seed):
@@ -249,14 +290,18 @@ def test_logits_of_any_configuration(model_config, seed):
 
 @pytest.mark.parametrize(
     ("changes", "traces"),
-    [({"windows": (None,) * 5}, 1), ({"windows": (4, None, 4, None)}, 2), ({"windows": (3, 4, 3), "activation": "geglu"}, 2)],
+    [
+        ({"windows": (None,) * 5, "hidden_dim": 21}, 1),
+        ({"windows": (4, None, 4, None), "hidden_dim": 22}, 2),
+        ({"windows": (3, 4, 3), "hidden_dim": 23}, 2),
+    ],
 )
 def test_equal_layers_of_a_cached_model_are_traced_once(changes, traces, monkeypatch):
-    jax.clear_caches()
     calls, call = [], Block.__call__
     monkeypatch.setattr(Block, "__call__", lambda self, *args: calls.append(self) or call(self, *args))
-    model_config, x_BT = config(**changes), jnp.zeros((1, 7), jnp.int32)
+    # No other test has a program of layers of this size, so nothing is traced yet.
+    model_config, x_BT = config(**changes), np.zeros((1, 7), np.int32)
     build_model, shapes = abstract_model(model_config)
-    cache = make_cache(model_config, 1, 8, "float32")
+    cache = jax.eval_shape(lambda: make_cache(model_config, 1, 8, "float32"))
     jax.eval_shape(lambda parameters, cache: build_model(parameters).hidden(x_BT, x_BT, cache=cache)[0], shapes, cache)
     assert len(calls) == traces

@@ -12,9 +12,15 @@ from dantinox.model import moe
 from dantinox.model.moe import ExpertLinear, ExpertRows, MixtureOfExperts, grouped_matmul, tiled_matmul
 from dantinox.model.parallelism import SINGLE_DEVICE
 
-from .builder import config
+from .builder import config, shaken
 
 SIZES = {"some and none": (3, 0, 30, 9, 0), "one takes all": (0, 42, 0, 0, 0), "tiles to the brim": (8, 16, 0, 10, 8)}
+
+
+def drawn(make):
+    """Returns a split module with random weights, without running its initializers."""
+    graph, state = nnx.split(nnx.eval_shape(make))
+    return graph, shaken(state, seed=0)
 
 
 def grouped_matmul_float64(x_MI, w_EIO, sizes_E):
@@ -56,26 +62,29 @@ def test_all_forms_of_grouped_matmul_agree(platform, rows):
     "dtype, rows, from_rows", [("int8", 7, None), ("bfloat16", 7, None), ("int8", 20, 8), ("bfloat16", 20, 8)]
 )
 def test_low_precision_experts_equal_their_dequantized_form(dtype, rows, from_rows):
-    linear = ExpertLinear(3, 6, (2, 4), dtype=jnp.float32, platform="cpu", rngs=nnx.Rngs(0))
-    narrow, random = LowPrecisionExperts(linear, dtype, from_rows), np.random.default_rng(0)
+    graph, state = drawn(lambda: ExpertLinear(3, 6, (2, 4), dtype=jnp.float32, platform="cpu", rngs=nnx.Rngs(0)))
+    random = np.random.default_rng(0)
     expert_M = np.sort(random.integers(0, 3, rows))
-    x, groups = (
-        random.standard_normal((rows, 6)).astype(np.float32),
-        ExpertRows(jnp.asarray(expert_M), jnp.bincount(expert_M, length=3)),
-    )
-    same = narrow.dequantize().kernel[...]
-    wanted = np.array([np.tensordot(row, same[e], 1) for row, e in zip(x, expert_M, strict=True)])
-    found = jax.jit(lambda narrow, *given: narrow(*given))(narrow, x, groups)
+    x, groups = random.standard_normal((rows, 6)).astype(np.float32), ExpertRows(expert_M, np.bincount(expert_M, minlength=3))
+
+    @jax.jit
+    def run(state, x, groups):
+        narrow = LowPrecisionExperts(nnx.merge(graph, state), dtype, from_rows)
+        return narrow(x, groups), narrow.dequantize().kernel[...]
+
+    found, same = map(np.asarray, run(state, x, groups))
+    wanted = np.array([np.tensordot(row, same[e], 1) for row, e in zip(x.astype(np.float64), expert_M, strict=True)])
     np.testing.assert_allclose(found, wanted, atol=2e-6 if from_rows is None else 0.03)
-    assert np.abs(same - linear.kernel[...]).max() < 0.01 * np.abs(linear.kernel[...]).max()
+    kernel = np.asarray(state["kernel"][...])
+    assert np.abs(same - kernel).max() < 0.01 * np.abs(kernel).max()
 
 
 def test_router_and_its_losses():
     """Scores, choice with a bias, balance (Fedus et al. 2022, eq. 4) and z (Zoph et al. 2022, eq. 5) in NumPy."""
     model_config = config(experts=ExpertsConfig(5, 2, bias=True))
-    layer = MixtureOfExperts(model_config, dtype=jnp.float32, rngs=nnx.Rngs(0), out_gain=1.0)
+    layer = nnx.merge(*drawn(lambda: MixtureOfExperts(model_config, dtype=jnp.float32, rngs=nnx.Rngs(0), out_gain=1.0)))
     x_ND = np.random.default_rng(0).standard_normal((30, 12)).astype(np.float32)
-    layer.router.bias[...] = jnp.asarray([0.0, 0.3, -0.3, 0.0, 0.1])
+    layer.router.bias[...] = jnp.asarray(np.float32([0.0, 0.3, -0.3, 0.0, 0.1]))
     experts_NK, weights_NK, routing = jax.jit(lambda router, x_ND: router(x_ND, SINGLE_DEVICE))(layer.router, x_ND)
     logits_NE = x_ND.astype(np.float64) @ np.asarray(layer.router.kernel[...], np.float64)
     scores_NE = np.exp(logits_NE) / np.exp(logits_NE).sum(axis=1, keepdims=True)
@@ -91,9 +100,10 @@ def test_router_and_its_losses():
 
 def test_gradients_equal_those_of_a_dense_sum():
     """A sum over every expert with zero weights for unused ones. The bias and experts without tokens get no gradient."""
-    layer = MixtureOfExperts(config(experts=ExpertsConfig(6, 2, bias=True)), dtype=jnp.float32, rngs=nnx.Rngs(1), out_gain=1.0)
+    model_config = config(experts=ExpertsConfig(6, 2, bias=True))
+    layer = nnx.merge(*drawn(lambda: MixtureOfExperts(model_config, dtype=jnp.float32, rngs=nnx.Rngs(1), out_gain=1.0)))
     x_BTD = np.random.default_rng(0).standard_normal((1, 12, 12)).astype(np.float32)
-    layer.router.bias[...] = jnp.asarray([0.0, 0.0, 0.0, 0.0, 0.0, -9.0])  # the last expert is never chosen
+    layer.router.bias[...] = jnp.asarray(np.float32([0, 0, 0, 0, 0, -9]))  # the last expert is never chosen
     graph, state = nnx.split(layer)
 
     def loss(state):
@@ -111,4 +121,5 @@ def test_gradients_equal_those_of_a_dense_sum():
     (ours, mine), (theirs, wanted) = (jax.jit(jax.value_and_grad(f))(state) for f in (loss, dense))
     assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), mine, wanted)
-    assert not np.any(mine["router"]["bias"][...]) and not np.any(mine["experts"]["down"]["kernel"][...][5])
+    mine = jax.tree.map(np.asarray, nnx.to_pure_dict(mine))
+    assert not np.any(mine["router"]["bias"]) and not np.any(mine["experts"]["down"]["kernel"][5])

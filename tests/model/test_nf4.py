@@ -11,6 +11,7 @@ from dantinox.model.frozen_weights import frozen_tensordot
 from dantinox.model.nf4 import NF4_VALUES, dequantize_nf4, nf4_shapes, quantize_nf4, zero_nf4
 
 PEER = np.load(Path(__file__).with_name("nf4.npz"))  # `make_nf4.py`
+dequantize = jax.jit(dequantize_nf4, static_argnames="shape_in")
 
 
 def reference_codes(w_IO):
@@ -47,7 +48,7 @@ def test_codes_and_magnitudes_equal_those_of_bitsandbytes():
     step = parts["scale_step"][0]
     assert np.abs(dequantized_magnitudes(parts) - magnitudes).max() <= step / 2 * 1.00001
     without = {"scale": parts["scale"] * 0, "scale_step": parts["scale_step"] * 0, "scale_mean": np.float32(1)}
-    values = np.asarray(jax.jit(dequantize_nf4, static_argnames="shape_in")(parts["codes"], **without, shape_in=(192,)))
+    values = np.asarray(dequantize(parts["codes"], **without, shape_in=(192,)))
     np.testing.assert_array_equal(values * np.repeat(magnitudes, 64, axis=0), PEER["dequantized_OI"].T)
 
 
@@ -72,19 +73,19 @@ def test_codes_and_values_equal_those_of_numpy(shape_in, shape_out):
     rounded = np.concatenate(rounded).reshape(magnitudes.shape)
     np.testing.assert_array_equal(dequantized_magnitudes(parts).reshape(magnitudes.shape), rounded)
     expected = np.float32(NF4_VALUES)[codes] * np.repeat(rounded, 64, axis=0)[:inputs]
-    arrays = {name: jnp.asarray(a) for name, a in parts.items()}
-    found = dequantize_nf4(**arrays, shape_in=shape_in)
-    assert found.shape == w.shape and found.dtype == jnp.float32
-    np.testing.assert_array_equal(found.reshape(inputs, outputs), expected)
-    fused = jax.jit(dequantize_nf4, static_argnames="shape_in")(**arrays, shape_in=shape_in)  # rounds a product less
-    np.testing.assert_allclose(fused, found, rtol=1e-6, atol=1e-6)
+    fused = dequantize(**parts, shape_in=shape_in)  # rounds a product less
+    assert fused.shape == w.shape and fused.dtype == jnp.float32
+    np.testing.assert_allclose(fused, expected.reshape(w.shape), rtol=1e-6, atol=1e-6)
+    if w.size == 10:  # every operation without jit is a program
+        found = dequantize_nf4(**{name: jnp.asarray(a) for name, a in parts.items()}, shape_in=shape_in)
+        np.testing.assert_array_equal(found.reshape(inputs, outputs), expected)
 
 
 def test_error_and_size_of_a_normal_matrix():
     """The error of a weight is at most half the largest gap of the values, plus that of the magnitudes."""
     w = np.random.default_rng(1).standard_normal((1024, 768)).astype(np.float32)
     parts = quantize_nf4(w, 1)
-    found = np.asarray(dequantize_nf4(**{name: jnp.asarray(a) for name, a in parts.items()}, shape_in=(1024,)))
+    found = np.asarray(dequantize(**parts, shape_in=(1024,)))
     magnitudes = np.repeat(np.abs(w.reshape(16, 64, 768)).max(axis=1), 64, axis=0)
     bound = magnitudes * np.diff(NF4_VALUES).max() / 2 + parts["scale_step"].max() / 2
     assert np.all(np.abs(found - w) <= bound * 1.00001)
@@ -97,21 +98,25 @@ def test_zeros_stay_zero():
     w = np.zeros((64, 3), np.float32)
     w[:, 1] = 0.5
     for parts in (quantize_nf4(w, 1), {name: np.asarray(a) for name, a in zero_nf4(64, (3,)).items()}):
-        found = dequantize_nf4(**{name: jnp.asarray(a) for name, a in parts.items()}, shape_in=(64,))
-        assert not np.any(found[:, ::2])
+        assert not np.any(np.asarray(dequantize(**parts, shape_in=(64,)))[:, ::2])
 
 
 def test_product_and_its_derivative_use_the_dequantized_matrix_which_no_pass_keeps():
     random = np.random.default_rng(2)
     w, x, d_y = (random.standard_normal(s).astype(np.float32) for s in ((2, 96, 4, 5), (3, 2, 96), (3, 4, 5)))
-    parts = {name: jnp.asarray(a) for name, a in quantize_nf4(w, 2).items()}
-    wide = np.asarray(dequantize_nf4(**parts, shape_in=(2, 96)), np.float64)
+    parts = quantize_nf4(w, 2)
+    wide = np.asarray(dequantize(**parts, shape_in=(2, 96)), np.float64)
 
     def product(x, parts):
         return frozen_tensordot(x, parts, (2, 96), jnp.float32)
 
-    y, back = jax.vjp(lambda x: product(x, parts), jnp.asarray(x))
+    @jax.jit
+    def run(x, parts, d_y):
+        y, back = jax.vjp(lambda x: product(x, parts), x)
+        return y, back(d_y)[0]
+
+    y, d_x = run(x, parts, d_y)
     np.testing.assert_allclose(y, np.tensordot(x, wide, 2), rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(back(jnp.asarray(d_y))[0], np.tensordot(d_y, wide, ((1, 2), (2, 3))), rtol=1e-5, atol=1e-4)
-    kept = jax.tree.leaves(jax.eval_shape(lambda x, parts: jax.vjp(product, x, parts)[1], jnp.asarray(x), parts))
+    np.testing.assert_allclose(d_x, np.tensordot(d_y, wide, ((1, 2), (2, 3))), rtol=1e-5, atol=1e-4)
+    kept = jax.tree.leaves(jax.eval_shape(lambda x, parts: jax.vjp(product, x, parts)[1], x, parts))
     assert all(leaf.size * leaf.dtype.itemsize < w.nbytes / 4 for leaf in kept), kept

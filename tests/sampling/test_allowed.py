@@ -13,7 +13,8 @@ from dantinox.sampling import SamplingParams, init_state, sample
 from dantinox.sampling.chain import unpack_bits
 
 V, B = 100, 6
-LOGITS = jax.random.normal(jax.random.key(4), (B, V)) * 3
+LOGITS = np.float32(np.random.default_rng(4).normal(0, 3, (B, V)))
+UNPACK = jax.jit(unpack_bits, static_argnums=1)
 EVERYTHING = np.full((B, -(-V // 32)), 0xFFFFFFFF, np.uint32)
 ROWS = [
     {"temperature": 3.0, "seed": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.001, "typical": 0.99},
@@ -21,6 +22,17 @@ ROWS = [
     {"seed": 2, "banned_tokens": [3, 4, 5], "repetition_penalty": 1.5, "frequency_penalty": -1.0},
     {"seed": 3, "min_tokens": 5, "xtc_probability": 1.0, "xtc_threshold": 0.001},
     {"seed": 4, "dry_multiplier": 1.0, "dry_breakers": [13], "sequence_bias": [[[9], 20.0]], "allowed_tokens": [9, 10, 11]},
+    {"seed": 5},
+]
+
+
+# Rows with steps of every kind: an edit, a penalty, a filter, and a greedy row.
+FEW = [
+    {"temperature": 3.0, "seed": 1, "top_k": 40},
+    {"greedy": True, "logit_bias": {"7": 50.0}},
+    {"seed": 2, "repetition_penalty": 1.5, "top_k": 3},
+    {"seed": 3, "logit_bias": {"8": -2.0}},
+    {"seed": 4, "top_k": 10},
     {"seed": 5},
 ]
 
@@ -36,6 +48,7 @@ def draw(logits_BV, params, state, report=3):
     return sample(logits_BV, params, state, report=report)
 
 
+@jax.jit
 def start(params):
     tokens = jnp.broadcast_to(jnp.asarray([1, 2, 3]), (params.batch, 3))
     return init_state(params, tokens, jnp.ones(tokens.shape, bool), V, 64)
@@ -51,25 +64,25 @@ def some(seed, share=0.1):
 def test_unpack_bits_matches_numpy(size):
     bits_W = np.random.default_rng(size).integers(0, 2**32, -(-size // 32), dtype=np.uint32)
     expected = np.unpackbits(bits_W.view(np.uint8), bitorder="little")[:size].astype(bool)
-    np.testing.assert_array_equal(unpack_bits(jnp.asarray(bits_W), size), expected)
+    np.testing.assert_array_equal(UNPACK(bits_W, size), expected)
 
 
-def test_drawn_tokens_are_always_allowed():
-    params = SamplingParams.build(ROWS, stop_ids=[0])
+@pytest.mark.parametrize("rows", [FEW, pytest.param(ROWS, marks=pytest.mark.slow)], ids=["few steps", "many steps"])
+def test_drawn_tokens_are_always_allowed(rows):
+    params = SamplingParams.build(rows, stop_ids=[0])
     state = start(params)
     for seed in range(40):
         allowed_BV = some(seed, 0.02 if seed % 2 else 0.3)
-        token_B, state, info = draw(LOGITS, replace(params, allowed_bits=jnp.asarray(packed(allowed_BV))), state)
+        token_B, state, info = draw(LOGITS, replace(params, allowed_bits=packed(allowed_BV)), state)
         assert allowed_BV[np.arange(B), np.asarray(token_B)].all()
         assert not np.asarray(info.empty).any()
 
 
 def test_a_mask_changes_only_its_own_row():
-    params = SamplingParams.build(ROWS, stop_ids=[0])
+    params = SamplingParams.build(FEW)
     bits = EVERYTHING.copy()
     bits[1] = packed(some(1))[1]
-    free = replace(params, allowed_bits=jnp.asarray(EVERYTHING))
-    one = replace(params, allowed_bits=jnp.asarray(bits))
+    free, one = replace(params, allowed_bits=EVERYTHING), replace(params, allowed_bits=bits)
     plain, all_free, constrained = (traced(LOGITS, each, start(params)) for each in (params, free, one))
     plain = {name: np.asarray(x_BV) for name, x_BV in plain.items()}
     for others, rows in ((all_free, [*range(B)]), (constrained, [0, 2, 3, 4, 5])):
@@ -92,7 +105,7 @@ def test_the_mask_overrides_settings_that_remove_all_allowed_tokens():
     )
     allowed = np.zeros((4, V), bool)
     allowed[:, [20, 21]] = True
-    token_B, _, info = draw(LOGITS[:4], replace(params, allowed_bits=jnp.asarray(packed(allowed))), start(params))
+    token_B, _, info = draw(LOGITS[:4], replace(params, allowed_bits=packed(allowed)), start(params))
     assert set(np.asarray(token_B).tolist()) <= {20, 21}
     assert not np.asarray(info.empty).any()
 
@@ -105,37 +118,38 @@ def test_the_mask_overrides_a_model_without_allowed_tokens():
     allowed = np.zeros((3, V), bool)
     allowed[:, [20, 21]] = True
     params = SamplingParams.build([{"seed": 1}, {"greedy": True}, {"seed": 3}])
-    token_B, _, info = draw(jnp.asarray(logits), replace(params, allowed_bits=jnp.asarray(packed(allowed))), start(params))
+    token_B, _, info = draw(logits, replace(params, allowed_bits=packed(allowed)), start(params))
     assert set(np.asarray(token_B).tolist()) <= {20, 21}
     assert not np.asarray(info.empty).any()
 
 
 def test_reports_about_the_model_ignore_the_mask():
-    params = SamplingParams.build([{"seed": 1}] * B)
+    params = SamplingParams.build(FEW)
     _, _, free = draw(LOGITS, params, start(params))
-    bits = jnp.asarray(packed(some(3)))
+    bits = packed(some(3))
     token_B, _, held = draw(LOGITS, replace(params, allowed_bits=bits), start(params))
     for name in ("entropy", "varentropy", "top_ids", "top_logprobs"):
         np.testing.assert_array_equal(getattr(held.token, name), getattr(free.token, name), name)
-    logprobs = jax.nn.log_softmax(LOGITS)[jnp.arange(B), token_B]
-    np.testing.assert_allclose(held.token.logprob, logprobs, atol=1e-5)
+    x_BV = np.float64(LOGITS)
+    logprobs_BV = x_BV - np.log(np.exp(x_BV).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(held.token.logprob, logprobs_BV[np.arange(B), np.asarray(token_B)], atol=1e-5)
     assert (np.asarray(held.token.survivors) <= some(3).sum(1)).all()
 
 
 def test_the_entropy_router_chooses_allowed_tokens():
     rows = [{"strategy": "entropy", "seed": seed, "clarify_token": 30, "use_attention": False} for seed in range(B)]
-    params, spread = SamplingParams.build(rows), jnp.linspace(0.01, 4, B)[:, None]
+    params, spread = SamplingParams.build(rows), np.linspace(0.01, 4, B, dtype=np.float32)[:, None]
     state = start(params)
     for seed in range(20):
         allowed_BV = some(seed, 0.05)
         allowed_BV[:, 30] = False
-        token_B, state, _ = draw(LOGITS * spread, replace(params, allowed_bits=jnp.asarray(packed(allowed_BV))), state)
+        token_B, state, _ = draw(LOGITS * spread, replace(params, allowed_bits=packed(allowed_BV)), state)
         assert allowed_BV[np.arange(B), np.asarray(token_B)].all()
 
 
 def test_no_mask_is_compiled_without_constraints():
     params = SamplingParams.build([{"seed": 1}] * B)
     text = draw.lower(LOGITS, params, start(params)).as_text()
-    held = draw.lower(LOGITS, replace(params, allowed_bits=jnp.asarray(EVERYTHING)), start(params)).as_text()
+    held = draw.lower(LOGITS, replace(params, allowed_bits=EVERYTHING), start(params)).as_text()
     assert f"tensor<{B}x{EVERYTHING.shape[1]}xui32>" not in text
     assert f"tensor<{B}x{EVERYTHING.shape[1]}xui32>" in held

@@ -1,17 +1,16 @@
 """The draw: removed tokens, the ends of the unit interval, its keys, and the search that it uses."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dantinox.sampling.draw import inverse_cdf_token, row_key
 from dantinox.sampling.selection import blocks, first_crossing, nth_true
 
-PICK, NTH_TRUE = jax.jit(inverse_cdf_token), jax.jit(nth_true)
+PICK, NTH_TRUE, BLOCKS = jax.jit(inverse_cdf_token), jax.jit(nth_true), jax.jit(blocks)
 
 
-@pytest.mark.parametrize("V", [1, 7, 512, 513, 2000])
+@pytest.mark.parametrize("V", [1, 7, 512, 513])
 def test_the_ends_of_the_unit_interval_never_draw_removed_tokens(V):
     nearly_one = np.float32(1 - 2**-24)
     for seed in range(10):
@@ -21,25 +20,32 @@ def test_the_ends_of_the_unit_interval_never_draw_removed_tokens(V):
         x_V[alive] = rng.choice([0.0, -20.0, -30.0, 5.0], len(alive))  # includes masses far below 1e-7
         for u in np.float32([0, 1e-8, 0.3, nearly_one, 1.0]):
             for v in np.float32([0, 1e-8, 0.7, nearly_one, 1.0]):
-                assert int(PICK(x_V, jnp.array([u, v]))) in alive
+                assert int(PICK(x_V, np.array([u, v]))) in alive
 
 
 def test_tokens_of_tiny_mass_can_be_drawn():
-    x_V = jnp.array([0.0, -14.0, -jnp.inf])  # the second token has the last 8e-7 of the interval
-    assert int(PICK(x_V, jnp.array([0.0, 1 - 2**-23]))) == 1
-    assert int(PICK(x_V, jnp.array([0.0, 0.5]))) == 0
+    x_V = np.float32([0, -14, -np.inf, -np.inf, -np.inf, -np.inf, -np.inf])  # the second has the last 8e-7 of the interval
+    assert int(PICK(x_V, np.float32([0, 1 - 2**-23]))) == 1
+    assert int(PICK(x_V, np.float32([0, 0.5]))) == 0
 
 
 def test_an_empty_row_returns_token_0():
-    assert int(PICK(jnp.full(513, -jnp.inf), jnp.array([0.7, 0.2]))) == 0
+    assert int(PICK(np.full(513, -np.inf, np.float32), np.float32([0.7, 0.2]))) == 0
 
 
 def test_the_key_depends_only_on_seed_sample_and_position():
-    data = [np.asarray(jax.random.key_data(row_key(*map(jnp.uint32, numbers)))).tolist() for numbers in np.ndindex(3, 3, 3)]
-    assert len({tuple(d) for d in data}) == 27
-    expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(2**32 - 1), 5), 9)
-    got = row_key(jnp.uint32(2**32 - 1), jnp.int32(5), jnp.int32(9))
-    np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(expected))
+    numbers_N3 = np.uint32([*np.ndindex(3, 3, 3), (2**32 - 1, 5, 9)])
+
+    @jax.jit
+    @jax.vmap
+    def keys(numbers):
+        seed, sample, position = numbers
+        expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
+        return jax.random.key_data(row_key(*numbers)), jax.random.key_data(expected)
+
+    found, expected = map(np.asarray, keys(numbers_N3))
+    assert len({tuple(data) for data in found.tolist()}) == 28
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("V", [3, 512, 1300])
@@ -48,12 +54,12 @@ def test_nth_true_matches_a_loop(V):
     hit_V[1] = True
     ids = np.flatnonzero(hit_V)
     for n in {1, 2, len(ids) // 2, len(ids)} & set(range(1, len(ids) + 1)):
-        assert int(NTH_TRUE(jnp.asarray(hit_V), jnp.int32(n))) == ids[n - 1]
-    assert int(NTH_TRUE(jnp.asarray(hit_V), jnp.int32(0))) == -1
-    assert int(NTH_TRUE(jnp.asarray(hit_V), jnp.int32(V + 1))) == ids[-1]
-    assert float(blocks(jnp.ones(V)).sum()) == V
+        assert int(NTH_TRUE(hit_V, np.int32(n))) == ids[n - 1]
+    assert int(NTH_TRUE(hit_V, np.int32(0))) == -1
+    assert int(NTH_TRUE(hit_V, np.int32(V + 1))) == ids[-1]
+    assert np.asarray(BLOCKS(np.ones(V, np.float32))).sum() == V
 
 
 def test_first_crossing_has_positive_weight():
-    index, before = first_crossing(jnp.array([0.0, 2.0, 0.0, 1.0, 0.0]), lambda total: 0.75 * total)
+    index, before = jax.jit(lambda x: first_crossing(x, lambda total: 0.75 * total))(np.float32([0, 2, 0, 1, 0]))
     assert (int(index), float(before)) == (3, 2.0)

@@ -7,8 +7,6 @@ import pytest
 
 from dantinox.sampling import SamplingParams, init_state, sample
 
-pytestmark = pytest.mark.slow
-
 V, B, STEPS, CAPACITY = 5000, 9, 3, 32
 ROWS = [
     {"greedy": True, "frequency_penalty": 0.4},
@@ -89,6 +87,7 @@ def alone():
     return np.stack(found)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_equal_their_solo_runs(alone):
     compiled = step._cache_size()
     np.testing.assert_array_equal(decode(ROWS, list(LOGITS.values()), PROMPTS, [True] * B)[:B], alone)
@@ -96,11 +95,11 @@ def test_rows_of_a_batch_equal_their_solo_runs(alone):
     assert len({tuple(row[:, 0]) for row in alone}) == B
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.exhaustive)])
-def test_rows_do_not_depend_on_index_or_other_rows(alone, times):
+@pytest.mark.slow
+def test_rows_do_not_depend_on_index_or_other_rows(alone):
     rng = np.random.default_rng(0)
     compiled = step._cache_size()
-    for _ in range(times):
+    for _ in range(100):
         order = rng.permutation(B)
         stays = rng.random(B) < 0.6
         rows, logits = [], []
@@ -121,8 +120,8 @@ def test_one_more_step_compiles_one_more_program():
 
     def once(row):
         params = SamplingParams.build([row] * 2, stop_ids=[4])
-        state = init_state(params, jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool), 50, 8)
-        step(jnp.zeros((2, 50)), params, state, jnp.ones(2, bool))
+        state = init_state(params, np.zeros((2, 1), np.int32), np.ones((2, 1), bool), 50, 8)
+        step(np.zeros((2, 50), np.float32), params, state, np.ones(2, bool))
 
     once({"top_k": 3, "seed": 1})
     before = size()

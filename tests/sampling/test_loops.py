@@ -41,7 +41,7 @@ def has_loop(tokens, loop_max_period, loop_min_repeats, loop_min_tokens):
     return False
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=texts, prompt=st.lists(st.integers(0, 2), min_size=1, max_size=6), rule=rules)
 def test_loops_are_those_of_a_search_over_all_periods(text, prompt, rule):
     section = GenerationSection(loop_stop=True, **rule)
@@ -64,9 +64,10 @@ def test_run_lengths_of_a_growing_text_equal_those_of_the_whole_text(text, promp
 
 def test_a_loop_multiplies_the_temperature():
     looping = {"loop_temperature_factor": 3.0, "loop_max_period": 1, "loop_min_repeats": 4, "loop_min_tokens": 1}
-    logits_BV = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8)), jnp.float32)
+    logits_BV = np.float32(np.random.default_rng(0).standard_normal((2, 8)))
     params = SamplingParams.build({"temperature": 0.7, "seed": 1} | looping, batch=2)
-    state = init_state(params, jnp.ones((2, 1), jnp.int32), jnp.ones((2, 1), bool), 8, 16)
+    start = jax.jit(lambda params: init_state(params, jnp.ones((2, 1), jnp.int32), jnp.ones((2, 1), bool), 8, 16))
+    state = start(params)
     append = jax.jit(lambda state, token_B: update(params, state, token_B))
     temperatures = []
     for token_B in [[5, 5], [5, 6], [5, 6], [5, 6], [5, 6], [1, 1]]:
@@ -79,7 +80,8 @@ def test_a_loop_multiplies_the_temperature():
 def test_programs_without_loop_detection_do_not_contain_it():
     params = SamplingParams.build({"seed": 1})
     assert params.loops is None
-    assert init_state(params, jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1), bool), 8).loop_runs is None
+    state = jax.eval_shape(lambda: init_state(params, jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1), bool), 8))
+    assert state.loop_runs is None
     assert SamplingParams.build({"loop_stop": True, "seed": 1}).loops.factor is None
 
 

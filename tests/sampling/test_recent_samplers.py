@@ -155,24 +155,25 @@ def test_the_watermark_of_few_tokens_equals_that_of_whole_rows():
 
 def test_a_context_is_marked_again_after_1024_others():
     tokens = np.random.default_rng(0).permutation(3000)
+    is_repeated = jax.jit(watermark.is_repeated)
     for distance, repeats in ((1024, True), (1025, False)):
         output = [5000, 5001, *tokens[: distance - 2].tolist(), 5000, 5001]
         counts_N = watermark.g_values([*output, 1], [3], 3)[1]
         assert counts_N[-1] != repeats and counts_N[:-1].all()
-        history_S = jnp.asarray([*output, 0, 0])
+        history_S = np.int32(np.resize([*output, 0, 0], 1030))
         length = len(output)
-        assert bool(watermark.is_repeated(history_S, length, length, 3)) == repeats
-        assert not bool(watermark.is_repeated(history_S, length, 1, 3)), "tokens of the prompt are not contexts"
+        assert bool(is_repeated(history_S, length, length, 3)) == repeats
+        assert not bool(is_repeated(history_S, length, 1, 3)), "tokens of the prompt are not contexts"
 
 
 def decode(rows, steps, count, **options):
     """Draws tokens from random logits; returns tokens, the logits of every step, and the states before every step."""
-    params = SamplingParams.build(rows, **options)
-    state = init_state(params, jnp.zeros((len(rows), 2), jnp.int32), jnp.ones((len(rows), 2), bool), steps.shape[-1], count + 2)
-    tokens, states = [], []
+    params, B = SamplingParams.build(rows, **options), len(rows)
+    start = jax.jit(lambda params: init_state(params, jnp.zeros((B, 2), int), jnp.ones((B, 2), bool), steps.shape[-1], 202))
+    state, tokens, states = start(params), [], []
     for i in range(count):
         states.append(state)
-        token_B, state, _ = step(jnp.asarray(steps[i]), params, state)
+        token_B, state, _ = step(steps[i], params, state)
         tokens.append(np.asarray(token_B))
     return np.stack(tokens), states
 
@@ -180,10 +181,10 @@ def decode(rows, steps, count, **options):
 step = jax.jit(sample)
 
 
-@pytest.mark.parametrize("dynamic_order", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("dynamic_order", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adaptive_p_remembers_the_probabilities_before_its_change(dynamic_order):
-    """The state of every row over 60 tokens equals that of llama.cpp; other rows do not change."""
-    rng, V, count = np.random.default_rng(5), 30, 60
+    """The state of every row over 40 tokens equals that of llama.cpp; other rows do not change."""
+    rng, V, count = np.random.default_rng(5), 30, 40
     steps_TBV = rng.normal(0, 1.5, (count, 3, V)).astype(np.float32)
     rows = [
         {"adaptive_target": 0.3, "adaptive_decay": 0.9, "min_p": 0.05, "temperature": 0.8, "seed": 1},
@@ -198,7 +199,7 @@ def test_adaptive_p_remembers_the_probabilities_before_its_change(dynamic_order)
     for b, chain in enumerate(chains):
         expected = references.AdaptiveState(rows[b]["adaptive_target"], rows[b]["adaptive_decay"])
         for t in range(count):
-            found = float(states[t].adaptive_sum[b] / states[t].adaptive_weight[b])
+            found = np.asarray(states[t].adaptive_sum)[b] / np.asarray(states[t].adaptive_weight)[b]
             np.testing.assert_allclose(found, expected.average, atol=1e-6)
             cut_V = np.asarray(process_logits(steps_TBV[t, b][None], chain))[0]
             expected.accept(references.softmax(cut_V)[tokens[t, b]])
@@ -219,8 +220,8 @@ def test_adaptive_p_reaches_its_target_on_average():
 
 @pytest.mark.slow
 def test_marked_texts_are_detected():
-    """300 tokens each: z of marked texts is above 4, of other texts and with other keys it is a standard normal number."""
-    rng, V, count, keys = np.random.default_rng(8), 200, 300, [11, 22, 33, 44, 55, 66, 77, 88]
+    """200 tokens each: z of marked texts is above 4, of other texts and with other keys it is a standard normal number."""
+    rng, V, count, keys = np.random.default_rng(8), 200, 200, [11, 22, 33, 44, 55, 66, 77, 88]
     steps_TBV = np.repeat(rng.normal(0, 1.2, (count, 1, V)), 12, axis=1).astype(np.float32)
     rows = [{"seed": b} | ({"watermark_keys": keys} if b < 6 else {}) for b in range(12)]
     tokens, _ = decode(rows, steps_TBV, count)

@@ -17,6 +17,7 @@ from tests.error_texts import ERRORS
 
 PRESET = json.loads(Path(__file__).with_name("entropy_router.json").read_text())["preset"]
 MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(CALIBRATED_THRESHOLDS)}
+ROUTE = jax.jit(route)
 CALIBRATED = RouterConfig.build(RouterSection(router_preset="calibrated"), MEDIAN)
 
 
@@ -29,7 +30,7 @@ def test_the_guide_preset_equals_the_guide():
     assert {key: np.float32(value) for key, value in PRESET.items() if key in names} == {
         key: getattr(RouterConfig.build(), name) for key, name in names.items()
     }
-    assert PRESET["min_p"] == route(Metrics(6.0, 6.0), RouterConfig()).min_p == 0
+    assert PRESET["min_p"] == ROUTE(Metrics(6.0, 6.0), RouterConfig()).min_p == 0
     assert set(PRESET) - set(names) == {"min_p"}
 
 
@@ -47,7 +48,7 @@ def test_numbers_beyond_float32_become_its_largest():
     assert config.high_entropy == config.temperature_min == config.base_temperature == np.finfo(np.float32).max
     assert config.temperature_max == np.inf
     for metrics in (Metrics(1.0, 1.0), Metrics(1.0, 6.0), Metrics(4.0, 0.0)):
-        assert np.isfinite(jax.jit(route)(metrics, config).temperature)
+        assert np.isfinite(ROUTE(metrics, config).temperature)
 
 
 def test_the_calibrated_preset_uses_measured_thresholds():
@@ -72,12 +73,12 @@ def test_a_request_sets_the_base_values_of_the_router():
     assert with_request_bases(numbers, temperature=1.4)["base_temperature"] == 1.4
     for top_k in (0, -1, 2**31 - 1):
         config = RouterConfig.build(None, top_k=top_k)
-        assert route(Metrics(4.0, 0.0), config).top_k == KEEP_ALL  # clarify: no filter
-        assert route(Metrics(1.0, 1.0), config).top_k == 100  # adaptive: the upper bound
-        assert route(Metrics(1.0, 6.0), config).top_k == KEEP_ALL  # explore
+        assert ROUTE(Metrics(4.0, 0.0), config).top_k == KEEP_ALL  # clarify: no filter
+        assert ROUTE(Metrics(1.0, 1.0), config).top_k == 100  # adaptive: the upper bound
+        assert ROUTE(Metrics(1.0, 6.0), config).top_k == KEEP_ALL  # explore
     wide = RouterConfig.build(RouterSection(explore_top_k_disagreement=1000.0), top_k=0)
     apart = AttentionMetrics(1.0, 0.5, 0.1, 0.9, 0.1, 1.0)
-    assert route(Metrics(1.0, 6.0, apart), wide).top_k == KEEP_ALL  # stays in the integer range
+    assert ROUTE(Metrics(1.0, 6.0, apart), wide).top_k == KEEP_ALL  # stays in the integer range
 
 
 def test_the_clarify_token_is_an_id_or_none():

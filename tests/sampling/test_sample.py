@@ -20,7 +20,7 @@ ALL = {
     "min_tokens": 1,
     "seed": 6,
 }
-LOGITS = jax.random.normal(jax.random.key(1), (B, V)) * 2
+LOGITS = np.float32(np.random.default_rng(1).normal(0, 2, (B, V)))
 MIXED = [
     {"temperature": 0.7, "top_k": 20, "seed": 3},
     {"temperature": 0, "top_p": 0.5},
@@ -41,9 +41,10 @@ def build(rows, **more):
     return SamplingParams.build([*rows, *MIXED[: B - 1 - len(rows)], ALL][-B:], stop_ids=[4], **more)
 
 
-def start(params, prompt=((1, 2, 3),), vocab_size=V):
+@partial(jax.jit, static_argnames="prompt")
+def start(params, prompt=((1, 2, 3),)):
     tokens = jnp.broadcast_to(jnp.asarray(prompt), (params.batch, len(prompt[0])))
-    return init_state(params, tokens, jnp.ones(tokens.shape, bool), vocab_size)
+    return init_state(params, tokens, jnp.ones(tokens.shape, bool), V)
 
 
 def decode(logits_BV, params, n):
@@ -99,7 +100,8 @@ def test_numbers_beyond_float32_stay_finite():
 
 
 def test_greedy_rows_apply_only_edits_and_penalties():
-    logits = jnp.zeros((B, V)).at[:, 5].set(4.0).at[:, 3].set(4.0).at[:, 4].set(6.0)
+    logits = np.zeros((B, V), np.float32)
+    logits[:, [3, 4, 5]] = 4, 6, 4
     rows = [
         {"greedy": True, "repetition_penalty": 2.0, "temperature": 0.5, "top_k": 1, "seed": 1},
         {"temperature": 0.0, "min_tokens": 1, "repetition_penalty": 1.0},
@@ -138,7 +140,8 @@ def test_a_row_does_not_depend_on_its_index_or_other_rows():
             }
             for i in range(B)
         ]
-        strangers = jax.random.normal(jax.random.key(alone + 10), (B, V)).at[alone].set(LOGITS[alone])
+        strangers = np.float32(np.random.default_rng(alone + 10).standard_normal((B, V)))
+        strangers[alone] = LOGITS[alone]
         others[alone] = MIXED[alone]
         padded = SamplingParams.build(others, stop_ids=[4])
         np.testing.assert_array_equal(decode(strangers, padded, 12)[alone], expected[alone])
@@ -149,7 +152,7 @@ def test_a_row_does_not_depend_on_its_index_or_other_rows():
 
 def test_samples_of_a_request_differ_only_by_sample_index():
     params = SamplingParams.build({"seed": 5}, batch=4, sample_index=[0, 1, 0, 1])
-    tokens = decode(jnp.tile(LOGITS[:1], (4, 1)), params, 8)
+    tokens = decode(np.tile(LOGITS[:1], (4, 1)), params, 8)
     np.testing.assert_array_equal(tokens[:2], tokens[2:])
     assert (tokens[0] != tokens[1]).any()
 
@@ -169,22 +172,23 @@ def test_changing_numbers_does_not_recompile():
 
 def test_the_state_holds_the_last_position_of_every_token():
     params = SamplingParams.build({"repetition_penalty": 1.5, "seed": 1}, batch=2)
-    prompt, valid = jnp.array([[9, 9, 3, 4, 3], [3, 5, 5, 8, 8]]), jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
-    state = init_state(params, prompt, valid, 10)
+    prompt, valid = np.int32([[9, 9, 3, 4, 3], [3, 5, 5, 8, 8]]), np.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
+    state = jax.jit(partial(init_state, vocab_size=10))(params, prompt, valid)
     np.testing.assert_array_equal(state.last_seen, [[-1, -1, -1, 2, 1] + [-1] * 5, [-1, -1, -1, 0, -1, 2] + [-1] * 4])
     assert state.length.tolist() == [3, 3]
-    state = update(params, state, jnp.array([7, 7]), jnp.array([True, False]))
+    state = jax.jit(update)(params, state, np.int32([7, 7]), np.array([True, False]))
     assert state.length.tolist() == [4, 3] and state.n_generated.tolist() == [1, 0]
-    assert state.last_seen[:, 7].tolist() == [3, -1]
+    assert np.asarray(state.last_seen)[:, 7].tolist() == [3, -1]
     plain = SamplingParams.build({"seed": 1}, batch=2)
-    assert init_state(plain, prompt, valid, 10).last_seen is None
+    assert jax.eval_shape(partial(init_state, vocab_size=10), plain, prompt, valid).last_seen is None
 
 
 def test_the_penalty_follows_generated_tokens():
     """Each generated token halves its logit, so a greedy row generates tokens in order of their logits."""
-    logits = jnp.full((1, V), -5.0).at[0, :4].set(jnp.array([10.0, 9.0, 8.0, 7.0]))
+    logits = np.full((1, V), -5, np.float32)
+    logits[0, :4] = 10, 9, 8, 7
     params = SamplingParams.build({"greedy": True, "repetition_penalty": 2.0})
-    state = init_state(params, jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), bool), V)
+    state = jax.jit(lambda params: init_state(params, jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), bool), V))(params)
     tokens = []
     for _ in range(5):
         token_B, state, _ = jitted(logits, params, state)
@@ -206,19 +210,9 @@ def test_reported_log_probabilities_match_a_reference():
 
 
 def test_invalid_logits_are_flagged_and_still_return_tokens():
-    rows = (
-        jnp.zeros((B, V))
-        .at[:5]
-        .set(-jnp.inf)
-        .at[0, 9]
-        .set(jnp.nan)
-        .at[0, 5]
-        .set(1.0)
-        .at[1, 8]
-        .set(jnp.inf)
-        .at[3, 2]
-        .set(jnp.nan)
-    )
+    rows = np.zeros((B, V), np.float32)
+    rows[:5] = -np.inf
+    rows[0, [9, 5]], rows[1, 8], rows[3, 2] = (np.nan, 1), np.inf, np.nan
     params = build([ALL, {"greedy": True}, ALL, {"greedy": True}, {"seed": 1}])
     token_B, _, info = jitted(rows, params, start(params))
     assert token_B[:5].tolist() == [5, 8, 0, 0, 0]

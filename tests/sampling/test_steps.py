@@ -3,11 +3,11 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from dantinox.sampling import history, steps, watermark
+from dantinox.sampling import history, steps
 
 V = 40
 TOP_K = {ties: jax.jit(partial(steps.top_k, ties=ties)) for ties in ("first", "all")}
@@ -16,24 +16,9 @@ TOP_P = {
     for rule in ("inclusive", "exclusive")
     for ties in ("first", "all")
 }
-MIN_P, TEMPERATURE, PENALTY = jax.jit(steps.min_p), jax.jit(steps.temperature), jax.jit(history.repetition_penalty)
-
-DYNAMIC, SMOOTHING, TOP_A, TAIL_FREE, TYPICAL, EPSILON, ETA, SIGMA, XTC, MIROSTAT_1, MIROSTAT_2 = map(
-    jax.jit,
-    (
-        steps.dynamic_temperature,
-        steps.smoothing,
-        steps.top_a,
-        steps.tail_free,
-        steps.typical,
-        steps.epsilon_cutoff,
-        steps.eta_cutoff,
-        steps.top_n_sigma,
-        steps.xtc,
-        steps.mirostat_v1,
-        steps.mirostat_v2,
-    ),
-)
+MIN_P, TYPICAL, SIGMA, XTC = map(jax.jit, (steps.min_p, steps.typical, steps.top_n_sigma, steps.xtc))
+PENALTY, MIN_TOKENS, BAN = map(jax.jit, (history.repetition_penalty, history.min_tokens, history.ban))
+SANITIZE = jax.jit(steps.sanitize)
 
 
 def kept(x_V):
@@ -96,7 +81,7 @@ def test_top_p_matches_the_sorted_reference(kind, rule, ties):
 
 @pytest.mark.parametrize("n", [32, 1024])
 def test_exact_boundaries_of_equal_masses(n):
-    x_V = jnp.zeros(n)
+    x_V = np.zeros(n, np.float32)
     for count in {1, 3, n // 2, n - 1}:
         p = np.float32(count / n)  # exact in binary
         assert kept(TOP_P["inclusive", "first"](x_V, p)) == set(range(count))
@@ -105,14 +90,14 @@ def test_exact_boundaries_of_equal_masses(n):
 
 
 def test_the_sign_of_zero_does_not_separate_equal_logits():
-    x_V = jnp.array([-0.0, 0.0, -0.0, 0.0, -1.0])
+    x_V = np.float32([-0.0, 0.0, -0.0, 0.0, -1.0])
     assert kept(TOP_K["first"](x_V, 2)) == {0, 1}
     assert kept(TOP_K["all"](x_V, 2)) == {0, 1, 2, 3}
 
 
 def test_large_rows_with_many_ties():
-    """128k bfloat16 logits: groups of equal values at every threshold, and rows longer than a block."""
-    x_V = np.asarray(jax.random.normal(jax.random.key(3), (128_001,), jnp.bfloat16).astype(jnp.float32))
+    """20k bfloat16 logits: groups of equal values at every threshold, and rows longer than a block."""
+    x_V = np.random.default_rng(3).standard_normal(20_001).astype(ml_dtypes.bfloat16).astype(np.float32)
     assert kept(TOP_K["first"](x_V, 1000)) == reference_top_k(x_V, 1000)
     for p in (0.123, 0.9, 0.9995):
         got, expected = kept(TOP_P["inclusive", "first"](x_V, p)), reference_top_p(x_V, p)
@@ -124,7 +109,7 @@ def test_min_p_compares_with_the_most_likely_token():
     for x_V in rows(5, 20, "plain"):
         P = np.exp(np.float64(x_V) - x_V.max())
         assert kept(MIN_P(x_V, 0.1)) == set(np.flatnonzero(P >= 0.1).tolist())
-    assert kept(steps.min_p(jnp.array([1.0, 3.0, 3.0, 2.0]), 1.0)) == {1, 2}
+    assert kept(MIN_P(np.float32([1, 3, 3, 2]), 1.0)) == {1, 2}
 
 
 def test_repetition_penalty_with_window_and_slope():
@@ -138,48 +123,10 @@ def test_repetition_penalty_with_window_and_slope():
 
 
 def test_minimum_tokens_ban_the_stop_ids_until_enough_are_generated():
-    x_V = jnp.arange(5.0)
-    assert kept(history.min_tokens(x_V, 3, jnp.array([4, 1, 2**31 - 1, -1]), 2)) == {0, 2, 3}
-    assert kept(history.min_tokens(x_V, 3, jnp.array([4, 1]), 3)) == {0, 1, 2, 3, 4}
-    assert kept(history.ban(x_V, jnp.arange(5))) == {4}
-
-
-OFF = {
-    "top_k 0": lambda x: TOP_K["first"](x, 0),
-    "top_k V": lambda x: TOP_K["first"](x, V),
-    "top_p": lambda x: TOP_P["inclusive", "first"](x, 1.0),
-    "top_p exclusive": lambda x: TOP_P["exclusive", "all"](x, 1.0),
-    "min_p": lambda x: MIN_P(x, 0.0),
-    "temperature": lambda x: TEMPERATURE(x, 1.0),
-    "repetition_penalty": lambda x: PENALTY(x, jnp.zeros(V, jnp.int32), 1.0, 3, 2.0),
-    "dynamic_temperature": lambda x: DYNAMIC(x, 1.0, 1.0, 2.0),
-    "smoothing": lambda x: SMOOTHING(x, 0.0, 2.0),
-    "top_a": lambda x: TOP_A(x, 0.0),
-    "tail_free": lambda x: TAIL_FREE(x, 1.0),
-    "typical": lambda x: TYPICAL(x, 1.0),
-    "epsilon_cutoff": lambda x: EPSILON(x, 0.0),
-    "eta_cutoff": lambda x: ETA(x, 0.0),
-    "top_n_sigma": lambda x: SIGMA(x, 0.0),
-    "xtc": lambda x: XTC(x, 0.1, 0.0, 0.0),
-    "min_k": lambda x: steps.min_k(x, -1.0),
-    "top_h": lambda x: steps.top_h(x, 1.0),
-    "skew": lambda x: steps.skew(x, 0.0),
-    "adaptive_p": lambda x: steps.adaptive_p(x, -1.0, 0.5),
-    "synthid": lambda x: watermark.synthid(x, jnp.zeros(8, jnp.int32), 8, 4, jnp.full(2, -1), 3),
-    "encoder_repetition_penalty": lambda x: history.encoder_repetition_penalty(x, jnp.ones(V, bool), 1.0),
-    "presence_frequency_penalty": lambda x: history.presence_frequency_penalty(x, jnp.ones(V), 0.0, 0.0),
-    "logit_bias": lambda x: history.logit_bias(x, jnp.zeros(V)),
-    "no_repeat_ngram": lambda x: history.no_repeat_ngram(x, jnp.zeros(8, jnp.int32), 8, jnp.arange(8), 0),
-    "dry": lambda x: history.dry(x, jnp.full(V, 3), 0.0, 2.0, 1),
-    "min_tokens": lambda x: history.min_tokens(x, 0, jnp.array([1]), 0),
-}
-STRANGE = np.float32([3.4e38, -3.4e38, -np.inf, -0.0, 0.0, 1e-40, -1e-40, 1.0] * (V // 8))
-
-
-@pytest.mark.parametrize("name", OFF)
-def test_a_disabled_step_returns_the_row_bit_for_bit(name):
-    for x_V in [*rows(6, 3, "masked"), STRANGE, np.full(V, -np.inf, np.float32)]:
-        np.testing.assert_array_equal(np.asarray(OFF[name](x_V)).view(np.uint32), x_V.view(np.uint32))
+    x_V = np.arange(5, dtype=np.float32)
+    assert kept(MIN_TOKENS(x_V, 3, np.int32([4, 1, 2**31 - 1, -1]), 2)) == {0, 2, 3}
+    assert kept(MIN_TOKENS(x_V, 3, np.int32([4, 1, -1, -1]), 3)) == {0, 1, 2, 3, 4}
+    assert kept(BAN(x_V, np.arange(5, dtype=np.int32))) == {4}
 
 
 def test_typical_keeps_tokens_closest_to_the_entropy():
@@ -193,19 +140,19 @@ def test_typical_keeps_tokens_closest_to_the_entropy():
 
 
 def test_xtc_does_nothing_if_it_would_remove_a_protected_token():
-    x_V = jnp.log(jnp.array([0.3, 0.25, 0.25, 0.2]))
-    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0)) == {2, 3}
-    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([False, False, True, True]))) == {2, 3}
-    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([False, True, False, True]))) == {0, 1, 2, 3}
+    x_V = np.log(np.float32([0.3, 0.25, 0.25, 0.2]))
+    assert kept(XTC(x_V, 0.22, 1.0, 0.0)) == {2, 3}
+    assert kept(XTC(x_V, 0.22, 1.0, 0.0, np.array([False, False, True, True]))) == {2, 3}
+    assert kept(XTC(x_V, 0.22, 1.0, 0.0, np.array([False, True, False, True]))) == {0, 1, 2, 3}
 
 
 def test_sanitize_repairs_nan_and_inf():
-    y_V, repaired = steps.sanitize(jnp.array([1.0, jnp.nan, -jnp.inf]))
+    y_V, repaired = SANITIZE(np.float32([1, np.nan, -np.inf]))
     assert kept(y_V) == {0} and repaired
-    y_V, repaired = steps.sanitize(jnp.array([1.0, jnp.inf, jnp.nan, jnp.inf], jnp.bfloat16))
+    y_V, repaired = SANITIZE(np.float32([1, np.inf, np.nan, np.inf]).astype(ml_dtypes.bfloat16))
     np.testing.assert_array_equal(y_V, [-np.inf, 0, -np.inf, 0])
-    assert repaired and y_V.dtype == jnp.float32
-    assert not steps.sanitize(jnp.array([1.0, -jnp.inf]))[1]
+    assert repaired and y_V.dtype == np.float32
+    assert not SANITIZE(np.float32([1, 2, -np.inf]))[1]
 
 
 def test_one_very_low_logit_does_not_distort_sigma():

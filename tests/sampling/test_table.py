@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -107,9 +108,9 @@ def test_sequence_biases_are_per_row():
     params = SamplingParams.build(rows, vocab_size=7)
     assert params.plan == ("sequence_bias", "temperature")
     prompt_BT = np.array([[5, 1, 2, 3, 4]] * 3)
-    state = init_state(params, prompt_BT, np.ones((3, 5), bool), 7, 8)
+    state = jax.jit(partial(init_state, vocab_size=7, capacity=8))(params, prompt_BT, np.ones((3, 5), bool))
     x_BV = np.float32([[0.5, -1, 2, 0, 3, -2, 1]] * 3)
-    found = traced(x_BV, params, state)
+    found = jax.tree.map(np.asarray, traced(x_BV, params, state))
     before_BV, after_BV = found["model"], found["sequence_bias"]
     np.testing.assert_array_equal(after_BV[1:], before_BV[1:])
     np.testing.assert_array_equal(after_BV[0], np.float32([BAN, -2.5, 2, 0, 3, -2, 1]))
