@@ -66,8 +66,6 @@ from dantinox.studies.statistics import (
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
 from tests.error_texts import ERRORS
 
-pytestmark = pytest.mark.slow
-
 
 # --- diversity of a text -------------------------------------------------------------------------------------------------
 
@@ -138,10 +136,10 @@ def test_interval_has_the_width_of_a_normal_interval():
 
 
 def test_intervals_have_their_nominal_coverage(monkeypatch):
-    monkeypatch.setattr(statistics, "BOOTSTRAP_SAMPLES", 200)
+    monkeypatch.setattr(statistics, "BOOTSTRAP_SAMPLES", 100)
     random = np.random.default_rng(0)
     for draw, truth in ((lambda: random.normal(1, 1, 40), 1), (lambda: random.exponential(2, 40), 2)):
-        found = [mean_interval(draw()) for _ in range(200)]
+        found = [mean_interval(draw()) for _ in range(100)]
         # Percentile intervals are slightly too narrow with 40 values, and more so for skewed values.
         assert 0.88 <= np.mean([low <= truth <= high for _, low, high in found]) <= 0.98
 
@@ -473,7 +471,9 @@ def test_methods_are_valid_over_their_whole_scale(toy, name):
 def evaluation(toy):
     messages = []
     names = ["greedy", "temperature", "router_no_attention"]  # each additional method takes seconds to compile
-    return asdict(evaluate_sampling(toy, quick=True, methods=names, progress=messages.append, **LITTLE)), messages
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "BOOTSTRAP_SAMPLES", 100)
+        return asdict(evaluate_sampling(toy, quick=True, methods=names, progress=messages.append, **LITTLE)), messages
 
 
 def test_record_of_an_evaluation(toy, evaluation):
@@ -582,7 +582,6 @@ def test_control_uses_the_measured_shares():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_random_strategies_have_the_shares_of_the_router(toy):
     record = asdict(evaluate_sampling(toy, methods=["router_calibrated", "router_random"], **LITTLE))
     assert [method["name"] for method in record["methods"]] == ["human", "router_calibrated", "router_random"]
@@ -596,7 +595,7 @@ def test_random_strategies_have_the_shares_of_the_router(toy):
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_all_methods_together(toy):
     record = asdict(evaluate_sampling(toy, **LITTLE))
     assert [method["name"] for method in record["methods"]] == ["human", *METHODS]

@@ -141,7 +141,6 @@ def real(folder, steps):
     return path
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sweep_on_the_command_line(tmp_path, capsys):
     """Trials run in separate processes, and divergence is recorded."""
@@ -160,7 +159,7 @@ def test_sweep_on_the_command_line(tmp_path, capsys):
     assert (tmp_path / "runs" / "sweep.png").is_file() and len((tmp_path / "runs" / "sweep.csv").read_text().splitlines()) == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_sweep_stopped_by_a_signal_saves_its_trial_and_continues(tmp_path, number, code):
     path, metrics = real(tmp_path, 1500), tmp_path / "runs" / "trial_001" / "metrics.jsonl"
