@@ -272,19 +272,32 @@ def test_error_without_matplotlib_names_the_extra(long_record, monkeypatch):
         draw_explanation(long_record)
 
 
-def test_router_is_explained(run):
-    """Covers the strategy of the router, the settings that the router overrides, and best-of-n as a separate step."""
-    rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # makes every row adaptive
-    settings = {"strategy": "entropy", "seed": 1, "temperature": 1.5, "candidates": 4, **rules}
-    found = explain(run, PROMPT, settings)
-    assert found.strategy == "adaptive" and steps(found, "name")[1:] == ["temperature", "top_k", "top_p", "min_p", "candidates"]
+RULES = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # makes every row adaptive
+ADAPTIVE = {"strategy": "entropy", "seed": 1, "temperature": 1.5, "candidates": 4, **RULES}
+
+
+@pytest.fixture(scope="module")
+def adaptive_record(run):
+    return explain(run, PROMPT, ADAPTIVE)
+
+
+@pytest.mark.slow
+def test_settings_of_the_router_are_those_of_generation(run, adaptive_record):
+    found, settings = adaptive_record, ADAPTIVE
     result = run.generate(PROMPT, max_new_tokens=1, logprobs=5, **settings)
     assert found.drawn == result.tokens
     route = result.steps.routed.route
     numbers = {name: value for step in steps(found, "settings") for name, value in step.items()}
     for name in ("temperature", "top_k", "top_p", "min_p"):
         assert numbers[name] == pytest.approx(float(getattr(route, name)[0]))
-    assert numbers["candidates"] == 4
+
+
+def test_router_is_explained(run, adaptive_record):
+    """Covers the strategy of the router, the settings that the router overrides, and best-of-n as a separate step."""
+    found, settings = adaptive_record, ADAPTIVE
+    assert found.strategy == "adaptive" and steps(found, "name")[1:] == ["temperature", "top_k", "top_p", "min_p", "candidates"]
+    numbers = {name: value for step in steps(found, "settings") for name, value in step.items()}
+    assert numbers["candidates"] == 4 and numbers["temperature"] > 0
     kept, best = np.transpose(tokens(found, "probabilities"))[-2:]
     order = np.argsort(-logits_after(run, PROMPT)[tokens(found, "id")], kind="stable")
     tail = found.steps[-2].others + np.cumsum(kept[order][::-1])[::-1]  # the mass of each rank and all worse ranks
