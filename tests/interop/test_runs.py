@@ -122,9 +122,7 @@ def greedy(path, family, **settings):
     return [result.tokens for result in results], expected[:, -NEW:].tolist()
 
 
-@pytest.mark.parametrize(
-    "family", [f if f == "gemma3_text" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", [f if f == "gemma3_text" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_greedy_tokens_equal_those_of_transformers(folder_of, tmp_path, family):
     run = import_run(open_folder(folder_of(family)), tmp_path / "run", max_context=64)
     found, expected = greedy(run.path, family)

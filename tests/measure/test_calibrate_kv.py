@@ -27,7 +27,6 @@ DOCUMENTS = [300, 57, 100, 20, 700]  # characters
 LAYERS, HEADS = 2, 4  # of the run
 
 
-
 def expected(config, weights, text) -> np.ndarray:
     """Returns entropy, number of keys that hold 95 %, and distance at the measured queries, `[3, R, L, N]`.
 

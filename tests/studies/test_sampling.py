@@ -66,7 +66,6 @@ from dantinox.studies.statistics import (
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
 from tests.error_texts import ERRORS
 
-
 # --- diversity of a text -------------------------------------------------------------------------------------------------
 
 

@@ -182,9 +182,8 @@ def trained(tmp_path_factory):
     """The same as `finished`, trained."""
     folder, lines = tmp_path_factory.mktemp("speedrun"), []
     wanted = request(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        with pytest.raises(SystemExit):
-            run_speedrun(folder / "run", wanted, InProcess(patch, ("base", 4)), lines.append)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        run_speedrun(folder / "run", wanted, InProcess(patch, ("base", 4)), lines.append)
     return folder, wanted, run_speedrun(folder / "run", wanted, InProcess(), lines.append), lines
 
 
