@@ -440,12 +440,12 @@ def test_bits_per_byte_do_not_depend_on_the_vocabulary(tmp_path):
     letters = ReferenceModel(tmp_path / "chars")
     # All tokens are equally likely and cost log2 V bits. A token has four bytes in one vocabulary and one in the other.
     V = chars.vocab_size
-    np.testing.assert_allclose(letters.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), [math.log2(V) / 4, math.log2(V)], rtol=1e-6)
+    np.testing.assert_allclose(letters.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), [math.log2(V) / 4, math.log2(V)], rtol=1e-5)
     plain = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     make_run(tmp_path / "bytes", plain, np.zeros)
     bytewise = ReferenceModel(tmp_path / "bytes")
     V = bytewise.tokenizer.vocab_size
-    np.testing.assert_allclose(bytewise.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), math.log2(V), rtol=1e-6)
+    np.testing.assert_allclose(bytewise.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), math.log2(V), rtol=1e-5)
     with pytest.raises(UserError, match=ERRORS["the_reference_cannot_encode_a"]):
         letters.bits_per_byte(["the"], ["z"])
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from dantinox.config import UserError
 from dantinox.config.sweep_file import load_sweep
 from dantinox.report import MetricsLog
 from dantinox.run import RunDirectory, save_config
-from dantinox.studies.sweep import run_sweep
+from dantinox.studies.sweep import run_sweep, train_in_subprocess
 from dantinox.studies.sweep_view import draw_sweep, sweep_csv, sweep_lines
 from tests.error_texts import ERRORS
 
@@ -123,6 +124,83 @@ def test_error_before_a_trial_starts_ends_the_sweep(tmp_path):
     with pytest.raises(UserError, match=ERRORS["trial_002_could_not_start_no"]):
         run_sweep(spec(tmp_path), Trainer(trial_002="no corpus"))
     assert json.loads((tmp_path / "runs" / "plan.json").read_text())["ended"] == {"trial_001": None}
+
+
+class Context:
+    """A context of multiprocessing whose process sends a message and ends with a code.
+
+    The signals `before` and `after` arrive in the parent process before and after the process starts.
+    """
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def __init__(self, code, message="", before=None, after=None):
+        self.code, self.message, self.before, self.after = code, message, before, after
+        self.pid, self.exitcode, self.terminated = None, None, False
+
+    def Process(self, target, args):
+        self.sender = args[-1]
+        return self
+
+    def start(self):
+        if self.before is not None:
+            signal.raise_signal(self.before)
+        if self.message:
+            self.sender.send_bytes(self.message.encode())
+        self.pid = 12345
+
+    def terminate(self):
+        self.terminated = True
+
+    def join(self):
+        if self.after is not None:
+            signal.raise_signal(self.after)
+        self.exitcode = self.code
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "problem"),
+    [
+        (0, "", None),
+        (2, "no corpus", "no corpus"),
+        (1, "", "the process ended with code 1"),
+        (-signal.SIGKILL, "", "the process was killed, perhaps because memory ran out"),
+        (-signal.SIGSEGV, "", "the process was ended by SIGSEGV"),
+    ],
+)
+def test_the_end_of_a_process_is_a_sentence(tmp_path, monkeypatch, code, message, problem):
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: Context(code, message))
+    (trial, *_) = spec(tmp_path).trials
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / "rest").touch()  # of a process that was killed before it saved a config
+    assert train_in_subprocess(lambda: None)(trial, run) == problem
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("context", "code"),
+    [
+        (Context(130), 130),
+        (Context(143), 143),
+        (Context(0, before=signal.SIGTERM), 143),
+        (Context(0, after=signal.SIGINT), 130),
+        (Context(143, after=signal.SIGINT), 143),
+    ],
+)
+@pytest.mark.usefixtures("interruptible")
+def test_a_signal_is_passed_to_the_process_and_ends_the_sweep(tmp_path, monkeypatch, context, code):
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    (trial, *_) = spec(tmp_path).trials
+    with pytest.raises(SystemExit) as ended:
+        train_in_subprocess(lambda: None)(trial, RunDirectory(tmp_path / "run"))
+    assert ended.value.code == code
+    assert sent == ([] if context.after is None else [(12345, context.after)])
+    assert context.terminated == (context.before is not None)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 def real(folder, steps):
