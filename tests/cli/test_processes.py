@@ -66,7 +66,18 @@ def test_help_on_a_full_disk(environment):
 @pytest.mark.skipif(os.name != "posix", reason="pipes of a shell")
 @pytest.mark.parametrize("reader", ["head -c 3", "true"])
 def test_a_closed_pipe_is_not_an_error(environment, run_dir, reader):
-    command = f"{shlex.join([sys.executable, f'{ROOT}/generate.py', '--run_dir', str(run_dir)])} --prompt a --greedy --max_new_tokens 100 | {reader}"
+    argv = [
+        sys.executable,
+        f"{ROOT}/generate.py",
+        "--run_dir",
+        f"{run_dir}",
+        "--prompt",
+        "a",
+        "--greedy",
+        "--max_new_tokens",
+        "100",
+    ]
+    command = f"{shlex.join(argv)} | {reader}"
     done = subprocess.run(command, shell=True, capture_output=True, env=environment, timeout=120)
     assert "aè".encode().startswith(done.stdout)
     assert done.stderr == b"" or re.fullmatch(SUMMARY, done.stderr.decode()), done.stderr.decode()
