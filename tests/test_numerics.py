@@ -49,7 +49,7 @@ def log_softmax(logits_TV):
     return shifted_TV - np.log(np.exp(shifted_TV).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, SHAPES))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, SHAPES))])
 def test_train_and_decode_programs_against_float64(seed):
     """Compares the loss and the log-probabilities with float64, and the gradients with a program without YNNPACK.
 

@@ -224,17 +224,19 @@ def test_the_table_is_complete():
     assert OTHER.keys() == FIELDS.keys()
 
 
-@pytest.mark.parametrize("key", FIELDS)
-def test_a_setting_without_its_prerequisite_is_refused_or_reported(key):
-    needed, value = settings_of(key)
-    section, _, name = key.partition(".")
-    alone = find_inactive(Config.model_validate({section: {name: value}}, context="unchecked"))
-    if key in alone:
-        with pytest.raises(UserError, match=rf"^{key} has no effect while .* \(command line\)$"):
-            build_config({}, {key: value})
-        with pytest.warns(UserWarning, match=rf"{key} has no effect while"):
-            build_config({section: {name: value}})
-    assert key not in find_inactive(build_config({}, {**needed, key: value}))
+def test_a_setting_without_its_prerequisite_is_refused_or_reported():
+    inactive = []
+    for key in FIELDS:
+        needed, value = settings_of(key)
+        section, _, name = key.partition(".")
+        if key in find_inactive(Config.model_validate({section: {name: value}}, context="unchecked")):
+            inactive.append(key)
+            with pytest.raises(UserError, match=rf"^{key} has no effect while .* \(command line\)$"):
+                build_config({}, {key: value})
+            with pytest.warns(UserWarning, match=rf"{key} has no effect while"):
+                build_config({section: {name: value}})
+        assert key not in find_inactive(build_config({}, {**needed, key: value}))
+    assert len(inactive) > 100
 
 
 @cache
@@ -269,8 +271,12 @@ def is_read_by(key, *packages):
     }
     holder |= {"kv": r"kv", "data": "data", "distributed": "d", "grpo": r"(grpo|grpo\.options|section|options)"}
     holder["distill"] = "(distill|settings)"
-    source = "\n".join(path.read_text() for package in packages for path in (ROOT / package).rglob("*.py"))
-    return re.search(rf"\b{holder[section]}\.{name}\b", source) is not None
+    return re.search(rf"\b{holder[section]}\.{name}\b", source_of(packages)) is not None
+
+
+@cache
+def source_of(packages):
+    return "\n".join(path.read_text() for package in packages for path in (ROOT / package).rglob("*.py"))
 
 
 LOOP = (
@@ -342,17 +348,17 @@ def corpora(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("key", FIELDS)
-def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
+def changes_the_program(key):
+    """Returns whether the effect of a setting is a change of the program of a training step, or of the weights before it."""
+    section, _, name = key.partition(".")
+    other = (*LOOP, *REQUEST, *SAMPLED, *DRAFTS, *HUB, *START_UP)
+    return key in ("moe.alpha_balance", "moe.router_z_loss") or (section in ("training", "grpo") and name not in other)
+
+
+def with_and_without(key):
+    """Returns the config with the default and with another value of a setting, both with its prerequisites."""
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    if (
-        section in ("kv", "logging")
-        or (section == "distill" and name != "data")
-        or name in (*LOOP, *REQUEST, *SAMPLED, *DRAFTS, *HUB, *START_UP)
-    ):
-        assert is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
-        return
     small = {name: size for name, size in SMALL.items() if name != "model.num_blocks"} if name in DEPENDS_ON_DEPTH else SMALL
     base = small | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
     after = build_config({}, {**base, **needed, key: value})
@@ -360,23 +366,51 @@ def test_every_setting_has_an_effect(key, corpora, tmp_path, monkeypatch):
         before = build_config({}, base | needed)
     except UserError:  # the prerequisites require this setting
         before = build_config({}, base)
-    if key in ("moe.alpha_balance", "moe.router_z_loss"):
-        assert lowered_step(dump_config(before)) != lowered_step(dump_config(after))
-    elif section in ("model", "moe", "attention"):
-        assert before.architecture(17) != after.architecture(17)
-    elif section == "distill":
-        assert before.data_objective != after.data_objective
-    elif section == "lora":
-        assert before.trained_architecture(17) != after.trained_architecture(17)
-    elif section in ("tokenizer", "data"):
-        monkeypatch.chdir(corpora)
-        assert prepared_data(before, tmp_path / "before") != prepared_data(after, tmp_path / "after")
-    elif section == "distributed":
-        assert mesh_of_eight(before) != mesh_of_eight(after)
-    elif section in ("training", "grpo"):
-        if key == "training.seed":
-            assert initial_weights(before) != initial_weights(after)
-        else:
-            assert lowered_step(dump_config(before)) != lowered_step(dump_config(after))
+    return before, after
+
+
+def has_an_effect(key, folder):
+    section, _, name = key.partition(".")
+    if (
+        section in ("kv", "logging")
+        or (section == "distill" and name != "data")
+        or name in (*LOOP, *REQUEST, *SAMPLED, *DRAFTS, *HUB, *START_UP)
+    ):
+        return is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
+    before, after = with_and_without(key)
+    if section in ("model", "moe", "attention"):
+        return before.architecture(17) != after.architecture(17)
+    if section == "distill":
+        return before.data_objective != after.data_objective
+    if section == "lora":
+        return before.trained_architecture(17) != after.trained_architecture(17)
+    if section in ("tokenizer", "data"):
+        return prepared_data(before, folder / f"{key} before") != prepared_data(after, folder / f"{key} after")
+    if section == "distributed":
+        return mesh_of_eight(before) != mesh_of_eight(after)
+    return sampling_parameters(before) != sampling_parameters(after)
+
+
+def test_every_setting_has_an_effect(corpora, tmp_path, monkeypatch):
+    monkeypatch.chdir(corpora)
+    assert [key for key in FIELDS if not changes_the_program(key) and not has_an_effect(key, tmp_path)] == []
+
+
+PROGRAM = tuple(filter(changes_the_program, FIELDS))
+
+
+def test_every_setting_of_a_training_step_is_read():
+    """The functions that read them are compared with closed forms in tests/training."""
+    names = [key.partition(".")[2] for key in PROGRAM]
+    source = source_of(("config", "training"))
+    assert len(PROGRAM) > 30 and [name for name in names if not re.search(rf"(?<!\d)\.{name}\b", source)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", PROGRAM)
+def test_every_setting_of_a_training_step_changes_its_program(key):
+    before, after = with_and_without(key)
+    if key == "training.seed":
+        assert initial_weights(before) != initial_weights(after)
     else:
-        assert sampling_parameters(before) != sampling_parameters(after)
+        assert lowered_step(dump_config(before)) != lowered_step(dump_config(after))

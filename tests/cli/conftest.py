@@ -10,8 +10,12 @@ from dantinox import cli
 
 
 @pytest.fixture
-def dantinox(capfd):
-    """Returns a function that runs a command in this process and returns (exit code, stdout, stderr)."""
+def dantinox(capfd, tmp_path, monkeypatch):
+    """Returns a function that runs a command in this process and returns (exit code, stdout, stderr).
+
+    The current directory is empty, because commands look for runs in `runs/`.
+    """
+    monkeypatch.chdir(tmp_path)
 
     def run(*argv):
         code = cli.main([str(arg) for arg in argv])

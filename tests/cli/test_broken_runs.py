@@ -8,8 +8,6 @@ from dantinox.config import UserError
 from tests.cli.expected import assert_one_sentence
 from tests.error_texts import ERRORS
 
-pytestmark = pytest.mark.slow
-
 
 def test_a_directory_that_is_not_a_run(dantinox, tmp_path, copy):
     (tmp_path / "empty").mkdir()

@@ -19,8 +19,6 @@ from dantinox.run import RunDirectory, accept_run
 from tests.error_texts import ERRORS
 from tests.serve.lora_runs import make_lora_run
 
-pytestmark = pytest.mark.slow
-
 PROMPT = r">.*\x1b\[\?25h"  # the prompt, and the code that shows the cursor
 AROUND = "è€😀b\nca"  # the model of `run_dir` repeats this text after "a"
 
@@ -53,7 +51,7 @@ def test_lines_through_a_pipe(talk, tmp_path):
     assert json.loads(file.read_text()) == {"messages": messages}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_adapter_answers_as_the_merged_model(talk, run_dir, tmp_path):
     tuned = make_lora_run(tmp_path / "tuned", run_dir, 1)
     adapted, merged = talk(["a"], "--lora", str(tuned))[:2], talk(["a"], at=tuned)[:2]
@@ -117,6 +115,7 @@ def test_parts_are_shaded():
     assert list(digit_lines([("ab", 1.2), ("c\n", 9.7), ("d", None)], 20)) == ["abc↵", "1 9", "d"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_real_terminal(run_dir, tmp_path, interruptible):
     """Streaming, an interrupt, the commands, several lines, the history and quitting."""

@@ -11,8 +11,6 @@ from dantinox.config import UserError
 from tests.cli.expected import AROUND, KEYS, SUMMARY, assert_one_sentence
 from tests.serve.lora_runs import make_lora_run
 
-pytestmark = pytest.mark.slow
-
 
 def test_stdout_is_prompt_and_continuation_only(generate):
     code, out, err = generate("--prompt", "a", "--greedy", "--max_new_tokens", 12)
@@ -59,9 +57,10 @@ def test_special_tokens_of_a_prompt_are_text_or_tokens(generate):
 def test_constrained_generation(generate, tmp_path, flag, name, source, continuation):
     if name is not None:
         (tmp_path / name).write_text(source, encoding="utf-8")
-    code, out, _ = generate("--prompt", "a", "--n", 3, "--seed", 1, "--json", flag, tmp_path / name if name else source)
+    code, out, err = generate("--prompt", "a", "--n", 3, "--seed", 1, "--json", flag, tmp_path / name if name else source)
     results = [json.loads(line) for line in out.splitlines()]
-    assert code == 0 and len(results) == 3
+    assert code == 0 and [result["index"] for result in results] == [0, 1, 2]
+    assert f"1 prompt + {sum(result['new_tokens'] for result in results)} new tokens" in err
     for result in results:
         assert result["finish_reason"] == "eos" and re.fullmatch(continuation, result["text"]), result
         if flag == "--json_schema":
@@ -89,9 +88,12 @@ def test_greedy_in_every_spelling(generate, flags):
     assert generate(*flags, "--prompt", "a", "--max_new_tokens", 12)[1] == "a" + AROUND[:6] + "\n"
 
 
+HOT = ["--prompt", "a", "--max_new_tokens", 12, "--temperature", 50]
+
+
 def test_false_is_false(generate):
     """A regression test: `--greedy False` was read as true."""
-    hot = ["--prompt", "a", "--max_new_tokens", 12, "--temperature", 50, "--seed", 3]
+    hot = [*HOT, "--seed", 3]
     assert generate(*hot, "--greedy", "False")[1] == generate(*hot)[1] != generate(*hot, "--greedy", "True")[1]
 
 
@@ -116,13 +118,13 @@ def test_streaming_does_not_change_the_output(generate, stream):
 
 
 def test_the_reported_seed_reproduces_the_text(generate):
-    hot = ["--prompt", "a", "--max_new_tokens", 12, "--temperature", 5, "--top_k", 50, "--top_p", 0.9]
-    _, out, err = generate(*hot)
+    _, out, err = generate(*HOT)
     seed = re.search(r"seed (\d+)", err)[1]
-    assert generate(*hot, "--seed", seed)[1] == out
-    assert generate(*hot)[1] != out
+    assert generate(*HOT, "--seed", seed)[1] == out
+    assert generate(*HOT)[1] != out
 
 
+@pytest.mark.slow
 def test_samples(generate):
     _, out, err = generate("--prompt", "a", "--max_new_tokens", 12, "--temperature", 5, "--n", 3, "--seed", 1, "--json")
     records = [json.loads(line) for line in out.splitlines()]
@@ -165,7 +167,7 @@ def test_log_probabilities(generate):
     assert reported["prompt_tokens"] == ["a", "b"] and reported["prompt_logprobs"][0] is None
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_router_decisions_are_shown_traced_and_reported(generate, tmp_path):
     lines, page = tmp_path / "out.jsonl", tmp_path / "out.html"
     flags = [
@@ -280,14 +282,14 @@ def test_prompts_from_a_file(generate, tmp_path):
         (["--mirostat", 2, "--mirostat_tau", 3], '{"prompt": "a", "mirostat": 0}'),
         (["--top_k", 5, "--ties", "all"], '{"prompt": "a", "top_k": 0}'),
         (["--preset", "kobold", "--sampler_order", "6,0,1,2,3,4,5"], '{"prompt": "a", "preset": "hf"}'),
-        (["--max_new_tokens", 9], '{"prompt": "a", "max_generations": 3}'),
+        ([], '{"prompt": "a", "max_generations": 3}'),
     ],
 )
 def test_the_settings_of_a_line_override_the_flags(generate, tmp_path, flags, line):
     """A line that switches a step off also removes the settings of flags that refine it."""
     path = tmp_path / "prompts.jsonl"
     path.write_text(line)
-    code, out, err = generate("--prompt_file", path, "--seed", 1, *flags)
+    code, out, err = generate("--prompt_file", path, "--seed", 1, "--max_new_tokens", 12, *flags)
     assert code == 0, err
     assert (json.loads(out)["new_tokens"] == 3) == ("max_generations" in line)
 
@@ -405,7 +407,8 @@ def test_no_command_and_an_unknown_one(dantinox):
     assert_one_sentence(dantinox("generate"), "--run_dir")
 
 
-def test_an_adapter_gives_the_tokens_of_the_merged_model(generate, dantinox, run_dir, ending_run_dir, tmp_path):
+@pytest.mark.slow
+def test_an_adapter_gives_the_tokens_of_the_merged_model(generate, dantinox, run_dir, tmp_path):
     tuned = make_lora_run(tmp_path / "tuned", run_dir, 1)
     flags = ["--prompt", "hello", "--greedy", "--max_new_tokens", 12, "--json"]
     base, adapted, merged = (json.loads(run(*flags, *more)[1]) for run, more in (
@@ -413,9 +416,12 @@ def test_an_adapter_gives_the_tokens_of_the_merged_model(generate, dantinox, run
     ))  # fmt: skip
     assert adapted["text"] == merged["text"] != base["text"]
     assert adapted["tokens"] == merged["tokens"] and len(adapted["tokens"]) == 12
+
+
+def test_an_adapter_that_does_not_fit_is_one_sentence(generate, run_dir, ending_run_dir, tmp_path):
     for path, words in (
         (tmp_path / "nothing", "it must be a run with adapters or a PEFT folder"),
         (ending_run_dir, "is a run without adapters"),
         (make_lora_run(tmp_path / "other", run_dir, 1, digest="0" * 64), "were trained on the weights"),
     ):
-        assert_one_sentence(generate(*flags, "--lora", path), words)
+        assert_one_sentence(generate("--prompt", "hello", "--lora", path), words)

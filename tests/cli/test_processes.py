@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,8 +12,6 @@ import pytest
 
 from tests.cli.expected import AROUND, ROOT, SUMMARY
 
-pytestmark = pytest.mark.slow
-
 
 def process(environment, *argv, script="generate.py", **options):
     return subprocess.run(
@@ -21,6 +20,7 @@ def process(environment, *argv, script="generate.py", **options):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_process_writes_utf8_in_every_locale(environment, run_dir, tmp_path):
     """In another folder, with the prompt from stdin and without a terminal. Compiled programs go to the user's cache."""
     done = process(
@@ -33,6 +33,9 @@ def test_a_process_writes_utf8_in_every_locale(environment, run_dir, tmp_path):
     assert list(tmp_path.iterdir()) == [], "generation writes no files"
 
 
+HELP = [sys.executable, "-m", "dantinox", "--help"]
+
+
 def test_help_needs_no_jax(environment):
     script = (
         "import sys; sys.argv = ['dantinox', '--help']\ntry:\n import dantinox.cli as c; c.entry()\nexcept SystemExit: pass\n"
@@ -43,15 +46,44 @@ def test_help_needs_no_jax(environment):
     assert b"generate" in done.stdout and done.stderr == b""
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pipes")
+def test_help_into_a_closed_pipe(environment):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(HELP, stdout=writer, stderr=subprocess.PIPE, env=environment, cwd=ROOT, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_help_on_a_full_disk(environment):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(HELP, stdout=full, stderr=subprocess.PIPE, env=environment, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr.decode()) == (2, "error: the output: No space left on device\n")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="pipes of a shell")
 @pytest.mark.parametrize("reader", ["head -c 3", "true"])
 def test_a_closed_pipe_is_not_an_error(environment, run_dir, reader):
-    command = f"{sys.executable} {ROOT}/generate.py --run_dir {run_dir} --prompt a --greedy --max_new_tokens 100 | {reader}"
+    argv = [
+        sys.executable,
+        f"{ROOT}/generate.py",
+        "--run_dir",
+        f"{run_dir}",
+        "--prompt",
+        "a",
+        "--greedy",
+        "--max_new_tokens",
+        "100",
+    ]
+    command = f"{shlex.join(argv)} | {reader}"
     done = subprocess.run(command, shell=True, capture_output=True, env=environment, timeout=120)
     assert "aè".encode().startswith(done.stdout)
     assert done.stderr == b"" or re.fullmatch(SUMMARY, done.stderr.decode()), done.stderr.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
 def test_a_full_disk_is_one_sentence(environment, run_dir):
     with open("/dev/full", "wb") as full:
@@ -63,6 +95,7 @@ def test_a_full_disk_is_one_sentence(environment, run_dir):
     assert b"Traceback" not in done.stderr and b"ignored" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_during_generation(environment, run_dir, tmp_path):

@@ -130,8 +130,8 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     "alias of itself": ("training: &a\n  lr: *a\n", ("an alias (*name) may stand for a single value only",), 2),
     "merge key": ("model: &m\n  dim: 8\nmoe:\n  <<: *m\n", ("an alias (*name)",), 4),
     "unknown alias": ("training:\n  lr: *zz\n", ("not valid YAML: found undefined alias 'zz'",), 2),
-    "deep list": ("training:\n  lr: " + "[" * 3000, ("too deep to read",), None),
-    "deep mapping": ("a: " + "{a: " * 3000, ("too deep to read",), None),
+    "deep list": ("training:\n  lr: " + "[" * 1000, ("too deep to read",), None),
+    "deep mapping": ("a: " + "{a: " * 1000, ("too deep to read",), None),
     "list 100 deep": ("training:\n  lr: " + "[" * 100 + "]" * 100 + "\n", ("training.lr must be a number > 0, got [[[[",), 2),
     # whole files
     "empty": ("", ("is empty: a config needs at least one section",), None),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dantinox import cli
-from dantinox.cli.common import given_prompt
+from dantinox.cli.common import backend_problem, given_prompt
 from dantinox.config import UserError, build_config, dump_config, load_config
 from dantinox.config.flag_values import overrides
 from dantinox.config.flags import Parser, add_config_flags
@@ -136,6 +136,21 @@ from dantinox import cli
 sys.exit(cli.main(["doctor"]))
 """
 PLUGIN = "def initialize():\n    raise RuntimeError('no driver')\n"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_missing_hardware_is_reported(monkeypatch, error):
+    import jax
+
+    def fail():
+        raise error("no driver")
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert backend_problem() is None
+    monkeypatch.setattr(jax, "devices", fail)
+    assert backend_problem().startswith("JAX_PLATFORMS=cuda: jax finds no such device here; unset the variable")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert backend_problem() is None, "jax chooses another device"
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_an_invalid_flag_is_one_sentence(argv, says):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 3000, "9" * 5000, "&a [*a]", "a: b: c", "\0", "!!int ''", "? ", "{a: 1, a: 2}", "\ud800"]
+    "text", ["[" * 1000, "9" * 5000, "&a [*a]", "a: b: c", "\0", "!!int ''", "? ", "{a: 1, a: 2}", "\ud800"]
 )
 def test_no_flag_value_causes_a_traceback(text):
     with pytest.raises(UserError, match=ERRORS["training_lr_must_be"]):

@@ -156,7 +156,7 @@ def test_a_log_cannot_have_the_name_of_the_calibration_file():
         build_config({"logging": {"log_file": "kv_entropy.json"}})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(sections())
 def test_valid_sections_are_unchanged_by_files_and_requests(tmp_path_factory, kv):
     config = build_config({"kv": kv.model_dump()})
@@ -166,7 +166,7 @@ def test_valid_sections_are_unchanged_by_files_and_requests(tmp_path_factory, kv
     assert load_config(path) == config
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sections(), sections(), st.floats(0.01, 1), st.integers(1, 4096))
 def test_properties_of_overlay(base, other, share, tokens):
     config = Config(kv=base)

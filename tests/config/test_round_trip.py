@@ -37,7 +37,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SETTINGS)
 def test_dump_and_load_are_inverse(tmp_path_factory, values):
     tree: dict = {}
@@ -114,14 +114,13 @@ def test_every_setting_and_section_is_described():
             assert len(content["description"]) > 10, f"{section}.{key}"
 
 
-@pytest.mark.parametrize("key", FIELDS)
-def test_the_type_of_every_setting_has_words(key):
-    assert allowed_values(key)
+def test_the_type_of_every_setting_has_words():
+    assert [key for key in FIELDS if not allowed_values(key)] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_packaged_configs_are_valid(path):
-    load_config(path)
+def test_packaged_configs_are_valid():
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        load_config(path)
 
 
 @pytest.mark.parametrize(

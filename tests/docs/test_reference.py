@@ -124,6 +124,7 @@ def test_every_body_of_the_server_is_described(pages):
 
 def test_examples_of_settings_are_valid(pages):
     """The YAML and the flags of every setting are read as the same value."""
+    parser = command_parser("train")
     for name, text in pages.items():
         if not name.startswith("settings/") or name == "settings/index.md":
             continue
@@ -132,7 +133,7 @@ def test_examples_of_settings_are_valid(pages):
             section, _, setting = key.partition(".")
             value = yaml.safe_load(re.search(r"```yaml\n(.*?)```", part, re.DOTALL)[1])[section][setting]
             for flag in re.search(r"\| flag \| `(.*)` \|", part)[1].replace("\\|", "|").split("` or `"):
-                options = command_parser("train").parse(shlex.split(flag))
+                options = parser.parse(shlex.split(flag))
                 (found,) = overrides(options).items()
                 assert found[0] == key
                 assert validate(key, found[1]) == validate(key, value), key

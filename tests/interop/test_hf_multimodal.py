@@ -160,7 +160,7 @@ def test_unsupported_multimodal_config_is_an_error(changes, names, message):
         extract_text_model(config | changes, renamed(tensors, names))
 
 
-@each
+@pytest.mark.parametrize("name", [n if n == "mistral3" else pytest.param(n, marks=pytest.mark.slow) for n in TEXT])
 def test_whatever_a_key_holds_is_read_or_one_message(name):
     config, tensors = read(name)
     for key in (*config, *config["text_config"]):

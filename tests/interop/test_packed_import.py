@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,16 @@ from .test_gguf import NAMED, SYMBOLS, export
 pytest.importorskip("gguf")
 TOKENS = np.random.default_rng(1).integers(0, SYMBOLS, (2, 12))
 POSITIONS = np.broadcast_to(np.arange(12), (2, 12))
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float16():
+    """Skips the tests if XLA cannot compile the conversion of the scales of blocks: x86 CPUs before 2012 have no F16C."""
+    try:
+        jax.jit(lambda x: x.astype(jnp.float32))(np.zeros(2, np.float16))
+    except jax.errors.JaxRuntimeError as error:
+        pytest.skip(f"XLA does not convert float16: {str(error)[:80]}")
 
 
 def read(path):
@@ -57,18 +67,28 @@ def split(arrays):
     return stored, {name: arrays[name] for name in arrays if name not in packed}
 
 
+@partial(jax.jit, static_argnames="settings")
+def forward(model, tokens, positions, settings):
+    return prepare(model, **dict(settings))(tokens, positions)[0]
+
+
+def logits_of(model, tokens=TOKENS, positions=POSITIONS, **settings):
+    """Returns the logits of a model after `prepare` with these settings."""
+    return np.asarray(forward(model, tokens, positions, tuple(settings.items())))
+
+
 def logits(model, arrays, packed=None):
     build, shapes = abstract_model(model, packed)
-    transformer = prepare(build({name: jnp.asarray(np.asarray(arrays[name])) for name in shapes}))
-    return transformer, np.asarray(jax.jit(lambda: transformer(TOKENS, POSITIONS)[0])())
+    transformer = build({name: jnp.asarray(np.asarray(arrays[name])) for name in shapes})
+    return transformer, logits_of(transformer)
 
 
 QUICK = ("llama", "phi3", "mixtral", "gpt2", "gemma4_text")
-EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in NAMED]
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMED]
 
 
 @pytest.mark.parametrize("family", EACH)
-@pytest.mark.parametrize("kind", ["q8_0", pytest.param("q4_k_m", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["q8_0", pytest.param("q4_k_m", marks=pytest.mark.slow)])
 def test_packed_weights_equal_converted_weights(family, kind, tmp_path):
     export(tmp_path / "x.gguf", family, kind)
     model, arrays, widened, converted = read(tmp_path / "x.gguf")
@@ -88,26 +108,24 @@ LOGITS = ("llama", "qwen3_moe", "gemma4_text", "deepseek_v2", "phi3", "gpt2", "g
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.exhaustive if name != "qwen3_moe" else ()) for name in LOGITS]
+    "family", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3_moe" else ()) for name in LOGITS]
 )
 def test_logits_of_a_packed_model_equal_those_of_a_converted_model(family, tmp_path):
-    export(tmp_path / "x.gguf", family, "q8_0")
+    export(tmp_path / "x.gguf", family, "q8_0", std=32**-0.5)  # attention scores of about 1 do not amplify rounding errors
     model, arrays, _, converted = read(tmp_path / "x.gguf")
-    tolerance = 3e-5 if family == "deepseek_v2" else 1e-5  # its attention has large scores
     transformer, found = logits(model, arrays, split(arrays)[0])
     exact = {name: arrays[name] if name in arrays else converted[name] for name in converted}
     expected = logits(model, exact)[1]
-    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
     assert packed_kinds(transformer).keys() <= {"Q8_0"}
-    unpacked = prepare(transformer, "float32")
-    assert packed_kinds(unpacked) == {}
-    again = np.asarray(unpacked(TOKENS, POSITIONS)[0])
-    assert np.abs(again - expected).max() <= tolerance * np.abs(expected).max()
+    assert packed_kinds(nnx.eval_shape(lambda model: prepare(model, "float32"), transformer)) == {}
+    again = logits_of(transformer, weights="float32")
+    assert np.abs(again - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parts_of_a_projection_may_have_different_formats(tied, tmp_path):
-    export(tmp_path / "x.gguf", "llama", "q4_k_m", tie_word_embeddings=tied, **WIDE)
+    export(tmp_path / "x.gguf", "llama", "q4_k_m", std=256**-0.5, tie_word_embeddings=tied, **WIDE)
     model, arrays, _, converted = read(tmp_path / "x.gguf")
     names = {name for name in arrays if name.startswith("blocks/1/attention/qkv")}
     assert names == {"blocks/1/attention/qkv/parts/0/Q4_K", "blocks/1/attention/qkv/parts/1/Q6_K"}
@@ -123,7 +141,7 @@ def test_parts_of_a_projection_may_have_different_formats(tied, tmp_path):
 def folder(tmp_path_factory):
     """A folder with a random model of bytes, its export `x.gguf` of type q4_k_m, and imports of it: `packed` and `float`."""
     folder = tmp_path_factory.mktemp("packed")
-    shape = {"dim": 256, "n_heads": 4, "kv_heads": 2, "hidden_dim": 512, "num_blocks": 4, "max_context": 64, "dtype": "float32"}
+    shape = {"dim": 256, "n_heads": 4, "kv_heads": 2, "hidden_dim": 256, "num_blocks": 2, "max_context": 64, "dtype": "float32"}
     config = build_config({"model": shape, "tokenizer": {"tokenizer_type": "byte"}})
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     run = create_run(folder / "trained")
@@ -136,7 +154,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.exhaustive
+@pytest.fixture(scope="module")
+def packed_model(folder):
+    return dantinox.load(folder / "packed").model
+
+
+@pytest.mark.slow
 def test_a_packed_run_generates_the_text_of_a_converted_run(folder):
     packed, converted = dantinox.load(folder / "packed"), dantinox.load(folder / "float")
     assert packed.parameters == converted.parameters
@@ -150,19 +173,18 @@ def test_a_packed_run_generates_the_text_of_a_converted_run(folder):
     assert weight_bytes(packed.prepared(packed.config.generation)) < size
 
 
-@pytest.mark.slow
-def test_a_packed_model_may_have_its_key_heads_reordered(folder):
-    model = dantinox.load(folder / "packed").model
-    order = tuple((1, 0) for _ in model.blocks)
-    first, other = (prepare(m)(TOKENS, POSITIONS)[0] for m in (model, permute_heads(model, order)))
-    assert np.abs(np.asarray(first) - np.asarray(other)).max() <= 1e-5 * np.abs(np.asarray(first)).max()
-    twice = permute_heads(permute_heads(model, order), order)
-    unpacked = prepare(permute_heads(model, order), "float32")(TOKENS, POSITIONS)[0]
-    assert twice.blocks[0].attention.out.input_order == (0, 1)
-    assert np.abs(np.asarray(first) - np.asarray(unpacked)).max() <= 1e-5 * np.abs(np.asarray(first)).max()
+def test_a_packed_model_may_have_its_key_heads_reordered(packed_model):
+    order = tuple((1, 0) for _ in packed_model.blocks)
+    reordered = permute_heads(packed_model, order)
+    first, other = logits_of(packed_model), logits_of(reordered)
+    assert np.abs(first - other).max() <= 1e-5 * np.abs(first).max()
+    assert reordered.blocks[0].attention.out.input_order == (1, 0)
+    assert permute_heads(reordered, order).blocks[0].attention.out.input_order == (0, 1)
+    unpacked = logits_of(reordered, weights="float32")
+    assert np.abs(first - unpacked).max() <= 1e-5 * np.abs(first).max()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("q4_k_m", marks=pytest.mark.exhaustive), "q8_0"])
+@pytest.mark.parametrize("kind", [pytest.param("q4_k_m", marks=pytest.mark.slow), "q8_0"])
 def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
     """The rows of queries and keys, and the parts of joint projections, are in another order in the run."""
     export_checkpoint(folder / "trained", tmp_path / "x.gguf", "gguf", kind)
@@ -193,7 +215,7 @@ def test_a_packed_run_is_exported_and_evaluated(folder, tmp_path):
     assert abs(nats[0] - nats[1]) < 1e-4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_info_and_verify_report_a_packed_run(folder, capsys):
     assert main(["info", str(folder / "packed")]) == 0
     lines = capsys.readouterr().out
@@ -216,13 +238,13 @@ def damaged_weights(folder, tmp_path, change):
     return str(caught.value)
 
 
-QKV = "blocks/3/attention/qkv/parts"
+QKV = "blocks/1/attention/qkv/parts"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.pop(f"{QKV}/0/Q4_K"), "lack a part of blocks/3/attention/qkv"),
+        (lambda a: a.pop(f"{QKV}/0/Q4_K"), "lack a part of blocks/1/attention/qkv"),
         (lambda a: a.pop(f"{QKV}/1/Q6_K"), "do not form the outputs"),
         (lambda a: a.update({f"{QKV}/0/Q4_K": a[f"{QKV}/0/Q4_K"][..., :-1]}), "with shape"),
         (lambda a: a.update({f"{QKV}/0/Q5_K": a.pop(f"{QKV}/0/Q4_K")}), "in Q5_K with shape"),
@@ -254,7 +276,7 @@ def test_matrices_of_other_types_become_bfloat16_with_one_note(folder, tmp_path,
     notes = []
     run = import_checkpoint(folder / "x.gguf", tmp_path / "run", note=notes.append).run
     arrays = read_arrays(run.weights)[0]
-    assert arrays["embed"].dtype.name == "bfloat16" and "blocks/2/attention/out/parts/0/Q4_K" in arrays
+    assert arrays["embed"].dtype.name == "bfloat16" and "blocks/0/attention/out/parts/0/Q4_K" in arrays
     assert len(notes) == 1 and "Q6_K" in notes[0] and "--dtype float32" in notes[0]
 
 
@@ -271,45 +293,46 @@ def test_training_starts_from_converted_weights(folder):
         load_weights(run.weights, shapes)
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(130, marks=pytest.mark.exhaustive)])
-def test_native_kernels_give_the_logits_of_xla(rows, folder):
+@pytest.mark.parametrize("rows", [1, pytest.param(130, marks=pytest.mark.slow)])
+def test_native_kernels_give_the_logits_of_xla(rows, packed_model):
     if load_kernels().instructions is None:
         pytest.skip(load_kernels().note)
-    model = dantinox.load(folder / "packed").model
     tokens = np.random.default_rng(2).integers(0, 200, (rows, 3))
     positions = POSITIONS[:1, :3].repeat(rows, 0)
-    found = [prepare(model, matmul_kernel=kernel)(tokens, positions)[0] for kernel in ("native", "xla")]
-    assert np.abs(np.asarray(found[0] - found[1])).max() <= 1e-5 * np.abs(np.asarray(found[1])).max()
+    native, xla = (logits_of(packed_model, tokens, positions, matmul_kernel=kernel) for kernel in ("native", "xla"))
+    assert np.abs(native - xla).max() <= 1e-5 * np.abs(xla).max()
 
 
-def test_xla_does_not_convert_the_weights_of_all_layers_at_once(folder):
-    model = prepare(dantinox.load(folder / "packed").model, matmul_kernel="xla")
-    graph, state = nnx.split(model)
-    program = jax.jit(lambda state: nnx.merge(graph, state).hidden(TOKENS, POSITIONS)[0]).lower(state).compile()
+def test_xla_does_not_convert_the_weights_of_all_layers_at_once(packed_model):
+    model = prepare(packed_model, matmul_kernel="xla")
+    hidden = jax.jit(lambda model, tokens: model.hidden(tokens, POSITIONS)[0])
+    program = hidden.lower(model, TOKENS).compile()
     largest = max(
         4 * math.prod(node.shape_in + node.shape_out) for _, node in nnx.iter_graph(model) if hasattr(node, "shape_in")
     )
-    assert program.memory_analysis().temp_size_in_bytes < 2 * largest  # four layers have eight times this size
-    model.embed = nnx.Param(model.embed.unpack()[...].at[5].set(jnp.nan))
+    assert program.memory_analysis().temp_size_in_bytes < 2 * largest  # two layers have six times this size
+    table_VD = np.array(model.embed.unpack()[...])
+    table_VD[5] = np.nan
+    model.embed = nnx.Param(jnp.asarray(table_VD))
     tokens = np.stack([np.full(12, 5), np.full(12, 6)])
-    finite = np.isfinite(np.asarray(model.hidden(tokens, POSITIONS)[0])).reshape(2, -1)
+    finite = np.isfinite(np.asarray(hidden(model, tokens))).reshape(2, -1)
     assert finite.any(axis=1).tolist() == finite.all(axis=1).tolist() == [False, True]  # NaN does not spread to other rows
 
 
-def test_prompts_can_be_multiplied_in_bfloat16(folder):
+def test_prompts_can_be_multiplied_in_bfloat16(packed_model):
     if not load_kernels().multiplies_bfloat16:
         pytest.skip("this CPU has no bfloat16 products")
-    model = dantinox.load(folder / "packed").model
     tokens, positions = np.arange(20)[None], np.arange(20)[None]
-    exact, rounded = (prepare(model, "auto", dtype, "native")(tokens, positions)[0] for dtype in ("auto", "bfloat16"))
-    error = np.abs(np.asarray(exact - rounded)).max() / np.abs(np.asarray(exact)).max()
+    exact, rounded = (
+        logits_of(packed_model, tokens, positions, matmul_dtype=dtype, matmul_kernel="native") for dtype in ("auto", "bfloat16")
+    )
+    error = np.abs(exact - rounded).max() / np.abs(exact).max()
     assert 1e-5 < error < 0.05
 
 
-def test_drafts_are_verified_in_the_precision_of_a_decode_step(folder):
+def test_drafts_are_verified_in_the_precision_of_a_decode_step(packed_model):
     if not load_kernels().multiplies_bfloat16:
         pytest.skip("this CPU has no bfloat16 products")
-    model = dantinox.load(folder / "packed").model
-    rounded = prepare(model, "auto", "bfloat16", "native")
+    rounded = prepare(packed_model, "auto", "bfloat16", "native")
     assert max_rows(rounded, 4) == MAX_NATIVE_ROWS  # 17 rows would be multiplied in bfloat16
-    assert max_rows(prepare(model, matmul_kernel="native"), 4) > MAX_NATIVE_ROWS
+    assert max_rows(prepare(packed_model, matmul_kernel="native"), 4) > MAX_NATIVE_ROWS

@@ -26,8 +26,6 @@ EOS = 9
 DOCUMENTS = [300, 57, 100, 20, 700]  # characters
 LAYERS, HEADS = 2, 4  # of the run
 
-pytestmark = pytest.mark.slow
-
 
 def expected(config, weights, text) -> np.ndarray:
     """Returns entropy, number of keys that hold 95 %, and distance at the measured queries, `[3, R, L, N]`.
@@ -265,7 +263,6 @@ def test_other_text_and_output_file(run_path, record, tmp_path):
     assert calibrate_kv(run_path, sequences=1, seed=4, data_path=text, loss=False).get("split_half_correlation") is None
 
 
-@pytest.mark.slow
 def test_loss_rises_are_estimated_by_default(run_path, record):
     messages = []
     result = calibrate_kv(run_path, sequences=3, seed=4, progress=messages.append)

@@ -35,8 +35,6 @@ from tests.error_texts import ERRORS
 T, CONTEXT = 128, 32
 DOCUMENTS = [300, 57, 700, 20, 9, 640, 128, 333, 64]  # characters
 
-pytestmark = pytest.mark.slow
-
 
 def texts():
     random = np.random.default_rng(5)
@@ -162,7 +160,7 @@ def test_equal_input_gives_equal_files(run_path, record):
     assert run.router.read_bytes() == first
 
 
-@pytest.mark.parametrize(("batch", "chunk"), [(1, 1 << 24), (7, 3000)])
+@pytest.mark.parametrize(("batch", "chunk"), [pytest.param(1, 1 << 24, marks=pytest.mark.slow), (7, 3000)])
 def test_batches_and_chunks_do_not_change_results(run_path, record, monkeypatch, batch, chunk):
     monkeypatch.setattr(calibrate, "BATCH_TOKENS", batch * T)
     monkeypatch.setattr(calibrate, "CHUNK_LOGITS", chunk)

@@ -27,12 +27,15 @@ LONG = CHAIN | {
     "epsilon_cutoff": 1e-4, "top_n_sigma": 6.0, "top_k": 200, "top_p": 0.99, "min_p": 0.001, "seed": 1,
 }  # fmt: skip
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def run(run_dir):
     return load(run_dir)
+
+
+@pytest.fixture(scope="module")
+def chain_record(run):
+    return explain(run, PROMPT, CHAIN | {"seed": 5})
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +90,8 @@ def chain(x_V, seen):
     return logits
 
 
-def test_numbers_match_the_chain_in_float64(run):
-    found = explain(run, PROMPT, CHAIN | {"seed": 5})
+def test_numbers_match_the_chain_in_float64(run, chain_record):
+    found = chain_record
     x_V = logits_after(run, PROMPT)
     expected = chain(x_V, run.prompt_ids(PROMPT))
     assert steps(found, "name") == ["model", "repetition_penalty", "temperature", "top_k", "top_p", "min_p"]
@@ -195,20 +198,18 @@ def png_size(data):
     return struct.unpack(">II", data[16:24])
 
 
-def test_plot_has_a_panel_per_step_with_an_effect(run):
+def test_plot_has_a_panel_per_step_with_an_effect(chain_record):
     pytest.importorskip("matplotlib")
-    for settings, panels in (({}, 1), ({"temperature": 2.0}, 1), ({"temperature": 2.0, "top_k": 5, "min_p": 1e-12}, 2)):
-        picture = draw_explanation(explain(run, PROMPT, settings | {"seed": 1}))
-        assert png_size(picture) == (
-            1200,
-            round(150 * (0.9 + 1.7 * panels)),
-        )
+    for effects, panels in (((), 1), ((2,), 1), ((2, 3), 2)):
+        changed = [replace(step, changed=s in (0, *effects)) for s, step in enumerate(chain_record.steps)]
+        picture = draw_explanation(replace(chain_record, steps=changed))
+        assert png_size(picture) == (1200, round(150 * (0.9 + 1.7 * panels)))
 
 
-def test_any_token_can_be_plotted(run):
+def test_any_token_can_be_plotted(chain_record):
     """Dollar signs do not start formulas, and missing glyphs do not warn."""
     pytest.importorskip("matplotlib")
-    found = explain(run, PROMPT, {"top_k": 4, "seed": 1})
+    found = chain_record
     odd = zip(found.tokens, ['"$x_{$"', '"漢字"', '"\\n"', "<eos>"], strict=False)
     found = replace(found, tokens=[replace(token, shown=shown) for token, shown in odd] + found.tokens[4:])
     with warnings.catch_warnings():
@@ -228,10 +229,10 @@ def test_command_prints_the_table(dantinox, run_dir, monkeypatch):
 
 def test_command_prints_json_and_writes_a_plot(dantinox, run_dir, run, tmp_path):
     pytest.importorskip("matplotlib")
-    flags = ["--prompt", PROMPT, "--temperature", 3, "--top_p", 0.8, "--seed", 3, "--show", 4]
+    flags = ["--prompt", PROMPT, "--top_k", 6, "--seed", 3, "--show", 4]
     code, out, err = dantinox("explain", "--run_dir", run_dir, *flags, "--json", "--plot", tmp_path / "a.png")
     assert (code, err) == (0, "")
-    assert json.loads(out) == asdict(explain(run, PROMPT, {"temperature": 3.0, "top_p": 0.8, "seed": 3}, count=4))
+    assert json.loads(out) == asdict(explain(run, PROMPT, {"top_k": 6, "seed": 3}, count=4))
     assert png_size((tmp_path / "a.png").read_bytes())[0] == 1200
 
 
@@ -271,19 +272,32 @@ def test_error_without_matplotlib_names_the_extra(long_record, monkeypatch):
         draw_explanation(long_record)
 
 
-def test_router_is_explained(run):
-    """Covers the strategy of the router, the settings that the router overrides, and best-of-n as a separate step."""
-    rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # makes every row adaptive
-    settings = {"strategy": "entropy", "seed": 1, "temperature": 1.5, "candidates": 4, **rules}
-    found = explain(run, PROMPT, settings)
-    assert found.strategy == "adaptive" and steps(found, "name")[1:] == ["temperature", "top_k", "top_p", "min_p", "candidates"]
+RULES = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # makes every row adaptive
+ADAPTIVE = {"strategy": "entropy", "seed": 1, "temperature": 1.5, "candidates": 4, **RULES}
+
+
+@pytest.fixture(scope="module")
+def adaptive_record(run):
+    return explain(run, PROMPT, ADAPTIVE)
+
+
+@pytest.mark.slow
+def test_settings_of_the_router_are_those_of_generation(run, adaptive_record):
+    found, settings = adaptive_record, ADAPTIVE
     result = run.generate(PROMPT, max_new_tokens=1, logprobs=5, **settings)
     assert found.drawn == result.tokens
     route = result.steps.routed.route
     numbers = {name: value for step in steps(found, "settings") for name, value in step.items()}
     for name in ("temperature", "top_k", "top_p", "min_p"):
         assert numbers[name] == pytest.approx(float(getattr(route, name)[0]))
-    assert numbers["candidates"] == 4
+
+
+def test_router_is_explained(run, adaptive_record):
+    """Covers the strategy of the router, the settings that the router overrides, and best-of-n as a separate step."""
+    found, settings = adaptive_record, ADAPTIVE
+    assert found.strategy == "adaptive" and steps(found, "name")[1:] == ["temperature", "top_k", "top_p", "min_p", "candidates"]
+    numbers = {name: value for step in steps(found, "settings") for name, value in step.items()}
+    assert numbers["candidates"] == 4 and numbers["temperature"] > 0
     kept, best = np.transpose(tokens(found, "probabilities"))[-2:]
     order = np.argsort(-logits_after(run, PROMPT)[tokens(found, "id")], kind="stable")
     tail = found.steps[-2].others + np.cumsum(kept[order][::-1])[::-1]  # the mass of each rank and all worse ranks

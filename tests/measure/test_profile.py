@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,9 @@ def run(tmp_path_factory):
     return made
 
 
+PACKAGE = Path(dantinox.__file__).parent
+
+
 def contents(run: RunDirectory):
     files = (path for path in run.path.rglob("*") if path.is_file() and "profile" not in path.parts)
     return {path: hashlib.sha256(path.read_bytes()).digest() for path in files}
@@ -129,12 +133,16 @@ def test_training_is_traced_without_changing_its_run(run, capsys):
     ]
     counted = [event for event in events if not re.match(r"(while|call|conditional)\b", event["name"])]
     assert sum(operation["ms"] for operation in operations) == pytest.approx(sum(e["dur"] for e in counted) / 1e3, rel=1e-3)
-    assert sum(operation["calls"] for operation in operations) == len(counted) > 300
+    assert sum(operation["calls"] for operation in operations) == len(counted) > 100
     known = {operation["place"]: operation for operation in operations if operation["place"] != "–"}
-    assert {"GatedFeedForward › Linear", "GatedFeedForward › Linear (backward)", "_token_losses"} <= known.keys()
-    assert known["_token_losses"]["source"].startswith("training/objective.py:")
-    # Two layers of two projections in each of three steps; forward and backward pass multiply the same weights.
-    assert known["GatedFeedForward › Linear"]["calls"] % 6 == 0
+    # Which operations are fused, and so named after another one, depends on the CPU. Matrix multiplications are never dropped.
+    assert {"GatedFeedForward › Linear", "GatedFeedForward › Linear (backward)"} <= known.keys()
+    assert known["GatedFeedForward › Linear"]["calls"] % 3 == 0, "the three steps run the same program"
+    for operation in known.values():
+        file, _, line = operation["source"].partition(":")
+        lines = (PACKAGE / file).read_text(encoding="utf-8").splitlines()
+        assert 0 < int(line) <= len(lines), operation
+    assert {"model", "training"} <= {operation["source"].partition("/")[0] for operation in known.values()}
 
 
 @pytest.mark.slow

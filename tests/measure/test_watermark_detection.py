@@ -1,7 +1,8 @@
-"""`eval watermark` on texts that a run generates with and without the watermark."""
+"""`eval watermark` on texts with and without a watermark."""
 
 import json
 
+import numpy as np
 import pytest
 
 from dantinox.cli import main
@@ -15,12 +16,30 @@ LETTERS = [ord(letter) for letter in "abcdefghijklmnopqrstuvwxyz "]
 
 
 @pytest.fixture(scope="module")
-def texts(run_dir):
-    """Four texts of 100 letters that the model draws almost at random; the first two have the watermark."""
+def texts():
+    """Four texts of 100 random letters. In the first two, each letter is the one of four with the largest statistic."""
+    random = np.random.default_rng(0)
+    made = []
+    for marked in (True, True, False, False):
+        ids = random.choice(LETTERS, 4).tolist()
+        while len(ids) < 100:
+            drawn = random.choice(LETTERS, 4 if marked else 1).tolist()
+            ids.append(max(drawn, key=lambda letter: detect([*ids[-4:], letter], KEYS, 5).z))
+        made.append(bytes(ids).decode())
+    return made
+
+
+@pytest.mark.slow
+def test_generated_texts_are_found(run_dir, tmp_path):
+    """The model draws 100 letters almost at random; the first two texts have the watermark."""
     run = load(run_dir)
     base = {"allowed_tokens": LETTERS, "temperature": 50.0, "max_new_tokens": 100}
     marks = [{"watermark_keys": KEYS}] * 2 + [{}] * 2
-    return [run.generate("b", seed=seed, **base, **mark).text for seed, mark in enumerate(marks)]
+    texts = [run.generate("b", seed=seed, **base, **mark).text for seed, mark in enumerate(marks)]
+    path = tmp_path / "generated.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    found = detect_watermark(run_dir, str(path), watermark_keys=KEYS)
+    assert [one.p < 1e-4 for one in found.documents] == [True, True, False, False] and found.marked == 2
 
 
 @pytest.fixture

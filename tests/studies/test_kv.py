@@ -378,7 +378,6 @@ def windowed(model, window):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_near_keys_variant_equals_a_model_with_windows(run, text, monkeypatch):
     monkeypatch.setattr(kv_bench, "NEAR_KEYS", 12)
     caches, _ = build_variants(run, None, [], [0.5], CONTEXT)
@@ -391,7 +390,6 @@ def test_near_keys_variant_equals_a_model_with_windows(run, text, monkeypatch):
     assert NEAR_KEYS == 64
 
 
-@pytest.mark.slow
 def test_answers_of_the_full_cache_match_the_model(run, text, monkeypatch):
     monkeypatch.setattr(eviction, "ROWS", 6)
     tasks = draw_tasks(run.tokenizer, text, 5)  # ten rows of different lengths, in batches of five
@@ -409,7 +407,6 @@ def test_answers_of_the_full_cache_match_the_model(run, text, monkeypatch):
     assert begun == [f"recall tasks, question-{kind}: 2 batches, one for each cache" for kind in ("aware", "agnostic")]
 
 
-@pytest.mark.slow
 def test_answer_comes_from_the_compressed_prompt():
     """In a single layer, keys and values depend only on their own token, so the kept tokens form a text of their own."""
     model = builder.model(builder.config(windows=(None,)))
@@ -434,7 +431,6 @@ def test_answer_comes_from_the_compressed_prompt():
     assert streaming.answer(tokens, lengths).tolist() == expected != whole
 
 
-@pytest.mark.slow
 def test_oracle_answers_from_its_best_keys():
     model = builder.model(builder.config(windows=(None,)))
     tokens = np.random.default_rng(5).integers(0, builder.V, (3, 60))
@@ -444,7 +440,6 @@ def test_oracle_answers_from_its_best_keys():
     assert oracle.answer(tokens, np.full(3, 60)).tolist() == np.asarray(read)[:, 1].argmax(-1).tolist()
 
 
-@pytest.mark.slow
 def test_continuations_of_the_full_cache_are_greedy_text(run, text, monkeypatch):
     monkeypatch.setattr(kv_bench, "FREE_ROWS", 2)
     caches, _ = build_variants(run, None, ["oracle"], [0.5], CONTEXT)
@@ -474,7 +469,6 @@ def calibrate(toy):
     save_kv_calibration(open_run(toy).kv, {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_entropies": entropies})
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_record_of_an_evaluation(toy, monkeypatch):
     calibrate(toy)

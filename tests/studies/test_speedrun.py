@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,9 +18,11 @@ from dantinox import cli
 from dantinox.config import UserError, load_config
 from dantinox.config.flag_values import overrides
 from dantinox.config.yaml_files import load_training
-from dantinox.report import read_csv, read_jsonl
+from dantinox.model.parameters import abstract_model
+from dantinox.report import MetricsLog, read_csv, read_jsonl
 from dantinox.report.tables import human_count
-from dantinox.run import RunDirectory, load_run_config
+from dantinox.run import RunDirectory, load_run_config, save_config, save_tokenizer, save_weights
+from dantinox.studies import speedrun_evaluation
 from dantinox.studies.speedrun import (
     STAGES,
     SpeedrunRequest,
@@ -37,6 +40,8 @@ from dantinox.studies.speedrun_evaluation import (
     held_out_questions,
 )
 from dantinox.studies.speedrun_view import Speedrun, speedrun_files, speedrun_lines
+from dantinox.text import Tokenizer, train_tokenizer
+from dantinox.text.chat_template import PLAIN
 from dantinox.text.sources import ADDITION, INSTRUCTIONS
 from dantinox.training import launch
 from dantinox.training.loop import Trainer
@@ -75,32 +80,118 @@ class InProcess:
         launch(trial.config, run_dir=run.path, resume=run.config.is_file())
 
 
+class Written:
+    """Writes the files of a training run with random weights, instead of training. `stop` interrupts a stage."""
+
+    def __init__(self, stop=None):
+        self.trained, self.stop = [], stop
+
+    def __call__(self, trial, run):
+        self.trained.append(trial.name)
+        config = trial.config
+        run.path.mkdir(exist_ok=True)
+        save_config(run, config)
+        if trial.name == self.stop:
+            raise SystemExit(143)
+        if config.tokenizer_run is None:
+            text = Path(config.data.path).read_text()
+            save_tokenizer(run, train_tokenizer(config.tokenizer, lambda: iter([text])).to_json())
+        else:
+            save_tokenizer(run, RunDirectory(config.tokenizer_run).tokenizer.read_text())
+            run.chat_template.write_text(PLAIN)
+        random = np.random.default_rng(len(self.trained))
+        shapes = abstract_model(config.trained_architecture(Tokenizer.load(run.tokenizer).vocab_size))[1]
+        weights = {name: 0.1 * random.standard_normal(leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
+        save_weights(run.weights, weights)
+        run.summary(config).write_text(json.dumps({"parameters": sum(array.size for array in weights.values())}))
+        rewarded = trial.name == "grpo"
+        sequences, length = config.training.batch_size * (8 if rewarded else 1), 56 if rewarded else 256
+        log = MetricsLog(run.log(config), run.metrics)
+        for step, number in ((0, 5.5), (2, 2.25), (4, 3.125)):
+            measured = {"val_reward": -number} if rewarded else {"val_loss": number, "bits_per_byte": number / 4}
+            log.evaluation({"step": step, "train_loss": 1.0, "tokens": step * sequences * length, **measured})
+        (run.path / "plots").mkdir()
+        (run.path / "plots" / ("reward.png" if rewarded else "loss.png")).write_bytes(b"an image")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A speedrun that was interrupted in its first stage and continued: its folder, request, stages and progress lines."""
     folder, lines = tmp_path_factory.mktemp("speedrun"), []
     wanted = request(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        interrupted = InProcess(patch, ("base", 4))
-        with pytest.raises(SystemExit):
-            run_speedrun(folder / "run", wanted, interrupted, lines.append)
+    interrupted = Written("base")
+    with pytest.raises(SystemExit):
+        run_speedrun(folder / "run", wanted, interrupted, lines.append)
     assert interrupted.trained == ["base"]
     state = json.loads((folder / "run" / "speedrun.json").read_text())
     assert state["finished"] == [] and state["seconds"]["base"] > 0
-    stages = run_speedrun(folder / "run", wanted, InProcess(), lines.append)
+    stages = run_speedrun(folder / "run", wanted, Written(), lines.append)
     assert stages[0].seconds > state["seconds"]["base"], "the time before the interruption counts"
     return folder, wanted, stages, lines
 
 
-def test_the_interrupted_stage_continues_exactly(finished, tmp_path):
+@pytest.fixture(scope="module")
+def evaluation(finished):
+    """The results of the tasks, sampled answers, and the built-in tasks of each stage."""
+    folder, *_ = finished
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speedrun_evaluation, "ANSWER_TOKENS", 8)
+        patch.setattr(speedrun_evaluation, "MAX_QUESTIONS", 9)
+        return *evaluate_speedrun(folder / "run"), evaluate_tasks_of_stages(folder / "run", smoke=True)
+
+
+def test_the_interrupted_stage_is_resumed(finished, tmp_path):
     folder, wanted, stages, lines = finished
     settings = stage_settings(wanted, tmp_path, 0)
-    launch(load_training("speedrun", settings), run_dir=tmp_path / "base")
     assert lines == [
         f"base: {train_command('speedrun', settings, folder / 'run' / 'base')}",
         f"base: dantinox train --resume --run_dir {folder / 'run' / 'base'}",
         *(f"{stage.name}: {stage.command}" for stage in stages[1:]),
     ]
+
+
+def test_results_are_those_of_the_logs(finished):
+    folder, _, stages, _ = finished
+    base, sft, grpo = stages
+    for stage in (base, sft):
+        assert (stage.val_loss, stage.bits_per_byte, stage.reward, stage.best_step) == (2.25, 2.25 / 4, None, 2)
+    assert (grpo.val_loss, grpo.bits_per_byte, grpo.reward, grpo.best_step) == (None, None, -2.25, 2)
+    config = load_run_config(RunDirectory(folder / "run" / "base"))
+    m, V = config.model, 300
+    assert (m.dim, m.num_blocks, m.n_heads, m.hidden_dim, m.depth) == (64, 1, 2, 192, None)
+    weights = 4 * 64 * 64 + 3 * 64 * 192
+    for stage, length in zip(stages, (256, 256, 56), strict=True):
+        sequences = load_run_config(RunDirectory(folder / "run" / stage.name)).training.batch_size
+        sequences *= 8 if stage is grpo else 1
+        assert (stage.steps, stage.tokens) == (4, 4 * sequences * length)
+        assert stage.flops == stage.tokens * (6 * (weights + 64 * V) + 12 * 1 * 2 * 32 * length)
+        assert stage.parameters == V * 64 + weights + 3 * 64 + 2 * 32, "embeddings, matrices, norms, norms of queries and keys"
+
+
+def test_a_stage_without_an_evaluation_is_reported(finished, tmp_path):
+    folder, wanted, _, _ = finished
+    shutil.copytree(folder / "run", tmp_path / "run")
+    log = tmp_path / "run" / "sft" / "training_log.csv"
+    log.write_text(log.read_text().splitlines()[0] + "\n")
+    with pytest.raises(UserError, match=r"sft has no val_loss in training_log\.csv: remove it and repeat the command"):
+        run_speedrun(tmp_path / "run", wanted, Written())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The same as `finished`, trained."""
+    folder, lines = tmp_path_factory.mktemp("speedrun"), []
+    wanted = request(folder)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        run_speedrun(folder / "run", wanted, InProcess(patch, ("base", 4)), lines.append)
+    return folder, wanted, run_speedrun(folder / "run", wanted, InProcess(), lines.append), lines
+
+
+@pytest.mark.slow
+def test_the_interrupted_stage_continues_exactly(trained, tmp_path):
+    folder, wanted, _, _ = trained
+    settings = stage_settings(wanted, tmp_path, 0)
+    launch(load_training("speedrun", settings), run_dir=tmp_path / "base")
     log = "training_log.csv"
     resumed, whole = (read_csv(run / log) for run in (folder / "run" / "base", tmp_path / "base"))
     assert [row["val_loss"] for row in resumed] == [row["val_loss"] for row in whole]
@@ -112,8 +203,9 @@ def test_the_interrupted_stage_continues_exactly(finished, tmp_path):
     assert hashes[0] == hashes[1], "the weights of both runs have the same checksum"
 
 
-def test_results_are_those_of_the_logs(finished):
-    folder, _, stages, _ = finished
+@pytest.mark.slow
+def test_results_of_trained_stages_are_those_of_the_logs(trained):
+    folder, _, stages, _ = trained
     for stage in stages:
         run = folder / "run" / stage.name
         rows = list(csv.DictReader((run / "training_log.csv").read_text().splitlines()))
@@ -156,15 +248,14 @@ def test_the_commands_train_the_same_runs(finished):
         assert options.run_dir == folder / "run" / stage.name
 
 
-def test_the_reports_have_the_numbers_of_the_logs(finished):
+def test_the_reports_have_the_numbers_of_the_logs(finished, evaluation):
     folder, _, stages, _ = finished
-    tasks, samples = evaluate_speedrun(folder / "run")
-    assert [(task.task, task.corpus, task.count) for task in tasks] == [("sum is right", ADDITION, 50)]
+    tasks, samples, local_tasks = evaluation
+    assert [(task.task, task.corpus, task.count) for task in tasks] == [("sum is right", ADDITION, 9)]
     assert [sample.question for sample in samples[::2]] == [f"add {a} 1" for a in range(32, 35)], "in turn from both corpora"
     assert [sample.reference for sample in samples[::2]] == ["33", "34", "35"]
     sums = [sample.question.rstrip("=").split("+") for sample in samples[1::2]]
     assert [sample.reference for sample in samples[1::2]] == [str(int(a) + int(b)) for a, b in sums]
-    local_tasks = evaluate_tasks_of_stages(folder / "run", smoke=True)
     assert list(local_tasks) == ["base", "sft", "grpo"]
     found = Speedrun(folder / "run", stages, tasks, samples, local_tasks, 1.0, "a CPU", price=36.0)
     files = {name: str(make()) for name, make in speedrun_files(found).items()}
@@ -206,7 +297,7 @@ def test_tasks_that_do_not_fit_are_reported(finished, monkeypatch):
 
 def test_finished_stages_are_not_repeated(finished):
     folder, wanted, stages, _ = finished
-    again = InProcess()
+    again = Written()
     assert run_speedrun(folder / "run", wanted, again) == stages and again.trained == []
 
 
@@ -218,13 +309,13 @@ def test_another_request_is_rejected(finished, tmp_path):
         ({"smoke": False}, "was started with smoke true, got false"),
     ):
         with pytest.raises(UserError, match=text):
-            run_speedrun(folder / "run", replace(wanted, **change), InProcess())
+            run_speedrun(folder / "run", replace(wanted, **change), Written())
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UserError, match=r"is not empty and not a speedrun \(it has notes\.txt\)"):
-        run_speedrun(tmp_path, wanted, InProcess())
+        run_speedrun(tmp_path, wanted, Written())
     (tmp_path / "speedrun.json").write_text("[]")
     with pytest.raises(UserError, match="cannot be read: choose another --run_dir"):
-        run_speedrun(tmp_path, wanted, InProcess())
+        run_speedrun(tmp_path, wanted, Written())
 
 
 def test_a_later_stage_without_its_base_is_rejected(tmp_path):
@@ -233,7 +324,7 @@ def test_a_later_stage_without_its_base_is_rejected(tmp_path):
     state = {"request": vars(wanted), "finished": ["sft"], "seconds": {}}
     (tmp_path / "run" / "speedrun.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=r"sft was trained on an earlier .*base, which is missing: remove .*sft"):
-        run_speedrun(tmp_path / "run", wanted, InProcess())
+        run_speedrun(tmp_path / "run", wanted, Written())
 
 
 @pytest.mark.parametrize(
@@ -298,6 +389,21 @@ def test_the_report_shows_any_answer_unchanged(finished):
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in files["report.html"] and "<script" not in files["report.html"]
     assert "<td>&lt;b&gt;form&lt;/b&gt;</td>" in files["report.html"] and "40 of 50" in files["report.html"]
     assert "cost" not in files["report.md"]
+
+
+def test_the_command_continues_and_writes_the_report(finished, evaluation, monkeypatch, capsys):
+    folder, wanted, stages, _ = finished
+    tasks, samples, local_tasks = evaluation
+    monkeypatch.setattr(speedrun_evaluation, "evaluate_speedrun", lambda *_: (tasks, samples))
+    monkeypatch.setattr(speedrun_evaluation, "evaluate_tasks_of_stages", lambda path, smoke, *_: local_tasks if smoke else "")
+    argv = ["speedrun", "--smoke", "--depth", "1", "--data", wanted.data, "--sft_data", wanted.sft_data]
+    assert cli.main([*argv, "--run_dir", str(folder / "run"), "--price", "3600"]) == 0
+    printed = capsys.readouterr()
+    assert f"sft: finished in {folder / 'run' / 'sft'}" in printed.err
+    assert f"next: dantinox chat {folder / 'run' / 'grpo'}" in printed.out
+    report = (folder / "run" / "report.md").read_text()
+    assert stages[1].command in report and "at 3600 per hour" in report and samples[0].question in report
+    assert (folder / "run" / "report.html").is_file()
 
 
 def test_held_out_questions_are_those_of_validation(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from dantinox.config import UserError
 from dantinox.config.sweep_file import load_sweep
 from dantinox.report import MetricsLog
 from dantinox.run import RunDirectory, save_config
-from dantinox.studies.sweep import run_sweep
+from dantinox.studies.sweep import run_sweep, train_in_subprocess
 from dantinox.studies.sweep_view import draw_sweep, sweep_csv, sweep_lines
 from tests.error_texts import ERRORS
 
@@ -125,6 +126,83 @@ def test_error_before_a_trial_starts_ends_the_sweep(tmp_path):
     assert json.loads((tmp_path / "runs" / "plan.json").read_text())["ended"] == {"trial_001": None}
 
 
+class Context:
+    """A context of multiprocessing whose process sends a message and ends with a code.
+
+    The signals `before` and `after` arrive in the parent process before and after the process starts.
+    """
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def __init__(self, code, message="", before=None, after=None):
+        self.code, self.message, self.before, self.after = code, message, before, after
+        self.pid, self.exitcode, self.terminated = None, None, False
+
+    def Process(self, target, args):
+        self.sender = args[-1]
+        return self
+
+    def start(self):
+        if self.before is not None:
+            signal.raise_signal(self.before)
+        if self.message:
+            self.sender.send_bytes(self.message.encode())
+        self.pid = 12345
+
+    def terminate(self):
+        self.terminated = True
+
+    def join(self):
+        if self.after is not None:
+            signal.raise_signal(self.after)
+        self.exitcode = self.code
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "problem"),
+    [
+        (0, "", None),
+        (2, "no corpus", "no corpus"),
+        (1, "", "the process ended with code 1"),
+        (-signal.SIGKILL, "", "the process was killed, perhaps because memory ran out"),
+        (-signal.SIGSEGV, "", "the process was ended by SIGSEGV"),
+    ],
+)
+def test_the_end_of_a_process_is_a_sentence(tmp_path, monkeypatch, code, message, problem):
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: Context(code, message))
+    (trial, *_) = spec(tmp_path).trials
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / "rest").touch()  # of a process that was killed before it saved a config
+    assert train_in_subprocess(lambda: None)(trial, run) == problem
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("context", "code"),
+    [
+        (Context(130), 130),
+        (Context(143), 143),
+        (Context(0, before=signal.SIGTERM), 143),
+        (Context(0, after=signal.SIGINT), 130),
+        (Context(143, after=signal.SIGINT), 143),
+    ],
+)
+@pytest.mark.usefixtures("interruptible")
+def test_a_signal_is_passed_to_the_process_and_ends_the_sweep(tmp_path, monkeypatch, context, code):
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    (trial, *_) = spec(tmp_path).trials
+    with pytest.raises(SystemExit) as ended:
+        train_in_subprocess(lambda: None)(trial, RunDirectory(tmp_path / "run"))
+    assert ended.value.code == code
+    assert sent == ([] if context.after is None else [(12345, context.after)])
+    assert context.terminated == (context.before is not None)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
 def real(folder, steps):
     """Returns a sweep of two small trainings, the second of which diverges."""
     (folder / "text.txt").write_text("Nel mezzo del cammin di nostra vita\n" * 60)
@@ -141,7 +219,6 @@ def real(folder, steps):
     return path
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sweep_on_the_command_line(tmp_path, capsys):
     """Trials run in separate processes, and divergence is recorded."""
@@ -160,7 +237,7 @@ def test_sweep_on_the_command_line(tmp_path, capsys):
     assert (tmp_path / "runs" / "sweep.png").is_file() and len((tmp_path / "runs" / "sweep.csv").read_text().splitlines()) == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_sweep_stopped_by_a_signal_saves_its_trial_and_continues(tmp_path, number, code):
     path, metrics = real(tmp_path, 1500), tmp_path / "runs" / "trial_001" / "metrics.jsonl"

@@ -14,8 +14,6 @@ from dantinox.studies import tasks
 from dantinox.studies.tasks import LMEvalModel, TaskScore, evaluate_tasks, parse_scores, task_lines
 from tests.error_texts import ERRORS
 
-pytestmark = pytest.mark.slow
-
 CYCLE = "aè€😀b\nc"  # the cycle that the model of `run_dir` generates
 CONTEXT = 128
 
