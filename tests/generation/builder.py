@@ -1,6 +1,6 @@
 """Small models with random weights, and a slow reference generator that reads the whole sequence again for every token."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -69,6 +69,13 @@ def model(config: ModelConfig = BASE, seed: int = 0) -> Transformer:
         return np.asarray(noise, leaf.dtype)
 
     return nnx.merge(graph, jax.device_put(jax.tree_util.tree_map_with_path(filled, state)))
+
+
+def changed(function: Callable[[Transformer], Transformer], model: Transformer) -> Transformer:
+    """Returns `function(model)`, computed by one program instead of one per operation and shape."""
+    graph, state = nnx.split(model)
+    after, _ = nnx.split(nnx.eval_shape(lambda: function(nnx.merge(graph, state))))
+    return nnx.merge(after, jax.jit(lambda state: nnx.state(function(nnx.merge(graph, state))))(state))
 
 
 @cache
