@@ -54,13 +54,14 @@ class BeamRules(NamedTuple):
     def build(cls, configs: Sequence[Config], limits: Sequence[int], eos_ids: Sequence[Sequence[int]]) -> "BeamRules":
         sections = [config.generation for config in configs]
         width = max(1, *map(len, eos_ids))
-        return cls(
-            jnp.asarray(limits, jnp.int32),
-            jnp.asarray([[*ids, *[NO_ID] * (width - len(ids))] for ids in eos_ids], jnp.int32),
-            jnp.asarray([section.length_penalty for section in sections], jnp.float32),
-            jnp.asarray([section.early_stopping is True for section in sections]),
-            jnp.asarray([section.early_stopping == "never" and section.length_penalty > 0 for section in sections]),
+        arrays = (
+            np.asarray(limits, np.int32),
+            np.asarray([[*ids, *[NO_ID] * (width - len(ids))] for ids in eos_ids], np.int32),
+            np.asarray([section.length_penalty for section in sections], np.float32),
+            np.asarray([section.early_stopping is True for section in sections]),
+            np.asarray([section.early_stopping == "never" and section.length_penalty > 0 for section in sections]),
         )
+        return cls(*jax.device_put(arrays))
 
     def score(self, logprob_PK: jax.Array, length_P: jax.Array) -> jax.Array:
         """Returns the scores of sequences with these log-probabilities and lengths."""
@@ -295,7 +296,7 @@ class BeamRun:
         rules = BeamRules.build(configs, self._limits, [self._end_ids(config) for config in configs])
         stacks, number_P = (None, None) if self._adapters is None else (self._adapters.stacks, self._adapters.number_B)
         with RunTimer() as timer:
-            sampler = init_state(self._params, jnp.asarray(tokens_RT), jnp.asarray(valid_RT), size, self._plan.slots)
+            sampler = init_state(self._params, tokens_RT, valid_RT, size, self._plan.slots)
             inputs = self._prompt, self._params, sampler, rules, self._adapters
             cache, sampler, beams = _start(self._weights, *inputs, plan=self._plan, beams=K)
             jax.block_until_ready(beams)

@@ -15,7 +15,6 @@ from threading import Lock
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -237,7 +236,7 @@ class SlotBatch(PrefillBatch):
         return [("decode", program), ("insert", program), ("init", program), ("copy",), *prefills]
 
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
-        zero, V = jnp.int32(0), self._architecture.vocab_size
+        zero, V = int32(0), self._architecture.vocab_size
         cache, report = self._cache_shapes, min(MAX_ALTERNATIVES, V)
         if kind == "copy":  # one program per array, so that only one array is copied at a time
             leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(cache)}
@@ -260,10 +259,10 @@ class SlotBatch(PrefillBatch):
         """Returns the sampling parameters and the decode state of a batch without requests."""
         row, inputs, options = self._init_inputs(self.row_params(config), (0,), 0, 0, None, NO_ADAPTER)
         state = init_slot_row(row, *inputs, **options)
-        idle = replace(row, enabled=jax.tree.map(jnp.zeros_like, row.enabled)), replace(state, done_B=jnp.ones(1, bool))
-        params, state = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
+        idle = replace(row, enabled=jax.tree.map(np.zeros_like, row.enabled)), replace(state, done_B=np.ones(1, bool))
+        params, state = jax.device_put(jax.tree.map(lambda x: np.repeat(x, self.count, axis=0), jax.device_get(idle)))
         pairs = RowPairs.alone(self.count) if config.generation.guidance_scale != 1 else None
-        return params, replace(state, pairs=jax.tree.map(jnp.asarray, pairs))
+        return params, replace(state, pairs=jax.device_put(pairs))
 
     def _init_inputs(
         self,
@@ -401,7 +400,7 @@ class SlotBatch(PrefillBatch):
         if self._prefixes is not None:
             self._prefixes.clear()
         for program, (params, state) in [*self._states.items()]:
-            self._states[program] = params, replace(state, done_B=jnp.ones(self.count, bool))
+            self._states[program] = params, replace(state, done_B=jax.device_put(np.ones(self.count, bool)))
 
     @property
     def cache_is_valid(self) -> bool:

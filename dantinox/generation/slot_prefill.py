@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import ModelConfig
@@ -300,7 +299,7 @@ class PrefillBatch(RunningBatch):
         return (1,)
 
     def _lower_prefill(self, length: int, reports: bool, rows: int) -> Any:
-        zero_R, tokens_RT = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, length), jnp.int32)
+        zero_R, tokens_RT = np.zeros(rows, np.int32), np.zeros((rows, length), np.int32)
         numbers = self._numbers([NO_ADAPTER] * rows)
         chunks = zero_R, tokens_RT, zero_R, zero_R, tokens_RT
         args = self._model, self._cache_shapes, *chunks, self._draft_model, self._stacks, numbers

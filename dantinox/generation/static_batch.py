@@ -14,7 +14,7 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, _generate_toks, init_row, write_row
-from dantinox.generation.drafts import DraftPlan, DraftState, init_drafts
+from dantinox.generation.drafts import DraftPlan, init_drafts
 from dantinox.generation.guidance import RowPairs
 from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Recurrent, Row, RowStatus, RunningBatch, restart_slots
@@ -28,6 +28,7 @@ PROGRAM_NAME = "static"  # the key of the only program
 
 _init_row = jax.jit(init_row, static_argnames=("vocab_size", "keeps_sequence"))
 _insert_row = jax.jit(write_row)
+_read_row = jax.jit(lambda rows, slot: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rows))
 
 T = TypeVar("T")
 
@@ -173,23 +174,27 @@ class StaticBatch(RunningBatch):
         if pairs is not None:
             for slot, (guide, main) in enumerate(zip(pairs.guide_B.tolist(), pairs.main_B.tolist(), strict=True)):
                 self._rows[slot] = Row() if main != slot else replace(self._rows[slot], guide=guide if guide != slot else None)
+        limit_B = np.full(self.count, 0 if draft_plan is None else draft_plan.draft_tokens, np.int32)
+        arrays = {
+            "token_B": np.zeros(self.count, np.int32),
+            "position_B": np.asarray(lengths_B - 1, np.int32),
+            "remaining_B": np.asarray(limits_B, np.int32),
+            "done_B": np.asarray(limits_B <= 0),
+            "eos_BE": eos_BE,
+            "sequence_BS": None if use_cache and draft_plan is None else sequence_BS,
+            "pairs": pairs,
+        }
         state = DecodeState(
-            token_B=jnp.zeros(self.count, jnp.int32),
-            position_B=jnp.asarray(lengths_B - 1, jnp.int32),
-            remaining_B=jnp.asarray(limits_B, jnp.int32),
-            done_B=jnp.asarray(limits_B <= 0),
-            eos_BE=jnp.asarray(eos_BE),
-            sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size, plan.slots),
-            sequence_BS=None if use_cache and draft_plan is None else jnp.asarray(sequence_BS),
-            drafts=None if draft_plan is None else _initial_drafts(draft_plan, lengths_B),
+            **jax.device_put(arrays),  # compiles nothing, unlike `jnp.asarray`
+            sampler=init_state(params, tokens_BT, valid_BT, model.config.vocab_size, plan.slots),
+            drafts=None if draft_plan is None else init_drafts(limit_B, lengths_B.astype(np.int32)),
             adapter_B=None if adapters is None else adapters.number_B,
-            pairs=jax.tree.map(jnp.asarray, pairs),
         )
         if constrained:
             words = -(-model.config.vocab_size // 32)
-            params = replace(params, allowed_bits=jnp.full((self.count, words), ALL_ALLOWED, jnp.uint32))
+            params = replace(params, allowed_bits=jax.device_put(np.full((self.count, words), ALL_ALLOWED, np.uint32)))
         self._states[PROGRAM_NAME] = params, state
-        self._model, self._prompt = split_model(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
+        self._model, self._prompt = split_model(model), jax.device_put((padded_PT, lengths_P.astype(np.int32)))
         self._prefill_options: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
         stacks = None if adapters is None else adapters.stacks
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report, "adapters": stacks}
@@ -246,8 +251,9 @@ class StaticBatch(RunningBatch):
         params, state = self._states[PROGRAM_NAME]
         tokens_1S = np.zeros((1, self._capacity), np.int32)
         tokens_1S[0, : len(tokens)] = tokens
-        values = {name: jnp.asarray([recurrent.get(name, np.nan)], jnp.float32) for name in sorted(state.sampler.recurrent)}
-        row_params, end_ids_1E, pairs = jax.tree.map(lambda x: x[slot : slot + 1], (params, state.eos_BE, state.pairs))
+        values = {name: np.asarray([recurrent.get(name, np.nan)], np.float32) for name in sorted(state.sampler.recurrent)}
+        rows = params, state.eos_BE, state.pairs, state.adapter_B
+        row_params, end_ids_1E, pairs, adapter_1 = _read_row(rows, np.int32(slot))
         initial = _init_row(
             row_params,
             tokens_1S,
@@ -257,7 +263,7 @@ class StaticBatch(RunningBatch):
             end_ids_1E,
             None if state.drafts is None else state.drafts.limit_B[slot],
             values,
-            None if state.adapter_B is None else state.adapter_B[slot : slot + 1],
+            adapter_1,
             vocab_size=self._vocab_size,
             keeps_sequence=state.sequence_BS is not None,
             pairs=pairs,
@@ -270,7 +276,7 @@ class StaticBatch(RunningBatch):
         prompt = None if self._prefilled else self._prompt
         options = self._decode_options if self._prefilled else self._options | self._prefill_options
         self.cache, state, emitted, echo = _generate_toks(
-            self._model, self.cache, state, params, jnp.int32(steps), prompt, **options
+            self._model, self.cache, state, params, np.int32(steps), prompt, **options
         )
         self._states[program] = params, state
         if not self._prefilled:
@@ -345,11 +351,6 @@ class StaticBatch(RunningBatch):
         first = trace(model, None, state, params, steps, prompt, **(self._options | self._prefill_options))
         (cache, *_), _ = first.out_info
         return first, trace(model, to_shapes(cache), state, params, steps, **self._decode_options)
-
-
-def _initial_drafts(plan: DraftPlan, lengths_B: np.ndarray) -> DraftState:
-    """Returns the drafts of rows whose prompts have these lengths."""
-    return init_drafts(jnp.full(len(lengths_B), plan.draft_tokens, jnp.int32), jnp.asarray(lengths_B, jnp.int32))
 
 
 class RunTimer:

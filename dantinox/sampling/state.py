@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,7 @@ class SamplerState:
         return {name: value for name in RECURRENT_FIELDS if (value := getattr(self, name)) is not None}
 
 
+@partial(jax.jit, static_argnames=("vocab_size", "capacity"), inline=True)  # outside jit, it is one program
 def init_state(
     params: SamplingParams,
     prompt_tokens_BT: Array,

@@ -1,22 +1,35 @@
 """Small models with random weights, and a slow reference generator that reads the whole sequence again for every token."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dantinox.config import ModelConfig, build_config
+from dantinox import programs
+from dantinox.config import ModelConfig, TokenizerSection, build_config
 from dantinox.generation import LoadedModel
+from dantinox.generation.decode import _generate_toks
 from dantinox.generation.slot_batch import SlotBatch
+from dantinox.generation.slot_programs import decode_slots
 from dantinox.model import Transformer
-from dantinox.sampling import process_logits
+from dantinox.sampling import chain, process_logits
 from dantinox.sampling.draw import draw, row_key
+from dantinox.text import train_tokenizer
+
+BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 
 V = 67
+# The largest difference between log-probabilities from programs that sum in another order. A log-probability of these models
+# is the result of about 2 · 3 sums of 48 products, one of 32, and one of V = 259 terms. Each rounding changes a number of at
+# most 32, the largest logit, by up to ε / 2 = 2⁻²⁴ of it. N random roundings add up to about √N of one; four times that is
+# never exceeded.
+LOGPROB_TOLERANCE = 4 * (2 * 3 * 48 + 32 + 259) ** 0.5 * 2**-24 * 32
 BASE = ModelConfig(
     vocab_size=V,
     dim=32,
@@ -31,6 +44,9 @@ BASE = ModelConfig(
 )
 
 
+ONE_LAYER = replace(BASE, num_blocks=1, windows=(None,))
+
+
 def config(**changes: Any) -> ModelConfig:
     """Returns `BASE` with changes; the number of `windows` sets the number of layers."""
     windows = changes.get("windows", BASE.windows)
@@ -43,16 +59,23 @@ def model(config: ModelConfig = BASE, seed: int = 0) -> Transformer:
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(seed)
 
-    def filled(path: tuple, leaf: jax.Array) -> jax.Array:
+    def filled(path: tuple, leaf: jax.Array) -> np.ndarray:
         name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
         noise = random.standard_normal(leaf.shape)
         if name == "kernel":
             noise *= 2.0 / np.sqrt(np.prod(leaf.shape) / leaf.shape[-1]) * leaf.shape[-1] ** 0.25
         elif name in ("scale", "layer_scalar", "expert_scale"):
             noise = 1 + 0.3 * noise
-        return jnp.asarray(noise, leaf.dtype)
+        return np.asarray(noise, leaf.dtype)
 
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(filled, state))
+    return nnx.merge(graph, jax.device_put(jax.tree_util.tree_map_with_path(filled, state)))
+
+
+def changed(function: Callable[[Transformer], Transformer], model: Transformer) -> Transformer:
+    """Returns `function(model)`, computed by one program instead of one per operation and shape."""
+    graph, state = nnx.split(model)
+    after, _ = nnx.split(nnx.eval_shape(lambda: function(nnx.merge(graph, state))))
+    return nnx.merge(after, jax.jit(lambda state: nnx.state(function(nnx.merge(graph, state))))(state))
 
 
 @cache
@@ -77,6 +100,7 @@ def all_logits(model: Transformer, text: list[int]) -> np.ndarray:
 
 
 _draw = jax.jit(lambda logits_V, seed, sample, n: draw(logits_V, row_key(seed, sample, n)))
+_uniform = jax.jit(lambda seed, sample, n: jax.random.uniform(jax.random.fold_in(row_key(seed, sample, n), 1)))
 
 
 EDITS = ("no_repeat_ngram", "logit_bias", "allowed_tokens", "banned_tokens", "bad_words", "min_tokens")
@@ -159,22 +183,24 @@ def slowly(
     mark = [{"name": "synthid", "layer_keys": keys, "ngram": settings.get("watermark_ngram", 5)}] if keys else []
     for n in range(steps):
         said = [text[: len(prompt)]], [text[len(prompt) :]]
-        key = row_key(jnp.uint32(seed), jnp.int32(sample), jnp.int32(n))
-        u = float(jax.random.uniform(jax.random.fold_in(key, 1)))
-        logits_V = process_logits(all_logits(model, text)[-1:], steps_of(settings, order, eos, u), *said)[0]
+        u = float(_uniform(np.uint32(seed), sample, n)) if "xtc_probability" in settings else 0.0
+        logits_V = all_logits(model, text)[-1]
+        if steps := steps_of(settings, order, eos, u):
+            logits_V = np.asarray(process_logits(logits_V[None], steps, *said))[0]
         if version:
-            cut_V = process_logits(logits_V[None], [{"name": f"mirostat_v{version}", "mu": mu}])[0]
-            token = int(_draw(cut_V, seed, sample, n))
+            cut_BV = np.asarray(process_logits(logits_V[None], [{"name": f"mirostat_v{version}", "mu": mu}]))
+            token = int(_draw(cut_BV[0], np.uint32(seed), sample, n))
             exact_V = np.asarray(logits_V, np.float64)
             surprise = np.log2(np.exp(exact_V - exact_V.max()).sum()) - (exact_V[token] - exact_V.max()) / np.log(2)
             mu -= settings.get("mirostat_eta", 0.1) * (surprise - tau)
         elif mark or (target >= 0 and not greedy):
             adapt = [{"name": "adaptive_p", "target": target, "average": total / weight}] if target >= 0 else []
-            token = int(_draw(process_logits(logits_V[None], adapt + mark, *said)[0], seed, sample, n))
+            changed_BV = np.asarray(process_logits(logits_V[None], adapt + mark, *said))
+            token = int(_draw(changed_BV[0], np.uint32(seed), sample, n))
             weights_V = np.exp(np.float64(logits_V) - np.max(logits_V))
             total, weight = weights_V[token] / weights_V.sum() + decay * total, 1 + decay * weight
         else:
-            token = int(np.argmax(logits_V)) if greedy else int(_draw(logits_V, seed, sample, n))
+            token = int(np.argmax(logits_V)) if greedy else int(_draw(logits_V, np.uint32(seed), sample, n))
         text.append(token)
         if token in eos:
             break
@@ -201,7 +227,7 @@ def guided_text(
     logprobs: list[float] = []
     for n in range(steps):
         logprob_V = guided_logprobs(model, prompt, negative, scale, tokens)
-        tokens.append(int(_draw(jnp.float32(logprob_V), seed, sample, n)))
+        tokens.append(int(_draw(np.float32(logprob_V), np.uint32(seed), sample, n)))
         logprobs.append(logprob_V[tokens[-1]])
     return tokens, logprobs
 
@@ -221,10 +247,38 @@ def padded(rows: list[list[int]], fill: int = 3) -> tuple[np.ndarray, np.ndarray
     return out, lengths
 
 
-def slot_batch(tokenizer: Any, context: int, **changes: Any) -> tuple[LoadedModel, SlotBatch]:
-    """Returns a model with the vocabulary of a tokenizer, and a compiled batch of three slots."""
+# The sampling steps of a program that is compiled inside `few_steps`.
+FEW_STEPS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "mirostat_v2", "logit_bias", "allowed_tokens"}
+
+
+@contextmanager
+def few_steps() -> Iterator[None]:
+    """Compiles the programs of servers with `FEW_STEPS` only, which takes a third of the time; other steps do nothing."""
+    others = chain.FUNCTIONS.keys() - FEW_STEPS
+    nothing = dict.fromkeys(others, lambda x_N, **_: x_N)
+    with mock.patch.dict(chain.FUNCTIONS, nothing), mock.patch.object(programs, "_shares_traces", False):
+        yield
+    for function in (decode_slots, _generate_toks.jitted_fn):
+        function.clear_cache()  # later programs have all steps
+
+
+@cache
+def byte_model(context: int = 192, **changes: Any) -> LoadedModel:
+    """Returns a loaded model with the vocabulary of bytes."""
+    return loaded_model(BYTES, context, **changes)
+
+
+def loaded_model(tokenizer: Any, context: int, **changes: Any) -> LoadedModel:
+    """Returns a loaded model with the vocabulary of a tokenizer."""
     architecture = config(vocab_size=tokenizer.vocab_size, max_context=context, **changes)
-    run = LoadedModel(build_config({"model": {"max_context": context}}), model(architecture), tokenizer)
-    slots = SlotBatch(run, 3, context)
-    slots.compile(run.config)
+    return LoadedModel(build_config({"model": {"max_context": context}}), model(architecture), tokenizer)
+
+
+@cache
+def slot_batch(windows: tuple[int | None, ...], steps: str = "few") -> tuple[LoadedModel, SlotBatch]:
+    """Returns a model and a compiled batch of three slots with few or all sampling steps. The caller resets the batch."""
+    run = byte_model(windows=windows)
+    slots = SlotBatch(run, 3, run.model.config.max_context)
+    with few_steps() if steps == "few" else nullcontext():
+        slots.compile(run.config)
     return run, slots

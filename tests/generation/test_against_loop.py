@@ -1,5 +1,6 @@
 """Compares the compiled loop, token for token, with a loop on the host that reads the whole sequence again for every token."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -8,8 +9,6 @@ from dantinox.generation.static_batch import StaticBatch
 from dantinox.sampling import SamplingParams
 
 from . import builder
-
-pytestmark = pytest.mark.slow
 
 PROMPTS = builder.prompts(5, 9, 2)
 STEPS = 36  # the first token, a full chunk, and a partial one
@@ -34,10 +33,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "use_cache"),
-    [("temperature", True), pytest.param("all", True, marks=pytest.mark.exhaustive), ("all", False)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "use_cache"), [("temperature", True), ("all", True), ("all", False)])
 def test_batches_with_one_setting(name, use_cache):
     """All rows of a batch have one setting in common, so less code is compiled than for mixed batches."""
     model, settings = builder.model(), SETTINGS[name]
@@ -49,19 +46,21 @@ def test_batches_with_one_setting(name, use_cache):
 
 def test_every_setting_in_one_batch():
     """Each row of a batch with different lengths, settings, seeds and limits has the same tokens as when it runs alone."""
-    model = builder.model()
+    model = builder.model(builder.ONE_LAYER)
     rows = [settings | {"seed": 7 + b} for b, settings in enumerate(SETTINGS.values())]
     prompts = builder.prompts(*(1 + b % 9 for b in range(len(rows))), seed=3)
-    limits = np.array([1 + 5 * b % 43 for b in range(len(rows))])
+    limits = np.array([1 + 5 * b % 23 for b in range(len(rows))])
     tokens, lengths = builder.padded(prompts)
     eos_ids = [row.pop("eos_ids", []) for row in rows]
     params = SamplingParams.build(rows, stop_ids=[END])
-    session = StaticBatch(model, tokens, lengths, params, limits_B=limits, eos_ids=eos_ids)
+    session = StaticBatch(model, tokens, lengths, params, limits_B=limits, eos_ids=eos_ids, report=4)
     said: list[list[int]] = [[] for _ in rows]
+    infos: list = [[] for _ in rows]
     chunk = session.start()
     while True:
-        for text, new, count in zip(said, chunk.tokens, chunk.counts, strict=True):
-            text.extend(new[:count].tolist())
+        for b, count in enumerate(chunk.counts):
+            said[b] += chunk.tokens[b, :count].tolist()
+            infos[b].append(jax.tree.map(lambda x, b=b, count=count: x[b, :count], chunk.info))
         if chunk.done.all():
             break
         chunk = session.advance(7)
@@ -69,6 +68,22 @@ def test_every_setting_in_one_batch():
         assert text == builder.slowly(model, prompt, limit, **settings | row), name
         if name == "top_k and a tiny top_p":  # version 0 ignored top_p together with top_k
             assert text == builder.slowly(model, prompt, limit, greedy=True)
+    number = [*SETTINGS].index("top_k")
+    info = jax.tree.map(lambda *parts: np.concatenate(parts), *infos[number])
+    check_log_probabilities(model, prompts[number], said[number], info, temperature=2.5, top_k=5)
+
+
+def check_log_probabilities(model, prompt, text, info, temperature, top_k):
+    """Compares the log-probabilities before and after the chain with those in float64."""
+    assert len(text) > 10
+    logits = builder.all_logits(model, [*prompt, *text]).astype(np.float64)[len(prompt) - 1 : -1]
+    plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    cut = np.where(logits >= np.sort(logits)[:, -top_k][:, None], logits / temperature, -np.inf)
+    after = cut - np.log(np.exp(cut).sum(-1, keepdims=True))
+    steps, tolerance = np.arange(len(text)), {"rtol": 0, "atol": builder.LOGPROB_TOLERANCE}
+    np.testing.assert_allclose(info.logprob, plain[steps, text], **tolerance)
+    np.testing.assert_allclose(info.logprob_sampled, after[steps, text], **tolerance)
+    np.testing.assert_allclose(info.top_logprobs, np.sort(plain)[:, ::-1][:, :4], **tolerance)
 
 
 WIDE = 5003  # a vocabulary large enough for windows
@@ -127,7 +142,7 @@ def decoded(model, rows, prompts, steps):
     return np.concatenate([chunk.tokens[:, : chunk.counts.max()] for chunk in chunks], axis=1).tolist()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_every_chain_in_one_batch():
     """Tokens equal those of steps on the host with the same random draws. Most rows use their window, some leave it."""
     model = builder.model(builder.config(vocab_size=WIDE))
@@ -138,7 +153,7 @@ def test_every_chain_in_one_batch():
         assert text == builder.slowly(model, prompt, 14, **row), name
 
 
-@pytest.mark.exhaustive  # tests/sampling/test_window.py has orders of all kinds
+@pytest.mark.slow  # tests/sampling/test_window.py has orders of all kinds
 @pytest.mark.parametrize(
     ("settings", "order"),
     [
@@ -160,56 +175,28 @@ def test_other_orders(settings, order):
         assert text == builder.slowly(model, prompt, 10, order=order or settings["sampler_order"], **row)
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch():
-    model = builder.model()
-    tokens, lengths = builder.padded(PROMPTS)
-    settings = {"temperature": 2.0, "seed": 2**32 - 1}
-    batch = generate(model, tokens, STEPS, prompt_lengths=lengths, **settings)
-    for row, prompt in zip(batch, PROMPTS, strict=True):
-        alone = generate(model, [prompt], STEPS, **settings)
-        assert row[: len(prompt) + STEPS].tolist() == alone[0].tolist()
-    copies = generate(model, [PROMPTS[0]] * 3, STEPS, **settings)
-    assert copies[0].tolist() == copies[1].tolist() == copies[2].tolist(), "the same seed and prompt give the same tokens"
+def test_the_tokens_of_a_seed_do_not_depend_on_the_batch():
+    """The samples of one prompt are adjacent, and prompts of different lengths share the batch."""
+    model, settings = builder.model(builder.ONE_LAYER), {"temperature": 2.0, "seed": 2**32 - 1}
+    tokens, lengths = builder.padded(PROMPTS[:2])
+    out = generate(model, tokens, STEPS, prompt_lengths=lengths, n=2, **settings)
+    assert out.shape == (4, 9 + STEPS)
+    starts = [len(prompt) for prompt in PROMPTS[:2] for _ in range(2)]
+    texts = [row[start : start + STEPS].tolist() for row, start in zip(out, starts, strict=True)]
+    expected = [builder.slowly(model, prompt, STEPS, sample=i, **settings) for prompt in PROMPTS[:2] for i in range(2)]
+    assert texts == expected and len(set(map(tuple, texts))) == 4
+    copies = generate(model, [PROMPTS[0]] * 2, STEPS, n=2, **settings)[:, 5:].tolist()
+    assert copies == expected[:2] * 2, "the same seed and prompt give the same tokens"
+    for number in range(2):
+        alone = generate(model, [PROMPTS[number]], STEPS, **settings)
+        assert alone[0, len(PROMPTS[number]) :].tolist() == expected[2 * number], "the first sample equals a single one"
 
 
 def test_each_call_without_a_seed_draws_and_reports_one():
-    model = builder.model()
+    model = builder.model(builder.ONE_LAYER)
     runs = [generate(model, [PROMPTS[0]], STEPS, temperature=3.0, return_info=True) for _ in range(3)]
     assert len({details["seed"] for _, details in runs}) == 3
     assert len({tuple(out[0]) for out, _ in runs}) == 3
     for out, details in runs:
         again = generate(model, [PROMPTS[0]], STEPS, temperature=3.0, seed=details["seed"])
         assert again.tolist() == out.tolist()
-
-
-def test_samples_depend_on_their_index():
-    model, prompt = builder.model(), PROMPTS[0]
-    out = generate(model, [prompt], STEPS, temperature=2.0, seed=6, n=3)
-    assert out.shape == (3, 5 + STEPS)
-    texts = [row[5:].tolist() for row in out]
-    for sample, text in enumerate(texts):
-        assert text == builder.slowly(model, prompt, STEPS, temperature=2.0, seed=6, sample=sample)
-    assert len(set(map(tuple, texts))) == 3
-    one = generate(model, [prompt], STEPS, temperature=2.0, seed=6)
-    assert out[0].tolist() == one[0].tolist(), "the first sample equals a single one"
-
-
-def test_samples_of_a_prompt_are_adjacent():
-    """The samples of one prompt are adjacent, and prompts of different lengths share the batch."""
-    tokens, lengths = builder.padded(PROMPTS[:2])
-    out = generate(builder.model(), tokens, 6, prompt_lengths=lengths, greedy=True, n=2)
-    for row, prompt in zip(out, (PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]), strict=True):
-        assert row[: len(prompt) + 6].tolist() == prompt + builder.slowly(builder.model(), prompt, 6, greedy=True)
-
-
-def test_log_probabilities_of_drawn_tokens():
-    """Log-probabilities before and after the chain equal those in float64."""
-    out, details = generate(builder.model(), [PROMPTS[1]], 12, temperature=2.0, top_k=3, seed=2, logprobs=4, return_info=True)
-    logits = builder.all_logits(builder.model(), out[0].tolist()).astype(np.float64)[8:-1]
-    plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    cut = np.where(logits >= np.sort(logits)[:, -3:-2], logits / 2, -np.inf)
-    after = cut - np.log(np.exp(cut).sum(-1, keepdims=True))
-    steps, said, tolerance = np.arange(12), out[0, 9:], 1e-5 * np.abs(logits).max()
-    np.testing.assert_allclose(details["info"].logprob[0], plain[steps, said], rtol=0, atol=tolerance)
-    np.testing.assert_allclose(details["info"].logprob_sampled[0], after[steps, said], rtol=0, atol=tolerance)
-    np.testing.assert_allclose(details["info"].top_logprobs[0], np.sort(plain)[:, ::-1][:, :4], rtol=0, atol=tolerance)

@@ -1,15 +1,15 @@
 """Other architectures generate like the basic one: with and without a cache, in any batch, and with low-precision weights."""
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.generation import generate, prepare
 from dantinox.generation.quantized_weights import dequantize, weight_bytes
 
 from . import builder
-
-pytestmark = pytest.mark.slow
 
 PROMPTS, STEPS = builder.prompts(5, 9, 2), 8
 MODELS = {
@@ -55,20 +55,39 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
+QUICK = ("experts with biases after a dense layer", "shared keys and per-layer inputs", "latents")
+ALL = [pytest.param(MODELS[name], id=name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize("config", ALL)
 def test_a_batch_equals_each_prompt_alone(config):
     model = builder.model(config)
     tokens, lengths = builder.padded(PROMPTS)
     out = generate(model, tokens, STEPS, prompt_lengths=lengths, greedy=True)
     for row, prompt in zip(out, PROMPTS, strict=True):
-        assert row[len(prompt) : len(prompt) + STEPS].tolist() == builder.slowly(model, prompt, STEPS, greedy=True)
+        text = row[: len(prompt) + STEPS].tolist()
+        assert text == prompt + builder.all_logits(model, text)[len(prompt) - 1 : -1].argmax(axis=1).tolist()
 
 
-QUICK = ("experts with biases after a dense layer", "shared keys and per-layer inputs", "latents")
-CONFIGS = [pytest.param(MODELS[name], id=name, marks=[] if name in QUICK else pytest.mark.exhaustive) for name in MODELS]
+@pytest.mark.parametrize("config", ALL)
+def test_logits_with_low_precision_weights_equal_those_of_their_dequantized_form(config):
+    """Three rows of one token, as in a decode step: the low-precision weights are multiplied without dequantization."""
+    graph, state = nnx.split(builder.model(config))
+    tokens_B1, places_B1 = np.array([[3], [9], [4]]), np.zeros((3, 1), np.int32)
+
+    @jax.jit
+    def compute(state):
+        low_precision = prepare(nnx.merge(graph, state), "int8")
+        models = nnx.merge(graph, state), low_precision, dequantize(low_precision)
+        return [model(tokens_B1, places_B1)[0] for model in models]
+
+    plain, found, expected = map(np.asarray, compute(state))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=builder.LOGPROB_TOLERANCE)
+    assert 0.01 < np.abs(found - plain).max() < 0.3 * np.abs(plain).max(), "rounding to int8 is expected to show"
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
 def test_low_precision_weights_equal_their_dequantized_form(config):
     low_precision = prepare(builder.model(config), "int8")
     assert weight_bytes(low_precision) < 0.6 * weight_bytes(builder.model(config))

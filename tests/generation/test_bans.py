@@ -2,20 +2,20 @@
 
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dantinox.config import TokenizerSection, UserError
+from dantinox.config import UserError
 from dantinox.generation.bans import MAX_HELD_TOKENS, BannedStrings, TextBan, compile_regexes, lower
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.engine import Engine
 from dantinox.generation.request import GenerationRequest
-from dantinox.text import train_tokenizer
 
 from . import builder
+from .builder import BYTES
 
-BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 V = BYTES.vocab_size
 
 
@@ -108,7 +108,8 @@ def test_random_texts_never_contain_a_banned_string():
         strings = ["".join(draw.choices("abc", k=draw.randint(2, 5))) for _ in range(4)]
         guide, tokens = ban(strings), []
         while len(tokens) < 60 and not guide.done:
-            token = draw.choice([token for token in range(40) if token not in excluded(guide)])
+            without = excluded(guide)
+            token = draw.choice([token for token in range(40) if token not in without])
             piece = "".join(random.Random(token).choices("abcABC ", k=1 + token % 3))
             tokens.append(piece)
             discarded = guide.push(token, piece)
@@ -126,7 +127,7 @@ def test_a_thousand_strings_equal_a_search_over_all_of_them():
     strings = {"".join(draw.choices("abcdΣ ", k=draw.randint(3, 9))) for _ in range(1000)}
     automaton = BannedStrings([*strings])
     lowered = {lower(string) for string in strings}
-    text = lower("".join(draw.choices("abcdσς", k=1500)))
+    text = lower("".join(draw.choices("abcdσς", k=700)))
     partial = ""
     for end, character in enumerate(text, 1):
         partial, matched = automaton.advance(partial, character)
@@ -140,7 +141,8 @@ def test_a_thousand_strings_that_begin_everywhere_never_occur():
     strings = {"".join(draw.choices("ab", k=12)) for _ in range(1000)}
     guide, tokens = ban([*strings], limit=10_000), []
     while len(tokens) < 40:
-        token = draw.choice([token for token in range(6) if token not in excluded(guide)] or [6])
+        without = excluded(guide)
+        token = draw.choice([token for token in range(6) if token not in without] or [6])
         tokens.append("abAB"[token % 4] if token < 6 else "c")
         tokens = tokens[: len(tokens) - (guide.push(token, tokens[-1]) or 0)]
     assert not any(string in "".join(tokens).lower() for string in strings)
@@ -148,14 +150,16 @@ def test_a_thousand_strings_that_begin_everywhere_never_occur():
 
 # --- in the engine
 
-CONTEXT = 160
-
 
 @pytest.fixture(
-    scope="module", params=[(None, None), pytest.param((16, None), marks=pytest.mark.exhaustive)], ids=["full", "ring"]
+    scope="module",
+    params=[
+        pytest.param(((16, None), "few"), id="ring and full"),
+        pytest.param(((None, None), "all"), id="full, all steps", marks=pytest.mark.slow),
+    ],
 )
 def served(request):
-    return builder.slot_batch(BYTES, CONTEXT, windows=request.param)
+    return builder.slot_batch(*request.param)
 
 
 def texts_of(run, slots, requests, **options):
@@ -177,7 +181,7 @@ def texts_of(run, slots, requests, **options):
 def test_bans_in_the_engine(served):
     run, slots = served
     prompts = ("once upon", "x", "there was a fox")
-    common = {"max_new_tokens": 100, "temperature": 1.0, "mirostat": 2, "ignore_eos": True}
+    common = {"max_new_tokens": 60, "temperature": 1.0, "mirostat": 2, "ignore_eos": True}
     plain = [
         GenerationRequest(tuple(prompts[seed % 3].encode()), run.settings({**common, "seed": seed}), 0) for seed in range(6)
     ]
@@ -194,7 +198,7 @@ def test_bans_in_the_engine(served):
     changed = 0
     for request, (ids, text, steps), (before, _, _) in zip(requests, alone, free, strict=True):
         assert not any(string.lower() in text.lower() for string in request.config.generation.banned_strings)
-        assert not re.search("[#-+].", text.rstrip("\ufffd")) and len(ids) == len(steps) == 100
+        assert not re.search("[#-+].", text.rstrip("\ufffd")) and len(ids) == len(steps) == 60
         changed += ids != before
     assert changed >= 5
     unmatched = [
@@ -205,8 +209,18 @@ def test_bans_in_the_engine(served):
 
 
 def test_bans_offline(served):
-    run, _ = served
-    result = run.generate("once upon", max_new_tokens=60, seed=1, ignore_eos=True, logprobs=0)
-    pair = next(result.text[at : at + 2] for at in range(60) if result.text[at : at + 2].isascii())
-    again = run.generate("once upon", max_new_tokens=60, seed=1, ignore_eos=True, banned_strings=[pair], logprobs=0)
-    assert pair.lower() not in again.text.lower() and len(again.tokens) == 60 == len(again.info["logprobs"])
+    """One of two rows has bans. Both rows have the tokens of the engine, and a log-probability of each."""
+    run, slots = served
+    settings = {"max_new_tokens": 60, "seed": 1, "ignore_eos": True}
+    plain = GenerationRequest(tuple(b"once upon"), run.settings(settings), 0)
+    ((_, text, _),) = texts_of(run, slots, [plain])
+    pair = next(text[at : at + 2] for at in range(60) if text[at : at + 2].isascii())
+    unmatched, banned = (
+        replace(plain, config=run.settings({**settings, "banned_strings": strings})) for strings in (["qzqzqzqz"], [pair])
+    )
+    results = run.complete([unmatched, banned])
+    assert results[0].text == text
+    assert pair.lower() not in results[1].text.lower()
+    for result, (ids, found, logprobs) in zip(results, texts_of(run, slots, [plain, banned]), strict=True):
+        assert (result.tokens, result.text) == (ids, found) and len(ids) == 60
+        np.testing.assert_allclose(result.info["logprobs"], logprobs, rtol=0, atol=builder.LOGPROB_TOLERANCE)

@@ -2,11 +2,12 @@
 
 import random
 import re
+from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import LoadedModel, generate
@@ -30,13 +31,14 @@ from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import make_cache
+from dantinox.programs import tree_bytes
 from dantinox.sampling import SamplingParams
 from dantinox.text import train_tokenizer
 from tests.error_texts import ERRORS
 
 from . import builder
+from .builder import BYTES
 
-BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 CONTEXT = 160
 # Steps that read the history, steps that filter, and steps with a state of their own.
 SETTINGS = {
@@ -52,7 +54,16 @@ SETTINGS = {
     "adaptive-p": {"adaptive_target": 0.3, "min_p": 0.02, "watermark_keys": [5, 6, 7], "watermark_ngram": 3, "seed": 10},
     "router": {"strategy": "entropy", "use_attention": True, "seed": 10},
 }  # fmt: skip
+# Settings that few sampling steps serve: without state, with the history, with a state of its own, and with one token only.
+FEW = [
+    {"greedy": True},
+    {"temperature": 0.3, "seed": 5},
+    {"temperature": 0.3, "repetition_penalty": 1.05, "seed": 7},
+    {"mirostat": 2, "mirostat_tau": 2.0, "seed": 8},
+    {"greedy": True, "allowed_tokens": [5]},
+]
 WINDOWS = {"full": (None, None), "sliding": (6, 2)}
+ONE_RING = builder.config(windows=(6,))
 
 
 def expected_draft(text, size, count):
@@ -70,36 +81,45 @@ def test_the_newest_match_gives_the_draft(size):
     tokens = np.full((24, 40), 2)
     for row, text in zip(tokens, rows, strict=True):
         row[: len(text)] = text
-    found, matched_B = ngram_drafts(jnp.asarray(tokens), jnp.asarray([len(text) - 1 for text in rows]), size, 4)
+    find = jax.jit(ngram_drafts, static_argnames=("size", "count"))
+    found, matched_B = find(tokens, np.array([len(text) - 1 for text in rows]), size=size, count=4)
     expected = [expected_draft(text, size, 4) for text in rows]
-    assert matched_B.tolist() == [draft is not None for draft in expected] and 5 < matched_B.sum() < 24
+    assert matched_B.tolist() == [draft is not None for draft in expected] and 5 < sum(matched_B.tolist()) < 24
     assert all(draft is None or draft == row for draft, row in zip(expected, found.tolist(), strict=True))
 
 
 def test_failing_drafts_become_rare():
     """Two thousand tokens with a draft at every position, of which none is accepted."""
-    plan, one = DraftPlan(4, 3, 1.5), jnp.ones(1, jnp.int32)
-    drafts, step = init_drafts(4 * one, one), jax.jit(lambda drafts, length_B: record(plan, drafts, length_B, one))
-    verified = 0
-    for _ in range(2000):
-        length_B = draft_lengths(drafts, one > 0, 99 * one, one < 0)
-        length_B = length_B * pays_off(plan, drafts, length_B, one < 0)
-        verified += int(length_B[0] > 0)
-        drafts = step(drafts, length_B)
-    assert verified * (plan.cost - 1) < 0.03 * 2000
+    plan, one = DraftPlan(4, 3, 1.5), np.ones(1, np.int32)
+
+    @jax.jit
+    def fail(drafts):
+        def step(_, carry):
+            drafts, verified = carry
+            length_B = draft_lengths(drafts, one > 0, 99 * one, one < 0)
+            length_B *= pays_off(plan, drafts, length_B, one < 0)
+            return record(plan, drafts, length_B, one), verified + (length_B[0] > 0)
+
+        return jax.lax.fori_loop(0, 2000, step, (drafts, 0))
+
+    drafts, verified = fail(init_drafts(4 * one, one))
+    assert 0 < verified * (plan.cost - 1) < 0.03 * 2000
     assert int(drafts.backoff_B[0]) == MAX_BACKOFF and int(drafts.drafted_B[0]) == 4 * verified
+    accept = jax.jit(lambda drafts: record(plan, drafts, 4 * one, 5 * one))
     for _ in range(3):  # accepted drafts end the waiting
-        drafts = record(plan, drafts, 4 * one, 5 * one)
+        drafts = accept(drafts)
     assert int(drafts.wait_B[0]) == 0 and float(drafts.gain_B[0]) > FIRST_GAIN
+    assert int(drafts.accepted_B[0]) == 12
 
 
 def test_a_batch_verifies_only_if_enough_rows_have_drafts():
-    plan, eight = DraftPlan(4, 3, 2.2), jnp.ones(8, jnp.int32)
+    plan, eight = DraftPlan(4, 3, 2.2), np.ones(8, np.int32)
     drafts = init_drafts(4 * eight, eight)
-    for rows in range(9):
-        length_B = jnp.where(jnp.arange(8) < rows, 4, 0)
-        assert bool(pays_off(plan, drafts, length_B, eight < 0)) == (rows * FIRST_GAIN >= 1.2 * 8), rows
-    assert draft_lengths(drafts, eight > 0, 3 * eight, jnp.arange(8) > 5).tolist() == [2] * 6 + [0] * 2
+    length_RB = np.where(np.arange(8) < np.arange(9)[:, None], 4, 0)
+    verifies_R = jax.jit(jax.vmap(lambda length_B: pays_off(plan, drafts, length_B, eight < 0)))(length_RB)
+    assert verifies_R.tolist() == [rows * FIRST_GAIN >= 1.2 * 8 for rows in range(9)]
+    lengths_B = jax.jit(draft_lengths)(drafts, eight > 0, 3 * eight, np.arange(8) > 5)
+    assert lengths_B.tolist() == [2] * 6 + [0] * 2
 
 
 def continued(model, prompts, settings, plan, report=None, draft_model=None):
@@ -135,87 +155,95 @@ def continued(model, prompts, settings, plan, report=None, draft_model=None):
 MIXED = [SETTINGS[name] for name in SETTINGS if name != "router"]
 SOME = [SETTINGS[name] for name in ("greedy", "penalties", "xtc", "mirostat")]
 PROMPTS = (builder.prompts(3)[0] * 3, *builder.prompts(5, 9, 2))  # the first one repeats itself
+FEW_PROMPTS = (*PROMPTS, *builder.prompts(4))
+
+
+@cache
+def few_without_drafts():
+    return continued(builder.model(ONE_RING), FEW_PROMPTS, FEW, None, report=3)
+
+
+def compare(drafted, plain, rtol=2e-4):
+    """Compares tokens and reports with and without drafts; returns the numbers of drafted and accepted tokens of each row."""
+    (tokens, reports, batch), (expected, expected_reports, _) = drafted, plain
+    assert tokens == expected and min(map(len, expected)) > 1
+    atol = builder.LOGPROB_TOLERANCE
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), reports, expected_reports)
+    return [batch.drafts(row) for row in range(len(tokens))]
+
+
+def test_drafts_do_not_change_tokens_and_reports():
+    """The last row may have only one token, so after the first match every step generates five tokens."""
+    model, plan = builder.model(ONE_RING), DraftPlan(4, 1, 1.0)
+    *drafts, periodic = compare(continued(model, FEW_PROMPTS, FEW, plan, report=3), few_without_drafts())
+    assert sum(one.drafted for one in drafts) > sum(one.accepted for one in drafts) > 0
+    assert few_without_drafts()[0][-1] == [5] * 40 and periodic.drafted == periodic.accepted > 28
+
+
+DRAFT_MODEL_PLAN = DraftPlan(3, None, 1.0, CachePlan(64, "float32", extra=3))
+
+
+def test_drafts_of_a_model_do_not_change_tokens_and_reports():
+    other = builder.model(builder.config(windows=(5,)), 1)
+    drafted = continued(builder.model(ONE_RING), FEW_PROMPTS, FEW, DRAFT_MODEL_PLAN, report=3, draft_model=other)
+    drafts = compare(drafted, few_without_drafts())
+    assert sum(one.drafted for one in drafts) > sum(one.accepted for one in drafts) > 0
+
+
+def compare_windows(settings, windows, prompts=PROMPTS, **tolerance):
+    model = builder.model(builder.config(windows=WINDOWS[windows]))
+    plain = continued(model, prompts, settings, None, report=3)
+    drafts = compare(continued(model, prompts, settings, DraftPlan(4, 1, 1.0), report=3), plain, **tolerance)
+    assert sum(one.drafted for one in drafts) > sum(one.accepted for one in drafts) > 0
 
 
 @pytest.mark.slow
 def test_drafts_do_not_change_tokens_and_reports_of_different_rows():
-    compare_with_drafts(MIXED, "full", (*PROMPTS, *builder.prompts(4, 6, 3, seed=2)), rtol=1e-3)
+    compare_windows(MIXED, "full", (*PROMPTS, *builder.prompts(4, 6, 3, seed=2)), rtol=1e-3)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_drafts_do_not_change_tokens_and_reports_with_sliding_windows():
-    compare_with_drafts(SOME, "sliding")
+    compare_windows(SOME, "sliding")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", ["full", "sliding"])
 def test_drafts_do_not_change_tokens_and_reports_with_the_router(windows):
-    compare_with_drafts(SETTINGS["router"], windows)
+    compare_windows(SETTINGS["router"], windows)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", ["full", "sliding"])
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "router"])
-def test_drafts_do_not_change_tokens_and_reports(name, windows):
-    compare_with_drafts(SETTINGS[name], windows, rtol=1e-3 if name == "adaptive-p" else 2e-4)
+def test_drafts_do_not_change_tokens_and_reports_of_equal_rows(name, windows):
+    """The logits of adaptive-p change faster than the probabilities: a larger `rtol`."""
+    compare_windows(SETTINGS[name], windows, rtol=1e-3 if name == "adaptive-p" else 2e-4)
 
 
-def compare_with_drafts(settings, windows, prompts=PROMPTS, rtol=2e-4):
-    """Compares with and without drafts. The logits of adaptive-p change faster than the probabilities: a larger `rtol`."""
-    model = builder.model(builder.config(windows=WINDOWS[windows]))
-    plain, reports, _ = continued(model, prompts, settings, None, report=3)
-    tokens, drafted_reports, batch = continued(model, prompts, settings, DraftPlan(4, 1, 1.0), report=3)
-    assert tokens == plain and min(map(len, plain)) > 1
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=2e-4), drafted_reports, reports)
-    drafted, accepted = (int(sum(x)) for x in (batch.state.drafts.drafted_B, batch.state.drafts.accepted_B))
-    assert drafted > accepted > 0
-
-
-DRAFT_MODEL_PLAN = DraftPlan(3, None, 1.0, CachePlan(64, "float32", extra=3))
 DRAFT_MODEL_PROMPTS = builder.prompts(3, 5, 9, 2)
 
 
-@pytest.fixture(scope="module")
-def without_drafts():
-    return continued(builder.model(), DRAFT_MODEL_PROMPTS, SOME, None)[0]
-
-
 @pytest.mark.slow
-def test_drafts_of_a_model_do_not_change_tokens(without_drafts):
-    model, other = builder.model(), builder.model(builder.config(windows=(5,), vocab_size=builder.V), 1)
-    tokens, _, batch = continued(model, DRAFT_MODEL_PROMPTS, SOME, DRAFT_MODEL_PLAN, draft_model=other)
-    assert tokens == without_drafts and int(sum(batch.state.drafts.drafted_B)) > 0
-
-
-@pytest.mark.exhaustive
-def test_drafts_of_a_model_do_not_change_tokens_with_the_router():
-    model, other = builder.model(), builder.model(builder.config(windows=(5,), vocab_size=builder.V), 1)
-    plain, _, _ = continued(model, DRAFT_MODEL_PROMPTS, SETTINGS["router"], None)
-    tokens, _, batch = continued(model, DRAFT_MODEL_PROMPTS, SETTINGS["router"], DRAFT_MODEL_PLAN, draft_model=other)
+@pytest.mark.parametrize("settings", [SOME, SETTINGS["router"]], ids=["chain", "router"])
+def test_drafts_of_a_model_do_not_change_tokens_with_all_kinds_of_steps(settings):
+    model, other = builder.model(), builder.model(builder.config(windows=(5,)), 1)
+    plain, _, _ = continued(model, DRAFT_MODEL_PROMPTS, settings, None)
+    tokens, _, batch = continued(model, DRAFT_MODEL_PROMPTS, settings, DRAFT_MODEL_PLAN, draft_model=other)
     assert tokens == plain and int(sum(batch.state.drafts.drafted_B)) > 0
 
 
-@pytest.mark.exhaustive
-def test_a_model_accepts_its_own_drafts(without_drafts):
+@pytest.mark.slow
+def test_a_model_accepts_its_own_drafts():
     """The draft model is the model itself, so it draws the same tokens: the caches hold the same text after every step."""
     model = builder.model()
+    plain, _, _ = continued(model, DRAFT_MODEL_PROMPTS, SOME, None)
     tokens, _, batch = continued(model, DRAFT_MODEL_PROMPTS, SOME, DRAFT_MODEL_PLAN, draft_model=model)
     drafts = [batch.drafts(row) for row in range(len(tokens))]
-    assert tokens == without_drafts and all(one.drafted == one.accepted > 0 for one in drafts)
+    assert tokens == plain and all(one.drafted == one.accepted > 0 for one in drafts)
     assert sum(one.accepted for one in drafts) > 60
 
 
-@pytest.mark.slow
-def test_all_drafts_of_a_periodic_text_are_accepted():
-    """Only one token is allowed, so after the first match every step generates five tokens."""
-    settings = {"greedy": True, "allowed_tokens": [5]}
-    tokens, _, batch = continued(builder.model(), builder.prompts(4), settings, DraftPlan(4, 2, 1.0))
-    assert tokens == [[5] * 40]
-    drafts = batch.drafts(0)
-    assert drafts.drafted == drafts.accepted > 28
-
-
-@pytest.mark.slow
 def test_the_cache_is_not_copied(optimized):
     model, rows = builder.model(builder.config(windows=(None, 512), max_context=4096)), 2
     params = SamplingParams.build({"seed": 1, "temperature": 0.8}, batch=rows)
@@ -223,21 +251,22 @@ def test_the_cache_is_not_copied(optimized):
         model, np.ones((rows, 5), np.int32), np.full(rows, 5), params, limits_B=np.full(rows, 9), eos_ids=[[]] * rows,
         draft_plan=DraftPlan(3, 2, 1.5),
     )  # fmt: skip
-    cache = make_cache(model.config, rows, 2048, model.dtype, extra=3)
-    program = _generate_toks.lower(model, cache, batch.state, params, jnp.int32(32), **batch._decode_options)
+    cache = jax.eval_shape(lambda: make_cache(model.config, rows, 2048, model.dtype, extra=3))
+    program = _generate_toks.lower(model, cache, batch.state, params, np.int32(32), **batch._decode_options)
     compiled = optimized(program)
-    assert compiled.memory_analysis().alias_size_in_bytes >= cache.report()["bytes"]
+    assert compiled.memory_analysis().alias_size_in_bytes >= tree_bytes(cache)
     shapes = {str([*leaf.shape]).replace(" ", "") for leaf in jax.tree.leaves(cache)}
     copied = set(re.findall(r"= f32(\[[\d,]+\])\S* copy\(", compiled.as_text()))
     assert len(shapes) == 4 and not shapes & copied
 
 
-@pytest.mark.slow
 def test_generate_reports_drafts():
-    prompt, options = [builder.prompts(4)[0] * 3], {"temperature": 0.4, "seed": 1, "n": 2, "return_info": True}
-    plain, _ = generate(builder.model(), prompt, 30, **options)
-    tokens, _ = generate(builder.model(), prompt, 30, speculation="ngram", ngram_size=2, **options)
-    assert tokens.tolist() == plain.tolist()
+    model, (prompt,) = builder.model(builder.ONE_LAYER), builder.prompts(4)
+    options = {"temperature": 0.4, "seed": 1}
+    tokens, details = generate(model, [prompt * 3], 30, n=2, return_info=True, speculation="ngram", ngram_size=2, **options)
+    for sample, row in enumerate(tokens):
+        assert row[12:].tolist() == builder.slowly(model, prompt * 3, 30, sample=sample, **options)
+    assert details["lengths"].tolist() == [42, 42]
 
 
 def loaded(seed=0, context=CONTEXT, tokenizer=BYTES, **options):
@@ -277,7 +306,7 @@ def test_the_plan_follows_settings_and_model():
     one, eight = (plan_drafts(config, model, rows, 64) for rows in (1, 8))
     assert one.draft_tokens == 6 and one.width == 7 and 1 < one.cost < eight.cost
     with pytest.warns(UserWarning, match=ERRORS["speculation_is_off_matvec"]):
-        assert plan_drafts(config, prepare(model, "int8", "float32"), 1, 64) is None
+        assert plan_drafts(config, nnx.eval_shape(lambda: prepare(model, "int8", "float32")), 1, 64) is None
 
 
 @pytest.mark.parametrize("settings", [{"kv_budget": 0.5}, {"kv_budget_tokens": 64}, {"use_cache": False}])
@@ -286,9 +315,9 @@ def test_drafts_need_a_full_cache(settings):
         loaded().settings({"speculation": "ngram"} | settings)
 
 
-def run_requests(run, settings, requests):
-    """Returns the tokens, finish reason and log-probabilities of each request, and the statistics of the requests."""
-    engine = Engine(run, SlotBatch(run, 3, CONTEXT, run.settings(settings)), queue=99)
+def run_requests(engine, settings, requests):
+    """Returns the tokens and finish reasons, the log-probabilities, and the job of each request."""
+    run = engine.model
     jobs = [
         engine.add(GenerationRequest(tuple(ids), run.settings(own | settings), logprobs, constraint=constraint))
         for ids, own, logprobs, constraint in requests
@@ -299,51 +328,66 @@ def run_requests(run, settings, requests):
             if output.steps is not None:
                 reports.setdefault(output.job, []).extend(np.asarray(output.steps.logprob).tolist())
     found = [(*((text.tokens, text.finish_reason) for text in job.texts),) for job in jobs]
-    return found, [reports.get(job, []) for job in jobs], jobs, engine
+    return found, [reports.get(job, []) for job in jobs], jobs
 
 
-@pytest.fixture(scope="module")
-def requests():
-    """Twenty requests, among them constrained rows, requests with two samples, and prompts that begin in the same way."""
+def make_requests(choices, count):
+    """Returns requests, among them constrained rows, requests with two samples, and prompts that begin in the same way."""
     run, source = loaded(), random.Random(3)
     found = []
-    for number in range(20):
-        settings = MIXED[number % len(MIXED)] | {"seed": number, "max_new_tokens": source.choice([9, 25, 40])}
-        settings |= {"stop": ["e"]} if number % 5 == 0 else {"n": 2} if number % 7 == 0 else {}
+    for number in range(count):
+        settings = choices[number % len(choices)] | {"seed": number, "max_new_tokens": source.choice([9, 25, 40])}
+        settings |= {"stop": ["e"]} if number % 5 == 4 else {"n": 2} if number % 7 == 6 else {}
         ids = run.prompt_ids(source.choice(["ab", "once "]) * source.randrange(1, 22))
         constraint = Constraint("regex", "[a-f ]{2,30}") if number % 6 == 1 else None
         found.append((ids, settings, source.choice([None, 3]), constraint))
     return found
 
 
-@pytest.fixture(scope="module")
-def texts_without_drafts(requests):
-    return run_requests(loaded(), {}, requests)[:2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "speculation",
-    [
-        pytest.param({"speculation": "ngram", "ngram_size": 1}, id="ngram"),
-        pytest.param(DRAFT_RUN, id="draft", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_requests_of_a_server_have_the_same_tokens(speculation, requests, texts_without_drafts, monkeypatch):
-    """The requests run in three slots and reuse prefixes."""
-    pytest.importorskip("llguidance")
-    # The draft model is a copy of the model. Its drafts would not pay off, so they are made free.
-    monkeypatch.setattr("dantinox.generation.drafts.verification_cost", lambda *_: -8.0)
-    run, (plain, reports) = loaded(load_run=lambda path: loaded()), texts_without_drafts
-    found, drafted_reports, jobs, engine = run_requests(run, {"draft_tokens": 3} | speculation, requests)
-    assert found == plain
-    for report, expected in zip(drafted_reports, reports, strict=True):
-        np.testing.assert_allclose(report, expected, rtol=2e-4, atol=2e-4)
+def check_drafts(requests, plain, drafted, engine):
+    (expected, expected_reports, _), (found, reports, jobs) = plain, drafted
+    assert found == expected
+    for report, other in zip(reports, expected_reports, strict=True):
+        np.testing.assert_allclose(report, other, rtol=2e-4, atol=builder.LOGPROB_TOLERANCE)
     drafted, accepted = (sum(getattr(job.stats, name) for job in jobs) for name in ("draft_tokens", "accepted_draft_tokens"))
     assert drafted >= accepted > 0 and any(job.stats.reused_tokens for job in jobs)
     assert (engine.counters["draft_tokens"], engine.counters["accepted_draft_tokens"]) == (drafted, accepted)
     for job, (*_, constraint) in zip(jobs, requests, strict=True):
         assert constraint is None or job.stats.draft_tokens == 0
+
+
+def test_requests_of_a_server_have_the_same_tokens_with_and_without_drafts(monkeypatch):
+    """The requests run in three slots and reuse prefixes. Texts without a constraint are those of the reference, too."""
+    pytest.importorskip("llguidance")
+    # Drafts of so small a model would not pay off, so they are made free.
+    monkeypatch.setattr("dantinox.generation.drafts.verification_cost", lambda *_: -8.0)
+    run, requests = loaded(), make_requests(FEW[:4], 12)
+    ngram = {"draft_tokens": 3, "speculation": "ngram", "ngram_size": 1}
+    slots = SlotBatch(run, 3, CONTEXT, run.settings(ngram))
+    with builder.few_steps():
+        slots.compile(run.settings(ngram))
+    engine = Engine(run, slots, queue=99)
+    plain = run_requests(engine, {}, requests)
+    assert engine.counters["draft_tokens"] == 0
+    check_drafts(requests, plain, run_requests(engine, ngram, requests), engine)
+    for number in (0, 5):
+        ids, settings, _, _ = requests[number]
+        steps, ends = settings.pop("max_new_tokens"), run.tokenizer.stop_ids
+        assert plain[0][number][0][0] == builder.slowly(run.model, ids, steps, eos_ids=ends, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "speculation", [{"speculation": "ngram", "ngram_size": 1}, DRAFT_RUN], ids=lambda settings: settings["speculation"]
+)
+def test_requests_of_a_server_with_all_kinds_of_steps(speculation, monkeypatch):
+    """The draft model is a copy of the model."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("dantinox.generation.drafts.verification_cost", lambda *_: -8.0)
+    run, requests = loaded(load_run=lambda path: loaded()), make_requests(MIXED, 20)
+    settings = {"draft_tokens": 3} | speculation
+    plain_engine, engine = (Engine(run, SlotBatch(run, 3, CONTEXT, run.settings(own)), queue=99) for own in ({}, settings))
+    check_drafts(requests, run_requests(plain_engine, {}, requests), run_requests(engine, settings, requests), engine)
 
 
 def test_a_request_may_have_fewer_drafts_than_the_server():

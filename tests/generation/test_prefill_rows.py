@@ -2,7 +2,6 @@
 
 import random
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,19 +11,19 @@ from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.model.cache import FullLayer
 
+from . import builder
 from .test_slot_batch import CONTEXT, DRAWN, decode, make
 
-pytestmark = pytest.mark.slow
-
 WINDOW = 48
-CASES = {"float32": {}, "sliding window": {"windows": (WINDOW, None)}, "bfloat16": {"dtype": "bfloat16"}}
+CASES = {"float32": {"windows": (None,)}, "sliding window": {"windows": (WINDOW, None)}, "bfloat16": {"dtype": "bfloat16"}}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n == "float32" else pytest.mark.exhaustive) for n in CASES])
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n == "float32" else pytest.mark.slow) for n in CASES])
 def served(request):
     run, _ = make(**CASES[request.param])
     slots = SlotBatch(run, 4, CONTEXT, prefill_rows=4)
-    slots.compile(run.config)
+    with builder.few_steps():
+        slots.compile(run.config)
     return run, slots
 
 
@@ -49,12 +48,12 @@ def keys(slots, slot):
     length, found = slots._rows[slot].prefilled, []
     for layer in slots.cache.layers:
         if isinstance(layer, FullLayer):
-            store = layer.contents(jax.numpy.zeros(slots.count, "int32"))[0]
-            found += [store.k_BKHS[slot, :, :, :length], store.v_BKSH[slot, :, :length]]
+            store, places = layer.contents(np.zeros(slots.count, np.int32))[0], np.arange(length)
         else:
-            places = np.arange(max(0, length - WINDOW), length) % layer.store.slots
-            found += [layer.store.k_BKHS[slot][..., places], layer.store.v_BKSH[slot][:, places]]
-    return [np.asarray(leaf).tobytes() for leaf in found]
+            store, places = layer.store, np.arange(max(0, length - WINDOW), length) % layer.store.slots
+        k_KHS, v_KSH = (np.asarray(leaf)[slot] for leaf in (store.k_BKHS, store.v_BKSH))
+        found += [k_KHS[..., places].tobytes(), v_KSH[:, places].tobytes()]
+    return found
 
 
 def alone(run, slots, ids, settings):

@@ -1,21 +1,21 @@
 """Requests enter and leave a running batch. In any mixed batch, each request has the same tokens as alone."""
 
+from contextlib import nullcontext
+
+import jax
 import numpy as np
 import pytest
 
-from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.config import UserError, build_config
 from dantinox.generation import LoadedModel
 from dantinox.generation.engine import Engine
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
-from dantinox.text import train_tokenizer
+from dantinox.sampling import process_logits
 from tests.error_texts import ERRORS
 
 from . import builder
-
-pytestmark = pytest.mark.slow
-
-BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+from .builder import BYTES
 
 CONTEXT = 320  # two chunks on a CPU
 LONG = "x" + "once upon a time there was a fox that said " * 3
@@ -43,11 +43,28 @@ def make(context=CONTEXT, settings=None, **changes):
     return run, SlotBatch(run, 4, context)
 
 
-@pytest.fixture(scope="module")
-def served():
-    run, slots = make()
-    slots.compile(run.config, echo=True)
-    return run, slots
+DRAWN = {"temperature": 1.2, "top_p": 0.95}
+FEW_NEIGHBOURS = (
+    {"greedy": True},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "logit_bias": {"97": 3.0}},
+    {"temperature": 1.5, "top_k": 5, "allowed_tokens": [*range(97, 123)]},
+    {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 4.0},
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((builder.few_steps, FEW_NEIGHBOURS), id="few steps"),
+        pytest.param((nullcontext, NEIGHBOURS), id="all steps", marks=pytest.mark.slow),
+    ],
+)
+def served(request):
+    steps, neighbours = request.param
+    run, slots = make(windows=(None,))
+    with steps():
+        slots.compile(run.config, echo=True)
+    return run, slots, neighbours, steps
 
 
 def put(run, slots, slot, prompt, limit=24, report=False, echo=False, salt="", **settings):
@@ -72,25 +89,38 @@ def decode(slots, steps=8):
     return tokens, infos
 
 
-DRAWN = {"temperature": 1.2, "top_p": 0.95}
+def reference(run, prompt, limit, **settings):
+    """Returns the tokens that the reference draws with the seed of `put`."""
+    return builder.slowly(run.model, run.prompt_ids(prompt), limit, seed=3, eos_ids=run.tokenizer.stop_ids, **settings)
 
 
-def test_a_request_equals_a_static_batch(served):
-    run, slots = served
-    for settings in (DRAWN, NEIGHBOURS[1], *NEIGHBOURS[3:]):
-        put(run, slots, 1, "hello world", **settings)
-        assert decode(slots)[0][1] == run.generate("hello world", seed=3, max_new_tokens=24, **settings).tokens, settings
+def test_a_request_equals_the_reference(served):
+    run, slots, neighbours, _ = served
+    for settings in (DRAWN, *neighbours):
+        if "bad_words" not in settings:  # these are texts, which the reference does not know
+            put(run, slots, 1, "hello world", **settings)
+            assert decode(slots)[0][1] == reference(run, "hello world", 24, **settings), settings
+
+
+def test_requests_with_any_settings_share_a_program():
+    """The lists in their settings are padded to one shape."""
+    run, slots = make(context=64)
+    layouts = set()
+    for settings in ({}, *NEIGHBOURS, *FEW_NEIGHBOURS):
+        row = slots.row_params(run.settings({"seed": 3, **settings}))
+        layouts.add((row.program, jax.tree.structure(row.params), *((x.shape, x.dtype) for x in jax.tree.leaves(row.params))))
+    assert len(layouts) == 1
 
 
 def test_a_request_is_equal_in_every_slot_and_batch(served, programs):
-    run, slots = served
+    run, slots, neighbours, _ = served
     put(run, slots, 0, LONG, **DRAWN)
     alone = decode(slots)[0][0]
     programs()
     for slot in range(4):
         for steps in (1, 32):
             others = [other for other in range(4) if other != slot]
-            for other, settings in zip(others, NEIGHBOURS[slot:] + NEIGHBOURS[:slot], strict=False):
+            for other, settings in zip(others, neighbours[slot:] + neighbours[:slot], strict=False):
                 prompt = "something else " * (1 + 11 * (other == 3))  # reaches into the second chunk
                 put(run, slots, other, prompt, limit=5 + 3 * other, report=other == 2, **settings)
             slots.dispatch(3)
@@ -100,8 +130,7 @@ def test_a_request_is_equal_in_every_slot_and_batch(served, programs):
 
 
 def test_samples_share_one_prefill(served):
-    run, slots = served
-    expected = [result.tokens for result in run.generate(LONG, seed=3, max_new_tokens=12, n=3, **DRAWN)]
+    run, slots, *_ = served
     config, ids = run.settings({"seed": 3, "max_new_tokens": 12} | DRAWN), run.prompt_ids(LONG)
     slots.assign_prompt(0, ids)
     while slots.prefill(0):
@@ -111,13 +140,14 @@ def test_samples_share_one_prefill(served):
             slots.copy_prompt(0, slot)
         slots.start_decoding(slot, slots.row_params(config), limit=12, sample_index=sample)
     tokens = decode(slots)[0]
+    expected = [reference(run, LONG, 12, sample=sample, **DRAWN) for sample in range(3)]
     assert [tokens[slot] for slot in (0, 3, 1)] == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_pairs_of_rows(served):
     """A request with guidance has bitwise the same answer alone, from the prefix cache and in a mixed batch, by the formula."""
-    run, slots = served
+    run, slots, *_ = served
     engine, negative = Engine(run, slots), "x" * 70
     settings = {"seed": 4, "max_new_tokens": 6}
     config = run.settings(settings | {"guidance_scale": 1.8, "negative_prompt": negative})
@@ -145,22 +175,35 @@ def test_pairs_of_rows(served):
 
 
 def test_reports_of_tokens_and_of_the_prompt(served):
-    run, slots = served
-    alone = run.generate(LONG, seed=3, max_new_tokens=20, logprobs=20, echo=True, **DRAWN)
+    """Reports equal a softmax in float64 over the logits of one pass without a cache."""
+    run, slots, *_ = served
+    ids = run.prompt_ids(LONG)
     put(run, slots, 2, LONG, limit=20, report=True, echo=True, **DRAWN)
     prompt_steps = slots.prompt_steps(2)
-    np.testing.assert_allclose(prompt_steps.logprob, alone.info["prompt_logprobs"][1:], atol=2e-5)
     put(run, slots, 0, "nobody asks", **DRAWN)
     tokens, infos = decode(slots)
-    assert tokens[2] == alone.tokens and infos[0][0] is None
-    for field in ("logprob", "logprob_sampled", "entropy", "varentropy"):
-        found = np.concatenate([getattr(info, field) for info in infos[2]])
-        np.testing.assert_allclose(found, getattr(alone.steps, field), atol=2e-5)
-    np.testing.assert_array_equal(np.concatenate([info.top_ids for info in infos[2]]), alone.steps.top_ids)
+    assert tokens[2] == reference(run, LONG, 20, **DRAWN) and infos[0][0] is None
+    text, start = [*ids, *tokens[2]], len(ids) - 1
+    logits_TV = builder.all_logits(run.model, text)[:-1]
+    lnp_TV, places = np.stack([*map(builder.log_softmax, logits_TV)]), np.arange(len(text) - 1)
+    chosen_T, tolerance = lnp_TV[places, text[1:]], {"rtol": 1e-4, "atol": builder.LOGPROB_TOLERANCE}
+    np.testing.assert_allclose(prompt_steps.logprob, chosen_T[:start], **tolerance)
+    found = jax.tree.map(lambda *parts: np.concatenate(parts), *infos[2])
+    np.testing.assert_allclose(found.logprob, chosen_T[start:], **tolerance)
+    p_NV, bits_NV = np.exp(lnp_TV[start:]), -lnp_TV[start:] / np.log(2)
+    entropy_N = (p_NV * bits_NV).sum(axis=1)
+    np.testing.assert_allclose(found.entropy, entropy_N, **tolerance)
+    np.testing.assert_allclose(found.varentropy, (p_NV * (bits_NV - entropy_N[:, None]) ** 2).sum(axis=1), **tolerance)
+    cuts = [{"name": "temperature", "t": DRAWN["temperature"]}, {"name": "top_p", "p": DRAWN["top_p"]}]
+    kept_NV = np.asarray(process_logits(logits_TV[start:], cuts))
+    sampled = [builder.log_softmax(row_V)[token] for row_V, token in zip(kept_NV, tokens[2], strict=True)]
+    np.testing.assert_allclose(found.logprob_sampled, sampled, **tolerance)
+    np.testing.assert_array_equal(found.survivors, (kept_NV > -np.inf).sum(axis=1))
+    np.testing.assert_array_equal(found.top_ids, np.argsort(-logits_TV[start:], axis=1, kind="stable")[:, :20])
 
 
 def test_a_stopped_request_has_no_output(served):
-    run, slots = served
+    run, slots, *_ = served
     put(run, slots, 0, "a", **DRAWN)
     put(run, slots, 1, "b", **DRAWN)
     flight = slots.dispatch(4)
@@ -171,8 +214,8 @@ def test_a_stopped_request_has_no_output(served):
 
 
 def test_a_slot_is_refilled_while_its_last_token_is_computed(served):
-    run, slots = served
-    first, second = (run.generate(prompt, seed=3, max_new_tokens=6, **DRAWN).tokens for prompt in ("a slot", LONG))
+    run, slots, *_ = served
+    first, second = (reference(run, prompt, 6, **DRAWN) for prompt in ("a slot", LONG))
     put(run, slots, 1, "a slot", limit=6, **DRAWN)
     assert slots.remaining() == {1: 6}
     ending = slots.dispatch(6)
@@ -187,7 +230,7 @@ def test_a_slot_is_refilled_while_its_last_token_is_computed(served):
 
 
 def test_settings_that_a_server_rejects(served):
-    run, slots = served
+    run, slots, *_ = served
     for settings, message in (
         ({"weights": "int8"}, "generation.weights is 'auto' in this server, got 'int8'"),
         ({"kv_budget": 0.5}, "kv.budget is null in this server, got 0.5"),
@@ -202,22 +245,31 @@ def test_settings_that_a_server_rejects(served):
 
 
 def test_the_router(served):
-    run, slots = served
-    settings = {"strategy": "entropy"}
+    """A request with the router needs another program. Both programs decode their rows of the same batch."""
+    run, slots, _, steps = served
+    settings = {"strategy": "entropy", "use_attention": steps is nullcontext}
     config = run.settings(settings)
-    lane = slots.program_key(config)
-    assert not slots.ready(lane)
-    slots.compile(config)
-    assert slots.ready(lane)
+    program = slots.program_key(config)
+    assert not slots.ready(program)
+    with steps():
+        slots.compile(config)
+    assert slots.ready(program)
+    put(run, slots, 3, "abc", report=True, **settings)
+    alone = decode(slots)[0][3]
     put(run, slots, 3, "abc", report=True, **settings)
     put(run, slots, 1, "abc", **DRAWN)
     tokens, infos = decode(slots)
-    assert tokens[3] == run.generate("abc", seed=3, max_new_tokens=24, **settings).tokens
-    assert tokens[1] == run.generate("abc", seed=3, max_new_tokens=24, **DRAWN).tokens
+    assert tokens[3] == alone and tokens[1] == reference(run, "abc", 24, **DRAWN)
+    logits_TV = builder.all_logits(run.model, [*run.prompt_ids("abc"), *alone])[2:-1]
+    expected = [builder.log_softmax(row_V)[token] for row_V, token in zip(logits_TV, alone, strict=True)]
+    found = np.concatenate([info.logprob for info in infos[3]])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=builder.LOGPROB_TOLERANCE)
+    if steps is nullcontext:
+        assert alone == run.generate("abc", seed=3, max_new_tokens=24, **settings).tokens
     assert infos[3][0].routed is not None
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [
@@ -242,7 +294,7 @@ def test_other_caches(changes, settings):
 
 
 def test_token_mask_of_one_slot(served):
-    run, slots = served
+    run, slots, *_ = served
     put(run, slots, 2, "hello", **DRAWN)
     put(run, slots, 3, "hello", **DRAWN)
     bits_W = np.zeros(-(-BYTES.vocab_size // 32), np.uint32)
@@ -251,12 +303,12 @@ def test_token_mask_of_one_slot(served):
     slots.set_token_mask(3, bits_W)
     tokens = decode(slots)[0]
     assert set(tokens[3]) <= set(b"xyz")
-    assert tokens[2] == run.generate("hello", seed=3, max_new_tokens=24, **DRAWN).tokens
+    assert tokens[2] == reference(run, "hello", 24, **DRAWN)
 
 
 def test_a_long_prompt_neither_stalls_streams_nor_short_prompts(served, monkeypatch):
     """Between two chunks of decoding at most one chunk is prefilled, and a short prompt does not wait for a long one."""
-    run, slots = served
+    run, slots, *_ = served
     slots.reset()
     engine, prefilled, prefill = Engine(run, slots), [], slots.prefill
     monkeypatch.setattr(slots, "prefill", lambda slot: prefilled.append(slot) or prefill(slot))

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.generation import LoadedModel
+from dantinox.config import TokenizerSection, UserError
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.engine import Engine
+from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.token_healing import MAX_HEALED_TOKENS, HealedPrefix, PieceIndex
 from dantinox.text import train_tokenizer
 
@@ -21,11 +21,7 @@ PIECES = TOKENIZER.token_pieces.inner
 INDEX = PieceIndex(TOKENIZER)
 V = TOKENIZER.vocab_size
 CONTEXT = 64
-RUN = LoadedModel(
-    build_config({"model": {"max_context": CONTEXT}}),
-    builder.model(builder.config(vocab_size=V, max_context=CONTEXT)),
-    TOKENIZER,
-)
+RUN = builder.loaded_model(TOKENIZER, CONTEXT)
 PROMPTS = ["see http:", "see htt", "the hel", "a 日", "or ftp://file", "the helloes", "x!"]
 
 
@@ -87,24 +83,28 @@ def test_special_tokens_are_not_removed():
 
 
 def test_greedy_text_equals_the_reference_and_continues_the_prompt():
-    results = RUN.complete([RUN.request(p, {"token_healing": True, "greedy": True, "max_new_tokens": 10}) for p in PROMPTS])
-    for prompt, result in zip(PROMPTS, results, strict=True):
+    settings = {"token_healing": True, "greedy": True, "max_new_tokens": 10, "n": 2}
+    results = RUN.complete([RUN.request(prompt, settings, logprobs=0, echo=True) for prompt in PROMPTS])
+    for prompt, result in zip([prompt for prompt in PROMPTS for _ in range(2)], results, strict=True):
         kept, new = slowly(prompt, 10)
         assert result.tokens == new and result.prompt == prompt and result.stats["prompt_tokens"] == len(kept)
         assert (prompt + result.text).encode() == data_of([*kept, *new]) or not data_of(new).isascii()
         assert TOKENIZER.decode([*kept, *new]).startswith(prompt) and prompt + result.text == TOKENIZER.decode([*kept, *new])
+        columns = [*result.info["prompt_tokens"], *result.info["tokens"]]
+        assert columns == [TOKENIZER.decode([token]) for token in (*kept, *new)]
+        assert len(result.tokens) == len(result.info["logprobs"]) == 10
     assert any(len(TOKENIZER.encode(prompt)) > len(slowly(prompt, 0)[0]) for prompt in PROMPTS)
+    assert RUN.generate("see http:", token_healing=True, max_new_tokens=0).text == ""
 
 
-def test_streams_samples_and_bans():
+def test_streams_and_bans():
     settings = {"token_healing": True, "max_new_tokens": 8, "seed": 4, "temperature": 1.5}
-    plain = RUN.generate("see htt", n=3, **settings)
-    assert "".join(RUN.stream("see htt", **settings)) == plain[0].text
-    for result in plain:
-        assert TOKENIZER.decode([*RUN.heal(RUN.request("see htt", settings)).ids, *result.tokens]) == "see htt" + result.text
-    banned = plain[0].text[:2]
-    (first, *_) = RUN.generate("see htt", n=3, banned_strings=[banned], **settings)
-    assert banned.lower() not in first.text.lower() and first.text != plain[0].text
+    plain = "".join(RUN.stream("see htt", **settings))
+    result = RUN.generate("see htt", **settings)
+    assert result.text == plain
+    assert TOKENIZER.decode([*RUN.heal(RUN.request("see htt", settings)).ids, *result.tokens]) == "see htt" + plain
+    banned = RUN.generate("see htt", banned_strings=[plain[:2]], **settings).text
+    assert plain[:2].lower() not in banned.lower() and banned != plain
 
 
 def test_a_constraint_begins_behind_the_prompt():
@@ -114,17 +114,6 @@ def test_a_constraint_begins_behind_the_prompt():
         assert result.finish_reason == "eos" and RUN.grammars.matcher("regex", source).skip(result.text)
     after = Constraint("regex", "[0-9]{3}", after=("t",))
     assert RUN.generate("see htt", constraint=after, **settings).text
-
-
-def test_healed_tokens_count_and_are_reported():
-    settings = {"token_healing": True, "greedy": True, "max_new_tokens": 5}
-    result = RUN.generate("see http:", logprobs=0, echo=True, **settings)
-    assert len(result.tokens) == len(result.info["logprobs"]) == 5
-    columns = result.info["prompt_tokens"] + result.info["tokens"]
-    assert "".join(columns).startswith("see http:") and result.info["prompt_tokens"] == [
-        TOKENIZER.decode([token]) for token in slowly("see http:", 0)[0]
-    ]
-    assert RUN.generate("see http:", token_healing=True, max_new_tokens=0).text == ""
 
 
 def test_chats_and_token_ids_refuse_it():
@@ -137,9 +126,10 @@ def test_chats_and_token_ids_refuse_it():
         RUN.chat("hello", template=template, token_healing=True)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_healed_requests_in_a_slot_batch():
-    run, slots = builder.slot_batch(TOKENIZER, CONTEXT)
+    run, slots = RUN, SlotBatch(RUN, 3, CONTEXT)
+    slots.compile(run.config)
     requests = [
         run.request(prompt, {"token_healing": heals, "max_new_tokens": 9, "seed": seed, **more}, logprobs=0)
         for seed, more in enumerate(({}, {"greedy": True}, {"banned_strings": ["e", "p"]}))
