@@ -2,15 +2,18 @@
 
 import io
 import os
+import shutil
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dantinox.config import build_config
+from dantinox.config import ModelConfig, build_config
+from dantinox.model.parameters import abstract_model
 from dantinox.report import Console
 from dantinox.run import RunDirectory, create_run, save_config
 from dantinox.text import Counts, TokenStore
 from dantinox.training.loop import train
+from dantinox.training.step import Programs
 
 VOCABULARY = 11
 SETTINGS = {
@@ -49,8 +52,56 @@ def small_store(config, store=TokenStore, **options):
     ids = (np.cumsum(rng.integers(1, 3, 3000)) % VOCABULARY).astype(np.uint16)
     counts = (Counts(2700, 1, 2700, 2700), Counts(300, 1, 600, 600))
     t = config.training
-    arguments = {"batch_size": t.batch_size, "sequence_length": config.model.max_context, "seed": t.seed, "counts": counts}
+    arguments = {
+        "batch_size": t.batch_size,
+        "sequence_length": config.model.max_context,
+        "seed": t.seed,
+        "counts": counts,
+    }
     return store(ids[:2700], ids[2700:], **arguments, **options)
+
+
+def random_weights(model: ModelConfig, seed: int = 3, size: float = 0.3) -> dict[str, np.ndarray]:
+    """Returns random weights of a model. NumPy draws them, because every shape drawn with JAX is one more program."""
+    rng = np.random.default_rng(seed)
+    shapes = abstract_model(model)[1].items()
+    return {name: np.float32(rng.normal(0 if len(leaf.shape) > 1 else 1, size, leaf.shape)) for name, leaf in shapes}
+
+
+# Settings that the programs of a run do not depend on.
+OUTSIDE_PROGRAMS = {
+    "logging": True,
+    "data": True,
+    "training": {"steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep_last", "patience"}
+    | {"init_from"},
+}
+
+
+def cached_programs():
+    """Returns a replacement of `Programs` that compiles the programs of equal settings once."""
+    found = {}
+
+    def programs(step, validation_rows=None):
+        mesh, teacher = step.layout.mesh, step.teacher and step.teacher.model
+        devices = mesh and (dict(mesh.shape), [device.id for device in mesh.devices.flat])
+        settings = step.config.model_dump(exclude=OUTSIDE_PROGRAMS)
+        key = repr((settings, step.model, step.steps, step.length, teacher, devices, validation_rows))
+        if key not in found:
+            found[key] = Programs(step, validation_rows)
+        return found[key]
+
+    return programs
+
+
+def copy_until(run, step, path):
+    """Copies a run as if its process had died after the checkpoint of `step`: without newer checkpoints and the results."""
+    copy = RunDirectory(shutil.copytree(run.path, path))
+    for newer in copy.checkpoints.iterdir():
+        if newer.name.isdigit() and int(newer.name) > step:
+            shutil.rmtree(newer)
+    assert (copy.checkpoints / str(step)).is_dir()
+    copy.weights_or_adapter.unlink()
+    return copy
 
 
 class Deadly(TokenStore):
