@@ -1,17 +1,21 @@
 """A run small enough to train in a second."""
 
 import io
+import json
+import math
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
-from dantinox.config import ModelConfig, build_config
+from dantinox.config import ModelConfig, TokenizerSection, build_config
 from dantinox.model.parameters import abstract_model
 from dantinox.report import Console
-from dantinox.run import RunDirectory, create_run, save_config
-from dantinox.text import Counts, TokenStore
+from dantinox.run import RunDirectory, create_run, save_config, save_tokenizer, save_weights
+from dantinox.text import Counts, TokenStore, train_tokenizer
 from dantinox.training.loop import train
 from dantinox.training.step import Programs
 
@@ -77,6 +81,21 @@ OUTSIDE_PROGRAMS = {
 }
 
 
+def write_run(path, config, weights=None):
+    """Writes a run that was not trained, with a vocabulary of bytes and random weights."""
+    run, tokenizer = create_run(path), train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+    save_config(run, config)
+    save_tokenizer(run, tokenizer.to_json())
+    save_weights(run.weights, weights or random_weights(config.architecture(tokenizer.vocab_size)))
+    return run
+
+
+def largest_array(function, *arguments):
+    """Returns the number of elements of the largest array in a traced function."""
+    shapes = re.findall(r"\w\[([\d,]+)\]", str(jax.make_jaxpr(function)(*arguments)))
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
 def cached_programs():
     """Returns a replacement of `Programs` that compiles the programs of equal settings once."""
     found = {}
@@ -94,13 +113,16 @@ def cached_programs():
 
 
 def copy_until(run, step, path):
-    """Copies a run as if its process had died after the checkpoint of `step`: without newer checkpoints and the results."""
+    """Copies a run as if its process had died after the checkpoint of `step`: without newer checkpoints and results."""
     copy = RunDirectory(shutil.copytree(run.path, path))
     for newer in copy.checkpoints.iterdir():
         if newer.name.isdigit() and int(newer.name) > step:
             shutil.rmtree(newer)
     assert (copy.checkpoints / str(step)).is_dir()
-    copy.weights_or_adapter.unlink()
+    summary = copy.path / "model_summary.json"
+    if json.loads(summary.read_text())["best_step"] > step:
+        copy.weights_or_adapter.unlink()
+    summary.unlink()
     return copy
 
 
@@ -119,6 +141,13 @@ class Workshop:
 
     path: object
     notes: io.StringIO = field(default_factory=io.StringIO)
+
+    def write(self, name, config, seed=3):
+        """Writes a run that was not trained, with random weights."""
+        run = create_run(self.path / name)
+        save_config(run, config)
+        save_weights(run.weights, random_weights(config.architecture(VOCABULARY), seed, 0.2))
+        return run
 
     def train(self, name, config, *, resume=False, store=None, tokenizer=None, **options):
         run = RunDirectory(self.path / name) if resume else create_run(self.path / name)
