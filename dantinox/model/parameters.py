@@ -7,6 +7,7 @@ Paths are `embed`, `norm_f/scale`, `head/kernel`, `blocks/<layer>/<module>/…/<
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from dantinox.model.packed import Layout, Part, check_parts, group_parts, pack_m
 from dantinox.model.transformer import Transformer
 
 Parameters = dict[str, jax.Array]
+Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 def abstract_model(
@@ -36,18 +38,29 @@ def abstract_model(
     Raises:
       ValueError: a packed array does not fit the model.
     """
-    abstract = _eval_shape(config)
-    if packed:
-        pack_modules(abstract, {name: jax.ShapeDtypeStruct(leaf.shape, jnp.uint8) for name, leaf in packed.items()})
-    graph, state = nnx.split(abstract)
-    flat = dict(nnx.to_flat_state(state))
-    shapes = {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
+    graph, flat, shapes = _abstract_state(config) if not packed else _split_abstract(config, packed)
 
     def build(parameters: Parameters) -> Transformer:
         leaves = [(path, leaf.replace(parameters[_name(path)])) for path, leaf in flat.items()]
         return nnx.merge(graph, nnx.from_flat_state(leaves))
 
-    return build, shapes
+    return build, dict(shapes)
+
+
+def _split_abstract(config: ModelConfig, packed: Mapping[str, Any]) -> tuple[Any, dict[Any, Any], Shapes]:
+    """Returns the graph of a model, its abstract variables by path, and the shape of every parameter by name."""
+    abstract = _eval_shape(config)
+    if packed:
+        pack_modules(abstract, {name: jax.ShapeDtypeStruct(leaf.shape, jnp.uint8) for name, leaf in packed.items()})
+    graph, state = nnx.split(abstract)
+    flat = dict(nnx.to_flat_state(state))
+    return graph, flat, {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
+
+
+@lru_cache(maxsize=16)
+def _abstract_state(config: ModelConfig) -> tuple[Any, dict[Any, Any], Shapes]:
+    """Returns `_split_abstract` without packed arrays. Tracing a constructor takes as long as many small programs."""
+    return _split_abstract(config, {})
 
 
 def _eval_shape(config: ModelConfig) -> Transformer:

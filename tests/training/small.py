@@ -1,16 +1,23 @@
 """A run small enough to train in a second."""
 
 import io
+import json
+import math
 import os
+import re
+import shutil
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
-from dantinox.config import build_config
+from dantinox.config import ModelConfig, TokenizerSection, build_config
+from dantinox.model.parameters import abstract_model
 from dantinox.report import Console
-from dantinox.run import RunDirectory, create_run, save_config
-from dantinox.text import Counts, TokenStore
+from dantinox.run import RunDirectory, create_run, save_config, save_tokenizer, save_weights
+from dantinox.text import Counts, TokenStore, train_tokenizer
 from dantinox.training.loop import train
+from dantinox.training.step import Programs
 
 VOCABULARY = 11
 SETTINGS = {
@@ -49,8 +56,74 @@ def small_store(config, store=TokenStore, **options):
     ids = (np.cumsum(rng.integers(1, 3, 3000)) % VOCABULARY).astype(np.uint16)
     counts = (Counts(2700, 1, 2700, 2700), Counts(300, 1, 600, 600))
     t = config.training
-    arguments = {"batch_size": t.batch_size, "sequence_length": config.model.max_context, "seed": t.seed, "counts": counts}
+    arguments = {
+        "batch_size": t.batch_size,
+        "sequence_length": config.model.max_context,
+        "seed": t.seed,
+        "counts": counts,
+    }
     return store(ids[:2700], ids[2700:], **arguments, **options)
+
+
+def random_weights(model: ModelConfig, seed: int = 3, size: float = 0.3) -> dict[str, np.ndarray]:
+    """Returns random weights of a model. NumPy draws them, because every shape drawn with JAX is one more program."""
+    rng = np.random.default_rng(seed)
+    shapes = abstract_model(model)[1].items()
+    return {name: np.float32(rng.normal(0 if len(leaf.shape) > 1 else 1, size, leaf.shape)) for name, leaf in shapes}
+
+
+# Settings that the programs of a run do not depend on.
+OUTSIDE_PROGRAMS = {
+    "logging": True,
+    "data": True,
+    "training": {"steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep_last", "patience"}
+    | {"init_from"},
+}
+
+
+def write_run(path, config, weights=None):
+    """Writes a run that was not trained, with a vocabulary of bytes and random weights."""
+    run, tokenizer = create_run(path), train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+    save_config(run, config)
+    save_tokenizer(run, tokenizer.to_json())
+    save_weights(run.weights, weights or random_weights(config.architecture(tokenizer.vocab_size)))
+    return run
+
+
+def largest_array(function, *arguments):
+    """Returns the number of elements of the largest array in a traced function."""
+    shapes = re.findall(r"\w\[([\d,]+)\]", str(jax.make_jaxpr(function)(*arguments)))
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+def cached_programs():
+    """Returns a replacement of `Programs` that compiles the programs of equal settings once."""
+    found = {}
+
+    def programs(step, validation_rows=None):
+        mesh, teacher = step.layout.mesh, step.teacher and step.teacher.model
+        devices = mesh and (dict(mesh.shape), [device.id for device in mesh.devices.flat])
+        settings = step.config.model_dump(exclude=OUTSIDE_PROGRAMS)
+        key = repr((settings, step.model, step.steps, step.length, teacher, devices, validation_rows))
+        if key not in found:
+            found[key] = Programs(step, validation_rows)
+        return found[key]
+
+    return programs
+
+
+def copy_until(run, step, path):
+    """Copies a run as if its process had died after the checkpoint of `step`: without newer checkpoints and results."""
+    copy = RunDirectory(shutil.copytree(run.path, path))
+    for newer in copy.checkpoints.iterdir():
+        if newer.name.isdigit() and int(newer.name) > step:
+            shutil.rmtree(newer)
+    assert (copy.checkpoints / str(step)).is_dir()
+    summary = copy.path / "model_summary.json"
+    if json.loads(summary.read_text())["best_step"] > step:
+        copy.weights_or_adapter.unlink()
+    summary.unlink()
+    return copy
 
 
 class Deadly(TokenStore):
@@ -68,6 +141,13 @@ class Workshop:
 
     path: object
     notes: io.StringIO = field(default_factory=io.StringIO)
+
+    def write(self, name, config, seed=3):
+        """Writes a run that was not trained, with random weights."""
+        run = create_run(self.path / name)
+        save_config(run, config)
+        save_weights(run.weights, random_weights(config.architecture(VOCABULARY), seed, 0.2))
+        return run
 
     def train(self, name, config, *, resume=False, store=None, tokenizer=None, **options):
         run = RunDirectory(self.path / name) if resume else create_run(self.path / name)

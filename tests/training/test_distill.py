@@ -15,12 +15,11 @@ from dantinox.config import UserError, build_config
 from dantinox.config.distill_settings import DistillSection
 from dantinox.config.yaml_files import inherit_settings
 from dantinox.distributed import Layout
-from dantinox.model import Transformer
 from dantinox.model.lora import is_adapter
 from dantinox.model.parameters import abstract_model
 from dantinox.platform import PLATFORMS
 from dantinox.report import human_bytes, read_csv, read_jsonl
-from dantinox.run import RunDirectory, load_run_config
+from dantinox.run import load_run_config
 from dantinox.run.adapters import load_run_weights
 from dantinox.text import Batch, Tokenizer, prepare_data
 from dantinox.training.distillation import BatchWithTeacher, distill_losses, token_divergence
@@ -32,7 +31,7 @@ from dantinox.training.step import TrainStep
 from dantinox.training.teacher import open_teacher
 from tests.error_texts import ERRORS
 
-from .small import VOCABULARY, small_config
+from .small import VOCABULARY, copy_until, largest_array, random_weights, small_config, write_run
 
 
 def softmax(x):
@@ -65,31 +64,42 @@ def reference(student, teacher, settings):
     return tau**2 * kl, tau * gradient
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("top_k", [None, 1, 3, 11, 50])
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_divergence_and_gradient_equal_float64(divergence, top_k, temperature):
-    settings = DistillSection(teacher="x", divergence=divergence, top_k=top_k, temperature=temperature)
+@jax.jit
+def divergences_and_gradients(student, teacher):
+    """Returns the divergences and gradients of all `CASES` in one program."""
+    found = {}
+    for name, settings in CASES.items():
+        kl, back = jax.vjp(lambda student, settings=settings: token_divergence(student, teacher, settings), student)
+        found[name] = kl, back(jnp.ones_like(kl))[0]
+    return found
+
+
+CASES = {
+    f"{divergence} {top_k} {temperature}": DistillSection(
+        teacher="x", divergence=divergence, top_k=top_k, temperature=temperature
+    )
+    for divergence in ("forward_kl", "reverse_kl")
+    for top_k, temperature in ((None, 2.5), (1, 1.0), (3, 2.5), (11, 0.7), (50, 2.5))
+}
+
+
+def test_divergence_and_gradient_equal_float64():
     student, teacher = np.random.default_rng(0).normal(0, 3, (2, 9, 12)).astype(np.float32)
-
-    @jax.jit
-    def compute(student, teacher):
-        kl, back = jax.vjp(lambda student: token_divergence(student, teacher, settings), student)
-        return kl, back(jnp.ones_like(kl))[0]
-
-    found, expected = compute(student, teacher), reference(student, teacher, settings)
-    np.testing.assert_allclose(found[0], expected[0], atol=1e-5, rtol=1e-5)
-    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
-    assert (expected[0] > 0).all()
+    for name, found in divergences_and_gradients(student, teacher).items():
+        expected = reference(student, teacher, CASES[name])
+        np.testing.assert_allclose(found[0], expected[0], atol=1e-5, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found[1], expected[1], atol=1e-5, err_msg=name)
+        assert (expected[0] > 0).all()
 
 
 def test_the_rest_keeps_a_small_mass():
     """1 − Σ of the two largest is 0 in float32, but the mass of the others is 2 · 10⁻¹⁰."""
     student, teacher = np.float32([[30, 30, 7, 7]]), np.float32([[31, 30, 8, 7]])
-    for divergence in ("forward_kl", "reverse_kl"):
-        settings = DistillSection(teacher="x", divergence=divergence, top_k=2)
-        gradient = jax.grad(lambda s, settings=settings: token_divergence(s, teacher, settings)[0])(student)
-        np.testing.assert_allclose(gradient, reference(student, teacher, settings)[1], rtol=1e-4)
+    settings = [DistillSection(teacher="x", divergence=name, top_k=2) for name in ("forward_kl", "reverse_kl")]
+    gradients = jax.jit(lambda s: [jax.grad(lambda s, one=one: token_divergence(s, teacher, one)[0])(s) for one in settings])
+    for found, one in zip(gradients(student), settings, strict=True):
+        expected = reference(student, teacher, one)[1]  # of the others: their mass times a float32 rounding error
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-16, err_msg=one.divergence)
 
 
 MIXED = DistillSection(teacher="x", divergence="reverse_kl", top_k=4, temperature=1.5, data_weight=0.3)
@@ -105,7 +115,11 @@ def batch():
 
 def transformer(seed=3, platform="cpu", padding=0, **changes):
     config = small_config(**{"model.dropout_rate": 0.0, "model.dtype": "float32"} | changes).architecture(VOCABULARY, platform)
-    return Transformer(replace(config, vocab_size=VOCABULARY + padding), rngs=nnx.Rngs(seed))
+    return transformer_of(replace(config, vocab_size=VOCABULARY + padding), seed)
+
+
+def transformer_of(config, seed=3):
+    return abstract_model(config)[0](random_weights(config, seed))
 
 
 def pair_of(platform="cpu"):
@@ -131,14 +145,18 @@ def sums_and_gradients(models, batch, settings, chunk_logits=1 << 24):
     return total, jax.tree.leaves(student), jax.tree.leaves(teacher)
 
 
-def test_sums_and_gradient_equal_float64_and_the_teacher_has_none(batch):
+@pytest.fixture(scope="module")
+def whole(batch):
+    return sums_and_gradients(pair_of(), batch, MIXED)
+
+
+def test_sums_and_gradient_equal_float64_and_the_teacher_has_none(batch, whole):
     """Applies the chain rule: the vector-Jacobian product of the logits with the float64 gradient of the loss."""
-    models = pair_of()
-    total, gradient, of_teacher = sums_and_gradients(models, batch, MIXED)
+    models, (total, gradient, of_teacher) = pair_of(), whole
     graph, state = nnx.split(models[0])
-    tokens, segments = jnp.asarray(batch.tokens_BT), jnp.asarray(batch.segments_BT)
 
     def logits(model):
+        tokens, segments = jnp.asarray(batch.tokens_BT), jnp.asarray(batch.segments_BT)
         return model(tokens, jnp.arange(8)[None], segments_BT=segments)[0].reshape(24, -1)
 
     student, back = jax.vjp(jax.jit(lambda state: logits(nnx.merge(graph, state))), state)
@@ -158,10 +176,9 @@ def test_sums_and_gradient_equal_float64_and_the_teacher_has_none(batch):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_chunks_have_the_same_sums_and_gradient(batch, platform, monkeypatch):
+def test_chunks_have_the_same_sums_and_gradient(batch, whole, platform, monkeypatch):
     """Also covers the code path of accelerators, which rounds the output layers once for all chunks."""
     monkeypatch.setitem(PLATFORMS, "gpu", replace(PLATFORMS["gpu"], min_loss_chunk_tokens=1))
-    whole = sums_and_gradients(pair_of(), batch, MIXED)
     parts = sums_and_gradients(pair_of(platform), batch, MIXED, chunk_logits=5 * (2 * VOCABULARY + 3))
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-5)
@@ -174,20 +191,37 @@ def test_a_student_equal_to_its_teacher_has_divergence_zero(batch):
     assert float(other.nats) > 0.01
 
 
+def traced_loss(rows, length):
+    """Returns a function that maps `chunk_logits` to the gradient of a loss and its arguments, with a vocabulary of 4096."""
+    config = small_config(**{"model.dropout_rate": 0.0, "model.hidden_dim": 16}).architecture(4096)
+    graph, state = nnx.split(transformer_of(config))
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((rows, length), jnp.float32))
+
+    def with_chunks(chunk_logits):
+        def loss(state, teacher_weights, batch):
+            pair = BatchWithTeacher(batch, nnx.merge(graph, teacher_weights))
+            return distill_losses(nnx.merge(graph, state), pair, DistillSection(), chunk_logits=chunk_logits).nats
+
+        return jax.grad(loss), state, state, batch
+
+    return with_chunks
+
+
+def test_chunks_compute_neither_logits_at_once():
+    with_chunks = traced_loss(128, 16)
+    assert largest_array(*with_chunks(1 << 24)) == 128 * 16 * 4096
+    assert largest_array(*with_chunks(64 * 4096)) == 32 * 4096  # the logits of a chunk of one of the models
+
+
+@pytest.mark.slow
 def test_chunks_allocate_neither_logits(optimized):
-    config = small_config(**{"model.dropout_rate": 0.0}).architecture(4096)
-    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
-    ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+    with_chunks, all_logits = traced_loss(4, 64), 4 * 64 * 4096 * 4
 
     def temporary(chunk_logits):
-        def loss(state, teacher_weights, batch):
-            batch_with_teacher = BatchWithTeacher(batch, nnx.merge(graph, teacher_weights))
-            return distill_losses(nnx.merge(graph, state), batch_with_teacher, DistillSection(), chunk_logits=chunk_logits).nats
+        gradient, *arguments = with_chunks(chunk_logits)
+        return optimized(jax.jit(gradient).lower(*arguments)).memory_analysis().temp_size_in_bytes
 
-        batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((4, 64), jnp.float32))
-        return optimized(jax.jit(jax.grad(loss)).lower(state, state, batch)).memory_analysis().temp_size_in_bytes
-
-    all_logits = 4 * 64 * 4096 * 4
     assert temporary(1 << 24) >= 2 * all_logits and temporary(16 * 4096) < all_logits
 
 
@@ -201,11 +235,16 @@ BYTES = {"tokenizer.tokenizer_type": "byte"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a corpus and the teacher, a run of four layers."""
+    """A folder with a corpus and the teacher, a run of two layers."""
     folder = tmp_path_factory.mktemp("distill")
     (folder / "a.txt").write_text("nel mezzo del cammin di nostra vita mi ritrovai per una selva oscura\n" * 40)
-    launch(config_of(folder, objective="next_token", **BYTES, **{"model.num_blocks": 4}), run_dir=folder / "teacher")
+    config = teacher_config(folder)
+    write_run(folder / "teacher", config, random_weights(config.architecture(259), size=0.6))
     return folder
+
+
+def teacher_config(folder, **changes):
+    return config_of(folder, objective="next_token", **BYTES | {"model.num_blocks": 2} | changes)
 
 
 def config_of(folder, *, objective="distill", **changes):
@@ -236,20 +275,18 @@ def test_run_has_the_tokenizer_of_its_teacher_and_logs_both_losses(folder, stude
     assert last["kl"] < first["kl"] and last["data_loss"] < first["data_loss"]
 
 
-def test_resumed_run_equals_the_uninterrupted_one_and_needs_the_same_teacher(folder, student):
+def test_resumed_run_equals_the_uninterrupted_one_and_needs_the_same_teacher(folder, student, capfd):
     run, config = student[0], load_run_config(student[0])
-    half = config.model_copy(update={"training": config.training.model_copy(update={"steps": 4})})
-    cut = launch(half, run_dir=folder / "elsewhere" / "cut")
+    cut = copy_until(run, 4, folder / "elsewhere" / "cut")
     (folder / "teacher").rename(folder / "elsewhere" / "teacher")  # found by its name next to the run
     try:
         launch(config, run_dir=cut.path, resume=True)
     finally:
         (folder / "elsewhere" / "teacher").rename(folder / "teacher")
     assert cut.weights.read_bytes() == run.weights.read_bytes()
-    other = launch(
-        config_of(folder, objective="next_token", **BYTES, **{"training.steps": 1, "model.num_blocks": 4}),
-        run_dir=folder / "elsewhere" / "teacher",
-    )
+    size = 4 * sum(np.prod(leaf.shape) for leaf in model_shapes(teacher_config(folder)).values())
+    assert f"teacher {human_bytes(int(size))}, " in capfd.readouterr().err
+    other = write_run(folder / "elsewhere" / "teacher", teacher_config(folder, **{"model.dim": 24}))
     (folder / "teacher").rename(folder / "gone")
     longer = config.model_copy(update={"training": config.training.model_copy(update={"steps": 9})})
     try:
@@ -271,8 +308,9 @@ def test_another_tokenizer_or_a_longer_context_is_refused(folder, tmp_path):
 
 
 def test_a_student_starts_from_evenly_spaced_layers(folder):
-    teacher = RunDirectory(folder / "teacher")
-    config = config_of(folder, **{"model.num_blocks": 2, "distill.init_from_teacher": True})
+    teacher = write_run(folder / "deep", teacher_config(folder, **{"model.num_blocks": 4}))
+    start = {"distill.init_from_teacher": True, "distill.teacher": str(teacher.path)}
+    config = config_of(folder, **{"model.num_blocks": 2}, **start)
     model, fingerprint = config.architecture(259), Tokenizer.load(teacher.tokenizer).fingerprint
     found = starting_weights(config, model, fingerprint)
     weights = load_run_weights(teacher, load_run_config(teacher), model_shapes(load_run_config(teacher)), 259)
@@ -280,7 +318,7 @@ def test_a_student_starts_from_evenly_spaced_layers(folder):
     for name, array in found.items():
         np.testing.assert_array_equal(array, weights[name.replace("blocks/1", "blocks/2")])
     for changes in ({"model.hidden_dim": 24}, {"model.num_blocks": 5}):
-        other = config_of(folder, **{"distill.init_from_teacher": True} | changes)
+        other = config_of(folder, **start | changes)
         with pytest.raises(UserError, match=ERRORS["only_the_number_of_layers"]):
             starting_weights(other, other.architecture(259), fingerprint)
 
@@ -291,10 +329,9 @@ def model_shapes(config):
 
 def test_adapters_learn_from_a_bfloat16_teacher(folder, student):
     """The adapters of a student start at the divergence of their base, which a teacher rounded to bfloat16 hardly changes."""
-    run, _ = student
-    changes = {"training.init_from": str(run.path), "lora.rank": 2, "distill.teacher_weights": "bfloat16"}
+    changes = {"training.init_from": str(student[0].path), "lora.rank": 2, "distill.teacher_weights": "bfloat16"}
     config = config_of(folder, **changes, **{"model.dtype": "float32"})
-    tokenizer, store = prepare_data(config, folder / "tokens", Tokenizer.load(run.tokenizer))
+    tokenizer, store = prepare_data(config, folder / "tokens", Tokenizer.load(student[0].tokenizer))
     model, losses = config.trained_architecture(tokenizer.vocab_size), []
     for held in ("bfloat16", "float32"):
         section = config.distill.model_copy(update={"teacher_weights": held})
@@ -327,7 +364,7 @@ def test_conversations_have_the_batches_of_sft(folder):
 def test_dry_run_counts_the_teacher(folder):
     notes = []
     dry_run(inherit_settings(config_of(folder)), notes.append)
-    size = 4 * sum(np.prod(leaf.shape) for leaf in model_shapes(config_of(folder, **{"model.num_blocks": 4})).values())
+    size = 4 * sum(np.prod(leaf.shape) for leaf in model_shapes(teacher_config(folder)).values())
     assert f"teacher {human_bytes(int(size))}, " in "\n".join(notes)
 
 
@@ -349,12 +386,13 @@ def test_sampled_answers_are_compared_token_by_token(folder):
         np.testing.assert_array_equal(answer, np.arange(len(prompt) - 1, answer[-1] + 1))
         np.testing.assert_array_equal(batch.targets_BT[row, : answer[-1]], batch.tokens_BT[row, 1 : answer[-1] + 1])
         assert len(answer) <= 6 and (len(answer) == 6 or batch.targets_BT[row, answer[-1]] in tokenizer.stop_ids)
-    read = jax.jit(lambda model, tokens: model(tokens, jnp.arange(32)[None])[0])
+    read = jax.jit(lambda model, tokens: model(tokens, np.arange(32)[None])[0])
     student_BTV, teacher_BTV = (
         read(abstract_model(model)[0](weights), batch.tokens_BT)
         for model, weights in ((layout.model, state.parameters), (teacher.model, teacher_weights))
     )
-    expected = reference(student_BTV.reshape(4 * 32, -1), teacher_BTV.reshape(4 * 32, -1), config.distill)[0]
+    logits = (np.asarray(logits_BTV).reshape(4 * 32, -1) for logits_BTV in (student_BTV, teacher_BTV))
+    expected = reference(*logits, config.distill)[0]
     mask = np.asarray(batch.mask_BT).reshape(-1)
     metrics = training.program(state, batch, {}, teacher_weights)[1]
     np.testing.assert_allclose(metrics.metrics[0], expected @ mask / mask.sum(), rtol=1e-5)
@@ -367,18 +405,16 @@ def samples_config(folder, **changes):
     given |= {"model.max_context": 32, "generation.max_new_tokens": 6, "model.dtype": "float32"} | changes
     teacher = folder / "longer"  # with a context of 32 tokens
     if not teacher.is_dir():
-        launch(config_of(folder, objective="next_token", **BYTES, **{"model.max_context": 32}), run_dir=teacher)
+        write_run(teacher, teacher_config(folder, **{"model.max_context": 32, "model.num_blocks": 1}))
     config = inherit_settings(config_of(folder, **given, **{"distill.teacher": str(teacher)}))
     tokenizer = Tokenizer.load(teacher / "tokenizer.json")
     return config, tokenizer, prepare_data(config, folder / "prompts", tokenizer)[1]
 
 
-@pytest.mark.slow
 def test_resumed_run_with_samples_equals_the_uninterrupted_one(folder):
     config, *_ = samples_config(folder)
     whole = launch(config, run_dir=folder / "samples")
-    half = config.model_copy(update={"training": config.training.model_copy(update={"steps": 4})})
-    cut = launch(half, run_dir=folder / "half of the samples")
+    cut = copy_until(whole, 4, folder / "half of the samples")
     launch(config, run_dir=cut.path, resume=True)
     assert cut.weights.read_bytes() == whole.weights.read_bytes()
     rows = [[row for row in read_jsonl(run.metrics) if row["kind"] == "distillation"] for run in (whole, cut)]

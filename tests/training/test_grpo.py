@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+from importlib import import_module
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -24,7 +26,8 @@ from dantinox.training.rollout_source import Group, RolloutBatches, rollout_leng
 from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
 from tests.error_texts import ERRORS
 
-from .grpo_runs import RECORDS, grpo_config, make_base, outcome
+from .grpo_runs import grpo_config, make_base, outcome
+from .small import copy_until
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,11 @@ def base(tmp_path_factory):
 def whole(base):
     """A run that nothing interrupts."""
     return launch(grpo_config(base), run_dir=base / "whole")
+
+
+@pytest.fixture(scope="module")
+def loaded(base):
+    return load(base / "base")
 
 
 def answer(ids, text="", logprobs=None):
@@ -72,13 +80,13 @@ def test_seeds_differ():
     assert len(seeds) == 1600 and all(0 <= seed < 2**32 for seed in seeds)
 
 
-def test_answers_do_not_depend_on_their_batch(base):
+def test_answers_do_not_depend_on_their_batch(base, loaded):
     """The same prompts in another order, in calls of another size."""
-    loaded, config = load(base / "base"), grpo_config(base)
+    config = grpo_config(base)
     model, weights = loaded.model.config, _weights(loaded.model)
     prompts = [tuple(b"u%da" % number) for number in range(6)]
     seeds = [rollout_seed(0, number) for number in range(6)]
-    first, second = (Rollouts(config, model, loaded.tokenizer, 4, samples=4, prompts=count) for count in (2, 3))
+    first, second = (Rollouts(config, model, loaded.tokenizer, 4, samples=8, prompts=count) for count in (4, 3))
     expected, order = first.sample(weights, prompts, seeds), [3, 0, 5, 1, 4, 2]
     got = second.sample(weights, [prompts[i] for i in order], [seeds[i] for i in order])
     for number, answers in zip(order, got, strict=True):
@@ -92,9 +100,8 @@ def test_answers_do_not_depend_on_their_batch(base):
 @pytest.mark.parametrize(
     ("prompts", "samples", "expected"), [(8, 8, 8), (64, 16, 16), (40, 8, 20), (810, 1, 203), (3, 300, 1), (1, 1, 1)]
 )
-def test_prompts_are_decoded_in_parts_of_equal_size(base, prompts, samples, expected):
+def test_prompts_are_decoded_in_parts_of_equal_size(base, loaded, prompts, samples, expected):
     """At most 256 rows, unless one prompt has more answers, and as few rows of padding as possible."""
-    loaded = load(base / "base")
     rollouts = Rollouts(grpo_config(base), loaded.model.config, loaded.tokenizer, 4, samples=samples, prompts=prompts)
     assert rollouts.prompts_per_call == expected
 
@@ -156,10 +163,7 @@ def test_starting_weights_are_kept_if_training_makes_them_worse(whole, base):
     config = grpo_config(base, **changes)
     run = launch(config, run_dir=base / "worse")
     before, after = [row["val_reward"] for row in read_csv(run.log(config))]
-    model = load(whole.path)
-    problems = [record["prompt"] for record in RECORDS[-8:]]  # the validation part
-    answers = [model.chat([{"role": "user", "content": text}], greedy=True, max_new_tokens=2).text for text in problems]
-    assert before == np.mean([text == "y" for text in answers]) > after
+    assert before == 1 > after  # the greedy answers of the starting weights are all `y`
     assert json.loads(run.summary(config).read_text())["best_step"] == 0
     kept, start = (nnx.state(load(path).model) for path in (run.path, whole.path))
     jax.tree.map(np.testing.assert_array_equal, kept, start)
@@ -187,30 +191,39 @@ def test_stopped_run_continues_with_equal_results(whole, base, monkeypatch, step
     assert outcome(cut, config) == outcome(whole, config)
 
 
-@pytest.mark.slow
+LORA = {"lora.rank": 2, "grpo.kl_weight": 0.1}
+UPDATES = {"grpo.updates": 2, "training.grad_accum": 2}
+SCAN = {"model.scan_layers": True, "model.num_blocks": 2, "grpo.loss": "dapo", "training.ema": 0.5}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"grpo.updates": 2, "grpo.loss": "grpo", "grpo.kl_weight": 0.1, "training.grad_accum": 2},
-        {"lora.rank": 2, "grpo.kl_weight": 0.1, "training.lr": 0.02},
-        {"model.scan_layers": True, "grpo.loss": "dapo", "training.ema": 0.5},
+        LORA | UPDATES | {"grpo.loss": "dapo"},
+        pytest.param(LORA, marks=pytest.mark.slow),
+        pytest.param(UPDATES | {"grpo.loss": "grpo", "grpo.kl_weight": 0.1}, marks=pytest.mark.slow),
+        pytest.param(SCAN, marks=pytest.mark.slow),
     ],
 )
 def test_variants_learn_and_resume_exactly(base, tmp_path, changes):
+    base = make_base(tmp_path, **{"model.num_blocks": 2}) if "model.num_blocks" in changes else base
     config = grpo_config(base, **changes)
     run = launch(config, run_dir=tmp_path / "whole")
     rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
     assert rows[-1]["reward"] > rows[0]["reward"] and all(row["sampler_gap"] < 1e-4 for row in rows)
     if "grpo.kl_weight" in changes:
-        assert rows[0]["kl"] == pytest.approx(0, abs=1e-6 if "lora.rank" in changes else 1) and rows[-1]["kl"] > 1e-4
-    cut = launch(grpo_config(base, **changes, **{"training.steps": 4}), run_dir=tmp_path / "cut")
+        fresh = "lora.rank" in changes and "grpo.updates" not in changes
+        assert rows[0]["kl"] == pytest.approx(0, abs=1e-6 if fresh else 1) and rows[-1]["kl"] > 1e-4
+    cut = copy_until(run, 6, tmp_path / "cut")
     launch(config, run_dir=cut.path, resume=True)
     assert outcome(cut, config)[0] == outcome(run, config)[0]
 
 
-@pytest.mark.slow
-def test_dry_run_and_learning_rate_test(base):
-    notes = []
+def test_dry_run_and_learning_rate_test(base, monkeypatch):
+    notes, loss = [], SimpleNamespace(block_until_ready=lambda: None)
+    monkeypatch.setattr(
+        import_module("dantinox.training.dry_run"), "benchmark_step", lambda *_: lambda: SimpleNamespace(loss=loss)
+    )
     dry_run(grpo_config(base), notes.append)
     assert any("32 answers of 8 tokens" in note for note in notes) and any("sampling the answers" in note for note in notes)
     with pytest.raises(UserError, match="find-lr compares losses"):

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from dantinox import cli
 from dantinox.config import LoraConfig, UserError, build_config
+from dantinox.distributed import Layout
 from dantinox.model.flops import adapter_parameters, attention_flops, training_flops
 from dantinox.model.frozen_weights import to_frozen_dtype
 from dantinox.model.layers import Linear
@@ -27,13 +28,14 @@ from dantinox.model.lora import (
 from dantinox.model.lora import adapted_linears as parts_of
 from dantinox.model.parameters import abstract_model
 from dantinox.report import read_csv, read_jsonl
-from dantinox.run import load_run_config, open_run, weights_digest
+from dantinox.run import RunDirectory, load_run_config, open_run, weights_digest
 from dantinox.run.adapters import load_run_weights
+from dantinox.training.resume import frozen_weights, starting_weights
 from dantinox.training.step import Programs, TrainStep
 from dantinox.training.text_samples import build_sampling_model
 from tests.error_texts import ERRORS
 
-from .small import SETTINGS, VOCABULARY, Workshop, small_config, small_store
+from .small import SETTINGS, VOCABULARY, Tokens, Workshop, small_config, small_store, write_run
 from .test_resume import TIMES, Stumbles
 
 QKV = {name: place for name, place in projections("swiglu").items() if place.module == "attention/qkv"}
@@ -41,15 +43,17 @@ QKV = {name: place for name, place in projections("swiglu").items() if place.mod
 
 def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32", **options):
     """Returns an adapted layer and its parameters in float64: the kernel, and the matrices A and B of every target."""
-    rngs = nnx.Rngs(0)
-    linear = Linear(shape_in, shape_out, dtype=jnp.float32, rngs=rngs)
-    layer = AdaptedLinear(linear, targets, LoraConfig(2, 3.0, tuple(targets), held=held, **options), rngs=rngs)
-    random = np.random.default_rng(0)
-    for name in targets:
-        adapter = getattr(layer, name)
-        adapter.lora_b = nnx.Param(jnp.asarray(random.standard_normal(adapter.lora_b.shape), jnp.float32))
-    state = {"/".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in nnx.to_flat_state(nnx.state(layer))}
-    return layer, state
+
+    def construct():
+        rngs = nnx.Rngs(0)
+        linear = Linear(shape_in, shape_out, dtype=jnp.float32, rngs=rngs)
+        return AdaptedLinear(linear, targets, LoraConfig(2, 3.0, tuple(targets), held=held, **options), rngs=rngs)
+
+    random, graph_and_state = np.random.default_rng(0), nnx.split(nnx.eval_shape(construct))
+    leaves = [(path, leaf, random.standard_normal(leaf.shape)) for path, leaf in nnx.to_flat_state(graph_and_state[1])]
+    filled = [(path, leaf.replace(array.astype(leaf.dtype))) for path, leaf, array in leaves]
+    state = {"/".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in filled}
+    return nnx.merge(graph_and_state[0], nnx.from_flat_state(filled)), state
 
 
 @pytest.mark.parametrize(
@@ -105,24 +109,32 @@ def test_int8_weights_are_rounded_per_output():
     np.testing.assert_allclose(parts[name] * parts["blocks/0/attention/out/scale"], w, atol=float(scale.max()) / 1.99)
     assert parts[name].dtype == np.int8 and to_frozen_dtype("embed", w, shapes)["embed"].dtype == jnp.bfloat16
     layer, _ = adapted({"o_proj": Projection("attention/out")}, w.shape[:-1], (16,), held="int8")
-    layer.kernel, layer.scale = (
-        nnx.Param(jnp.asarray(parts[name])),
-        nnx.Param(jnp.asarray(parts["blocks/0/attention/out/scale"])),
-    )
-    layer.o_proj.lora_b = nnx.Param(jnp.zeros_like(layer.o_proj.lora_b[...]))
+    layer.kernel, layer.scale = nnx.Param(parts[name]), nnx.Param(parts["blocks/0/attention/out/scale"])
+    layer.o_proj.lora_b = nnx.Param(np.zeros((2, 16), np.float32))
     x = np.random.default_rng(1).standard_normal((3, *w.shape[:-1])).astype(np.float32)
     wide = (parts[name] * parts["blocks/0/attention/out/scale"]).astype(np.float64)
-    y, back = jax.vjp(layer, jnp.asarray(x))
-    np.testing.assert_allclose(y, np.tensordot(x, wide, 3), rtol=1e-4, atol=1e-4)
     d_y = np.ones((3, 16), np.float32)
-    np.testing.assert_allclose(back(jnp.asarray(d_y))[0], np.tensordot(d_y, wide, (1, 3)), rtol=1e-4, atol=1e-4)
+    y, d_x = output_and_gradient(layer, x, d_y)
+    np.testing.assert_allclose(y, np.tensordot(x, wide, 3), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(d_x, np.tensordot(d_y, wide, (1, 3)), rtol=1e-4, atol=1e-4)
+
+
+def output_and_gradient(layer, x, d_y):
+    """Returns the output of a layer and the gradient of its input."""
+    graph, state = nnx.split(layer)
+
+    @jax.jit
+    def run(state, x, d_y):
+        y, back = jax.vjp(nnx.merge(graph, state), x)
+        return y, back(d_y)[0]
+
+    return run(state, x, d_y)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A base run, and its folder."""
-    folder = tmp_path_factory.mktemp("lora")
-    return Workshop(folder).train("base", small_config(training__steps=6))
+    return Workshop(tmp_path_factory.mktemp("lora")).write("base", small_config())
 
 
 def lora_config(base, **changes):
@@ -223,7 +235,7 @@ def outcome(run, config):
 NARROW = {"model__scan_layers": True, "lora__base_weights": "int8", "training__ema": 0.9, "training__optimizer": "muon"}
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param(NARROW, marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize("changes", [{}, pytest.param(NARROW, marks=pytest.mark.slow)], ids=str)
 def test_interrupted_run_is_bit_exact(base, tuned, changes):
     workshop, text = Workshop(base.path.parent), {"sample": lambda model: "text"}
     config = lora_config(base, training__sample_every=24, **changes)
@@ -247,7 +259,7 @@ def test_base_must_exist_and_be_unchanged(base, tuned, tmp_path):
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(UserError, match=ERRORS["the_base_of_tuned_is"]):
         weights_of(copy, missing_base)
-    moved.train("base", small_config(training__steps=1, training__warmup_steps=0, training__seed=3))
+    moved.write("base", small_config(), seed=4)
     other = config.model_copy(update={"training": config.training.model_copy(update={"init_from": str(tmp_path / "base")})})
     with pytest.raises(UserError, match=ERRORS["the_adapters_of_tuned_were"]):
         weights_of(copy, other)
@@ -257,7 +269,19 @@ def test_base_must_exist_and_be_unchanged(base, tuned, tmp_path):
         )
 
 
-@pytest.mark.exhaustive
+def test_starting_weights_include_the_adapters_of_the_run(tuned):
+    run, *_ = tuned
+    expected, fingerprint = weights_of(run), Tokens.fingerprint
+    whole, again = small_config(training__init_from=str(run.path)), lora_config(run)
+    model, adapted_model = whole.architecture(VOCABULARY), again.trained_architecture(VOCABULARY)
+    of_whole = starting_weights(whole, model, fingerprint)
+    for found in (of_whole, frozen_weights(again, adapted_model, fingerprint, Layout(adapted_model))):
+        assert found.keys() == expected.keys()
+        for name, array in found.items():
+            np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+@pytest.mark.slow
 def test_training_from_an_adapter_run(base, tuned):
     """Each training starts from the result of the previous one."""
     run, config, _ = tuned
@@ -276,17 +300,23 @@ def test_training_from_an_adapter_run(base, tuned):
 def test_dropout_applies_to_adapter_inputs_during_training_only(base):
     layer, numbers = adapted({"o_proj": Projection("attention/out")}, (6,), (4,))
     layer.rate, x = 0.5, np.random.default_rng(0).standard_normal((5, 6))
-    still = np.asarray(layer(jnp.asarray(x, jnp.float32)))
+    apply = jax.jit(lambda state, graph, x: nnx.merge(graph, state)(x), static_argnums=1)
+
+    def output():
+        graph, state = nnx.split(layer)
+        return np.asarray(apply(state, graph, np.float32(x)))
+
+    still = output()
     layer.key = nnx.Variable(jax.random.key(3))
     kept = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.5, x.shape))
     a, b = numbers["o_proj/lora_a"], numbers["o_proj/lora_b"]
     np.testing.assert_allclose(still, x @ numbers["kernel"] + 1.5 * x @ a @ b, atol=1e-5)
     expected = x @ numbers["kernel"] + 1.5 * (kept * x / 0.5) @ a @ b
-    np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), expected, atol=1e-5)
+    np.testing.assert_allclose(output(), expected, atol=1e-5)
     for scanned in (False, True):
         config = lora_config(base, lora__dropout=0.5, model__num_blocks=2, model__scan_layers=scanned)
         build, shapes = abstract_model(config.trained_architecture(VOCABULARY))
-        model = build({name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()})
+        model = build({name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()})
         assert {part.key for part in parts_of(model)} == {None}
         enable_dropout(model, jax.random.key(0))
         keys = np.concatenate([jax.random.key_data(part.key[...]).reshape(-1, 2) for part in parts_of(model)])
@@ -319,37 +349,64 @@ def test_experts_stay_frozen_and_attention_learns(base):
     assert shapes["blocks/0/ffn/experts/down/kernel"].dtype == shapes["blocks/0/ffn/shared/down/kernel"].dtype == jnp.bfloat16
 
 
-@pytest.mark.slow
-def test_commands_inherit_the_base_generate_and_merge(run_dir, tmp_path, capfd, monkeypatch):
+@pytest.fixture
+def command(tmp_path, capfd, monkeypatch):
+    """Runs a command in a folder with a text; returns its exit code and output."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("nel mezzo del cammin di nostra vita " * 60)
-    train = ["train", "--config", tmp_path / "a.yaml", "--run_dir", "tuned", "--rank", "2"]
-    (tmp_path / "a.yaml").write_text(
-        f"training: {{init_from: {run_dir}, steps: 2, batch_size: 2, warmup_steps: 0, lr: 0.05, sample_every: 2}}\n"
-        "data: {path: text.txt}\nlogging: {plot: false}\ngeneration: {max_new_tokens: 4}\n"
-    )
 
     def done(*argv):
         code = cli.main([str(arg) for arg in argv])
-        out, err = capfd.readouterr()
-        return code, out, err
+        return code, *capfd.readouterr()
 
-    assert "30.7k parameters, 1.66k of them trained: weights 116 kB" in done(*train, "--dry_run")[1]
-    code, _, err = done(*train)
-    assert code == 0 and "no sample" not in err, err
-    assert open_run("tuned").adapter.is_file() and (tmp_path / "tuned" / "samples" / "step_2.txt").is_file()
-    assert done("verify", "tuned")[0] == 0
-    assert done("merge-lora", "tuned", "--run_dir", "merged")[0] == 0
-    say = ["--prompt", "nel", "--greedy", "--max_new_tokens", 8]
-    texts = [done("generate", "--run_dir", run, *say)[1] for run in ("tuned", "merged")]
-    assert texts[0] == texts[1] and len(texts[0]) > 3
-    assert done("merge-lora", "merged", "--run_dir", "again")[2].startswith("error: ") and not (tmp_path / "again").exists()
-    for wrong in ([], ["tuned", "--base", "x"], ["--adapter", "x"]):
-        assert "needs the run of the adapters, or --adapter and --base" in done("merge-lora", *wrong, "--run_dir", "o")[2]
-    shown = done("train", "--init_from", run_dir, "--print_config")[1]
-    assert "dim: 32" in shown and "optimizer: adamw" in shown, "the model of the run, not of the default config"
-    _, _, err = done(*train[:4], "elsewhere", "--dim", "64")
-    assert (
-        err
-        == f"error: model.dim is 32 in {run_dir}, whose weights the training starts from, got 64: leave it out (command line)\n"
+    return done
+
+
+def train_command(base, folder, **changes):
+    """Returns the arguments of a training of adapters in the run `tuned`."""
+    training = {"init_from": str(base), "steps": 2, "batch_size": 2, "warmup_steps": 0, "lr": 0.05} | changes
+    settings = {"training": training, "data": {"path": "text.txt"}, "logging": {"plot": False}}
+    (folder / "a.yaml").write_text(json.dumps(settings | {"generation": {"max_new_tokens": 4}}))
+    return ["train", "--config", folder / "a.yaml", "--run_dir", "tuned", "--rank", "2"]
+
+
+def test_commands_train_verify_and_merge(tmp_path, command):
+    size = {"dim": 16, "n_heads": 2, "num_blocks": 1, "max_context": 16, "dtype": "float32"}
+    write_run(tmp_path / "base", build_config({"model": size, "tokenizer": {"tokenizer_type": "byte"}}))
+    train = train_command(tmp_path / "base", tmp_path)
+    code, _, err = command(*train)
+    assert code == 0, err
+    assert open_run("tuned").adapter.is_file() and command("verify", "tuned")[0] == 0
+    assert command("merge-lora", "tuned", "--run_dir", "merged")[0] == 0
+    merged, adapted = (open_run(name) for name in ("merged", "tuned"))
+    config, of_base = load_run_config(merged), RunDirectory(tmp_path / "base")
+    shapes = abstract_model(config.architecture(259))[1]
+    found, expected, before = (
+        load_run_weights(run, load_run_config(run), shapes, 259, lambda path, array: np.array(array))
+        for run in (merged, adapted, of_base)
     )
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    assert np.abs(found["blocks/0/ffn/down/kernel"] - before["blocks/0/ffn/down/kernel"]).max() > 1e-4
+    assert command("merge-lora", "merged", "--run_dir", "again")[2].startswith("error: ")
+    assert not (tmp_path / "again").exists()
+    for wrong in ([], ["tuned", "--base", "x"], ["--adapter", "x"]):
+        problem = command("merge-lora", *wrong, "--run_dir", "o")[2]
+        assert "needs the run of the adapters, or --adapter and --base" in problem
+    shown = command("train", "--init_from", tmp_path / "base", "--print_config")[1]
+    assert "dim: 16" in shown and "optimizer: adamw" in shown, "the model of the run, not of the default config"
+    start = f"model.dim is 16 in {tmp_path / 'base'}, whose weights the training starts from"
+    assert command(*train[:4], "elsewhere", "--dim", "64")[2] == f"error: {start}, got 64: leave it out (command line)\n"
+
+
+@pytest.mark.slow
+def test_commands_sample_and_generate(run_dir, tmp_path, command):
+    train = train_command(run_dir, tmp_path, sample_every=2)
+    assert "30.7k parameters, 1.66k of them trained: weights 116 kB" in command(*train, "--dry_run")[1]
+    code, _, err = command(*train)
+    assert code == 0 and "no sample" not in err, err
+    assert (tmp_path / "tuned" / "samples" / "step_2.txt").is_file()
+    assert command("merge-lora", "tuned", "--run_dir", "merged")[0] == 0
+    say = ["--prompt", "nel", "--greedy", "--max_new_tokens", 8]
+    texts = [command("generate", "--run_dir", run, *say)[1] for run in ("tuned", "merged")]
+    assert texts[0] == texts[1] and len(texts[0]) > 3

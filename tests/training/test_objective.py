@@ -7,17 +7,21 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dantinox.model import Transformer
+from dantinox.model.parameters import abstract_model
 from dantinox.platform import PLATFORMS
 from dantinox.text import Batch
 from dantinox.training.token_losses import next_token_losses
 
-from .small import VOCABULARY, small_config
+from .small import VOCABULARY, largest_array, random_weights, small_config
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Transformer(small_config().architecture(VOCABULARY), rngs=nnx.Rngs(3))
+    return model_of(small_config().architecture(VOCABULARY))
+
+
+def model_of(config):
+    return abstract_model(config)[0](random_weights(config))
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +37,14 @@ def summed(model, batch, key=None, chunk_logits=1 << 24):
     return next_token_losses(model, batch, rngs=None if key is None else nnx.Rngs(dropout=key), chunk_logits=chunk_logits)
 
 
+@jax.jit
+def logits_of(model, batch):
+    return model(batch.tokens_BT, np.broadcast_to(np.arange(8), (3, 8)), segments_BT=batch.segments_BT)[0]
+
+
 def reference(model, batch):
     """Returns the sums in float64 from the logits of the model."""
-    positions = np.broadcast_to(np.arange(8), (3, 8))
-    read = jax.jit(lambda model, batch: model(batch.tokens_BT, positions, segments_BT=batch.segments_BT)[0])
-    logits = np.asarray(read(model, batch), np.float64)
+    logits = np.asarray(logits_of(model, batch), np.float64)
     normalizer = np.log(np.exp(logits).sum(-1))
     nats = normalizer - np.take_along_axis(logits, batch.targets_BT[..., None], -1)[..., 0]
     return (nats * batch.mask_BT).sum(), (normalizer**2 * batch.mask_BT).sum(), batch.mask_BT.sum()
@@ -50,15 +57,14 @@ def test_sums_equal_float64_with_and_without_chunks(model, batch, chunk_logits):
     np.testing.assert_allclose(found, reference(model, batch), rtol=2e-6)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
+def test_chunks_have_the_same_gradient(batch, tied, monkeypatch):
     """Also covers the code path of accelerators, which rounds the output layer once for all chunks."""
     monkeypatch.setitem(PLATFORMS, "gpu", replace(PLATFORMS["gpu"], min_loss_chunk_tokens=1))
 
     def gradient(platform, chunk_logits):
         config = small_config(**{"model.dtype": "float32", "model.weight_tying": tied}).architecture(VOCABULARY, platform)
-        graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(3)))
+        graph, state = nnx.split(model_of(config))
 
         def loss(state):
             total = next_token_losses(nnx.merge(graph, state), batch, chunk_logits=chunk_logits)
@@ -66,24 +72,41 @@ def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
 
         return jax.tree.leaves(jax.jit(jax.grad(loss))(state))
 
-    for whole, parts in zip(gradient("cpu", 1 << 24), gradient(platform, 5 * VOCABULARY), strict=True):
-        np.testing.assert_allclose(whole, parts, atol=2e-5)
+    whole = gradient("cpu", 1 << 24)
+    for platform in ("cpu", "gpu"):
+        for expected, got in zip(whole, gradient(platform, 5 * VOCABULARY), strict=True):
+            np.testing.assert_allclose(got, expected, atol=2e-5, err_msg=platform)
 
 
-def test_chunks_do_not_allocate_all_logits(optimized):
-    config = small_config().architecture(4096)
-    model = Transformer(config, rngs=nnx.Rngs(0))
-    ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
-    graph, state = nnx.split(model)
+def traced_loss(rows, length):
+    """Returns a function that maps `chunk_logits` to the gradient of a loss and its arguments, with a vocabulary of 4096."""
+    graph, state = nnx.split(model_of(small_config(**{"model.hidden_dim": 16}).architecture(4096)))
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((rows, length), jnp.float32))
 
-    def temporary(chunk_logits):
+    def with_chunks(chunk_logits):
         def loss(state, batch):
             return next_token_losses(nnx.merge(graph, state), batch, chunk_logits=chunk_logits).nats
 
-        batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((4, 64), jnp.float32))
-        return optimized(jax.jit(jax.grad(loss)).lower(state, batch)).memory_analysis().temp_size_in_bytes
+        return jax.grad(loss), state, batch
 
-    all_logits = 4 * 64 * 4096 * 4
+    return with_chunks
+
+
+def test_chunks_do_not_compute_all_logits_at_once():
+    with_chunks = traced_loss(128, 16)
+    assert largest_array(*with_chunks(1 << 24)) == 128 * 16 * 4096
+    assert largest_array(*with_chunks(32 * 4096)) == 32 * 4096
+
+
+@pytest.mark.slow
+def test_chunks_do_not_allocate_all_logits(optimized):
+    with_chunks, all_logits = traced_loss(4, 64), 4 * 64 * 4096 * 4
+
+    def temporary(chunk_logits):
+        gradient, *arguments = with_chunks(chunk_logits)
+        return optimized(jax.jit(gradient).lower(*arguments)).memory_analysis().temp_size_in_bytes
+
     assert temporary(1 << 24) >= all_logits > temporary(8 * 4096)
 
 

@@ -6,13 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from dantinox.model.parameters import abstract_model, init_parameters
-from dantinox.report import read_csv, read_jsonl
+from dantinox.model.parameters import abstract_model
 from dantinox.training.muon import MOMENTUM
 from dantinox.training.optimizer import optimizer, schedule
 from dantinox.training.orthogonalize import matrix_shape, orthogonalize
 
-from .small import VOCABULARY, small_config
+from .small import VOCABULARY, random_weights, small_config
 
 
 def shapes(**changes):
@@ -22,9 +21,23 @@ def shapes(**changes):
 def factors(name, steps=101, warmup=10, low=0.1, **more):
     changes = {f"training__{key}": value for key, value in more.items()}
     config = small_config(
-        training__steps=steps, training__schedule=name, training__warmup_steps=warmup, training__min_lr_ratio=low, **changes
+        training__steps=steps,
+        training__schedule=name,
+        training__warmup_steps=warmup,
+        training__min_lr_ratio=low,
+        **changes,
     )
-    return np.array(jax.vmap(schedule(config.training, steps))(jnp.arange(steps)))
+    return rates(config.training, steps)
+
+
+def rates(training, steps):
+    """Returns the factor of every step. All schedules are evaluated on arrays of one shape, with the same programs."""
+    return np.asarray(schedule(training, steps)(np.arange(5000)))[:steps]
+
+
+def updates_of(rule, gradients, parameters):
+    """Returns the first updates of a rule."""
+    return jax.jit(lambda g, p: rule.update(g, rule.init(p), p)[0])(gradients, parameters)
 
 
 def test_warmup_rises_linearly_and_does_not_start_at_zero():
@@ -78,34 +91,41 @@ def test_matrices_have_the_fans_of_their_projection():
 
 def test_orthogonalized_singular_values_are_near_one():
     rng = np.random.default_rng(0)
-    gradients = {}
+    gradients = {"blocks/9/ffn/down/kernel": np.zeros((3, 4), np.float32)}
     for i, (fan_in, fan_out) in enumerate([(16, 40), (16, 16), (40, 16), (24, 16)]):
         u, v = (np.linalg.qr(rng.normal(size=(size, 16)))[0] for size in (fan_in, fan_out))
         spectrum = 10.0 ** (-6 + i) * np.geomspace(1, 0.03, 16)
-        gradients[f"blocks/{i}/ffn/down/kernel"] = jnp.array(u * spectrum @ v.T, jnp.float32)
-    for name, result in orthogonalize(gradients).items():
+        gradients[f"blocks/{i}/ffn/down/kernel"] = np.float32(u * spectrum @ v.T)
+    found = jax.jit(orthogonalize)(gradients)
+    assert np.isfinite(found.pop("blocks/9/ffn/down/kernel")).all()
+    for name, result in found.items():
         u, s, vt = np.linalg.svd(np.asarray(gradients[name], np.float64), full_matrices=False)
         fan_in, fan_out = gradients[name].shape
         inside = u.T @ np.asarray(result, np.float64) @ vt.T / math.sqrt(max(1, fan_out / fan_in))
         assert np.abs(inside - np.diag(np.diag(inside))).max() < 2e-3
         assert np.diag(inside).min() > 0.7 and np.diag(inside).max() < 1.3
-    assert all(np.isfinite(x).all() for x in orthogonalize({"blocks/0/ffn/down/kernel": jnp.zeros((3, 4))}).values())
 
 
 def test_muon_directions_agree_with_optax():
     config = small_config(
-        training__weight_decay=0.0, training__grad_clip=0.0, training__schedule="constant", training__warmup_steps=0
+        training__weight_decay=0.0,
+        training__grad_clip=0.0,
+        training__schedule="constant",
+        training__warmup_steps=0,
     )
-    parameters = init_parameters(config.architecture(VOCABULARY), 0)
-    inside = {name: p for name, p in parameters.items() if matrix_shape(name, p.shape)}
-    gradients = {name: jax.random.normal(jax.random.key(i), p.shape) for i, (name, p) in enumerate(inside.items())}
+    parameters = random_weights(config.architecture(VOCABULARY))
+    inside, rng = (
+        {name for name, p in parameters.items() if matrix_shape(name, p.shape)},
+        np.random.default_rng(0),
+    )
+    gradients = {name: np.float32(rng.normal(size=parameters[name].shape)) for name in inside}
     flat = {name: g.reshape(matrix_shape(name, g.shape)) for name, g in gradients.items()}
-    rest = {name: jnp.zeros_like(p) for name, p in parameters.items() if name not in inside}
-    ours = optimizer(config.training, 24)
-    updates, _ = ours.update(gradients | rest, ours.init(parameters), parameters)
-    theirs = optax.contrib.scale_by_muon(weight_dimension_numbers=dict.fromkeys(flat, optax.contrib.MuonDimensionNumbers()))
-    direction, _ = theirs.update(flat, theirs.init(flat))
-    for name, expected in direction.items():
+    rest = {name: np.zeros_like(p) for name, p in parameters.items() if name not in inside}
+    updates = updates_of(optimizer(config.training, 24), gradients | rest, parameters)
+    dimensions = dict.fromkeys(flat, optax.contrib.MuonDimensionNumbers())
+    theirs = optax.contrib.scale_by_muon(weight_dimension_numbers=dimensions)
+    for name, direction in updates_of(theirs, flat, flat).items():
+        expected = np.asarray(direction)
         got = np.asarray(updates[name]).reshape(expected.shape)
         scale = config.training.muon_lr * math.sqrt(max(1, expected.shape[1] / expected.shape[0]))
         cosine = -np.vdot(got, expected) / np.linalg.norm(got) / np.linalg.norm(expected)
@@ -113,19 +133,29 @@ def test_muon_directions_agree_with_optax():
         assert np.linalg.norm(got) == pytest.approx(scale * math.sqrt(min(expected.shape)), rel=0.2)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor", "sgd"])
-def test_weight_decay_acts_on_matrices_only(kind):
-    config = small_config(
-        training__optimizer=kind, training__weight_decay=0.5, training__warmup_steps=0, model__norm="layernorm"
-    )
-    parameters = {n: p + 1.0 for n, p in init_parameters(config.architecture(VOCABULARY), 0).items()}
-    rule = optimizer(config.training, 24)
-    updates, _ = rule.update(jax.tree.map(jnp.zeros_like, parameters), rule.init(parameters), parameters)
-    for name, p in parameters.items():
-        rate = config.training.muon_lr if kind == "muon" and matrix_shape(name, p.shape) else config.training.lr
-        expected = -rate * 0.5 * p if p.ndim >= 2 else jnp.zeros_like(p)
-        np.testing.assert_allclose(updates[name], expected, rtol=1e-5, atol=1e-9)
-        assert (p.ndim < 2) == ("norm" in name)
+def test_weight_decay_acts_on_matrices_only():
+    kinds = "adamw", "muon", "lion", "adafactor", "sgd"
+    changes = {
+        "training__weight_decay": 0.5,
+        "training__warmup_steps": 0,
+        "model__norm": "layernorm",
+    }
+    configs = {kind: small_config(training__optimizer=kind, **changes) for kind in kinds}
+    parameters = random_weights(configs["adamw"].architecture(VOCABULARY))
+    zeros = {name: np.zeros_like(p) for name, p in parameters.items()}
+
+    @jax.jit
+    def updates(gradients, parameters):
+        rules = {kind: optimizer(config.training, 24) for kind, config in configs.items()}
+        return {kind: rule.update(gradients, rule.init(parameters), parameters)[0] for kind, rule in rules.items()}
+
+    for kind, found in updates(zeros, parameters).items():
+        t = configs[kind].training
+        for name, p in parameters.items():
+            rate = t.muon_lr if kind == "muon" and matrix_shape(name, p.shape) else t.lr
+            expected = -rate * 0.5 * p if p.ndim >= 2 else np.zeros_like(p)
+            np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-9, err_msg=f"{kind} {name}")
+            assert (p.ndim < 2) == ("norm" in name)
 
 
 def adamw(t, g, m, v, step):
@@ -144,7 +174,10 @@ def sgd(t, g, m, v, step):
 
 def adafactor(t, g, m, v, step):
     decay = 1 - step**-0.8
-    rows, columns = decay * v[:, :1] + (1 - decay) * (g**2).mean(1, keepdims=True), (g**2).mean(0, keepdims=True)
+    rows, columns = (
+        decay * v[:, :1] + (1 - decay) * (g**2).mean(1, keepdims=True),
+        (g**2).mean(0, keepdims=True),
+    )
     m = decay * m + (1 - decay) * columns  # the column means; v has the row means
     direction = g / np.sqrt(rows * m / rows.mean())
     return direction / max(1, np.sqrt((direction**2).mean())), m, np.broadcast_to(rows, g.shape)
@@ -154,16 +187,16 @@ def adafactor(t, g, m, v, step):
 def test_rules_match_their_definition(rule, shape):
     config = small_config(training__optimizer=rule.__name__, training__grad_clip=0.0, training__weight_decay=0.2)
     t, rng = config.training, np.random.default_rng(1)
-    ours, factor = optimizer(t, 24), schedule(t, 24)
+    ours = optimizer(t, 24)
     weights = rng.normal(size=shape)
-    parameters = {"embed": jnp.array(weights, jnp.float32)}
-    state, m, v = ours.init(parameters), np.zeros(shape), np.zeros(shape)
+    parameters, m, v = {"embed": np.float32(weights)}, np.zeros(shape), np.zeros(shape)
+    update, state, factors = jax.jit(ours.update), jax.jit(ours.init)(parameters), rates(t, 24)
     for step in range(1, 6):
         gradient = rng.normal(size=shape)
-        updates, state = ours.update({"embed": jnp.array(gradient, jnp.float32)}, state, parameters)
-        parameters = optax.apply_updates(parameters, updates)
+        updates, state = update({"embed": np.float32(gradient)}, state, parameters)
+        parameters = {"embed": parameters["embed"] + np.asarray(updates["embed"])}
         direction, m, v = rule(t, gradient, m, v, step)
-        weights = weights - t.lr * float(factor(step - 1)) * (direction + t.weight_decay * weights)
+        weights = weights - t.lr * factors[step - 1] * (direction + t.weight_decay * weights)
     np.testing.assert_allclose(parameters["embed"], weights, rtol=2e-5, atol=2e-6)
 
 
@@ -181,65 +214,69 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_hidden_matrix():
 def test_moving_average_follows_the_weights_and_changes_no_update():
     t = small_config(training__ema=0.5, training__optimizer="sgd").training
     plain, averaged = (optimizer(t.model_copy(update={"ema": ema}), 24) for ema in (0.0, 0.5))
-    parameters = {"embed": jnp.arange(6.0).reshape(2, 3)}
-    state, other = averaged.init(parameters), plain.init(parameters)
+    parameters = {"embed": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    state, other = jax.jit(lambda p: (averaged.init(p), plain.init(p)))(parameters)
+    update = jax.jit(lambda g, s, o, p: (averaged.update(g, s, p), plain.update(g, o, p)))
     expected = np.arange(6.0).reshape(2, 3)
     for step in range(12):
-        gradients = {"embed": jnp.full((2, 3), 0.1 * step)}
-        (updates, state), (same, other) = (r.update(gradients, s, parameters) for r, s in ((averaged, state), (plain, other)))
+        gradients = {"embed": np.full((2, 3), 0.1 * step, np.float32)}
+        (updates, state), (same, other) = update(gradients, state, other, parameters)
         assert np.array_equal(updates["embed"], same["embed"])
-        parameters = optax.apply_updates(parameters, updates)
+        parameters = {"embed": parameters["embed"] + np.asarray(updates["embed"])}
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * np.asarray(parameters["embed"], np.float64)
     np.testing.assert_allclose(state.average["embed"], expected, rtol=1e-6)
 
 
 def test_clipping_limits_the_norm_and_zero_disables_it():
-    gradients = {"embed": jnp.full((2, 2), 50.0)}
+    gradients = {"embed": np.full((2, 2), 50, np.float32)}
 
-    def moment(clip):
-        rule = optimizer(small_config(training__optimizer="adamw", training__grad_clip=clip).training, 24)
-        _, state = rule.update(gradients, rule.init(gradients), gradients)
-        return next(leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 2))
+    @jax.jit
+    def states(gradients):
+        configs = (small_config(training__optimizer="adamw", training__grad_clip=clip) for clip in (1.0, 0.0, 1000.0))
+        rules = [optimizer(config.training, 24) for config in configs]
+        return [rule.update(gradients, rule.init(gradients), gradients)[1] for rule in rules]
 
-    np.testing.assert_allclose(moment(1.0), 0.1 * 0.5, rtol=1e-5)
-    np.testing.assert_allclose(moment(0.0), 0.1 * 50, rtol=1e-5)
-    np.testing.assert_allclose(moment(1000.0), 0.1 * 50, rtol=1e-5)
+    moments = [next(np.asarray(x) for x in jax.tree.leaves(state) if x.shape == (2, 2)) for state in states(gradients)]
+    for moment, clipped in zip(moments, (0.5, 50, 50), strict=True):
+        np.testing.assert_allclose(moment, np.full((2, 2), 0.1 * clipped), rtol=1e-5)
 
 
-@pytest.mark.parametrize("step", [0, 3, 17])
-def test_logged_rates_are_those_of_the_update(step):
+def test_logged_rates_are_those_of_the_update():
     """Recovers the rates of Muon's matrices and AdamW's embeddings from the sizes of the updates."""
-    t = small_config(training__weight_decay=0.0, training__grad_clip=0.0, training__lr=0.01, training__muon_lr=0.5).training
-    ours = optimizer(t, 24)
+    t = small_config(
+        training__weight_decay=0.0,
+        training__grad_clip=0.0,
+        training__lr=0.01,
+        training__muon_lr=0.5,
+    ).training
+    ours, matrix = optimizer(t, 24), "blocks/0/ffn/down/kernel"
     rng = np.random.default_rng(1)
-    names = {"blocks/0/ffn/down/kernel": (16, 16), "embed": (11, 16)}
-    parameters = {name: jnp.zeros(shape) for name, shape in names.items()}
-    gradients = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in names.items()}
-    state = jax.tree.map(lambda leaf: leaf + step if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf, ours.init(parameters))
-    updates, _ = ours.update(gradients, state, parameters)
-    kernel = gradients["blocks/0/ffn/down/kernel"]
-    direction = orthogonalize({"blocks/0/ffn/down/kernel": (1 - MOMENTUM**2) * kernel})["blocks/0/ffn/down/kernel"]
-    applied = -np.vdot(updates["blocks/0/ffn/down/kernel"], direction) / np.vdot(direction, direction)
-    rates = ours.rates(step)
-    assert applied == pytest.approx(float(rates["muon_lr"]), rel=1e-5)
-    first, second = ((1 - beta) / (1 - beta ** (step + 1)) for beta in (t.beta1, t.beta2))  # bias corrections of Adam's moments
-    adam = first * gradients["embed"] / (np.sqrt(second) * np.abs(gradients["embed"]) + 1e-8)
-    np.testing.assert_allclose(-updates["embed"] / adam, np.full((11, 16), rates["lr"]), rtol=1e-4)
-    assert rates["muon_lr"] / rates["lr"] == pytest.approx(50)
+    names = {matrix: (16, 16), "embed": (11, 16)}
+    parameters = {name: np.zeros(shape, np.float32) for name, shape in names.items()}
+    gradients = {name: rng.normal(size=shape).astype(np.float32) for name, shape in names.items()}
+    initial = jax.device_get(jax.jit(ours.init)(parameters))
 
+    @jax.jit
+    def apply(gradients, state, step):
+        directions = orthogonalize({matrix: (1 - MOMENTUM**2) * gradients[matrix]})
+        return ours.update(gradients, state, parameters)[0], directions[matrix], ours.rates(step)
 
-def test_log_has_the_rates_of_both_rules(workshop):
-    config = small_config(training__steps=6, training__lr=0.01, training__muon_lr=0.02, training__warmup_steps=0)
-    run = workshop.train("run", config)
-    rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"] + read_csv(run.log(config))
-    assert all(row["muon_lr"] == pytest.approx(2 * row["lr"]) for row in rows) and len(rows) > 1
-    assert f"muon_lr {rows[0]['muon_lr']:.4g}" in workshop.notes.getvalue()
+    for step in (0, 3, 17):
+        state = jax.tree.map(lambda x, step=step: x + np.int32(step) if x.dtype == np.int32 else x, initial)
+        updates, direction, found = jax.device_get(apply(gradients, state, step))
+        applied = -np.vdot(updates[matrix], direction) / np.vdot(direction, direction)
+        assert applied == pytest.approx(float(found["muon_lr"]), rel=1e-5)
+        # Bias corrections of Adam's moments.
+        first, second = ((1 - beta) / (1 - beta ** (step + 1)) for beta in (t.beta1, t.beta2))
+        adam = first * gradients["embed"] / (np.sqrt(second) * np.abs(gradients["embed"]) + 1e-8)
+        np.testing.assert_allclose(-updates["embed"] / adam, np.full((11, 16), found["lr"]), rtol=1e-4)
+        assert found["muon_lr"] / found["lr"] == pytest.approx(50)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 1), (3, 3), (3, 10), (1, 100)])
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 def test_rates_are_positive_if_warmup_is_as_long_as_the_training(name, steps, warmup):
     t = small_config().training.model_copy(update={"steps": steps, "warmup_steps": warmup, "schedule": name})
-    rates = np.array([schedule(t, steps)(step) for step in range(steps)])
-    assert (rates > 0).all() and (rates <= 1).all()
+    found = rates(t, steps)
+    assert (found > 0).all() and (found <= 1).all()

@@ -1,8 +1,9 @@
 """Direct preference optimization: loss, gradients and rewards against NumPy in float64, the reference file. Runs of all
 preference objectives, and their resume. Also fine-tuning on conversations with the same loop."""
 
-import importlib
 import json
+from importlib import import_module
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config, load_config
-from dantinox.model import Transformer
+from dantinox.model.parameters import abstract_model
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
 from dantinox.text import Preferences, Tokenizer, prepare_data, train_tokenizer
@@ -21,7 +22,7 @@ from dantinox.training.preference_objectives import dpo, pair_logprobs, pair_los
 from dantinox.training.token_losses import next_token_losses
 from tests.error_texts import ERRORS
 
-from .small import VOCABULARY, small_config
+from .small import VOCABULARY, copy_until, random_weights, small_config
 
 BETA = 0.3
 DPO = small_config(**{"training.objective": "dpo", "training.preference_beta": BETA, "training.init_from": "runs/x"})
@@ -29,7 +30,11 @@ DPO = small_config(**{"training.objective": "dpo", "training.preference_beta": B
 
 @pytest.fixture(scope="module")
 def model():
-    return Transformer(small_config(**{"model.dropout_rate": 0.0}).architecture(VOCABULARY), rngs=nnx.Rngs(3))
+    return model_of(small_config(**{"model.dropout_rate": 0.0}).architecture(VOCABULARY))
+
+
+def model_of(architecture):
+    return abstract_model(architecture)[0](random_weights(architecture))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +127,6 @@ def test_training_on_conversations_saves_the_template(base):
     )
 
 
-@pytest.mark.slow
 def test_preference_training_learns_and_resumes_exactly(base):
     config = config_of(base)
     run = launch(config, run_dir=base / "whole")
@@ -136,16 +140,17 @@ def test_preference_training_learns_and_resumes_exactly(base):
         len(json.loads((run.data / "reference.json").read_text())["log_probabilities"]) == len(RECORDS) == store.conversations
     )
 
-    cut = launch(config_of(base, steps=4), run_dir=base / "cut")
+    cut = copy_until(run, 8, base / "cut")
     (base / "base").rename(base / "gone")  # resuming does not need the base run
     try:
         launch(config, run_dir=cut.path, resume=True)
     finally:
         (base / "gone").rename(base / "base")
     assert cut.weights.read_bytes() == run.weights.read_bytes()
+    cut = copy_until(run, 8, base / "without reference")
     (cut.data / "reference.json").unlink()
     with pytest.raises(UserError, match=ERRORS["restore_reference_json"]):
-        launch(config_of(base, steps=16), run_dir=cut.path, resume=True)
+        launch(config, run_dir=cut.path, resume=True)
 
 
 def validation_rows(run):
@@ -153,13 +158,14 @@ def validation_rows(run):
 
 
 @pytest.mark.parametrize(
-    "objective", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "orpo", "simpo"))]
+    "objective", ["kto", "orpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "simpo"))]
 )
 def test_a_run_of_each_objective_learns_and_resumes_exactly(base, objective):
     """ORPO starts from random weights. ORPO and SimPO compute no log-probabilities of a reference model."""
     changes = {"training.lr": 0.01, "data.val_fraction": 0.4}
-    run = launch(config_of(base, objective=objective, **changes), run_dir=base / objective)
-    losses = [row["val_loss"] for row in read_csv(run.log(config_of(base, objective=objective)))]
+    config = config_of(base, objective=objective, **changes)
+    run = launch(config, run_dir=base / objective)
+    losses = [row["val_loss"] for row in read_csv(run.log(config))]
     assert losses[-1] < losses[0] and len(losses) == 3
     first, *_, last = validation_rows(run)
     if objective == "kto":
@@ -170,19 +176,40 @@ def test_a_run_of_each_objective_learns_and_resumes_exactly(base, objective):
     else:
         assert last["val_reward_accuracy"] == 1.0 and last["val_reward_margin"] > first["val_reward_margin"]
     assert (run.data / "reference.json").exists() == (objective in ("ipo", "kto"))
-    cut = launch(config_of(base, objective=objective, steps=4, **changes), run_dir=base / f"{objective}_cut")
-    launch(config_of(base, objective=objective, **changes), run_dir=cut.path, resume=True)
+    cut = copy_until(run, 8, base / f"{objective}_cut")
+    launch(config, run_dir=cut.path, resume=True)
     assert cut.weights.read_bytes() == run.weights.read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "kto", "orpo", "simpo"])
-def test_dry_run_and_learning_rate_test_of_each_objective(base, objective):
-    lines = []
-    dry_run(config_of(base, objective=objective), lines.append)
+def check_plan(objective, lines):
+    """Checks what `dry_run` prints before it compiles a step."""
     unit = "labeled completions" if objective == "kto" else "pairs"
     assert f"in 12 {unit}" in lines[0] and f"12 steps of 2 {unit} of 40 tokens" in lines[0]
     assert lines[1].startswith("first batch: tokens [2, 2, 40], first row: ") and "say 10" in lines[1]
+
+
+OBJECTIVES = ["dpo", "ipo", "kto", "orpo", "simpo"]
+
+
+def test_plan_of_each_objective(base, monkeypatch):
+    """`dry_run` without the step, which takes no time here."""
+    loss = SimpleNamespace(block_until_ready=lambda: None)
+    monkeypatch.setattr(
+        import_module("dantinox.training.dry_run"), "benchmark_step", lambda *_: lambda: SimpleNamespace(loss=loss)
+    )
+    for objective in OBJECTIVES:
+        lines = []
+        dry_run(config_of(base, objective=objective), lines.append)
+        check_plan(objective, lines)
+
+
+@pytest.mark.parametrize(
+    "objective", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in OBJECTIVES if name != "kto")]
+)
+def test_dry_run_and_learning_rate_test_of_each_objective(base, objective):
+    lines = []
+    dry_run(config_of(base, objective=objective), lines.append)
+    check_plan(objective, lines)
     test = find_lr(config_of(base, objective=objective, **{"training.lr": 0.003}), 20)
     assert min(test.smoothed) < test.smoothed[0] and test.suggested > 0
 
@@ -199,8 +226,7 @@ def test_packed_conversations_have_the_losses_of_separate_ones(base):
     tokenizer, store = prepare_data(config, base / "packed")
     batch = store.batch(0)
     assert batch.segments_BT.max() == 1
-    model = Transformer(config.architecture(tokenizer.vocab_size), rngs=nnx.Rngs(1))
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(model_of(config.architecture(tokenizer.vocab_size)))
     (nats, targets), gradient = jax.jit(jax.value_and_grad(lambda s: _summed(nnx.merge(graph, s), batch), has_aux=True))(state)
     alone = [  # from its beginning, with padding at the end
         [
@@ -236,7 +262,7 @@ def test_end_tokens_of_the_template_become_stop_tokens(base, tmp_path):
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<turn>{% else %}:{% endif %}{% endfor %}"
     )
     given = {"tokenizer.tokenizer_type": "file", "tokenizer.tokenizer_path": str(tmp_path / "t.json")}
-    config = config_of(base, objective="sft", steps=1, **given, **{"data.chat_template": str(tmp_path / "t.jinja")})
+    config = config_of(base, objective="sft", steps=8, **given, **{"data.chat_template": str(tmp_path / "t.jinja")})
     assert Tokenizer.load(tmp_path / "t.json").stop_ids == ()
     assert Tokenizer.load(launch(config, run_dir=tmp_path / "run").tokenizer).stop_ids == (258,)
 
@@ -249,7 +275,7 @@ def test_launch_inherits_the_model_of_the_run_it_starts_from(base, tmp_path, mon
         f"training: {{objective: sft, init_from: {base / 'base'}, steps: 2, batch_size: 2, warmup_steps: 1}}\n"
     )
     found = []
-    module = importlib.import_module("dantinox.training.launch")  # the package exports a function of that name
+    module = import_module("dantinox.training.launch")  # the package exports a function of that name
     monkeypatch.setattr(module, "train", lambda config, *_, **__: found.append(config))
     launch(read(path), run_dir=tmp_path / "run")
     assert found[0].model.dim == 16 and found[0].training.steps == 2

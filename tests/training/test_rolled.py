@@ -43,7 +43,7 @@ def trained(scan_layers, optimizer="adamw", **changes):
     return losses, counts, {name: np.asarray(x) for name, x in unstack_layers(state.parameters).items()}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, changes",
     [
@@ -90,7 +90,7 @@ def test_the_period_divides_the_depth(layers, kinds, period):
     assert small_config(**settings).architecture(VOCABULARY).period == period
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_run_with_stacked_layers_trains_resumes_and_samples(workshop):
     """The exported file of the run and the model for its samples have unstacked layers. The run can be resumed."""
     config = small_config(

@@ -50,7 +50,7 @@ def test_vocabulary_without_a_line_break_starts_from_its_bos_token():
         make_sampler(settings(), Tokenizer(tree))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_samples_need_no_calibration(run_dir):
     """There is no calibration during training, so samples use the preset `guide`."""
     run = load(run_dir)
@@ -61,7 +61,7 @@ def test_samples_need_no_calibration(run_dir):
     assert make_sampler(config, run.tokenizer)(run.model) == "a" + guide.text
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_samples_ignore_the_cache_budget_of_the_run(run_dir):
     run = load(run_dir)
     config = settings(run.config, training__sample_prompt="a", kv__budget=0.2, generation__max_new_tokens=40)
