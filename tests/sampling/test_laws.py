@@ -46,7 +46,7 @@ TRUNCATIONS = {
 NUMBERS = {name: number for name, (_, number) in TRUNCATIONS.items()}
 
 
-@jax.jit
+@partial(jax.jit, compiler_options={"xla_llvm_disable_expensive_passes": True})
 def truncations(rows, numbers):
     """Applies every filter to three rows, in one program; `rows` and `numbers` map names to rows and to a number per row."""
     return {name: jax.vmap(step)(rows[name], numbers[name]) for name, (step, _) in TRUNCATIONS.items()}

@@ -281,12 +281,13 @@ def test_the_window_contains_the_largest_logits_and_sums_of_the_others():
         order = np.lexsort((np.arange(V), -x_BV[b]))
         np.testing.assert_array_equal(ids_BK[b], np.sort(order[:WINDOW]))
         np.testing.assert_array_equal(values_BK[b], x_BV[b][ids_BK[b]])
+        # A difference of sums of 4,200 numbers, which have an error of some epsilons (6e-8) of the sum of all, about 3.
         others = x_BV[b].astype(np.float64)[order[WINDOW:]] - x_BV[b].max()
         others = others[others > -np.inf]
         weights = np.exp(others)
         sums = weights.sum(), (others * weights).sum(), (weights**2).sum()
         sums += len(others), others.sum(), (others**2).sum(), others.min()
-        np.testing.assert_allclose([part[b] for part in rest], sums, rtol=1e-5, atol=5e-7)  # the sums of all tokens are above 1
+        np.testing.assert_allclose([part[b] for part in rest], sums, rtol=1e-5, atol=5e-6)
     few = np.full((2, V), -np.inf, np.float32)
     few[:, 3:9] = 1.0
     assert [float(part[0]) for part in take(few)[2]] == [0.0] * 7
