@@ -25,8 +25,9 @@ SHAPES = (  # rows, outputs, inputs
     (16, 31, 256),
     (37, 61, 1536),
 )
-# Sums of at most 2,304 products in float32: the error is within some epsilons (6e-8) of the sum of the absolute products,
-# because products are added in at least four lanes and their errors have random signs.
+# Sums of at most 2,304 products in float32: the error is within some epsilons (6e-8) of the sum of
+# the absolute products, because products are added in at least four lanes and their errors have
+# random signs.
 TOLERANCE = 1e-6
 
 
@@ -36,7 +37,9 @@ def needs_kernels():
 
 
 def needs_float16():
-    """XLA cannot compile a conversion of float16 for a CPU without F16C, such as one with SSE4.2 only."""
+    """XLA cannot compile a conversion of float16 for a CPU without F16C, such as one with SSE4.2
+    only.
+    """
     try:
         jax.block_until_ready(jax.jit(lambda x: x.astype(np.float32))(np.ones(5, np.float16)))
     except jax.errors.JaxRuntimeError as error:
@@ -53,7 +56,9 @@ def random_blocks(rng, kind, rows, blocks):
 
 
 def decoded(kind, raw):
-    """Returns the float32 weights of packed rows, from the decoder of files; INT4 is Q4_1 with 64 weights in a block."""
+    """Returns the float32 weights of packed rows, from the decoder of files; INT4 is Q4_1 with 64
+    weights in a block.
+    """
     if kind in TYPES:
         return dequantize(kind, raw.reshape(-1)).reshape(len(raw), -1)
     blocks = raw.reshape(-1, FORMATS[kind].bytes)
@@ -88,7 +93,9 @@ def check_error(y, x, weights, name):
 
 
 def test_unpack_equals_the_decoder_of_files():
-    """Bitwise, also where a compiler adds without rounding the product: the products are exact if an addition follows."""
+    """Bitwise, also where a compiler adds without rounding the product: the products are exact if
+    an addition follows.
+    """
     needs_float16()
     raws = {kind: random_blocks(np.random.default_rng(0), kind, 5, 3) for kind in FORMATS}
     found = jax.jit(lambda raws: {kind: unpack(kind, raw) for kind, raw in raws.items()})(raws)
@@ -235,4 +242,5 @@ def test_native_products_can_be_batched():
 
     for axes, pair, found in zip(all_axes, operands, run(operands), strict=True):
         expected = pair[0].astype(np.float64) @ np.swapaxes(pair[1], -1, -2)
-        np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=str(axes))  # 40 products of normal numbers
+        # 40 products of normal numbers.
+        np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=str(axes))

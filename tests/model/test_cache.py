@@ -41,7 +41,8 @@ SHARED = config(
     per_layer_dim=3, layer_scalar=True, double_wide_mlp=True, qk_norm=True, norm_placement="both",
 )  # fmt: skip
 CONFIGS.append(SHARED)
-# Every position, window and number of heads once; MIXED below has rotary positions and all kinds of windows.
+# Every position, window and number of heads once; MIXED below has rotary positions and all kinds of
+# windows.
 QUICK = [
     config(position="learned", windows=(1,), kv_heads=1),
     config(position="sinusoidal", windows=(9, None, 1), kv_heads=2, qk_norm=True),
@@ -357,7 +358,8 @@ def test_shared_keys_are_read_as_stored(dtype):
     for t in range(6, LENGTH):
         logits_B1V, cache = built.run(built.state, tokens_BT[:, t : t + 1], places(ROWS, 1, t), cache)
         differences.append(np.abs(np.asarray(logits_B1V)[:, 0] - whole_BTV[:, t]) / np.abs(whole_BTV).max())
-    # Two programs may round a number near the middle of two steps differently. This changes the tokens after it in that row.
+    # Two programs may round a number near the middle of two steps differently. This changes the
+    # tokens after it in that row.
     assert np.median(differences) < 1e-5 and np.max(differences) < (1e-4 if dtype == jnp.float32 else 0.05)
 
 
@@ -388,7 +390,9 @@ def test_prefill_expands_latents_and_decoding_does_not(dtype, tolerance):
 
 @jax.jit
 def int4_results(k_BTKH, v_BTKH, q_BKMH, weights_BKMS):
-    """Returns a store that is written at once and one that is written token by token, and what attention reads."""
+    """Returns a store that is written at once and one that is written token by token, and what
+    attention reads.
+    """
     B, T, K, H = k_BTKH.shape
     store, one_by_one = (
         stores.Store.from_kv(k_BTKH, v_BTKH, stores.INT4_PACKED),
@@ -419,7 +423,8 @@ def test_int4_is_within_half_a_scale(size):
         rounding = 2**-8 * np.abs(groups).max(axis=-1)  # rounding of the minimum and of 15 scales to bfloat16
         bound = np.repeat(np.ptp(groups, axis=-1) / 30 + 3 * rounding, group, axis=-1)
         assert (np.abs(side_BSKH - wanted) <= bound + 1e-12).all()
-    # float32 sums of `size` and of 5 products: an error of some epsilons of the sum of the absolute products.
+    # float32 sums of `size` and of 5 products: an error of some epsilons of the sum of the absolute
+    # products.
     sums = np.einsum("bkmh,bskh->bkms", np.abs(q_BKMH), np.abs(held[0])) / np.sqrt(size)
     scores = np.einsum("bkmh,bskh->bkms", q_BKMH, held[0]) / np.sqrt(size)
     assert (np.abs(found_scores - scores) <= 1e-5 * sums).all()

@@ -17,8 +17,8 @@ from dantinox.model.layers import PLAIN_SOFTMAX, Softmax, cast_tensordot
 from tests.error_texts import ERRORS
 
 B, K, G, H = 2, 2, 3, 8
-# A score is a sum of 8 products, up to 10, with an error of about 1e-6. The error of an output is that of its weights times
-# values up to 4. A gradient is a sum of up to 60 such numbers.
+# A score is a sum of 8 products, up to 10, with an error of about 1e-6. The error of an output is
+# that of its weights times values up to 4. A gradient is a sum of up to 60 such numbers.
 CLOSE, GRADIENTS_CLOSE = 1e-5, 5e-5
 
 

@@ -42,7 +42,8 @@ def test_tiled_matmul_and_its_gradients(monkeypatch, sizes):
 
     y, d_x, d_w = run(x, w, d_y)
     wanted, expert_M = grouped_matmul_float64(x, w, sizes)
-    # Sums of up to 42 products of normal numbers: the error is some epsilons (6e-8) of a sum of magnitudes of about 30.
+    # Sums of up to 42 products of normal numbers: the error is some epsilons (6e-8) of a sum of
+    # magnitudes of about 30.
     np.testing.assert_allclose(y, wanted, atol=2e-5)
     np.testing.assert_allclose(d_x, [w[e] @ d for d, e in zip(d_y, expert_M, strict=True)], atol=2e-5)
     for e in range(5):
@@ -104,7 +105,8 @@ def test_gradients_equal_those_of_a_dense_sum():
     model_config = config(experts=ExpertsConfig(6, 2, bias=True))
     layer = nnx.merge(*drawn(lambda: MixtureOfExperts(model_config, dtype=jnp.float32, rngs=nnx.Rngs(1), out_gain=1.0)))
     x_BTD = np.random.default_rng(0).standard_normal((1, 12, 12)).astype(np.float32)
-    layer.router.bias[...] = jnp.asarray(np.float32([0, 0, 0, 0, 0, -9]))  # the last expert is never chosen
+    # The last expert is never chosen.
+    layer.router.bias[...] = jnp.asarray(np.float32([0, 0, 0, 0, 0, -9]))
     graph, state = nnx.split(layer)
 
     def loss(state):

@@ -14,8 +14,8 @@ from dantinox.sampling import SamplingParams, detect, init_state, process_logits
 
 PEERS = dict(np.load(Path(__file__).with_name("recent_peers.npz")))
 KEYS = PEERS["keys"].tolist()
-# Of probabilities up to 1: each key of a watermark, and each power, multiplies them by a factor with an error of a few epsilons
-# (6e-8).
+# Of probabilities up to 1: each key of a watermark, and each power, multiplies them by a factor
+# with an error of a few epsilons (6e-8).
 CLOSE = 5e-6
 CASES = json.loads(Path(__file__).with_name("recent_samplers.json").read_text(encoding="utf-8"))
 NAMES = sorted({case["step"]["name"] for case in CASES})
@@ -28,7 +28,9 @@ def probabilities(x_V):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cases_of_a_sampler(name):
-    """Filters keep the expected ids with their bits; the probabilities after other steps agree to 5e-6."""
+    """Filters keep the expected ids with their bits; the probabilities after other steps agree to
+    5e-6.
+    """
     cases = [case for case in CASES if case["step"]["name"] == name]
     assert len(cases) > 45
     for case in cases:
@@ -223,7 +225,9 @@ def test_adaptive_p_reaches_its_target_on_average():
 
 @pytest.mark.slow
 def test_marked_texts_are_detected():
-    """200 tokens each: z of marked texts is above 4, of other texts and with other keys it is a standard normal number."""
+    """200 tokens each: z of marked texts is above 4, of other texts and with other keys it is a
+    standard normal number.
+    """
     rng, V, count, keys = np.random.default_rng(8), 200, 200, [11, 22, 33, 44, 55, 66, 77, 88]
     steps_TBV = np.repeat(rng.normal(0, 1.2, (count, 1, V)), 12, axis=1).astype(np.float32)
     rows = [{"seed": b} | ({"watermark_keys": keys} if b < 6 else {}) for b in range(12)]

@@ -1,4 +1,6 @@
-"""Every function of a step with extreme and with disabled numbers, for extreme rows, in one program."""
+"""Every function of a step with extreme and with disabled numbers, for extreme rows, in one
+program.
+"""
 
 import math
 from functools import partial
@@ -154,7 +156,9 @@ def cases(V):
 
 
 def results(x_BV, names):
-    """Returns the rows after every case of the functions, in one program with one `vmap` over rows and cases."""
+    """Returns the rows after every case of the functions, in one program with one `vmap` over rows
+    and cases.
+    """
     B, by_name = len(x_BV), {name: cases(x_BV.shape[1])[name] for name in names}
     arguments = {}
     for name, by_case in by_name.items():
@@ -170,7 +174,9 @@ def results(x_BV, names):
 
 
 def check(rows, names=FUNCTIONS):
-    """Checks that rows have no NaN, are not empty, keep removed tokens removed, and the bits of logits that do not move."""
+    """Checks that rows have no NaN, are not empty, keep removed tokens removed, and the bits of
+    logits that do not move.
+    """
     x_BV = np.float32(rows)
     for (name, case), y_BV in results(x_BV, names).items():
         where = f"{name}, {case}"
