@@ -138,7 +138,9 @@ def test_the_best_instruction_set_of_a_cpu(monkeypatch):
 
 
 def test_arguments_of_the_compiler(tmp_path, monkeypatch):
-    """Each instruction set has its options, and its library a name that changes with them and with the source."""
+    """Each instruction set has its options, and its library a name that changes with them and with
+    the source.
+    """
     written = tmp_path / "arguments"
     compiler = fake_compiler(tmp_path, f'echo "$@" > {written}')
     names = {native.library_name(name) for name in native.X86_SETS}

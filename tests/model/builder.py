@@ -47,7 +47,8 @@ def shaken(state: Any, seed: int) -> Any:
         elif name == "kernel":
             fan_in = np.prod(leaf.shape[:-1]) if parent == "out" else leaf.shape[0]
             noise = 1.3 * noise / np.sqrt(fan_in)
-        return jnp.asarray(np.asarray(noise, leaf.dtype))  # converted by NumPy, which compiles nothing
+        # Converted by NumPy, which compiles nothing.
+        return jnp.asarray(np.asarray(noise, leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(draw, state)
 

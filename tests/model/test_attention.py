@@ -87,7 +87,9 @@ make_empty = jax.jit(make_cache, static_argnums=(0, 1, 2, 3))
 
 
 def padded(first: int, lengths=LENGTHS) -> tuple[np.ndarray, np.ndarray]:
-    """Returns nine tokens and positions from `first` on, with position −1 after the length of each row."""
+    """Returns nine tokens and positions from `first` on, with position −1 after the length of each
+    row.
+    """
     positions = np.arange(first, first + 9, dtype=np.int32)
     tokens = np.roll(TOKENS, -first, axis=1)  # the tokens after the end are padding
     return tokens, np.where(positions < np.array(lengths)[:, None], positions, -1).astype(np.int32)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.model import KVCache, make_cache
 from dantinox.model import cache_store as stores
-from dantinox.model.cache import FullLayer, NoCache, RingLayer, TwoPassLayer
+from dantinox.model.cache import FullLayer, NoCache, RingLayer, SlotLayer, SlotRowsLayer, TwoPassLayer, VerificationLayer
 
 from . import reference
 from .builder import Built, build, config, places, texts
@@ -41,7 +41,8 @@ SHARED = config(
     per_layer_dim=3, layer_scalar=True, double_wide_mlp=True, qk_norm=True, norm_placement="both",
 )  # fmt: skip
 CONFIGS.append(SHARED)
-# Every position, window and number of heads once; MIXED below has rotary positions and all kinds of windows.
+# Every position, window and number of heads once; MIXED below has rotary positions and all kinds of
+# windows.
 QUICK = [
     config(position="learned", windows=(1,), kv_heads=1),
     config(position="sinusoidal", windows=(9, None, 1), kv_heads=2, qk_norm=True),
@@ -351,11 +352,15 @@ def test_shared_keys_are_read_as_stored(dtype):
     shared = replace(SHARED, windows=(4, None, 4), num_blocks=3, kv_shared_layers=1)
     built, tokens_BT = build(shared), texts((ROWS, LENGTH))
     whole_BTV, _ = built.run(built.state, tokens_BT, places(ROWS, LENGTH), empty(built, dtype).for_prefill(shared))
+    whole_BTV, differences = np.asarray(whole_BTV), []
     prompt = np.where(np.arange(LENGTH) < 6, places(ROWS, LENGTH), -1)
     _, cache = built.run(built.state, tokens_BT, prompt, empty(built, dtype).for_prefill(shared))
     for t in range(6, LENGTH):
         logits_B1V, cache = built.run(built.state, tokens_BT[:, t : t + 1], places(ROWS, 1, t), cache)
-        np.testing.assert_allclose(logits_B1V[:, 0], whole_BTV[:, t], atol=2e-3)
+        differences.append(np.abs(np.asarray(logits_B1V)[:, 0] - whole_BTV[:, t]) / np.abs(whole_BTV).max())
+    # Two programs may round a number near the middle of two steps differently. This changes the
+    # tokens after it in that row.
+    assert np.median(differences) < 1e-5 and np.max(differences) < (1e-4 if dtype == jnp.float32 else 0.05)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4])
@@ -385,7 +390,9 @@ def test_prefill_expands_latents_and_decoding_does_not(dtype, tolerance):
 
 @jax.jit
 def int4_results(k_BTKH, v_BTKH, q_BKMH, weights_BKMS):
-    """Returns a store that is written at once and one that is written token by token, and what attention reads."""
+    """Returns a store that is written at once and one that is written token by token, and what
+    attention reads.
+    """
     B, T, K, H = k_BTKH.shape
     store, one_by_one = (
         stores.Store.from_kv(k_BTKH, v_BTKH, stores.INT4_PACKED),
@@ -416,7 +423,8 @@ def test_int4_is_within_half_a_scale(size):
         rounding = 2**-8 * np.abs(groups).max(axis=-1)  # rounding of the minimum and of 15 scales to bfloat16
         bound = np.repeat(np.ptp(groups, axis=-1) / 30 + 3 * rounding, group, axis=-1)
         assert (np.abs(side_BSKH - wanted) <= bound + 1e-12).all()
-    # float32 sums of `size` and of 5 products: an error of some epsilons of the sum of the absolute products.
+    # float32 sums of `size` and of 5 products: an error of some epsilons of the sum of the absolute
+    # products.
     sums = np.einsum("bkmh,bskh->bkms", np.abs(q_BKMH), np.abs(held[0])) / np.sqrt(size)
     scores = np.einsum("bkmh,bskh->bkms", q_BKMH, held[0]) / np.sqrt(size)
     assert (np.abs(found_scores - scores) <= 1e-5 * sums).all()
@@ -451,6 +459,50 @@ def test_a_two_pass_layer_keeps_the_first_half(window):
     out, wanted, after, kept = run(q, k, v, places(B, 2 * T))
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, after, kept)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_calls_for_some_rows_equal_a_call_for_all_rows(window):
+    """Row by row, in rows of any order, in consecutive parts of one row, and token by token."""
+    B, T, K, H = 3, 4, 2, 4
+    random = np.random.default_rng(0)
+    sizes = (3, H), (H,), (H,)
+    before, new = ([np.float32(random.standard_normal((B, T, K, *size))) for size in sizes] for _ in range(2))
+    first, then = places(B, T), places(B, T, T)
+    order = np.array([2, 0, 1])
+
+    @jax.jit
+    def run(before, new):
+        store = stores.Store.empty(B, K, (H, H), 2 * T if window is None else window, jnp.float32)
+        layer = FullLayer(store) if window is None else RingLayer(store)
+        _, layer, _ = layer.attend(*before, first, window)
+        wanted = layer.attend(*new, then, window)[:2]
+        one, outs = layer, []
+        for row in range(B):
+            single = [x[row : row + 1] for x in (*new, jnp.asarray(then))]
+            out, wrapped, _ = SlotLayer(one, jnp.int32(row)).attend(*single, window)
+            one = wrapped.layer
+            outs.append(out)
+        mixed = [x[order] for x in (*new, jnp.asarray(then))]
+        out, wrapped, _ = SlotRowsLayer(layer, jnp.asarray(order)).attend(*mixed, window)
+        halves = [x[1].reshape(2, T // 2, *x.shape[2:]) for x in (*new, jnp.asarray(then))]
+        out_of_parts, parts, _ = SlotRowsLayer(layer, jnp.array([1, 1])).attend(*halves, window)
+        verified_out, verified, _ = VerificationLayer(layer).attend(*new, then, window)
+        all_rows = {
+            "row by row": (jnp.concatenate(outs), one),
+            "another order": (out[np.argsort(order)], wrapped.layer),
+            "token by token": (verified_out, verified.layer),
+        }
+        return wanted, all_rows, (out_of_parts.reshape(1, T, K, 3, H), parts.layer), layer
+
+    (wanted_out, wanted), all_rows, (out_of_parts, parts), layer = jax.tree.map(np.asarray, run(before, new))
+    for name, (out, updated) in all_rows.items():
+        np.testing.assert_allclose(out, wanted_out, atol=1e-5, err_msg=name)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, name), updated, wanted)  # noqa: B023
+    np.testing.assert_allclose(out_of_parts, wanted_out[1:2], atol=1e-5)
+    for leaf, written, untouched in zip(*map(jax.tree.leaves, (parts, wanted, layer)), strict=True):
+        np.testing.assert_array_equal(leaf[1], written[1])
+        np.testing.assert_array_equal(leaf[[0, 2]], untouched[[0, 2]])
 
 
 def test_segments_begin_at_whole_units():

@@ -14,9 +14,9 @@ from dantinox.model.transformer import Block
 from . import reference
 from .builder import build, config, places, texts
 
-# Largest difference over the largest logit. Every layer adds the errors of six matrix multiplications
-# and norms to the residual stream, each of a few epsilons (6e-8): about 2e-6 after two layers. Weights
-# of this size multiply an error by up to 3 in every further layer.
+# Largest difference over the largest logit. Every layer adds the errors of six matrix
+# multiplications and norms to the residual stream, each of a few epsilons (6e-8): about 2e-6 after
+# two layers. Weights of this size multiply an error by up to 3 in every further layer.
 TOLERANCE = 1e-5
 TOLERANCES = {name: 3e-5 for name in ("shared keys, per-layer inputs", "shared keys, experts")}
 ONE_LAYER = {"windows": (None,)}
@@ -234,7 +234,9 @@ def test_positions_may_restart_in_every_document():
 
 
 def test_far_positions():
-    """Angles are float32, so their error grows as 6e-8 of the position: 2.4e-4, and 2e-4 or less in the logits."""
+    """Angles are float32, so their error grows as 6e-8 of the position: 2.4e-4, and 2e-4 or less in
+    the logits.
+    """
     assert difference(config(**ONE_LAYER), positions_BT=places(2, 9, first=4000)) < 2e-4
 
 

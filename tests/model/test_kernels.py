@@ -17,6 +17,9 @@ from dantinox.model.layers import PLAIN_SOFTMAX, Softmax, cast_tensordot
 from tests.error_texts import ERRORS
 
 B, K, G, H = 2, 2, 3, 8
+# A score is a sum of 8 products, up to 10, with an error of about 1e-6. The error of an output is
+# that of its weights times values up to 4. A gradient is a sum of up to 60 such numbers.
+CLOSE, GRADIENTS_CLOSE = 1e-5, 5e-5
 
 
 def attention_float64(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, cap=None, sinks_KG=None):
@@ -81,15 +84,15 @@ def test_chunked_attention_equals_attention(monkeypatch, T, window, block, group
         return out, back(jnp.asarray(d_out))
 
     out, found = run(q, k, v)
-    np.testing.assert_allclose(out, attention_float64(q, k, v, segments, window), atol=2e-6)
+    np.testing.assert_allclose(out, attention_float64(q, k, v, segments, window), atol=CLOSE)
     for mine, theirs in zip(found, gradients_float64(q, k, v, segments, window, d_out)[:3], strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+        np.testing.assert_allclose(mine, theirs, atol=GRADIENTS_CLOSE)
 
 
 def test_chunked_attention_of_one_document_per_row():
     q, k, v, _ = drawn(20)
     out = jax.jit(lambda *x: chunked_attention(*x, None, None))(q, k, v)
-    np.testing.assert_allclose(out, attention_float64(q, k, v, np.zeros((B, 20)), None), atol=2e-6)
+    np.testing.assert_allclose(out, attention_float64(q, k, v, np.zeros((B, 20)), None), atol=CLOSE)
 
 
 @pytest.mark.parametrize("cap, with_sinks", [(0.7, False), (None, True), (0.7, True)])
@@ -104,11 +107,11 @@ def test_chunked_attention_with_capped_scores_and_sinks(monkeypatch, cap, with_s
 
     d_out = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
     out, mine = jax.jit(lambda d_out, *x: (lambda out, back: (out, back(d_out)))(*jax.vjp(out_of, *x)))(d_out, q, k, v, sinks)
-    np.testing.assert_allclose(out, attention_float64(q, k, v, segments, 9, cap, sinks), atol=2e-6)
+    np.testing.assert_allclose(out, attention_float64(q, k, v, segments, 9, cap, sinks), atol=CLOSE)
     theirs = gradients_float64(q, k, v, segments, 9, d_out, cap, sinks)
     for a, b in zip(mine, theirs, strict=True):
         if a is not None:
-            np.testing.assert_allclose(a, b, atol=2e-5)
+            np.testing.assert_allclose(a, b, atol=GRADIENTS_CLOSE)
 
 
 def test_values_of_another_size_than_keys():
@@ -124,9 +127,9 @@ def test_values_of_another_size_than_keys():
     d_out = np.random.default_rng(1).standard_normal((*q.shape[:-1], H + 5)).astype(np.float32)
     parts = [run(q, k, values[..., some], d_out[..., some]) for some in (np.s_[:H], np.s_[H:])]
     out, both = run(q, k, values, d_out)
-    np.testing.assert_allclose(out, np.concatenate([out for out, _ in parts], axis=-1), atol=2e-6)
+    np.testing.assert_allclose(out, np.concatenate([out for out, _ in parts], axis=-1), atol=CLOSE)
     for mine, first, second in zip(both[:2], *(d[:2] for _, d in parts), strict=True):
-        np.testing.assert_allclose(mine, first + second, atol=2e-5)
+        np.testing.assert_allclose(mine, first + second, atol=GRADIENTS_CLOSE)
 
 
 def test_memory_of_chunked_attention_is_not_quadratic(monkeypatch):
@@ -173,7 +176,7 @@ def test_choice_of_the_kernel():
         kernel_of("cudnn", "cpu")
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 8e-3)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 4e-6), ("bfloat16", 8e-3)])
 def test_cast_tensordot_and_its_gradients(dtype, tolerance):
     r = np.random.default_rng(0)
     x, w, d_y = (r.standard_normal(shape).astype(np.float32) for shape in ((5, 3, 4), (3, 4, 6, 2), (5, 6, 2)))

@@ -42,10 +42,12 @@ def test_tiled_matmul_and_its_gradients(monkeypatch, sizes):
 
     y, d_x, d_w = run(x, w, d_y)
     wanted, expert_M = grouped_matmul_float64(x, w, sizes)
-    np.testing.assert_allclose(y, wanted, atol=1e-5)
-    np.testing.assert_allclose(d_x, [w[e] @ d for d, e in zip(d_y, expert_M, strict=True)], atol=1e-5)
+    # Sums of up to 42 products of normal numbers: the error is some epsilons (6e-8) of a sum of
+    # magnitudes of about 30.
+    np.testing.assert_allclose(y, wanted, atol=2e-5)
+    np.testing.assert_allclose(d_x, [w[e] @ d for d, e in zip(d_y, expert_M, strict=True)], atol=2e-5)
     for e in range(5):
-        np.testing.assert_allclose(d_w[e], x[expert_M == e].T.astype(np.float64) @ d_y[expert_M == e], atol=1e-5)
+        np.testing.assert_allclose(d_w[e], x[expert_M == e].T.astype(np.float64) @ d_y[expert_M == e], atol=2e-5)
 
 
 @pytest.mark.parametrize("platform, rows", [("cpu", 4), ("cpu", 9), ("cpu", 90), ("gpu", 42)])
@@ -91,7 +93,7 @@ def test_router_and_its_losses():
     order_NE = np.argsort(-(scores_NE + np.asarray(layer.router.bias[...])), axis=1)
     np.testing.assert_array_equal(experts_NK, order_NE[:, :2])
     taken_NK = np.take_along_axis(scores_NE, order_NE[:, :2], axis=1)
-    np.testing.assert_allclose(weights_NK, taken_NK / taken_NK.sum(axis=1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(weights_NK, taken_NK / taken_NK.sum(axis=1, keepdims=True), atol=5e-6)
     counts_E = np.bincount(order_NE[:, :2].ravel(), minlength=5)
     np.testing.assert_array_equal(routing.counts_E, counts_E)
     np.testing.assert_allclose(routing.balance, 5 * np.sum(counts_E / 60 * scores_NE.mean(axis=0)), rtol=1e-5)
@@ -103,7 +105,8 @@ def test_gradients_equal_those_of_a_dense_sum():
     model_config = config(experts=ExpertsConfig(6, 2, bias=True))
     layer = nnx.merge(*drawn(lambda: MixtureOfExperts(model_config, dtype=jnp.float32, rngs=nnx.Rngs(1), out_gain=1.0)))
     x_BTD = np.random.default_rng(0).standard_normal((1, 12, 12)).astype(np.float32)
-    layer.router.bias[...] = jnp.asarray(np.float32([0, 0, 0, 0, 0, -9]))  # the last expert is never chosen
+    # The last expert is never chosen.
+    layer.router.bias[...] = jnp.asarray(np.float32([0, 0, 0, 0, 0, -9]))
     graph, state = nnx.split(layer)
 
     def loss(state):
@@ -120,6 +123,6 @@ def test_gradients_equal_those_of_a_dense_sum():
 
     (ours, mine), (theirs, wanted) = (jax.jit(jax.value_and_grad(f))(state) for f in (loss, dense))
     assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), mine, wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * max(1, np.abs(b).max())), mine, wanted)
     mine = jax.tree.map(np.asarray, nnx.to_pure_dict(mine))
     assert not np.any(mine["router"]["bias"]) and not np.any(mine["experts"]["down"]["kernel"][5])

@@ -108,7 +108,8 @@ def test_golden_confidence():
         scores_64 = np.asarray(SCORE(np.zeros(64, np.int32), np.resize(logprobs_N, 64), metrics))
         # A sum of numbers up to 10, with an epsilon of 1.2e-7.
         np.testing.assert_allclose(scores_64[: len(logprobs_N)], logprobs_N[:64] + got, rtol=1e-6, atol=1.2e-6)
-    # 1 − 0.5 and 1 − 2 are exact; the products and their sum round, by an epsilon (1.2e-7) of 0.3 at most.
+    # 1 − 0.5 and 1 − 2 are exact; the products and their sum round, by an epsilon (1.2e-7) of 0.3
+    # at most.
     np.testing.assert_allclose(CONFIDENCE(METRICS._replace(entropy=0.5)), 0.5 * 0.1 - 0.3, rtol=1e-6)
 
 

@@ -24,7 +24,8 @@ def test_the_ends_of_the_unit_interval_never_draw_removed_tokens(V):
 
 
 def test_tokens_of_tiny_mass_can_be_drawn():
-    x_V = np.float32([0, -14, -np.inf, -np.inf, -np.inf, -np.inf, -np.inf])  # the second has the last 8e-7 of the interval
+    # The second has the last 8e-7 of the interval.
+    x_V = np.float32([0, -14, -np.inf, -np.inf, -np.inf, -np.inf, -np.inf])
     assert int(PICK(x_V, np.float32([0, 1 - 2**-23]))) == 1
     assert int(PICK(x_V, np.float32([0, 0.5]))) == 0
 

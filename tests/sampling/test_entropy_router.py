@@ -190,7 +190,7 @@ def test_logit_metrics_of_edge_cases():
     for x_V in ([3.0], [-np.inf], [-np.inf] * 300):
         np.testing.assert_array_equal(LOGITS(np.float32(x_V)), [0, 0])
     uniform = LOGITS(np.zeros(4096, ml_dtypes.bfloat16))
-    np.testing.assert_allclose(uniform, [12, 0], atol=2e-6)
+    np.testing.assert_allclose(uniform, [12, 0], atol=1e-5)  # ten units in the last place of 12
     large_V = np.float32(np.arange(128_000) * np.float32(1e-4))
     np.testing.assert_allclose(LOGITS(large_V), reference_logits(large_V), rtol=1e-5)
 
@@ -218,7 +218,7 @@ def test_attention_metrics_of_layers_with_different_keys():
     layers = [LAYER(*layer) for layer in zip(scores_LHT, valid_LT, strict=True)]
     stacked = router.LayerAttention(*(np.stack(part) for part in zip(*layers, strict=True)))
     combined, combined_stack = jax.jit(lambda *forms: [router.combine_layers(form) for form in forms])(layers, stacked)
-    np.testing.assert_allclose(combined, got, rtol=1e-6)
+    np.testing.assert_allclose(combined, got, rtol=5e-6)
     np.testing.assert_array_equal(combined, combined_stack)
     assert layers[0].entropy_H.shape == (4,) and layers[0].disagreement.shape == ()
 
@@ -233,8 +233,9 @@ def test_heads_with_different_keys():
     scores_HS = np.float32([[1, 2, 9, 9], [9, -1, 0.5, -2]])
     got = LAYER(scores_HS, np.array([[1, 1, 0, 0], [0, 1, 1, 1]], bool))
     e_H = np.array([reference_logits([1, 2])[0], reference_logits([-1, 0.5, -2])[0]])
-    np.testing.assert_allclose(got.entropy_H, e_H, rtol=1e-6)
-    np.testing.assert_allclose(got.entropy_norm_H, e_H / np.log2([2, 3]), rtol=1e-6)
+    # Exponentials and logarithms have errors of a few epsilons (1.2e-7) each.
+    np.testing.assert_allclose(got.entropy_H, e_H, rtol=5e-6)
+    np.testing.assert_allclose(got.entropy_norm_H, e_H / np.log2([2, 3]), rtol=5e-6)
     np.testing.assert_allclose(got.interaction, np.mean([1.5, 3.5 / 3]), rtol=1e-6)
 
 

@@ -46,9 +46,11 @@ TRUNCATIONS = {
 NUMBERS = {name: number for name, (_, number) in TRUNCATIONS.items()}
 
 
-@jax.jit
+@partial(jax.jit, compiler_options={"xla_llvm_disable_expensive_passes": True})
 def truncations(rows, numbers):
-    """Applies every filter to three rows, in one program; `rows` and `numbers` map names to rows and to a number per row."""
+    """Applies every filter to three rows, in one program; `rows` and `numbers` map names to rows
+    and to a number per row.
+    """
     return {name: jax.vmap(step)(rows[name], numbers[name]) for name, (step, _) in TRUNCATIONS.items()}
 
 
@@ -56,7 +58,9 @@ LOSE_THE_FIRST = ("typical", "xtc")  # the others never remove the most likely t
 
 
 def truncate(rows, shares):
-    """Applies every filter to its three rows, each with the number for its share; returns the rows by name."""
+    """Applies every filter to its three rows, each with the number for its share; returns the rows
+    by name.
+    """
     numbers = {
         name: np.array([number(float(a)) for a in shares[name]], np.int32 if name.startswith("top_k") else np.float32)
         for name, number in NUMBERS.items()

@@ -175,7 +175,9 @@ def test_the_router_has_a_fixed_order():
 
 
 def test_orders_of_any_functions():
-    """Every row applies the functions of its enabled steps in its own order; an idle row and unused entries do nothing."""
+    """Every row applies the functions of its enabled steps in its own order; an idle row and unused
+    entries do nothing.
+    """
     rng, N = np.random.default_rng(0), len(ORDERABLE)
     orders = [rng.permutation(N)[: rng.integers(0, N + 1)] for _ in range(7)]
     steps_BN = np.stack([order_array([ORDERABLE[i] for i in order]) for order in orders])

@@ -14,6 +14,9 @@ from dantinox.sampling import SamplingParams, detect, init_state, process_logits
 
 PEERS = dict(np.load(Path(__file__).with_name("recent_peers.npz")))
 KEYS = PEERS["keys"].tolist()
+# Of probabilities up to 1: each key of a watermark, and each power, multiplies them by a factor
+# with an error of a few epsilons (6e-8).
+CLOSE = 5e-6
 CASES = json.loads(Path(__file__).with_name("recent_samplers.json").read_text(encoding="utf-8"))
 NAMES = sorted({case["step"]["name"] for case in CASES})
 
@@ -25,7 +28,9 @@ def probabilities(x_V):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cases_of_a_sampler(name):
-    """Filters keep the expected ids with their bits; the probabilities after other steps agree to 1e-6."""
+    """Filters keep the expected ids with their bits; the probabilities after other steps agree to
+    5e-6.
+    """
     cases = [case for case in CASES if case["step"]["name"] == name]
     assert len(cases) > 45
     for case in cases:
@@ -36,7 +41,7 @@ def test_the_cases_of_a_sampler(name):
             np.testing.assert_array_equal(y_V[case["kept"]].view(np.uint32), x_V[case["kept"]].view(np.uint32))
         else:
             np.testing.assert_array_equal(y_V > -np.inf, x_V > -np.inf)
-            np.testing.assert_allclose(probabilities(y_V), case["probabilities"], atol=1e-6, err_msg=str(case))
+            np.testing.assert_allclose(probabilities(y_V), case["probabilities"], atol=CLOSE, err_msg=str(case))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,7 @@ def test_the_watermark_of_transformers(text):
         x_V = np.float32(PEERS["steps"][t])
         step = {"name": "synthid", "layer_keys": KEYS, "ngram": ngram}
         y_V = np.asarray(process_logits(x_V[None], [step], [[7, 7]], [output[:t]]))[0]
-        np.testing.assert_allclose(probabilities(y_V), marked_V, atol=1e-6)
+        np.testing.assert_allclose(probabilities(y_V), marked_V, atol=CLOSE)
         unmarked += np.array_equal(y_V, x_V)
     assert unmarked > 0 or text == TEXTS[-1]
     count = int(PEERS["numbers"][text])
@@ -131,7 +136,7 @@ def test_the_watermark_is_a_tournament():
         for length in (0, 1, 5, 12):
             y_V = np.asarray(process_logits(x_V[None], [step], [[1]], [output[:length]]))[0]
             expected_V = references.synthid(x_V, keys, table, ngram, output[:length])
-            np.testing.assert_allclose(probabilities(y_V), expected_V, atol=1e-6)
+            np.testing.assert_allclose(probabilities(y_V), expected_V, atol=CLOSE)
             if not np.array_equal(y_V, x_V):  # the context is new
                 np.testing.assert_allclose(np.exp(np.float64(y_V)).sum(), 1, atol=1e-5)
 
@@ -150,7 +155,7 @@ def test_the_watermark_of_few_tokens_equals_that_of_whole_rows():
         P_N = references.softmax(x_V)[ids]
         for g_N in g_2N:
             P_N = P_N * (1 + g_N - np.sum(g_N * P_N))
-        np.testing.assert_allclose(probabilities(y_V)[ids], P_N, atol=1e-6)
+        np.testing.assert_allclose(probabilities(y_V)[ids], P_N, atol=CLOSE)
 
 
 def test_a_context_is_marked_again_after_1024_others():
@@ -220,7 +225,9 @@ def test_adaptive_p_reaches_its_target_on_average():
 
 @pytest.mark.slow
 def test_marked_texts_are_detected():
-    """200 tokens each: z of marked texts is above 4, of other texts and with other keys it is a standard normal number."""
+    """200 tokens each: z of marked texts is above 4, of other texts and with other keys it is a
+    standard normal number.
+    """
     rng, V, count, keys = np.random.default_rng(8), 200, 200, [11, 22, 33, 44, 55, 66, 77, 88]
     steps_TBV = np.repeat(rng.normal(0, 1.2, (count, 1, V)), 12, axis=1).astype(np.float32)
     rows = [{"seed": b} | ({"watermark_keys": keys} if b < 6 else {}) for b in range(12)]

@@ -1,6 +1,9 @@
-"""Every function of a step with extreme and with disabled numbers, for extreme rows, in one program."""
+"""Every function of a step with extreme and with disabled numbers, for extreme rows, in one
+program.
+"""
 
 import math
+from functools import partial
 
 import jax
 import numpy as np
@@ -153,30 +156,27 @@ def cases(V):
 
 
 def results(x_BV, names):
-    """Returns the rows after every case of the functions, in one program."""
+    """Returns the rows after every case of the functions, in one program with one `vmap` over rows
+    and cases.
+    """
+    B, by_name = len(x_BV), {name: cases(x_BV.shape[1])[name] for name in names}
     arguments = {}
-    for name, by_case in cases(x_BV.shape[1]).items():
-        columns = zip(*by_case.values(), strict=True)
-        stacked = tuple(np.stack([np.asarray(value) for value in column]) for column in columns)
-        arguments[name] = tuple(a.astype(np.float32) if a.dtype == np.float64 else a for a in stacked)
+    for name, by_case in by_name.items():
+        columns = [np.stack([np.asarray(x) for x in column]) for column in zip(*by_case.values(), strict=True)]
+        arguments[name] = [np.tile(x_BV, (len(by_case), 1)), *(np.repeat(column, B, axis=0) for column in columns)]
 
-    @jax.jit
-    def run(x_BV, arguments):
-        def of_row(function, columns):
-            return jax.vmap(lambda x_V: jax.vmap(lambda numbers: function(x_V, *numbers))(columns))(x_BV)
+    @partial(jax.jit, compiler_options={"xla_llvm_disable_expensive_passes": True})
+    def run(arguments):
+        return {name: jax.vmap(FUNCTIONS[name])(*columns) for name, columns in arguments.items()}
 
-        return {name: of_row(FUNCTIONS[name], columns) for name, columns in arguments.items()}
-
-    found = run(x_BV, {name: arguments[name] for name in names})
-    return {
-        (name, case): np.asarray(y_BNV)[:, i]
-        for name, y_BNV in found.items()
-        for i, case in enumerate(cases(x_BV.shape[1])[name])
-    }
+    found = {name: np.asarray(y_NV).reshape(-1, *x_BV.shape) for name, y_NV in run(arguments).items()}
+    return {(name, case): found[name][i] for name, by_case in by_name.items() for i, case in enumerate(by_case)}
 
 
 def check(rows, names=FUNCTIONS):
-    """Checks that rows have no NaN, are not empty, keep removed tokens removed, and the bits of logits that do not move."""
+    """Checks that rows have no NaN, are not empty, keep removed tokens removed, and the bits of
+    logits that do not move.
+    """
     x_BV = np.float32(rows)
     for (name, case), y_BV in results(x_BV, names).items():
         where = f"{name}, {case}"
