@@ -239,6 +239,7 @@ def test_sweep_on_the_command_line(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.usefixtures("interruptible")
 def test_sweep_stopped_by_a_signal_saves_its_trial_and_continues(tmp_path, number, code):
     path, metrics = real(tmp_path, 1500), tmp_path / "runs" / "trial_001" / "metrics.jsonl"
     command = [sys.executable, "-m", "dantinox", "sweep", str(path)]
