@@ -23,8 +23,6 @@ from dantinox.generation.cache_budgets import (
 )
 from tests.error_texts import ERRORS
 
-pytestmark = pytest.mark.slow
-
 laws = settings(max_examples=100, deadline=None, derandomize=True)
 # Weights are drawn as bytes, which is fast; clipped weights are often equal.
 TABLE = np.clip(np.random.default_rng(0).gamma(1, 1, 256), 0.3, 2.5)

@@ -1,21 +1,21 @@
 """The per-token records of a sample agree with the arrays, with the text, and with the settings of the request."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 import tokenizers
 
-from dantinox.config import Config, TokenizerSection, UserError
+from dantinox.config import UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.trace import trace_document
-from dantinox.model import Transformer
 from dantinox.report.entropy_view import show_entropy
 from dantinox.report.page import report_page
 from dantinox.report.trace_file import trace_lines
 from dantinox.sampling.entropy_router import STRATEGIES
-from dantinox.text import Tokenizer, train_tokenizer
+from dantinox.text import Tokenizer
 from tests.error_texts import ERRORS
 
 from . import builder
@@ -25,12 +25,17 @@ ROUTED = {"strategy": "entropy", "low_entropy": 1.2, "low_varentropy": 2.0, "hig
 
 @pytest.fixture(scope="module")
 def run():
-    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
-    model: Transformer = builder.model(builder.config(vocab_size=tokenizer.vocab_size))
-    return LoadedModel(Config(model={"max_context": 64}), model, tokenizer)
+    return builder.loaded_model(builder.BYTES, 64, windows=(None,))
 
 
-@pytest.mark.parametrize("settings", [{}, ROUTED, ROUTED | {"use_attention": False}], ids=["chain", "router", "no attention"])
+KINDS = [
+    pytest.param({}, id="chain"),
+    pytest.param(ROUTED, id="router"),
+    pytest.param(ROUTED | {"use_attention": False}, id="router without attention", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("settings", KINDS)
 def test_a_document_equals_the_arrays(run, settings):
     result = run.generate("abc", logprobs=4, seed=3, max_new_tokens=12, top_k=9, ignore_eos=True, **settings)
     document, steps = trace_document(result, run.tokenizer), result.steps
@@ -45,9 +50,11 @@ def test_a_document_equals_the_arrays(run, settings):
     lnp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     best = np.argsort(-lnp, axis=1, kind="stable")[:, :4]
     for n, token in enumerate(tokens):
-        assert token["entropy"] == pytest.approx(-(np.exp(lnp[n]) * lnp[n]).sum() / np.log(2), abs=1e-4)
+        assert token["entropy"] == pytest.approx(-(np.exp(lnp[n]) * lnp[n]).sum() / np.log(2), abs=builder.LOGPROB_TOLERANCE)
         assert [one["id"] for one in token["alternatives"]] == best[n].tolist()
-        assert [one["logprob"] for one in token["alternatives"]] == pytest.approx(lnp[n, best[n]].tolist(), abs=1e-4)
+        assert [one["logprob"] for one in token["alternatives"]] == pytest.approx(
+            lnp[n, best[n]].tolist(), abs=builder.LOGPROB_TOLERANCE
+        )
         kept = [one["logprob_sampled"] for one in token["alternatives"] if one["logprob_sampled"] is not None]
         assert np.exp(kept).sum() <= 1 + 1e-5
         own = [one["logprob_sampled"] for one in token["alternatives"] if one["id"] == token["id"]]
@@ -61,7 +68,7 @@ def test_a_document_equals_the_arrays(run, settings):
         assert document["router"] is None and {token["survivors"] for token in tokens} == {9}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_parts_of_characters_add_up(run):
     """A token can be bytes that are not valid text alone. The pieces of all tokens still add up to the text."""
     result = run.generate("é", logprobs=2, seed=5, max_new_tokens=40, temperature=3.0, ignore_eos=True)
@@ -88,7 +95,7 @@ def test_an_empty_sample_has_no_records(run):
         assert '"samples":[' in report_page([document]) and len([*trace_lines([document])]) == 1
         assert any(line.startswith("0 tokens") for line in show_entropy([document], 80, "none"))
     with pytest.raises(ValueError, match=ERRORS["only_a_sample_with_log"]):
-        trace_document(run.generate("abc", max_new_tokens=2, greedy=True), run.tokenizer)
+        trace_document(replace(result, tokens=[97], steps=None), run.tokenizer)
 
 
 def test_the_calibration_is_read_if_requested(run):
@@ -96,10 +103,10 @@ def test_the_calibration_is_read_if_requested(run):
     measured |= {"entropy_scale": 2.0, "varentropy_scale": 4.0}
     asked = []
     own = LoadedModel(run.config, run.model, run.tokenizer, lambda: asked.append(1) or measured)
-    own.generate("a", max_new_tokens=2, greedy=True)
-    own.generate("a", max_new_tokens=2, strategy="entropy")
+    own.generate("a", max_new_tokens=0, greedy=True)
+    own.generate("a", max_new_tokens=0, strategy="entropy")
     assert not asked
-    result = own.generate("a", max_new_tokens=2, strategy="entropy", router_preset="calibrated", low_entropy=0.25)
+    result = own.generate("a", max_new_tokens=0, strategy="entropy", router_preset="calibrated", low_entropy=0.25)
     assert asked == [1]
     assert (result.router["low_entropy"], result.router["high_entropy"], result.router["varentropy_scale"]) == (0.25, 1.5, 4.0)
     assert (result.router["temperature_min"], result.router["temperature_max"]) == (pytest.approx(0.1), 2.0)
@@ -112,7 +119,7 @@ def test_chain_and_router_form_separate_batches(run):
     assert len(jax.tree.leaves(batches[0].batch.params.router)) == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_candidates_in_document_json_trace_and_page(run):
     result = run.generate("abc", logprobs=2, show_candidates=True, seed=3, max_new_tokens=12, ignore_eos=True, **ROUTED)
     plain = run.generate("abc", seed=3, max_new_tokens=12, ignore_eos=True, **ROUTED)
@@ -137,6 +144,6 @@ def test_candidates_in_document_json_trace_and_page(run):
 
 
 def test_the_keys_of_the_watermark_are_not_reported(run):
-    result = run.generate("abc", logprobs=1, seed=3, max_new_tokens=2, watermark_keys=[77123], watermark_ngram=4, top_k=9)
+    result = run.generate("abc", logprobs=1, seed=3, max_new_tokens=0, watermark_keys=[77123], watermark_ngram=4, top_k=9)
     document = trace_document(result, run.tokenizer)
     assert document["settings"] == {"top_k": 9, "watermark_ngram": 4} and "77123" not in json.dumps(document)
