@@ -30,8 +30,9 @@ from dantinox.model.parameters import abstract_model
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory, load_run_config, open_run, weights_digest
 from dantinox.run.adapters import load_run_weights
+from dantinox.training import loop
 from dantinox.training.resume import frozen_weights, starting_weights
-from dantinox.training.step import Programs, TrainStep
+from dantinox.training.step import TrainStep
 from dantinox.training.text_samples import build_sampling_model
 from tests.error_texts import ERRORS
 
@@ -138,8 +139,8 @@ def base(tmp_path_factory):
 
 
 def lora_config(base, **changes):
-    adamw = {"training__optimizer": "adamw", "lora__rank": 2, "lora__dropout": 0.1}
-    return small_config(training__init_from=str(base.path), **adamw | changes)
+    settings = {"training__optimizer": "adamw", "model__dropout_rate": 0.0, "lora__rank": 2, "lora__dropout": 0.1}
+    return small_config(training__init_from=str(base.path), **settings | changes)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,8 @@ def test_merged_weights_give_the_logits_of_base_and_adapters(tuned):
 def test_state_and_memory_contain_only_adapters(base):
     config = lora_config(base)
     model = config.trained_architecture(VOCABULARY)
-    programs, state = Programs(training := TrainStep(config, model, 24)), training.initial_state()
+    training, rows = TrainStep(config, model, 24), small_store(config).validation_rows
+    programs, state = loop.Programs(training, rows), training.initial_state()
     adapters = sum(p.nbytes for p in state.parameters.values())
     assert all(is_adapter(name) for name in state.parameters)
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer))

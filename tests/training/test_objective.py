@@ -73,7 +73,7 @@ def test_chunks_have_the_same_gradient(batch, tied, monkeypatch):
         return jax.tree.leaves(jax.jit(jax.grad(loss))(state))
 
     whole = gradient("cpu", 1 << 24)
-    for platform in ("cpu", "gpu"):
+    for platform in ("cpu", "gpu") if tied else ("gpu",):
         for expected, got in zip(whole, gradient(platform, 5 * VOCABULARY), strict=True):
             np.testing.assert_allclose(got, expected, atol=2e-5, err_msg=platform)
 

@@ -129,7 +129,7 @@ def test_muon_directions_agree_with_optax():
         got = np.asarray(updates[name]).reshape(expected.shape)
         scale = config.training.muon_lr * math.sqrt(max(1, expected.shape[1] / expected.shape[0]))
         cosine = -np.vdot(got, expected) / np.linalg.norm(got) / np.linalg.norm(expected)
-        assert cosine > 0.95  # both bring singular values near one, with different polynomials
+        assert cosine > 0.9  # both bring singular values near one, with different polynomials
         assert np.linalg.norm(got) == pytest.approx(scale * math.sqrt(min(expected.shape)), rel=0.2)
 
 

@@ -23,16 +23,17 @@ from .test_lora import adapted, logits, lora_config, weights_of
 NF4 = {"lora__base_weights": "nf4"}
 
 
-def shapes_of(model):
-    return abstract_model(replace(model, scan_layers=False))[1]
+def shapes_of(model, scan_layers=False):
+    return abstract_model(replace(model, scan_layers=scan_layers))[1]
 
 
 def frozen_bytes(sizes, held):
-    """The bytes of the frozen weights of a model, and of the same weights in float32."""
+    """The bytes of the frozen weights of a model, and of the same weights in float32; stacked layers are traced once."""
     config = build_config({}, {**sizes, "training.init_from": "x", "lora.rank": 8, "lora.base_weights": held})
     vocabulary = sizes["model.padded_vocab_size"]
     model = config.trained_architecture(vocabulary)
-    return tree_bytes(frozen_parameters(shapes_of(model), model)), tree_bytes(shapes_of(replace(model, lora=None)))
+    frozen = frozen_parameters(shapes_of(model, scan_layers=True), model)
+    return tree_bytes(frozen), tree_bytes(shapes_of(replace(model, lora=None), scan_layers=True))
 
 
 LLAMA_SHAPES = {  # 0.79 billion weights, 92 % of them in projections
@@ -65,18 +66,23 @@ def test_gradient_reaches_adapters_only():
     w = np.random.default_rng(0).standard_normal((128, 6)).astype(np.float32)
     layer_shapes = {f"ffn/down/{name}": getattr(layer, name)[...] for name in layer.arrays}
     for name, array in to_frozen_dtype("ffn/down/kernel", w, layer_shapes).items():
-        setattr(layer, name.rpartition("/")[2], nnx.Param(jnp.asarray(array)))
-    wide = np.asarray(dequantize(layer.matrix(), (128,)), np.float64)
+        setattr(layer, name.rpartition("/")[2], nnx.Param(array))
     x = np.random.default_rng(1).standard_normal((3, 128))
     graph, state = nnx.split(layer)
 
-    def total(state, x):
-        return jnp.sum(nnx.merge(graph, state)(x) ** 2)
+    @jax.jit
+    def results(state, x):
+        def total(state, x):
+            y = nnx.merge(graph, state)(x)
+            return jnp.sum(y**2), y
 
-    y = nnx.merge(graph, state)(jnp.asarray(x, jnp.float32))
+        (d_state, d_x), y = jax.grad(total, argnums=(0, 1), has_aux=True, allow_int=True)(state, x)
+        return y, dequantize(nnx.merge(graph, state).matrix(), (128,)), d_state, d_x
+
+    y, wide, d_state, d_x = results(state, np.float32(x))
+    wide = np.asarray(wide, np.float64)
     a, b = numbers["down_proj/lora_a"], numbers["down_proj/lora_b"]
     np.testing.assert_allclose(y, x @ (wide + 1.5 * a @ b), rtol=1e-5, atol=1e-4)
-    d_state, d_x = jax.grad(total, argnums=(0, 1), allow_int=True)(state, jnp.asarray(x, jnp.float32))
     found = {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(d_state)}
     assert {name: str(d.dtype) for name, d in found.items() if name in ("codes", "scale")} == dict.fromkeys(
         ("codes", "scale"), "[('float0', 'V')]"
@@ -92,7 +98,7 @@ WIDE = {"model__dim": 64, "model__hidden_dim": 128, "model__dropout_rate": 0.0} 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return Workshop(tmp_path_factory.mktemp("qlora")).train("base", small_config(training__steps=6, **WIDE))
+    return Workshop(tmp_path_factory.mktemp("qlora")).write("base", small_config(**WIDE))
 
 
 def losses(run):
@@ -117,7 +123,10 @@ def test_loss_on_quantized_weights_is_that_on_float32(base):
 
 def test_nf4_run_samples_and_merges(base):
     """The sample comes from the quantized weights; the merged weights come from the weights of the base."""
-    config, seen = lora_config(base, training__steps=4, training__sample_every=4, **NF4, **WIDE), []
+    config, seen = (
+        lora_config(base, training__steps=4, training__sample_every=4, lora__targets=["q_proj", "down_proj"], **NF4, **WIDE),
+        [],
+    )
     run = Workshop(base.path.parent).train("nf4 sample", config, sample=lambda model: seen.append(model) or "text")
     model = config.trained_architecture(VOCABULARY)
     original = weights_of(base)
@@ -138,7 +147,7 @@ def test_nf4_run_samples_and_merges(base):
     build, _ = abstract_model(config.architecture(VOCABULARY))
     merged, quantized = logits(build(weights_of(run))), logits(seen[-1])
     relative = np.sqrt(np.mean((merged - quantized) ** 2) / np.mean(merged**2))
-    assert 0 < relative < 0.2, relative
+    assert 0 < relative < 0.4, relative  # nf4 has 16 values
 
 
 def test_logits_of_nf4_equal_those_of_its_dequantized_weights():
@@ -147,33 +156,34 @@ def test_logits_of_nf4_equal_those_of_its_dequantized_weights():
     config = small_config(**sizes, lora__rank=2, **NF4, **WIDE | {"model__dim": 24})
     model = config.trained_architecture(VOCABULARY)
     plain, separate = replace(model, lora=None), replace(model, scan_layers=False)
-    random, wide = np.random.default_rng(0), {}
-    frozen = {}
+    random, wide, frozen, packed = np.random.default_rng(0), {}, {}, {}
     for name, leaf in abstract_model(plain)[1].items():
         array = np.float32(0.3 * random.standard_normal(leaf.shape) if leaf.ndim > 1 else np.ones(leaf.shape))
         parts = to_frozen_dtype(name, array, shapes_of(model))
         frozen |= parts
-        leaves = {path.rpartition("/")[2]: jnp.asarray(p) for path, p in parts.items()}
+        leaves = {path.rpartition("/")[2]: p for path, p in parts.items()}
         if "codes" in leaves:
-            wide[name] = dequantize(leaves, array.shape[: array.ndim - leaves["scale"].ndim + 1])
+            packed[name] = leaves, array.shape[: array.ndim - leaves["scale"].ndim + 1]
         elif "scale" in leaves and "kernel" in leaves:
             scale = leaves["scale"][:, None] if name == "embed" else leaves["scale"]
-            wide[name] = leaves["kernel"] * scale
+            wide[name] = np.float32(leaves["kernel"] * scale)
             assert np.abs(wide[name] - array).max() <= np.abs(array).max() / 253, name
         else:
-            wide[name] = jnp.asarray(array)
-    adapters = {
-        name: jnp.zeros(leaf.shape) for name, leaf in abstract_model(separate)[1].items() if name.endswith(("lora_a", "lora_b"))
-    }
+            wide[name] = array
+    wide |= jax.jit(lambda arrays: {name: dequantize(arrays[name], packed[name][1]) for name in packed})(
+        {name: leaves for name, (leaves, _) in packed.items()}
+    )
+    shapes = abstract_model(separate)[1].items()
+    adapters = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes if name.endswith(("lora_a", "lora_b"))}
     expected = logits(abstract_model(plain)[0](wide))
     np.testing.assert_allclose(logits(abstract_model(separate)[0](frozen | adapters)), expected, atol=2e-5)
     stacked = replace(model, scan_layers=True)
     weights = stack_layers(frozen | adapters, stacked)
-    found = abstract_model(stacked)[0]({name: jnp.asarray(p) for name, p in weights.items()})
+    found = abstract_model(stacked)[0](weights)
     np.testing.assert_allclose(logits(found), expected, atol=2e-5)
-    x = jnp.asarray(random.standard_normal((3, 24)), jnp.float32)
-    rounded = found.output_weights().astype(jnp.float32)
-    np.testing.assert_allclose(found.logits(x), found.logits(x, rounded), atol=1e-4)
+    x = random.standard_normal((3, 24)).astype(np.float32)
+    both = jax.jit(lambda model, x: (model.logits(x), model.logits(x, model.output_weights().astype(jnp.float32))))
+    np.testing.assert_allclose(*both(found, x), atol=1e-4)
 
 
 def test_tensor_axis_and_experts_are_refused():

@@ -11,7 +11,7 @@ from dantinox.model.parameters import abstract_model, init_parameters, stack_lay
 from dantinox.training.step import TrainStep, update_router_biases
 from tests.error_texts import ERRORS
 
-from .small import VOCABULARY, small_config, small_store
+from .small import VOCABULARY, random_weights, small_config, small_store
 
 # Layers 0 and 2 are of one kind, layers 1 and 3 of another.
 SETTINGS = {
@@ -109,7 +109,7 @@ def test_model_with_stacked_layers_does_not_decode(what):
     model = small_config(**SETTINGS, model__scan_layers=True).architecture(VOCABULARY)
     built, _ = abstract_model(model)
     with pytest.raises(ValueError, match=ERRORS["supports_neither_a_cache_nor"]):
-        built(init_parameters(model, 0)).hidden(np.zeros((1, 2), np.int32), np.arange(2)[None], **{what: object()})
+        built(random_weights(model)).hidden(np.zeros((1, 2), np.int32), np.arange(2)[None], **{what: object()})
 
 
 def test_bias_rises_for_experts_with_few_tokens():
