@@ -53,9 +53,9 @@ def batch_of(config):
     ("mesh", "teacher_kind", "changes"),
     [
         ("data=2 fsdp=2 tensor=2", "dense", {}),
-        pytest.param("fsdp=8", "moe", {"training__grad_accum": 2}, marks=pytest.mark.exhaustive),
-        pytest.param("fsdp=4 tensor=2", "dense", {"model__scan_layers": True}, marks=pytest.mark.exhaustive),
-        pytest.param("fsdp=4 sequence=2", "dense", {}, marks=pytest.mark.exhaustive),
+        pytest.param("fsdp=8", "moe", {"training__grad_accum": 2}, marks=pytest.mark.slow),
+        pytest.param("fsdp=4 tensor=2", "dense", {"model__scan_layers": True}, marks=pytest.mark.slow),
+        pytest.param("fsdp=4 sequence=2", "dense", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

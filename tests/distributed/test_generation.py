@@ -60,7 +60,7 @@ def texts(config, model, length):
         ({}, "auto", 150),  # long enough for an attention kernel
         (LATENT, "int8", 20),
         *(
-            pytest.param(changes, weights, length, marks=pytest.mark.exhaustive)
+            pytest.param(changes, weights, length, marks=pytest.mark.slow)
             for changes, weights, length in (
                 ({}, "int8", 20),
                 (BIASES, "auto", 150),

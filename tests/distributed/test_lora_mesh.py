@@ -42,7 +42,7 @@ def trained(mesh="", **changes):
     return np.array(losses), adapters, float(counted.nats / counted.num_targets)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
@@ -62,7 +62,7 @@ def test_a_mesh_trains_adapters_as_one_device_does(mesh, changes):
         np.testing.assert_allclose(got[1][name], array, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_dropout_on_a_mesh_is_deterministic():
     """Each device draws numbers for its rows, the same in every run."""
     losses = [trained.__wrapped__("fsdp=4 tensor=2", lora__dropout=0.5)[0] for _ in range(2)]

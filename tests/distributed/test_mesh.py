@@ -29,7 +29,7 @@ DENSE, SPARSE = (
 )
 QUICK = {("uneven", "adamw", DENSE[0]), ("mla", "muon", DENSE[0])}
 EACH = [
-    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.exhaustive)
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
     for kind in KINDS
     for case in itertools.product([kind], ("adamw", "muon"), DENSE + SPARSE * (kind == "moe"))
 ]
@@ -89,7 +89,7 @@ def test_preferences_train_as_on_one_device(objective):
         layout_of(settings("dense", "tensor=2", training__objective="dpo", training__init_from="x"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [DENSE[0], "data=2 fsdp=4", "data=8"])
 @pytest.mark.parametrize(
     "changes",
@@ -117,7 +117,7 @@ def test_every_training_option_matches_one_device(mesh, changes):
     same(trained("dense", mesh, **changes), trained("dense", **changes))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_lion_matches_one_device():
     """Except for signs of numbers close to zero."""
     got, expected = (trained("dense", mesh, training__optimizer="lion", training__lr=1e-3) for mesh in (DENSE[0], ""))
@@ -126,7 +126,7 @@ def test_lion_matches_one_device():
     assert np.mean(np.concatenate([a.reshape(-1) for a in apart])) < 1e-3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_bfloat16_differs_only_by_rounding(kind):
     got, expected = (trained(kind, mesh, model__dtype="bfloat16") for mesh in ("fsdp=4 tensor=2", ""))
@@ -134,7 +134,7 @@ def test_bfloat16_differs_only_by_rounding(kind):
     np.testing.assert_allclose(got.norms, expected.norms, rtol=0.05)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_dropout_is_deterministic():
     changes = {"model__dropout_rate": 0.5}
     first, again = (trained.__wrapped__("dense", DENSE[0], **changes) for _ in range(2))
@@ -186,12 +186,12 @@ def check_cost(kind: str, optimizer: str, mesh: str, chunks: int = 1, **changes)
         assert got.work.unknown_loops == 0
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.exhaustive), "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def test_each_of_eight_devices_does_an_eighth_of_the_work(optimizer):
     check_cost("dense", optimizer, DENSE[0], model__scan_layers=True)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp=4 tensor=2", "fsdp=8", "data=2 fsdp=4", "data=2 fsdp=2 tensor=2", "data=2 tensor=4"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("changes", [{}, {"training__grad_accum": 2, "chunks": 16}], ids=str)
@@ -199,7 +199,7 @@ def test_work_is_divided_on_every_mesh(optimizer, mesh, changes):
     check_cost("dense", optimizer, mesh, model__kv_heads=None, model__scan_layers="grad_accum" in str(changes), **changes)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh"), [("mla", "fsdp=4 tensor=2"), ("mla", "fsdp=8"), ("moe", "data=2 expert=4")])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_work_is_divided_for_other_models(kind, optimizer, mesh):
@@ -207,7 +207,7 @@ def test_work_is_divided_for_other_models(kind, optimizer, mesh):
     check_cost(kind, optimizer, mesh)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", SPARSE)
 def test_every_expert_row_is_multiplied_once(mesh):
     config, counts_LE = settings("moe", mesh), trained("moe", mesh).counts_LE

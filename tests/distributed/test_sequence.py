@@ -174,7 +174,7 @@ MORE = [
     [
         QUICK,
         pytest.param(*MORE[0], marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE[1:]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE[1:]),
     ],
     ids=str,
 )

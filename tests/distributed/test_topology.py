@@ -44,7 +44,7 @@ def never_interrupted(tmp_path_factory):
     return partial(whole, tmp_path_factory.getbasetemp())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_writes_the_same_files_as_on_one_device(workshop, monkeypatch):
     """Log rows, best weights, and text samples are equal."""
     said = {}
@@ -79,7 +79,7 @@ def test_a_run_writes_the_same_files_as_on_one_device(workshop, monkeypatch):
         np.testing.assert_allclose(weights[8][name], array, rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_bit_for_bit(workshop, never_interrupted):
     config, run = never_interrupted()
     store = small_store(config, Stumbles)
@@ -135,7 +135,7 @@ class Poisoned(TokenStore):
         return batch._replace(mask_BT=batch.mask_BT * np.float32("nan" if step == 9 else 1))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_rewind_and_initial_weights_match_one_device(workshop, monkeypatch):
     given = {"model__dropout_rate": 0.0, "training__optimizer": "adamw", "training__nan_policy": "rewind"}
     losses = {}

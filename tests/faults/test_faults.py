@@ -43,7 +43,7 @@ def rows(run, config):
     return [{name: value for name, value in row.items() if name not in TIMES} for row in found]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_skip_omits_the_update_and_reports_it(workshop):
     config = small_config(training__optimizer="adamw", training__nan_policy="skip", training__checkpoint_every=5)
     run = workshop.train("run", config, store=nan_store(config, 9, 13))
@@ -93,7 +93,7 @@ def test_rewind_restores_a_checkpoint_and_skips_the_batches(workshop):
         assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(run, config)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_rewind_without_a_checkpoint_restarts_and_finally_fails(workshop):
     config = small_config(training__optimizer="adamw", training__nan_policy="rewind", training__steps=6)
     workshop.train("run", config, store=nan_store(config, 1))

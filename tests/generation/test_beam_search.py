@@ -143,7 +143,7 @@ EDITS = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_edits_and_penalties_change_the_log_probabilities():
     model, rows = builder.model(), [row | {"stop_token_ids": ENDS, "max_new_tokens": 6} for row in EDITS]
     for prompt, row, found in zip(PROMPTS, rows, searched(model, PROMPTS[:3], rows), strict=False):
@@ -158,7 +158,7 @@ CACHES = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CACHES)
 def test_rows_equal_a_search_in_numpy_with_other_caches(name):
     changes, settings = CACHES[name]
@@ -176,7 +176,7 @@ LOSSY = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_lossy_cache_follows_its_beam(name):
     """The score of a sequence is the sum of the log-probabilities that decoding this sequence alone gives with the cache."""
@@ -207,7 +207,7 @@ def decoded_logprob(model, prompt, tokens, plan):
     return total
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_extensions_are_selected_without_a_sort(optimized):
     """XLA must not sort all K · V extensions."""
     P, V = 2, 5000

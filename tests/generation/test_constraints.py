@@ -397,7 +397,7 @@ def test_finish_reasons(runs):
         {"strategy": "entropy"},
         {"greedy": True, "temperature": 1.0},
         {"use_cache": False, "temperature": 2.0},
-        pytest.param({"mirostat": 2, "temperature": 2.0}, marks=pytest.mark.exhaustive),
+        pytest.param({"mirostat": 2, "temperature": 2.0}, marks=pytest.mark.slow),
         {"xtc_probability": 1.0, "dry_multiplier": 2.0, "dry_breakers": ["z"], "top_n_sigma": 1.0, "min_p": 0.2, "top_k": 3},
     ],
 )

@@ -74,7 +74,7 @@ def test_a_sliding_window_uses_a_ring_buffer():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("experts", marks=pytest.mark.exhaustive), "shared keys and per-layer inputs", "latents"]
+    "name", [pytest.param("experts", marks=pytest.mark.slow), "shared keys and per-layer inputs", "latents"]
 )
 def test_other_architectures(name):
     config = builder.config(**MODELS[name])
@@ -105,7 +105,7 @@ def test_settings_of_the_cache_and_the_weights(model):
 
 
 @pytest.mark.parametrize(
-    ("rows", "chunk"), [(1, 64), (3, 16), *(pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in ((1, 16), (3, 64)))]
+    ("rows", "chunk"), [(1, 64), (3, 16), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 16), (3, 64)))]
 )
 def test_chunks_neighbors_and_earlier_texts_do_not_change_an_embedding(model, rows, chunk):
     """The cache still has the keys of the texts before, and rows of different lengths are padded."""

@@ -296,7 +296,7 @@ def test_wrong_settings(run, settings, sentence):
         run.generate("a", **settings)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_requests_with_another_program_form_another_batch(run):
     requests = [
         ("a", {"n": 1}), ("b", {"n": 2}), ("c", {"preset": "kobold", "top_a": 0.1}), ("d", {"seed": 4, "top_k": 3}),

@@ -54,7 +54,7 @@ def test_a_processor_reads_the_history():
     assert continuation(PROMPT, 10, greedy=True, logit_processor=no_repeat) == text[len(PROMPT) :]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_processor_in_a_batch():
     prompts = builder.prompts(3, 9)
     ids, lengths = builder.padded(prompts)
@@ -64,7 +64,7 @@ def test_a_processor_in_a_batch():
         assert got[2 * row : 2 * row + 2, len(prompt) : len(prompt) + 8].tolist() == rows.tolist()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_processor_with_drafts():
     drafted = continuation([7, 8, 9] * 4, 12, logit_processor=no_repeat, speculation="ngram", greedy=True)
     assert drafted == continuation([7, 8, 9] * 4, 12, logit_processor=no_repeat, greedy=True)
@@ -125,7 +125,7 @@ def test_requests_of_a_slot_batch_cannot_choose_a_processor():
         Engine(run, slots, queue=9).add(request)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_slot_batch_applies_its_processor_to_all_requests():
     run, slots = served(logit_processor=no_repeat)
     slots.compile(run.config)

@@ -163,7 +163,7 @@ def test_prefill_computes_logits_of_the_last_position_only(wide, optimized):
     assert positions_with_logits(optimized(prefill_program(wide, 500, report=3))) == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_logits_of_prompt_tokens_are_computed_in_parts(wide, monkeypatch, optimized):
     """The logits of 511 positions × 1,031 tokens are never in memory together, and the results equal those of a single pass."""
     V, found = wide.config.vocab_size, {}
@@ -196,7 +196,7 @@ def test_cost_of_a_decode_step(wide, optimized):
     assert small.memory_analysis().temp_size_in_bytes == expected.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_prefill_into_a_slot_copies_no_whole_row(wide, rows):
     """The used segments of a row are copied layer by layer, and the cache is updated in place."""
     cache = jax.eval_shape(lambda: make_cache(wide.config, 4, 4096, "float32", segmented=True))

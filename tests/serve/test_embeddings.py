@@ -308,7 +308,7 @@ def test_the_flags_have_the_names_of_the_engine():
     assert (actions["warm_up"].choices, actions["pooling"].choices) == (BACKGROUND, POOLINGS)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_programs_are_compiled_in_the_background(run):
     """The first request for prompt log-probabilities, the router or embeddings then compiles nothing."""
     engine = AsyncEngine(run, slots=2, queue=2, background=BACKGROUND)
