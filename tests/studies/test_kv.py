@@ -490,7 +490,8 @@ def test_record_of_an_evaluation(toy, monkeypatch):
         assert (method["bytes"] is None) == (method["tok_per_s"] is None) == (method["same"] is None) == oracle
         assert method["kl"]["all"][0] > 0 and len(method["dppl"]["seeds"]) == 3
         assert all(0 <= method[f"{kind}_aware"][0] <= 100 for kind in ("needle", "copy"))
-    assert messages[0].startswith("reading sequences: ") and any(line.startswith("recall tasks, question-agnostic") for line in messages)
+    assert messages[0].startswith("reading sequences: ")
+    assert any(line.startswith("recall tasks, question-agnostic") for line in messages)
     assert any(line.startswith("needles found") or line.startswith("Needles found") for line in kv_lines(study))
 
 
