@@ -85,7 +85,7 @@ def assert_equal(found, expected):
 
 
 def test_rows_equal_a_search_in_numpy():
-    model = builder.model()
+    model = builder.model(builder.ONE_LAYER)
     lengths = set()
     for prompt, row, found in zip(PROMPTS, ROWS, searched(model, PROMPTS, ROWS), strict=True):
         expected = reference(
@@ -143,7 +143,7 @@ EDITS = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_edits_and_penalties_change_the_log_probabilities():
     model, rows = builder.model(), [row | {"stop_token_ids": ENDS, "max_new_tokens": 6} for row in EDITS]
     for prompt, row, found in zip(PROMPTS, rows, searched(model, PROMPTS[:3], rows), strict=False):
@@ -158,7 +158,7 @@ CACHES = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CACHES)
 def test_rows_equal_a_search_in_numpy_with_other_caches(name):
     changes, settings = CACHES[name]
@@ -176,7 +176,7 @@ LOSSY = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_lossy_cache_follows_its_beam(name):
     """The score of a sequence is the sum of the log-probabilities that decoding this sequence alone gives with the cache."""
@@ -207,7 +207,7 @@ def decoded_logprob(model, prompt, tokens, plan):
     return total
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_extensions_are_selected_without_a_sort(optimized):
     """XLA must not sort all K · V extensions."""
     P, V = 2, 5000
@@ -263,9 +263,9 @@ def test_requests_that_beam_search_does_not_support_are_refused(run_dir):
         SlotBatch(run, 1, 64).program_key(run.settings({"num_beams": 2}))
 
 
-def test_texts_have_scores(ending_run_dir):
+def test_texts_have_scores():
     """The stop token is not part of the text, but of the tokens; results are ordered by their scores."""
-    run = load(ending_run_dir)
+    run = builder.circle(end=True)
     first, second = run.generate("a", num_beams=2, n=2, max_new_tokens=20)
     assert (first.text, first.finish_reason) == ("è€😀b\nc", "eos") and first.tokens[-1] == run.tokenizer.eos_id
     assert 0 > first.score > second.score and first.to_dict()["score"] == first.score
