@@ -361,7 +361,7 @@ def test_a_random_model_satisfies_the_constraint(runs, vocabulary):
     run = runs(vocabulary)
     for kind, source in SOURCES.items():
         results = run.generate(PROMPTS, constraint=Constraint(kind, source), n=4, seed=1, **HOT)
-        assert len({result.text for result in results}) > 6
+        assert len({result.text for result in results}) >= 4
         for result in results:
             assert result.finish_reason == "eos", result.text
             assert MEETS[kind, source](result.text), result.text

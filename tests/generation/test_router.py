@@ -354,13 +354,14 @@ def test_router_calibration_for_token_ids(tmp_path):
     file = tmp_path / "router.json"
     file.write_text(json.dumps({"version": 1, "weights": "0" * 64, "measured": measured}))
     asked = {"strategy": "entropy", "router_preset": "calibrated", "seed": 4}
-    expected = jax.tree.map(np.ndarray.tolist, jax.device_get(SamplingParams.build(asked | measured).router))
+
+    def numbers(params):
+        return jax.tree.map(lambda x: np.asarray(x).tolist(), params.router)
+
+    expected = numbers(SamplingParams.build(asked | measured))
     for source in (file, str(file), measured):
         config = overlay(Config(), asked)
-        found = _IdsModel(config, model, [], source, False).params([config]).router
-        assert jax.tree.map(np.ndarray.tolist, jax.device_get(found)) == jax.tree.map(
-            np.ndarray.tolist, jax.device_get(expected)
-        )
+        assert numbers(_IdsModel(config, model, [], source, False).params([config])) == expected
         assert generate(model, [prompt], 0, router_calibration=source, **asked).tolist() == [prompt]
     with pytest.raises(UserError, match=ERRORS["router_calibration_has_no_effect_unless"]):
         generate(model, [prompt], 12, strategy="entropy", router_calibration=file)
