@@ -185,11 +185,13 @@ def slowly(
     seed: int = 0,
     sample: int = 0,
     order: tuple[str, ...] = ORDER,
+    matcher: Any = None,
     **settings: Any,
 ) -> list[int]:
     """Returns the continuation of one prompt. The settings are those of `generate`.
 
-    With a temperature of 0 or with `greedy`, every token is the one with the largest logit.
+    With a temperature of 0 or with `greedy`, every token is the one with the largest logit. A matcher masks the tokens that
+    its constraint does not allow, and ends the text.
     """
     text, eos = list(prompt), list(settings.get("eos_ids", ()))
     greedy = settings.get("greedy", False) or settings.get("temperature", 1.0) == 0
@@ -204,6 +206,11 @@ def slowly(
         said = [text[: len(prompt)]], [text[len(prompt) :]]
         u = float(_uniform(np.uint32(seed), sample, n)) if "xtc_probability" in settings else 0.0
         logits_V = all_logits(model, text)[-1]
+        if matcher is not None:
+            if matcher.done:
+                break
+            is_allowed_V = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[: len(logits_V)]
+            logits_V = np.where(is_allowed_V, logits_V, -np.inf)
         if steps := steps_of(settings, order, eos, u):
             logits_V = np.asarray(process_logits(logits_V[None], steps, *said))[0]
         if version:
@@ -223,6 +230,8 @@ def slowly(
         text.append(token)
         if token in eos:
             break
+        if matcher is not None:
+            matcher.consume(token)
     return text[len(prompt) :]
 
 

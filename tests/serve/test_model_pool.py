@@ -151,7 +151,7 @@ def quick_unloads(request, monkeypatch):
 # --- loads and unloads
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_random_requests_to_more_models_than_fit(seed, monkeypatch):
     """Every request gets the answer of its model, and the loaded bytes never exceed the bound."""
     draw, opener = random.Random(seed), Opener()
@@ -531,7 +531,7 @@ def test_keep_alive():
 # --- real models
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_real_models_with_room_for_two(run_dir, ending_run_dir, tmp_path):
     """Answers equal those of each model alone, and an unload frees the weights."""
     copy = shutil.copytree(run_dir, tmp_path / "copy")
