@@ -21,6 +21,7 @@ from dantinox.model import Transformer
 from dantinox.sampling import chain, process_logits
 from dantinox.sampling.draw import draw, row_key
 from dantinox.text import train_tokenizer
+from tests.conftest import CIRCLE
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
 
@@ -69,6 +70,24 @@ def model(config: ModelConfig = BASE, seed: int = 0) -> Transformer:
         return np.asarray(noise, leaf.dtype)
 
     return nnx.merge(graph, jax.device_put(jax.tree_util.tree_map_with_path(filled, state)))
+
+
+@cache
+def circle(end: bool = False) -> LoadedModel:
+    """Returns the model of `run_dir`, or of `ending_run_dir`, with one layer and without files."""
+    architecture = config(vocab_size=BYTES.vocab_size, windows=(None,), weight_tying=False, hidden_dim=32, max_context=128)
+    graph, state = nnx.split(model(architecture))
+    random = np.random.default_rng(0)
+    embed_VD = random.standard_normal((architecture.vocab_size, architecture.dim)).astype(np.float32)
+    embed_VD /= np.linalg.norm(embed_VD, axis=1, keepdims=True)
+    head_DV = np.float32(0.02) * random.standard_normal(embed_VD.T.shape).astype(np.float32)
+    ids = BYTES.encode(CIRCLE)
+    for token, successor in zip(ids, [*ids[1:], BYTES.eos_id if end else ids[0]], strict=True):
+        head_DV[:, successor] += 2 * embed_VD[token]
+    small = jax.tree.map(lambda x: np.float32(0.01) * np.asarray(x) if x.ndim > 1 else np.ones_like(x), state)
+    made = nnx.merge(graph, jax.device_put(small))
+    made.embed, made.head.kernel = (nnx.Param(jax.device_put(x)) for x in (embed_VD, head_DV))
+    return LoadedModel(build_config({"model": {"max_context": 128}}), made, BYTES)
 
 
 def changed(function: Callable[[Transformer], Transformer], model: Transformer) -> Transformer:
@@ -166,11 +185,13 @@ def slowly(
     seed: int = 0,
     sample: int = 0,
     order: tuple[str, ...] = ORDER,
+    matcher: Any = None,
     **settings: Any,
 ) -> list[int]:
     """Returns the continuation of one prompt. The settings are those of `generate`.
 
-    With a temperature of 0 or with `greedy`, every token is the one with the largest logit.
+    With a temperature of 0 or with `greedy`, every token is the one with the largest logit. A matcher masks the tokens that
+    its constraint does not allow, and ends the text.
     """
     text, eos = list(prompt), list(settings.get("eos_ids", ()))
     greedy = settings.get("greedy", False) or settings.get("temperature", 1.0) == 0
@@ -185,6 +206,11 @@ def slowly(
         said = [text[: len(prompt)]], [text[len(prompt) :]]
         u = float(_uniform(np.uint32(seed), sample, n)) if "xtc_probability" in settings else 0.0
         logits_V = all_logits(model, text)[-1]
+        if matcher is not None:
+            if matcher.done:
+                break
+            is_allowed_V = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[: len(logits_V)]
+            logits_V = np.where(is_allowed_V, logits_V, -np.inf)
         if steps := steps_of(settings, order, eos, u):
             logits_V = np.asarray(process_logits(logits_V[None], steps, *said))[0]
         if version:
@@ -204,6 +230,8 @@ def slowly(
         text.append(token)
         if token in eos:
             break
+        if matcher is not None:
+            matcher.consume(token)
     return text[len(prompt) :]
 
 
@@ -254,9 +282,12 @@ FEW_STEPS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "mi
 @contextmanager
 def few_steps() -> Iterator[None]:
     """Compiles the programs of servers with `FEW_STEPS` only, which takes a third of the time; other steps do nothing."""
-    others = chain.FUNCTIONS.keys() - FEW_STEPS
-    nothing = dict.fromkeys(others, lambda x_N, **_: x_N)
-    with mock.patch.dict(chain.FUNCTIONS, nothing), mock.patch.object(programs, "_shares_traces", False):
+    apply = chain._apply_step
+
+    def apply_few(name: str, x_BN: jax.Array, *rest: Any) -> jax.Array:
+        return apply(name, x_BN, *rest) if name in FEW_STEPS else x_BN
+
+    with mock.patch.object(chain, "_apply_step", apply_few), mock.patch.object(programs, "_shares_traces", False):
         yield
     for function in (decode_slots, _generate_toks.jitted_fn):
         function.clear_cache()  # later programs have all steps

@@ -85,7 +85,7 @@ def assert_equal(found, expected):
 
 
 def test_rows_equal_a_search_in_numpy():
-    model = builder.model()
+    model = builder.model(builder.ONE_LAYER)
     lengths = set()
     for prompt, row, found in zip(PROMPTS, ROWS, searched(model, PROMPTS, ROWS), strict=True):
         expected = reference(
@@ -263,9 +263,9 @@ def test_requests_that_beam_search_does_not_support_are_refused(run_dir):
         SlotBatch(run, 1, 64).program_key(run.settings({"num_beams": 2}))
 
 
-def test_texts_have_scores(ending_run_dir):
+def test_texts_have_scores():
     """The stop token is not part of the text, but of the tokens; results are ordered by their scores."""
-    run = load(ending_run_dir)
+    run = builder.circle(end=True)
     first, second = run.generate("a", num_beams=2, n=2, max_new_tokens=20)
     assert (first.text, first.finish_reason) == ("è€😀b\nc", "eos") and first.tokens[-1] == run.tokenizer.eos_id
     assert 0 > first.score > second.score and first.to_dict()["score"] == first.score

@@ -5,12 +5,11 @@ import json
 import pytest
 
 from dantinox.config import UserError
-from dantinox.generation import load
 from dantinox.generation.chat_session import Chat
 from dantinox.text import ChatTemplate
 from tests.error_texts import ERRORS
 
-pytestmark = pytest.mark.slow
+from . import builder
 
 AROUND = "è€😀b\nca" * 9  # the greedy text of the model of `run_dir` after "a"
 GREEDY = {"greedy": True, "max_new_tokens": 13}
@@ -18,13 +17,13 @@ PLAIN = "<bos>User:\n{}\n\nAssistant:\n"
 
 
 @pytest.fixture(scope="module")
-def run(run_dir):
-    return load(run_dir)
+def run():
+    return builder.circle()
 
 
 @pytest.fixture(scope="module")
-def ending(ending_run_dir):
-    return load(ending_run_dir)
+def ending():
+    return builder.circle(end=True)
 
 
 @pytest.fixture
@@ -158,6 +157,7 @@ def test_a_growing_conversation_needs_few_programs(run, programs):
     assert programs() == 0
 
 
+@pytest.mark.slow  # test_kv.py tests budgets of requests
 def test_a_budget_of_the_cache(run):
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 52, "kv_budget": 0.5, "kv_signal": "uniform"})
     assert joined(chat.answer("a")) == AROUND[:28], "the next byte depends only on the last one, whatever is evicted"

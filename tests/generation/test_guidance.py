@@ -73,9 +73,9 @@ def check_logprobs(run, result, prompt, negative, scale):
         np.testing.assert_allclose(logprob, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_a_restarted_row_keeps_its_guide(run_dir):
+def test_a_restarted_row_keeps_its_guide():
     """Generation goes back to the first byte of a banned text. The guide row goes back too."""
-    run = load(run_dir)
+    run = builder.circle()
     options = {"guidance_scale": 1.6, "negative_prompt": "c\nbb", "max_new_tokens": 14, "greedy": True, "logprobs": 0}
     result = run.generate("😀", banned_strings=["aè"], **options)
     assert "aè" not in result.text and len(result.tokens) == 14

@@ -16,20 +16,18 @@ from tests.error_texts import ERRORS
 
 from . import builder
 
-pytestmark = pytest.mark.slow
-
 CIRCLE = "aè€😀b\nc"  # the cycle of bytes of the model of `run_dir`
 AROUND = "è€😀b\nca" * 9  # its greedy text after "a"
 
 
 @pytest.fixture(scope="module")
-def run(run_dir):
-    return dantinox.load(run_dir)
+def run():
+    return builder.circle()
 
 
 @pytest.fixture(scope="module")
-def ending(ending_run_dir):
-    return dantinox.load(ending_run_dir)
+def ending():
+    return builder.circle(end=True)
 
 
 def greedy(run, prompt="a", **settings):
@@ -49,12 +47,6 @@ def test_the_end_token_ends_a_row_and_is_not_text(ending):
     result = greedy(ending)
     assert (result.text, result.finish_reason) == ("è€😀b\nc", "eos")
     assert result.tokens == [*"è€😀b\nc".encode(), ending.tokenizer.eos_id]
-
-
-def test_an_end_token_at_the_limit_is_eos(ending):
-    count = len("è€😀b\nc".encode()) + 1
-    assert greedy(ending, max_new_tokens=count).finish_reason == "eos"
-    assert greedy(ending, max_new_tokens=count - 1).finish_reason == "length"
 
 
 def test_ignore_eos_continues(ending):
@@ -94,12 +86,14 @@ def test_stop_strings(run, stop, text):
     assert len(result.tokens) == len((text + found).encode()) or reason == "length", "no token after the stop"
 
 
-@pytest.mark.parametrize("tokens", [["c"], [ord("c")], [str(ord("c")), "z"]], ids=str)
+@pytest.mark.parametrize("tokens", [["c"], [ord("c")], [str(ord("c"))]], ids=str)
 def test_stop_token_ids(run, tokens):
-    result = greedy(run, stop_token_ids=tokens)
+    """With `ignore_eos`, the batch has as many end tokens as without stop tokens, and so the same programs."""
+    settings = {"stop_token_ids": tokens, "ignore_eos": True}
+    result = greedy(run, **settings)
     assert (result.text, result.finish_reason, result.tokens[-1]) == ("è€😀b\n", "stop", ord("c"))
-    assert greedy(run, stop_token_ids=tokens, keep_stop=True).text == "è€😀b\nc"
-    assert greedy(run, stop_token_ids=tokens, min_tokens=13).tokens[:12] != list(AROUND.encode()[:12]), (
+    assert greedy(run, keep_stop=True, **settings).text == "è€😀b\nc"
+    assert greedy(run, min_tokens=13, **settings).tokens[:12] != list(AROUND.encode()[:12]), (
         "the stop token is not part of the text"
     )
 
@@ -155,11 +149,14 @@ def test_a_stream_closed_early_has_no_effect(run):
 
 def test_finished_rows_do_not_affect_others(ending):
     """Rows end with the EOS token, a stop string, or at their limit. Each row has the same text as alone."""
+    count = len("è€😀b\nc".encode()) + 1
     requests = [
         ("a", {"greedy": True, "max_new_tokens": 40}),
         ("€", {"greedy": True, "stop": ["b"], "max_new_tokens": 40}),
         ("Nel mezzo", {"temperature": 3.0, "seed": 2, "max_new_tokens": 40, "ignore_eos": True}),
         ("c", {"greedy": True, "ignore_eos": True, "max_new_tokens": 2}),
+        ("a", {"greedy": True, "max_new_tokens": count}),
+        ("a", {"greedy": True, "max_new_tokens": count - 1}),
         ("b", {"greedy": True, "max_new_tokens": 0}),
     ]
     (batch,) = ending.start([ending.request(*request) for request in requests])
@@ -168,69 +165,76 @@ def test_finished_rows_do_not_affect_others(ending):
         texts[row] += part.text
     assert [result.text for result in batch.results] == texts
     hot = ending.generate("Nel mezzo", **requests[2][1])
-    assert texts[:3] == ["è€😀b\nc", "😀", hot.text] and texts[4] == ""
+    assert texts[:3] == ["è€😀b\nc", "😀", hot.text] and texts[4:] == ["è€😀b\nc", "è€😀b\nc", ""]
     assert batch.results[2].tokens == hot.tokens and len(hot.tokens) == 40
-    assert [result.finish_reason for result in batch.results] == ["eos", "stop", "length", "length", "length"]
-    assert [len(result.tokens) for result in batch.results] == [13, 5, 40, 2, 0]
+    reasons = ["eos", "stop", "length", "length", "eos", "length", "length"]
+    assert [result.finish_reason for result in batch.results] == reasons
+    assert [len(result.tokens) for result in batch.results] == [13, 5, 40, 2, count, count - 1, 0]
 
 
 def test_samples_are_distinct_and_repeatable(run):
     settings = {"temperature": 3.0, "seed": 4, "max_new_tokens": 40}
-    samples = run.generate("a", n=4, **settings)
+    samples = run.generate(["a", "€"], n=2, **settings)
+    assert [sample.prompt for sample in samples] == ["a", "a", "€", "€"]
     assert len({sample.text for sample in samples}) == 4
-    assert samples[0].tokens == run.generate("a", **settings).tokens
     assert [sample.seed for sample in samples] == [4] * 4
-    two = run.generate(["a", "€"], n=2, **settings)
-    assert [sample.prompt for sample in two] == ["a", "a", "€", "€"]
-    assert [sample.tokens for sample in two[:2]] == [sample.tokens for sample in samples[:2]]
+    for number, prompt in enumerate(("a", "€")):
+        assert samples[2 * number].tokens == run.generate(prompt, **settings).tokens, "alone, it is the first sample"
+    again = run.generate(["€", "a"], n=2, **settings)
+    assert [sample.tokens for sample in again] == [sample.tokens for sample in samples[2:] + samples[:2]]
 
 
 def test_a_seed_is_drawn_reported_and_repeatable(run):
     first, second = (run.generate("a", temperature=3.0, max_new_tokens=40) for _ in range(2))
     assert first.seed != second.seed and first.text != second.text
     assert run.generate("a", temperature=3.0, max_new_tokens=40, seed=first.seed).text == first.text
-    batch = run.generate(["€", "a"], temperature=3.0, max_new_tokens=40, seed=first.seed)
-    assert batch[1].text == first.text
+
+
+REPORTED = {"logprobs": 3, "echo": True, "greedy": True, "max_new_tokens": 12}  # the same in all tests, as are the lengths
+
+
+def check_report(info, model, prompt, tokens):
+    """Compares log-probabilities with a float64 softmax over the logits of one pass without a cache."""
+    ids, start = [*prompt.encode(), *tokens], len(prompt.encode())
+    plain = np.stack([*map(builder.log_softmax, builder.all_logits(model, ids)[:-1])])
+    said, tolerance = plain[np.arange(len(ids) - 1), ids[1:]], {"rtol": 0, "atol": builder.LOGPROB_TOLERANCE}
+    assert info["prompt_logprobs"][0] is None
+    np.testing.assert_allclose(info["prompt_logprobs"][1:], said[: start - 1], **tolerance)
+    np.testing.assert_allclose(info["logprobs"], said[start - 1 :], **tolerance)
+    for row, top in zip(plain[start - 1 :], info["top"], strict=True):
+        np.testing.assert_allclose(top["logprobs"], np.sort(row)[::-1][:3], **tolerance)
+        assert top["ids"][0] == int(np.argmax(row))
+    assert info["sampled_logprobs"] == [0.0] * len(tokens)
+    assert info["prompt_tokens"] == list(prompt) and len(info["tokens"]) == len(tokens)
 
 
 def test_log_probabilities_of_text_and_prompt(run):
-    """Log-probabilities equal a float64 softmax over the logits of one pass without a cache."""
-    prompt = "Nel mezzo del"
-    result = run.generate(prompt, logprobs=3, echo=True, temperature=2.0, top_k=4, seed=1, max_new_tokens=12)
-    ids = [*run.tokenizer.encode(prompt), *result.tokens]
-    logits = builder.all_logits(run.model, ids).astype(np.float64)
-    plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    said = plain[np.arange(len(ids) - 1), ids[1:]]
-    info, start = result.info, len(prompt)
-    assert info["prompt_logprobs"][0] is None
-    np.testing.assert_allclose(info["prompt_logprobs"][1:], said[: start - 1], atol=1e-4)
-    np.testing.assert_allclose(info["logprobs"], said[start - 1 :], atol=1e-4)
-    for n, top in enumerate(info["top"]):
-        row = plain[start - 1 + n]
-        np.testing.assert_allclose(top["logprobs"], np.sort(row)[::-1][:3], atol=1e-4)
-        assert top["ids"][0] == int(np.argmax(row))
-        cut = np.where(logits[start - 1 + n] >= np.sort(logits[start - 1 + n])[-4], logits[start - 1 + n] / 2, -np.inf)
-        expected = cut[result.tokens[n]] - np.log(np.exp(cut).sum())
-        assert info["sampled_logprobs"][n] == pytest.approx(expected, abs=1e-4)
-    assert info["prompt_tokens"] == list(prompt) and len(info["tokens"]) == 12
+    prompt = "Nel mezzo del cammin di nostra vita a"
+    result = run.generate(prompt, **REPORTED)
+    check_report(result.info, run.model, prompt, result.tokens)
+    assert result.tokens == list(AROUND.encode()[:12])
     json.dumps(result.to_dict())
 
 
 def test_a_prompt_alone_can_be_scored(run):
     """Log-probabilities of a prompt without new tokens."""
-    scored = run.generate("Nel mezzo", logprobs=0, echo=True, max_new_tokens=0)
-    longer = run.generate("Nel mezzo", logprobs=0, echo=True, max_new_tokens=2)
-    assert scored.text == "" and scored.tokens == [] and scored.info["logprobs"] == []
-    np.testing.assert_allclose(scored.info["prompt_logprobs"][1:], longer.info["prompt_logprobs"][1:], atol=1e-5)
-    full = run.generate("x" * 128, logprobs=0, echo=True, max_new_tokens=0)
-    assert len(full.info["prompt_logprobs"]) == 128
+    prompt = "x" * 50
+    result = run.generate(prompt, **REPORTED | {"max_new_tokens": 0})
+    assert result.text == "" and result.tokens == []
+    check_report(result.info, run.model, prompt, [])
+
+
+@pytest.mark.slow
+def test_a_prompt_that_fills_the_context_can_be_scored(run):
+    prompt = "x" * 128
+    check_report(run.generate(prompt, **REPORTED | {"max_new_tokens": 0}).info, run.model, prompt, [])
 
 
 def test_log_probabilities_end_where_the_text_ends(ending):
-    result = greedy(ending, logprobs=2, stop=["b"])
-    assert len(result.info["logprobs"]) == len(result.info["top"]) == len(result.tokens) == 10
-    batch = ending.generate(["a", "€"], greedy=True, logprobs=0, max_new_tokens=40)
-    assert [len(one.info["logprobs"]) for one in batch] == [len(one.tokens) for one in batch] == [13, 8]
+    prompt = "x" * 39 + "a"
+    for settings, count in (({}, 12), ({"stop": ["b"]}, 10)):
+        result = ending.generate(prompt, **REPORTED | settings)
+        assert len(result.info["logprobs"]) == len(result.info["top"]) == len(result.tokens) == count
 
 
 def test_a_full_context_limits_the_text_with_a_warning(run):
@@ -352,11 +356,12 @@ def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_pa
         dantinox.load(copied).chat("a")
     (copied / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}", "utf-8")
     model = dantinox.load(copied)
-    settings = {"greedy": True, "max_new_tokens": 13}
+    model.model = builder.circle().model
+    settings = {"greedy": True, "max_new_tokens": 40}
     assert model.chat("a", **settings).text == model.generate("ua", **settings).text
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    answer = model.chat(messages, logprobs=0, **settings)
-    assert answer.text == model.generate("uaabuc", **settings).text
-    assert len(answer.info["logprobs"]) == 13
+    assert model.chat(messages, **settings).text == model.generate("uaabuc", **settings).text
+    (logprob,) = model.chat(messages, greedy=True, max_new_tokens=1, logprobs=0).info["logprobs"]
+    assert -1 < logprob < 0
     with pytest.raises(UserError, match=ERRORS["n_must_be_1_in"]):
         model.chat("a", n=2)

@@ -1,6 +1,7 @@
 """Models with int8 and bfloat16 weights equal a model whose float weights NumPy has rounded."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -58,6 +59,7 @@ IDS = ["tied, int8", "untied, bfloat16", "tied, bfloat16", "untied, int8"]
 @pytest.mark.parametrize(("config", "weights"), COMBINATIONS[:2], ids=IDS[:2])
 def test_logits_with_low_precision_weights_equal_those_with_rounded_ones(config, weights):
     """Tests one row, four rows, and more rows than matrix-vector loops handle, of one token each as in a decode step."""
+    config = replace(config, windows=(None,), num_blocks=1)
     graph, state = nnx.split(builder.model(config))
     tokens_R1, places_R1 = np.array([[3], [9], [4], [60], [0], [31]]), np.zeros((6, 1), np.int32)
 
@@ -124,7 +126,8 @@ def test_bfloat16_matmul_equals_rounded_operands(weights):
 
 def shapes_of(weights, matmul_dtype="auto", change=lambda model: model, config=TIED):
     """Returns a model with prepared weights, whose arrays are shapes."""
-    return nnx.eval_shape(lambda: change(prepare(builder.model(config), weights, matmul_dtype)))
+    model = builder.model(config)
+    return nnx.eval_shape(lambda: change(prepare(model, weights, matmul_dtype)))
 
 
 def test_int8_weights_are_not_dequantized_for_bfloat16_matmul():
@@ -162,7 +165,7 @@ def test_the_measurement_is_cached(monkeypatch, tmp_path):
 def test_measuring_works_inside_eval_shape(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     platform.bfloat16_gain.cache_clear()
-    nnx.eval_shape(lambda: prepare(builder.model(TIED), "int8"))
+    shapes_of("int8")
     assert platform.bfloat16_gain() > 0
     platform.bfloat16_gain.cache_clear()
 

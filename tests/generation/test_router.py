@@ -48,6 +48,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "greedy always": {"low_entropy": 100.0, "low_varentropy": 100.0, "repetition_penalty": 1.3},
     "coefficients": {"adaptive_temperature_uncertainty": -0.1, "explore_temperature_factor": 0.8, "base_temperature": 0.4},
 }
+FEW = ("plain", "hot", "clarify", "clarify at once again", "clarify banned", "one candidate", "three candidates")
 STEPS = 16
 # Entropies are sums of p · ln p, where the error of ln p is that of a log-probability.
 TOLERANCE = {"rtol": 2e-4, "atol": builder.LOGPROB_TOLERANCE}
@@ -144,11 +145,11 @@ def slowly(model, prompt, steps, settings, seed, attends):
 END = 7
 
 
-def decoded(model, rows, prompts, steps, ends=()):
-    """Returns the continuations [B, steps], their lengths and the reports of some rows, in a batch as large as `ROWS`."""
+def decoded(model, rows, prompts, steps, ends=(), count=None):
+    """Returns the continuations [B, steps], their lengths and the reports of some rows, in a batch of one size and plan."""
     B = len(rows)
-    filler = rows[0] | ROWS["penalties"] | ROWS["clarify banned"] | {"min_tokens": 1}  # one plan for all batches
-    rows = [*rows, *[filler] * (len(ROWS) + 1 - B)]
+    filler = rows[0] | ROWS["clarify banned"] | {"min_tokens": 1}
+    rows = [*rows, *[filler] * ((count or len(FEW)) + 1 - B)]
     prompts = [*prompts, *prompts[:1] * (len(rows) - B)]
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build(rows, vocab_size=model.config.vocab_size, stop_ids=[END])
@@ -160,15 +161,17 @@ def decoded(model, rows, prompts, steps, ends=()):
     return np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:B], counts, infos
 
 
-@pytest.mark.parametrize("attends", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_every_strategy_in_one_batch(attends):
+@pytest.mark.parametrize(
+    ("names", "attends"), [(FEW, True), *(pytest.param([*ROWS], attends, marks=pytest.mark.slow) for attends in (True, False))]
+)
+def test_every_strategy_in_one_batch(names, attends):
     """Tokens, strategies and metrics equal those of the host on the whole sequence; every strategy occurs."""
     model = builder.model()
-    rows = [ENTROPY | {"use_attention": attends, "seed": 40 + b} | row for b, row in enumerate(ROWS.values())]
+    rows = [ENTROPY | {"use_attention": attends, "seed": 40 + b} | ROWS[name] for b, name in enumerate(names)]
     prompts = builder.prompts(*(1 + 2 * b % 9 for b in range(len(rows))), seed=8)
-    tokens, _, info = decoded(model, rows, prompts, STEPS)
+    tokens, _, info = decoded(model, rows, prompts, STEPS, count=len(names))
     taken, forced = [], 0
-    for b, (name, row, prompt) in enumerate(zip(ROWS, rows, prompts, strict=True)):
+    for b, (name, row, prompt) in enumerate(zip(names, rows, prompts, strict=True)):
         own = {key: value for key, value in row.items() if key not in ("seed", "use_attention")}
         text, details = slowly(model, prompt, STEPS, own, row["seed"], attends)
         assert tokens[b].tolist() == text, name
@@ -351,13 +354,14 @@ def test_router_calibration_for_token_ids(tmp_path):
     file = tmp_path / "router.json"
     file.write_text(json.dumps({"version": 1, "weights": "0" * 64, "measured": measured}))
     asked = {"strategy": "entropy", "router_preset": "calibrated", "seed": 4}
-    expected = jax.tree.map(np.ndarray.tolist, jax.device_get(SamplingParams.build(asked | measured).router))
+
+    def numbers(params):
+        return jax.tree.map(lambda x: np.asarray(x).tolist(), params.router)
+
+    expected = numbers(SamplingParams.build(asked | measured))
     for source in (file, str(file), measured):
         config = overlay(Config(), asked)
-        found = _IdsModel(config, model, [], source, False).params([config]).router
-        assert jax.tree.map(np.ndarray.tolist, jax.device_get(found)) == jax.tree.map(
-            np.ndarray.tolist, jax.device_get(expected)
-        )
+        assert numbers(_IdsModel(config, model, [], source, False).params([config])) == expected
         assert generate(model, [prompt], 0, router_calibration=source, **asked).tolist() == [prompt]
     with pytest.raises(UserError, match=ERRORS["router_calibration_has_no_effect_unless"]):
         generate(model, [prompt], 12, strategy="entropy", router_calibration=file)

@@ -21,7 +21,7 @@ PIECES = TOKENIZER.token_pieces.inner
 INDEX = PieceIndex(TOKENIZER)
 V = TOKENIZER.vocab_size
 CONTEXT = 64
-RUN = builder.loaded_model(TOKENIZER, CONTEXT)
+RUN = builder.loaded_model(TOKENIZER, CONTEXT, windows=(None,))
 PROMPTS = ["see http:", "see htt", "the hel", "a 日", "or ftp://file", "the helloes", "x!"]
 
 

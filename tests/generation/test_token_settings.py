@@ -5,7 +5,6 @@ import json
 import pytest
 import tokenizers
 
-import dantinox
 from dantinox.config import Config, GenerationSection, TokenizerSection, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.token_settings import resolve_token_ids, sampling_params
@@ -13,34 +12,35 @@ from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, train_tokenizer
 from tests.error_texts import ERRORS
 
-BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+from . import builder
+from .builder import BYTES
+
 CORPUS = "the dog and the cat and the bird\nthe dog: and the cat\n" * 9
 PAIRS = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=290), lambda: iter([CORPUS]))
 LETTERS = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([CORPUS]))
 
 
 @pytest.fixture(scope="module")
-def run(run_dir) -> LoadedModel:
-    return dantinox.load(run_dir)
+def run() -> LoadedModel:
+    return builder.circle()
 
 
-def text_of(run, **settings):
-    return run.generate("a", greedy=True, max_new_tokens=12, **settings).tokens
+def test_lists_of_tokens_by_text_and_by_id():
+    section = GenerationSection(
+        banned_tokens=(0x80, "b", "128"), allowed_tokens=("x", 121), logit_bias={"z": 1e9, "122": None, "7": 0.5}
+    )
+    found = resolve_token_ids(section, BYTES)
+    assert found.banned_tokens == (0x80, ord("b"), 128) and found.allowed_tokens == (ord("x"), 121)
+    assert found.logit_bias == {"122": -float("inf"), "7": 0.5}, "a token named twice has the sum of both biases"
 
 
-def test_lists_of_tokens_by_text_and_by_id(run):
-    plain = text_of(run)
-    assert plain[:9] == list("è€😀".encode())
-    assert 0x80 not in text_of(run, banned_tokens=[0x80, "b"]) and ord("b") not in text_of(run, banned_tokens=["128", "b"])
-    assert set(text_of(run, allowed_tokens=["x", 121])) <= {ord("x"), ord("y")}
-    assert text_of(run, logit_bias={"z": 1e9}) == [ord("z")] * 12
-    assert text_of(run, logit_bias={"z": 1e9, "122": None})[0] != ord("z"), "a token named twice has both biases"
-
-
-def test_the_last_token_of_a_bad_word_is_banned(run):
-    text = run.generate("a", greedy=True, max_new_tokens=60, bad_words=["b\nc", "€"]).text
-    assert "b\nc" not in text and "€" not in text and "b\n" in text
-    assert "b\nc" in run.generate("a", greedy=True, max_new_tokens=60).text
+def test_tokens_of_a_text(run):
+    """Without these settings, the text goes through all bytes of the cycle in turn."""
+    settings = {"banned_tokens": ["128", 0xA8], "bad_words": ["b\nc", "ca"], "logit_bias": {"226": None, "z": 0.5}}
+    tokens = run.generate("a", greedy=True, max_new_tokens=60, **settings).tokens
+    assert not {0x80, 0xA8, 226} & {*tokens} and len(tokens) == 60
+    text = bytes(token for token in tokens if token < 256)
+    assert b"b\nc" not in text and b"ca" not in text
 
 
 def test_a_word_is_also_banned_after_a_space():

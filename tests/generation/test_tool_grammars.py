@@ -100,14 +100,15 @@ def compiler():
     return ConstraintCompiler(BYTES)
 
 
+@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_every_allowed_text_is_valid_calls(name, compiler):
+def test_every_allowed_text_is_valid_calls(name, count, compiler):
     draw = random.Random(name)
     form = reply_format(None, BYTES, name)
     if name != HARMONY:
         form = form._replace(reasoning=REASONING[-1])
     several = reasoned = 0
-    for _ in range(50):
+    for _ in range(count):
         tools = random_tools(draw)
         schemas = {tool.name: tool.parameters for tool in tools}
         parallel = draw.random() < 0.7
@@ -122,7 +123,8 @@ def test_every_allowed_text_is_valid_calls(name, compiler):
             assert all(satisfies(json.loads(arguments), schemas[called]) for called, arguments in calls), text
             several += len(calls) > 1
             reasoned += bool(reasoning)
-    assert reasoned > 3 and (several > 3 or name == HARMONY)
+    assert reasoned > count // 15
+    assert several > 3 or count < 50 or name == HARMONY
 
 
 def test_a_strict_schema_that_no_grammar_can_express_is_an_error(compiler):

@@ -14,7 +14,9 @@ from dantinox.generation.trace import trace_document
 from dantinox.report.entropy_view import show_entropy
 from dantinox.report.page import report_page
 from dantinox.report.trace_file import trace_lines
-from dantinox.sampling.entropy_router import STRATEGIES
+from dantinox.sampling.best_of_n import Candidates
+from dantinox.sampling.entropy_router import STRATEGIES, AttentionMetrics, Route
+from dantinox.sampling.report import RouterReport, StepInfo
 from dantinox.text import Tokenizer
 from tests.error_texts import ERRORS
 
@@ -28,14 +30,93 @@ def run():
     return builder.loaded_model(builder.BYTES, 64, windows=(None,))
 
 
-KINDS = [
-    pytest.param({}, id="chain"),
-    pytest.param(ROUTED, id="router"),
-    pytest.param(ROUTED | {"use_attention": False}, id="router without attention", marks=pytest.mark.slow),
-]
+KINDS = {"chain": {}, "router": ROUTED, "router without attention": ROUTED | {"use_attention": False}}
+every_kind = pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+TOKENS = [*b"abc", 0xC3, 0xA9, *b"xyz!", 0xE2, 0x82, 0x20]
 
 
-@pytest.mark.parametrize("settings", KINDS)
+def sample(run, settings, candidates=0):
+    """Returns a result whose reports are random numbers."""
+    count = len(TOKENS)
+    empty = run.generate("abc", logprobs=4, max_new_tokens=0, seed=3, top_k=9, ignore_eos=True, **settings)
+    random, routed = np.random.default_rng(7), None
+
+    def numbers(*shape):
+        return random.standard_normal((count, *shape)).astype(np.float32)
+
+    def ids(*shape):
+        return random.integers(0, 259, (count, *shape)).astype(np.int32)
+
+    def with_zeros(values):  # tokens that no draw can give
+        return np.where(random.random(values.shape) < 0.3, -np.inf, values)
+
+    if settings:
+        attention = AttentionMetrics(*(numbers() for _ in AttentionMetrics._fields)) if settings == ROUTED else None
+        choice = Route(np.arange(count) % len(STRATEGIES), numbers(), numbers(), ids(), numbers())
+        drawn = Candidates(ids(), ids(candidates), numbers(candidates), with_zeros(numbers(candidates))) if candidates else None
+        routed = RouterReport(attention, choice, np.arange(count) % 4 == 1, drawn)
+    tops = ids(4), numbers(4), with_zeros(numbers(4))
+    steps = StepInfo(numbers(), with_zeros(numbers()), ids(), ids(), numbers(), numbers(), *tops, routed)
+    return replace(empty, tokens=TOKENS, text=run.tokenizer.decode(TOKENS), steps=steps)
+
+
+def or_none(values):
+    return [None if value == -np.inf else value for value in values.tolist()]
+
+
+@every_kind
+def test_a_document_has_the_numbers_of_the_arrays(run, settings):
+    result = sample(run, settings)
+    document, steps = trace_document(result, run.tokenizer), result.steps
+    json.dumps(document, allow_nan=False)
+    tokens = document["tokens"]
+    assert [token["id"] for token in tokens] == TOKENS and "".join(token["text"] for token in tokens) == result.text
+    assert document["settings"] == settings | {"top_k": 9, "ignore_eos": True}
+    assert (document["seed"], document["prompt"], document["finish_reason"]) == (3, "abc", "length")
+    for name in ("entropy", "varentropy", "survivors", "rank", "logprob"):
+        assert [token[name] for token in tokens] == getattr(steps, name).tolist(), name
+    assert [token["logprob_sampled"] for token in tokens] == or_none(steps.logprob_sampled)
+    columns = zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), map(or_none, steps.top_logprobs_sampled), strict=True)
+    for token, (top_ids, logprobs, sampled) in zip(tokens, columns, strict=True):
+        assert token["alternatives"] == [
+            {"id": i, "text": run.tokenizer.token_text(i), "logprob": p, "logprob_sampled": q}
+            for i, p, q in zip(top_ids, logprobs, sampled, strict=True)
+        ]
+        assert "candidates" not in token
+    if not settings:
+        assert document["router"] is None and document["strategy"] == "chain" and "strategy" not in tokens[0]
+        return
+    assert [token["strategy"] for token in tokens] == [STRATEGIES[n % len(STRATEGIES)] for n in range(len(TOKENS))]
+    assert [token["forced"] for token in tokens] == steps.routed.forced.tolist()
+    numbers = steps.routed.route._asdict() | ({} if steps.routed.attention is None else steps.routed.attention._asdict())
+    for name in numbers.keys() - {"strategy"}:
+        assert [token[name] for token in tokens] == numbers[name].tolist(), name
+    assert ("attn_entropy" in tokens[0]) == (settings == ROUTED)
+    assert (document["router"]["low_entropy"], document["router"]["base_top_k"]) == (1.2, 9)
+
+
+def test_candidates_are_those_of_adaptive_tokens(run):
+    result = sample(run, ROUTED, candidates=3)
+    result.steps.routed.candidates.ids[:, 2] = -1  # an unused entry
+    document, drawn = trace_document(result, run.tokenizer), result.steps.routed.candidates
+    for n, token in enumerate(document["tokens"]):
+        count = 2 if token["strategy"] == "adaptive" and not token["forced"] else 0
+        scores = or_none(drawn.scores[n])
+        assert [(one["id"], one["logprob"], one["score"]) for one in token["candidates"]] == [
+            (int(drawn.ids[n, i]), float(drawn.logprobs[n, i]), scores[i]) for i in range(count)
+        ]
+    assert {len(token["candidates"]) for token in document["tokens"]} == {0, 2}
+    lines = [json.loads(line) for line in trace_lines([document])][1:]
+    assert [line["candidates"] for line in lines] == [
+        [[one["id"], one["text"], one["logprob"], one["score"]] for one in token["candidates"]] for token in document["tokens"]
+    ]
+    assert '"score":[' in report_page([document])
+    with pytest.raises(UserError, match=ERRORS["set_logprobs_too"]):
+        run.generate("abc", show_candidates=True, **ROUTED)
+
+
+@pytest.mark.slow
+@every_kind
 def test_a_document_equals_the_arrays(run, settings):
     result = run.generate("abc", logprobs=4, seed=3, max_new_tokens=12, top_k=9, ignore_eos=True, **settings)
     document, steps = trace_document(result, run.tokenizer), result.steps
@@ -78,7 +159,7 @@ def test_parts_of_characters_add_up(run):
 
 def test_the_first_token_continues_the_prompt(run):
     """If a vocabulary drops the space at the start of a text, it still keeps the space at the start of a continuation."""
-    result = run.generate("abc", logprobs=4, seed=3, max_new_tokens=12, top_k=9, ignore_eos=True)
+    result = sample(run, {})
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"▁{n}": n for n in range(259)}, unk_token="▁0"))
     core.decoder = tokenizers.decoders.Metaspace()
     core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()

@@ -7,78 +7,38 @@ import threading
 import time
 from dataclasses import replace
 
-import jax
 import pytest
-from flax import nnx
 
-from dantinox.config import UserError, build_config
-from dantinox.generation import LoadedModel
+from dantinox.config import UserError
 from dantinox.generation.constraints import Constraint, Matcher
 from dantinox.generation.engine import MAX_FAILURES
 from dantinox.generation.engine_jobs import RequestFailed
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.sample_text import SampleText
-from dantinox.model import Transformer
-from dantinox.serve.async_engine import AsyncEngine, _Responder
+from dantinox.serve.async_engine import _Responder
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream
 from tests.error_texts import ERRORS
+from tests.generation import builder
 
-from .fakes import BYTES
+from . import engines
+from .engines import CONTEXT, SLOTS, generate, make_request, reference, reference_tokens, start_engine, text_of
 
-pytestmark = pytest.mark.slow
-
-CONTEXT, SLOTS, QUEUE = 192, 3, 4
+QUEUE = 4
 DRAWN = {"temperature": 1.2, "top_p": 0.95, "seed": 3}
 STORY = "x" + "once upon a time there was a fox that generate " * 3
 
 
 @pytest.fixture(scope="module")
 def run():
-    size = {
-        "dim": 32,
-        "n_heads": 4,
-        "kv_heads": 2,
-        "num_blocks": 2,
-        "hidden_dim": 48,
-        "max_context": CONTEXT,
-        "dtype": "float32",
-    }
-    config = build_config({"model": size})
-    graph, state = nnx.split(Transformer(config.architecture(BYTES.vocab_size), rngs=nnx.Rngs(0)))
-    # Large weights make the distribution depend on the context.
-    return LoadedModel(config, nnx.merge(graph, jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, state)), BYTES)
+    return engines.small_model()
 
 
 @pytest.fixture(scope="module")
-def engine(run):
-    engine = start_engine(run)
+def engine():
+    engine = start_engine(QUEUE)
     yield engine
     engine.close()
-
-
-def start_engine(run, **options):
-    engine = AsyncEngine(run, slots=SLOTS, queue=QUEUE, **options)
-    engine.start()
-    while engine.status().state == "loading":
-        time.sleep(0.01)
-    return engine
-
-
-def make_request(engine, prompt, logprobs=None, echo=False, **settings):
-    config = engine.settings({"max_new_tokens": 16} | settings)
-    return GenerationRequest(tuple(engine.run.prompt_ids(prompt)), config, logprobs, echo)
-
-
-async def text_of(stream):
-    texts = {}
-    async for delta in stream:
-        texts[delta.sample] = texts.get(delta.sample, "") + delta.text
-    return [texts[sample] for sample in sorted(texts)]
-
-
-async def generate(engine, prompt, **settings):
-    return await text_of(engine.submit(make_request(engine, prompt, **settings)))
 
 
 async def wait_until_idle(engine):
@@ -87,12 +47,12 @@ async def wait_until_idle(engine):
         await asyncio.sleep(0.005)
 
 
-def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine, run):
-    others = ({"greedy": True}, {"top_k": 5, "repetition_penalty": 1.4}, {"dry_multiplier": 0.8, "min_p": 0.1})
+def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine):
+    others = ({"greedy": True}, {"top_k": 5, "repetition_penalty": 1.4}, {"mirostat": 2, "min_p": 0.1})
 
     async def both():
         alone = await generate(engine, STORY, **DRAWN)
-        assert alone == [run.generate(STORY, max_new_tokens=16, **DRAWN).text]
+        assert alone == [reference(STORY, **DRAWN)]
         for number in range(12):
             neighbors = [("a" * (1 + 40 * n), {"n": 1 + (n == 1), **others[(number + n) % 3]}) for n in range(number % 4)]
             tasks = [asyncio.create_task(generate(engine, prompt, **settings)) for prompt, settings in neighbors]
@@ -104,14 +64,14 @@ def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine,
     asyncio.run(both())
 
 
-def test_repeated_settings_are_cached(engine, run):
-    """Another seed, length, sample count or stop string adds no cache entry. The text equals that of `generate`."""
+def test_repeated_settings_are_cached(engine):
+    """Another seed, length, sample count or stop string adds no cache entry. The text equals that of the reference."""
     made = engine._batch._settings._cached_row_params.cache_info().misses
 
     async def read():
         for seed, size in ((1, 9), (2, 20), (1, 9)):
-            (text,) = await generate(engine, "hello", temperature=1.1, top_k=7, seed=seed, max_new_tokens=size)
-            assert text == run.generate("hello", temperature=1.1, top_k=7, seed=seed, max_new_tokens=size).text
+            settings = {"temperature": 1.1, "top_k": 7, "seed": seed, "max_new_tokens": size}
+            assert await generate(engine, "hello", **settings) == [reference("hello", **settings)]
         await generate(engine, "hello", temperature=1.1, top_k=8, seed=1)
         return engine.submit(make_request(engine, "hello", temperature=1.1, top_k=7, stop=["a"], seed=None))
 
@@ -124,28 +84,33 @@ def test_repeated_settings_are_cached(engine, run):
 
 
 def test_deltas_have_tokens_and_a_finish_reason(engine, run):
+    def logprobs_of(ids):
+        return [builder.log_softmax(row_V)[token] for row_V, token in zip(builder.all_logits(run.model, ids), ids[1:])]  # noqa: B905
+
     async def read():
         stream = engine.submit(make_request(engine, "hello", logprobs=2, echo=True, n=2, **DRAWN))
         deltas = [delta async for delta in stream]
-        results = run.generate("hello", max_new_tokens=16, n=2, logprobs=2, echo=True, **DRAWN)
-        for sample, result in enumerate(results):
+        for sample in range(2):
+            expected = reference_tokens("hello", sample=sample, **DRAWN)
             own = [delta for delta in deltas if delta.sample == sample]
             tokens = [token for delta in own for token in delta.tokens]
-            assert [delta.finish_reason for delta in own if delta.finish_reason] == [result.finish_reason]
-            assert "".join(delta.text for delta in own) == result.text
-            assert [token["id"] for token in tokens] == result.tokens
+            reason = "eos" if expected[-1] in run.tokenizer.stop_ids else "length"
+            assert [delta.finish_reason for delta in own if delta.finish_reason] == [reason]
+            assert "".join(delta.text for delta in own) == reference("hello", sample=sample, **DRAWN)
+            assert [token["id"] for token in tokens] == expected
             assert [len(token["alternatives"]) for token in tokens] == [2] * len(tokens)
-            assert [token["logprob"] for token in tokens] == pytest.approx(result.info["logprobs"], abs=2e-5)
+            logprobs = logprobs_of([*b"hello", *expected])[4:]
+            assert [token["logprob"] for token in tokens] == pytest.approx(logprobs, abs=builder.LOGPROB_TOLERANCE)
         assert [token["id"] for token in stream.prompt] == list(b"hello")
         logprobs = [token["logprob"] for token in stream.prompt[1:]]
-        assert logprobs == pytest.approx(results[0].info["prompt_logprobs"][1:], abs=2e-5)
-        assert stream.stats.new_tokens == sum(len(result.tokens) for result in results)
+        assert logprobs == pytest.approx(logprobs_of([*b"hello"]), abs=builder.LOGPROB_TOLERANCE)
+        assert stream.stats.new_tokens == sum(len(delta.tokens) for delta in deltas)
         assert 0 <= stream.stats.queued_seconds <= stream.stats.first_token_seconds <= stream.stats.seconds
 
     asyncio.run(read())
 
 
-def test_stop_strings_and_zero_new_tokens(engine, run):
+def test_stop_strings_and_zero_new_tokens(engine):
     async def read():
         whole = (await generate(engine, "hello", **DRAWN))[0]
         stop = whole[4:6]
@@ -156,7 +121,7 @@ def test_stop_strings_and_zero_new_tokens(engine, run):
         assert only == (0, "", [], "length", None)
         full = "a" * (CONTEXT - 5)
         (stream,) = await generate(engine, full, ignore_eos=True, max_new_tokens=50, **DRAWN)
-        assert stream == run.generate(full, max_new_tokens=5, ignore_eos=True, **DRAWN).text, "up to the end of the context"
+        assert stream == reference(full, max_new_tokens=5, ignore_eos=True, **DRAWN), "up to the end of the context"
 
     asyncio.run(read())
 
@@ -213,13 +178,47 @@ def test_invalid_requests_are_refused(engine):
     asyncio.run(refused())
 
 
-def test_the_router_is_compiled_while_other_requests_are_served(engine, run):
+def test_a_program_is_compiled_while_other_requests_are_served(engine, monkeypatch):
+    """A compilation that waits stands for that of another program; then the compiled programs stand for the new ones."""
+    batch, compiling, finish = engine._batch, threading.Event(), threading.Event()
+    program_key, known = batch.program_key, batch.program_key(engine.settings({}))
+
+    def other_key(config):
+        return program_key(config)._replace(words=(("ties", "all"),) if config.generation.top_k == 33 else ())
+
+    def compile(config, echo):
+        compiling.set()
+        assert finish.wait(20)
+        key = other_key(config)
+        batch._states[key] = batch._idle_rows(config)
+        batch._programs |= {(kind, key): batch._programs[kind, known] for kind in ("decode", "insert", "init")}
+
+    monkeypatch.setattr(batch._settings, "program_key", other_key)
+    monkeypatch.setattr(batch, "program_key", other_key)
+    monkeypatch.setattr(batch, "compile", compile)
+
     async def read():
         before = engine.status().counters.get("compilations", 0)
+        waiting = [engine.submit(make_request(engine, "hello", top_k=33, temperature=1.0, seed=3)) for _ in range(2)]
+        quick = [await generate(engine, "hello", **DRAWN) for _ in range(2)]
+        assert compiling.is_set() and quick[0] == quick[1]
+        assert engine.status().counters["compilations"] == before + 1
+        finish.set()
+        for stream in waiting:
+            assert await text_of(stream) == [reference("hello", top_k=33, seed=3)]
+
+    asyncio.run(read())
+
+
+@pytest.mark.slow
+def test_the_router_is_compiled_while_other_requests_are_served(run):
+    async def read():
+        engine = start_engine(QUEUE)
         other = engine.submit(make_request(engine, "hello", strategy="entropy", seed=3))
         quick = [await generate(engine, "hello", **DRAWN) for _ in range(2)]
-        assert engine.status().counters["compilations"] == before + 1 and quick[0] == quick[1]
+        assert engine.status().counters["compilations"] == 1 and quick[0] == quick[1]
         assert await text_of(other) == [run.generate("hello", max_new_tokens=16, strategy="entropy", seed=3).text]
+        engine.close()
 
     asyncio.run(read())
 
@@ -233,27 +232,29 @@ def test_the_router_is_compiled_while_other_requests_are_served(engine, run):
         ("regex", ""),
     ],
 )
-def test_constrained_texts_equal_those_of_generate_in_a_mixed_batch(engine, run, kind, source):
+def test_constrained_texts_equal_those_of_the_reference_in_a_mixed_batch(engine, run, kind, source):
     pytest.importorskip("llguidance")
-    constraint = Constraint(kind, source)
+    constraint, story = Constraint(kind, source), reference(STORY, **DRAWN)
 
     async def both():
         for settings in (
             DRAWN | {"temperature": 3.0},
             {"greedy": True},
-            {"seed": 4, "ignore_eos": True},
-            {"seed": 5, "stop": ["x"]},
+            {"seed": 4, "temperature": 1.0, "ignore_eos": True},
+            {"seed": 5, "temperature": 1.0, "stop": ["x"]},
         ):
-            expected = run.generate("hello", max_new_tokens=64, n=2, constraint=constraint, **settings)
             held = replace(make_request(engine, "hello", n=2, max_new_tokens=64, **settings), constraint=constraint)
             free = asyncio.create_task(generate(engine, STORY, **DRAWN))
             await asyncio.sleep(0.005)
             deltas = [delta async for delta in engine.submit(held)]
-            for sample, result in enumerate(expected):
+            for sample in range(2):
+                matcher = run.grammars.matcher(kind, source)
+                text = reference("hello", sample=sample, max_new_tokens=64, matcher=matcher, **settings)
                 own = [delta for delta in deltas if delta.sample == sample]
-                assert "".join(delta.text for delta in own) == result.text
-                assert [delta.finish_reason for delta in own if delta.finish_reason] == [result.finish_reason]
-            assert await free == [run.generate(STORY, max_new_tokens=16, **DRAWN).text]
+                stopped = "x" in text and "stop" in settings
+                assert "".join(delta.text for delta in own) == (text[: text.index("x")] if stopped else text)
+                assert [delta.finish_reason for delta in own if delta.finish_reason] == ["stop" if stopped else "eos"]
+            assert await free == [story]
 
     asyncio.run(both())
 
@@ -276,9 +277,9 @@ def test_an_impossible_constraint_ends_only_its_own_request(engine):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_draining_and_failing(run, monkeypatch):
+def test_draining_and_failing(monkeypatch):
     async def end():
-        engine = start_engine(run)
+        engine = start_engine(QUEUE)
         stream = engine.submit(make_request(engine, "hello", **DRAWN))
         task = asyncio.create_task(engine.drain(20))
         await asyncio.sleep(0)
@@ -288,7 +289,7 @@ def test_draining_and_failing(run, monkeypatch):
         await task
         assert engine.status().state == "draining" and engine.status().busy == 0
 
-        broken, failed = start_engine(run), []
+        broken, failed = start_engine(QUEUE), []
         broken.on_failure = lambda: failed.append(broken.status().state)
         monkeypatch.setattr(broken._batch, "collect", lambda pending: 1 / 0)
         for _ in range(MAX_FAILURES):
@@ -353,7 +354,7 @@ def test_a_fault_in_one_request_ends_only_that_request(engine, run, monkeypatch,
     armed = []
 
     async def read():
-        expected = run.generate(STORY, max_new_tokens=16, **DRAWN).text
+        expected = reference(STORY, **DRAWN)
         bystander = asyncio.create_task(generate(engine, STORY, **DRAWN))
         while not engine.status().busy and not bystander.done():
             await asyncio.sleep(0.001)
@@ -395,28 +396,28 @@ def test_a_constraint_whose_only_token_is_a_stop_token_is_refused(engine):
     asyncio.run(read())
 
 
-def test_any_order_of_steps_runs_in_the_program_of_the_warm_up(engine, run):
-    """None of 40 orders compiles a program, and each gives the same text as a program compiled for that order."""
-    names = ("top_k", "top_p", "min_p", "typical", "temperature")
+def test_any_order_of_steps_runs_in_the_program_of_the_warm_up(engine):
+    """None of 40 orders compiles a program, and each gives the text of the reference in that order."""
+    names = ("top_k", "top_p", "min_p", "repetition_penalty", "temperature")
     orders = [list(order) for order in itertools.permutations(names)][::3]
-    settings = {"top_k": 9, "top_p": 0.9, "typical": 0.8, **DRAWN}
+    settings = {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.5, "min_p": 0.02, **DRAWN}
 
     async def read():
         before = engine.status().counters.get("compilations", 0)
         for number in range(0, len(orders), SLOTS):
-            together = [generate(engine, "hello", sampler_order=order, **settings) for order in orders[number : number + SLOTS]]
-            texts = await asyncio.gather(*together)
-            if number == 0:
-                assert texts[0] == [run.generate("hello", max_new_tokens=16, sampler_order=orders[0], **settings).text]
+            some = orders[number : number + SLOTS]
+            texts = await asyncio.gather(*(generate(engine, "hello", sampler_order=order, **settings) for order in some))
+            if number % 5 == 0:
+                assert texts[0] == [reference("hello", order=tuple(some[0]), **settings)]
         assert engine.status().counters.get("compilations", 0) == before
         assert sum(thread.name.startswith("compile") for thread in threading.enumerate()) <= 1
 
     asyncio.run(read())
 
 
-def test_the_prefix_cache_is_saved_and_restored(run, tmp_path):
+def test_the_prefix_cache_is_saved_and_restored(tmp_path):
     async def read():
-        engine = start_engine(run, cache_dir=tmp_path)
+        engine = start_engine(QUEUE, cache_dir=tmp_path)
         first = await generate(engine, STORY, **DRAWN)
         blocks = await engine.save_prefixes()
         assert blocks == engine.status().prefixes.used >= len(STORY) // 16
@@ -424,7 +425,7 @@ def test_the_prefix_cache_is_saved_and_restored(run, tmp_path):
         await engine.drain(10)
         with pytest.raises(Unavailable, match="draining"):
             await engine.save_prefixes()
-        restored = start_engine(run, cache_dir=tmp_path)
+        restored = start_engine(QUEUE, cache_dir=tmp_path)
         assert restored.status().prefixes.used > blocks
         for prompt, text in ((STORY, first), (STORY + " and a bear", longer)):
             stream = restored.submit(make_request(restored, prompt, **DRAWN))

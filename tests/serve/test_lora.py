@@ -19,6 +19,7 @@ from dantinox.serve.options import Options
 from dantinox.serve.protocols.lora_routes import path_below
 from dantinox.text import ChatTemplate
 
+from .engines import start
 from .fakes import FakeEngine
 from .lora_runs import make_lora_run, make_peft_folder
 from .test_openai import refusal
@@ -200,9 +201,7 @@ def test_adapters_are_loaded_and_unloaded_in_a_running_server(run_dir, folder):
     async def use():
         with pytest.raises(Unavailable, match="the server is loading"):
             await engine.load_lora("two", folder / "two")
-        engine.start()
-        while engine.status().state == "loading":
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(start, engine)
         assert await asyncio.gather(text(None), text("one")) == [expected[None], expected["one"]]
         assert engine.loras == ("one",)
         answers = await asyncio.gather(

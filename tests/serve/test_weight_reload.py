@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import threading
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,8 +16,10 @@ from dantinox.serve.async_engine import AsyncEngine
 from dantinox.serve.weight_reload import weight_reloader
 from tests.conftest import CIRCLE
 from tests.error_texts import ERRORS
+from tests.generation import builder
 
-pytestmark = pytest.mark.slow
+from .engines import start
+
 PROMPT = CIRCLE * 6  # 78 tokens: more than one chunk of the prefix cache
 
 
@@ -30,10 +31,7 @@ def path(run_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(path):
     engine = AsyncEngine(dantinox.load(path), slots=2, context=128, queue=8, overrides={"greedy": True})
-    engine.start()
-    while engine.status().state == "loading":
-        time.sleep(0.01)
-    yield engine
+    yield start(engine)
     engine.close()
 
 
@@ -54,8 +52,14 @@ async def text_of(stream):
     return "".join([delta.text async for delta in stream])
 
 
-def expected(path, prompt=PROMPT, tokens=20):
-    return dantinox.load(path).generate(prompt, greedy=True, max_new_tokens=tokens).text
+def text_of_run(run, prompt=PROMPT, tokens=20):
+    ends = run.tokenizer.stop_ids
+    ids = builder.slowly(run.model, run.prompt_ids(prompt), tokens, greedy=True, eos_ids=ends)
+    return run.tokenizer.decode([token for token in ids if token not in ends])
+
+
+def expected(path, **options):
+    return text_of_run(dantinox.load(path), **options)
 
 
 def gated_steps(engine, monkeypatch):
@@ -96,7 +100,7 @@ def test_new_requests_use_the_new_weights_after_running_ones(engine, path, run_d
         assert waiting.stats.reused_tokens == 0  # the cached prefix belongs to the old weights
         again = submit(engine)
         assert await text_of(again) == expected(ending_run_dir) and again.stats.reused_tokens == 64
-        assert engine.run.generate(PROMPT, greedy=True, max_new_tokens=20).text == expected(ending_run_dir)
+        assert text_of_run(engine.run) == expected(ending_run_dir)
         assert engine._batch._programs == programs and "compilations" not in engine.status().counters
         assert await reload() is False
 
