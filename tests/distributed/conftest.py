@@ -1,48 +1,75 @@
-"""Runs test modules that define `DEVICES` in a process with this number of devices: one process per module."""
+"""Runs the tests of modules that define `DEVICES` in one other process with this number of simulated devices."""
 
+import fcntl
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as xml
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import pytest
+from training.small import cached_programs
+
+from dantinox.training import loop
 
 TESTS = Path(__file__).parents[1]
+DEVICES = 8
+FOLDER = pytest.StashKey[Path]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    """Runs of a file with equal settings share their programs."""
+    with patch.object(loop, "Programs", cached_programs()):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(pytestconfig, tmp_path_factory):
+    """The folder of the outcomes, which all workers of a parallel run share."""
+    own = tmp_path_factory.getbasetemp()
+    pytestconfig.stash[FOLDER] = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Reports the outcome that the test had in the other process."""
-    devices = getattr(pyfuncitem.module, "DEVICES", 1)
-    if devices == jax.device_count():
+    if not _needs_devices(pyfuncitem) or jax.device_count() == DEVICES:
         return None
-    outcomes = pyfuncitem.session.stash.setdefault(OUTCOMES, {})
-    if pyfuncitem.path not in outcomes:
-        chosen = [item.nodeid for item in pyfuncitem.session.items if item.path == pyfuncitem.path]
-        outcomes[pyfuncitem.path] = run_elsewhere(devices, chosen)
-    said = outcomes[pyfuncitem.path].get(pyfuncitem.name, "the process that ran it ended before it was done")
+    outcomes = pyfuncitem.config.stash[FOLDER] / "outcomes.json"
+    with open(outcomes.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first worker runs all tests, the others wait for it
+        if not outcomes.exists():
+            chosen = [item.nodeid for item in pyfuncitem.session.items if _needs_devices(item)]
+            outcomes.write_text(json.dumps(run_elsewhere(chosen)))
+    said = json.loads(outcomes.read_text()).get(pyfuncitem.nodeid, "the process that ran it ended before it was done")
     if said:
         pytest.fail(said, pytrace=False)
     return True
 
 
-OUTCOMES = pytest.StashKey[dict[Path, dict[str, str]]]()
+def _needs_devices(item) -> bool:
+    return getattr(item.module, "DEVICES", 1) == DEVICES
 
 
-def run_elsewhere(devices: int, tests: list[str]) -> dict[str, str]:
+def run_elsewhere(tests: list[str]) -> dict[str, str]:
     """Runs tests in a process with simulated devices, and returns the failure of each, or ""."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
+    environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", f"--junit-xml={report}", *tests]
         done = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, check=False)
         if not report.exists():
-            return dict.fromkeys((test.split("::", 1)[1] for test in tests), done.stdout + done.stderr)
+            return dict.fromkeys(tests, done.stdout + done.stderr)
         cases = list(xml.parse(report).iter("testcase"))
     return {
-        case.attrib["name"]: "\n".join(part.text or "" for part in case if part.tag in ("failure", "error")) for case in cases
+        f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}": "\n".join(
+            part.text or "" for part in case if part.tag in ("failure", "error")
+        )
+        for case in cases
     }

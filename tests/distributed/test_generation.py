@@ -4,20 +4,21 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from training.small import random_weights
 
 from dantinox.config import UserError, build_config
 from dantinox.distributed import max_tensor_parallel, shard_model, tensor_mesh, weight_shardings
+from dantinox.distributed.generation import partition_spec
 from dantinox.generation.cache_plan import plan_cache
 from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
 from dantinox.sampling import SamplingParams
 from tests.error_texts import ERRORS
 
 DEVICES, V, TENSOR = 8, 62, 4  # the vocabulary size is not divisible by 4
 SMALL = {
-    "model.dim": 32, "model.n_heads": 8, "model.kv_heads": 4, "model.num_blocks": 2, "model.max_context": 256,
+    "model.dim": 32, "model.n_heads": 8, "model.kv_heads": 4, "model.num_blocks": 1, "model.max_context": 256,
     "model.dtype": "float32", "generation.seed": 1, "generation.greedy": True,
 }  # fmt: skip
 LATENT = {"model.kv_heads": 8, "attention.kv_lora_rank": 16, "attention.qk_rope_head_dim": 8}
@@ -58,10 +59,10 @@ def texts(config, model, length):
     ("changes", "weights", "length"),
     [
         ({}, "auto", 150),  # long enough for an attention kernel
-        (LATENT, "int8", 20),
         *(
             pytest.param(changes, weights, length, marks=pytest.mark.slow)
             for changes, weights, length in (
+                (LATENT, "int8", 20),
                 ({}, "int8", 20),
                 (BIASES, "auto", 150),
                 (BIASES, "int8", 20),
@@ -78,21 +79,52 @@ def texts(config, model, length):
 )
 def test_tokens_equal_those_of_one_device(changes, weights, length):
     config = settings(**changes)
-    whole = prepare(Transformer(config.architecture(V), rngs=nnx.Rngs(0)), weights)
+    architecture = config.architecture(V)
+    whole = prepare(abstract_model(architecture)[0](random_weights(architecture)), weights)
     shared = shard_model(whole, tensor_mesh(whole.config, TENSOR))
     np.testing.assert_array_equal(texts(config, shared, length), texts(config, whole, length))
     of_all, of_one = 0, 0
     for leaf in jax.tree.leaves(nnx.state(shared)):
         of_all, of_one = of_all + leaf.nbytes, of_one + leaf.addressable_shards[0].data.nbytes
-    assert of_one < 1.35 * of_all / TENSOR  # norms, routers and an output layer of 62 tokens are replicated
+    assert of_one < 1.4 * of_all / TENSOR  # norms, routers and an output layer of 62 tokens are replicated
 
 
 def test_weights_are_loaded_onto_their_devices():
     model = settings().architecture(V)
     _, shapes = abstract_model(model)
     places = weight_shardings(tensor_mesh(model, TENSOR), shapes)
-    assert places["blocks/0/attention/qkv/kernel"].spec[1] == places["blocks/1/ffn/down/kernel"].spec[0] == "tensor"
+    assert places["blocks/0/attention/qkv/kernel"].spec[1] == places["blocks/0/ffn/down/kernel"].spec[0] == "tensor"
     assert places["blocks/0/norm1/scale"].is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "quantized", "expected"),
+    [
+        ("blocks/0/attention/out/kernel", (32, 32), True, (None, "tensor")),
+        ("blocks/0/attention/qkv/kernel", (64, 32), True, ("tensor",)),
+        ("blocks/0/ffn/gate_up/kernel", (128, 32), True, ("tensor",)),
+        ("blocks/0/ffn/down/kernel", (32, 64), True, (None, "tensor")),
+        ("blocks/0/ffn/down/scale", (32,), True, ()),
+        ("blocks/0/ffn/down/one", (32,), True, ()),
+        ("blocks/0/ffn/gate_up/scale", (128,), True, ("tensor",)),
+        ("blocks/0/ffn/gate_up/scale", (126,), True, ()),
+        ("blocks/0/ffn/experts/down/kernel", (4, 32, 64), True, (None, None, "tensor")),
+        ("blocks/0/ffn/experts/gate_up/kernel", (4, 128, 32), True, (None, "tensor")),
+        ("embed", (62, 32), False, (None, "tensor")),
+        ("embed", (62, 30), False, ()),
+        ("embed", (64, 32), True, ("tensor",)),
+        ("head/kernel", (32, 62), False, ()),
+        ("head/kernel", (32, 64), False, (None, "tensor")),
+        ("head/kernel", (62, 32), True, ()),
+        ("per_layer/embed", (62, 2, 8), False, (None, None, "tensor")),
+        ("per_layer/embed", (62, 2, 6), False, ()),
+        ("blocks/0/attention/out/kernel", (8, 1, 4, 32), False, ("tensor", None, None, None)),
+    ],
+)
+def test_partition_specs_of_float_and_quantized_weights(name, shape, quantized, expected):
+    """A quantized matrix is stored as [outputs, inputs]."""
+    found = tuple(partition_spec(name, shape, quantized, TENSOR))
+    assert found == tuple(expected) + (None,) * (len(found) - len(expected)) and len(found) <= len(shape)
 
 
 def test_indivisible_sizes_are_refused():

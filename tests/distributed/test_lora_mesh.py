@@ -15,11 +15,11 @@ from dantinox.training.step import TrainStep
 from .mesh import V, layout_of, rows, settings, store_of
 
 DEVICES = 8
-LORA = {"training__init_from": "x", "lora__rank": 2}
+LORA = {"training__init_from": "x", "lora__rank": 2, "training__optimizer": "sgd", "training__lr": 0.1}
 
 
 @cache
-def trained(mesh="", **changes):
+def trained(mesh="", evaluated=True, **changes):
     """Trains three steps; returns the losses, the adapters, and the evaluation loss."""
     config = settings("dense", mesh, **LORA | changes)
     model, layout, t = config.trained_architecture(V), layout_of(config), config.training
@@ -36,21 +36,27 @@ def trained(mesh="", **changes):
     for number in range(3):
         state, metrics = step(state, rows(layout, store_of(config).batch(number), t.grad_accum), base)
         losses.append([float(metrics.loss), float(metrics.grad_norm)])
-    batch = rows(layout, next(store_of(config).validation(8)))
-    counted = make_eval_step(model, layout)(state.weights, batch, base)
-    adapters = {name: np.asarray(array) for name, array in state.weights.items()}
-    return np.array(losses), adapters, float(counted.nats / counted.num_targets)
+    adapters, evaluation = {name: np.asarray(array) for name, array in state.weights.items()}, 0.0
+    if evaluated:
+        batch = rows(layout, next(store_of(config).validation(8)))
+        counted = make_eval_step(model, layout)(state.weights, batch, base)
+        evaluation = float(counted.nats / counted.num_targets)
+    return np.array(losses), adapters, evaluation
 
 
-@pytest.mark.slow
+SLOW = [
+    ("fsdp=4 tensor=2", {"model__scan_layers": True, "model__qk_norm": True}),
+    ("fsdp=8", {"model__activation": "gelu", "lora__base_weights": "bfloat16"}),
+    ("data=2 fsdp=4", {"model__scan_layers": True, "lora__base_weights": "nf4", "model__weight_tying": False}),
+    ("fsdp=4 tensor=2", {"lora__dora": True, "model__num_blocks": 1}),
+]
+
+
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ("data=2 fsdp=2 tensor=2", {"lora__base_weights": "int8", "model__num_blocks": 1}),
-        ("fsdp=4 tensor=2", {"model__scan_layers": True, "model__qk_norm": True}),
-        ("fsdp=8", {"model__activation": "gelu", "lora__base_weights": "bfloat16"}),
-        ("data=2 fsdp=4", {"model__scan_layers": True, "lora__base_weights": "nf4", "model__weight_tying": False}),
-        ("fsdp=4 tensor=2", {"lora__dora": True, "model__num_blocks": 1}),
+        ("data=2 fsdp=2 tensor=2", {"lora__base_weights": "int8", "model__num_blocks": 1, "evaluated": False}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from training.small import random_weights
 
 from dantinox.config import UserError
 from dantinox.distributed import AXES, BATCH
@@ -27,33 +28,39 @@ DENSE, SPARSE = (
     ("fsdp=4 tensor=2", "fsdp=8", "data=2 fsdp=2 tensor=2"),
     ("expert=2", "data=2 expert=4", "expert=2 fsdp=2 tensor=2"),
 )
-QUICK = {("uneven", "adamw", DENSE[0]), ("mla", "muon", DENSE[0])}
+# Kind, optimizer, mesh and layers.
+QUICK = [("biases", "sgd", DENSE[0], 1), ("mla", "sgd", DENSE[0], 1)]
 EACH = [
-    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    (kind, optimizer, mesh, {"moe": 1, "mla": 1, "uneven": 4}.get(kind, 2))
     for kind in KINDS
-    for case in itertools.product([kind], ("adamw", "muon"), DENSE + SPARSE * (kind == "moe"))
+    for optimizer, mesh in itertools.product(("sgd", "muon"), DENSE + SPARSE * (kind == "moe"))
 ]
 TOGETHER = {
-    "training__grad_accum": 8, "training__batch_size": 32, "chunks": 16, "model__scan_layers": True,
-    "model__gradient_checkpointing": True, "training__ema": 0.9,
+    "training__optimizer": "sgd", "training__lr": 0.1, "training__grad_accum": 8, "training__batch_size": 32, "chunks": 16,
+    "model__scan_layers": True, "model__gradient_checkpointing": True, "training__ema": 0.9,
 }  # fmt: skip
 LARGE = {"model__dim": 128, "model__max_context": 128, "model__num_blocks": 4, "training__batch_size": 32}
 
 
-@pytest.mark.parametrize(("kind", "optimizer", "mesh"), EACH)
-def test_a_mesh_trains_as_one_device_does(kind, optimizer, mesh):
-    changes = {"training__optimizer": optimizer, "model__num_blocks": {"moe": 1, "mla": 1, "uneven": 4}.get(kind, 2)}
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "mesh", "layers"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in EACH if case not in QUICK)],
+)
+def test_a_mesh_trains_as_one_device_does(kind, optimizer, mesh, layers):
+    changes = {"training__optimizer": optimizer, "model__num_blocks": layers, "evaluated": layers > 1}
     same(trained(kind, mesh, **changes), trained(kind, **changes))
 
 
 def test_accumulation_chunks_rolled_layers_and_ema_combined():
     """No loop runs over an axis of rows that is sharded, or every device would do the work of all."""
     mesh = "data=2 fsdp=2 tensor=2"
-    same(trained("dense", mesh, **TOGETHER), trained("dense", **TOGETHER))
-    assert program("dense", mesh, **TOGETHER).work.flops <= 1.1 / 8 * program("dense", **TOGETHER).work.flops
+    same(trained("dense", mesh, evaluated=True, **TOGETHER), trained("dense", evaluated=True, **TOGETHER))
+    got, alone = program("dense", mesh, **TOGETHER), program("dense", **TOGETHER)
+    assert got.work.flops <= 1.1 / 8 * alone.work.flops
+    assert got.arguments < 0.3 * got.state  # a quarter, except norms, and the batch
+    check_collectives(got, settings("dense", mesh, **{name: v for name, v in TOGETHER.items() if name != "chunks"}))
 
 
-@pytest.mark.slow
 def test_normalized_muon_matches_one_device():
     """The second moments of neurons whose weights are sharded over fan-in, fan-out and experts."""
     changes = {
@@ -62,11 +69,11 @@ def test_normalized_muon_matches_one_device():
         "training__muon_steps": 5,
         "model__num_blocks": 1,
     }
-    same(trained("moe", "expert=2 fsdp=2 tensor=2", **changes), trained("moe", **changes))
+    # Five polynomials multiply the smallest singular values, and their rounding errors of 1e-6, by up to 1,000.
+    same(trained("moe", "expert=2 fsdp=2 tensor=2", **changes), trained("moe", **changes), of_state=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto"])
+@pytest.mark.parametrize("objective", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo"))])
 def test_preferences_train_as_on_one_device(objective):
     rng, found = np.random.default_rng(0), []
     tokens, targets = rng.integers(0, V, (2, 8, 2, 16)).astype(np.int32)
@@ -75,15 +82,20 @@ def test_preferences_train_as_on_one_device(objective):
     if objective == "kto":  # the divergence is that of the rows of all devices
         pairs = LabeledCompletions(*pairs, rng.random(8) < 0.5, np.zeros(8, np.float32))
     for mesh in ("", "data=2 fsdp=4"):
-        config = settings("dense", mesh, training__objective=objective, training__init_from="x", training__batch_size=8)
+        changes = {"training__init_from": "x", "training__batch_size": 8, "model__num_blocks": 1}
+        changes |= {"training__optimizer": "sgd", "training__lr": 0.1}
+        config = settings("dense", mesh, training__objective=objective, **changes)
         model, layout = config.architecture(V), layout_of(config)
         training = TrainStep(config, model, 10, layout)
-        step, state = training.program, training.initial_state()
+        step, state = training.program, training.initial_state(random_weights(model, size=0.2))
         for _ in range(2):
             state, metrics = step(state, layout.put_batch(partial(select_rows, pairs), 8))
-        logp = make_reference_step(model, layout)(state.parameters, layout.put_batch(partial(select_rows, pairs), 8), {})
-        sums = make_eval_step(model, layout, config)(state.parameters, layout.put_batch(partial(select_rows, pairs), 8), {})
-        found.append([float(metrics.loss), *np.asarray(metrics.metrics), *np.asarray(logp).ravel(), sums.nats, *sums.metrics])
+        placed = layout.put_batch(partial(select_rows, pairs), 8)
+        logp = make_reference_step(model, layout)(state.parameters, placed, {})
+        found.append([float(metrics.loss), *np.asarray(metrics.metrics), *np.asarray(logp).ravel()])
+        if objective != "kto":
+            sums = make_eval_step(model, layout, config)(state.parameters, placed, {})
+            found[-1] += [float(sums.nats), *np.asarray(sums.metrics)]
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match=ERRORS["distributed_tensor_must_be_1"]):
         layout_of(settings("dense", "tensor=2", training__objective="dpo", training__init_from="x"))
@@ -112,6 +124,7 @@ def test_preferences_train_as_on_one_device(objective):
     ids=str,
 )
 def test_every_training_option_matches_one_device(mesh, changes):
+    changes = changes | {"evaluated": True}
     if "training__grad_accum" in changes and "fsdp=4" not in mesh:
         changes = changes | {"training__grad_accum": 4}
     same(trained("dense", mesh, **changes), trained("dense", **changes))
@@ -119,11 +132,10 @@ def test_every_training_option_matches_one_device(mesh, changes):
 
 @pytest.mark.slow
 def test_lion_matches_one_device():
-    """Except for signs of numbers close to zero."""
+    """The tolerance is that of signs of numbers close to zero."""
     got, expected = (trained("dense", mesh, training__optimizer="lion", training__lr=1e-3) for mesh in (DENSE[0], ""))
     np.testing.assert_allclose(got.losses, expected.losses, rtol=0, atol=1e-4)
-    apart = [np.abs(got.weights[name] - array) > 1e-5 for name, array in expected.weights.items()]
-    assert np.mean(np.concatenate([a.reshape(-1) for a in apart])) < 1e-3
+    np.testing.assert_allclose(got.norms, expected.norms, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -175,18 +187,31 @@ def check_cost(kind: str, optimizer: str, mesh: str, chunks: int = 1, **changes)
     assert got.work.flops <= 1.1 / 8 * alone.work.flops
     assert got.work.bytes <= 1.5 * adamw.work.bytes
     assert got.arguments <= 1.05 * got.state * config.distributed.data / 8  # data-parallel devices have copies
+    if kind == "moe":
+        assert got.work.count["all-gather"] <= all_gathers(config)
+    else:
+        check_collectives(got, config)
+
+
+def check_collectives(got, config) -> None:
+    """Checks that a step gathers each weight once per pass, and sends nothing from all devices to all."""
+    assert got.work.count["all-gather"] <= all_gathers(config)
+    assert got.work.count["all-to-all"] == 0
+    assert got.work.unknown_loops == 0
+
+
+def all_gathers(config) -> int:
+    """Returns the largest number of all-gathers of a step."""
     shapes = abstract_model(config.architecture(V))[1]
     layers = {name: (shape.shape[0] if name.startswith("rolled/") else 1) for name, shape in shapes.items()}
     weights = sum(layers[name] for name, shape in shapes.items() if len(shape.shape) - name.startswith("rolled/") > 1)
     # Forward and backward, for each accumulated part; Muon also gathers the roots of the matrices of each shape.
-    roots = len({shape.shape for shape in shapes.values()}) if optimizer == "muon" else 0
-    assert got.work.count["all-gather"] <= 2 * config.training.grad_accum * weights + roots
-    if kind != "moe":
-        assert got.work.count["all-to-all"] == 0
-        assert got.work.unknown_loops == 0
+    roots = len({shape.shape for shape in shapes.values()}) if config.training.optimizer == "muon" else 0
+    return 2 * config.training.grad_accum * weights + roots
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_each_of_eight_devices_does_an_eighth_of_the_work(optimizer):
     check_cost("dense", optimizer, DENSE[0], model__scan_layers=True)
 
@@ -226,7 +251,7 @@ ENTRY %main (p: f32[8,4]) -> f32[64,4] {
     bytes_ = dict.fromkeys((f"{kind}_size_in_bytes" for kind in ("argument", "temp", "output", "alias")), 100)
     compiled = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**bytes_), as_text=lambda: text)
     monkeypatch.setattr(Topology, "compile", lambda *_: compiled)
-    config = settings("dense", "fsdp=8", training__grad_accum=1, generation__seed=1)
+    config = settings("dense", "fsdp=8", training__grad_accum=1, generation__seed=1, model__num_blocks=1)
     meshes = [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}]
     alone = replace(find_topology("cpu"), devices=jax.devices()[:1])
     one = make_plan(alone, config, V, TrainStep, meshes=[{"fsdp": 1}]).programs
@@ -237,7 +262,7 @@ ENTRY %main (p: f32[8,4]) -> f32[64,4] {
     assert wide.flops == divided.flops == one[0].flops // 8
     assert wide.collectives == {"all-gather": Collectives(1, 7 * 128)}
     # An eighth of weights and moments, except norms, and received data; of the batch, the local rows.
-    own, norms = 7 * 128, 5 * 32 * 4
+    own, norms = 7 * 128, 3 * 32 * 4
     assert wide.traffic - own <= (one[0].traffic - own) / 8 + 6 * norms
     assert any("fsdp 4 × tensor 2" in line for line in plan_lines(found))
     with pytest.raises(UserError, match=ERRORS["fsdp_3_expert_1_tensor"]):

@@ -1,6 +1,7 @@
 """The table of sharding rules covers every architecture; indivisible sizes raise one sentence."""
 
 import math
+from functools import cache
 
 import pytest
 
@@ -40,13 +41,16 @@ ARCHITECTURES = [
 ]
 
 
+@cache
 def parameters():
-    """Yields the name in its layer, the shape in it, and the model of every parameter."""
+    """Returns the name in its layer, the shape in it, and the model of every parameter."""
+    found = []
     for kind, changes in ARCHITECTURES:
         model = settings(kind, **changes).trained_architecture(V)
         for name, leaf in abstract_model(model)[1].items():
             inner, layers = name_in_layer(name)
-            yield inner, leaf.shape[layers:], model
+            found.append((inner, leaf.shape[layers:], model))
+    return found
 
 
 def test_rules_and_parameters_match():

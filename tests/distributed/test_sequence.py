@@ -90,7 +90,7 @@ CASES = {
 }
 
 
-SLOW = {"documents": pytest.mark.slow}  # the rows of all cases have documents
+SLOW = {"documents": pytest.mark.slow, "window": pytest.mark.slow}  # the last case has documents and a window
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_ring_attention_and_its_gradients_equal_a_full_softmax(n, options, monke
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 def test_ring_attention_computes_half_of_the_products(n):
     """(2 n + 1) / 4 n of all products of chunks, with two matrix multiplications forward and five backward."""
     work: Work = count_work(lowered(n).compile().as_text())
@@ -180,7 +180,7 @@ MORE = [
 )
 def test_a_sequence_axis_trains_as_one_device_does(kind, mesh, changes):
     """Losses within 1e-5, also with packed documents; SGD shows an error of a gradient as an error of the weights."""
-    same(trained(kind, mesh, **changes), trained(kind, **changes))
+    same(trained(kind, mesh, evaluated=True, **changes), trained(kind, evaluated=True, **changes))
 
 
 @cache

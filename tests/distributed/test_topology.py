@@ -1,14 +1,14 @@
 """Full trainings on eight simulated devices, and their checkpoints on other devices."""
 
 import json
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from training.conftest import workshop
-from training.small import VOCABULARY, Workshop, small_config, small_store
+from training.small import VOCABULARY, random_weights, small_config, small_store
 from training.test_resume import Stumbles, outcome
 
 from dantinox.distributed import make_layout
@@ -20,7 +20,6 @@ from dantinox.training import loop
 from dantinox.training.checkpoint_store import Checkpoints
 from dantinox.training.step import TrainStep
 
-pytestmark = pytest.mark.slow
 __all__ = ["workshop"]
 DEVICES = 8
 MESH = {"distributed__fsdp": 4, "distributed__tensor": 2}
@@ -29,19 +28,6 @@ MESH = {"distributed__fsdp": 4, "distributed__tensor": 2}
 def on_first(monkeypatch, devices):
     """Limits trainings to the first `devices` devices."""
     monkeypatch.setattr(loop, "make_layout", partial(make_layout, devices=jax.devices()[:devices]))
-
-
-@cache
-def whole(path):
-    """Trains an uninterrupted run on all devices; returns its settings and the run."""
-    config = small_config(**MESH)
-    return config, Workshop(path).train("whole", config)
-
-
-@pytest.fixture
-def never_interrupted(tmp_path_factory):
-    """The uninterrupted run, trained on first use."""
-    return partial(whole, tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.slow
@@ -80,8 +66,9 @@ def test_a_run_writes_the_same_files_as_on_one_device(workshop, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_resumes_bit_for_bit(workshop, never_interrupted):
-    config, run = never_interrupted()
+def test_an_interrupted_run_resumes_bit_for_bit(workshop):
+    config = small_config(**MESH)
+    run = workshop.train("whole", config)
     store = small_store(config, Stumbles)
     store.at = 15
     with pytest.raises(KeyError):
@@ -90,9 +77,10 @@ def test_an_interrupted_run_resumes_bit_for_bit(workshop, never_interrupted):
     assert "another order" not in workshop.notes.getvalue()
 
 
-@pytest.mark.parametrize(("devices", "axes"), [(4, {"fsdp": 2, "tensor": 2}), (4, {"data": 2, "sequence": 2}), (1, {})])
-def test_a_checkpoint_restores_equally_on_other_devices(never_interrupted, devices, axes):
-    config, run = never_interrupted()
+@pytest.mark.parametrize("kind", ["sgd", pytest.param("muon", marks=pytest.mark.slow)])
+def test_a_checkpoint_restores_equally_on_other_devices(workshop, kind):
+    config = small_config(**MESH, training__optimizer=kind, training__eval_every=12, model__dropout_rate=0.0)
+    run = workshop.train("run", config)
     model = config.architecture(VOCABULARY)
 
     def state_on(count, **axes):
@@ -100,19 +88,21 @@ def test_a_checkpoint_restores_equally_on_other_devices(never_interrupted, devic
         layout = make_layout(sections, model, jax.devices()[:count])
         restored = checkpoints.restore(layout.place_shapes(TrainStep(config, model, 24).shapes))
         assert restored.step == 24
-        fresh = TrainStep(config, model, 24, layout=layout).initial_state()
+        fresh = TrainStep(config, model, 24, layout=layout).initial_state(random_weights(model))
         assert [a.sharding for a in jax.tree.leaves(restored.state)] == [a.sharding for a in jax.tree.leaves(fresh)]
         return restored.state
 
     checkpoints = Checkpoints(run.checkpoints, 3)
-    axes = {"fsdp": 1} | axes
-    here, there = state_on(8, fsdp=4, tensor=2), state_on(devices, **axes)
-    jax.tree.map(np.testing.assert_array_equal, there, here)
-    assert len(there.parameters["embed"].sharding.device_set) == devices
+    here = state_on(8, fsdp=4, tensor=2)
+    for devices, axes in ((4, {"fsdp": 2, "tensor": 2}), (4, {"fsdp": 1, "data": 2, "sequence": 2}), (1, {"fsdp": 1})):
+        there = state_on(devices, **axes)
+        jax.tree.map(np.testing.assert_array_equal, there, here)
+        assert len(there.parameters["embed"].sharding.device_set) == devices
     checkpoints.close()
 
 
-def test_resuming_on_other_devices_prints_a_note(workshop, monkeypatch, never_interrupted):
+@pytest.mark.slow
+def test_resuming_on_other_devices_prints_a_note(workshop, monkeypatch):
     """From eight devices to four, which split the positions, and to one; losses are equal up to the order of sums."""
     given = {"model__dropout_rate": 0.0, "training__eval_every": 4, "training__optimizer": "adamw"}
     workshop.train("moved", small_config(training__steps=12, **MESH, **given))

@@ -7,21 +7,32 @@ import time
 import jax
 import numpy as np
 import pytest
-from training.small import Workshop, small_config, small_store
+from training.small import VOCABULARY, Workshop, copy_until, small_config, small_store
 
 from dantinox.config import UserError
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import verify_run
+from dantinox.training import loop
 from dantinox.training.step import Programs, TrainStep
 from tests.error_texts import ERRORS
 
-pytestmark = pytest.mark.slow
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
 
 
 @pytest.fixture
 def workshop(tmp_path):
     return Workshop(tmp_path)
+
+
+def sgd_config(**changes):
+    return small_config(training__optimizer="sgd", training__lr=0.05, **changes)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run without faults, and its settings."""
+    config = sgd_config()
+    return Workshop(tmp_path_factory.mktemp("faults")).train("whole", config), config
 
 
 def nan_store(config, *bad, stops=None):
@@ -43,14 +54,22 @@ def rows(run, config):
     return [{name: value for name, value in row.items() if name not in TIMES} for row in found]
 
 
-@pytest.mark.slow
+SKIP = {"training__nan_policy": "skip", "training__ema": 0.9}
+
+
 def test_skip_omits_the_update_and_reports_it(workshop):
-    config = small_config(training__optimizer="adamw", training__nan_policy="skip", training__checkpoint_every=5)
+    config = sgd_config(**SKIP)
     run = workshop.train("run", config, store=nan_store(config, 9, 13))
     assert "step 10 was skipped: loss nan, gradient norm nan\n" in workshop.notes.getvalue()
     events = [row for row in read_jsonl(run.metrics) if row["kind"] == "skip"]
     assert [row["step"] for row in events] == [10, 14]
     assert all(np.isfinite(row["train_loss"]) for row in read_csv(run.log(config)))
+
+
+@pytest.mark.slow
+def test_run_with_skipped_steps_resumes_exactly_and_fails_if_all_are_skipped(workshop):
+    config = sgd_config(**SKIP, training__checkpoint_every=5)
+    run = workshop.train("run", config, store=nan_store(config, 9, 13))
     with pytest.raises(KeyError):
         workshop.train("cut", config, store=nan_store(config, 9, 13, stops=18))
     again = workshop.train("cut", config, store=nan_store(config, 9, 13), resume=True)
@@ -60,20 +79,23 @@ def test_skip_omits_the_update_and_reports_it(workshop):
 
 
 def test_skipped_step_changes_only_the_step_number():
-    config = small_config(training__optimizer="adamw", training__nan_policy="skip", training__ema=0.9)
-    model = config.architecture(11)
-    step, store = TrainStep(config, model, 24).program, nan_store(config, 1)
-    state, _ = step(TrainStep(config, model, 24).initial_state(), store.batch(0))
+    config, store = sgd_config(**SKIP), nan_store(sgd_config(), 1)
+    training = TrainStep(config, config.architecture(VOCABULARY), 24)
+    train = loop.Programs(training, store.validation_rows).train
+    state, _ = train(training.initial_state(), store.batch(0), {}, {})
     before = jax.device_get(state)
-    after = jax.device_get(step(state, store.batch(1))[0])
+    after = jax.device_get(train(state, store.batch(1), {}, {})[0])
     assert after.step == before.step + 1
     for one, other in zip(jax.tree.leaves(before[1:]), jax.tree.leaves(after[1:]), strict=True):
         if np.issubdtype(one.dtype, np.floating):
             np.testing.assert_array_equal(one, other)
 
 
+REWIND = {"training__nan_policy": "rewind"}
+
+
 def test_rewind_restores_a_checkpoint_and_skips_the_batches(workshop):
-    config = small_config(training__optimizer="adamw", training__nan_policy="rewind")
+    config = sgd_config(**REWIND)
     store = nan_store(config, 9)
     run = workshop.train("run", config, store=store)
     assert "back to step 6, the batches of steps 7 to 10 are skipped" in workshop.notes.getvalue()
@@ -83,27 +105,39 @@ def test_rewind_restores_a_checkpoint_and_skips_the_batches(workshop):
     passing = small_store(config)
     batch = passing.batch
     passing.batch = lambda step: batch(step if step < 6 else step + 4)
-    stopping = small_config(training__optimizer="adamw")
-    same = workshop.train("same", stopping, store=passing)
+    same = workshop.train("same", sgd_config(), store=passing)
     assert same.weights.read_bytes() == run.weights.read_bytes()
-    for stop in (11, 23):  # before and after the next checkpoint; batches are four ahead
-        with pytest.raises(KeyError):
-            workshop.train(f"cut{stop}", config, store=nan_store(config, 9, stops=stop))
-        again = workshop.train(f"cut{stop}", config, store=store, resume=True)
-        assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(run, config)
+    copy_until(run, 18, workshop.path / "cut")
+    check_resumed(workshop, "cut", config, run)
+
+
+def check_resumed(workshop, name, config, run):
+    """Resumes a run of which one batch is NaN; the result equals `run`."""
+    again = workshop.train(name, config, store=nan_store(config, 9), resume=True)
+    assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(run, config)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stop", [11, 23])
+def test_run_interrupted_after_a_rewind_resumes_exactly(workshop, stop):
+    """Before and after the next checkpoint; batches are four ahead."""
+    config = sgd_config(**REWIND)
+    run = workshop.train("run", config, store=nan_store(config, 9))
+    with pytest.raises(KeyError):
+        workshop.train("cut", config, store=nan_store(config, 9, stops=stop))
+    check_resumed(workshop, "cut", config, run)
+
+
 def test_rewind_without_a_checkpoint_restarts_and_finally_fails(workshop):
-    config = small_config(training__optimizer="adamw", training__nan_policy="rewind", training__steps=6)
+    config = sgd_config(**REWIND)
     workshop.train("run", config, store=nan_store(config, 1))
     assert "back to step 0, the batches of steps 1 to 2 are skipped" in workshop.notes.getvalue()
     with pytest.raises(UserError, match=ERRORS["3_rewinds_to_the_same"]):
-        workshop.train("lost", config, store=nan_store(config, *range(3, 40)))
+        workshop.train("lost", config, store=nan_store(config, *range(3, 80)))
 
 
 def test_out_of_memory_is_an_error_that_names_the_settings(workshop, monkeypatch):
-    config = small_config()
+    config = sgd_config()
 
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes.")
@@ -131,9 +165,8 @@ def limit_file_size(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_full_disk_keeps_older_steps_and_the_run_can_be_resumed(workshop):
-    config = small_config(training__checkpoint_every=6)
-    expected = workshop.train("whole", config)
+def test_full_disk_keeps_older_steps_and_the_run_can_be_resumed(workshop, whole):
+    expected, config = whole
     store = small_store(config)
     batch, limit = store.batch, contextlib.ExitStack()
 
@@ -154,7 +187,7 @@ def test_full_disk_keeps_older_steps_and_the_run_can_be_resumed(workshop):
 
 @pytest.mark.parametrize("gone", [".", "checkpoints"])
 def test_removed_directory_is_an_error(workshop, gone):
-    config = small_config(training__checkpoint_every=6)
+    config = sgd_config()
     store = small_store(config)
     batch = store.batch
     run = workshop.path / "run"
@@ -170,9 +203,9 @@ def test_removed_directory_is_an_error(workshop, gone):
         workshop.train("run", config, store=store)
 
 
-def test_read_only_disk_is_an_error_and_changes_nothing(workshop, monkeypatch):
-    config = small_config()
-    run = workshop.train("run", small_config(training__steps=12))
+def test_read_only_disk_is_an_error_and_changes_nothing(workshop, whole, monkeypatch):
+    config = whole[1]
+    run = copy_until(whole[0], 18, workshop.path / "run")
     before = {path: path.read_bytes() for path in run.checkpoints.rglob("*") if path.is_file()}
 
     def read_only(*_, **__):

@@ -104,6 +104,7 @@ def cached_programs():
         mesh, teacher = step.layout.mesh, step.teacher and step.teacher.model
         devices = mesh and (dict(mesh.shape), [device.id for device in mesh.devices.flat])
         settings = step.config.model_dump(exclude=OUTSIDE_PROGRAMS)
+        settings["training"]["nan_policy"] = settings["training"]["nan_policy"] == "skip"
         key = repr((settings, step.model, step.steps, step.length, teacher, devices, validation_rows))
         if key not in found:
             found[key] = Programs(step, validation_rows)

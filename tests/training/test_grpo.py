@@ -199,7 +199,7 @@ SCAN = {"model.scan_layers": True, "model.num_blocks": 2, "grpo.loss": "dapo", "
 @pytest.mark.parametrize(
     "changes",
     [
-        LORA | UPDATES | {"grpo.loss": "dapo"},
+        LORA | UPDATES | {"grpo.loss": "dapo", "lora.targets": ["q_proj", "down_proj"]},
         pytest.param(LORA, marks=pytest.mark.slow),
         pytest.param(UPDATES | {"grpo.loss": "grpo", "grpo.kl_weight": 0.1}, marks=pytest.mark.slow),
         pytest.param(SCAN, marks=pytest.mark.slow),
