@@ -14,9 +14,21 @@ from hypothesis import strategies as st
 from dantinox.sampling import process_logits, steps
 
 V = 40
-laws = settings(max_examples=12, deadline=None, derandomize=True)
-few = settings(max_examples=4, deadline=None, derandomize=True)
-many = settings(max_examples=100, deadline=None)
+
+
+def law(examples=12, **strategies):
+    """Tests a property with a few examples, and with 100 in the slow tests."""
+
+    def decorate(check):
+        @pytest.mark.parametrize("count", [examples, pytest.param(100, marks=pytest.mark.slow)])
+        def test(count):
+            settings(max_examples=count, deadline=None, derandomize=True)(given(**strategies)(check))()
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
+
 
 # Every filter with a number that loosens it as a goes from 0 to 1.
 TRUNCATIONS = {
@@ -109,8 +121,7 @@ def alive(x_NV):
     return x_NV > -np.inf
 
 
-@laws
-@given(x_V=wild, shares=st.tuples(share, share, share).map(sorted))
+@law(x_V=wild, shares=st.tuples(share, share, share).map(sorted))
 def test_looser_filters_keep_more_tokens_and_never_empty_a_row(x_V, shares):
     first = np.argmax(np.where(np.abs(x_V) < np.finfo(np.float32).tiny, 0, x_V))  # XLA flushes denormals to 0
     for name, y_NV in truncate_equally([x_V] * 3, shares).items():
@@ -122,8 +133,7 @@ def test_looser_filters_keep_more_tokens_and_never_empty_a_row(x_V, shares):
         np.testing.assert_array_equal(y_NV.view(np.uint32), bits_NV, err_msg=name)
 
 
-@laws
-@given(
+@law(
     x_V=wild,
     names=st.lists(st.sampled_from(sorted(TRUNCATIONS)), min_size=2, max_size=6),
     shares=st.tuples(share, share, share),
@@ -136,8 +146,7 @@ def test_no_chain_of_filters_empties_a_row(x_V, names, shares):
     assert not np.isnan(y_NV).any()
 
 
-@laws
-@given(x_V=grid, shifts=st.tuples(*[st.integers(-250, 250)] * 2), a=sixty_fourths)
+@law(x_V=grid, shifts=st.tuples(*[st.integers(-250, 250)] * 2), a=sixty_fourths)
 def test_a_common_shift_changes_no_filter(x_V, shifts, a):
     """All sums with a shift are exact here, and no (n/64)⁴ is within 1e-5 of a power of e^¼."""
     rows = [x_V, *(x_V + np.float32(shift / 4) for shift in shifts)]
@@ -147,8 +156,7 @@ def test_a_common_shift_changes_no_filter(x_V, shifts, a):
             np.testing.assert_array_equal(kept_V, plain_V, err_msg=name)
 
 
-@laws
-@given(tied_V=grid, distinct_V=distinct, seed=st.integers(0, 999), a=share)
+@law(tied_V=grid, distinct_V=distinct, seed=st.integers(0, 999), a=share)
 def test_a_permutation_permutes_every_filter(tied_V, distinct_V, seed, a):
     """Sums in another order differ in the last bits, so the permuted result must be between those of two very close numbers.
 
@@ -204,8 +212,7 @@ OFF = [
 ]
 
 
-@few
-@given(x_V=wild, seed=st.integers(0, 999))
+@law(examples=4, x_V=wild, seed=st.integers(0, 999))
 def test_disabled_steps_return_the_row_bit_for_bit(x_V, seed):
     rng = np.random.default_rng(seed)
     pipeline = [OFF[i] for i in rng.permutation(len(OFF))]
@@ -236,7 +243,7 @@ def probabilities(x_V):
 
 
 @pytest.mark.parametrize("name", MOVES)
-@laws
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(x_V=grid, shift=st.integers(-40, 40), seed=st.integers(0, 999))
 def test_a_common_shift_does_not_change_probabilities(name, x_V, shift, seed):
     text = [[np.random.default_rng(seed).integers(0, 4, 9).tolist()] * 2] * 2
@@ -244,8 +251,7 @@ def test_a_common_shift_does_not_change_probabilities(name, x_V, shift, seed):
     np.testing.assert_allclose(probabilities(y_BV[1]), probabilities(y_BV[0]), rtol=2e-4, atol=1e-9)
 
 
-@laws
-@given(x_V=grid, text=st.lists(st.integers(0, 5), max_size=24), seed=st.integers(0, 999))
+@law(x_V=grid, text=st.lists(st.integers(0, 5), max_size=24), seed=st.integers(0, 999))
 def test_permuted_token_ids_permute_the_result(x_V, text, seed):
     """Ids are only names: a permuted history and row give the same logits, permuted."""
     new_V = np.random.default_rng(seed).permutation(V)
@@ -267,20 +273,3 @@ def test_permuted_token_ids_permute_the_result(x_V, text, seed):
     renamed_V = np.empty(V, np.float32)
     renamed_V[new_V] = x_V
     np.testing.assert_array_equal(run(renamed_V, new_V)[new_V], run(x_V, np.arange(V)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "law",
-    [
-        test_looser_filters_keep_more_tokens_and_never_empty_a_row,
-        test_no_chain_of_filters_empties_a_row,
-        test_a_common_shift_changes_no_filter,
-        test_a_permutation_permutes_every_filter,
-        test_disabled_steps_return_the_row_bit_for_bit,
-        test_permuted_token_ids_permute_the_result,
-    ],
-    ids=lambda law: law.__name__.removeprefix("test_"),
-)
-def test_laws_for_many_examples(law):
-    many(law)()
