@@ -1,8 +1,8 @@
 """Engines with a small model, whose programs have few sampling steps and are compiled once for all engines of a process."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any
 
 from dantinox.generation import LoadedModel
@@ -11,6 +11,7 @@ from dantinox.serve.async_engine import AsyncEngine
 from tests.generation import builder
 
 CONTEXT, SLOTS = 192, 3
+DRAWN = {"temperature": 1.2, "top_p": 0.95, "seed": 3}
 _programs: dict[Any, Any] = {}
 
 
@@ -54,9 +55,10 @@ async def generate(engine: AsyncEngine, prompt: str, **settings: Any) -> list[st
     return await text_of(engine.submit(make_request(engine, prompt, **settings)))
 
 
-async def wait_until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
+@cache
+def story(text: str) -> str:
+    """Returns the text that the reference draws after a prompt with the settings of `DRAWN`."""
+    return reference(text, **DRAWN)
 
 
 def reference_tokens(prompt: str, max_new_tokens: int = 16, ignore_eos: bool = False, **settings: Any) -> list[int]:
@@ -66,7 +68,7 @@ def reference_tokens(prompt: str, max_new_tokens: int = 16, ignore_eos: bool = F
     return builder.slowly(run.model, run.prompt_ids(prompt), max_new_tokens, eos_ids=ends, **settings)
 
 
-def reference(prompt: str, **settings: Mapping[str, Any]) -> str:
+def reference(prompt: str, **settings: Any) -> str:
     """Returns the text that the reference draws with the small model."""
     tokenizer = small_model().tokenizer
     return tokenizer.decode([token for token in reference_tokens(prompt, **settings) if token not in tokenizer.stop_ids])

@@ -13,8 +13,11 @@ from dantinox.serve.limits import Limits
 
 
 @contextlib.contextmanager
-def serving(app, limits: Limits | None = None) -> Iterator[int]:
-    """Serves an application with uvicorn in a thread, as `dantinox serve` does; yields the port."""
+def serving(app, limits: Limits | None = None, send_buffer: int | None = None) -> Iterator[int]:
+    """Serves an application with uvicorn in a thread, as `dantinox serve` does; yields the port.
+
+    `send_buffer` is the size of the buffers of its connections in the kernel.
+    """
     limits = limits or Limits()
     config = uvicorn.Config(
         app,
@@ -27,6 +30,8 @@ def serving(app, limits: Limits | None = None) -> Iterator[int]:
     )
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

@@ -22,10 +22,9 @@ from tests.error_texts import ERRORS
 from tests.generation import builder
 
 from . import engines
-from .engines import CONTEXT, SLOTS, generate, make_request, reference, reference_tokens, start_engine, text_of
+from .engines import CONTEXT, DRAWN, SLOTS, generate, make_request, reference, reference_tokens, start_engine, story, text_of
 
 QUEUE = 4
-DRAWN = {"temperature": 1.2, "top_p": 0.95, "seed": 3}
 STORY = "x" + "once upon a time there was a fox that generate " * 3
 
 
@@ -52,7 +51,7 @@ def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine)
 
     async def both():
         alone = await generate(engine, STORY, **DRAWN)
-        assert alone == [reference(STORY, **DRAWN)]
+        assert alone == [story(STORY)]
         for number in range(12):
             neighbors = [("a" * (1 + 40 * n), {"n": 1 + (n == 1), **others[(number + n) % 3]}) for n in range(number % 4)]
             tasks = [asyncio.create_task(generate(engine, prompt, **settings)) for prompt, settings in neighbors]
@@ -234,7 +233,7 @@ def test_the_router_is_compiled_while_other_requests_are_served(run):
 )
 def test_constrained_texts_equal_those_of_the_reference_in_a_mixed_batch(engine, run, kind, source):
     pytest.importorskip("llguidance")
-    constraint, story = Constraint(kind, source), reference(STORY, **DRAWN)
+    constraint = Constraint(kind, source)
 
     async def both():
         for settings in (
@@ -254,7 +253,7 @@ def test_constrained_texts_equal_those_of_the_reference_in_a_mixed_batch(engine,
                 stopped = "x" in text and "stop" in settings
                 assert "".join(delta.text for delta in own) == (text[: text.index("x")] if stopped else text)
                 assert [delta.finish_reason for delta in own if delta.finish_reason] == ["stop" if stopped else "eos"]
-            assert await free == [story]
+            assert await free == [story(STORY)]
 
     asyncio.run(both())
 
@@ -354,7 +353,7 @@ def test_a_fault_in_one_request_ends_only_that_request(engine, run, monkeypatch,
     armed = []
 
     async def read():
-        expected = reference(STORY, **DRAWN)
+        expected = story(STORY)
         bystander = asyncio.create_task(generate(engine, STORY, **DRAWN))
         while not engine.status().busy and not bystander.done():
             await asyncio.sleep(0.001)
@@ -397,9 +396,9 @@ def test_a_constraint_whose_only_token_is_a_stop_token_is_refused(engine):
 
 
 def test_any_order_of_steps_runs_in_the_program_of_the_warm_up(engine):
-    """None of 40 orders compiles a program, and each gives the text of the reference in that order."""
+    """None of 24 orders compiles a program, and each gives the text of the reference in that order."""
     names = ("top_k", "top_p", "min_p", "repetition_penalty", "temperature")
-    orders = [list(order) for order in itertools.permutations(names)][::3]
+    orders = [list(order) for order in itertools.permutations(names)][::5]
     settings = {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.5, "min_p": 0.02, **DRAWN}
 
     async def read():
@@ -407,7 +406,7 @@ def test_any_order_of_steps_runs_in_the_program_of_the_warm_up(engine):
         for number in range(0, len(orders), SLOTS):
             some = orders[number : number + SLOTS]
             texts = await asyncio.gather(*(generate(engine, "hello", sampler_order=order, **settings) for order in some))
-            if number % 5 == 0:
+            if number % 9 == 0:
                 assert texts[0] == [reference("hello", order=tuple(some[0]), **settings)]
         assert engine.status().counters.get("compilations", 0) == before
         assert sum(thread.name.startswith("compile") for thread in threading.enumerate()) <= 1

@@ -28,7 +28,7 @@ from . import test_kobold as kobold
 from .fakes import BYTES, FakeEngine, fake_run
 from .test_openai import BAD, BAD_CHAT, CHAT, HELLO, TEXT
 
-FUZZ = int(os.environ.get("FUZZ", 400))
+FUZZ = int(os.environ.get("FUZZ", 150))
 OPENAI = sorted({*BAD, *BAD_CHAT, *REQUEST_KEYS, "top_logprobs", "user", "guided_grammar"})
 KOBOLD = sorted({*kobold.LITE, *kobold.NUMBERS, *kobold.COUNTS, "grammar", "genkey", "memory"})
 OWN = sorted(GenerateBody.model_fields)

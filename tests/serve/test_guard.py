@@ -294,7 +294,7 @@ def test_a_stalled_reader_is_disconnected():
     engine = FakeEngine(says="a" * 100)
     engine.run.model.config.max_context = 10**9
     with (
-        serving(make_app(engine, Options(limits=limits)), limits) as port,
+        serving(make_app(engine, Options(limits=limits)), limits, send_buffer=4096) as port,
         socket.create_connection(("127.0.0.1", port), 5) as reader,
     ):
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

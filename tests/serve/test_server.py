@@ -1,7 +1,6 @@
 """Tests the server process: loading, serving, draining, aborting and failing, and invalid flags of `dantinox serve`."""
 
 import contextlib
-import json
 import os
 import pty
 import signal
@@ -16,6 +15,12 @@ import httpx
 import pytest
 
 from dantinox import cli
+from dantinox.serve.api_keys import ApiKeys, read_keys
+from dantinox.serve.app import make_app
+from dantinox.serve.limits import Limits
+from dantinox.serve.options import Options
+from dantinox.serve.reload import Reloader
+from dantinox.serve.server import listen, serve
 
 from .fakes import SAYS
 from .process import FakeRunning
@@ -60,27 +65,107 @@ def wait_for(condition, seconds=5):
     assert condition()
 
 
-def test_a_signal_drains():
+class Here:
+    """A server in this process, with an engine without a model, while `talk(server)` runs in a thread.
+
+    Attributes:
+      code: the exit code.
+      exits: the exit codes of forced exits, which here end only the engine.
+    """
+
+    def __init__(self, monkeypatch, talk, pause=0.0, stuck=False, keys=None):
+        self.engine, self.ready, self.exits, self.errors = FakeRunning(pause=pause), threading.Event(), [], []
+        self.engine.stuck = stuck
+        monkeypatch.setattr("dantinox.serve.server.exit_now", self._exit)
+        options, reloader = None, None
+        if keys is not None:
+            known = ApiKeys(read_keys(keys), keys)
+            reloader = Reloader(known)
+            options = Options(keys=known, reloader=reloader)
+        with listen("127.0.0.1", 0) as listener:
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            thread = threading.Thread(target=self._talk, args=(talk,))
+            thread.start()
+            self.code = serve(make_app(self.engine, options), self.engine, listener, Limits(), self.ready.set, reloader)
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def _exit(self, code):
+        self.exits.append(code)
+        self.engine.stuck = False
+
+    def _talk(self, talk):
+        try:
+            talk(self)
+        except BaseException as error:
+            self.errors.append(error)
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM)
+
+    def signal(self, number):
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+
+
+def health(url):
+    return httpx.get(f"{url}/health").json()["status"]
+
+
+def check_draining(url, send_signal):
     """Running responses are completed; new requests get 503."""
+    lines = []
+    reader = stream(url, 30, lines)
+    wait_for(lambda: lines)
+    send_signal(signal.SIGTERM)
+    wait_for(lambda: health(url) == "draining")
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+    assert refused.status_code == 503 and "retry-after" in refused.headers
+    reader.join(10)
+    assert sum('"text"' in line for line in lines) == 30 and lines[-2] == "data: [DONE]"
+
+
+def test_a_signal_drains(monkeypatch):
+    def talk(server):
+        wait_for(lambda: health(server.url) == "loading")
+        assert httpx.get(f"{server.url}/health").status_code == 503 and not server.ready.is_set()
+        assert server.ready.wait(5) and httpx.get(f"{server.url}/health").status_code == 200
+        check_draining(server.url, server.signal)
+
+    server = Here(monkeypatch, talk, pause=0.05)
+    assert server.code == 0 and not server.exits
+
+
+@pytest.mark.slow
+def test_a_signal_drains_a_process():
     with process(pause=0.05) as server:
-        first = httpx.get(f"{server.url}/health")
-        assert (first.status_code, first.json()["status"]) == (503, "loading")
         assert server.stdout.readline() == "ready\n"
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        lines = []
-        reader = stream(server.url, 30, lines)
-        wait_for(lambda: lines)
-        server.send_signal(signal.SIGTERM)
-        wait_for(lambda: httpx.get(f"{server.url}/health").json()["status"] == "draining")
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
-        assert refused.status_code == 503 and "retry-after" in refused.headers
-        reader.join(10)
-        assert sum('"text"' in line for line in lines) == 30 and lines[-2] == "data: [DONE]"
+        check_draining(server.url, server.send_signal)
         assert server.wait(5) == 0
         assert server.stderr.read() == ""
 
 
-def test_a_second_signal_aborts(interruptible):
+def test_a_second_signal_aborts(monkeypatch):
+    """The server ends even if closing the engine blocks: a timer ends the process."""
+    monkeypatch.setattr("dantinox.serve.server.ABORT_SECONDS", 1.0)
+    before = time.monotonic()
+
+    def talk(server):
+        assert server.ready.wait(5)
+        lines = []
+        reader = stream(server.url, 200, lines)
+        wait_for(lambda: lines)
+        server.signal(signal.SIGINT)
+        wait_for(lambda: health(server.url) == "draining")
+        server.signal(signal.SIGTERM)
+        reader.join(5)
+
+    server = Here(monkeypatch, talk, pause=0.2, stuck=True)
+    assert server.code == 1 and server.exits == [1] and time.monotonic() - before < 6
+
+
+@pytest.mark.slow
+def test_a_second_signal_aborts_a_process(interruptible):
     """The process ends even if closing the engine blocks."""
     with process(0.2, "stuck") as server:
         assert server.stdout.readline() == "ready\n"
@@ -89,32 +174,33 @@ def test_a_second_signal_aborts(interruptible):
         wait_for(lambda: lines)
         before = time.monotonic()
         server.send_signal(signal.SIGINT)
-        wait_for(lambda: httpx.get(f"{server.url}/health").json()["status"] == "draining")
+        wait_for(lambda: health(server.url) == "draining")
         server.send_signal(signal.SIGTERM)
         assert server.wait(6) == 1 and time.monotonic() - before < 5
         assert "Traceback" not in server.stderr.read()
         reader.join(5)
 
 
-def test_a_fault_of_the_engine_ends_the_process():
-    with process(pause=0.1) as server:
-        assert server.stdout.readline() == "ready\n"
+def test_a_fault_of_the_engine_ends_the_server(monkeypatch):
+    def talk(server):
+        assert server.ready.wait(5)
         lines = []
         reader = stream(server.url, 100, lines)
         wait_for(lambda: lines)
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "fault"}, timeout=5).status_code == 503
-        health = httpx.get(f"{server.url}/health")
-        assert (health.status_code, health.json()["status"]) == (503, "failed")
-        assert server.wait(8) == 1
+        answer = httpx.get(f"{server.url}/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "failed")
         reader.join(5)
         assert any("the engine has failed" in str(line) for line in lines)
+
+    assert Here(monkeypatch, talk, pause=0.1).code == 1
 
 
 # --- the command
 
 
 @pytest.fixture
-def serve(capfd, run_dir, monkeypatch):
+def refused(capfd, run_dir, monkeypatch):
     """Returns a function that runs the command with an error and returns its message."""
     monkeypatch.delenv("DANTINOX_API_KEY", raising=False)
 
@@ -170,19 +256,19 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     assert capfd.readouterr().out == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
 
 
-def test_a_public_address_needs_a_key(serve, tmp_path, monkeypatch):
+def test_a_public_address_needs_a_key(refused, tmp_path, monkeypatch):
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"):
-        assert "--no_auth" in serve("--host", host)
-    assert "No such file" in serve("--api_key_file", tmp_path / "none")
+        assert "--no_auth" in refused("--host", host)
+    assert "No such file" in refused("--api_key_file", tmp_path / "none")
     for content in ("", "short", "with a space in it", "ü" * 10, "a" * 2000):
         (tmp_path / "key").write_text(content)
-        assert "8 to 1024" in serve("--api_key_file", tmp_path / "key")
+        assert "8 to 1024" in refused("--api_key_file", tmp_path / "key")
     (tmp_path / "key").write_text("long enough"[:4] * 3 + "\n")
-    assert "contradict" in serve("--api_key_file", tmp_path / "key", "--no_auth")
+    assert "contradict" in refused("--api_key_file", tmp_path / "key", "--no_auth")
     monkeypatch.setenv("DANTINOX_API_KEY", "12345678")
-    assert "both" in serve("--api_key_file", tmp_path / "key")
+    assert "both" in refused("--api_key_file", tmp_path / "key")
     monkeypatch.setenv("DANTINOX_API_KEY", "123")
-    assert "DANTINOX_API_KEY" in serve()
+    assert "DANTINOX_API_KEY" in refused()
 
 
 @pytest.mark.parametrize(
@@ -210,45 +296,48 @@ def test_a_public_address_needs_a_key(serve, tmp_path, monkeypatch):
         (["--slot", "3"], "did you mean --slots?"),
     ],
 )
-def test_invalid_flags(serve, flags, words):
-    assert words in serve(*flags)
+def test_invalid_flags(refused, flags, words):
+    assert words in refused(*flags)
 
 
-def test_a_port_in_use(serve):
+def test_a_port_in_use(refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "address already in use" in serve("--port", taken.getsockname()[1])
+        assert "address already in use" in refused("--port", taken.getsockname()[1])
 
 
-def test_the_error_without_the_extra(serve, monkeypatch):
+def test_the_error_without_the_extra(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "pip install 'dantinox[serve]'" in serve()
+    assert "pip install 'dantinox[serve]'" in refused()
 
 
-def test_a_missing_run(serve, tmp_path):
-    assert str(tmp_path / "none") in serve(where=tmp_path / "none")
+def test_a_missing_run(refused, tmp_path):
+    assert str(tmp_path / "none") in refused(where=tmp_path / "none")
 
 
-def test_sighup_reloads_the_keys(tmp_path):
+def test_sighup_reloads_the_keys(tmp_path, monkeypatch, caplog):
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: [{name: a, key: first-secret}]")
-    with process(0.0, "--keys", str(keys)) as server:
-        assert server.stdout.readline() == "ready\n"
+
+    def talk(server):
+        assert server.ready.wait(5)
 
         def status(secret):
             return httpx.get(f"{server.url}/v1/models", headers={"x-api-key": secret}).status_code
 
         assert (status("first-secret"), status("second-secret")) == (200, 401)
         keys.write_text("keys: [{name: a, key: second-secret}]")
-        server.send_signal(signal.SIGHUP)
+        server.signal(signal.SIGHUP)
         wait_for(lambda: status("second-secret") == 200)
         assert status("first-secret") == 401
         keys.write_text("keys: [")
-        server.send_signal(signal.SIGHUP)
-        line = json.loads(server.stderr.readline())
-        assert line["level"] == "error" and "continues as before" in line["message"] and str(keys) in line["message"]
+        server.signal(signal.SIGHUP)
+        wait_for(lambda: "continues as before" in caplog.text)
         assert status("second-secret") == 200
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(5) == 0
+        server.signal(signal.SIGTERM)
+
+    assert Here(monkeypatch, talk, keys=keys).code == 0
+    (record,) = [record for record in caplog.records if "continues as before" in record.getMessage()]
+    assert record.levelname == "ERROR" and str(keys) in record.getMessage()
 
 
 def test_the_end_of_the_terminal_drains(tmp_path):
@@ -271,8 +360,8 @@ def test_the_end_of_the_terminal_drains(tmp_path):
         server.communicate()
 
 
-def test_the_model_of_an_alias_must_exist(serve):
-    message = serve("--alias", "gpt-4o=other")
+def test_the_model_of_an_alias_must_exist(refused):
+    message = refused("--alias", "gpt-4o=other")
     assert "the alias 'gpt-4o' stands for 'other', which is not a model of this server" in message
 
 
