@@ -1,7 +1,7 @@
 """Small models with random weights, and a slow reference generator that reads the whole sequence again for every token."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -305,11 +305,29 @@ def loaded_model(tokenizer: Any, context: int, **changes: Any) -> LoadedModel:
     return LoadedModel(build_config({"model": {"max_context": context}}), model(architecture), tokenizer)
 
 
+_compiled: dict[Any, dict[Any, Any]] = {}  # (architecture, sizes, settings) → programs with few steps
+
+
+def compile_few_steps(slots: SlotBatch, echo: bool = False) -> SlotBatch:
+    """Compiles a batch with few sampling steps. Batches of equal shapes in a process share the programs."""
+    config = slots._config
+    key = slots._architecture, slots.count, slots.context, slots._draft_plan, repr((config.generation, config.kv))
+    slots._programs |= _compiled.get(key, {})
+    if all(one in slots._programs for one in slots._keys(slots.program_key(config), echo)):
+        slots.compile(config, echo)
+    else:
+        with few_steps():
+            slots.compile(config, echo)
+        _compiled[key] = dict(slots._programs)
+    return slots
+
+
 @cache
 def slot_batch(windows: tuple[int | None, ...], steps: str = "few") -> tuple[LoadedModel, SlotBatch]:
     """Returns a model and a compiled batch of three slots with few or all sampling steps. The caller resets the batch."""
     run = byte_model(windows=windows)
     slots = SlotBatch(run, 3, run.model.config.max_context)
-    with few_steps() if steps == "few" else nullcontext():
-        slots.compile(run.config)
+    if steps == "few":
+        return run, compile_few_steps(slots)
+    slots.compile(run.config)
     return run, slots

@@ -23,7 +23,7 @@ from dantinox.generation.cache_budgets import (
 )
 from tests.error_texts import ERRORS
 
-laws = settings(max_examples=100, deadline=None, derandomize=True)
+laws = settings(max_examples=40, deadline=None, derandomize=True)
 # Weights are drawn as bytes, which is fast; clipped weights are often equal.
 TABLE = np.clip(np.random.default_rng(0).gamma(1, 1, 256), 0.3, 2.5)
 
@@ -289,7 +289,7 @@ def min_cost(size, cost, layers, heads, total):
     return found.fun
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 16, 24]), st.floats(0.02, 1),
     st.integers(0, 2**32 - 1),

@@ -66,14 +66,14 @@ def test_a_projection_adds_the_matrices_of_each_row():
     linear = Linear((6,), (2, 5, 3), dtype=jnp.float32, rngs=nnx.Rngs(0), bias=True)
     a_NIR, b_NRO = random.standard_normal((3, 6, 4)), {name: random.standard_normal((3, 2, 6)) for name in parts}
     a_NIR[0], x_BTI = 0, random.standard_normal((4, 3, 6))
-    stack = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), AdapterStack(a_NIR, b_NRO))
-    found = RowAdaptedLinear(linear, stack, parts, jnp.asarray(numbers))(jnp.asarray(x_BTI, jnp.float32))
-    base = np.asarray(linear(jnp.asarray(x_BTI, jnp.float32)))
+    stack = jax.tree.map(np.float32, AdapterStack(a_NIR, b_NRO))
+    adapted = RowAdaptedLinear(linear, jax.tree.map(jnp.asarray, stack), parts, jnp.asarray(numbers))
+    found, base = map(np.asarray, jax.jit(lambda x: (adapted(x), linear(x)))(np.float32(x_BTI)))
     expected = base.astype(np.float64)
     for row, n in enumerate(numbers):  # A holds the columns of k_proj, then those of v_proj
         for columns, name, index in ((slice(0, 2), "k_proj", 3), (slice(2, 4), "v_proj", 4)):
             expected[row, :, :, index] += (x_BTI[row] @ a_NIR[n][:, columns] @ b_NRO[name][n]).reshape(3, 2, 3)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=builder.LOGPROB_TOLERANCE)
     np.testing.assert_array_equal(found[:, :, :, :3], base[:, :, :, :3])
     np.testing.assert_array_equal(found[1], base[1])
 
@@ -88,8 +88,8 @@ CONFIGS = {
 }
 
 
-# "gated" is also the architecture of the engine below.
-SLOW = {"gated": [pytest.mark.slow]}
+# "gated" is also the architecture of the engine below, and "experts" has the plain products.
+SLOW = {"gated": [pytest.mark.slow], "plain": [pytest.mark.slow]}
 
 
 @pytest.mark.parametrize("config", [pytest.param(CONFIGS[name], id=name, marks=SLOW.get(name, [])) for name in CONFIGS])
@@ -128,11 +128,15 @@ def test_packed_weights(native):
         parts[packed_name(name, 0, "Q8_0")] = jnp.asarray(quantize("Q8_0", rows).view(np.uint8).reshape(*rows.shape[:-1], -1))
     pack_modules(model, parts)
     use_native_kernels(model, native, False)
-    wide, one = nnx.clone(model), {"a": adapter(model.config, 1)}
-    unpack_modules(wide)
-    found = in_one_batch(model, one)
-    np.testing.assert_allclose(found[0], forward(wide)[0], rtol=0, atol=2e-5 * np.abs(found).max())
-    np.testing.assert_allclose(found[1], forward(merged(wide, one["a"]))[0], rtol=0, atol=2e-5 * np.abs(found).max())
+    one = {"a": adapter(model.config, 1)}
+
+    def unpacked(model):
+        unpack_modules(model)
+        return model
+
+    wide, found = builder.changed(unpacked, model), in_one_batch(model, one)
+    assert_close(found[0], forward(wide)[0])
+    assert_close(found[1], forward(merged(wide, one["a"]))[0])
 
 
 def test_reordered_key_heads():

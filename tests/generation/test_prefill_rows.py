@@ -21,10 +21,7 @@ CASES = {"float32": {"windows": (None,)}, "sliding window": {"windows": (WINDOW,
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n == "float32" else pytest.mark.slow) for n in CASES])
 def served(request):
     run, _ = make(**CASES[request.param])
-    slots = SlotBatch(run, 4, CONTEXT, prefill_rows=4)
-    with builder.few_steps():
-        slots.compile(run.config)
-    return run, slots
+    return run, builder.compile_few_steps(SlotBatch(run, 4, CONTEXT, prefill_rows=4))
 
 
 @pytest.fixture(params=["narrow", "wide", "wide, one program"])

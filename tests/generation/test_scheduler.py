@@ -31,7 +31,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(EVENTS, max_size=60), st.integers(3, 5), st.integers(0, 4))
 def test_any_course_of_events(events, slots, queue):
     scheduler = Scheduler(slots, queue)

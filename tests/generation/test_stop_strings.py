@@ -28,7 +28,7 @@ def expected(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(parts(), stops, st.booleans())
 def test_any_split_of_a_text_gives_the_same_result(pieces, stops, keep):
     finder, out = StopFinder(stops, keep), ""
@@ -44,7 +44,7 @@ def test_any_split_of_a_text_gives_the_same_result(pieces, stops, keep):
     assert finder.flush() == "" or finder.matched_stop is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts(), parts(), stops)
 def test_an_inactive_finder_passes_everything(early, late, stops):
     """A stop string that is complete before `min_tokens` is ordinary text; one that is complete later ends it."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dantinox.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 from dantinox.model import make_cache
 from dantinox.model.parameters import abstract_model
+from dantinox.model.positions import rotary_angles, rotate
 from dantinox.model.transformer import Block
 
 from . import reference
@@ -179,8 +180,16 @@ def difference(model_config: ModelConfig, seed: int = 0, segments_BT=None, posit
     return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
 
 
-# Settings that another entry has too, alone here or with others.
+# Settings that another entry has too, alone here or with others, and rotations, which
+# `test_rotations` compares.
 REPEATED = {
+    "mqa",
+    "output gate",
+    "window 4, every other layer",
+    "llama3",
+    "yarn",
+    "longrope",
+    "proportional",
     "plain",
     "mha",
     "one head",
@@ -231,6 +240,27 @@ def test_positions_may_restart_in_every_document():
     positions_BT = np.array([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 0, 1]], np.int32)
     learned = config(position="learned", windows=(3, None))
     assert difference(learned, segments_BT=segments_BT, positions_BT=positions_BT) < TOLERANCE
+
+
+def test_rotations():
+    """Queries of all kinds of rotations at near and far positions; angles are float32."""
+    rotations = {name: changes for name, changes in GRID.items() if "rope_scaling" in changes}
+    kinds = {name: changes["rope_scaling"] for name, changes in rotations.items() if len(changes) <= 2}
+    assert len(kinds) == 6
+    kinds["plain"] = None
+    sizes = {name: 4 if name == "longrope" else 24 for name in kinds}
+    random, positions_1T = np.random.default_rng(0), np.int32([[0, 1, 7, 90, 250, 1000]])
+    x = {name: np.float32(random.standard_normal((1, 6, 1, size))) for name, size in sizes.items()}
+
+    @jax.jit
+    def run(x):
+        return {name: rotate(x[name], rotary_angles(positions_1T, sizes[name], 1e4, kinds[name])) for name in kinds}
+
+    for name, y_1T1H in run(x).items():
+        for t, position in enumerate(positions_1T[0]):
+            wanted_H = reference.rotary(np.float64(x[name][0, t, 0]), int(position), 1e4, kinds[name])
+            tolerance = 1e-5 + 5e-7 * position  # of numbers up to 4
+            np.testing.assert_allclose(np.asarray(y_1T1H)[0, t, 0], wanted_H, atol=tolerance, err_msg=name)
 
 
 def test_far_positions():

@@ -95,7 +95,14 @@ def test_chunked_attention_of_one_document_per_row():
     np.testing.assert_allclose(out, attention_float64(q, k, v, np.zeros((B, 20)), None), atol=CLOSE)
 
 
-@pytest.mark.parametrize("cap, with_sinks", [(0.7, False), (None, True), (0.7, True)])
+@pytest.mark.parametrize(
+    "cap, with_sinks",
+    [
+        pytest.param(0.7, False, marks=pytest.mark.slow),
+        pytest.param(None, True, marks=pytest.mark.slow),
+        (0.7, True),
+    ],
+)
 def test_chunked_attention_with_capped_scores_and_sinks(monkeypatch, cap, with_sinks):
     for name, value in (("QUERY_BLOCK", 8), ("NUM_GROUPS", 2)):
         monkeypatch.setattr(chunked, name, value)

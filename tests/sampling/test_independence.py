@@ -115,6 +115,7 @@ def test_rows_do_not_depend_on_index_or_other_rows(alone):
     assert step._cache_size() == compiled, "batches of other numbers, tokens and words are one program"
 
 
+@pytest.mark.slow
 def test_one_more_step_compiles_one_more_program():
     size = step._cache_size
 

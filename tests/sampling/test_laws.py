@@ -16,11 +16,11 @@ from dantinox.sampling import process_logits, steps
 V = 40
 
 
-def law(examples=12, **strategies):
+def law(**strategies):
     """Tests a property with a few examples, and with 100 in the slow tests."""
 
     def decorate(check):
-        @pytest.mark.parametrize("count", [examples, pytest.param(100, marks=pytest.mark.slow)])
+        @pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
         def test(count):
             settings(max_examples=count, deadline=None, derandomize=True)(given(**strategies)(check))()
 
@@ -212,8 +212,11 @@ OFF = [
 ]
 
 
-@law(examples=4, x_V=wild, seed=st.integers(0, 999))
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(x_V=wild, seed=st.integers(0, 999))
 def test_disabled_steps_return_the_row_bit_for_bit(x_V, seed):
+    """As named steps; `test_step_functions.py` tests the functions."""
     rng = np.random.default_rng(seed)
     pipeline = [OFF[i] for i in rng.permutation(len(OFF))]
     text = rng.integers(0, 4, (2, 1, 12))

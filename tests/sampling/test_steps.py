@@ -21,6 +21,11 @@ PENALTY, MIN_TOKENS, BAN = map(jax.jit, (history.repetition_penalty, history.min
 SANITIZE = jax.jit(steps.sanitize)
 
 
+def padded(*logits):
+    """A row of V logits whose last ones are removed, for which the programs of V logits exist."""
+    return np.float32([*logits, *[-np.inf] * (V - len(logits))])
+
+
 def kept(x_V):
     return set(np.flatnonzero(np.asarray(x_V) > -np.inf).tolist())
 
@@ -81,7 +86,7 @@ def test_top_p_matches_the_sorted_reference(kind, rule, ties):
 
 @pytest.mark.parametrize("n", [32, 1024])
 def test_exact_boundaries_of_equal_masses(n):
-    x_V = np.zeros(n, np.float32)
+    x_V = padded(*[0] * n)
     for count in {1, 3, n // 2, n - 1}:
         p = np.float32(count / n)  # exact in binary
         assert kept(TOP_P["inclusive", "first"](x_V, p)) == set(range(count))
@@ -90,7 +95,7 @@ def test_exact_boundaries_of_equal_masses(n):
 
 
 def test_the_sign_of_zero_does_not_separate_equal_logits():
-    x_V = np.float32([-0.0, 0.0, -0.0, 0.0, -1.0])
+    x_V = padded(-0.0, 0.0, -0.0, 0.0, -1.0)
     assert kept(TOP_K["first"](x_V, 2)) == {0, 1}
     assert kept(TOP_K["all"](x_V, 2)) == {0, 1, 2, 3}
 
@@ -109,7 +114,7 @@ def test_min_p_compares_with_the_most_likely_token():
     for x_V in rows(5, 20, "plain"):
         P = np.exp(np.float64(x_V) - x_V.max())
         assert kept(MIN_P(x_V, 0.1)) == set(np.flatnonzero(P >= 0.1).tolist())
-    assert kept(MIN_P(np.float32([1, 3, 3, 2]), 1.0)) == {1, 2}
+    assert kept(MIN_P(padded(1, 3, 3, 2), 1.0)) == {1, 2}
 
 
 def test_repetition_penalty_with_window_and_slope():

@@ -87,6 +87,8 @@ TOO_WIDE = {
     "mirostat_v1": {"mirostat": 1, "mirostat_tau": 12.0},
     "mirostat_v2": {"mirostat": 2, "mirostat_tau": 12.0},
 }
+# Other filters read the sums outside the window as one of these does.
+QUICK = [name for name in CLOSES if name not in ("min_p", "epsilon_cutoff", "p_less_norm", "mirostat_v2")]
 ROWS = [
     {"top_k": 40, "top_p": 0.9, "tail_free": 0.9, "typical": 0.95, "temperature": 0.8, "repetition_penalty": 1.2},
     {"top_p": 0.6, "top_a": 0.1, "temperature": 1.5},
@@ -121,12 +123,12 @@ def all_filters():
     """Every filter in three rows (two that fit into the window and one that does not), chains, and
     a row without steps.
     """
-    filters = [(name, row) for name in CLOSES for row in (*CLOSES[name], TOO_WIDE.get(name, CLOSES[name][0]))]
+    filters = [(name, row) for name in QUICK for row in (*CLOSES[name], TOO_WIDE.get(name, CLOSES[name][0]))]
     params = SamplingParams.build([row | {"seed": 1} for row in (*(row for _, row in filters), *ROWS, {})])
     # p-less has no number: its window is too small only in a flat row.
     flat = [name not in TOO_WIDE and i % 3 == 2 for i, (name, _) in enumerate(filters)]
     scale_B1 = np.float32([[0.02 if is_flat else 1] for is_flat in (*flat, *[False] * 5)])
-    return {name: slice(3 * i, 3 * i + 3) for i, name in enumerate(CLOSES)}, scale_B1, params, started(params)
+    return {name: slice(3 * i, 3 * i + 3) for i, name in enumerate(QUICK)}, scale_B1, params, started(params)
 
 
 @pytest.mark.parametrize("seed, spread", [(1, 2.5), (2, 1.2)])

@@ -330,7 +330,7 @@ def test_a_grammar_is_a_constraint(client, engine):
 
 
 @given(st.integers(2, 200), st.integers(0, 120), st.integers(0, 300), st.integers(1, 400))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_memory_is_kept_and_the_prompt_loses_its_beginning(context, memory, prompt, new):
     memory, prompt = "m" * memory, "".join(chr(97 + i % 26) for i in range(prompt))
     text = (memory + prompt).encode()  # the tokens of this vocabulary are bytes
