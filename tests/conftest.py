@@ -7,8 +7,13 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
+
+# No test depends on the speed of the machine.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 # Most of the time goes into compiling small programs that run a few times: half of it without optimization. Said in the
 # environment before jax is loaded, so it holds for the programs that tests start too. `make real` sets OPTIMIZE_PROGRAMS.

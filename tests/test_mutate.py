@@ -101,7 +101,7 @@ def test_draw_takes_all_mutants_from_one_group_if_the_other_is_empty():
 
 FILES = {
     "tests/text/test_b.py": {"b1": (9, []), "b2": (1, ["slow"])},
-    "tests/text/test_c.py": {"c1": (2, []), "c2": (3, ["slow"])},
+    "tests/text/test_c.py": {"c1": (2, []), "c2": (3, ["faults"])},
     "tests/cli/test_b.py": {"d1": (1, [])},
     "tests/text/test_d.py": {"e1": (1, [])},
 }
@@ -130,7 +130,7 @@ def test_order_begins_with_the_tests_of_the_line_and_the_file_named_after_the_mo
 
 def test_stages_divide_the_tests_by_markers_and_budget():
     steps = [(file, list(tests)) for file, tests in TESTS.items()]
-    quick = "not slow"
+    quick = "not faults"
     options = argparse.Namespace(quick=quick, all="not real", budget=10.5, quick_only=False)
     stages = plan_stages(steps, TESTS, options)
     b, c, cli, processes = TESTS

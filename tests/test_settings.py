@@ -122,7 +122,7 @@ OTHER: dict[str, tuple] = {
     },
     "data.dataset_source": ("huggingface", {"data.path": "set"}),
     "training.steps": (7, {"training.warmup_steps": 2}),
-    "training.epochs": (2.5,), "training.batch_size": (8,), "training.grad_accum": (2,),
+    "training.epochs": (2.5,), "training.max_minutes": (2.0,), "training.batch_size": (8,), "training.grad_accum": (2,),
     "training.seed": (1,), "training.optimizer": ("muon",), "training.lr": (0.1,),
     "training.muon_lr": (0.1, {"training.optimizer": "muon"}), "training.min_lr_ratio": (0.5,), "training.warmup_steps": (3,),
     "training.schedule": ("linear",), "training.decay_fraction": (0.7, {"training.schedule": "wsd"}),
@@ -280,7 +280,7 @@ def source_of(packages):
 
 
 LOOP = (
-    "eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from",
+    "max_minutes", "eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from",
     "deterministic",
 )  # fmt: skip
 REQUEST = (

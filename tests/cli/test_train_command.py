@@ -146,7 +146,7 @@ def test_a_run_is_trained_once(dantinox, tmp_path, text):
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "no file has changed"
     assert_one_sentence(dantinox("train", "--data_path", text, "--run_dir", run), "is not empty: add --resume")
     code, _, err = dantinox("train", "--run_dir", run, "--resume", "--lr", 1)
-    assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.004, got 1" in err
+    assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.025, got 1" in err
 
 
 @pytest.mark.slow
