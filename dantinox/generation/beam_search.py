@@ -54,12 +54,14 @@ class BeamRules(NamedTuple):
     def build(cls, configs: Sequence[Config], limits: Sequence[int], eos_ids: Sequence[Sequence[int]]) -> "BeamRules":
         sections = [config.generation for config in configs]
         width = max(1, *map(len, eos_ids))
+        penalties = [section.length_penalty for section in sections]
+        early = [section.early_stopping for section in sections]
         arrays = (
             np.asarray(limits, np.int32),
             np.asarray([[*ids, *[NO_ID] * (width - len(ids))] for ids in eos_ids], np.int32),
-            np.asarray([section.length_penalty for section in sections], np.float32),
-            np.asarray([section.early_stopping is True for section in sections]),
-            np.asarray([section.early_stopping == "never" and section.length_penalty > 0 for section in sections]),
+            np.asarray(penalties, np.float32),
+            np.asarray([one is True for one in early]),
+            np.asarray([one == "never" and p > 0 for one, p in zip(early, penalties, strict=True)]),
         )
         return cls(*jax.device_put(arrays))
 

@@ -150,7 +150,7 @@ class DraftState:
     cached_B: jax.Array
 
 
-@partial(jax.jit, inline=True)  # outside jit, it is one program
+@partial(jax.jit, inline=True)
 def init_drafts(limit_B: jax.Array, prefilled_B: jax.Array) -> DraftState:
     """Returns the state of new rows, of which the draft model has prefilled this number of tokens."""
     zero_B, gain_B = jnp.zeros_like(limit_B), jnp.full(limit_B.shape, FIRST_GAIN, jnp.float32)

@@ -259,8 +259,10 @@ class SlotBatch(PrefillBatch):
         """Returns the sampling parameters and the decode state of a batch without requests."""
         row, inputs, options = self._init_inputs(self.row_params(config), (0,), 0, 0, None, NO_ADAPTER)
         state = init_slot_row(row, *inputs, **options)
-        idle = replace(row, enabled=jax.tree.map(np.zeros_like, row.enabled)), replace(state, done_B=np.ones(1, bool))
-        params, state = jax.device_put(jax.tree.map(lambda x: np.repeat(x, self.count, axis=0), jax.device_get(idle)))
+        off = jax.tree.map(np.zeros_like, row.enabled)
+        idle = replace(row, enabled=off), replace(state, done_B=np.ones(1, bool))
+        rows = jax.tree.map(lambda x: np.repeat(x, self.count, axis=0), jax.device_get(idle))
+        params, state = jax.device_put(rows)  # compiles nothing
         pairs = RowPairs.alone(self.count) if config.generation.guidance_scale != 1 else None
         return params, replace(state, pairs=jax.device_put(pairs))
 
@@ -399,8 +401,9 @@ class SlotBatch(PrefillBatch):
         self._masks, self._stopped = {}, {}
         if self._prefixes is not None:
             self._prefixes.clear()
+        done_B = jax.device_put(np.ones(self.count, bool))
         for program, (params, state) in [*self._states.items()]:
-            self._states[program] = params, replace(state, done_B=jax.device_put(np.ones(self.count, bool)))
+            self._states[program] = params, replace(state, done_B=done_B)
 
     @property
     def cache_is_valid(self) -> bool:

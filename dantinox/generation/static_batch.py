@@ -28,7 +28,13 @@ PROGRAM_NAME = "static"  # the key of the only program
 
 _init_row = jax.jit(init_row, static_argnames=("vocab_size", "keeps_sequence"))
 _insert_row = jax.jit(write_row)
-_read_row = jax.jit(lambda rows, slot: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rows))
+
+
+@jax.jit
+def _read_row(rows: Any, slot: jax.Array) -> Any:
+    """Returns one row of every array of a batch."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rows)
+
 
 T = TypeVar("T")
 
@@ -174,7 +180,10 @@ class StaticBatch(RunningBatch):
         if pairs is not None:
             for slot, (guide, main) in enumerate(zip(pairs.guide_B.tolist(), pairs.main_B.tolist(), strict=True)):
                 self._rows[slot] = Row() if main != slot else replace(self._rows[slot], guide=guide if guide != slot else None)
-        limit_B = np.full(self.count, 0 if draft_plan is None else draft_plan.draft_tokens, np.int32)
+        drafts = None
+        if draft_plan is not None:
+            limit_B = np.full(self.count, draft_plan.draft_tokens, np.int32)
+            drafts = init_drafts(limit_B, lengths_B.astype(np.int32))
         arrays = {
             "token_B": np.zeros(self.count, np.int32),
             "position_B": np.asarray(lengths_B - 1, np.int32),
@@ -187,14 +196,16 @@ class StaticBatch(RunningBatch):
         state = DecodeState(
             **jax.device_put(arrays),  # compiles nothing, unlike `jnp.asarray`
             sampler=init_state(params, tokens_BT, valid_BT, model.config.vocab_size, plan.slots),
-            drafts=None if draft_plan is None else init_drafts(limit_B, lengths_B.astype(np.int32)),
+            drafts=drafts,
             adapter_B=None if adapters is None else adapters.number_B,
         )
         if constrained:
             words = -(-model.config.vocab_size // 32)
-            params = replace(params, allowed_bits=jax.device_put(np.full((self.count, words), ALL_ALLOWED, np.uint32)))
+            allowed_BW = jax.device_put(np.full((self.count, words), ALL_ALLOWED, np.uint32))
+            params = replace(params, allowed_bits=allowed_BW)
         self._states[PROGRAM_NAME] = params, state
-        self._model, self._prompt = split_model(model), jax.device_put((padded_PT, lengths_P.astype(np.int32)))
+        self._model = split_model(model)
+        self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
         self._prefill_options: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
         stacks = None if adapters is None else adapters.stacks
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report, "adapters": stacks}
@@ -251,7 +262,8 @@ class StaticBatch(RunningBatch):
         params, state = self._states[PROGRAM_NAME]
         tokens_1S = np.zeros((1, self._capacity), np.int32)
         tokens_1S[0, : len(tokens)] = tokens
-        values = {name: np.asarray([recurrent.get(name, np.nan)], np.float32) for name in sorted(state.sampler.recurrent)}
+        names = sorted(state.sampler.recurrent)
+        values = {name: np.asarray([recurrent.get(name, np.nan)], np.float32) for name in names}
         rows = params, state.eos_BE, state.pairs, state.adapter_B
         row_params, end_ids_1E, pairs, adapter_1 = _read_row(rows, np.int32(slot))
         initial = _init_row(

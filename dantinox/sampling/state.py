@@ -79,7 +79,8 @@ class SamplerState:
         return {name: value for name in RECURRENT_FIELDS if (value := getattr(self, name)) is not None}
 
 
-@partial(jax.jit, static_argnames=("vocab_size", "capacity"), inline=True)  # outside jit, it is one program
+# With `jit`, it is one program instead of dozens where no other program contains it.
+@partial(jax.jit, static_argnames=("vocab_size", "capacity"), inline=True)
 def init_state(
     params: SamplingParams,
     prompt_tokens_BT: Array,

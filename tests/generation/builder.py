@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from dantinox import programs
 from dantinox.config import ModelConfig, TokenizerSection, build_config
-from dantinox.generation import LoadedModel
+from dantinox.generation import LoadedModel, decode
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.slot_programs import decode_slots
 from dantinox.model import Transformer
+from dantinox.programs import shared_trace
 from dantinox.sampling import chain, process_logits
 from dantinox.sampling.draw import draw, row_key
 from dantinox.text import train_tokenizer
@@ -287,7 +287,8 @@ def few_steps() -> Iterator[None]:
     def apply_few(name: str, x_BN: jax.Array, *rest: Any) -> jax.Array:
         return apply(name, x_BN, *rest) if name in FEW_STEPS else x_BN
 
-    with mock.patch.object(chain, "_apply_step", apply_few), mock.patch.object(programs, "_shares_traces", False):
+    sample_step = shared_trace("report")(decode.sample_step.__wrapped__)  # the traces of the other one have all steps
+    with mock.patch.object(chain, "_apply_step", apply_few), mock.patch.object(decode, "sample_step", sample_step):
         yield
     for function in (decode_slots, _generate_toks.jitted_fn):
         function.clear_cache()  # later programs have all steps

@@ -213,8 +213,9 @@ def test_variants_learn_and_resume_exactly(base, tmp_path, changes):
     rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
     assert rows[-1]["reward"] > rows[0]["reward"] and all(row["sampler_gap"] < 1e-4 for row in rows)
     if "grpo.kl_weight" in changes:
-        fresh = "lora.rank" in changes and "grpo.updates" not in changes
-        assert rows[0]["kl"] == pytest.approx(0, abs=1e-6 if fresh else 1) and rows[-1]["kl"] > 1e-4
+        assert rows[-1]["kl"] > 1e-4
+        if "grpo.updates" not in changes:  # else the first row is about the second update
+            assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
     cut = copy_until(run, 6, tmp_path / "cut")
     launch(config, run_dir=cut.path, resume=True)
     assert outcome(cut, config)[0] == outcome(run, config)[0]
