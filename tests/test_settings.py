@@ -280,7 +280,8 @@ def source_of(packages):
 
 
 LOOP = (
-    "max_minutes", "eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from",
+    "max_minutes", "eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last",
+    "patience", "init_from",
     "deterministic",
 )  # fmt: skip
 REQUEST = (
