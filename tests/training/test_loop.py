@@ -3,17 +3,18 @@ import json
 import re
 import signal
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from dantinox.config import UserError
+from dantinox.config import Config, UserError
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
 from dantinox.report import read_csv, read_jsonl
-from dantinox.run import load_weights, save_tokenizer
+from dantinox.run import RunDirectory, load_weights, save_tokenizer
 from dantinox.text import TokenStore
 from dantinox.training import training_log
 from dantinox.training.eval_step import make_eval_step
@@ -21,9 +22,30 @@ from dantinox.training.resume import starting_weights
 from dantinox.training.signals import StopRequest, stop_request
 from tests.error_texts import ERRORS
 
-from .small import VOCABULARY, Tokens, copy_until, small_config, small_store
+from .small import VOCABULARY, Tokens, Workshop, copy_until, small_config, small_store
 
 launching = importlib.import_module("dantinox.training.launch")
+
+
+class Logged(NamedTuple):
+    run: RunDirectory
+    config: Config
+    notes: str
+
+    @property
+    def rows(self):
+        return read_csv(self.run.log(self.config))
+
+    @property
+    def intervals(self):
+        return [row for row in read_jsonl(self.run.metrics) if row["kind"] == "interval"]
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A run that nothing interrupts, with a log row for every step. Tests only read its files."""
+    config, workshop = small_config(logging__log_every=1), Workshop(tmp_path_factory.mktemp("loop"))
+    return Logged(workshop.train("logged", config), config, workshop.notes.getvalue())
 
 
 def test_run_learns_and_writes_all_files(workshop):
@@ -126,16 +148,12 @@ def test_exported_weights_are_those_of_the_best_evaluation(workshop):
     assert best["bits_per_byte"] == pytest.approx(best["val_loss"] / np.log(2) * 299 / 600)
 
 
-def test_moving_average_is_evaluated_sampled_and_exported(workshop):
+def test_moving_average_is_evaluated_sampled_and_exported(workshop, logged):
     """Compares with a run without a moving average. Both have the same steps, but different validation losses."""
-    plain, config = small_config(), small_config(training__ema=0.9, training__sample_every=24)
-    seen = []
-    run = workshop.train(
-        "run",
-        config,
-        sample=lambda model: seen.append(nnx.to_flat_state(nnx.state(model))) or "text",
-    )
-    rows, others = read_csv(run.log(config)), read_csv(workshop.train("plain", plain).log(plain))
+    config, seen = small_config(training__ema=0.9, training__sample_every=24), []
+    sample = lambda model: seen.append(nnx.to_flat_state(nnx.state(model))) or "text"  # noqa: E731
+    run = workshop.train("run", config, sample=sample)
+    rows, others = read_csv(run.log(config)), logged.rows
     assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in others]
     assert all(row["val_loss"] != other["val_loss"] for row, other in zip(rows, others, strict=True))
     assert rows[-1]["val_loss"] == min(row["val_loss"] for row in rows)
@@ -144,21 +162,17 @@ def test_moving_average_is_evaluated_sampled_and_exported(workshop):
     assert all(np.array_equal(p, sampled[name]) for name, p in exported.items())
 
 
-def test_train_loss_is_the_mean_since_the_previous_row(workshop):
-    config = small_config(logging__log_every=1)
-    run = workshop.train("run", config)
-    losses = [row["train_loss"] for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
+def test_train_loss_is_the_mean_since_the_previous_row(logged):
+    losses = [row["train_loss"] for row in logged.intervals]
     means = [np.mean(losses[i : i + 6]) for i in range(0, 24, 6)]
-    np.testing.assert_allclose([row["train_loss"] for row in read_csv(run.log(config))], means, rtol=1e-6)
+    np.testing.assert_allclose([row["train_loss"] for row in logged.rows], means, rtol=1e-6)
 
 
-def test_log_has_the_rates_of_both_rules(workshop):
-    config = small_config()
-    run = workshop.train("run", config)
-    rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"] + read_csv(run.log(config))
-    ratio = config.training.muon_lr / config.training.lr
+def test_log_has_the_rates_of_both_rules(logged):
+    rows, t = logged.intervals + logged.rows, logged.config.training
+    ratio = t.muon_lr / t.lr
     assert all(row["muon_lr"] == pytest.approx(ratio * row["lr"]) for row in rows) and len(rows) > 1 != ratio
-    assert f"muon_lr {rows[0]['muon_lr']:.4g}" in workshop.notes.getvalue()
+    assert f"muon_lr {rows[0]['muon_lr']:.4g}" in logged.notes
 
 
 def test_mfu_is_logged_for_chips_with_published_figures(workshop, monkeypatch):
@@ -197,9 +211,8 @@ def test_nan_loss_stops_the_run_and_keeps_the_good_checkpoint(workshop):
     assert [row["step"] for row in read_csv(fixed.log(config))] == [6, 12, 18, 24]
 
 
-def test_signal_during_an_evaluation_postpones_it(workshop):
+def test_signal_during_an_evaluation_postpones_it(workshop, logged):
     config = small_config(training__eval_tokens=None)
-    expected = read_csv(workshop.train("whole", config).log(config))
     store = small_store(config)
     validation, calls = store.validation, []
 
@@ -216,7 +229,7 @@ def test_signal_during_an_evaluation_postpones_it(workshop):
     assert stopped.value.code == 143 and not (workshop.path / "run" / "training_log.csv").exists()
     rows = read_csv(workshop.train("run", config, resume=True).log(config))
     keep = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens")
-    assert [[row[k] for k in keep] for row in rows] == [[row[k] for k in keep] for row in expected]
+    assert [[row[k] for k in keep] for row in rows] == [[row[k] for k in keep] for row in logged.rows]
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -273,25 +286,19 @@ def test_interrupt_raises_keyboard_interrupt_after_the_step_is_saved(workshop):
     assert saved and f"stopped by a signal; step {max(saved)} is saved" in workshop.notes.getvalue()
 
 
-def test_rows_of_one_step_name_both_means_of_the_training_loss(workshop):
-    config = small_config()
-    run = workshop.train("run", config)
-    lines = [line.split() for line in workshop.notes.getvalue().splitlines() if line.startswith("step 24 ")]
+def test_rows_of_one_step_name_both_means_of_the_training_loss(logged):
+    lines = [line.split() for line in logged.notes.splitlines() if line.startswith("step 24 ")]
     interval, evaluation = (dict(zip(line[::2], line[1::2], strict=True)) for line in lines)
     assert "train_loss" in interval and "train_loss_since_eval" not in interval and "train_loss" not in evaluation
-    assert float(evaluation["train_loss_since_eval"]) == pytest.approx(read_csv(run.log(config))[-1]["train_loss"], abs=1e-4)
+    assert float(evaluation["train_loss_since_eval"]) == pytest.approx(logged.rows[-1]["train_loss"], abs=1e-4)
 
 
-def test_long_training_prints_an_estimate_after_its_first_steps(workshop, monkeypatch):
-    config = small_config()
-    workshop.train("short", config)
-    assert "without evaluations" not in workshop.notes.getvalue()
+def test_long_training_prints_an_estimate_after_its_first_steps(workshop, logged, monkeypatch):
+    assert "without evaluations" not in logged.notes
     monkeypatch.setattr(training_log, "MIN_ESTIMATE", 0)
-    workshop.train("run", config)
-    assert re.search(
-        r"about \S+ for 20 steps at \S+ m?s per step, without evaluations\n",
-        workshop.notes.getvalue(),
-    )
+    workshop.train("run", small_config())
+    estimate = r"about \S+ for 20 steps at \S+ m?s per step, without evaluations\n"
+    assert re.search(estimate, workshop.notes.getvalue())
     assert training_log.duration_line(500, 4.2) == "about 35m00s for 500 steps at 4.2 s per step, without evaluations"
 
 
@@ -304,8 +311,8 @@ def test_training_of_few_steps_prints_a_warning(epochs, warned):
     assert any(line.startswith(warning) for line in lines) == warned
 
 
-def test_init_from_starts_with_the_weights_of_another_run(workshop):
-    first = workshop.train("first", small_config())
+def test_init_from_starts_with_the_weights_of_another_run(workshop, logged):
+    first = copy_until(logged.run, 24, workshop.path / "first")
     config = small_config(training__init_from=str(first.path))
     second = workshop.train("second", config)
     (before, *_, after), (again, *_) = (read_csv(run.log(config)) for run in (first, second))
@@ -318,7 +325,7 @@ def test_init_from_starts_with_the_weights_of_another_run(workshop):
         workshop.train("fourth", config)
 
 
-def test_other_tokenizer_is_rejected(workshop):
-    workshop.train("run", small_config())
+def test_other_tokenizer_is_rejected(workshop, logged):
+    copy_until(logged.run, 24, workshop.path / "run")
     with pytest.raises(UserError, match=ERRORS["was_trained_with_tokenizer_000000000000"]):
         workshop.train("run", small_config(), resume=True, tokenizer=Tokens(fingerprint="1" * 64))
