@@ -6,7 +6,6 @@ import re
 import signal
 from importlib import import_module
 from itertools import islice
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -222,10 +221,10 @@ def test_variants_learn_and_resume_exactly(base, tmp_path, changes):
 
 
 def test_dry_run_and_learning_rate_test(base, monkeypatch):
-    notes, loss = [], SimpleNamespace(block_until_ready=lambda: None)
-    monkeypatch.setattr(
-        import_module("dantinox.training.dry_run"), "benchmark_step", lambda *_: lambda: SimpleNamespace(loss=loss)
-    )
+    notes = []
+    module = import_module("dantinox.training.dry_run")  # the package exports a function of that name
+    monkeypatch.setattr(module, "benchmark_step", lambda *_: None)
+    monkeypatch.setattr(module, "seconds_per_step", lambda step: 0.5)
     dry_run(grpo_config(base), notes.append)
     assert any("32 answers of 8 tokens" in note for note in notes) and any("sampling the answers" in note for note in notes)
     with pytest.raises(UserError, match="find-lr compares losses"):
