@@ -86,7 +86,8 @@ def test_tokens_equal_those_of_one_device(changes, weights, length):
     of_all, of_one = 0, 0
     for leaf in jax.tree.leaves(nnx.state(shared)):
         of_all, of_one = of_all + leaf.nbytes, of_one + leaf.addressable_shards[0].data.nbytes
-    assert of_one < 1.4 * of_all / TENSOR  # norms, routers and an output layer of 62 tokens are replicated
+    # Norms, routers, the projections to latents and an output layer of 62 tokens are replicated.
+    assert of_one < 1.5 * of_all / TENSOR
 
 
 def test_weights_are_loaded_onto_their_devices():

@@ -183,7 +183,7 @@ def check_cost(kind: str, optimizer: str, mesh: str, chunks: int = 1, **changes)
         program(kind, m, chunks, training__optimizer=o, **given)
         for m, o in (("", optimizer), (mesh, "adamw"), (mesh, optimizer))
     )
-    config = settings(kind, mesh, **given)
+    config = settings(kind, mesh, training__optimizer=optimizer, **given)
     assert got.work.flops <= 1.1 / 8 * alone.work.flops
     assert got.work.bytes <= 1.5 * adamw.work.bytes
     assert got.arguments <= 1.05 * got.state * config.distributed.data / 8  # data-parallel devices have copies
