@@ -15,7 +15,7 @@ BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildca
 help:
 	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (about 2 minutes on two cores)"
 	@echo "make speedrun      go from text to a small chat model, and write a report (about 15 minutes on two cores)"
-	@echo "make test          the tests (about 5 minutes on two cores)"
+	@echo "make test          the tests (about 7 minutes on two cores)"
 	@echo "make test-all      also the slow tests (about half an hour)"
 	@echo "make test-isa      the tests with XLA and the native kernels limited to older instruction sets of x86 CPUs"
 	@echo "make release-check all checks of a release, and a table of their results (hours)"
@@ -52,14 +52,13 @@ speedrun: $(VENV)/.plot $(if $(filter huggingface:%,$(SPEEDRUN_DATA)),$(VENV)/.h
 		$(if $(SPEEDRUN_DATA),--data "$(SPEEDRUN_DATA)") $(if $(TOKENS_PER_PARAMETER),--tokens_per_parameter $(TOKENS_PER_PARAMETER)) \
 		$(if $(PRICE),--price $(PRICE)) $(SPEEDRUN_FLAGS)
 
-# The tests of `make test` (those without a marker, as plain `pytest`) and of `make test-all`; `make mutants` compares the two.
-QUICK := not slow and not browser and not aot and not faults and not real
+# The markers of `make test-all`. `make test` is plain `pytest`: the same tests except slow ones. `make mutants` compares the two.
 ALL := not browser and not aot and not faults and not real
 
 # TESTS="tests/serve tests/text" selects tests. A test that hangs ends the run with the stack of every thread.
 PYTEST = $(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 test: $(VENV)/.dev
-	$(PYTEST) -m "$(QUICK)" $(TESTS)
+	$(PYTEST) $(TESTS)
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "$(ALL)" $(TESTS)
@@ -74,7 +73,7 @@ test-isa: $(addprefix test-isa-,$(ISA))
 test-isa-%: $(VENV)/.dev
 	@if [ $* = AVX512 ] && ! grep -qw avx512vl /proc/cpuinfo; then echo "$*: this CPU does not have it"; exit; fi; \
 		echo "XLA with $*, native kernels: $(KERNELS_$*)"; \
-		XLA_FLAGS="--xla_cpu_max_isa=$*" DANTINOX_KERNELS=$(KERNELS_$*) $(PYTEST) -m "$(QUICK)" $(TESTS)
+		XLA_FLAGS="--xla_cpu_max_isa=$*" DANTINOX_KERNELS=$(KERNELS_$*) $(PYTEST) $(TESTS)
 
 # All checks of a release, in a table. CHECKS="faults aot" selects checks.
 release-check: $(VENV)/.dev

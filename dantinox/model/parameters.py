@@ -38,7 +38,7 @@ def abstract_model(
     Raises:
       ValueError: a packed array does not fit the model.
     """
-    graph, flat, shapes = _abstract_state(config) if not packed else _split_abstract(config, packed)
+    graph, flat, shapes = _split_abstract(config, packed) if packed else _abstract_state(config)
 
     def build(parameters: Parameters) -> Transformer:
         leaves = [(path, leaf.replace(parameters[_name(path)])) for path, leaf in flat.items()]

@@ -8,24 +8,14 @@ import sys
 import tempfile
 import xml.etree.ElementTree as xml
 from pathlib import Path
-from unittest.mock import patch
 
 import jax
 import pytest
-from training.small import cached_programs
-
-from dantinox.training import loop
+from training.small import shared_programs as shared_programs  # a fixture
 
 TESTS = Path(__file__).parents[1]
 DEVICES = 8
 FOLDER = pytest.StashKey[Path]()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    """Runs of a file with equal settings share their programs."""
-    with patch.object(loop, "Programs", cached_programs()):
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

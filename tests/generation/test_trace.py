@@ -95,6 +95,17 @@ def test_a_document_has_the_numbers_of_the_arrays(run, settings):
     assert (document["router"]["low_entropy"], document["router"]["base_top_k"]) == (1.2, 9)
 
 
+def check_written_candidates(run, document):
+    """Checks the candidates in the lines and in the page of a document; without logprobs, asking for them is an error."""
+    lines = [json.loads(line) for line in trace_lines([document])][1:]
+    assert [line["candidates"] for line in lines] == [
+        [[one["id"], one["text"], one["logprob"], one["score"]] for one in token["candidates"]] for token in document["tokens"]
+    ]
+    assert '"score":[' in report_page([document])
+    with pytest.raises(UserError, match=ERRORS["set_logprobs_too"]):
+        run.generate("abc", show_candidates=True, **ROUTED)
+
+
 def test_candidates_are_those_of_adaptive_tokens(run):
     result = sample(run, ROUTED, candidates=3)
     result.steps.routed.candidates.ids[:, 2] = -1  # an unused entry
@@ -106,13 +117,7 @@ def test_candidates_are_those_of_adaptive_tokens(run):
             (int(drawn.ids[n, i]), float(drawn.logprobs[n, i]), scores[i]) for i in range(count)
         ]
     assert {len(token["candidates"]) for token in document["tokens"]} == {0, 2}
-    lines = [json.loads(line) for line in trace_lines([document])][1:]
-    assert [line["candidates"] for line in lines] == [
-        [[one["id"], one["text"], one["logprob"], one["score"]] for one in token["candidates"]] for token in document["tokens"]
-    ]
-    assert '"score":[' in report_page([document])
-    with pytest.raises(UserError, match=ERRORS["set_logprobs_too"]):
-        run.generate("abc", show_candidates=True, **ROUTED)
+    check_written_candidates(run, document)
 
 
 @pytest.mark.slow
@@ -215,13 +220,7 @@ def test_candidates_in_document_json_trace_and_page(run):
         assert [one["score"] for one in drawn] == listed["scores"]
         assert not drawn or max(drawn, key=lambda one: one["score"])["id"] == token["id"]
     assert {len(token["candidates"]) for token in document["tokens"]} == {0, 12}
-    lines = [json.loads(line) for line in trace_lines([document])][1:]
-    assert [line["candidates"] for line in lines] == [
-        [[one["id"], one["text"], one["logprob"], one["score"]] for one in token["candidates"]] for token in document["tokens"]
-    ]
-    assert '"score":[' in report_page([document])
-    with pytest.raises(UserError, match=ERRORS["set_logprobs_too"]):
-        run.generate("abc", show_candidates=True, **ROUTED)
+    check_written_candidates(run, document)
 
 
 def test_the_keys_of_the_watermark_are_not_reported(run):

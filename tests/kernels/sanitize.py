@@ -24,8 +24,6 @@ from pathlib import Path
 import pytest
 from dantinox.kernels import native_library as native
 name, library = sys.argv[1:]
-sets = native.instruction_sets()
-native.instruction_sets = lambda: {name: sets[name]}
 native._packaged = lambda instructions: Path(library)
 assert native.load_kernels().instructions == name, native.load_kernels().note
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/kernels/test_packed_matmul.py", "-k", "not threads"]))
@@ -47,6 +45,7 @@ def check_products(name: str, folder: Path) -> None:
         "LD_PRELOAD": " ".join(map(sanitizer_library, ("libasan.so", "libubsan.so"))),
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
+        native_library.VARIABLE: name,
     }
     subprocess.run([sys.executable, "-c", PRODUCTS, name, str(library)], check=True, env=environment)
 

@@ -24,6 +24,7 @@ PRELOADED = (
     *("safetensors.numpy", "hypothesis", "jinja2", "rich", "prompt_toolkit", "starlette"),
     *("uvicorn", "httpx", "prometheus_client", "llguidance", "regex", "coverage"),
 )
+PROFILE = "mutants"  # of hypothesis: the same examples in every run, so that no kill is by chance
 BROKEN = 70  # exit status of a forked process in which this program failed
 
 
@@ -37,8 +38,7 @@ def preload() -> None:
     from hypothesis import HealthCheck, settings
 
     rules: dict[str, Any] = {"derandomize": True, "database": None, "deadline": None}
-    settings.register_profile("mutants", **rules, suppress_health_check=list(HealthCheck))
-    settings.load_profile("mutants")
+    settings.register_profile(PROFILE, **rules, suppress_health_check=list(HealthCheck))
     gc.freeze()
 
 
@@ -122,4 +122,5 @@ def run_forked(
 
 def run_pytest(folder: Path, file: str, expression: str, plugin: object, *options: str) -> int:
     options += ("-m", expression, "-p", "no:cacheprovider", f"--basetemp={folder / 'pytest'}")
+    options += (f"--hypothesis-profile={PROFILE}",)  # instead of the profile of tests/conftest.py
     return pytest.main([file, *options], plugins=[plugin])

@@ -7,15 +7,18 @@ import os
 import re
 import shutil
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import jax
 import numpy as np
+import pytest
 
 from dantinox.config import ModelConfig, TokenizerSection, build_config
 from dantinox.model.parameters import abstract_model
 from dantinox.report import Console
 from dantinox.run import RunDirectory, create_run, save_config, save_tokenizer, save_weights
 from dantinox.text import Counts, TokenStore, train_tokenizer
+from dantinox.training import loop
 from dantinox.training.loop import train
 from dantinox.training.step import Programs
 
@@ -96,6 +99,11 @@ def largest_array(function, *arguments):
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
+def temporary_bytes(optimized, function, *arguments):
+    """Returns the temporary memory of a compiled function; `optimized` is the fixture."""
+    return optimized(jax.jit(function).lower(*arguments)).memory_analysis().temp_size_in_bytes
+
+
 def cached_programs():
     """Returns a replacement of `Programs` that compiles the programs of equal settings once."""
     found = {}
@@ -111,6 +119,13 @@ def cached_programs():
         return found[key]
 
     return programs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    """Runs of a file with equal settings share their programs. A test with other processes compiles them again."""
+    with patch.object(loop, "Programs", cached_programs()):
+        yield
 
 
 def copy_until(run, step, path):

@@ -31,7 +31,7 @@ from dantinox.training.step import TrainStep
 from dantinox.training.teacher import open_teacher
 from tests.error_texts import ERRORS
 
-from .small import VOCABULARY, copy_until, largest_array, random_weights, small_config, write_run
+from .small import VOCABULARY, copy_until, largest_array, random_weights, small_config, temporary_bytes, write_run
 
 
 def softmax(x):
@@ -219,8 +219,7 @@ def test_chunks_allocate_neither_logits(optimized):
     with_chunks, all_logits = traced_loss(4, 64), 4 * 64 * 4096 * 4
 
     def temporary(chunk_logits):
-        gradient, *arguments = with_chunks(chunk_logits)
-        return optimized(jax.jit(gradient).lower(*arguments)).memory_analysis().temp_size_in_bytes
+        return temporary_bytes(optimized, *with_chunks(chunk_logits))
 
     assert temporary(1 << 24) >= 2 * all_logits and temporary(16 * 4096) < all_logits
 

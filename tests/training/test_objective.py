@@ -12,7 +12,7 @@ from dantinox.platform import PLATFORMS
 from dantinox.text import Batch
 from dantinox.training.token_losses import next_token_losses
 
-from .small import VOCABULARY, largest_array, random_weights, small_config
+from .small import VOCABULARY, largest_array, random_weights, small_config, temporary_bytes
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +104,7 @@ def test_chunks_do_not_allocate_all_logits(optimized):
     with_chunks, all_logits = traced_loss(4, 64), 4 * 64 * 4096 * 4
 
     def temporary(chunk_logits):
-        gradient, *arguments = with_chunks(chunk_logits)
-        return optimized(jax.jit(gradient).lower(*arguments)).memory_analysis().temp_size_in_bytes
+        return temporary_bytes(optimized, *with_chunks(chunk_logits))
 
     assert temporary(1 << 24) >= all_logits > temporary(8 * 4096)
 
