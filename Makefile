@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := $(VENV)/bin/python
 # Behind a proxy that inspects TLS, only the certificates of the system are valid. pip also uses these.
 export UV_SYSTEM_CERTS ?= 1
+# Tests start many processes, and each would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.

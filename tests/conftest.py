@@ -37,6 +37,12 @@ PROCESS = Path("/proc/self")
 MOST_MAPS, MOST_PAGES = 40_000, (1 << 30) // os.sysconf("SC_PAGE_SIZE")
 
 
+def pytest_collection_finish(session):
+    """Excludes modules and tests from garbage collection: each collection would look through them again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def release_programs():
     """Drops compiled programs after a file that leaves 1 GiB or many memory maps: Linux allows 65,530 maps per process."""

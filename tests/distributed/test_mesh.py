@@ -29,7 +29,7 @@ DENSE, SPARSE = (
     ("expert=2", "data=2 expert=4", "expert=2 fsdp=2 tensor=2"),
 )
 # Kind, optimizer, mesh and layers.
-QUICK = [("biases", "sgd", DENSE[0], 1), ("mla", "sgd", DENSE[0], 1)]
+QUICK = [("biases", "sgd", DENSE[0], 1)]
 EACH = [
     (kind, optimizer, mesh, {"moe": 1, "mla": 1, "uneven": 4}.get(kind, 2))
     for kind in KINDS
@@ -61,6 +61,7 @@ def test_accumulation_chunks_rolled_layers_and_ema_combined():
     check_collectives(got, settings("dense", mesh, **{name: v for name, v in TOGETHER.items() if name != "chunks"}))
 
 
+@pytest.mark.slow
 def test_normalized_muon_matches_one_device():
     """The second moments of neurons whose weights are sharded over fan-in, fan-out and experts."""
     changes = {

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -287,7 +287,7 @@ def few_steps() -> Iterator[None]:
     def apply_few(name: str, x_BN: jax.Array, *rest: Any) -> jax.Array:
         return apply(name, x_BN, *rest) if name in FEW_STEPS else x_BN
 
-    sample_step = shared_trace("report")(decode.sample_step.__wrapped__)  # the traces of the other one have all steps
+    sample_step = shared_trace("report")(partial(decode.sample_step.__wrapped__))  # a new function, whose traces are its own
     with mock.patch.object(chain, "_apply_step", apply_few), mock.patch.object(decode, "sample_step", sample_step):
         yield
     for function in (decode_slots, _generate_toks.jitted_fn):

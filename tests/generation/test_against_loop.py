@@ -179,6 +179,7 @@ def test_other_orders(settings, order):
         assert text == builder.slowly(model, prompt, 10, order=order or settings["sampler_order"], **row)
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_seed_do_not_depend_on_the_batch():
     """The samples of one prompt are adjacent, and prompts of different lengths share the batch."""
     model, settings = builder.model(builder.ONE_LAYER), {"temperature": 2.0, "seed": 2**32 - 1}

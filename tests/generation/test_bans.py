@@ -178,6 +178,7 @@ def texts_of(run, slots, requests, **options):
     return [(ids[job], texts[job], steps[job]) for job in jobs]
 
 
+@pytest.mark.slow
 def test_bans_in_the_engine(served):
     run, slots = served
     prompts = ("once upon", "x", "there was a fox")

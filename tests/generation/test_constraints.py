@@ -354,6 +354,7 @@ HOT = {"temperature": 5.0, "max_new_tokens": 200}
 PROMPTS = ["a", "bbb", "The fox"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "vocabulary", [pytest.param(name, marks=[] if name == "byte" else pytest.mark.slow) for name in TOKENIZERS]
 )

@@ -244,6 +244,7 @@ def test_a_model_accepts_its_own_drafts():
     assert sum(one.accepted for one in drafts) > 60
 
 
+@pytest.mark.slow
 def test_the_cache_is_not_copied(optimized):
     model, rows = builder.model(builder.config(windows=(None, 512), max_context=4096)), 2
     params = SamplingParams.build({"greedy": True}, batch=rows)

@@ -66,6 +66,7 @@ def test_a_sliding_window_uses_a_ring_buffer():
         np.testing.assert_allclose(model.embed(TEXTS, pooling=pooling), references(model, pooling), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("experts", marks=pytest.mark.slow), "shared keys and per-layer inputs", "latents"]
 )

@@ -176,6 +176,7 @@ def run_engine(run, slots, requests, **options):
     return [(job.texts[0].tokens, texts[job]) for job in jobs]
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_chunks_or_neighbours(served):
     run, slots, settings = served
     requests = requests_of(run, settings)

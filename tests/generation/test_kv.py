@@ -193,6 +193,7 @@ def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
                 assert index == 1 or {0, 1, 2, 3} <= set(kept.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.5, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimized):
     """No array of the cache or of the compiled program has an axis of length N. Temporaries are small; no cache is copied."""
@@ -213,6 +214,7 @@ def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimized):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "int8")), "int4"])
 def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
@@ -253,6 +255,7 @@ def test_only_filled_slots_are_read():
     assert (next_logits(kept_BKS)[1] != plain[1]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv", "windows", "lengths"),
     [

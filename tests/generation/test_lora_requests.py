@@ -89,7 +89,7 @@ CONFIGS = {
 
 
 # "gated" is also the architecture of the engine below, and "experts" has the plain products.
-SLOW = {"gated": [pytest.mark.slow], "plain": [pytest.mark.slow]}
+SLOW = {name: [pytest.mark.slow] for name in ("gated", "plain", "shared keys")}
 
 
 @pytest.mark.parametrize("config", [pytest.param(CONFIGS[name], id=name, marks=SLOW.get(name, [])) for name in CONFIGS])
@@ -103,6 +103,7 @@ def test_every_row_equals_its_merged_model(config):
         assert_close(row, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "bfloat16"))])
 def test_low_precision_weights(weights):
     model = builder.model(replace(builder.ONE_LAYER, hidden_dim=64))

@@ -78,7 +78,7 @@ CASES = {
     "int8 weights": ({}, {"generation": {"weights": "int8"}}),
     "drafts": ({"windows": (100, None)}, {"generation": {"speculation": "ngram", "draft_tokens": 3}}),
 }
-QUICK = ("float32", "ring")
+QUICK = ("sliding window",)  # full layers and ring buffers
 
 
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES])

@@ -204,6 +204,7 @@ def test_cost_of_a_decode_step(wide):
     assert program.as_text() == decode_program(same, {"greedy": True}, slots=32)[0].as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_prefill_into_a_slot_copies_no_whole_row(rows):
     """The used segments of a row are copied layer by layer, and the cache is updated in place."""

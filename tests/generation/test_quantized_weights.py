@@ -274,6 +274,7 @@ def test_a_row_of_zeros_stays_zero():
     assert np.isfinite(np.asarray(low_precision.scale[...])).all() and not np.asarray(low_precision.kernel[...])[3].any()
 
 
+@pytest.mark.slow
 def test_decoding_writes_no_float32_copy_of_low_precision_weights(optimized):
     """Temporaries of a decode program are far smaller than the low-precision weights would be in float32."""
     config = builder.config(dim=256, hidden_dim=768, head_size=32, n_heads=8, vocab_size=1031)

@@ -232,6 +232,7 @@ def attended(model, texts, prompt_lengths, slots):
     return np.stack(found, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("windows", "all_slots"),
     [

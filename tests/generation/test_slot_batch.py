@@ -246,6 +246,7 @@ def test_settings_that_a_server_rejects(served):
         SlotBatch(run, 4, 321)
 
 
+@pytest.mark.slow
 def test_the_router(served):
     """A request with the router needs another program. Both programs decode their rows of the same batch."""
     run, slots, _, steps = served

@@ -83,7 +83,7 @@ def logits(model, arrays, packed=None):
     return transformer, logits_of(transformer)
 
 
-QUICK = ("llama", "phi3", "mixtral", "gpt2", "gemma4_text")
+QUICK = ("llama", "phi3", "mixtral", "gpt2")
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMED]
 
 
@@ -107,6 +107,7 @@ def test_packed_weights_equal_converted_weights(family, kind, tmp_path):
 LOGITS = ("llama", "qwen3_moe", "gemma4_text", "deepseek_v2", "phi3", "gpt2", "gpt_oss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3_moe" else ()) for name in LOGITS]
 )
@@ -123,7 +124,7 @@ def test_logits_of_a_packed_model_equal_those_of_a_converted_model(family, tmp_p
     assert np.abs(again - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_parts_of_a_projection_may_have_different_formats(tied, tmp_path):
     export(tmp_path / "x.gguf", "llama", "q4_k_m", std=256**-0.5, tie_word_embeddings=tied, **WIDE)
     model, arrays, _, converted = read(tmp_path / "x.gguf")
@@ -204,6 +205,7 @@ def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_packed_run_is_exported_and_evaluated(folder, tmp_path):
     export_checkpoint(folder / "packed", tmp_path / "packed.gguf", "gguf", "f32")
     export_checkpoint(folder / "float", tmp_path / "float.gguf", "gguf", "f32")
@@ -303,6 +305,7 @@ def test_native_kernels_give_the_logits_of_xla(rows, packed_model):
     assert np.abs(native - xla).max() <= 1e-5 * np.abs(xla).max()
 
 
+@pytest.mark.slow
 def test_xla_does_not_convert_the_weights_of_all_layers_at_once(packed_model):
     model = prepare(packed_model, matmul_kernel="xla")
     hidden = jax.jit(lambda model, tokens: model.hidden(tokens, POSITIONS)[0])

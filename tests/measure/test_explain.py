@@ -112,6 +112,7 @@ def test_numbers_match_the_chain_in_float64(run, chain_record):
     assert "top_k" in tokens(found, "removed_by") or "top_p" in tokens(found, "removed_by")
 
 
+@pytest.mark.slow
 def test_token_is_the_one_that_generation_samples(run):
     settings = {"temperature": 4.0, "top_p": 0.95, "max_new_tokens": 1, "n": 5}
     seen = set()

@@ -79,6 +79,7 @@ class Scaled:
         return whole + (self.limited.attend(*args)[0] - whole) * self.scale_K[:, None, None], self, None
 
 
+@pytest.mark.slow
 def test_estimate_is_the_quadratic_term_of_the_divergence(monkeypatch):
     """Compares the estimate for every head with KL(whole ‖ whole + ε δ) / ε², from float64 logits and with a small ε."""
     model = builder.model(builder.config(windows=(None, None), kv_heads=K))

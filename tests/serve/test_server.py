@@ -340,6 +340,7 @@ def test_sighup_reloads_the_keys(tmp_path, monkeypatch, caplog):
     assert record.levelname == "ERROR" and str(keys) in record.getMessage()
 
 
+@pytest.mark.slow
 def test_the_end_of_the_terminal_drains(tmp_path):
     """SIGHUP reloads, but a server must not survive the terminal in which it was started."""
     (tmp_path / "keys.yaml").write_text("keys: [{name: a, key: first-secret}]")

@@ -151,6 +151,7 @@ def test_greedy_answers_match_the_full_forward_pass(run_dir):
         assert ids_BT[row, len(known) - 1 :][: job.new_tokens].tolist() == text[-job.new_tokens :]
 
 
+@pytest.mark.slow
 def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
     """The last byte determines the next one: with any cache, one task is always right and another never."""
     first, then = "aè"  # of the cycle

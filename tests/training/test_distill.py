@@ -331,6 +331,7 @@ def loaded_model(run):
     return abstract_model(config.architecture(259))[0](load_run_weights(run, config, model_shapes(config), 259))
 
 
+@pytest.mark.slow
 def test_adapters_learn_from_a_bfloat16_teacher(folder, student):
     """The adapters of a student start at the divergence of their base, which a teacher rounded to bfloat16 hardly changes."""
     changes = {"training.init_from": str(student[0].path), "lora.rank": 2, "distill.teacher_weights": "bfloat16"}
@@ -418,6 +419,7 @@ def samples_config(folder, **changes):
     return config, tokenizer, prepare_data(config, folder / "prompts", tokenizer)[1]
 
 
+@pytest.mark.slow
 def test_resumed_run_with_samples_equals_the_uninterrupted_one(folder):
     config, *_ = samples_config(folder)
     whole = launch(config, run_dir=folder / "samples")

@@ -115,6 +115,7 @@ def tuned(base):
     return run, config, seen[-1]
 
 
+@pytest.mark.slow
 def test_run_learns_and_merges_exactly(base, tuned):
     run, config, sampled = tuned
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines() if '"evaluation"' in line]

@@ -169,7 +169,7 @@ def test_starting_weights_are_kept_if_training_makes_them_worse(whole, base):
     jax.tree.map(np.testing.assert_array_equal, kept, start)
 
 
-@pytest.mark.parametrize("step", [0, 5])
+@pytest.mark.parametrize("step", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_stopped_run_continues_with_equal_results(whole, base, monkeypatch, step):
     """SIGTERM arrives while the answers of a step are sampled; the step has not begun."""
     config, calls, sample = grpo_config(base), [], Rollouts.sample
@@ -196,6 +196,7 @@ UPDATES = {"grpo.updates": 2, "training.grad_accum": 2}
 SCAN = {"model.scan_layers": True, "model.num_blocks": 2, "grpo.loss": "dapo", "training.ema": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -215,6 +215,7 @@ def one_part():
     return step, jax.jit(step._step)
 
 
+@pytest.mark.slow
 def test_two_accumulation_steps_equal_one(one_part):
     """The parts have 9 and 6 tokens, and 3 and 2 answers, so a mean of the means of the parts would differ."""
     whole, program = one_part

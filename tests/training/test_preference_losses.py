@@ -164,6 +164,7 @@ def stepped(config, *batches):
     return [(metrics, state.parameters) for state, metrics in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "kto")])
 def test_accumulation_changes_nothing(objective, batches):
     """The KL divergence is that of the whole batch, also if the parts of the batch are read one after the other."""

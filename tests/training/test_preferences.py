@@ -157,7 +157,7 @@ def validation_rows(run):
 
 
 @pytest.mark.parametrize(
-    "objective", ["kto", "orpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "simpo"))]
+    "objective", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("orpo", "ipo", "simpo"))]
 )
 def test_a_run_of_each_objective_learns_and_resumes_exactly(base, objective):
     """ORPO starts from random weights. ORPO and SimPO compute no log-probabilities of a reference model."""
@@ -201,6 +201,7 @@ def test_plan_of_each_objective(base, monkeypatch):
         check_plan(objective, lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in OBJECTIVES if name != "kto")]
 )
