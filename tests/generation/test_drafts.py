@@ -172,6 +172,7 @@ def compare(drafted, plain, rtol=2e-4):
     return [batch.drafts(row) for row in range(len(tokens))]
 
 
+@pytest.mark.slow
 def test_drafts_do_not_change_tokens_and_reports():
     """The last row may have only one token, so after the first match every step generates five tokens."""
     model, plan = builder.model(ONE_RING), DraftPlan(4, 1, 1.0)

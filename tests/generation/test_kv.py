@@ -316,6 +316,7 @@ def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), chunk.info, same.info)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", pytest.param("snapkv+ema", marks=pytest.mark.slow)])
 def test_importances_of_a_prompt_in_blocks(monkeypatch, policy):
     plan, model = plan_of(512, LONG_CONFIG, budget_tokens=48, policy=policy, decay=0.5), builder.model(LONG_CONFIG)

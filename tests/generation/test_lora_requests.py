@@ -88,11 +88,8 @@ CONFIGS = {
 }
 
 
-# "gated" is also the architecture of the engine below, and "experts" has the plain products.
-SLOW = {name: [pytest.mark.slow] for name in ("gated", "plain", "shared keys")}
-
-
-@pytest.mark.parametrize("config", [pytest.param(CONFIGS[name], id=name, marks=SLOW.get(name, [])) for name in CONFIGS])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_row_equals_its_merged_model(config):
     model, adapters = builder.model(config), eight_adapters(config)
     found = in_one_batch(model, adapters)

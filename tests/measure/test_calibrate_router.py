@@ -169,6 +169,7 @@ def test_batches_and_chunks_do_not_change_results(run_path, record, monkeypatch,
     np.testing.assert_allclose(list(found.measured.values()), list(record.measured.values()), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_short_windows_with_a_shorter_context(run_path, monkeypatch):
     H, _, _ = slowly(run_path, window=48, context=12)
     monkeypatch.setattr(calibrate, "WINDOW", 48)

@@ -372,6 +372,7 @@ def test_bytes_of_latents(dtype):
     assert report["full_bytes_bfloat16"] == 5 * 28 * 16 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, tolerance",
     [

@@ -169,6 +169,7 @@ def test_a_compressed_cache_with_slots_for_all_tokens_equals_one_pass(name):
     np.testing.assert_allclose(found_TV, whole_TV, atol=1e-5 * np.abs(whole_TV).max())
 
 
+@pytest.mark.slow
 @each("a window, parallel blocks without scales")
 def test_compressed_caches_equal_the_reference(name):
     model = config(**VARIANTS[name])

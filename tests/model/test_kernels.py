@@ -220,6 +220,7 @@ def test_bfloat16_gradients_of_tied_weights(shape):
     np.testing.assert_allclose(d_w, d_y.T @ x, rtol=1e-5, atol=1e-5 * np.abs(d_y.T @ x).max())
 
 
+@pytest.mark.slow
 def test_masks_are_not_saved_by_a_loop_over_layers(monkeypatch):
     """The masks depend only on the documents, which are the same for all layers: JAX could compute them once and keep them."""
     monkeypatch.setattr(chunked, "QUERY_BLOCK", 8)

@@ -136,6 +136,7 @@ def test_reports_about_the_model_ignore_the_mask():
     assert (np.asarray(held.token.survivors) <= some(3).sum(1)).all()
 
 
+@pytest.mark.slow
 def test_the_entropy_router_chooses_allowed_tokens():
     rows = [{"strategy": "entropy", "seed": seed, "clarify_token": 30, "use_attention": False} for seed in range(B)]
     params, spread = SamplingParams.build(rows), np.linspace(0.01, 4, B, dtype=np.float32)[:, None]

@@ -302,6 +302,7 @@ def test_the_window_contains_the_largest_logits_and_sums_of_the_others():
     assert [float(part[0]) for part in take(few)[2]] == [0.0] * 7
 
 
+@pytest.mark.slow
 def test_the_selection_does_not_sort_the_row(optimized):
     check_selection(optimized(jax.jit(take_window).lower(jax.ShapeDtypeStruct((1, V), jnp.float32))).as_text())
 

@@ -80,6 +80,7 @@ def test_seeds_differ():
     assert len(seeds) == 1600 and all(0 <= seed < 2**32 for seed in seeds)
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_their_batch(base, loaded):
     """The same prompts in another order, in calls of another size."""
     config = grpo_config(base)

@@ -46,6 +46,7 @@ SMOLLM2_SHAPES = {  # 135 million weights, 79 % of them in projections
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "ratio"), [(LLAMA_SHAPES, 0.139), (SMOLLM2_SHAPES, 0.155)], ids=["Llama with 0.8B", "SmolLM2-135M"]
 )
