@@ -4,6 +4,7 @@ import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -220,6 +221,15 @@ def _setting_list(config: Config) -> list[dict[str, Any]]:
             "value": replace_nonfinite(values[name]),
             "help": schema["description"],
         }
+        for section, name, schema in _setting_schemas()
+    ]
+
+
+@cache
+def _setting_schemas() -> list[tuple[str, str, dict[str, Any]]]:
+    """Returns section, name and JSON schema of every setting of a request."""
+    return [
+        (section, name, schema)
         for section, kind in (("generation", GenerationSection), ("router", RouterSection))
         for name, schema in kind.model_json_schema()["properties"].items()
         if name not in SERVER_SETTINGS
