@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time names are imported when first used
-    __version__: str
     from dantinox.config import Config as Config
     from dantinox.config import UserError as UserError
     from dantinox.config import load_config as load_config
@@ -26,6 +25,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are import
     from dantinox.text import Tokenizer as Tokenizer
     from dantinox.training.launch import launch as launch
 
+__version__ = "1.0.0rc1"
 PUBLIC = {
     "Config": "dantinox.config",
     "UserError": "dantinox.config",
@@ -44,8 +44,6 @@ __all__ = [*PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return _version()
     if name not in PUBLIC:
         raise AttributeError(f"module 'dantinox' has no attribute {name!r}")
     return getattr(import_module(PUBLIC[name]), name)
@@ -53,12 +51,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # slow to import
-
-    try:
-        return version("dantinox")
-    except PackageNotFoundError:
-        return "0+unknown"

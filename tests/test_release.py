@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from dantinox import __version__
 from tests import release_check
 
 ROOT = Path(__file__).parent.parent
@@ -14,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 def test_version_is_the_same_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["version"] == PROJECT["version"]
+    assert citation["version"] == __version__
     assert citation["license"] == PROJECT["license"]
 
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dantinox import __version__
 from dantinox.files import UserError
 from dantinox.generation.block_pool import Pool
 from dantinox.generation.prefix_tree import StoredBlock
@@ -56,11 +56,7 @@ def fingerprint(programs: Iterable[str], weights: Sequence[jax.Array], probe: st
 
 
 def _versions() -> list[str]:
-    try:
-        own = version("dantinox")
-    except PackageNotFoundError:  # the package is imported from its source folder
-        own = "unknown"
-    return [f"dantinox {own}", f"jax {jax.__version__}", f"jaxlib {jax.lib.__version__}"]
+    return [f"dantinox {__version__}", f"jax {jax.__version__}", f"jaxlib {jax.lib.__version__}"]
 
 
 @jax.jit

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
+from dantinox import __version__
 from dantinox.kernels.native_library import PACKAGE, compile_kernels, instruction_sets, library_name
 
 
@@ -29,7 +30,7 @@ def build_wheel(folder: Path, names: Iterable[str] | None = None) -> Path:
       KernelError: there is no compiler, or it fails.
       OSError: the file cannot be written.
     """
-    release, platform = version("dantinox"), sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    release, platform = __version__, sysconfig.get_platform().replace("-", "_").replace(".", "_")
     tag, info = f"py3-none-{platform}", f"{PACKAGE}-{release}.dist-info"
     files = {f"{PACKAGE}/__init__.py": b'"""Compiled kernels of DantinoX."""\n'}
     with tempfile.TemporaryDirectory() as temporary:

@@ -9,18 +9,20 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 
+from dantinox import __version__
 from dantinox.kernels import load_kernels
 from dantinox.machine import cache_folder
 from dantinox.platform import INDIVIDUAL_MATMULS, bfloat16_gain, get_platform, use_compilation_cache
 from dantinox.report import human_bytes
 
-PACKAGES = ("dantinox", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy", "matplotlib")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy", "matplotlib")
 REPEATS = 5
 
 
 def doctor_lines() -> Iterator[str]:
     """Yields lines about versions, devices, their speed, and the compilation cache."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    yield f"dantinox {__version__}"
     for name in PACKAGES:
         try:
             yield f"{name} {version(name)}"

@@ -10,9 +10,9 @@ Source of the names: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-s
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from dantinox import __version__
 from dantinox.files import require_extra
 from dantinox.serve.request_log import MAX_PATH, QUIET_PATHS
 from dantinox.serve.request_record import CLIENT_CLOSED, Generation, RequestRecord
@@ -48,7 +48,7 @@ def make_provider() -> "TracerProvider":
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    own = Resource({"service.name": "dantinox", "service.version": metadata.version("dantinox")})
+    own = Resource({"service.name": "dantinox", "service.version": __version__})
     provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dantinox import __version__
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.distributed import ONE_DEVICE, Layout
 from dantinox.files import UserError, quote
@@ -77,7 +78,7 @@ def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirector
         "devices": layout.describe(),
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         "tokenizer_sha256": fingerprint,
-        "versions": {name: version(name) for name in ("dantinox", "jax", "flax", "optax", "orbax-checkpoint")},
+        "versions": {"dantinox": __version__} | {name: version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
 
 
