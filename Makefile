@@ -12,7 +12,7 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 # `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
 BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildcard benchmarks/*.py))
 
-.PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all test-isa release-check mutants test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize lint schema models clean
+.PHONY: help benchmarks docs docs-linkcheck demo speedrun test test-all test-isa release-check mutants test-browser serve-test aot aot-tests faults parity real tokenizers kernels sanitize accelerator-kit accelerator-check accelerator-rehearsal lint schema models clean
 
 help:
 	@echo "make demo          train a small model on the Python sources of this machine, then generate with it (about 2 minutes on two cores)"
@@ -32,6 +32,8 @@ help:
 	@echo "make kernels       build the wheel dantinox-kernels into dist: the native kernels, compiled for this architecture (about 1 minute)"
 	@echo "make sanitize      the native kernels with the sanitizers of GCC, on Linux (about 10 minutes)"
 	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (about 2 minutes)"
+	@echo "make accelerator-check      the project on the accelerator of this machine, and what is good (FLAGS=\"--minutes 8\")"
+	@echo "make accelerator-kit        a folder with which a machine without a network runs this check"
 	@echo "make docs          build this site into docs/_build/html; check its links, and run the code of its pages"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
@@ -127,6 +129,26 @@ sanitize: $(VENV)/.dev
 
 faults: $(VENV)/.dev
 	$(PY) -m pytest -s -m faults tests/faults
+
+# FLAGS="--smoke" uses tiny sizes, --help lists the options.
+accelerator-check: $(VENV)/.dev
+	$(PY) benchmarks/accelerator $(FLAGS)
+
+KIT ?= build/accelerator-kit
+accelerator-kit: $(VENV)/.dev
+	$(PY) benchmarks/accelerator/kit.py $(KIT)
+
+# The kit with tiny sizes, without a network where `unshare` may close it, and with the oldest JAX that Python 3.12 may have.
+IMAGE := $(VENV)-image
+accelerator-rehearsal: accelerator-kit $(IMAGE)/.image
+	rm -rf $(KIT)/results $(KIT)/site
+	closed=$$(unshare -rn true 2>/dev/null && echo unshare -rn || true); \
+	PIP_NO_INDEX=1 PYTHON=$(CURDIR)/$(IMAGE)/bin/python SITE=$(KIT)/site $$closed sh $(KIT)/start.sh --smoke --minutes 10 --out $(KIT)/results
+
+$(IMAGE)/.image: benchmarks/accelerator/image.py
+	python3.12 -m venv $(IMAGE)
+	$(IMAGE)/bin/python -m pip install --quiet $$($(IMAGE)/bin/python benchmarks/accelerator/image.py --oldest)
+	touch $@
 
 # make -j2 benchmarks runs two at a time: enough to check that they work, useless for timing.
 benchmarks: $(BENCHMARKS:=.smoke)

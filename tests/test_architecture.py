@@ -195,7 +195,7 @@ def test_tests_mirror_the_packages():
     """Every package has a folder of tests, and every top-level module a test file. Other folders test whole commands."""
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
-    assert folders - packages == {"docs", "faults", "published"}
+    assert folders - packages == {"benchmarks", "docs", "faults", "published"}
     assert packages - folders == set()
     modules = {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")}
     assert {name for name in modules if not (ROOT / "tests" / f"test_{name}.py").is_file()} == set()
