@@ -117,8 +117,9 @@ def test_ring_attention_computes_half_of_the_products(n):
     assert work.flops == (2 * n + 1) * per_product
     keys = B * K * 2 * C
     kv, d_kv, documents = (4 * keys * size for size in (H + V, H + V, 1))
-    # The first permutation of the backward pass equals that of the forward pass, so the compiler removes it.
-    assert work.sent["collective-permute"] == (2 * (n - 1) - 1) * (kv + documents) + n * d_kv
+    # The first permutation of the backward pass equals that of the forward pass. Some versions of XLA remove it.
+    permutations = (work.sent["collective-permute"] - n * d_kv) / (kv + documents)
+    assert permutations in (2 * (n - 1) - 1, 2 * (n - 1))
     assert set(work.count) == {"collective-permute"} and work.unknown_loops == 0
 
 

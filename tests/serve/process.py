@@ -24,18 +24,23 @@ class FakeRunning(FakeEngine):
 
     Attributes:
       stuck: whether closing the engine blocks, as it does during a compilation.
+      may_load: if set, the engine loads until this event.
     """
 
-    stuck = False
+    stuck, may_load = False, None
 
     def __init__(self, *given, **more):
         super().__init__(*given, **more)
         self.state = "loading"
 
     def start(self):
-        threading.Timer(0.3, self.be_ready).start()
+        threading.Thread(target=self.load, daemon=True).start()
 
-    def be_ready(self):
+    def load(self):
+        if self.may_load is None:
+            time.sleep(0.3)
+        else:
+            self.may_load.wait(30)
         self.state = "ready"
 
     async def drain(self, seconds):
