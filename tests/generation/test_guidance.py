@@ -121,6 +121,7 @@ def answers(engine, requests, cancelled=()):
                 tokens, logprobs = found[jobs.index(output.job)][output.sample]
                 tokens += output.ids
                 logprobs += np.asarray(output.steps.logprob).tolist()
+    assert engine.load.busy == 0, "slots of guides are not released"
     return found
 
 

@@ -11,6 +11,7 @@ import dantinox
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.loaded_model import results_in_order
+from dantinox.generation.static_batch import clamp_to_context
 from dantinox.text import Tokenizer
 from tests.error_texts import ERRORS
 
@@ -365,3 +366,9 @@ def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_pa
     assert -1 < logprob < 0
     with pytest.raises(UserError, match=ERRORS["n_must_be_1_in"]):
         model.chat("a", n=2)
+
+
+def test_the_warning_about_the_context_names_the_row_that_loses_most():
+    with pytest.warns(UserWarning, match="leaves room for 3 new tokens after a prompt of 7: 5 fewer than requested"):
+        limits = clamp_to_context(np.array([2, 7, 9]), np.array([9, 8, 2]), 10)
+    assert limits.tolist() == [8, 3, 1]

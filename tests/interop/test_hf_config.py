@@ -37,6 +37,11 @@ PUBLISHED = {
          "num_key_value_heads": 2, "rope_theta": 1000000.0},
         {"windows": (None,) * 4, "qkv_bias": True, "out_bias": False, "norm_epsilon": 1e-6},
     ),
+    "qwen2, sliding in every layer": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0,
+         "num_key_value_heads": 2},
+        {"windows": (8, 8, 8, 8)},
+    ),
     "qwen2, sliding": (
         {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3,
          "num_key_value_heads": 2},

@@ -22,7 +22,7 @@ from dantinox.serve import model_pool
 from dantinox.serve.api_keys import ApiKeys, single_key
 from dantinox.serve.model_loading import OpenModel, open_model
 from dantinox.serve.model_pool import ModelPool
-from dantinox.serve.model_specs import ModelSpec, check_names, read_models
+from dantinox.serve.model_specs import ModelSpec, check_model_name, check_names, read_models
 from dantinox.serve.options import Options
 from dantinox.serve.pool_app import make_pool_app
 from dantinox.serve.protocols.keep_alive import keep_seconds
@@ -373,6 +373,13 @@ def test_a_pool_whose_first_model_cannot_start():
 
 
 # --- the choice of the model
+
+
+def test_lengths_of_names():
+    assert check_model_name("n" * 200, "alias") == "n" * 200
+    for name in ("n" * 201, " ", "a\nb"):
+        with pytest.raises(UserError, match="alias must be a printable name of at most 200 characters"):
+            check_model_name(name, "alias")
 
 
 def test_names_aliases_and_adapters():
