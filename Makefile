@@ -136,17 +136,19 @@ accelerator-check: $(VENV)/.dev
 
 KIT ?= build/accelerator-kit
 accelerator-kit: $(VENV)/.dev
-	$(PY) benchmarks/accelerator/kit.py $(KIT)
+	$(PY) benchmarks/accelerator/kit.py $(SIZES) $(KIT)
 
 # The kit with tiny sizes, without a network where `unshare` may close it, and with the oldest JAX that Python 3.12 may have.
 IMAGE := $(VENV)-image
+PYTHON312 ?= python3.12
+accelerator-rehearsal: SIZES = --smoke
 accelerator-rehearsal: accelerator-kit $(IMAGE)/.image
 	rm -rf $(KIT)/results $(KIT)/site
 	closed=$$(unshare -rn true 2>/dev/null && echo unshare -rn || true); \
-	PIP_NO_INDEX=1 PYTHON=$(CURDIR)/$(IMAGE)/bin/python SITE=$(KIT)/site $$closed sh $(KIT)/start.sh --smoke --minutes 10 --out $(KIT)/results
+	PIP_NO_INDEX=1 PYTHON=$(abspath $(IMAGE))/bin/python SITE=$(KIT)/site $$closed sh $(KIT)/start.sh --smoke --minutes 10 --out $(KIT)/results
 
 $(IMAGE)/.image: benchmarks/accelerator/image.py
-	python3.12 -m venv $(IMAGE)
+	$(PYTHON312) -m venv $(IMAGE)
 	$(IMAGE)/bin/python -m pip install --quiet $$($(IMAGE)/bin/python benchmarks/accelerator/image.py --oldest)
 	touch $@
 

@@ -88,7 +88,7 @@ def main() -> int:
     if options.references:
         from exactness import write_references
 
-        write_references(options.references)
+        write_references(options.references, options.smoke)
         return 0
     if options.compile:
         from compiled import compile_rows

@@ -91,6 +91,8 @@ def run_row(row: Row, folder: Path, limit: float, smoke: bool) -> dict[str, Any]
         str(folder),
     ]
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".9", "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    if smoke:  # the programs run for milliseconds
+        environment["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
     with output.open("wb") as log:
         command += ["--smoke"] * smoke
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)

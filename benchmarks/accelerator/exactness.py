@@ -59,9 +59,9 @@ def prefix(smoke: bool) -> str:
     return "smoke_" if smoke else "full_"
 
 
-def write_references(path: Path) -> None:
-    """Writes the references of both sizes."""
-    arrays = compute(False) | compute(True)
+def write_references(path: Path, smoke: bool) -> None:
+    """Writes the references of both sizes, or with `smoke` only of the tiny one."""
+    arrays = compute(True) | ({} if smoke else compute(False))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
