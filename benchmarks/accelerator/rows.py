@@ -81,20 +81,24 @@ ROWS = {
         Row(
             "train_124m", "training step of GPT-2 small", "speed:train_small", 60,
             (Bar("mfu", 0.40, 0.33, 0.20), MEMORY),
+            compile=22.6,
         ),
         Row(
             "decode_1b", "decoding of a Llama with 1.24 billion parameters in bfloat16, batch 1", "speed:decode_one", 45,
             (Bar("bandwidth_share", 0.59, 0.44, 0.26),),
+            compile=23.5,
         ),
         Row(
             "train_1b", "training step of a Llama with 1.24 billion parameters", "speed:train_large", 75,
             (Bar("mfu", 0.38, 0.26, 0.18), MEMORY),
+            compile=10.8,
         ),
         Row("torch_train_124m", "the same step of GPT-2 small in torch", "torch_peer:train", 75),
         Row("torch_decode_1b", "the same decoding in torch", "torch_peer:decode", 60),
         Row(
             "decode_batches", "decoding of batches, as a multiple of batch 1", "speed:decode_batches", 50,
             (Bar("times_8", 6.9, 5, 4), Bar("times_64", 37, 25, 20)),
+            compile=18.9,
         ),
         Row(
             "engine", "a server's engine with 8 slots, beside `generate` with the same prompts", "speed:engine", 60,
@@ -103,6 +107,7 @@ ROWS = {
         Row(
             "low_precision", "int8 and int4 weights and an int4 cache, as a multiple of bfloat16", "speed:low_precision", 90,
             (Bar("int8", 1.1, 1, 0.9), Bar("int4", 1, 0.9, 0.8), Bar("int4_cache", 1, 0.9, 0.8)),
+            compile=60.3,
         ),
         Row(
             "deterministic", "20 + 20 steps beside 40, with and without `training.deterministic`",
