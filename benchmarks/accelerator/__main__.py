@@ -18,6 +18,8 @@ from typing import Any
 from check import Results, chosen_rows, run_rows
 from rows import FAILED, ORDER, ROWS, verdict
 
+from dantinox.files import atomic_write
+
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="accelerator", description=__doc__, allow_abbrev=False)
@@ -51,7 +53,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if result["verdict"] in ORDER[1:] and found.work is not None:
             from traces import explain_row
 
-            answer(options.answer, result)  # stays if the trace takes too long
+            atomic_write(options.answer, json.dumps(result))  # stays if the trace takes too long
             try:
                 explain_row(options.row, found, options.out)
             except Exception as error:
@@ -66,16 +68,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return {"verdict": "out of memory" if memory else "failed", "reason": first, "output": text.splitlines()[-30:]}
 
 
-def answer(path: Path | None, result: dict[str, Any]) -> None:
-    text = json.dumps(result)
-    if path is None:
-        print(text)
-        return
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
@@ -83,7 +75,7 @@ def interrupt(number: int, frame: Any) -> None:
 def main() -> int:
     options = parse()
     if options.row:
-        answer(options.answer, measure(options))
+        atomic_write(options.answer, json.dumps(measure(options)))
         return 0
     if options.references:
         from exactness import write_references

@@ -6,6 +6,7 @@ this process is killed.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rows import NOT_GOOD, ROWS, Row
+
+from dantinox.files import atomic_write
 
 RESERVE = 3.0  # seconds to write the table
 FOLDER = Path(__file__).parent
@@ -47,10 +50,8 @@ class Results:
         self.write_table()
 
     def write_table(self) -> None:
-        """Replaces the table atomically."""
-        partial = self.folder / "table.md.partial"
-        partial.write_text(format_table(self.rows), encoding="utf-8")
-        partial.replace(self.folder / "table.md")
+        """Replaces the table."""
+        atomic_write(self.folder / "table.md", format_table(self.rows))
 
 
 def run_rows(
@@ -78,23 +79,12 @@ def run_row(row: Row, folder: Path, limit: float, smoke: bool) -> dict[str, Any]
     """Runs one row in a process of its own, and returns its result."""
     answer, output, began = folder / f"{row.name}.part", folder / "output.txt", time.monotonic()
     answer.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        str(FOLDER),
-        "--row",
-        row.name,
-        "--measure",
-        row.measure,
-        "--answer",
-        str(answer),
-        "--out",
-        str(folder),
-    ]
+    options = {"--row": row.name, "--measure": row.measure, "--answer": str(answer), "--out": str(folder)}
+    command = [sys.executable, str(FOLDER), *itertools.chain(*options.items()), *["--smoke"] * smoke]
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".9", "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if smoke:  # the programs run for milliseconds
         environment["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
     with output.open("wb") as log:
-        command += ["--smoke"] * smoke
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
             code = process.wait(limit)

@@ -105,7 +105,8 @@ def train_large(options: Any) -> Measured:
     """Measures a step of the largest model whose training state fits, with recomputation."""
     shapes = shapes_of(options.smoke)
     changes = shapes.changes | shapes.large
-    return Measured(*train_step(shapes, "llama_1b", shapes.large_rows, changes, recompute=True)[:2], 3)
+    figures, work, programs = train_step(shapes, "llama_1b", shapes.large_rows, changes, recompute=True)
+    return Measured(figures, work, 3, programs)
 
 
 def train_step(
@@ -250,9 +251,7 @@ def engine(options: Any) -> Measured:
 
     def serve() -> int:
         jobs = [
-            server.add(
-                request_of(server, prompt.tolist(), shapes.new, seed=i, **{k: v for k, v in CHAIN.items() if k != "seed"})
-            )
+            server.add(request_of(server, prompt.tolist(), shapes.new, **CHAIN | {"seed": i}))
             for i, prompt in enumerate(prompts)
         ]
         return sum(len(tokens) for tokens, _ in finish(server, jobs))
