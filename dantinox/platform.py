@@ -42,6 +42,8 @@ class Platform:
       min_loss_chunk_tokens: the smallest number of tokens in a chunk of the loss. Every chunk reads the weights of the output
         layer and writes their gradient, so many small chunks cost memory traffic.
       prefill_rows: the number of prompt chunks that one program processes in about the time of a single chunk.
+      decode_group: the number of decoding steps in a loop of fixed length. Before each iteration of a loop whose length is an
+        argument of the program, a GPU waits for the host; None: it does not matter.
       large_model_options: compiler options for training and evaluation of models with more than `LARGE_MODEL_BYTES` of weights.
     """
 
@@ -53,6 +55,7 @@ class Platform:
     max_matvec_rows: tuple[int, int] = (0, 0)
     min_loss_chunk_tokens: int = 2048
     prefill_rows: int = 4
+    decode_group: int | None = None
     large_model_options: tuple[tuple[str, str], ...] = ()
 
     def compiler_options(self, bytes_of_weights: int) -> dict[str, str]:
@@ -79,7 +82,7 @@ PLATFORMS = {
         prefill_rows=1,
         large_model_options=(MEMORY_SCHEDULER,),
     ),
-    "gpu": Platform("gpu", "bfloat16", attention_kernel="cudnn"),
+    "gpu": Platform("gpu", "bfloat16", attention_kernel="cudnn", decode_group=8),
     "tpu": Platform("tpu", "bfloat16", attention_kernel="splash"),
 }
 

@@ -6,7 +6,7 @@ import sys
 
 # Module → the oldest version that works. These are large, or belong to the driver.
 REQUIRED = {
-    "jax": "0.11.2", "jaxlib": "0.11.2", "flax": "0.12.12", "optax": "0.2.8", "orbax.checkpoint": "0.12.8", "numpy": "2.0",
+    "jax": "0.11.2", "jaxlib": "0.11.2", "flax": "0.12.10", "optax": "0.2.8", "orbax.checkpoint": "0.12.4", "numpy": "2.0",
     "tokenizers": "0.22", "safetensors": "0.4.5", "msgpack": "1.0", "yaml": "6.0", "ml_dtypes": "0.5", "jinja2": "3.1.6",
     "rich": "13.9", "regex": "2024.5", "prometheus_client": "0.21", "pip": "22",
 }  # fmt: skip

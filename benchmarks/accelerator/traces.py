@@ -107,10 +107,15 @@ def report_lines(times: DeviceTimes, count: int) -> Iterable[str]:
 
 
 def live_programs() -> dict[str, Any]:
-    """Returns the compiled programs of this process, by name."""
+    """Returns the compiled programs of this process, by name; programs of the same name are numbered."""
     import jax
 
-    return {one.hlo_modules()[0].name: one for one in jax.devices()[0].client.live_executables()}
+    programs: dict[str, Any] = {}
+    for one in jax.devices()[0].client.live_executables():
+        name = one.hlo_modules()[0].name
+        same = sum(key.split(" ")[0] == name for key in programs)
+        programs[f"{name} {same + 1}" if same else name] = one
+    return programs
 
 
 def explain_row(name: str, measured: Any, folder: Path) -> None:

@@ -4,10 +4,10 @@ Decoding is a `fori_loop` with a KV cache. The whole state of a row (token, posi
 parameters) is in arrays with a batch axis, so rows of different lengths and settings share one compiled program.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ DECODE_CHUNK = 32  # tokens
 COMPRESSED_PREFILL_CHUNK = 2048  # longest part of a prompt that a compressed cache processes at a time
 # The most prompt tokens in one forward pass over several prompts. It bounds the memory for activations.
 PREFILL_BATCH_TOKENS = 1 << 14
+Carry = TypeVar("Carry")
 
 
 @partial(
@@ -91,7 +92,7 @@ class Emitted(NamedTuple):
 # With `graph=False` nnx treats the arguments as plain trees and traverses them once instead of several times.
 _jit: Any = partial(
     nnx.jit,
-    static_argnames=("use_cache", "report", "echo", "chunk", "plan", "samples", "draft_plan"),
+    static_argnames=("use_cache", "report", "echo", "chunk", "group", "plan", "samples", "draft_plan"),
     donate_argnames=("cache",),
     graph_updates=False,
     graph=False,
@@ -113,6 +114,7 @@ def _generate_toks(
     report: int | None,
     echo: bool = False,
     chunk: int = DECODE_CHUNK,
+    group: int | None = None,
     plan: CachePlan | None = None,
     samples: int = 1,
     draft_plan: DraftPlan | None = None,
@@ -132,6 +134,7 @@ def _generate_toks(
       adapters: the matrices of the adapters, from which each row takes those of `state.adapter_B`; None: no adapters.
       report: the number of alternatives to report per token; None: report nothing.
       echo: report the log-probabilities of the prompt tokens.
+      group: the steps of a loop of fixed length (`Platform.decode_group`); only without drafts.
       plan: the plan of the cache to create.
       draft_plan: verify draft tokens; None: one token per step.
 
@@ -180,8 +183,21 @@ def _generate_toks(
     buffers = _emitted_buffers(model, state, params, report, chunk)
     max_remaining = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))
     steps = jnp.minimum(jnp.minimum(steps, chunk), max_remaining)
-    cache, state, emitted = jax.lax.fori_loop(0, steps, body, (cache, state, buffers))
+    cache, state, emitted = _run_steps(group, steps, body, (cache, state, buffers))
     return cache, state, emitted, None
+
+
+def _run_steps(group: int | None, steps: jax.Array, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
+    """Returns `carry` after `steps` iterations of `body`: first in groups of a fixed length, then one by one."""
+    grouped: jax.Array | int = 0
+    if group is not None:
+        grouped = steps // group * group
+
+        def run_group(i: jax.Array, carry: Carry) -> Carry:
+            return jax.lax.fori_loop(0, group, lambda j, carry: body(group * i + j, carry), carry)
+
+        carry = jax.lax.fori_loop(0, steps // group, run_group, carry)
+    return jax.lax.fori_loop(grouped, steps, body, carry)
 
 
 def _row_adapters(stacks: Stacks, state: DecodeState, samples: int = 1) -> RowAdapters:

@@ -20,6 +20,7 @@ from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Recurrent, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.model import KVCache, Transformer
 from dantinox.model.row_adapters import RowAdapters
+from dantinox.platform import get_platform
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL_ALLOWED
 
@@ -210,6 +211,8 @@ class StaticBatch(RunningBatch):
         stacks = None if adapters is None else adapters.stacks
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report, "adapters": stacks}
         self._decode_options: dict[str, Any] = self._options | ({} if draft_plan is None else {"draft_plan": draft_plan})
+        if (group := get_platform(model.config.platform).decode_group) and draft_plan is None and not constrained:
+            self._decode_options["group"] = group
         if draft_model is not None:
             self._decode_options["draft_model"] = split_model(draft_model)
             self._prefill_options |= self._decode_options

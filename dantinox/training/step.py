@@ -270,7 +270,7 @@ class TrainStep:
         platform = get_platform(model.platform)
         options = platform.compiler_options(tree_bytes(abstract_model(replace(model, lora=None))[1]))
         if t.deterministic and platform.name == "gpu":
-            options |= {"xla_gpu_deterministic_ops": "true"}
+            options |= {"xla_gpu_deterministic_ops": "True"}  # XLA does not accept "true" here
         programs = {"train": TracedProgram(rows, length, train, options)}
         if self.objective.has_validation_loss:
             eval_batch = layout.place_batch(self.abstract_batch(eval_rows))

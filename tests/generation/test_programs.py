@@ -1,6 +1,7 @@
 """Counts which programs are compiled and how often, and reads their memory use from the compiled programs."""
 
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.slot_programs import prefill_part
 from dantinox.generation.static_batch import StaticBatch, padded_length
 from dantinox.model import make_cache, scoring
+from dantinox.platform import get_platform
 from dantinox.programs import tree_bytes
 from dantinox.sampling import SamplingParams
 
@@ -70,6 +72,26 @@ def test_short_chunks_use_the_same_program(programs):
         session.advance(steps)
     assert session.advance(32).counts.sum() == 50 - 44
     assert programs() == 0
+
+
+def test_groups_of_steps_change_no_token():
+    """On a GPU, steps run in groups of eight."""
+    assert get_platform("gpu").decode_group == 8
+    model = builder.model(replace(builder.ONE_LAYER, platform="gpu"))
+    session = StaticBatch(
+        model,
+        np.ones((1, 5), np.int32),
+        np.array([5]),
+        SamplingParams.build({"greedy": True}),
+        limits_B=np.array([58]),
+        eos_ids=[[]],
+    )
+    tokens = session.start().tokens[0].tolist()
+    for steps in (1, 7, 8, 13, 16, 32):
+        chunk = session.advance(steps)
+        assert chunk.counts[0] == min(steps, 58 - len(tokens))
+        tokens += chunk.tokens[0, : chunk.counts[0]].tolist()
+    assert tokens == builder.slowly(builder.model(builder.ONE_LAYER), [1] * 5, 58, greedy=True)
 
 
 @pytest.mark.parametrize("dispatch_ahead", [False, True])

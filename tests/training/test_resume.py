@@ -14,6 +14,7 @@ import pytest
 from dantinox.config import UserError, build_config
 from dantinox.distributed import make_layout
 from dantinox.platform import get_platform
+from dantinox.programs import compile_program
 from dantinox.report import read_csv, read_jsonl
 from dantinox.text import TokenStore
 from dantinox.training import loop, resume
@@ -142,12 +143,15 @@ def test_other_versions_and_gpus_are_noted(monkeypatch):
 
 
 def test_deterministic_sets_the_compiler_option_of_a_gpu():
+    double = jax.jit(lambda x: 2 * x)
     for name, deterministic in (("gpu", True), ("gpu", False), ("cpu", True)):
         config = small_config(training__deterministic=deterministic, training__optimizer="sgd")
         model = replace(config.architecture(VOCABULARY), platform=name, kernel="xla")
         for traced in TrainStep(config, model, 24).traced().values():
-            wanted = "true" if deterministic and name == "gpu" else None
+            wanted = "True" if deterministic and name == "gpu" else None
             assert traced.options.get("xla_gpu_deterministic_ops") == wanted
+            # The compiler of every platform checks the options of all of them.
+            assert compile_program(double.lower(2.0), traced.options)(2.0) == 4
 
 
 def test_steps_override_epochs():
