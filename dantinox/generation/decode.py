@@ -7,7 +7,7 @@ parameters) is in arrays with a batch axis, so rows of different lengths and set
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,6 @@ DECODE_CHUNK = 32  # tokens
 COMPRESSED_PREFILL_CHUNK = 2048  # longest part of a prompt that a compressed cache processes at a time
 # The most prompt tokens in one forward pass over several prompts. It bounds the memory for activations.
 PREFILL_BATCH_TOKENS = 1 << 14
-Carry = TypeVar("Carry")
 
 
 @partial(
@@ -187,13 +186,13 @@ def _generate_toks(
     return cache, state, emitted, None
 
 
-def _run_steps(group: int | None, steps: jax.Array, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
+def _run_steps(group: int | None, steps: jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
     """Returns `carry` after `steps` iterations of `body`: first in groups of a fixed length, then one by one."""
     grouped: jax.Array | int = 0
     if group is not None:
         grouped = steps // group * group
 
-        def run_group(i: jax.Array, carry: Carry) -> Carry:
+        def run_group(i: jax.Array, carry: Any) -> Any:
             return jax.lax.fori_loop(0, group, lambda j, carry: body(group * i + j, carry), carry)
 
         carry = jax.lax.fori_loop(0, steps // group, run_group, carry)
