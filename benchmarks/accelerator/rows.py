@@ -44,8 +44,8 @@ class Row:
 
     Attributes:
       measure: module and function, as in `speed:train_small`.
-      seconds: the expected time with compilation, measured on an H200 with 16 CPU cores. A trace of a row that is not good takes
-        up to 40 seconds more. The times of the last two rows are estimates.
+      seconds: the expected time with compilation, measured on an H200 with 16 CPU cores. A trace of a row that is not good
+        takes up to 40 seconds more. The times of the last two rows are estimates.
       bars: the bars of its figures. A row without bars is only recorded.
       compile: seconds of compilation for an H100 on two CPU cores, recorded with `--compile`; 0: not compiled in advance.
     """
