@@ -49,7 +49,12 @@ def require_extra(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        raise UserError(f"{what}: pip install 'dantinox[{extra}]'") from None
+        raise UserError(f"{what}: {install_command(extra)}") from None
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs an extra. The package index has another program named dantinox."""
+    return f"in a checkout of DantinoX, pip install -e '.[{extra}]'"
 
 
 def quote(value: Any) -> str:

@@ -33,6 +33,7 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 # Markdown as GitHub renders it: anchors of headings, HTML images, no further syntax to learn.
 myst_enable_extensions = ["colon_fence", "deflist", "html_image"]
 myst_heading_anchors = 4
+smartquotes = False  # it changes the two dashes of a flag to one
 
 # NOTEBOOKS="first_model serving" executes only these notebooks; the others have no outputs.
 NOTEBOOKS = os.environ.get("NOTEBOOKS", "").split()

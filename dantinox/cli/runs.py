@@ -1,6 +1,7 @@
 """`dantinox import`, `export`, `merge-lora` and `verify`: their flags and output."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,12 +73,13 @@ def _import_lines(found: "Imported") -> Iterator[str]:
         ("sampling", ", ".join(f"{key} {value}" for key, value in changed.items()) or "the defaults: temperature 1, no filter"),
     ]).splitlines()  # fmt: skip
     yield "next:"
+    path = shlex.quote(str(run.path))
     if templated:
-        yield f"  dantinox chat {run.path}"
-        yield f'  dantinox generate {run.path} --chat --greedy --prompt "What is the capital of France?"'
+        yield f"  dantinox chat {path}"
+        yield f'  dantinox generate {path} --chat --greedy --prompt "What is the capital of France?"'
     else:
-        yield f'  dantinox generate {run.path} --prompt "Once upon a time"'
-    yield f"  dantinox serve {run.path}"
+        yield f'  dantinox generate {path} --prompt "Once upon a time"'
+    yield f"  dantinox serve {path}"
 
 
 def _size(path: Path) -> int:

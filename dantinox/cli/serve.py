@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dantinox.cli.common import add_chat_template, add_run, given_settings, use_compilation_cache
 from dantinox.config.flags import Parser, add_config_flags
-from dantinox.files import UserError, quote, wrap_os_errors
+from dantinox.files import UserError, install_command, quote, wrap_os_errors
 
 if TYPE_CHECKING:
     from dantinox.serve.api_keys import ApiKeys
@@ -156,7 +156,7 @@ def add_serve_flags(command: Parser) -> None:
 def serve(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code: 0 after a signal if every request was answered."""
     if any(importlib.util.find_spec(name) is None for name in REQUIRED_MODULES):
-        raise UserError("`dantinox serve` needs packages that are not installed: pip install 'dantinox[serve]'")
+        raise UserError(f"`dantinox serve` needs packages that are not installed: {install_command('serve')}")
     settings = given_settings(options)
     keys, hosts, origins = _keys(options), _hosts(options), tuple(_origin(origin) for origin in options.cors)
     name = _name(options)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def train(options: argparse.Namespace) -> int:
     run = launch(config, run_dir=options.run_dir, resume=options.resume)
     if is_rank0():
         command = "chat" if run.chat_template.is_file() else "generate"
-        print(f"next: dantinox {command} {run.path}", file=sys.stderr)
+        print(f"next: dantinox {command} {shlex.quote(str(run.path))}", file=sys.stderr)
     return 0
 
 

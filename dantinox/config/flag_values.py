@@ -6,7 +6,7 @@ import json
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
-from dantinox.config.names import ALIASES, flat_name
+from dantinox.config.names import ALIASES, SHORT_NAMES, flat_name
 from dantinox.config.sections import FIELDS
 from dantinox.config.yaml_files import parse_value
 from dantinox.files import UserError
@@ -25,7 +25,8 @@ def overrides(namespace: argparse.Namespace) -> dict[str, object]:
             continue
         if prefix == "ambiguous":
             paths = [key for key in FIELDS if flat_name(key) == name]
-            raise UserError(f"--{name} is a key of two sections: write {' or '.join('--' + path for path in paths)}")
+            paths += [short for short in SHORT_NAMES if short.startswith(f"{name}_")]
+            raise UserError(f"--{name} belongs to several settings: write {' or '.join('--' + path for path in paths)}")
         settings[name] = _value(ALIASES.get(name, name), value)
     return settings
 

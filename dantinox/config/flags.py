@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dantinox.config.help_pages import LayeredParser
-from dantinox.config.names import ALIASES, SHORT_NAMES, flat_name
+from dantinox.config.names import ALIASES, OTHER_FLAGS, SHORT_NAMES, flat_name
 from dantinox.config.reference import setting_records
 from dantinox.files import UserError
 
@@ -72,10 +72,13 @@ def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, mo
 
 
 def _nearest_flag(flag: str, known: list[str]) -> str:
-    """Returns `, did you mean --lr?` for a misspelled flag, or an empty string if the command has no similar flag."""
+    """Returns the end of the error about an unknown flag, such as `, did you mean --lr?`; empty if no flag is similar."""
     from dantinox.config.yaml_files import did_you_mean, nearest_key
 
-    key = nearest_key(flag.lstrip("-"))
+    name = flag.lstrip("-")
+    if name in OTHER_FLAGS:
+        return OTHER_FLAGS[name]
+    key = nearest_key(name)
     short, long = f"--{flat_name(key)}", f"--{key}"
     candidates = [*((long, short) if "." in flag else (short, long)), *difflib.get_close_matches(flag, known, 1, cutoff=0.75)]
     return did_you_mean(next((name for name in candidates if name in known), ""))

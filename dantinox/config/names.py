@@ -34,9 +34,18 @@ OTHER_NAMES = {
     "num_key_value_heads": "model.kv_heads",
     "n_embd": "model.dim",
     "hidden_size": "model.dim",
+    "d_model": "model.dim",
+    "precision": "model.dtype",
+    "mixed_precision": "model.dtype",
+    "torch_dtype": "model.dtype",
     "intermediate_size": "model.hidden_dim",
     "block_size": "model.max_context",
     "n_ctx": "model.max_context",
+    "seq_len": "model.max_context",
+    "sequence_length": "model.max_context",
+    "max_seq_len": "model.max_context",
+    "max_seq_length": "model.max_context",
+    "context_length": "model.max_context",
     "max_position_embeddings": "model.max_context",
     "max_tokens": "generation.max_new_tokens",
     "max_length": "generation.max_new_tokens",
@@ -53,6 +62,13 @@ OTHER_NAMES = {
     "epsilon_high": "grpo.clip_high",
     "num_iterations": "grpo.updates",
     "reward_funcs": "grpo.rewards",
+}
+# Flag of other programs that is no setting here → what to do instead, after the error.
+OTHER_FLAGS = {
+    "out_dir": ", did you mean --run_dir?",
+    "output_dir": ", did you mean --run_dir?",
+    "device": ": the environment variable JAX_PLATFORMS selects cpu, cuda or tpu",
+    "compile": ": all programs are compiled",
 }
 
 

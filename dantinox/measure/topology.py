@@ -14,8 +14,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from dantinox.config import UserError
-from dantinox.files import escape_name, first_line
+from dantinox.files import UserError, escape_name, first_line, install_command
 from dantinox.programs import CHIPS, Chip, available_bytes, compile_program, find_chip
 
 TOPOLOGY_NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
@@ -103,8 +102,8 @@ def find_topology(name: str | None = None) -> Topology:
             f"{GPU_COUNTS[-1]}, as in gpu:h100:8; for a TPU, add a shape, as in tpu:v5e:4x4"
         )
     if not any(map(find_spec, COMPILERS[family])):
-        newer = ", on Python 3.12 or newer" if family == "tpu" else ""
-        raise UserError(f"the compiler for {name} is not installed: pip install 'dantinox[aot]'{newer}")
+        where = "in a separate environment" + (" of Python 3.12 or newer" if family == "tpu" else "")
+        raise UserError(f"the compiler for {name} is not installed: {where} and {install_command('aot')}")
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     if family == "gpu":

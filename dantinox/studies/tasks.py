@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import UserError, settings_of
-from dantinox.files import first_line, quote
+from dantinox.files import first_line, install_command, quote
 from dantinox.generation import LoadedModel, load
 from dantinox.measure.perplexity import ScoringInput, TokenScores, score_sequences
 from dantinox.measure.texts import bos_ids, equal_batches
@@ -209,9 +209,8 @@ def evaluate_tasks(
         from lm_eval.api.model import LM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserError(
-            f"eval tasks needs lm-evaluation-harness ({first_line(error)}): pip install 'dantinox[lm-eval]'"
-        ) from None
+        missing = f"eval tasks needs lm-evaluation-harness ({first_line(error)})"
+        raise UserError(f"{missing}: {install_command('lm-eval')}") from None
 
     model = LMEvalModel(load(run_dir, settings.get("tensor_parallel")), settings, progress)
 

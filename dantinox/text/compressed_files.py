@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dantinox.files import UserError
+from dantinox.files import UserError, install_command
 
 SUFFIXES = (".gz", ".zst")
 
@@ -48,5 +48,5 @@ def _zstd(path: Path) -> Any:
         else:
             from backports import zstd
     except ImportError:
-        raise UserError(f"{path} is compressed with zstd, which is not installed: pip install 'dantinox[zstd]'") from None
+        raise UserError(f"{path} is compressed with zstd, which is not installed: {install_command('zstd')}") from None
     return zstd

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from dantinox import cli
+from dantinox import cli, training
 from dantinox.config import build_config, load_config
 from dantinox.measure import doctor
 from dantinox.model.parameters import abstract_model
@@ -27,7 +28,7 @@ def train(environment, *argv):
     [
         (["--config", "nowhere.yaml"], "no config file at nowhere.yaml"),
         (["--lr", "-1"], "training.lr must be a number > 0, got -1 (command line)"),
-        (["--seed", "3"], "--seed is a key of two sections: write --training.seed or --generation.seed"),
+        (["--seed", "3"], "--seed belongs to several settings: write --training.seed or --generation.seed"),
         (["--data_path", "nowhere.txt"], "no corpus at 'nowhere.txt'"),
         (
             ["--use_moe", "True", "--n_experts", "2", "--top_k_mlp", "3"],
@@ -271,3 +272,11 @@ def test_plot_writes_a_figure_and_prints_its_path(tmp_path, capsys):
         ([runs[0], "--out=x.svg"], ".png"),
     ):
         assert cli.main(["plot", *wrong]) == 2 and message in capsys.readouterr().err
+
+
+def test_the_next_command_can_be_pasted(monkeypatch, capsys, tmp_path):
+    run = SimpleNamespace(path=tmp_path / "my run ü", chat_template=tmp_path / "none")
+    monkeypatch.setattr(training, "launch", lambda *_, **__: run)
+    assert cli.main(["train", "--run_dir", str(run.path)]) == 0
+    command = capsys.readouterr().err.split("next: ")[1]
+    assert shlex.split(command) == ["dantinox", "generate", str(run.path)]

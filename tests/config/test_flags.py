@@ -119,9 +119,16 @@ def test_no_flag_changes_nothing():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ("--seed 3", "--seed is a key of two sections: write --training.seed or --generation.seed"),
-        ("--seed", "--seed is a key of two sections: write --training.seed or --generation.seed"),
+        ("--seed 3", "--seed belongs to several settings: write --training.seed or --generation.seed"),
+        ("--seed", "--seed belongs to several settings: write --training.seed or --generation.seed"),
         ("--learning_rte 3", "unknown flag --learning_rte, did you mean --lr?"),
+        ("--data my.txt", "--data belongs to several settings: write --distill.data or --distributed.data or --data_path"),
+        ("--max_seq_len 3", "unknown flag --max_seq_len, did you mean --max_context?"),
+        ("--d_model 3", "unknown flag --d_model, did you mean --dim?"),
+        ("--precision bf16", "unknown flag --precision, did you mean --dtype?"),
+        ("--out_dir out", "unknown flag --out_dir, did you mean --run_dir?"),
+        ("--device cuda", "unknown flag --device: the environment variable JAX_PLATFORMS selects cpu, cuda or tpu"),
+        ("--compile", "unknown flag --compile: all programs are compiled"),
         ("--learning_rate 3", "unknown flag --learning_rate, did you mean --lr?"),
         ("--batchsize 3", "unknown flag --batchsize, did you mean --batch_size?"),
         ("--training.batchsize=3", "unknown flag --training.batchsize, did you mean --training.batch_size?"),

@@ -252,8 +252,8 @@ def test_json_and_table_agree(plan, command, capfd):
         ("gpu:h100:9", "unknown topology gpu:h100:9: "),
         ("tpu:v5e:", "unknown topology tpu:v5e:: "),
         ("tpu:v5e:4by4", "unknown topology tpu:v5e:4by4: "),
-        ("gpu:h100", "the compiler for gpu:h100 is not installed: pip install 'dantinox[aot]'"),
-        ("tpu:v5e:1x1", "the compiler for tpu:v5e:1x1 is not installed: pip install 'dantinox[aot]', on Python 3.12 or newer"),
+        ("gpu:h100", "the compiler for gpu:h100 is not installed: in a separate environment and in a checkout"),
+        ("tpu:v5e:1x1", "the compiler for tpu:v5e:1x1 is not installed: in a separate environment of Python 3.12 or newer"),
     ],
 )
 def test_unknown_machine_is_one_sentence(name, message, command, monkeypatch, capfd):

@@ -308,7 +308,7 @@ def test_a_port_in_use(refused):
 
 def test_the_error_without_the_extra(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "pip install 'dantinox[serve]'" in refused()
+    assert "pip install -e '.[serve]'" in refused()
 
 
 def test_a_missing_run(refused, tmp_path):

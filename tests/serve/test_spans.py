@@ -20,7 +20,10 @@ def test_otel_without_its_packages_is_one_sentence(monkeypatch, capfd, run_dir):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     assert cli.main(["serve", "--run_dir", str(run_dir), "--otel"]) == 2
-    assert capfd.readouterr().err == "error: --otel needs packages that are not installed: pip install 'dantinox[otel]'\n"
+    assert (
+        capfd.readouterr().err
+        == "error: --otel needs packages that are not installed: in a checkout of DantinoX, pip install -e '.[otel]'\n"
+    )
 
 
 @pytest.fixture

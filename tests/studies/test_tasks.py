@@ -102,7 +102,7 @@ def test_error_without_the_library(run_dir, monkeypatch, capsys):
     assert main(["eval", "tasks", "--run_dir", str(run_dir)]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: eval tasks needs lm-evaluation-harness") and first.endswith(
-        "pip install 'dantinox[lm-eval]'"
+        "in a checkout of DantinoX, pip install -e '.[lm-eval]'"
     )
     assert second == "error: eval tasks needs --tasks, task names separated by commas"
 
