@@ -4,11 +4,15 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from dantinox.files import atomic_write
+
+# The mount point, and the names of limit, usage and statistics of a cgroup, and of cached files in the statistics.
+CGROUP_V2 = "sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat", "inactive_file")
+CGROUP_V1 = "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")
 
 
 def cache_folder() -> Path:
@@ -37,6 +41,53 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
     units = {"avx512_bf16", "amx_bf16", "bf16"} & cpu_flags()
     return ", ".join((_cpu_fields().get("model name", platform.machine()), *sorted(units)))
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Returns the bytes that this process may still allocate; None if the system does not report them.
+
+    They are the least of the free memory of the machine, the rest of the limits of its cgroup and of the cgroups above it, and
+    the rest of the limit of the address space (`ulimit -v`).
+
+    Args:
+      root: the folder that has `proc` and `sys`.
+    """
+    return min((*_machine_memory(root), *_cgroup_memory(root), *_address_space(root)), default=None)
+
+
+def _machine_memory(root: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
+        yield 1024 * int(fields["MemAvailable"].split()[0])
+
+
+def _cgroup_memory(root: Path) -> Iterator[int]:
+    """Yields the free bytes of each cgroup with a limit. Cached files do not count as used, because the kernel frees them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        base, names = CGROUP_V2 if number == "0" else CGROUP_V1
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):  # in a container, only the last may exist
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                limit, used, stat = ((root / base / folder / name).read_text(encoding="ascii") for name in names[:3])
+                cached = dict(field.split() for field in stat.splitlines())[names[3]]
+                yield max(0, int(limit) - int(used) + int(cached))
+
+
+def _address_space(root: Path) -> Iterator[int]:
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource  # not on Windows
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            pages = int((root / "proc/self/statm").read_text(encoding="ascii").split()[0])
+            yield max(0, limit - pages * resource.getpagesize())
 
 
 def measured_once(file_name: str, key: str, measure: Callable[[], float]) -> float:

@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import jax
 
+from dantinox.machine import free_memory
+
 _shares_traces = True
 
 
@@ -134,31 +136,12 @@ def available_bytes(device: jax.Device) -> int | None:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    free = [limit for limit in (_meminfo_available(), _container_available()) if limit is not None]
-    return min(free, default=None) if device.platform == "cpu" else None
+    return free_memory() if device.platform == "cpu" else None
 
 
 def free_bytes(memory: int | None = None) -> int | None:
     """Returns the free memory of the first device, at most `memory`; None if neither is known."""
     return min((limit for limit in (available_bytes(jax.devices()[0]), memory) if limit is not None), default=None)
-
-
-def _meminfo_available() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _container_available() -> int | None:
-    """Returns the bytes that remain below the cgroup v2 memory limit, or None if there is no limit."""
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            return int(limit.read()) - int(current.read())
-    except (OSError, ValueError):
-        return None
 
 
 def exit_now(code: int) -> NoReturn:

@@ -14,6 +14,7 @@ from dantinox.config import Config, UserError, overlay, settings_of, with_genera
 from dantinox.files import atomic_write, check_writable, first_line, quote
 from dantinox.generation.beam_search import BeamRun
 from dantinox.generation.loaded_model import LoadedModel
+from dantinox.generation.memory_groups import DividedRun
 from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.sample_text import TextPart
 from dantinox.generation.static_batch import padded_length
@@ -139,7 +140,7 @@ class Chat:
         (run,) = self.model.start([request], stream=True, pad=self._pad)
         return self._stream_answer(turn, run, "length" if generation.max_new_tokens <= room else "context")
 
-    def _stream_answer(self, turn: list[Message], run: BatchRun | BeamRun, full: str) -> Generator[TextPart]:
+    def _stream_answer(self, turn: list[Message], run: BatchRun | BeamRun | DividedRun, full: str) -> Generator[TextPart]:
         texts: list[str] = []
         self.finish_reason = "interrupted"
         self._answers += 1

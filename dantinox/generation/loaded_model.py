@@ -19,6 +19,7 @@ from dantinox.generation.beam_search import BeamRun
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.embedder import embed_texts, embedding_ids
 from dantinox.generation.guides import Reasoning
+from dantinox.generation.memory_groups import DividedRun, divide, fitting_rows
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.request import GenerationRequest
@@ -414,7 +415,7 @@ class LoadedModel(ModelBundle):
         pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
         slots: int | None = None,
-    ) -> "list[BatchRun | BeamRun]":
+    ) -> "list[BatchRun | BeamRun | DividedRun]":
         """Groups requests into batches that are ready to be decoded.
 
         Requests share a batch if they can share a compiled program: they must have the same order of sampling steps, cache
@@ -432,9 +433,12 @@ class LoadedModel(ModelBundle):
 
         Returns:
           The batches. `BatchRun.parts` decodes a batch and yields its text; afterwards `BatchRun.results` holds the results.
+          Without `steps` and `slots`, a batch that needs more than half of the free memory is a `DividedRun`: its parts are
+          decoded one after the other.
 
         Raises:
-          UserError: `requests` is empty, a prompt does not fit into the context, or `stream` is set with beam search.
+          UserError: `requests` is empty, a prompt does not fit into the context, not even one row fits into memory, or `stream`
+            is set with beam search.
         """
         if not requests:
             raise UserError("at least one prompt is required")
@@ -454,16 +458,25 @@ class LoadedModel(ModelBundle):
             key = (*key, request.logit_processor)
             groups.setdefault(key, []).append(number)
 
-        def start(numbers: list[int]) -> "BatchRun | BeamRun":
-            members = [seeded_requests[number] for number in numbers]
+        def start(members: list[GenerationRequest], numbers: list[int], samples: range | None = None) -> "BatchRun | BeamRun":
             if members[0].config.generation.num_beams > 1:
                 return BeamRun(self, members, numbers, pad=pad)
-            return BatchRun(self, members, numbers, stream=stream, pad=pad, steps=steps, slots=slots)
+            return BatchRun(self, members, numbers, stream=stream, pad=pad, steps=steps, slots=slots, samples=samples)
 
-        return [start(numbers) for numbers in groups.values()]
+        def divided(numbers: list[int]) -> "BatchRun | BeamRun | DividedRun":
+            members = [seeded_requests[number] for number in numbers]
+            if steps is not None or slots is not None or (rows := fitting_rows(self, members, pad)) is None:
+                return start(members, numbers)
+            parts = divide(members, numbers, rows)
+            if len(parts) == 1:
+                return start(members, numbers)
+            order = [number for _, part, samples in parts for number in part for _ in samples]
+            return DividedRun([partial(start, *part) for part in parts], order)
+
+        return [divided(numbers) for numbers in groups.values()]
 
 
-def results_in_order(runs: Sequence[BatchRun | BeamRun]) -> list[Result]:
+def results_in_order(runs: Sequence[BatchRun | BeamRun | DividedRun]) -> list[Result]:
     """Returns the results of finished batches in the order of the requests; the samples of a request are consecutive."""
     numbered = [pair for run in runs for pair in zip(run.numbers, run.results, strict=True)]
     return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]

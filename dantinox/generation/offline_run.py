@@ -1,11 +1,12 @@
 """`BatchRun`: runs a batch of offline requests on an engine and returns one `Result` per sample."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
 
-from dantinox.config import KVSection
+from dantinox.config import KVSection, with_generation
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.drafts import plan_drafts
@@ -44,15 +45,20 @@ class BatchRun:
         pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
         slots: int | None = None,
+        samples: range | None = None,
     ):
         """Creates the batch; the arguments are described in `LoadedModel.start`.
+
+        Args:
+          samples: the samples to generate of each request; None: all of them.
 
         Raises:
           UserError: a prompt fills the context, or the settings or the constraint of a request are invalid.
         """
         self._requests, first = requests, requests[0]
         section = first.config.generation
-        n, tokenizer = section.n, model.tokenizer
+        samples = range(section.n) if samples is None else samples
+        n, tokenizer = len(samples), model.tokenizer
         self.numbers = [number for number in numbers for _ in range(n)]
         self.results: list[Result] = []
         self._model = model
@@ -69,7 +75,7 @@ class BatchRun:
         kv, calibration = model.kv(first.config)
         params = model.params(
             configs,
-            [*range(n)] * len(prompts),
+            [*samples] * len(prompts),
             score_fn=first.score_fn,
             show_candidates=first.show_candidates,
             logit_processor=first.logit_processor,
@@ -112,7 +118,7 @@ class BatchRun:
         self._engine = Engine(
             model, self.batch, chunk_seconds=seconds, max_steps=steps or DECODE_CHUNK, dispatch_ahead=steps is None
         )
-        self._jobs = self._engine.add_static(requests, limits_P[:P].tolist())
+        self._jobs = self._engine.add_static([_with_samples(request, n) for request in requests], limits_P[:P].tolist())
         self._samples = [(job, number) for job in self._jobs for number in range(n)]
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:
@@ -170,6 +176,7 @@ class BatchRun:
             "decode_tok_per_s": new / decoding if decoding > 0 and new > 0 else 0.0,
             "cache": None if self.batch.cache is None else self.batch.cache.report(),
         }
+        requests = dict(zip(self._jobs, self._requests, strict=True))
         results = []
         for row, (job, number) in enumerate(self._samples):
             request, sample = job.request, job.texts[number]
@@ -191,7 +198,7 @@ class BatchRun:
                         "accepted_draft_tokens": drafts.accepted,
                     },
                     steps=steps,
-                    settings=changed_settings(request.config),
+                    settings=changed_settings(requests[job].config),
                     router=router_values(self.batch.params, row),
                 )
             )
@@ -206,6 +213,12 @@ class BatchRun:
             columns["prompt_tokens"] = [tokenizer.decode([token]) for token in ids]
             columns["prompt_logprobs"] = [None, *logprobs[1:]]
         return columns
+
+
+def _with_samples(request: GenerationRequest, count: int) -> GenerationRequest:
+    """Returns a request for `count` samples."""
+    same = request.config.generation.n == count
+    return request if same else replace(request, config=with_generation(request.config, n=count))
 
 
 def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:

@@ -111,7 +111,7 @@ class SlotBatch(PrefillBatch):
         if model.loras or max_loras:
             rows = count or DEFAULT_SLOTS
             self.adapters = AdapterSlots(self._architecture, model.loras, order, max_loras, max_lora_rank, rows)
-        super().__init__(_fitting_slots(self._architecture, plan, context, memory) if count is None else count)
+        super().__init__(_fitting_slots(self._architecture, plan, context, memory, count))
         self.context, self._bundle, self._config = context, model, config
         self.logit_processor = logit_processor
         prepared = model.prepared(config.generation, order)
@@ -420,14 +420,24 @@ def _chunk_lengths(longest: int) -> list[int]:
     return lengths
 
 
-def _fitting_slots(architecture: Any, plan: Any, context: int, memory: int | None) -> int:
-    """Returns the number of slots whose caches fit into `memory` or the free memory, at most `DEFAULT_SLOTS`.
+def _fitting_slots(architecture: Any, plan: Any, context: int, memory: int | None, count: int | None) -> int:
+    """Returns `count`, or if it is None the number of slots whose caches fit into a share of the free memory.
+
+    Args:
+      memory: bytes that stand for the free memory if `count` is None.
 
     Raises:
-      UserError: not even one slot fits.
+      UserError: not even one slot fits, or `count` slots need more than the free memory.
     """
     needed = tree_bytes(jax.eval_shape(partial(make_cache, architecture, 1, *plan)))
-    free = free_bytes(memory)
+    free = free_bytes(memory if count is None else None)
+    if count is not None:
+        if free is not None and count * needed > free:
+            raise UserError(
+                f"the caches of {count} requests of {context} tokens take {count * needed / 1e9:.1f} GB, but only "
+                f"{free / 1e9:.1f} GB of memory are free: set fewer slots or a shorter context"
+            )
+        return count
     if free is None:
         return DEFAULT_SLOTS
     if (fitting := free // MEMORY_SHARE // needed) < 1:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.generation import LoadedModel
+from dantinox.generation import LoadedModel, slot_batch
 from dantinox.generation.engine import Engine
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
@@ -346,3 +346,13 @@ def test_a_request_cannot_change_the_watermark_of_the_server():
         with pytest.raises(UserError, match=f"^generation.{key} is set by this server and cannot be changed$") as error:
             slots.program_key(run.settings(settings))
         assert error.value.key == f"generation.{key}"
+
+
+def test_slots_that_do_not_fit_into_memory_are_one_sentence(monkeypatch):
+    """A slot of 32 positions takes 32 · 2 · 2 · 8 numbers of 4 bytes."""
+    model, slot = builder.circle(), 4 * 32 * 2 * 2 * 8
+    monkeypatch.setattr(slot_batch, "free_bytes", lambda memory: 5 * slot)
+    assert SlotBatch(model, 5, 32).count == 5
+    with pytest.raises(UserError, match=r"^the caches of 6 requests of 32 tokens take 0\.0 GB, but only 0\.0 GB of memory"):
+        SlotBatch(model, 6, 32)
+    assert SlotBatch(model, None, 32).count == 1  # a quarter of the free memory

@@ -1,0 +1,109 @@
+"""Batches that need more memory than is free are divided."""
+
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.generation import memory_groups
+from dantinox.generation.memory_groups import DividedRun, divide, fitting_rows
+from dantinox.generation.static_batch import padded_length
+
+from . import builder
+
+PROMPTS = ["abc", "ab", "abcd"]
+
+
+def row_bytes(model, request):
+    """Returns the bytes of one row by hand: keys and values of every layer in float32, and eight arrays over the vocabulary."""
+    c = model.model.config
+    slots = padded_length(len(request.ids) + request.config.generation.max_new_tokens)
+    return 4 * (c.num_blocks * 2 * c.kv_heads * c.head_size * slots + 8 * c.vocab_size)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Returns a function that limits the free memory to twice that of `rows` rows of a request."""
+
+    def limit(model, request, rows):
+        monkeypatch.setattr(memory_groups, "free_bytes", lambda: int(2 * (rows + 0.5) * row_bytes(model, request)))
+
+    return limit
+
+
+@pytest.mark.parametrize(("n", "rows", "batches"), [(1, 3, 1), (1, 2, 2), (4, 5, 3), (5, 2, 9)])
+def test_divided_batches_give_the_same_results(memory, n, rows, batches):
+    model = builder.circle()
+    settings = {"max_new_tokens": 6, "temperature": 2.0, "seed": 3, "n": n}
+    requests = [model.request(prompt, settings) for prompt in PROMPTS]
+    whole = model.complete(requests)
+    memory(model, requests[0], rows)
+    runs = model.start(requests)
+    (run,) = runs
+    assert (len(run._starts) if isinstance(run, DividedRun) else 1) == batches
+    divided = model.complete(requests)
+    assert len(divided) == 3 * n
+    fields = ("prompt", "text", "tokens", "finish_reason", "seed", "settings")
+    for one, other in zip(whole, divided, strict=True):
+        assert [getattr(one, name) for name in fields] == [getattr(other, name) for name in fields]
+
+
+def test_parts_and_times_of_a_divided_run(memory):
+    model = builder.circle()
+    request = model.request("abc", {"max_new_tokens": 6, "temperature": 2.0, "seed": 3, "n": 5})
+    memory(model, request, 2)
+    (run,) = model.start([request])
+    texts = [""] * 5
+    for row, part in run.parts():
+        texts[row] += part.text
+    assert texts == [result.text for result in run.results]
+    assert run.times.total == pytest.approx(sum({result.stats["seconds"] for result in run.results}))
+    assert run.summary().startswith("decoded in 3 batches, because")
+    assert run.summary().count("\n") == 3
+
+
+def test_callers_that_control_chunks_or_slots_get_one_batch(memory):
+    model = builder.circle()
+    requests = [model.request(prompt, {"max_new_tokens": 6}) for prompt in PROMPTS]
+    memory(model, requests[0], 1)
+    for options in ({"steps": 1}, {"slots": 32}):
+        (run,) = model.start(requests, **options)
+        assert not isinstance(run, DividedRun)
+
+
+def test_a_row_that_does_not_fit_is_one_sentence(memory):
+    model = builder.circle()
+    request = model.request("abc", {"max_new_tokens": 100})
+    memory(model, request, 0)
+    with pytest.raises(UserError, match=r"^one text of 128 tokens needs 0\.00 GB for its cache, and 0\.00 GB of memory are"):
+        model.generate("abc", max_new_tokens=100)
+
+
+def test_guide_rows_and_quantized_and_compressed_caches_count(memory):
+    model = builder.circle()
+    plain = model.request("abc", {"max_new_tokens": 100})
+    memory(model, plain, 8)
+    rows = fitting_rows(model, [plain], padded_length)
+    assert rows == 8
+    guided = model.request("abc", {"max_new_tokens": 100, "guidance_scale": 2.0})
+    assert fitting_rows(model, [guided], padded_length) == rows // 2
+    for settings in ({"kv_dtype": "int8"}, {"kv_budget": 0.5}):
+        assert fitting_rows(model, [model.request("abc", {"max_new_tokens": 100} | settings)], padded_length) > rows
+
+
+def test_every_sample_is_in_exactly_one_batch():
+    random, model = np.random.default_rng(0), builder.circle()
+    for _ in range(50):
+        count, n, rows = (int(random.integers(1, most)) for most in (9, 12, 20))
+        request = model.request("abc", {"n": n})
+        parts = divide([request] * count, range(count), rows)
+        found = [(number, sample) for _, numbers, samples in parts for number in numbers for sample in samples]
+        assert sorted(found) == [(number, sample) for number in range(count) for sample in range(n)]
+        assert [number for number, _ in found] == sorted(number for number, _ in found)
+        assert all(len(numbers) * len(samples) <= rows for _, numbers, samples in parts)
+
+
+def test_beams_are_not_divided():
+    request = builder.circle().request("abc", {"num_beams": 4})
+    assert len(divide([request] * 3, range(3), 8)) == 2
+    with pytest.raises(UserError, match=r"generation\.num_beams is 4, but only 3 beams fit"):
+        divide([request], [0], 3)
