@@ -95,7 +95,7 @@ ERRORS = {
     "no_chat_template_so_it": "no chat template, so it has no system message",
     "no_token_of_this_vocabulary": "no token of this vocabulary can satisfy",
     "only_a_sample_with_log": "only a sample with log-probabilities",
-    "pip_install_dantinox_serve": r"pip install 'dantinox\[serve\]'",
+    "pip_install_dantinox_serve": r"in a checkout of DantinoX, pip install -e '.\[serve\]'",
     "router_calibration_has_no_effect_unless": "router_calibration has no effect unless router_preset is calibrated",
     "router_clarify_token_must_be_a": r"router.clarify_token must be a token id in \[0, 67\), got 67",
     "router_low_entropy_has_no_effect": "router.low_entropy has no effect while generation.strategy is chain",
@@ -161,7 +161,7 @@ ERRORS = {
     "x_g_idx_with_numbers_outside": r"x.g_idx with numbers outside of its 1 groups",
     # measure
     "cannot_compile_for_a_gpu": "cannot compile for a GPU without the device",
-    "pip_install_dantinox_plot": r"pip install 'dantinox\[plot\]'",
+    "pip_install_dantinox_plot": r"in a checkout of DantinoX, pip install -e '.\[plot\]'",
     "prompt_new_at_most_the": r"prompt \+ new at most the context of 32, got 1, 30 and 10",
     "u_20ac_at_position_90000": "U\\+20AC\\) at position 90000 of the text",
     # model
@@ -177,7 +177,7 @@ ERRORS = {
     "cannot_write_metrics_jsonl_no": r"cannot write .*metrics.jsonl: No space left on device",
     "has_the_columns_step_loss": "has the columns step,loss, but this version writes step,train_loss",
     "nothing_to_plot_yet": "nothing to plot yet",
-    "pip_install_dantinox_plot_2": r"pip install 'dantinox\[plot\]'",
+    "pip_install_dantinox_plot_2": r"in a checkout of DantinoX, pip install -e '.\[plot\]'",
     "unknown_columns_loss": "unknown columns: loss",
     "weights_biases_failed_training_continues": "Weights & Biases failed, training continues without it: gone",
     # run
@@ -238,7 +238,7 @@ ERRORS = {
     "lm_evaluation_harness_cannot_run": r"lm-evaluation-harness cannot run circle_sing: .*circle_sing",
     "notes_txt_has_1_plain": r"notes.txt has 1 plain sentences and 8 words, .* need 50 and 300: .*--data_path",
     "nowhere": "nowhere",
-    "plots_need_matplotlib_pip_install": r"plots need matplotlib: pip install 'dantinox\[plot\]'",
+    "plots_need_matplotlib_pip_install": r"plots need matplotlib: in a checkout of DantinoX, pip install -e '.\[plot\]'",
     "router_calibrated_router_random_cannot_run_without": r"router_calibrated, .*router_random cannot run without .*router.json: run `dantinox",
     "router_random_needs_the_strategy_shares": "router_random needs the strategy shares of router_calibrated: name both",
     "the_reference_cannot_encode_a": r"the reference cannot encode a text to score: the character 'z'",
@@ -277,7 +277,7 @@ ERRORS = {
     "no_such_file": "No such file",
     "the_chat_template_chatml_needs": r"the chat template chatml needs a vocabulary with <\|im_start\|>",
     "the_chat_template_refuses_these": r"^the chat template refuses these messages: System role not supported$",
-    "the_dataset_somebody_corpus_needs": r"the dataset somebody/corpus needs .*pip install 'dantinox\[hf\]'",
+    "the_dataset_somebody_corpus_needs": r"the dataset somebody/corpus needs .*in a checkout of DantinoX, pip install -e '.\[hf\]'",
     "tokenizer_json_is_not_a": r"tokenizer\.json is not (a valid tokenizer\.json: |UTF-8 text)",
     "training_objective_sft_does_not": r"training.objective: sft does not train a tokenizer: set training.init_from",
     "u_00df_at_position_100": r"'ß' \(U\+00DF\) at position 100 ",
@@ -288,7 +288,7 @@ ERRORS = {
     "validation_text_has_1_tokens": "validation text has 1 tokens, fewer than 2",
     # files, settings and the package layout
     "cannot_read_it_no_such": r"^cannot read it: No such file or directory$",
-    "it_pip_install_dantinox_plot": r"^it: pip install 'dantinox\[plot\]'$",
+    "it_pip_install_dantinox_plot": r"^it: in a checkout of DantinoX, pip install -e '.\[plot\]'$",
     # training
     "all_checkpoints_in_are_damaged": r"all checkpoints in .* are damaged: .*24/state/manifest.ocdbt is damaged",
     "distill_teacher_the_run": r"^distill\.teacher: the run .* has tokenizer [0-9a-f]{12}, this run has",

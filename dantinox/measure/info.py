@@ -19,7 +19,7 @@ from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
 from dantinox.model.packed import packed_kinds
 from dantinox.report import human_bytes, human_count, table
-from dantinox.report.metric_files import evaluation_loss, read_csv
+from dantinox.report.metric_files import evaluation_loss, iter_csv
 from dantinox.run import RunDirectory, open_run
 from dantinox.text import Batch, LabeledCompletions, Preferences, TokenStore
 
@@ -100,14 +100,16 @@ def _experts(m: ModelConfig) -> str:
 
 
 def _training(directory: RunDirectory, config: Config) -> str:
-    rows = read_csv(directory.log(config))
-    if not rows:
+    best, last = dict[str, float](), dict[str, float]()
+    for last in iter_csv(directory.log(config)):
+        if not best or not evaluation_loss(best) <= evaluation_loss(last) < math.inf:
+            best = last if math.isfinite(evaluation_loss(last)) or not best else best
+    if not last:
         return "no training log\n"
-    best = min(rows, key=evaluation_loss)
     measured = f"val reward {best['val_reward']:.4f}" if "val_reward" in best else f"val loss {best['val_loss']:.4f}"
     bits = f"{best['bits_per_byte']:.3f} bits per byte, " if "bits_per_byte" in best else ""
     return table([
-        ("trained", f"{rows[-1]['step']:.0f} steps, {human_count(rows[-1]['tokens'])} tokens"),
+        ("trained", f"{last['step']:.0f} steps, {human_count(last['tokens'])} tokens"),
         ("best", f"{measured}, {bits}at step {best['step']:.0f}"),
     ])  # fmt: skip
 

@@ -5,16 +5,15 @@ Every row is on disk before the method that adds it returns. Floats are written 
 """
 
 import csv
-import io
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dantinox.files import UserError, atomic_write, wrap_os_errors
+from dantinox.files import UserError, wrap_os_errors
 from dantinox.report.trackers import Tracker
 
 COLUMNS = [
@@ -60,7 +59,7 @@ class MetricsLog:
         unknown = set(row) - set(COLUMNS)
         if unknown:
             raise ValueError(f"unknown columns: {', '.join(sorted(unknown))}")
-        header = _read(self.path_csv).partition(b"\n")[0].decode(errors="replace")
+        header = next(_lines(self.path_csv), b"").rstrip(b"\n").decode(errors="replace")
         columns = header.split(",") if header else COLUMNS
         if columns != COLUMNS[: len(columns)] or len(columns) < MIN_COLUMNS:
             raise UserError(f"{self.path_csv} has the columns {header[:200]}, but this version writes {HEADER}")
@@ -70,13 +69,11 @@ class MetricsLog:
 
     def truncate(self, step: int) -> None:
         """Removes rows after `step`, and rows that a crash left incomplete, from both files. Call it before adding a row."""
-        last_step = (
-            max((_step_of(line) or 0 for line in _read(self.path_jsonl).splitlines()), default=0) if self.trackers else 0
-        )
+        last_step = max((_step_of(line) or 0 for line in _lines(self.path_jsonl)), default=0) if self.trackers else 0
         for path in (self.path_csv, self.path_jsonl):
             _truncate(path, step)
         for tracker in self.trackers:
-            tracker.begin(step, last_step, read_jsonl(self.path_jsonl))
+            tracker.begin(step, last_step, iter_jsonl(self.path_jsonl))
 
     def sample(self, step: int, text: str) -> None:
         """Passes a generated text to the trackers."""
@@ -105,14 +102,17 @@ class MetricsLog:
 
 def _truncate(path: Path, step: int) -> None:
     """Shortens a CSV or JSON-lines file to its header and its leading complete rows up to `step`. The file may be missing."""
-    content, kept = _read(path), b""
-    for line in content.splitlines(keepends=True):
+    kept = 0
+    for line in _lines(path):
         at = _step_of(line) if kept or path.suffix == ".jsonl" else -1  # a CSV begins with its header
         if not line.endswith(b"\n") or at is None or at > step:
             break
-        kept += line
-    if len(kept) != len(content):
-        atomic_write(path, kept)
+        kept += len(line)
+    with wrap_os_errors(f"cannot write {path}"):
+        if path.exists() and kept != path.stat().st_size:
+            with open(path, "r+b") as file:
+                file.truncate(kept)
+                os.fsync(file.fileno())
 
 
 def _step_of(line: bytes) -> int | None:
@@ -126,42 +126,64 @@ def _step_of(line: bytes) -> int | None:
     return at if isinstance(at, int) else None
 
 
-def _read(path: Path) -> bytes:
-    """Returns the content of a file, or no bytes if the file does not exist."""
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file with their ends; none if the file does not exist."""
     with wrap_os_errors(f"cannot read {path}"):
-        return path.read_bytes() if path.exists() else b""
+        if path.exists():
+            with path.open("rb") as file:
+                yield from file
 
 
-def _whole_lines(path: Path) -> str:
-    """Returns the text of a log without an incomplete last line."""
-    return _read(path).decode().rpartition("\n")[0]
+def _whole_lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a log without an incomplete last line."""
+    return (line for line in map(bytes.decode, _lines(path)) if line.endswith("\n"))
 
 
-def read_csv(path: Path) -> list[dict[str, float]]:
-    """Returns the rows of a training log, or no rows if the file does not exist.
+def iter_csv(path: Path, names: Collection[str] | None = None) -> Iterator[dict[str, float]]:
+    """Yields the rows of a training log, or no rows if the file does not exist. A log may be larger than the memory.
 
     Empty cells and an incomplete last line are left out.
+
+    Args:
+      names: the columns to read; None: all.
 
     Raises:
       UserError: the file cannot be read or is not a training log.
     """
     try:
-        reader = csv.DictReader(io.StringIO(_whole_lines(path)), strict=True)
-        return [{name: float(cell) for name, cell in row.items() if cell} for row in reader]
+        rows = csv.reader(_whole_lines(path), strict=True)
+        header = next(rows, [])
+        columns = [(place, name) for place, name in enumerate(header) if names is None or name in names]
+        for row in rows:
+            if row and len(row) != len(header):
+                raise ValueError
+            yield {name: float(row[place]) for place, name in columns if row[place]}
     except (ValueError, TypeError, csv.Error):
         raise UserError(f"{path} is not a training log: a cell is not a number") from None
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics file, or no rows if the file does not exist. An incomplete last line is left out.
+def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a metrics file, or no rows if the file does not exist. An incomplete last line is left out.
 
     Raises:
       UserError: the file cannot be read or is not JSON lines.
     """
     try:
-        return [json.loads(line) for line in _whole_lines(path).split("\n") if line]
+        for line in _whole_lines(path):
+            if line != "\n":
+                yield json.loads(line)
     except ValueError as error:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+
+
+def read_csv(path: Path) -> list[dict[str, float]]:
+    """Returns the rows of `iter_csv`."""
+    return list(iter_csv(path))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of `iter_jsonl`."""
+    return list(iter_jsonl(path))
 
 
 def _append(path: Path, *texts: str) -> None:

@@ -1,18 +1,21 @@
 """Plots with matplotlib, an optional dependency that is imported only to draw a plot."""
 
 import io
+import itertools
 import json
 import math
 import warnings
-from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dantinox.files import UserError, atomic_write, require_extra
-from dantinox.report.metric_files import read_csv, read_jsonl
+from dantinox.report.metric_files import iter_csv, iter_jsonl
 from dantinox.report.tables import human_count
 
 TRAIN, VALIDATION, GREY = "#8aa4c8", "#c2410c", "#6b7280"
@@ -31,9 +34,36 @@ LOSSES = Curves("train_loss", "val_loss", "loss (nats per token)", min)
 REWARDS = Curves("reward", "val_reward", "mean reward", max)
 
 
-def curves_of(evaluations: list[dict[str, Any]]) -> Curves:
+MAX_POINTS = 4000  # of a line: more than the pixels of its width
+NAMES = ("step", "tokens", "ms_per_step", *LOSSES[:2], *REWARDS[:2])
+Columns = Mapping[str, np.ndarray]  # name → float64 `[rows]`, NaN where a row lacks the value
+
+
+def read_columns(path_csv: Path, path_jsonl: Path) -> tuple[Columns, Columns]:
+    """Returns the columns `NAMES` of the training intervals and of the evaluations of a run.
+
+    The evaluations stand for the intervals if the log has none. The rows are read one by one, because a long run has millions.
+
+    Raises:
+      UserError: a file cannot be read or is damaged.
+    """
+    evaluations = _columns(iter_csv(path_csv, NAMES))
+    intervals = _columns(row for row in iter_jsonl(path_jsonl) if row.get("kind") == "interval")
+    return (intervals if intervals["step"].size else evaluations), evaluations
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
+    columns = {name: array("d") for name in NAMES}
+    for row in rows:
+        for name, column in columns.items():
+            value = row.get(name)
+            column.append(math.nan if value is None else value)
+    return {name: np.frombuffer(column) if column else np.zeros(0) for name, column in columns.items()}
+
+
+def curves_of(evaluations: Columns) -> Curves:
     """Returns the rewards if the log of a run has them, else the losses."""
-    return REWARDS if any("val_reward" in row for row in evaluations) else LOSSES
+    return REWARDS if np.isfinite(evaluations["val_reward"]).any() else LOSSES
 
 
 def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
@@ -44,26 +74,23 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     Raises:
       UserError: matplotlib is not installed, the logs have no loss yet, or a file cannot be read or written.
     """
-    evaluations = read_csv(path_csv)
-    rows = read_jsonl(path_jsonl)
+    intervals, evaluations = read_columns(path_csv, path_jsonl)
     curves = curves_of(evaluations)
-    train = _points([row for row in rows if row.get("kind") == "interval"] or evaluations, curves.train)
+    train = _points(intervals, curves.train)
     validation = _points(evaluations, curves.validation)
-    if not train and not validation:
+    if not train[0].size and not validation[0].size:
         raise UserError(f"nothing to plot yet: {path_csv} and {path_jsonl} have no loss")
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
-    if train:
-        axes.plot(*zip(*train, strict=True), color=TRAIN, linewidth=1.2, label="train")
-    if validation:
-        axes.plot(
-            *zip(*validation, strict=True), color=VALIDATION, linewidth=1.8, marker="o", markersize=3.5, label="validation"
-        )
-        _mark_best(axes, *curves.best(validation, key=lambda point: point[1]))
+    if train[0].size:
+        axes.plot(*thinned(*train), color=TRAIN, linewidth=1.2, label="train")
+    if validation[0].size:
+        axes.plot(*thinned(*validation), color=VALIDATION, linewidth=1.8, marker="o", markersize=3.5, label="validation")
+        best = curves.best(range(len(validation[1])), key=validation[1].__getitem__)
+        _mark_best(axes, validation[0][best], validation[1][best])
     _label(axes, "optimizer step", curves.label, "lower right" if curves == REWARDS else "upper right")
-    counted = [row["tokens"] / row["step"] for row in [*rows, *evaluations] if row.get("tokens") and row.get("step")]
-    if counted:
-        _add_tokens(axes, counted[-1])
+    if math.isfinite(per_step := _tokens_per_step(intervals, evaluations)):
+        _add_tokens(axes, per_step)
     save_files(out.parent, {out.name: partial(to_png, figure)})
 
 
@@ -86,21 +113,21 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
     figure = new_figure(8, 4.8)
     axes, curves = figure.add_subplot(), None
     for number, (name, paths) in enumerate(logs.items()):
-        evaluations, rows = read_csv(paths[0]), read_jsonl(paths[1])
+        intervals, evaluations = read_columns(*paths)
         curves = curves or curves_of(evaluations)
-        intervals = [row for row in rows if row.get("kind") == "interval"] or evaluations
-        x_of = _axis_mapping(intervals if by == "time" else [*intervals, *evaluations], by)
+        x_of = _axis_mapping(intervals, evaluations, by)
         train, validation = (
-            [(x_of(step), loss) for step, loss in _points(found, key)]
-            for found, key in ((intervals, curves.train), (evaluations, curves.validation))
+            (x_of(steps), values)
+            for steps, values in (_points(intervals, curves.train), _points(evaluations, curves.validation))
         )
-        if not train and not validation:
+        if not train[0].size and not validation[0].size:
             raise UserError(f"nothing to plot yet: {paths[0]} and {paths[1]} have no loss")
         color = f"C{number % 10}"
-        if train:
-            axes.plot(*zip(*train, strict=True), color=color, linewidth=0.9, alpha=0.4, label=None if validation else name)
-        if validation:
-            axes.plot(*zip(*validation, strict=True), color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)
+        if train[0].size:
+            label = None if validation[0].size else name
+            axes.plot(*thinned(*train), color=color, linewidth=0.9, alpha=0.4, label=label)
+        if validation[0].size:
+            axes.plot(*thinned(*validation), color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)
     axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
     curves = curves or LOSSES
     _label(axes, BY[by], f"{curves.label}, points: validation", "lower right" if curves == REWARDS else "upper right")
@@ -127,33 +154,55 @@ def draw_rates(key: str, rates: list[float], losses: list[float], smoothed: list
     return to_png(figure)
 
 
-def _axis_mapping(rows: list[dict[str, Any]], by: str) -> Callable[[float], float]:
-    """Returns the function from a step to its value on the axis `by`. Minutes are interpolated linearly between rows."""
-    if by == "step":
-        return lambda step: step
-    if by == "tokens":
-        known = [row["tokens"] / row["step"] for row in rows if row.get("tokens") and row.get("step")]
-        return lambda step: step * (known[-1] if known else math.nan)
-    steps, minutes = [0.0], [0.0]
-    for row in rows:
-        if row.get("ms_per_step") is not None and row["step"] > steps[-1]:
-            minutes.append(minutes[-1] + row["ms_per_step"] * (row["step"] - steps[-1]) / 60e3)
-            steps.append(row["step"])
+def _tokens_per_step(*logs: Columns) -> float:
+    """Returns the tokens per step of the last row that has them; NaN if no row has them."""
+    for columns in reversed(logs):
+        ratio = columns["tokens"][columns["step"] > 0] / columns["step"][columns["step"] > 0]
+        if (known := ratio[ratio > 0]).size:
+            return float(known[-1])
+    return math.nan
 
-    def at(step: float) -> float:
-        after = min(bisect_left(steps, step), len(steps) - 1)
-        if not after:
-            return 0.0
-        share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
-        return minutes[after - 1] + share * (minutes[after] - minutes[after - 1])
+
+def _axis_mapping(intervals: Columns, evaluations: Columns, by: str) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function from steps to their values on the axis `by`. Minutes are interpolated linearly between intervals."""
+    if by == "step":
+        return lambda steps: steps
+    if by == "tokens":
+        per_step = _tokens_per_step(intervals, evaluations)
+        return lambda steps: steps * per_step
+    timed = np.isfinite(intervals["ms_per_step"])
+    steps, milliseconds = intervals["step"][timed], intervals["ms_per_step"][timed]
+    newer = steps > np.maximum.accumulate(np.concatenate([[0.0], steps[:-1]])) if steps.size else np.zeros(0, bool)
+    steps, milliseconds = np.concatenate([[0.0], steps[newer]]), milliseconds[newer]
+    minutes = np.concatenate([[0.0], np.cumsum(milliseconds * np.diff(steps)) / 60e3])
+
+    def at(wanted: np.ndarray) -> np.ndarray:
+        if len(steps) == 1:
+            return np.zeros(len(wanted))
+        after = np.clip(np.searchsorted(steps, wanted), 1, len(steps) - 1)
+        share = (wanted - steps[after - 1]) / (steps[after] - steps[after - 1])
+        found: np.ndarray = minutes[after - 1] + share * (minutes[after] - minutes[after - 1])
+        return found
 
     return at
 
 
-def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """Returns (step, value) of every row with a finite value of that name."""
-    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None and "step" in row]
-    return [(step, value) for step, value in found if math.isfinite(value)]
+def _points(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps and values of all rows with a finite value of that name."""
+    finite = np.isfinite(columns[name]) & np.isfinite(columns["step"])
+    return columns["step"][finite], columns[name][finite]
+
+
+def thinned(x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """Returns at most `most` points of a line, which look the same: the smallest and largest value of each of equal parts."""
+    if len(x) <= most:
+        return x, y
+    edges = np.linspace(0, len(x), most // 2 + 1).astype(int)
+    parts = [y[start:stop] for start, stop in itertools.pairwise(edges)]
+    chosen = [
+        start + index for start, part in zip(edges, parts, strict=False) for index in sorted((part.argmin(), part.argmax()))
+    ]
+    return x[chosen], y[chosen]
 
 
 def new_figure(width: float, height: float) -> Any:

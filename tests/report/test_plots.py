@@ -2,11 +2,12 @@
 
 import sys
 
+import numpy as np
 import pytest
 
 from dantinox.config import UserError
 from dantinox.report import MetricsLog, plot_loss
-from dantinox.report.plots import BY, plot_runs
+from dantinox.report.plots import BY, plot_runs, thinned
 from tests.error_texts import ERRORS
 
 
@@ -79,3 +80,16 @@ def test_the_plot_of_a_run_with_rewards_shows_the_rewards(log, tmp_path, monkeyp
     plot_loss(log.path_csv, log.path_jsonl, tmp_path / "a.png")
     plot_runs({"one": (log.path_csv, log.path_jsonl)}, "step", tmp_path / "b.png")
     assert lines == [([10, 20], [0.25, 0.5]), ([10, 20], [0.125, 0.25])] * 2
+
+
+def test_a_long_log_is_thinned_to_its_extremes():
+    x = np.arange(100_000.0)
+    y = np.sin(x / 977) + np.where(x == 54_321, 5, 0)
+    thin_x, thin_y = thinned(x, y, 1000)
+    assert len(thin_x) == 1000
+    assert (np.diff(thin_x) >= 0).all()
+    assert set(zip(thin_x, thin_y, strict=True)) <= set(zip(x, y, strict=True))
+    for start in range(0, 100_000, 200):
+        part, found = y[start : start + 200], thin_y[(thin_x >= start) & (thin_x < start + 200)]
+        assert (found.min(), found.max()) == (part.min(), part.max())
+    assert thinned(x[:1000], y[:1000], 1000)[0].tolist() == x[:1000].tolist()

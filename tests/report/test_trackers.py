@@ -190,6 +190,6 @@ def test_a_missing_library_is_reported_before_the_run_is_created(tmp_path, monke
 
     for name in (library, "tensorboardX.event_file_writer"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=rf"^logging.{setting} needs {library}: pip install 'dantinox\[logs\]'$"):
+    with pytest.raises(UserError, match=rf"^logging.{setting} needs {library}: in a checkout .*, pip install -e '.\[logs\]'$"):
         launch(build_config({}, {f"logging.{setting}": True, "data.path": "nowhere.txt"}), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
