@@ -341,7 +341,7 @@ def _open_store(directory: Path, header: Header, config: Config, tokenizer: Toke
             records = read_records(directory / header["records"])
             t, answer = config.training, config.generation.max_new_tokens
             sizes = {"batch_size": t.batch_size, "context": config.model.max_context, "answer_tokens": answer, "seed": t.seed}
-            return PromptStore(tokens, marks, records, (train, val), **sizes)
+            return PromptStore(tokens, marks, records, (train, val), mixture=shared["mixture"], **sizes)
         form = RECORD_FORMS[header["options"]["objective"]]
         return ConversationStore(tokens, marks, name=header["file"], form=form, **shared)
     parts = tokens[: train.tokens], tokens[train.tokens :]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError
-from dantinox.text.batch_rows import ShuffledRows
+from dantinox.text.batch_rows import MixtureRows, ShuffledRows
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversations import FIRST_TOKEN, Encoded, Example, prompt_messages
 from dantinox.text.token_store import Counts, TokenStore
@@ -58,6 +58,7 @@ class PromptStore(TokenStore):
         context: int,
         answer_tokens: int,
         seed: int,
+        mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Wraps the tokens of all prompts, training prompts first.
 
@@ -70,9 +71,10 @@ class PromptStore(TokenStore):
           context: the most tokens of a prompt and its answer.
           answer_tokens: the most tokens of an answer.
           seed: determines the order of the training prompts.
+          mixture: (number of training tokens, weight) of each source, in the order of the sources in `ids`.
 
         Raises:
-          UserError: all training or all validation prompts are too long.
+          UserError: all training prompts of a source, or all validation prompts, are too long.
         """
         self._ids, self._records = ids.view(np.ndarray), records
         self.train, self.val = counts
@@ -81,18 +83,25 @@ class PromptStore(TokenStore):
         sizes = np.diff(self._starts)
         fits = sizes + answer_tokens <= context
         self.conversations, self.left_out = len(sizes), int(np.count_nonzero(~fits))
-        parts = np.split(np.arange(len(sizes)), [self.train.documents])
-        self._train, self._val = (part[fits[part]] for part in parts)
-        for part, name in ((self._train, "training"), (self._val, "validation")):
+        ends = np.cumsum([tokens for tokens, _ in mixture or [(self.train.tokens, 1.0)]])
+        parts = np.split(np.arange(len(sizes)), np.searchsorted(self._starts, ends))
+        *sources, self._val = (part[fits[part]] for part in parts)
+        for part, name in (*((source, "training") for source in sources), (self._val, "validation")):
             if not len(part):
                 raise UserError(
                     f"all {name} prompts leave fewer than generation.max_new_tokens {answer_tokens} tokens of "
                     f"model.max_context {context}: lower generation.max_new_tokens, or use shorter prompts"
                 )
         self.longest = int(sizes[fits].max())
-        self.windows_per_epoch = len(self._train)
-        self._order = lambda stream: ShuffledRows(_Indices(self._train), seed, stream)
-        self._orders = {0: self._order(0)}
+        self.windows_per_epoch = sum(map(len, sources))
+
+        def make_order(stream: int) -> ShuffledRows | MixtureRows:
+            numbers = range(stream * len(sources), (stream + 1) * len(sources))
+            orders = [ShuffledRows(_Indices(source), seed, n) for source, n in zip(sources, numbers, strict=True)]
+            return MixtureRows(orders, [weight for _, weight in mixture]) if mixture else orders[0]
+
+        self._order = make_order
+        self._orders = {0: make_order(0)}
 
     @property
     def validation_rows(self) -> int:

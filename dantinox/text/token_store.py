@@ -101,7 +101,7 @@ class TokenStore:
         edges = [0, *np.cumsum([size for size, _ in mixture] or [len(self.training_ids)]).tolist()]
         sources = [ShuffledRows(self._make_rows(*part), seed, number) for number, part in enumerate(pairwise(edges))]
         self.windows_per_epoch = sum(source.rows.count for source in sources)
-        self._rows: Any = MixtureRows(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
+        self._rows: Any = MixtureRows(sources, [weight for _, weight in mixture]) if mixture else sources[0]
         return [source.rows for source in sources]
 
     @property

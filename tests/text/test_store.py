@@ -254,3 +254,19 @@ def test_a_mixture_has_exact_shares_and_separate_epochs() -> None:
 def test_a_source_that_is_too_short_is_refused() -> None:
     with pytest.raises(UserError, match=ERRORS["a_source_of_the_mixture"]):
         make(100, 1, 4, mixture=[(96, 1.0), (4, 1.0)])
+
+
+@pytest.mark.parametrize(
+    "weights", [[5000, 1], [1.0, 0.0007], [3, 1], [1, 1, 1], [0.7, 0.2, 0.1], [20, *[2] * 10], [0.3, 0.123457, 7]]
+)
+def test_counts_of_a_mixture_differ_from_the_weights_by_less_than_one_row(weights: list[float]) -> None:
+    """For every number of rows, so also for every row between two calls of `batch` and after a resume."""
+    size, shares = 100_000, np.array(weights) / sum(weights)
+    store = make(size * len(weights), 20_000, 4, mixture=[(size, weight) for weight in weights])
+    sources = np.concatenate([store.batch(step).tokens_BT[:, 0] for step in (0, 1)]) // size
+    for source, share in enumerate(shares):
+        counts = np.cumsum(sources == source)
+        assert np.abs(counts - share * np.arange(1, len(counts) + 1)).max() < 1 + 1e-6  # float64 of `share` times 40,000
+    later = make(size * len(weights), 7, 4, mixture=[(size, weight) for weight in weights])
+    rows = np.concatenate([later.batch(step).tokens_BT for step in (4100, 4101)])
+    assert np.array_equal(rows, store.batch(1).tokens_BT[8700:8714])
