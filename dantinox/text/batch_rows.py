@@ -54,7 +54,7 @@ class WindowRows:
         return starts_N[:, None] + self._offsets_T1
 
 
-def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int) -> "PackedRows":
+def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int, bos_id: int | None = None) -> "PackedRows":
     """Packs documents into rows by best fit. Only documents longer than a row are split.
 
     A split document fills rows with chunks of T targets, and its shorter last chunk is packed like a document. Source: Ding et
@@ -64,12 +64,12 @@ def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int) -> "Pa
       ids: the tokens of a source.
       start: the index of its first token in the store.
       length: targets per row, T.
-      eos_id: the EOS token of documents.
+      eos_id, bos_id: the EOS token of documents, and the BOS token if they have one.
 
     Raises:
       UserError: no document has two tokens.
     """
-    starts_P, sizes_P = split_documents(document_ends(ids, eos_id), length)
+    starts_P, sizes_P = split_documents(document_ends(ids, eos_id, bos_id), length)
     if not len(sizes_P):
         raise UserError("data.packing: best_fit found no document with at least two tokens: set data.path to other text")
     occupied_P = sizes_P.copy()
@@ -119,10 +119,30 @@ class PairRows:
         return np.where(self._offsets_T1 < self._sizes_N2[chosen_N], indices_N2T, NO_TOKEN)
 
 
-def document_ends(ids: np.ndarray, eos_id: int) -> np.ndarray:
+def ends_document(ids: np.ndarray, next_ids: np.ndarray, eos_id: int | None, bos_id: int | None = None) -> np.ndarray:
+    """Returns whether each token is the EOS token of a document.
+
+    If the BOS token of documents is the same token, the first of two in a row is the EOS token, and any other one is the BOS
+    token, because a document has at least one other token.
+
+    Args:
+      ids: token ids of any shape.
+      next_ids: the token after each of them, in an array of the same shape.
+      eos_id: the EOS token; None: no token ends a document.
+      bos_id: the BOS token with which documents begin; None: they begin with none.
+    """
+    if eos_id is None:
+        return np.zeros(ids.shape, bool)
+    return (ids == eos_id) & (next_ids == eos_id) if eos_id == bos_id else ids == eos_id
+
+
+def document_ends(ids: np.ndarray, eos_id: int, bos_id: int | None = None) -> np.ndarray:
     """Returns the index after the EOS token of each document; the last document ends at the end of `ids`."""
-    starts = range(0, len(ids), SCAN_TOKENS)
-    ends = np.concatenate([np.flatnonzero(ids[start : start + SCAN_TOKENS] == eos_id) + start + 1 for start in starts])
+    found = []
+    for start in range(0, len(ids), SCAN_TOKENS):
+        part = np.append(ids[start : start + SCAN_TOKENS + 1], eos_id)[: SCAN_TOKENS + 1]
+        found.append(np.flatnonzero(ends_document(part[:-1], part[1:], eos_id, bos_id)) + start + 1)
+    ends = np.concatenate(found)
     return ends if len(ends) and ends[-1] == len(ids) else np.append(ends, len(ids))
 
 

@@ -25,6 +25,7 @@ from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
 
 FORMAT = 2
+ENCODING = 2  # raised if the same corpus and settings give other tokens; a run that has older tokens still opens them
 HEADER = "tokens.json"
 CHUNK_CHARACTERS = 1 << 16  # encoded by one core at a time
 BATCH_CHARACTERS = 4 << 20  # encoded between two calls of `progress`
@@ -104,6 +105,7 @@ def prepare_data(
             tokenizer = tokenizer or _make_tokenizer(config, plan, progress)
             digests: Sequence[str] = [extent.digest for extent in plan.extents]
             options: dict[str, Any] = {"text_field": data.text_field, "val_fraction": data.val_fraction}
+            options["around"] = [list(tokenizer.ids_before_text), list(tokenizer.ids_after_document)]
             encode = partial(_encode_corpus, plan, tokenizer, progress)
         else:
             if tokenizer is None:
@@ -122,6 +124,7 @@ def prepare_data(
             encode = partial(found.encode, examples, progress)
         if data.mixture:
             options |= {"sources": len(data.mixture)}
+        options["encoding"] = ENCODING
         wanted = {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
         header = _read_header(directory, wanted) or _build_store(encode, tokenizer, directory, wanted)
         return tokenizer, _open_store(directory, header, config, tokenizer)
@@ -279,7 +282,7 @@ def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, 
 
 def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Encoded]:
     """Yields the tokens of texts; BOS and EOS tokens are separate items."""
-    begin, end = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
+    begin, end = (np.array(ids, np.int32) for ids in (tokenizer.ids_before_text, tokenizer.ids_after_document))
     part, document, done = 0, (-1, 0), 0
     for batch in _batch_chunks(_split_chunks(plan, tokenizer)):
         texts = [chunk.text for chunk in batch]
@@ -344,5 +347,6 @@ def _open_store(directory: Path, header: Header, config: Config, tokenizer: Toke
             return PromptStore(tokens, marks, records, (train, val), mixture=shared["mixture"], **sizes)
         form = RECORD_FORMS[header["options"]["objective"]]
         return ConversationStore(tokens, marks, name=header["file"], form=form, **shared)
-    parts = tokens[: train.tokens], tokens[train.tokens :]
-    return TokenStore(*parts, eos_id=tokenizer.eos_id, packing=config.data.packing == "best_fit", **shared)
+    parts, packing = (tokens[: train.tokens], tokens[train.tokens :]), config.data.packing == "best_fit"
+    before, _ = header["options"].get("around", [[tokenizer.bos_id], []])
+    return TokenStore(*parts, eos_id=tokenizer.eos_id, bos_id=before[0] if before else None, packing=packing, **shared)

@@ -48,7 +48,8 @@ class Tokenizer:
       vocab_size: the largest id plus one, including special tokens.
       pad_id, bos_id, eos_id: ids of the special tokens; None if the vocabulary has no such token.
       stop_ids: ids that end a text: the EOS token and similar tokens.
-      add_bos: whether the model expects the BOS token before every prompt.
+      add_bos: whether a text begins with the BOS token, in training, in evaluation and as a prompt: as `add_bos_token` of
+        the tokenizer_config.json says, else as the post-processor of the tokenizer.json does. Without both, it is True.
       special_tokens, special_ids: the ids of all special tokens, as a dict by name and as a set. By default, encoding a text
         never gives a special token. Decoding skips special tokens.
 
@@ -86,7 +87,11 @@ class Tokenizer:
                 setattr(self, role.replace("token", "id"), self.token_to_id(self.roles[role]))
         stops = [self.token_to_id(token) for token in self.roles.get("stop_tokens", [])]
         self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
-        self.add_bos = self.roles.get("add_bos_token") is True and self.bos_id is not None
+        add_bos = self.roles.get("add_bos_token")
+        if not isinstance(add_bos, bool):  # as the post-processor does; without one, as in training here
+            first = self.core.encode("a").ids[:1] if self.core.num_special_tokens_to_add(False) else [self.bos_id]
+            add_bos = first == [self.bos_id]
+        self.add_bos = add_bos and self.bos_id is not None
         self._decoder: dict[str, Any] | None = tree["decoder"]
         self._has_normalizer = tree["normalizer"] is not None
         self.kind: Kind = _classify(tree, len(self.special_ids))
@@ -121,6 +126,16 @@ class Tokenizer:
     def token_pieces(self) -> TokenPieces | None:
         """The bytes that each id stands for, or None if the decoder depends on adjacent tokens."""
         return build_token_pieces(self.core, self._decoder, self.special_ids)
+
+    @property
+    def ids_before_text(self) -> tuple[int, ...]:
+        """The tokens before a text, in training, in evaluation and as a prompt: the BOS token if `add_bos` is true."""
+        return (self.bos_id,) if self.add_bos and self.bos_id is not None else ()
+
+    @property
+    def ids_after_document(self) -> tuple[int, ...]:
+        """The tokens after a document in training: the EOS token, if the vocabulary has one."""
+        return () if self.eos_id is None else (self.eos_id,)
 
     @cached_property
     def ids_after_text(self) -> tuple[int, ...]:

@@ -228,6 +228,39 @@ def test_packed_rows_contain_every_target_once_and_split_no_document_that_fits(s
     assert -(-sum(len(d) for d in documents if len(d) > 1) // (length + 1)) <= store.windows_per_epoch
 
 
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=5, max_size=15),
+    length=st.integers(2, 8),
+    packing=st.booleans(),
+    ended=st.booleans(),
+)
+def test_the_first_token_after_bos_is_a_target_if_bos_is_eos(sizes, length, packing, ended) -> None:
+    """Compares with the documents: each target of a document is in the loss, except for its BOS token."""
+    ids = iter(range(10, 10_000))
+    documents = [[EOS, *(next(ids) for _ in range(size)), EOS] for size in sizes]
+    documents[-1] = documents[-1] if ended else documents[-1][:-1]
+    flat = [token for document in documents for token in document]
+    store = make(flat, 1, length, val=flat, eos_id=EOS, bos_id=EOS, pad_id=PAD, packing=packing)
+    for batches, complete in (
+        ([store.batch(step) for step in range(store.windows_per_epoch)], packing),
+        (store.validation(2), True),
+    ):
+        seen = []
+        for batch in batches:
+            for tokens, targets, segments, mask in zip(*(array.tolist() for array in batch), strict=True):
+                counted = [i for i in range(length) if mask[i]]
+                seen += [(tokens[i], targets[i]) for i in counted]
+                letters = {
+                    i: next(n for n, d in enumerate(documents) if {tokens[i], targets[i]} & {*d} - {EOS}) for i in counted
+                }
+                assert (
+                    len({(letters[i], segments[i]) for i in counted})
+                    == len({*letters.values()})
+                    == len({segments[i] for i in counted})
+                )
+        assert sorted(seen) == piecewise(documents) if complete else {*seen} <= {*piecewise(documents)}
+
+
 def test_best_fit_fills_rows_longest_first() -> None:
     assert best_fit(np.array([3, 5, 2, 4, 1]), 6).tolist() == [2, 0, 1, 1, 0]
 
