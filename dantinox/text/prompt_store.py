@@ -11,8 +11,9 @@ import numpy as np
 from dantinox.files import UserError
 from dantinox.text.batch_rows import MixtureRows, ShuffledRows
 from dantinox.text.chat_template import ChatTemplate
-from dantinox.text.conversations import FIRST_TOKEN, Encoded, Example, prompt_messages
+from dantinox.text.conversations import FIRST_TOKEN, Encoded, Example, prompt_messages, template_fields
 from dantinox.text.token_store import Counts, TokenStore
+from dantinox.text.tool_prompts import chat_prompt
 
 
 class Prompt(NamedTuple):
@@ -159,14 +160,14 @@ def prompt_examples(records: Iterable[tuple[str, dict]], corpus: str, *, templat
 def _encode_prompt(where: str, record: Mapping[str, Any], template: ChatTemplate, part: int, source: int) -> list[Encoded]:
     try:
         messages = prompt_messages(record)
-        ids = np.array(template.encode(messages, generation_prompt=True), np.int32)
+        ids = np.array(chat_prompt(template, messages, *template_fields(record)).ids, np.int32)
         if not len(ids):
             raise UserError("a prompt has no tokens")
     except UserError as error:
         raise UserError(f"{error} ({where})") from None
     marks = np.zeros(len(ids), np.uint8)
     marks[0] = FIRST_TOKEN
-    texts = [message["content"] for message in messages]
+    texts = [message["content"] or "" for message in messages]
     counts = Counts(len(ids), 1, sum(map(len, texts)), sum(len(text.encode()) for text in texts))
     return [Encoded(part, source, ids, counts, marks, json.dumps(record).encode())]
 
