@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -287,7 +288,9 @@ def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress |
     for batch in _batch_chunks(_split_chunks(plan, tokenizer)):
         texts = [chunk.text for chunk in batch]
         try:
-            encoded = tokenizer.encode_batch(texts)
+            parts = [list(group) for _, group in itertools.groupby(batch, lambda chunk: chunk.part)]
+            by_part = (tokenizer.encode_batch([chunk.text for chunk in part], dropout=part[0].part == 0) for part in parts)
+            encoded = [ids for part in by_part for ids in part]
         except UnknownCharacter as error:  # report the position in the corpus instead of the batch
             raise UnknownCharacter(error.character, done + "".join(texts).index(error.character)) from None
         for chunk, ids in zip(batch, encoded, strict=True):

@@ -106,6 +106,19 @@ def test_bpe_in_chunks_equals_bpe_of_the_whole_text(tmp_path_factory, text: str)
         assert ids.tolist() == BPE.encode(text)
 
 
+def test_dropout_of_a_tokenizer_is_used_only_for_training_tokens(tmp_path) -> None:
+    """BPE dropout (Provilkov et al. 2020) skips merges in training; encoding elsewhere uses all merges."""
+    bpe = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=400), lambda: iter([TEXT * 9]))
+    tree = json.loads(bpe.to_json())
+    tree["model"]["dropout"] = 1.0  # no merges
+    tokenizer = Tokenizer(json.dumps(tree))
+    assert tokenizer.encode(TEXT) == bpe.encode(TEXT) and tokenizer.encode_special_ids(TEXT) == bpe.encode_special_ids(TEXT)
+    _, store = prepare_data(settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "s", tokenizer)
+    cut = int(len(TEXT) * 0.9)
+    assert len(store.training_ids) == 1 + len(TEXT[:cut].encode()) and tokenizer.decode(store.training_ids) == TEXT[:cut]
+    assert store.validation_ids.tolist() == [*bpe.encode(TEXT[cut:]), bpe.eos_id]
+
+
 def test_no_end_token_in_a_vocabulary_without_one(tmp_path) -> None:
     tree = json.loads(prepare_data(settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "s")[0].to_json())
     tokenizer = Tokenizer(json.dumps(tree | {"added_tokens": []}))
