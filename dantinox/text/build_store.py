@@ -85,8 +85,8 @@ def prepare_data(
     """Returns the tokenizer and the token store of the corpus that the settings name.
 
     Existing tokens in `directory` are reused if corpus, tokenizer and options are unchanged; otherwise they are rebuilt. The
-    last `data.val_fraction` of the characters is for validation. A corpus of several documents is split at the document end
-    closest to that point, a single document at exactly that point. BPE is trained on the training part; a character vocabulary
+    last `data.val_fraction` of the characters is for validation. The corpus is split at the document end closest to that point,
+    or at exactly that point if no document end is near it. BPE is trained on the training part; a character vocabulary
     covers both parts.
 
     Args:
@@ -183,11 +183,17 @@ def _make_plan(config: Config) -> _CorpusPlan:
 
 
 def _find_val_start(extent: Extent, val_fraction: float) -> int:
-    """Returns the character at which validation begins; with several documents, the document end closest to it."""
-    ends, total = extent.ends, extent.characters
-    if len(ends) == 1:
-        return int(total * (1 - val_fraction))
-    return int(ends[np.abs(ends[:-1] - total * (1 - val_fraction)).argmin()])
+    """Returns the character at which validation begins.
+
+    It is the document end closest to the fraction, or the fraction itself if the smaller part would otherwise differ from its
+    size by more than a half.
+    """
+    total = extent.characters
+    target = total * (1 - val_fraction)
+    differences = np.abs(extent.ends[:-1] - target)
+    if len(differences) and differences.min() <= min(target, total - target) / 2:
+        return int(extent.ends[differences.argmin()])
+    return min(max(int(target), 1), total - 1) if total > 1 else int(target)
 
 
 def _make_tokenizer(config: Config, plan: _CorpusPlan, progress: Progress | None) -> Tokenizer:

@@ -74,11 +74,24 @@ def test_several_documents_are_split_at_a_document_end(tmp_path) -> None:
     texts = [letter * length for letter, length in zip("abcde", lengths, strict=True)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     # The documents end after 30, 50, 76, 91 and 100 of 100 characters.
-    for fraction, documents in [(0.1, 4), (0.2, 3), (0.4, 2), (0.99, 1), (0.001, 4)]:
+    for fraction, documents in [(0.1, 4), (0.2, 3), (0.4, 2), (0.75, 1)]:
         tokenizer, store = prepare_data(settings(tmp_path, **{"data.val_fraction": fraction}), tmp_path / "store")
         encoded = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
         assert parts(store) == (joined(encoded[:documents]), joined(encoded[documents:]))
         assert (store.train.documents, store.val.documents) == (documents, 5 - documents)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[240, 12_200], [12_200, 240], [240, 12_200, 240], [6000, 7000], [1] * 20 + [9000], [5, 20_000, 5]]
+)
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.01, 0.9])
+def test_the_validation_part_is_near_its_fraction_for_documents_of_any_size(tmp_path, sizes, fraction: float) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in sizes))
+    tokenizer, store = prepare_data(settings(tmp_path / "a.jsonl", **{"data.val_fraction": fraction}), tmp_path / "store")
+    share = store.val.characters / sum(sizes)
+    assert 0.5 * fraction - 1 / sum(sizes) <= share <= 1.5 * fraction + 1 / sum(sizes)
+    assert tokenizer.decode(joined(parts(store))) == "x" * sum(sizes)
+    assert joined(parts(store)).count(tokenizer.eos_id) == joined(parts(store)).count(tokenizer.bos_id) == len(sizes)
 
 
 def test_separate_validation_text(tmp_path) -> None:
