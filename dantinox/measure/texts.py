@@ -92,8 +92,8 @@ def open_text_store(directory: RunDirectory, data_path: str | Path | None = None
     if len(ids) < 2:
         raise UserError(f"{data_path} has {len(ids)} tokens, fewer than 2: select a longer text with --data_path")
     length = min(config.model.max_context, WINDOW, len(ids) - 1)
-    ends = {"eos_id": tokenizer.eos_id, "bos_id": tokenizer.bos_id if tokenizer.add_bos else None}
-    return TokenStore(ids, ids, batch_size=1, sequence_length=length, seed=0, **ends)
+    bos_id = next(iter(tokenizer.ids_before_text), None)
+    return TokenStore(ids, ids, batch_size=1, sequence_length=length, seed=0, eos_id=tokenizer.eos_id, bos_id=bos_id)
 
 
 def saved_text(directory: RunDirectory, config: Config, tokenizer: Tokenizer) -> TokenStore | None:

@@ -111,10 +111,10 @@ def _list_folder(path: Path) -> list[Source]:
     if not files:
         raise UserError(f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with .gz or .zst)")
     if skipped:
-        names = ", ".join(map(escape_name, skipped[:LISTED])) + (", …" if len(skipped) > LISTED else "")
+        listed = ", ".join(map(escape_name, skipped[:LISTED])) + (", …" if len(skipped) > LISTED else "")
         number = "1 file" if len(skipped) == 1 else f"{len(skipped)} files"
         warnings.warn(
-            f"the corpus {path} has {number} without a suffix of text files, which are not read: {names}", stacklevel=2
+            f"the corpus {path} has {number} without a suffix of text files, which are not read: {listed}", stacklevel=2
         )
     return [_make_source(file, _file_mode(file), named=False) for file in files]
 

@@ -147,8 +147,8 @@ class TokenStore:
         ids = np.where(filled, self.training_ids[np.where(filled, indices, 0)], self._pad).astype(np.int32)
         tokens, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
         # Where the tokens of another document follow in a packed row, an EOS token that is also the BOS token is the EOS token.
-        is_last = np.diff(indices, axis=1) != 1
-        batch = self._make_batch(tokens, targets, np.where(is_last, self._eos, targets) if self.packing else targets)
+        ends_chunk = np.diff(indices, axis=1) != 1
+        batch = self._make_batch(tokens, targets, np.where(ends_chunk, self._eos or 0, targets) if self.packing else targets)
         return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:

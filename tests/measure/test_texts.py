@@ -39,14 +39,14 @@ def test_special_tokens_around_a_text(tmp_path, content, roles, before):
     """Without `add_bos_token`, transformers follows the post-processor of the tokenizer.json."""
     tokenizer, texts = Tokenizer(content, roles=roles), ["first text", "second", "third of all", "held out"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = build_config({}, {"data.path": str(tmp_path), "model.max_context": 4, "training.batch_size": 1})
+    config = build_config({}, {"data.path": str(tmp_path / "a.jsonl"), "model.max_context": 4, "training.batch_size": 1})
     _, store = prepare_data(config, tmp_path / "store", tokenizer)
     bundle = SimpleNamespace(tokenizer=tokenizer)
     prompts = [ModelBundle.prompt_ids(bundle, text) for text in texts]
     assert prompts == [[*before, *text.encode()] for text in texts]
     documents = [token for prompt in prompts for token in [*prompt, EOS]]
     assert [*store.training_ids, *store.validation_ids] == documents
-    assert read_text(tokenizer, str(tmp_path), "text", 1000).tolist() == documents[:-1]
+    assert read_text(tokenizer, str(tmp_path / "a.jsonl"), "text", 1000).tolist() == documents[:-1]
 
 
 def test_another_rule_rebuilds_the_tokens(tmp_path):
