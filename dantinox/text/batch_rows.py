@@ -225,20 +225,23 @@ class MixtureRows:
         exact = [Fraction(str(weight)) for weight in weights]
         whole = [int(weight * math.lcm(*(other.denominator for other in exact))) for weight in exact]
         self._weights = [weight // math.gcd(*whole) for weight in whole]
+        # The order of the sources repeats after each cycle. No training run reaches the end of a cycle beyond 2⁶² rows.
+        self._cycle = min(sum(self._weights), 1 << 62)
+        self._rows_per_cycle = np.array([min(weight, 1 << 62) for weight in self._weights])
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._counts = [[0] * len(sources)]  # rows of each source before each block
         self._lock = threading.Lock()
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
         """Returns the token indices [N, T + 1] of the rows `numbers_N`, ascending; row 0 is the first of the training run."""
-        cycles_N, places_N = np.divmod(numbers_N, sum(self._weights))  # the order of the sources repeats after each cycle
+        cycles_N, places_N = np.divmod(numbers_N, self._cycle)
         source_N, within_N = np.empty_like(numbers_N), np.empty_like(numbers_N)
         for block in np.unique(places_N // MIXTURE_BLOCK).tolist():
             in_block = places_N // MIXTURE_BLOCK == block
             source_B, within_B = self._block(block)
             source_N[in_block] = source_B[places_N[in_block] % MIXTURE_BLOCK]
             within_N[in_block] = within_B[places_N[in_block] % MIXTURE_BLOCK]
-        within_N += cycles_N * np.asarray(self._weights)[source_N]
+        within_N += cycles_N * self._rows_per_cycle[source_N]
         parts = {s: self._sources[s].read(within_N[source_N == s]) for s in np.unique(source_N).tolist()}
         template = next(iter(parts.values()))
         rows_NT = np.empty((len(numbers_N), *template.shape[1:]), template.dtype)

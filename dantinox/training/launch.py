@@ -60,7 +60,8 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
     Args:
       config: the settings, a YAML file, or the name of a packaged config such as "quickstart". Model and tokenizer
         settings that are not given come from the run `training.init_from`, if that is set.
-      run_dir: the directory to write to; None: a new directory under runs/. It must be new or empty unless `resume` is True.
+      run_dir: the directory to write to; None: a new directory under runs/. It must be new or empty unless `resume` is
+        True. A directory with only what a failed start has left counts as empty.
       resume: continue from the newest checkpoint with the tokens saved in the run, even if the corpus has changed. Only
         steps, intervals, the sample prompt, nan_policy, distributed and logging may differ from the saved settings.
 

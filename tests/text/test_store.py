@@ -290,7 +290,8 @@ def test_a_source_that_is_too_short_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "weights", [[5000, 1], [1.0, 0.0007], [3, 1], [1, 1, 1], [0.7, 0.2, 0.1], [20, *[2] * 10], [0.3, 0.123457, 7]]
+    "weights",
+    [[5000, 1], [1.0, 0.0007], [3, 1], [1, 1, 1], [0.7, 0.2, 0.1], [20, *[2] * 10], [0.3, 0.123457, 7], [1 / 3, 1e7 / 7]],
 )
 def test_counts_of_a_mixture_differ_from_the_weights_by_less_than_one_row(weights: list[float]) -> None:
     """For every number of rows, so also for every row between two calls of `batch` and after a resume."""
