@@ -50,7 +50,8 @@ RUN_FILES = (
     "chat_template.jinja", "tokenizer_config.json", "origin.json", "rewards.html",
 )  # fmt: skip
 
-PLAIN_FILE = re.compile(r"\.(?!jsonl)\w+$|^builtin:")
+RECORD_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson")  # of files with one JSON record per line, in any case
+PLAIN_FILE = re.compile(r"\.\w+$|^builtin:")  # unless the name has one of these suffixes
 
 
 class TokenizerSection(Section):
@@ -71,7 +72,7 @@ class TokenizerSection(Section):
 def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
     """Whether a corpus may contain JSON Lines, judged by the names of its files."""
     parts = (corpus,) if isinstance(corpus, str) else corpus or ()
-    return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
+    return any(any(s in part.lower() for s in RECORD_SUFFIXES) or not PLAIN_FILE.search(part) for part in parts)
 
 
 # `distill.data` → the objective with the same data.

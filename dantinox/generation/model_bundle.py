@@ -281,13 +281,12 @@ class ModelBundle:
         Raises:
           UserError: the prompt is empty and the tokenizer has no BOS token, or the tokenizer cannot encode the text.
         """
-        ids, bos_id = self.tokenizer.encode(prompt, parse_special=parse_special), self.tokenizer.bos_id
+        ids, before = self.tokenizer.encode(prompt, parse_special=parse_special), self.tokenizer.ids_before_text
         if ids:
-            needs_bos = self.tokenizer.add_bos and bos_id is not None and ids[0] != bos_id
-            return [bos_id, *ids] if needs_bos and bos_id is not None else ids
-        if bos_id is None:
+            return ids if before == (ids[0],) else [*before, *ids]
+        if self.tokenizer.bos_id is None:
             raise UserError("the prompt is empty and the tokenizer has no BOS token: enter at least one character")
-        return [bos_id]
+        return [self.tokenizer.bos_id]
 
     def negative_ids(self, request: GenerationRequest, context: int) -> tuple[int, ...]:
         """Returns the tokens of the negative prompt of a request with guidance: by default the last token of its prompt.

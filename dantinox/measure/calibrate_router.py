@@ -20,6 +20,7 @@ from dantinox.model.scoring import map_positions
 from dantinox.report.console import Progress
 from dantinox.run import open_run, save_router_calibration, weights_digest
 from dantinox.sampling.entropy_router import Metrics, RouterConfig, logit_metrics, select_strategy
+from dantinox.text.batch_rows import ends_document
 
 TOKENS = 32768  # tokens of the text to read by default
 WINDOW = 1024  # maximum tokens of a window: attention memory grows with its square
@@ -97,7 +98,7 @@ def calibrate_router(
     ids = (store.validation_ids[:-1] if data_path is None else store.validation_ids)[:tokens]
     window = min(WINDOW, run.model.config.max_context)
     context = min(CONTEXT, window // 4)
-    text = cut_windows(ids, window, context, run.tokenizer.eos_id)
+    text = cut_windows(ids, window, context, run.tokenizer.eos_id, store.bos_id)
     count = int(text.counted_NT.sum())
     if count < MIN_POSITIONS:
         remedy = "raise --tokens" if len(ids) >= tokens else "select a longer text with --data_path"
@@ -162,7 +163,7 @@ def density(H: np.ndarray, V: np.ndarray) -> dict[str, Any]:
     }
 
 
-def cut_windows(ids: np.ndarray, window: int, context: int, eos_id: int | None) -> TextWindows:
+def cut_windows(ids: np.ndarray, window: int, context: int, eos_id: int | None, bos_id: int | None = None) -> TextWindows:
     """Splits a text into windows and marks the positions to measure.
 
     The first `context` positions of a window are not measured, because missing context raises the entropy there. Positions of
@@ -171,7 +172,8 @@ def cut_windows(ids: np.ndarray, window: int, context: int, eos_id: int | None) 
     """
     tokens_NT = np.zeros((-(-len(ids) // window), window), np.int32)
     tokens_NT.reshape(-1)[: len(ids)] = ids
-    ends_NT = tokens_NT == (-1 if eos_id is None else eos_id)
+    ends_NT = np.zeros(tokens_NT.shape, bool)
+    ends_NT.reshape(-1)[: len(ids)] = ends_document(ids, np.append(ids[1:], eos_id or 0)[: len(ids)], eos_id, bos_id)
     segments_NT = np.cumsum(ends_NT, axis=1, dtype=np.int32) - ends_NT
     counted_NT = (np.arange(window) >= context) | (segments_NT > 0)
     text_NT = np.arange(tokens_NT.size).reshape(tokens_NT.shape) < len(ids)

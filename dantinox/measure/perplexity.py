@@ -23,7 +23,7 @@ from dantinox.generation import load
 from dantinox.generation.decode import PREFILL_BATCH_TOKENS
 from dantinox.generation.quantized_weights import dequantize
 from dantinox.generation.static_batch import padded_length
-from dantinox.measure.texts import bos_ids, decoded_bytes, equal_batches, pad_rows, padded_positions, read_documents
+from dantinox.measure.texts import decoded_bytes, equal_batches, pad_rows, padded_positions, read_documents
 from dantinox.model import Transformer
 from dantinox.model.scoring import map_positions
 from dantinox.report import human_count, table
@@ -34,7 +34,7 @@ from dantinox.report.console import Progress
 class Perplexity:
     """The result of `eval ppl`.
 
-    Each document begins with the BOS token, if `bos_ids` returns one. It does not end with an EOS token. No token sees another
+    Each document begins with the BOS token if the tokenizer adds one. It does not end with an EOS token. No token sees another
     document.
 
     Attributes:
@@ -107,7 +107,7 @@ def measure_perplexity(
     if tokens is not None and tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {tokens}")
     started = time.perf_counter()
-    begin = np.array(bos_ids(run.tokenizer), np.int32)
+    begin = np.array(run.tokenizer.ids_before_text, np.int32)
     documents = read_documents(run.tokenizer, data_path, run.config.data.text_field, tokens)
     texts = [text for document in documents for text in sliding_windows(np.concatenate([begin, document.ids]), context, stride)]
     total = sum(text.new for text in texts)

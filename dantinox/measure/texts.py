@@ -92,7 +92,8 @@ def open_text_store(directory: RunDirectory, data_path: str | Path | None = None
     if len(ids) < 2:
         raise UserError(f"{data_path} has {len(ids)} tokens, fewer than 2: select a longer text with --data_path")
     length = min(config.model.max_context, WINDOW, len(ids) - 1)
-    return TokenStore(ids, ids, batch_size=1, sequence_length=length, seed=0, eos_id=tokenizer.eos_id)
+    bos_id = next(iter(tokenizer.ids_before_text), None)
+    return TokenStore(ids, ids, batch_size=1, sequence_length=length, seed=0, eos_id=tokenizer.eos_id, bos_id=bos_id)
 
 
 def saved_text(directory: RunDirectory, config: Config, tokenizer: Tokenizer) -> TokenStore | None:
@@ -114,7 +115,7 @@ def read_text(tokenizer: Tokenizer, path: str, text_field: str, tokens: int) -> 
 
 def _token_stream(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[np.ndarray]:
     """Yields the tokens of a text in parts, with BOS and EOS tokens around documents as in a token store."""
-    begin, end = (np.array([] if token is None else [token], np.int32) for token in (tokenizer.bos_id, tokenizer.eos_id))
+    begin, end = (np.array(ids, np.int32) for ids in (tokenizer.ids_before_text, tokenizer.ids_after_document))
     document = -1
     for number, _, ids in _encoded_parts(tokenizer, path, text_field):
         if number != document:
@@ -142,12 +143,6 @@ def read_documents(tokenizer: Tokenizer, path: str, text_field: str, tokens: int
         if remaining <= 0:
             break
     return [Document(np.concatenate([p.ids for p in parts]), sum(p.bytes for p in parts)) for parts in found.values()]
-
-
-def bos_ids(tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens that precede a document: the BOS token if the model expects one or was trained here with one."""
-    needed = tokenizer.add_bos or not tokenizer.roles
-    return [tokenizer.bos_id] if needed and tokenizer.bos_id is not None else []
 
 
 def decoded_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,10 @@ from dantinox.run.manifest import (
 
 RUNS = Path("runs")
 INHERITED_FILES = ("chat_template.jinja", "origin.json")  # copied into a run that starts from another run
+# Files and folders of a run that exist before its first step. Together with the tokens, they are all that a start leaves that
+# was killed or that failed. `config.yaml` is the last file that a start writes.
+START_FILES = ("tokenizer.json", "tokenizer_config.json", MANIFEST, *INHERITED_FILES, "checkpoints", "samples")
+TOKEN_FILES = re.compile(r"\.lock|\.tokens.*|tokens\.json|tokens-.*|\.dataset-\d+\.jsonl|reference\.json|\..*\.tmp")
 V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")  # files that only DantinoX 0 writes
 
 
@@ -138,21 +143,46 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
       path: None: `runs/run_YYYYMMDD_HHMMSS`, with a number appended if another run started in the same second.
 
     Raises:
-      UserError: the directory is not empty, or cannot be created.
+      UserError: the directory is not empty, or cannot be created. A directory with only what a failed start has left counts as
+        empty.
     """
     run = RunDirectory(RUNS if path is None else path)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         if path is None:
             return RunDirectory(_make_numbered(run.path / time.strftime("run_%Y%m%d_%H%M%S")))
-        # A run that was killed before it wrote any file leaves only its lock file.
-        occupied = any(child.name != ".lock" for child in run.path.iterdir())
+        occupied = any(run.path.iterdir()) and not is_failed_start(run)
     except OSError as error:
         reason = "a file with this name exists" if isinstance(error, FileExistsError) else error.strerror
         raise UserError(f"cannot create the run directory {run.path}: {reason}") from None
     if occupied:
         raise UserError(f"the run directory {run.path} is not empty: add --resume to continue, or choose another --run_dir")
     return run
+
+
+def is_failed_start(run: RunDirectory) -> bool:
+    """Whether a directory holds only what a start leaves that was killed or that failed before its first step."""
+    if not (run.path / ".lock").is_file():
+        return False
+    for child in run.path.iterdir():
+        is_temporary = child.name.startswith(".") and child.name.endswith(".tmp")
+        if child.name == run.data.name and child.is_dir():
+            known = all(TOKEN_FILES.fullmatch(file.name) for file in child.iterdir())
+        elif child.name in START_FILES:
+            known = child.is_file() or not any(child.iterdir())
+        else:
+            known = child.name == ".lock" or is_temporary
+        if not known:
+            return False
+    return True
+
+
+def clear_failed_start(run: RunDirectory) -> None:
+    """Removes the files of a start that failed before its first step, except for its tokens, which the next start may use."""
+    for name in (run.config.name, *START_FILES):
+        path = run.path / name
+        with contextlib.suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _make_numbered(first: Path) -> Path:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dantinox.config import UserError
+from dantinox.config.sections import RECORD_SUFFIXES
 from dantinox.files import quote, read_text
 from dantinox.studies.builtin_tasks import BUILTIN_SHOTS, BUILTIN_TASKS
 
 MAX_TASK_BYTES = 64 << 20
 SEPARATOR = "\n\n"  # between the examples and the question
-BUILTIN, SUFFIX = "builtin", ".jsonl"
+BUILTIN = "builtin"
 FORMS = (("context", "choices", "answer"), ("contexts", "continuation", "answer"), ("context", "continuation"))
 
 
@@ -52,7 +53,7 @@ class LocalTask(NamedTuple):
 
 def is_local(name: str) -> bool:
     """Returns whether a name of --tasks is `builtin`, a folder or a .jsonl file, not a task of lm-evaluation-harness."""
-    return name == BUILTIN or name.endswith((SUFFIX, "/")) or Path(name).is_dir()
+    return name == BUILTIN or name.lower().endswith((*RECORD_SUFFIXES, "/")) or Path(name).is_dir()
 
 
 def load_tasks(names: Sequence[str]) -> list[LocalTask]:
@@ -74,13 +75,13 @@ def _tasks_of(name: str) -> list[LocalTask]:
     if name == BUILTIN:
         return [LocalTask(task, _builtin_questions(task), BUILTIN_SHOTS) for task in BUILTIN_TASKS]
     path = Path(name)
-    if name.endswith(SUFFIX):
+    if name.lower().endswith(RECORD_SUFFIXES):
         return [LocalTask(path.stem, read_questions(path), 0)]
     if not path.is_dir():
         raise UserError(f"--tasks: there is no folder {path}")
-    files = sorted(path.rglob(f"*{SUFFIX}"))
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in RECORD_SUFFIXES)
     if not files:
-        raise UserError(f"--tasks: the folder {path} has no {SUFFIX} file")
+        raise UserError(f"--tasks: the folder {path} has no {RECORD_SUFFIXES[0]} file")
     return [LocalTask(file.relative_to(path).with_suffix("").as_posix(), read_questions(file), 0) for file in files]
 
 

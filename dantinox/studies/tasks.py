@@ -2,7 +2,7 @@
 
 Texts are encoded as the harness encodes them for Hugging Face models. Trailing spaces of a context are moved to its
 continuation. Context and continuation are encoded as one text. If the context alone has n tokens, the tokens after the first n
-are the continuation. The BOS token precedes every text if `bos_ids` returns one. An empty context becomes the BOS token, or
+are the continuation. The BOS token precedes every text if the tokenizer adds one. An empty context becomes the BOS token, or
 else the EOS token. A text that is too long for the model's context is truncated at its beginning.
 """
 
@@ -21,7 +21,7 @@ from dantinox.config import UserError, settings_of
 from dantinox.files import first_line, install_command, quote
 from dantinox.generation import LoadedModel, load
 from dantinox.measure.perplexity import ScoringInput, TokenScores, score_sequences
-from dantinox.measure.texts import bos_ids, equal_batches
+from dantinox.measure.texts import equal_batches
 from dantinox.report.tables import Column, text_table
 from dantinox.studies.continuations import NEUTRAL_SETTINGS, ROWS
 
@@ -50,7 +50,7 @@ class LMEvalModel:
             name: settings_of(run.settings(settings))[name] for name in ("weights", "matmul_dtype", "tensor_parallel")
         }
         self._model = run.prepared(run.settings(settings).generation)
-        self._bos_ids = bos_ids(run.tokenizer)
+        self._bos_ids = list(run.tokenizer.ids_before_text)
 
     @cached_property
     def _empty_context(self) -> list[int]:

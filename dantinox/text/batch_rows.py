@@ -3,7 +3,10 @@
 Row n of a training run is a pure function of (seed, n), so the position in the data is one integer.
 """
 
+import math
+import threading
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +16,7 @@ from dantinox.files import UserError
 CACHED_EPOCHS = 4  # number of epochs whose row order stays in memory
 SCAN_TOKENS = 1 << 22  # tokens per block of a scan; a whole store may be larger than the memory
 NO_TOKEN = -1  # padding in a row of token indices
-MIXTURE_CYCLE = 1000  # in each cycle of this many consecutive rows of a mixture, every source has its exact share
+MIXTURE_BLOCK = 4096  # rows of a mixture whose sources are assigned at once
 
 
 class Rows(Protocol):
@@ -51,7 +54,7 @@ class WindowRows:
         return starts_N[:, None] + self._offsets_T1
 
 
-def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int) -> "PackedRows":
+def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int, bos_id: int | None = None) -> "PackedRows":
     """Packs documents into rows by best fit. Only documents longer than a row are split.
 
     A split document fills rows with chunks of T targets, and its shorter last chunk is packed like a document. Source: Ding et
@@ -61,12 +64,12 @@ def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int) -> "Pa
       ids: the tokens of a source.
       start: the index of its first token in the store.
       length: targets per row, T.
-      eos_id: the EOS token of documents.
+      eos_id, bos_id: the EOS token of documents, and the BOS token if they have one.
 
     Raises:
       UserError: no document has two tokens.
     """
-    starts_P, sizes_P = split_documents(document_ends(ids, eos_id), length)
+    starts_P, sizes_P = split_documents(document_ends(ids, eos_id, bos_id), length)
     if not len(sizes_P):
         raise UserError("data.packing: best_fit found no document with at least two tokens: set data.path to other text")
     occupied_P = sizes_P.copy()
@@ -116,10 +119,30 @@ class PairRows:
         return np.where(self._offsets_T1 < self._sizes_N2[chosen_N], indices_N2T, NO_TOKEN)
 
 
-def document_ends(ids: np.ndarray, eos_id: int) -> np.ndarray:
+def ends_document(ids: np.ndarray, next_ids: np.ndarray, eos_id: int | None, bos_id: int | None = None) -> np.ndarray:
+    """Returns whether each token is the EOS token of a document.
+
+    If the BOS token of documents is the same token, the first of two in a row is the EOS token, and any other one is the BOS
+    token, because a document has at least one other token.
+
+    Args:
+      ids: token ids of any shape.
+      next_ids: the token after each of them, in an array of the same shape.
+      eos_id: the EOS token; None: no token ends a document.
+      bos_id: the BOS token with which documents begin; None: they begin with none.
+    """
+    if eos_id is None:
+        return np.zeros(ids.shape, bool)
+    return (ids == eos_id) & (next_ids == eos_id) if eos_id == bos_id else ids == eos_id
+
+
+def document_ends(ids: np.ndarray, eos_id: int, bos_id: int | None = None) -> np.ndarray:
     """Returns the index after the EOS token of each document; the last document ends at the end of `ids`."""
-    starts = range(0, len(ids), SCAN_TOKENS)
-    ends = np.concatenate([np.flatnonzero(ids[start : start + SCAN_TOKENS] == eos_id) + start + 1 for start in starts])
+    found = []
+    for start in range(0, len(ids), SCAN_TOKENS):
+        part = np.append(ids[start : start + SCAN_TOKENS + 1], eos_id)[: SCAN_TOKENS + 1]
+        found.append(np.flatnonzero(ends_document(part[:-1], part[1:], eos_id, bos_id)) + start + 1)
+    ends = np.concatenate(found)
     return ends if len(ends) and ends[-1] == len(ids) else np.append(ends, len(ids))
 
 
@@ -192,40 +215,78 @@ class ShuffledRows:
 
 
 class MixtureRows:
-    """Rows of several sources. Each source has its share of every cycle of `MIXTURE_CYCLE` rows, in a random order.
+    """Rows of several sources. Of the first n rows, each source has n times its share, rounded up or down, for every n.
 
     Each source has its own epochs, whose length does not depend on the other sources.
     """
 
-    def __init__(self, sources: Sequence[ShuffledRows], weights: Sequence[float], seed: int):
-        self._sources, self._key = sources, seed + ((1 << 32) - 1 << 32)
-        exact = MIXTURE_CYCLE * np.asarray(weights, float) / np.sum(weights)
-        shares = np.floor(exact).astype(np.int64)
-        shares[np.argsort(shares - exact, kind="stable")[: MIXTURE_CYCLE - shares.sum()]] += 1  # largest remainders
-        self._shares_S = shares
-        self._pattern = np.repeat(np.arange(len(sources)), shares)
+    def __init__(self, sources: Sequence[ShuffledRows], weights: Sequence[float]):
+        self._sources = sources
+        exact = [Fraction(str(weight)) for weight in weights]
+        whole = [int(weight * math.lcm(*(other.denominator for other in exact))) for weight in exact]
+        self._weights = [weight // math.gcd(*whole) for weight in whole]
+        # The order of the sources repeats after each cycle. No training run reaches the end of a cycle beyond 2⁶² rows.
+        self._cycle = min(sum(self._weights), 1 << 62)
+        self._rows_per_cycle = np.array([min(weight, 1 << 62) for weight in self._weights])
+        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._counts = [[0] * len(sources)]  # rows of each source before each block
+        self._lock = threading.Lock()
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
         """Returns the token indices [N, T + 1] of the rows `numbers_N`, ascending; row 0 is the first of the training run."""
-        cycles_N, offsets_N = np.divmod(numbers_N, MIXTURE_CYCLE)
+        cycles_N, places_N = np.divmod(numbers_N, self._cycle)
         source_N, within_N = np.empty_like(numbers_N), np.empty_like(numbers_N)
-        for cycle in np.unique(cycles_N).tolist():
-            _, order = philox_permutation(MIXTURE_CYCLE, self._key, cycle)
-            source_C = self._pattern[order]
-            within_C = np.empty(MIXTURE_CYCLE, np.int64)  # number of earlier rows of the same source in the cycle
-            by_source = np.argsort(source_C, kind="stable")
-            within_C[by_source] = np.arange(MIXTURE_CYCLE) - np.repeat(
-                np.cumsum(self._shares_S) - self._shares_S, self._shares_S
-            )
-            in_cycle = cycles_N == cycle
-            source_N[in_cycle] = source_C[offsets_N[in_cycle]]
-            within_N[in_cycle] = cycle * self._shares_S[source_N[in_cycle]] + within_C[offsets_N[in_cycle]]
+        for block in np.unique(places_N // MIXTURE_BLOCK).tolist():
+            in_block = places_N // MIXTURE_BLOCK == block
+            source_B, within_B = self._block(block)
+            source_N[in_block] = source_B[places_N[in_block] % MIXTURE_BLOCK]
+            within_N[in_block] = within_B[places_N[in_block] % MIXTURE_BLOCK]
+        within_N += cycles_N * self._rows_per_cycle[source_N]
         parts = {s: self._sources[s].read(within_N[source_N == s]) for s in np.unique(source_N).tolist()}
         template = next(iter(parts.values()))
         rows_NT = np.empty((len(numbers_N), *template.shape[1:]), template.dtype)
         for s, part in parts.items():
             rows_NT[source_N == s] = part
         return rows_NT
+
+    def _block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the source of each row of a block, and the number of earlier rows of the same source in the cycle."""
+        with self._lock:
+            if number in self._blocks:
+                return self._blocks[number]
+            for block in range(min(number, len(self._counts) - 1), number + 1):
+                counts = list(self._counts[block])
+                order = np.array(assign_sources(self._weights, counts, MIXTURE_BLOCK))
+                self._counts[block + 1 :] = self._counts[block + 1 :] or [counts]
+            within = np.empty_like(order)
+            for source, before in enumerate(self._counts[number]):
+                chosen = order == source
+                within[chosen] = before + np.arange(np.count_nonzero(chosen))
+            self._blocks = dict(list(self._blocks.items())[1 - CACHED_EPOCHS :]) | {number: (order, within)}
+            return order, within
+
+
+def assign_sources(weights: Sequence[int], counts: list[int], rows: int) -> list[int]:
+    """Returns the sources of the next rows of a mixture, and adds these rows to `counts`.
+
+    The j-th row of a source, from 0, comes after row ⌊j W / w⌋ and not after row ⌈(j + 1) W / w⌉, where w is the weight of
+    the source and W the sum of all weights. The source with the earliest deadline has the next row. This always meets all
+    deadlines. Source: Baruah et al. 1996, "Proportionate progress", for one processor.
+
+    Args:
+      counts: the rows that each source has so far.
+    """
+    total, order, first = sum(weights), [], sum(counts)
+    deadlines = [-(-(count + 1) * total // weight) for count, weight in zip(counts, weights, strict=True)]
+    for number in range(first + 1, first + rows + 1):
+        released = (
+            (deadlines[source], source) for source, weight in enumerate(weights) if counts[source] * total < number * weight
+        )
+        source = min(released)[1]
+        counts[source] += 1
+        deadlines[source] = -(-(counts[source] + 1) * total // weights[source])
+        order.append(source)
+    return order
 
 
 def philox_permutation(count: int, key: int, counter: int) -> tuple[int, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -25,6 +26,7 @@ from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
 
 FORMAT = 2
+ENCODING = 2  # raised if the same corpus and settings give other tokens; a run that has older tokens still opens them
 HEADER = "tokens.json"
 CHUNK_CHARACTERS = 1 << 16  # encoded by one core at a time
 BATCH_CHARACTERS = 4 << 20  # encoded between two calls of `progress`
@@ -83,8 +85,8 @@ def prepare_data(
     """Returns the tokenizer and the token store of the corpus that the settings name.
 
     Existing tokens in `directory` are reused if corpus, tokenizer and options are unchanged; otherwise they are rebuilt. The
-    last `data.val_fraction` of the characters is for validation. A corpus of several documents is split at the document end
-    closest to that point, a single document at exactly that point. BPE is trained on the training part; a character vocabulary
+    last `data.val_fraction` of the characters is for validation. The corpus is split at the document end closest to that point,
+    or at exactly that point if no document end is near it. BPE is trained on the training part; a character vocabulary
     covers both parts.
 
     Args:
@@ -104,6 +106,7 @@ def prepare_data(
             tokenizer = tokenizer or _make_tokenizer(config, plan, progress)
             digests: Sequence[str] = [extent.digest for extent in plan.extents]
             options: dict[str, Any] = {"text_field": data.text_field, "val_fraction": data.val_fraction}
+            options["around"] = [list(tokenizer.ids_before_text), list(tokenizer.ids_after_document)]
             encode = partial(_encode_corpus, plan, tokenizer, progress)
         else:
             if tokenizer is None:
@@ -122,6 +125,7 @@ def prepare_data(
             encode = partial(found.encode, examples, progress)
         if data.mixture:
             options |= {"sources": len(data.mixture)}
+        options["encoding"] = ENCODING
         wanted = {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
         header = _read_header(directory, wanted) or _build_store(encode, tokenizer, directory, wanted)
         return tokenizer, _open_store(directory, header, config, tokenizer)
@@ -179,11 +183,17 @@ def _make_plan(config: Config) -> _CorpusPlan:
 
 
 def _find_val_start(extent: Extent, val_fraction: float) -> int:
-    """Returns the character at which validation begins; with several documents, the document end closest to it."""
-    ends, total = extent.ends, extent.characters
-    if len(ends) == 1:
-        return int(total * (1 - val_fraction))
-    return int(ends[np.abs(ends[:-1] - total * (1 - val_fraction)).argmin()])
+    """Returns the character at which validation begins.
+
+    It is the document end closest to the fraction, or the fraction itself if the smaller part would otherwise differ from its
+    size by more than a half.
+    """
+    total = extent.characters
+    target = total * (1 - val_fraction)
+    differences = np.abs(extent.ends[:-1] - target)
+    if len(differences) and differences.min() <= min(target, total - target) / 2:
+        return int(extent.ends[differences.argmin()])
+    return min(max(int(target), 1), total - 1) if total > 1 else int(target)
 
 
 def _make_tokenizer(config: Config, plan: _CorpusPlan, progress: Progress | None) -> Tokenizer:
@@ -279,12 +289,14 @@ def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, 
 
 def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Encoded]:
     """Yields the tokens of texts; BOS and EOS tokens are separate items."""
-    begin, end = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
+    begin, end = (np.array(ids, np.int32) for ids in (tokenizer.ids_before_text, tokenizer.ids_after_document))
     part, document, done = 0, (-1, 0), 0
     for batch in _batch_chunks(_split_chunks(plan, tokenizer)):
         texts = [chunk.text for chunk in batch]
         try:
-            encoded = tokenizer.encode_batch(texts)
+            parts = [list(group) for _, group in itertools.groupby(batch, lambda chunk: chunk.part)]
+            by_part = (tokenizer.encode_batch([chunk.text for chunk in part], dropout=part[0].part == 0) for part in parts)
+            encoded = [ids for part in by_part for ids in part]
         except UnknownCharacter as error:  # report the position in the corpus instead of the batch
             raise UnknownCharacter(error.character, done + "".join(texts).index(error.character)) from None
         for chunk, ids in zip(batch, encoded, strict=True):
@@ -341,8 +353,9 @@ def _open_store(directory: Path, header: Header, config: Config, tokenizer: Toke
             records = read_records(directory / header["records"])
             t, answer = config.training, config.generation.max_new_tokens
             sizes = {"batch_size": t.batch_size, "context": config.model.max_context, "answer_tokens": answer, "seed": t.seed}
-            return PromptStore(tokens, marks, records, (train, val), **sizes)
+            return PromptStore(tokens, marks, records, (train, val), mixture=shared["mixture"], **sizes)
         form = RECORD_FORMS[header["options"]["objective"]]
         return ConversationStore(tokens, marks, name=header["file"], form=form, **shared)
-    parts = tokens[: train.tokens], tokens[train.tokens :]
-    return TokenStore(*parts, eos_id=tokenizer.eos_id, packing=config.data.packing == "best_fit", **shared)
+    parts, packing = (tokens[: train.tokens], tokens[train.tokens :]), config.data.packing == "best_fit"
+    before, _ = header["options"].get("around", [[tokenizer.bos_id], []])
+    return TokenStore(*parts, eos_id=tokenizer.eos_id, bos_id=before[0] if before else None, packing=packing, **shared)

@@ -33,7 +33,7 @@ RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt",
 PLAIN = """\
 {{ bos_token }}
 {%- for message in messages %}
-{{- '\\n\\n' if not loop.first }}{{ message['role']|capitalize + ':\\n' + message['content']|trim }}
+{{- '\\n\\n' if not loop.first }}{{ message['role']|capitalize + ':\\n' + message['content'] }}
 {%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '\\n\\nAssistant:\\n' }}{% endif %}"""
@@ -137,11 +137,7 @@ class ChatTemplate:
         Raises:
           UserError: as in `encode`, or a variable has a name that the template cannot use or that is reserved.
         """
-        for name in variables or {}:
-            if not name.isidentifier() or name.startswith("_") or name in RESERVED_VARIABLES:
-                raise UserError(f"a variable of the chat template must not have the name {quote(name)}")
-        values = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
-        rendered = self._render([(messages, True)], values)[0]
+        rendered = self._render([(messages, True)], tools, variables)[0]
         return ChatPrompt(self._tokenizer.encode_special_ids(rendered), rendered.replace("\0", ""))
 
     @cached_property
@@ -154,7 +150,13 @@ class ChatTemplate:
         except UserError:
             return False
 
-    def encode_with_loss_mask(self, messages: Sequence[Message], since: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_loss_mask(
+        self,
+        messages: Sequence[Message],
+        in_loss: Sequence[bool] | None = None,
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the token ids of a conversation, int32 [N], and the mask of the assistant's tokens, bool [N].
 
         The tokens of an assistant turn begin after its generation prompt and end with the special token that ends the turn. A
@@ -162,16 +164,17 @@ class ChatTemplate:
 
         Args:
           messages: the conversation.
-          since: the index of a message; only assistant messages from this one on are in the mask.
+          in_loss: for each message, whether it is in the mask if it is an assistant message. None: all are.
+          tools, variables: as in `prompt`.
 
         Raises:
-          UserError: as in `encode`; or the template renders a turn differently if other turns follow. Training and generation
+          UserError: as in `prompt`; or the template renders a turn differently if other turns follow. Training and generation
             would then see different tokens.
         """
         roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
-        turns = [i for i, role in enumerate(roles) if i >= since and role == "assistant"]
+        turns = [i for i, role in enumerate(roles) if role == "assistant" and (in_loss is None or in_loss[i])]
         prefixes = [(messages[:i], True) for i in turns] + [(messages[: i + 1], False) for i in turns]
-        full_text, *prefix_texts = self._render([(messages, False), *prefixes])
+        full_text, *prefix_texts = self._render([(messages, False), *prefixes], tools, variables)
         ids_N, ends_N = self._tokenizer.encode_specials(full_text)
         mask_N = np.zeros(len(ids_N), bool)
         for before, after in zip(prefix_texts[: len(turns)], prefix_texts[len(turns) :], strict=True):
@@ -196,13 +199,19 @@ class ChatTemplate:
         return frozenset(ids | (set(tokens[mask][-1:].tolist()) & self._tokenizer.special_ids))
 
     def _render(
-        self, conversations: Sequence[tuple[Sequence[Message], bool]], variables: Mapping[str, Any] | None = None
+        self,
+        conversations: Sequence[tuple[Sequence[Message], bool]],
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Renders (messages, generation prompt) pairs to text.
 
         Special token names inside messages and variables are escaped by a NUL.
         """
-        shared = self._escape(variables or {})
+        for name in variables or {}:
+            if not name.isidentifier() or name.startswith("_") or name in RESERVED_VARIABLES:
+                raise UserError(f"a variable of the chat template must not have the name {quote(name)}")
+        shared = self._escape({**(variables or {}), **({"tools": list(tools)} if tools else {})})
         values = [
             {**shared, "messages": self._check_messages(messages), "add_generation_prompt": prompt}
             for messages, prompt in conversations

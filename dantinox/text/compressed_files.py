@@ -14,8 +14,8 @@ SUFFIXES = (".gz", ".zst")
 
 
 def decompressed_name(name: str) -> str:
-    """Returns the name without its compression suffix: `a.jsonl` for `a.jsonl.zst`."""
-    return name.removesuffix(".gz").removesuffix(".zst") if name.endswith(SUFFIXES) else name
+    """Returns the name without its compression suffix, in any case: `a.jsonl` for `a.jsonl.zst` and `a.jsonl.ZST`."""
+    return name.rpartition(".")[0] if name.lower().endswith(SUFFIXES) else name
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     Raises:
       UserError: the file cannot be read or is damaged, or zstd is not installed. Reading the stream can also raise this error.
     """
-    kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
     zstd: Any = _zstd(path) if kind == "zstd" else None
     decoder_errors = (zstd.ZstdError,) if zstd else (gzip.BadGzipFile, zlib.error)
     open_file: Any = zstd.open if zstd else gzip.open if kind else open

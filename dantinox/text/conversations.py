@@ -1,6 +1,9 @@
 """Encodes records of conversations (JSON Lines) to tokens with a loss mask."""
 
+import contextlib
 import hashlib
+import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -9,9 +12,10 @@ import numpy as np
 
 from dantinox.config import DataSection
 from dantinox.files import UserError, quote
-from dantinox.text.chat_template import ChatTemplate, Message
+from dantinox.text.chat_template import ChatTemplate, Message, Tools
 from dantinox.text.corpus import Corpus
 from dantinox.text.token_store import Counts
+from dantinox.text.tool_prompts import encode_with_loss_mask
 
 # Flags of a token: a target in the loss; the first token of a conversation; the first token if the label is true.
 IN_LOSS, FIRST_TOKEN, DESIRABLE = 1, 2, 4
@@ -23,19 +27,37 @@ RECORD_FORMS: dict[str, RecordForm] = {
 }  # fmt: skip
 
 
+# Fields of a record that would change its meaning, each with what to do instead.
+UNSUPPORTED_FIELDS = {
+    "system": "put it into a message with the role system",
+    "history": "put it into the messages",
+    "documents": "put them into a message",
+    "functions": "use tools and tool_calls",
+    "function_call": "use tools and tool_calls",
+    "images": "training reads only text",
+    "image": "training reads only text",
+    "audio": "training reads only text",
+    "videos": "training reads only text",
+    "weight": "every record has the same weight; data.mixture weights files",
+}  # fmt: skip
+
+
 class TrainingConversation(NamedTuple):
     """A conversation to train on.
 
     Attributes:
       where: the file and line of its completion, for error messages.
       messages: the conversation.
-      loss_start: the index of a message: assistant messages from this one on are in the loss.
+      loss_start: the index of a message: assistant messages from this one on are in the loss, unless their `weight` is 0.
+      tools, variables: the fields `tools` and `chat_template_kwargs` of the record, for the template.
       label: whether the completion is desirable, in records with a label.
     """
 
     where: str
     messages: Sequence[Message]
     loss_start: int
+    tools: Tools
+    variables: Mapping[str, Any]
     label: bool = False
 
 
@@ -152,6 +174,9 @@ def conversation_examples(
 def conversations_of_record(record: Mapping[str, Any], form: RecordForm, where: str) -> list[TrainingConversation]:
     """Returns the conversations of a record: the preferred and the rejected one if `form` is "pair", else one.
 
+    A completion that is a list of messages may contain the prompt too. In a pair of such lists, the prompt is what both have in
+    common, as in TRL, and the field `prompt` may be absent.
+
     Args:
       where: the file and line of the record.
 
@@ -159,19 +184,81 @@ def conversations_of_record(record: Mapping[str, Any], form: RecordForm, where: 
       UserError: a field of the record is missing or invalid; the message ends with `where`.
     """
     try:
+        _refuse_fields(record, form)
+        template_inputs = template_fields(record)
         if form == "conversation" and "messages" in record:
-            return [TrainingConversation(where, _messages(record, "messages", ""), 0)]
+            return [TrainingConversation(where, _messages(record, "messages", ""), 0, *template_inputs)]
         if form == "conversation" and "prompt" not in record:
             names = quote(", ".join(record)) if record else "no field"
             raise UserError(f"a record must have the field messages, or the fields prompt and completion; it has {names}")
-        prompt = prompt_messages(record)
-        completions = [
-            _messages(record, key, "assistant") for key in (("chosen", "rejected") if form == "pair" else ("completion",))
-        ]
+        found = _with_prompt(record, ("chosen", "rejected") if form == "pair" else ("completion",))
         label = _label(record) if form == "label" else False
     except UserError as error:
         raise UserError(f"{error} ({where})") from None
-    return [TrainingConversation(where, [*prompt, *completion], len(prompt), label) for completion in completions]
+    return [TrainingConversation(where, messages, loss_start, *template_inputs, label) for messages, loss_start in found]
+
+
+def _refuse_fields(record: Mapping[str, Any], form: RecordForm) -> None:
+    """Raises UserError if a record has a field that would change its meaning and that training does not use."""
+    for name, remedy in UNSUPPORTED_FIELDS.items():
+        if record.get(name) and not (name == "weight" and record[name] == 1):
+            raise UserError(f"the field {name!r} of a record is not supported: {remedy}")
+    if form == "conversation" and record.get("label") is False:
+        raise UserError("the field 'label' is false, but sft trains on every answer: remove the record, or use kto")
+    if form == "conversation" and "messages" in record and "completion" in record:
+        raise UserError("a record must have the field messages or the fields prompt and completion, not both")
+
+
+def template_fields(record: Mapping[str, Any]) -> tuple[Tools, Mapping[str, Any]]:
+    """Returns the fields of a record that the template reads: `tools`, and the variables in `chat_template_kwargs`.
+
+    Raises:
+      UserError: a field is invalid.
+    """
+    tools, variables = record.get("tools") or [], record.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):  # datasets store lists of unlike objects as JSON
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(f"the field 'tools' must be a list of objects, got {quote(record['tools'])}")
+    if not isinstance(variables, Mapping):
+        raise UserError(f"the field 'chat_template_kwargs' must be an object, got {quote(variables)}")
+    return tools, variables
+
+
+def _with_prompt(record: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[list[Message], int]]:
+    """Returns the messages of the prompt and a completion for each key, and the index of the first message after the prompt."""
+    implicit = "prompt" not in record and len(keys) == 2 and all(isinstance(record.get(key), list) for key in keys)
+    prompt = [] if implicit else prompt_messages(record)
+    completions = [_messages(record, key, "assistant") for key in keys]
+    if implicit:
+        return [(completion, _common_messages(*completions)) for completion in completions]
+    found = [_join(record["prompt"], prompt, completion, key) for key, completion in zip(keys, completions, strict=True)]
+    if len(found) == 2 and found[0][0][: found[0][1]] != found[1][0][: found[1][1]]:
+        raise UserError(f"the fields {keys[0]!r} and {keys[1]!r} begin with different prompts")
+    if len(found) == 2 and all(messages is completion for (messages, _), completion in zip(found, completions, strict=True)):
+        return [(completion, _common_messages(*completions)) for completion in completions]
+    return found
+
+
+def _join(given: Any, prompt: list[Message], completion: list[Message], key: str) -> tuple[list[Message], int]:
+    """Returns a prompt and its completion, or only the completion if it contains the prompt."""
+    if completion[: len(prompt)] == prompt:
+        return completion, len(prompt)
+    first = completion[0].get("role") if isinstance(completion[0], Mapping) else None
+    if not isinstance(given, str) or first not in ("system", "developer", "user"):
+        return [*prompt, *completion], len(prompt)
+    for index, message in enumerate(completion, 1):
+        text = message.get("content") if isinstance(message, Mapping) and message.get("role") == "user" else None
+        if isinstance(text, str) and text.strip() == given.strip():
+            return completion, index
+    raise UserError(f"the conversation in the field {key!r} does not contain the prompt")
+
+
+def _common_messages(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """Returns the number of messages with which both conversations begin."""
+    different = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(different, min(len(one), len(other)))
 
 
 def with_mismatched_completions(
@@ -191,7 +278,7 @@ def with_mismatched_completions(
     def mismatched(other: TrainingConversation) -> Iterator[tuple[TrainingConversation, TrainingConversation]]:
         for own in same:
             messages = [*_prompt(own), *other.messages[other.loss_start :]]
-            yield own, TrainingConversation(other.where, messages, own.loss_start)
+            yield own, own._replace(where=other.where, messages=messages, label=False)
 
     for conversation in conversations:
         if same and _prompt(conversation) != _prompt(same[0]):
@@ -244,15 +331,32 @@ def _encode_conversations(
 
 
 def _encode_conversation(part: int, source: int, conversation: TrainingConversation, template: ChatTemplate) -> Encoded:
-    where, messages, loss_start, label = conversation
+    where, messages, loss_start, tools, variables, label = conversation
     try:
-        ids, mask = template.encode_with_loss_mask(messages, loss_start)
+        weights = [_weight(number, message) for number, message in enumerate(messages)]
+        in_loss = [bool(weight) and number >= loss_start for number, weight in enumerate(weights)]
+        plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+        ids, mask = encode_with_loss_mask(template, plain, in_loss, tools, variables)
         if not mask.any():
             raise UserError("a conversation has no assistant message to train on")
     except UserError as error:
         raise UserError(f"{error} ({where})") from None
     marks = np.where(mask, IN_LOSS, 0).astype(np.uint8)
     marks[0] |= FIRST_TOKEN | (DESIRABLE if label else 0)
-    answers = [message["content"] for message in messages[loss_start:] if message["role"] == "assistant"]
+    answers = [message["content"] or "" for message in itertools.compress(messages, in_loss) if message["role"] == "assistant"]
     characters, encoded_bytes = sum(map(len, answers)), sum(len(text.encode()) for text in answers)
     return Encoded(part, source, ids, Counts(len(ids), 1, characters, encoded_bytes), marks)
+
+
+def _weight(number: int, message: Message) -> int:
+    """Returns the `weight` of a message, 0 or 1, and checks that the message has a content or tool calls."""
+    if not isinstance(message, Mapping):
+        raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
+    content, weight, is_answer = message.get("content"), message.get("weight"), message.get("role") == "assistant"
+    if not isinstance(content, str) and not (content is None and is_answer and message.get("tool_calls")):
+        raise UserError(f"the content of message {number} must be text, got {quote(content)}")
+    weight = int(is_answer) if weight is None else weight
+    if weight not in (0, 1) or weight > is_answer:
+        allowed = "0 or 1" if is_answer else "0, because only answers of the assistant are in the loss"
+        raise UserError(f"the weight of message {number} must be {allowed}, got {quote(weight)}")
+    return int(weight)

@@ -24,6 +24,12 @@ RECORD_BYTES = 1 << 28  # a record is read into memory as a whole
 # points changes no token. If a line break is next to other white space, the pattern merges them, so a split is not safe.
 _SAFE_SPLIT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 _SPLIT_RANGE = 2048
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 
 
 class TextPiece(NamedTuple):
@@ -136,19 +142,31 @@ class Corpus:
 
 def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes]:
     """Yields a file in blocks or lines, and updates the hash `content` with them."""
+    first = True
     with open_decompressed(source.path) if source.content is None else io.BytesIO(source.content) as stream:
         while data := stream.readline(RECORD_BYTES + 1) if lines else stream.read(BLOCK_BYTES):
+            if first:
+                _check_encoding(source, data)
+                first = False
             content.update(data)
             yield data
 
 
+def _check_encoding(source: Source, data: bytes) -> None:
+    """Raises UserError if the first bytes of a file are the byte order mark of another encoding than UTF-8."""
+    found = next((encoding for mark, encoding in BYTE_ORDER_MARKS.items() if data.startswith(mark)), None)
+    if found is not None:
+        raise UserError(f"{source.path} is {found} (byte order mark at byte 0), but a corpus must be UTF-8: convert it")
+
+
 def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
-    """Yields the parts of a text file, at most three blocks each, as pairs (whether the part starts a document, text)."""
+    """Yields the parts of a text file, at most three blocks each, as pairs (whether the part starts a document, text).
+
+    A byte order mark at the start of the file is not a part of the text.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    starts, text, position = True, "", 0
+    starts, text, position, may_have_mark = True, "", 0, True
     for block in chain(_blocks(source, content), [b""]):
-        if position == 0 and block.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError(f"{source.path} is UTF-16 (byte order mark at byte 0), but a corpus must be UTF-8: convert it")
         if b"\0" in block:
             raise UserError(f"{source.path} is not text: byte {position + block.index(0)} is NUL")
         pending = len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous block
@@ -157,6 +175,8 @@ def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
         except UnicodeDecodeError as error:
             raise UserError(f"{source.path} is not UTF-8 text: byte {position - pending + error.start} is invalid") from None
         position += len(block)
+        if may_have_mark and text:
+            text, may_have_mark = text.removeprefix("\ufeff"), False
         if block and len(text) < max(2, BLOCK_BYTES):  # read on, because a short text may have no good split point
             continue
         end = find_split(text, 0, len(text) - 1) if block else len(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.config import DataSection
-from dantinox.files import UserError, escape_name, first_line, require_extra, wrap_os_errors
+from dantinox.files import UserError, escape_name, first_line, quote, require_extra, wrap_os_errors
 
 
 @contextlib.contextmanager
@@ -59,14 +59,16 @@ def _records(data: DataSection, name: str, all_fields: bool) -> Iterator[dict[st
         rows: Iterator[dict[str, Any]] = iter(
             load_dataset(name, data.dataset_config, split=data.dataset_split, streaming=data.streaming)
         )
-        for row in rows:
+        for number, row in enumerate(rows):
             if all_fields:
                 yield row
                 continue
             text = row.get(data.text_field)
             if not isinstance(text, str):
                 fields = escape_name(", ".join(map(str, row)))
-                raise UserError(f"the dataset {shown} has no text in {data.text_field!r} (data.text_field); it has {fields}")
+                found = f": row {number} (counted from 0) has {quote(text)}" if data.text_field in row else ""
+                where = f"in {data.text_field!r} (data.text_field){found}"
+                raise UserError(f"the dataset {shown} has no text {where}; it has {fields}")
             yield {data.text_field: text}
     except (UserError, GeneratorExit):
         raise

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError
-from dantinox.text.batch_rows import ShuffledRows
+from dantinox.text.batch_rows import MixtureRows, ShuffledRows
 from dantinox.text.chat_template import ChatTemplate
-from dantinox.text.conversations import FIRST_TOKEN, Encoded, Example, prompt_messages
+from dantinox.text.conversations import FIRST_TOKEN, Encoded, Example, prompt_messages, template_fields
 from dantinox.text.token_store import Counts, TokenStore
+from dantinox.text.tool_prompts import chat_prompt
 
 
 class Prompt(NamedTuple):
@@ -58,6 +59,7 @@ class PromptStore(TokenStore):
         context: int,
         answer_tokens: int,
         seed: int,
+        mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Wraps the tokens of all prompts, training prompts first.
 
@@ -70,9 +72,10 @@ class PromptStore(TokenStore):
           context: the most tokens of a prompt and its answer.
           answer_tokens: the most tokens of an answer.
           seed: determines the order of the training prompts.
+          mixture: (number of training tokens, weight) of each source, in the order of the sources in `ids`.
 
         Raises:
-          UserError: all training or all validation prompts are too long.
+          UserError: all training prompts of a source, or all validation prompts, are too long.
         """
         self._ids, self._records = ids.view(np.ndarray), records
         self.train, self.val = counts
@@ -81,18 +84,25 @@ class PromptStore(TokenStore):
         sizes = np.diff(self._starts)
         fits = sizes + answer_tokens <= context
         self.conversations, self.left_out = len(sizes), int(np.count_nonzero(~fits))
-        parts = np.split(np.arange(len(sizes)), [self.train.documents])
-        self._train, self._val = (part[fits[part]] for part in parts)
-        for part, name in ((self._train, "training"), (self._val, "validation")):
+        ends = np.cumsum([tokens for tokens, _ in mixture or [(self.train.tokens, 1.0)]])
+        parts = np.split(np.arange(len(sizes)), np.searchsorted(self._starts, ends))
+        *sources, self._val = (part[fits[part]] for part in parts)
+        for part, name in (*((source, "training") for source in sources), (self._val, "validation")):
             if not len(part):
                 raise UserError(
                     f"all {name} prompts leave fewer than generation.max_new_tokens {answer_tokens} tokens of "
                     f"model.max_context {context}: lower generation.max_new_tokens, or use shorter prompts"
                 )
         self.longest = int(sizes[fits].max())
-        self.windows_per_epoch = len(self._train)
-        self._order = lambda stream: ShuffledRows(_Indices(self._train), seed, stream)
-        self._orders = {0: self._order(0)}
+        self.windows_per_epoch = sum(map(len, sources))
+
+        def make_order(stream: int) -> ShuffledRows | MixtureRows:
+            numbers = range(stream * len(sources), (stream + 1) * len(sources))
+            orders = [ShuffledRows(_Indices(source), seed, n) for source, n in zip(sources, numbers, strict=True)]
+            return MixtureRows(orders, [weight for _, weight in mixture]) if mixture else orders[0]
+
+        self._order = make_order
+        self._orders = {0: make_order(0)}
 
     @property
     def validation_rows(self) -> int:
@@ -150,14 +160,14 @@ def prompt_examples(records: Iterable[tuple[str, dict]], corpus: str, *, templat
 def _encode_prompt(where: str, record: Mapping[str, Any], template: ChatTemplate, part: int, source: int) -> list[Encoded]:
     try:
         messages = prompt_messages(record)
-        ids = np.array(template.encode(messages, generation_prompt=True), np.int32)
+        ids = np.array(chat_prompt(template, messages, *template_fields(record)).ids, np.int32)
         if not len(ids):
             raise UserError("a prompt has no tokens")
     except UserError as error:
         raise UserError(f"{error} ({where})") from None
     marks = np.zeros(len(ids), np.uint8)
     marks[0] = FIRST_TOKEN
-    texts = [message["content"] for message in messages]
+    texts = [message["content"] or "" for message in messages]
     counts = Counts(len(ids), 1, sum(map(len, texts)), sum(len(text.encode()) for text in texts))
     return [Encoded(part, source, ids, counts, marks, json.dumps(record).encode())]
 

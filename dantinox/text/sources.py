@@ -4,10 +4,13 @@ import glob
 import os
 import stat
 import sysconfig
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.config import UserError
+from dantinox.config.sections import RECORD_SUFFIXES
+from dantinox.files import escape_name
 from dantinox.text.builtin_addition import addition_corpus
 from dantinox.text.builtin_instructions import instruction_corpus
 from dantinox.text.builtin_recall import recall_corpus
@@ -18,10 +21,11 @@ BUILTIN_BYTES = 8_000_000
 # Folders to skip: installed packages, tests with unusual files, and tables of character codes.
 _BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
 _SUFFIXES = """
-.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .srt .yaml .yml .toml .jsonl .py .pyi .c .h .cc .cpp
+.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .srt .yaml .yml .toml .py .pyi .c .h .cc .cpp
 .hpp .cu .rs .go .java .js .ts .jsx .tsx .rb .php .pl .lua .r .jl .hs .ml .scala .swift .kt .cs .sh .sql .css
 """
-TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
+TEXT_SUFFIXES = frozenset([*_SUFFIXES.split(), *RECORD_SUFFIXES])
+LISTED = 3  # names in the warning about skipped files
 
 
 class Source(NamedTuple):
@@ -44,10 +48,11 @@ def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
     """Returns the files of the paths in `data.path`, in the order of the paths. Folders are read recursively.
 
     The files of a folder or glob are sorted by name. In folders, names that start with a dot are skipped. Files without one of
-    the `TEXT_SUFFIXES` are skipped too; a compression suffix may follow the text suffix.
+    the `TEXT_SUFFIXES` are skipped too, with a warning; a compression suffix may follow the text suffix. Upper and lower case
+    are equal in suffixes.
 
     Raises:
-      UserError: a path does not exist, cannot be read, or contains no text file.
+      UserError: a path does not exist, cannot be read, or contains no text file. Or a file that is named is a `.json` file.
     """
     sources = [source for path in ([paths] if isinstance(paths, str) else paths) for source in _resolve(path)]
     if not sources:
@@ -99,11 +104,18 @@ def _list_folder(path: Path) -> list[Source]:
         if folder.is_symlink() and folder.resolve() in [parent.resolve() for parent in folder.absolute().parents]:
             raise UserError(f"{folder} is a link to a folder that contains it")
         folders[:] = [name for name in folders if not name.startswith(".")]
-        visible = (folder / name for name in names if not name.startswith("."))
-        files += [file for file in visible if Path(decompressed_name(file.name)).suffix.lower() in TEXT_SUFFIXES]
+        files += [folder / name for name in names if not name.startswith(".")]
+    files.sort(key=lambda file: file.relative_to(path).as_posix())
+    skipped = [file.relative_to(path).as_posix() for file in files if _text_suffix(file) not in TEXT_SUFFIXES]
+    files = [file for file in files if _text_suffix(file) in TEXT_SUFFIXES]
     if not files:
         raise UserError(f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with .gz or .zst)")
-    files.sort(key=lambda file: file.relative_to(path).as_posix())
+    if skipped:
+        listed = ", ".join(map(escape_name, skipped[:LISTED])) + (", …" if len(skipped) > LISTED else "")
+        number = "1 file" if len(skipped) == 1 else f"{len(skipped)} files"
+        warnings.warn(
+            f"the corpus {path} has {number} without a suffix of text files, which are not read: {listed}", stacklevel=2
+        )
     return [_make_source(file, _file_mode(file), named=False) for file in files]
 
 
@@ -125,7 +137,16 @@ def _make_source(path: Path, mode: int | None, named: bool) -> Source:
         raise UserError(
             f"{path} is {names.get(stat.S_IFMT(mode), 'not a file')}: a corpus is read more than once, so it must be a file"
         )
-    return Source(path, decompressed_name(path.name).endswith(".jsonl"), named)
+    if _text_suffix(path) == ".json":
+        raise UserError(
+            f"{path} is a .json file: give it the suffix .jsonl if each line is a record, or .txt if it is one text"
+        )
+    return Source(path, _text_suffix(path) in RECORD_SUFFIXES, named)
+
+
+def _text_suffix(path: Path) -> str:
+    """Returns the suffix of a file in lower case, without a compression suffix."""
+    return Path(decompressed_name(path.name)).suffix.lower()
 
 
 def _builtin_python() -> list[Source]:

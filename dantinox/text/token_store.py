@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.text.batch_rows import NO_TOKEN, SCAN_TOKENS, MixtureRows, Rows, ShuffledRows, WindowRows, pack_documents
+from dantinox.text.batch_rows import (
+    NO_TOKEN,
+    SCAN_TOKENS,
+    MixtureRows,
+    Rows,
+    ShuffledRows,
+    WindowRows,
+    ends_document,
+    pack_documents,
+)
 
 
 class Batch(NamedTuple):
@@ -48,9 +57,12 @@ class TokenStore:
       train, val: `Counts` of the two parts.
       training_ids, validation_ids: their tokens in order, memory-mapped.
       batch_size, sequence_length: B and T.
+      bos_id: the BOS token with which each document begins; None: they begin with none.
       packing: whether rows are packed with whole documents.
       windows_per_epoch: distinct rows in one pass over all sources; one step uses `batch_size` of them.
     """
+
+    bos_id: int | None = None
 
     def __init__(
         self,
@@ -61,6 +73,7 @@ class TokenStore:
         sequence_length: int,
         seed: int,
         eos_id: int | None = None,
+        bos_id: int | None = None,
         pad_id: int | None = None,
         counts: tuple[Counts, Counts] | None = None,
         packing: bool = False,
@@ -73,6 +86,7 @@ class TokenStore:
           batch_size, sequence_length: B and T.
           seed: determines the order of rows.
           eos_id: the EOS token, which separates documents. None: all tokens are one document.
+          bos_id: the BOS token with which each document begins; None: they begin with none. It may be the EOS token.
           pad_id: the padding token; None: 0.
           counts: the sizes of the two parts. None: only the numbers of tokens are known.
           packing: pack rows with whole documents instead of using windows of consecutive tokens.
@@ -91,7 +105,7 @@ class TokenStore:
             short = f"the validation text has {len(val)} tokens, fewer than 2"
             raise UserError(f"{short}: raise data.val_fraction, or add text to data.path")
         self.training_ids, self.validation_ids = train.view(np.ndarray), val.view(np.ndarray)
-        self._eos, self._pad, self.packing = eos_id, 0 if pad_id is None else pad_id, packing
+        self._eos, self.bos_id, self._pad, self.packing = eos_id, bos_id, 0 if pad_id is None else pad_id, packing
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self.train, self.val = counts or (Counts(len(train), 0, 0, 0), Counts(len(val), 0, 0, 0))
         self._order_rows(seed, mixture)
@@ -101,7 +115,7 @@ class TokenStore:
         edges = [0, *np.cumsum([size for size, _ in mixture] or [len(self.training_ids)]).tolist()]
         sources = [ShuffledRows(self._make_rows(*part), seed, number) for number, part in enumerate(pairwise(edges))]
         self.windows_per_epoch = sum(source.rows.count for source in sources)
-        self._rows: Any = MixtureRows(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
+        self._rows: Any = MixtureRows(sources, [weight for _, weight in mixture]) if mixture else sources[0]
         return [source.rows for source in sources]
 
     @property
@@ -131,7 +145,10 @@ class TokenStore:
         """Returns the batch for rows of indices into the training tokens."""
         filled = indices != NO_TOKEN
         ids = np.where(filled, self.training_ids[np.where(filled, indices, 0)], self._pad).astype(np.int32)
-        batch = self._make_batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
+        tokens, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+        # Where the tokens of another document follow in a packed row, an EOS token that is also the BOS token is the EOS token.
+        ends_chunk = np.diff(indices, axis=1) != 1
+        batch = self._make_batch(tokens, targets, np.where(ends_chunk, self._eos or 0, targets) if self.packing else targets)
         return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
@@ -151,7 +168,8 @@ class TokenStore:
             inputs, outputs = ids[:-1].copy(), ids[1:].copy()
             inputs[count:] = self._pad
             valid = np.arange(size) < count
-            batch = self._make_batch(inputs.reshape(batch_size, length), outputs.reshape(batch_size, length))
+            tokens_BT, targets_BT = inputs.reshape(batch_size, length), outputs.reshape(batch_size, length)
+            batch = self._make_batch(tokens_BT, targets_BT, targets_BT)
             yield batch._replace(mask_BT=batch.mask_BT * valid.reshape(batch_size, length))
 
     def _make_rows(self, start: int, end: int) -> Rows:
@@ -165,12 +183,10 @@ class TokenStore:
             return WindowRows(start, end, self.sequence_length)
         if self._eos is None:
             raise UserError("data.packing: best_fit requires a tokenizer with an EOS token, which this one lacks")
-        return pack_documents(self.training_ids[start:end], start, self.sequence_length, self._eos)
+        return pack_documents(self.training_ids[start:end], start, self.sequence_length, self._eos, self.bos_id)
 
-    def _make_batch(self, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Batch:
-        if self._eos is None:
-            return Batch(tokens_BT, targets_BT, np.zeros_like(tokens_BT), np.ones(tokens_BT.shape, np.float32))
-        ends = tokens_BT == self._eos
+    def _make_batch(self, tokens_BT: np.ndarray, targets_BT: np.ndarray, following_BT: np.ndarray) -> Batch:
+        ends = ends_document(tokens_BT, following_BT, self._eos, self.bos_id)
         segments = np.cumsum(ends, axis=1, dtype=np.int32)
         segments -= ends
         return Batch(tokens_BT, targets_BT, segments, (~ends).astype(np.float32))

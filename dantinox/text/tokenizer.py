@@ -48,7 +48,9 @@ class Tokenizer:
       vocab_size: the largest id plus one, including special tokens.
       pad_id, bos_id, eos_id: ids of the special tokens; None if the vocabulary has no such token.
       stop_ids: ids that end a text: the EOS token and similar tokens.
-      add_bos: whether the model expects the BOS token before every prompt.
+      add_bos: whether a text begins with the BOS token, in training, in evaluation and as a prompt: as `add_bos_token` of
+        the tokenizer_config.json says, else as the post-processor of the tokenizer.json does. Without both, it is True.
+      dropout: the probability with which encoding for training skips a merge of BPE at random; None: never.
       special_tokens, special_ids: the ids of all special tokens, as a dict by name and as a set. By default, encoding a text
         never gives a special token. Decoding skips special tokens.
 
@@ -72,6 +74,9 @@ class Tokenizer:
         """
         self._content, self._name = content, name
         self.core = _load_core(content, name)
+        self.dropout = getattr(self.core.model, "dropout", None)
+        if self.dropout is not None:  # the library would apply it in every encoding
+            self.core.model.dropout = None
         tree = json.loads(self.core.to_str())  # includes keys that older files omit
         specials = {token["content"]: token["id"] for token in tree["added_tokens"] if token["special"]}
         self.special_tokens: dict[str, int] = specials
@@ -86,7 +91,11 @@ class Tokenizer:
                 setattr(self, role.replace("token", "id"), self.token_to_id(self.roles[role]))
         stops = [self.token_to_id(token) for token in self.roles.get("stop_tokens", [])]
         self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
-        self.add_bos = self.roles.get("add_bos_token") is True and self.bos_id is not None
+        add_bos = self.roles.get("add_bos_token")
+        if not isinstance(add_bos, bool):  # as the post-processor does; without one, as in training here
+            first = self.core.encode("a").ids[:1] if self.core.num_special_tokens_to_add(False) else [self.bos_id]
+            add_bos = first == [self.bos_id]
+        self.add_bos = add_bos and self.bos_id is not None
         self._decoder: dict[str, Any] | None = tree["decoder"]
         self._has_normalizer = tree["normalizer"] is not None
         self.kind: Kind = _classify(tree, len(self.special_ids))
@@ -122,6 +131,16 @@ class Tokenizer:
         """The bytes that each id stands for, or None if the decoder depends on adjacent tokens."""
         return build_token_pieces(self.core, self._decoder, self.special_ids)
 
+    @property
+    def ids_before_text(self) -> tuple[int, ...]:
+        """The tokens before a text, in training, in evaluation and as a prompt: the BOS token if `add_bos` is true."""
+        return (self.bos_id,) if self.add_bos and self.bos_id is not None else ()
+
+    @property
+    def ids_after_document(self) -> tuple[int, ...]:
+        """The tokens after a document in training: the EOS token, if the vocabulary has one."""
+        return () if self.eos_id is None else (self.eos_id,)
+
     @cached_property
     def ids_after_text(self) -> tuple[int, ...]:
         """The tokens that the post-processor of the tokenizer.json adds after a text, such as the EOS token."""
@@ -151,15 +170,20 @@ class Tokenizer:
         """Returns the token ids of a text, int32 [number of tokens]; see `encode`."""
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns `encode_array` of several texts. BPE and similar vocabularies use all cores."""
+    def encode_batch(self, texts: Sequence[str], *, dropout: bool = False) -> list[np.ndarray]:
+        """Returns `encode_array` of several texts. BPE and similar vocabularies use all cores.
+
+        Args:
+          dropout: encode at random, if the tokenizer has a `dropout`.
+        """
         if self.kind == "char":
             return [self._encode_characters(text) for text in texts]
         encoded = [_to_bytes(text) for text in texts]
         if self.kind == "byte":
             return [np.frombuffer(data, np.uint8).astype(np.int32) for data in encoded]
         try:
-            encodings = self._encoder_for(texts).encode_batch_fast(list(texts), add_special_tokens=False)
+            encoder = self._dropout_encoder if dropout and self.dropout else self._encoder_for(texts)
+            encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises a plain Exception, for example for an unknown word without <unk>
             raise UserError(f"the tokenizer cannot encode the text: {error}") from None
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -248,6 +272,12 @@ class Tokenizer:
     @cached_property
     def _encoder(self) -> Core:
         return _encoder(json.loads(self.core.to_str()), self._name)
+
+    @cached_property
+    def _dropout_encoder(self) -> Core:
+        core = _encoder(json.loads(self.core.to_str()), self._name)
+        core.model.dropout = self.dropout
+        return core
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids. Special tokens are skipped, and invalid UTF-8 becomes U+FFFD.

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dantinox.files import UserError, quote
 from dantinox.text.chat_template import ChatPrompt, ChatTemplate, Message, Tools
 
@@ -24,24 +26,30 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Returns messages in the form that templates expect: arguments as objects, and reasoning under both of its names.
 
     Raises:
-      UserError: the arguments of a tool call are not a JSON object.
+      UserError: a message is not an object, or the arguments of a tool call are not a JSON object.
     """
     return [_template_message(number, message) for number, message in enumerate(messages)]
 
 
 def _template_message(number: int, message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
     converted = {name: value for name, value in message.items() if value is not None}
     converted["content"] = message.get("content") or ""
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning:
         converted |= {"reasoning_content": reasoning, "thinking": reasoning}  # `thinking` is the name in gpt-oss's template
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list | tuple):
+            raise UserError(f"messages.{number}.tool_calls must be a list, got {quote(calls)}")
         converted["tool_calls"] = [_template_call(f"messages.{number}.tool_calls.{i}", call) for i, call in enumerate(calls)]
     return converted
 
 
 def _template_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where} must be an object with a function that has a name, got {quote(call)}")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
@@ -95,6 +103,40 @@ def with_tool_prompt(
 def uses_tools(messages: Sequence[Message]) -> bool:
     """Whether a conversation has tool calls or their results."""
     return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
+
+
+def encode_with_loss_mask(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    in_loss: Sequence[bool],
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the result of `ChatTemplate.encode_with_loss_mask` for a conversation with tools, with any template.
+
+    The tokens are those that `chat_prompt` gives in generation.
+
+    Args:
+      messages, tools, variables: as in `chat_prompt`.
+      in_loss: for each message, whether it is in the mask if it is an assistant message.
+
+    Raises:
+      UserError: as in `ChatTemplate.encode_with_loss_mask` and `template_messages`.
+    """
+    converted = template_messages(messages)
+    if template.renders_tools or not (tools or uses_tools(converted)):
+        return template.encode_with_loss_mask(converted, in_loss, tools, variables)
+
+    def encode(in_system_message: bool) -> tuple[np.ndarray, np.ndarray]:
+        plain = with_tool_prompt(converted, tools, in_system_message=in_system_message)
+        answers = iter([is_in for message, is_in in zip(messages, in_loss, strict=True) if message["role"] == "assistant"])
+        flags = [message["role"] == "assistant" and next(answers) for message in plain]
+        return template.encode_with_loss_mask(plain, flags, None, variables)
+
+    try:
+        return encode(True)
+    except UserError:  # as in `chat_prompt`
+        return encode(False)
 
 
 def chat_prompt(

@@ -18,6 +18,7 @@ from dantinox.report import Console, human_count, open_console, table, trackers
 from dantinox.run import (
     INHERITED_FILES,
     RunDirectory,
+    clear_failed_start,
     copy_inherited_files,
     create_run,
     find_file_damage,
@@ -42,6 +43,7 @@ from dantinox.training.loop import train
 from dantinox.training.memory import keep_freed_memory
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
 from dantinox.training.rewards import build_rewards
+from dantinox.training.signals import stop_request
 from dantinox.training.step import rows_per_step
 from dantinox.training.step_time import limit_steps
 from dantinox.training.teacher import open_teacher
@@ -58,7 +60,8 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
     Args:
       config: the settings, a YAML file, or the name of a packaged config such as "quickstart". Model and tokenizer
         settings that are not given come from the run `training.init_from`, if that is set.
-      run_dir: the directory to write to; None: a new directory under runs/. It must be new or empty unless `resume` is True.
+      run_dir: the directory to write to; None: a new directory under runs/. It must be new or empty unless `resume` is
+        True. A directory with only what a failed start has left counts as empty.
       resume: continue from the newest checkpoint with the tokens saved in the run, even if the corpus has changed. Only
         steps, intervals, the sample prompt, nan_policy, distributed and logging may differ from the saved settings.
 
@@ -94,7 +97,8 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
             if resume and not run.config.is_file():
                 raise UserError(f"nothing to resume at {run_dir}: it has no {run.config.name}")
             stack.enter_context(run.lock())
-            prepared = (_prepare_resumed_run if resume else _prepare_new_run)(settings, run, console)
+            with stop_request():  # SIGTERM raises, so that an incomplete run is removed
+                prepared = (_prepare_resumed_run if resume else _prepare_new_run)(settings, run, console)
             return str(run.path)
 
         run = RunDirectory(broadcast_from_rank0(prepare))
@@ -108,7 +112,13 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
                 save_config(run, settings)
         for line in plan_lines(settings, tokenizer, store):
             console.note(line)
-        train(settings, run, tokenizer, store, console, resume=resume, sample=sample)
+        try:
+            train(settings, run, tokenizer, store, console, resume=resume, sample=sample)
+        except Exception:
+            started = run.metrics.exists() or any(run.checkpoints.glob("*"))
+            if not (resume or started) and is_rank0():  # the command can be repeated with other settings
+                clear_failed_start(run)
+            raise
     return run
 
 
@@ -132,6 +142,7 @@ def _load_prepared(run: RunDirectory) -> PreparedRun:
 
 def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> PreparedRun:
     """Prepares a new run. On an error, restores the directory to its previous state, so that the command can be repeated."""
+    clear_failed_start(run)
     try:
         if config.training.objective == "grpo":
             build_rewards(config.grpo)  # report an invalid reward here

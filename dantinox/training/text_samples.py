@@ -67,7 +67,7 @@ def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
     """Returns the prompt and its number of tokens."""
     prompt = config.training.sample_prompt
     try:
-        return prompt or "\n", len(tokenizer.encode(prompt or "\n"))
+        return prompt or "\n", len(tokenizer.ids_before_text) + len(tokenizer.encode(prompt or "\n"))
     except UserError as error:
         if prompt:
             raise UserError(f"training.sample_prompt: {error}") from None

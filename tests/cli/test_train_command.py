@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,7 +16,10 @@ from dantinox import cli, training
 from dantinox.config import build_config, load_config
 from dantinox.measure import doctor
 from dantinox.model.parameters import abstract_model
+from dantinox.training.launch import launch
 from tests.cli.expected import ROOT, assert_one_sentence
+
+launch_module = sys.modules[launch.__module__]
 
 
 def train(environment, *argv):
@@ -134,6 +138,40 @@ def test_an_invalid_token_id_is_reported_before_training(dantinox, tmp_path, tex
     code, out, err = dantinox(*argv, "--allowed_tokens", 999_999)
     assert (code, out) == (2, "") and "error: generation.allowed_tokens must hold token ids in [0, 259), got 999999" in err
     assert not run.exists(), "the corrected command can be repeated"
+
+
+def test_a_start_that_ends_early_can_be_repeated(dantinox, tmp_path, text, monkeypatch):
+    """SIGTERM while the text is encoded leaves nothing; an error before the first step leaves only the tokens."""
+    run, stages = tmp_path / "run", []
+    settings = config_of(text)
+
+    def stop(config, directory, *args):
+        directory.mkdir()
+        (directory / ".tokens.tmp").touch()
+        signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_module, "prepare_data", stop)
+        with pytest.raises(SystemExit) as ended:
+            launch(settings, run_dir=run)
+    assert ended.value.code == 143 and not run.exists()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("a fault before the first step")
+
+    monkeypatch.setattr(launch_module, "train", fail)
+    for lr in (0.1, 0.2):
+        with pytest.raises(RuntimeError, match="before the first step"):
+            launch(config_of(text, **{"training.lr": lr}), run_dir=run)
+        (stored,) = run.glob("data/*.bin")
+        stages.append(stored.stat().st_mtime_ns)
+        assert not (run / "config.yaml").exists() and stages == [stages[0]] * len(stages), "the tokens are used again"
+
+
+def config_of(text, **changes):
+    base = {"data.path": str(text), "tokenizer.tokenizer_type": "byte", "model.max_context": 16, "training.batch_size": 2}
+    base |= {"model.dim": 16, "model.n_heads": 2, "model.num_blocks": 1, "training.steps": 4, "training.warmup_steps": 1}
+    return build_config({}, base | changes)
 
 
 def test_a_run_is_trained_once(dantinox, tmp_path, text):

@@ -20,10 +20,13 @@ from dantinox.model import Transformer
 from dantinox.programs import shared_trace
 from dantinox.sampling import chain, process_logits
 from dantinox.sampling.draw import draw, row_key
-from dantinox.text import train_tokenizer
+from dantinox.text import Tokenizer, train_tokenizer
 from tests.conftest import CIRCLE
 
-BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+# Prompts without a BOS token, so that a prompt has one token per byte.
+BYTES = Tokenizer(
+    train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json(), roles={"add_bos_token": False}
+)
 
 V = 67
 # The largest difference between log-probabilities from programs that sum in another order. A log-probability of these models

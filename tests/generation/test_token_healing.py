@@ -11,12 +11,13 @@ from dantinox.generation.constraints import Constraint
 from dantinox.generation.engine import Engine
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.token_healing import MAX_HEALED_TOKENS, HealedPrefix, PieceIndex
-from dantinox.text import train_tokenizer
+from dantinox.text import Tokenizer, train_tokenizer
 
 from . import builder
 
 TEXT = "see http://www.example.org/ and https://example.com or ftp://files; the hellos helloes héllo 日本語日本 " * 30
 TOKENIZER = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=340), lambda: iter([TEXT]))
+TOKENIZER = Tokenizer(TOKENIZER.to_json(), roles={"add_bos_token": False})
 PIECES = TOKENIZER.token_pieces.inner
 INDEX = PieceIndex(TOKENIZER)
 V = TOKENIZER.vocab_size

@@ -75,7 +75,7 @@ def test_trained_tokenizer_roundtrips_exactly(settings):
     assert metadata[KEY + "token_type"][-5:] == [CONTROL] * 3 + [UNUSED] * 2
     back = read_vocabulary(metadata, "it")
     assert back.tokenizer == tokenizer.to_json()
-    assert back.tokenizer_config == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "add_bos_token": False}
+    assert back.tokenizer_config == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "add_bos_token": True}
     assert (back.generation_config, back.chat_template) == ({"eos_token_id": [tokenizer.eos_id]}, "{{ x }}")
 
 

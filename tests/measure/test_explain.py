@@ -244,7 +244,7 @@ def test_command_prints_json_and_writes_a_plot(dantinox, run_dir, run, tmp_path)
         (["--top_p", "1.7"], ["generation.top_p", "[0, 1]", "1.7"]),
         (["--preset", "vllm", "--typical", "0.5"], ["generation.typical", "vllm"]),
         (["--banned_tokens", "abc"], ["generation.banned_tokens", "3 tokens"]),
-        (["--prompt", "a" * 200], ["200 tokens", "128"]),
+        (["--prompt", "a" * 200], ["201 tokens", "128"]),
         (["--topp", "0.9"], ["unknown flag --topp", "top_p"]),
         (["--show", "x"], ["--show", "'x'"]),
         (["--plot", "no/such/folder/a.png", "--top_k", "5"], ["no/such/folder/a.png"]),

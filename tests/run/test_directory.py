@@ -13,6 +13,7 @@ from dantinox.config import UserError, build_config
 from dantinox.run import (
     RunDirectory,
     accept_run,
+    clear_failed_start,
     create_run,
     directory,
     load_run_config,
@@ -48,6 +49,36 @@ def test_a_used_directory_needs_resume(tmp_path):
 def test_a_directory_with_only_a_lock_file_is_new(tmp_path):
     (tmp_path / ".lock").touch()
     assert create_run(tmp_path).path == tmp_path
+
+
+STARTED = [".lock", "data/.lock", "data/.tokens.tmp", "data/.tokens.marks.tmp", "data/tokens.json", "data/tokens-0123.bin"]
+STARTED += ["data/.dataset-0.jsonl", "manifest.txt", "tokenizer.json", ".config.yaml.tmp", "chat_template.jinja"]
+
+
+def fill(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).touch()
+
+
+def test_a_directory_with_what_a_killed_start_left_is_new(tmp_path):
+    for count in range(1, len(STARTED) + 1):
+        fill(tmp_path / str(count), STARTED[:count])
+        run = create_run(tmp_path / str(count))
+        clear_failed_start(run)
+        left = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()}
+        assert left == {name for name in STARTED[:count] if name.startswith(("data/", "."))}
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "data/corpus.txt", "config.yaml", "metrics.jsonl", "checkpoints/4/a", "samples/a"]
+)
+def test_a_directory_with_other_files_needs_resume(tmp_path, name):
+    fill(tmp_path, [*STARTED, name])
+    assert "is not empty" in sentence(create_run, tmp_path)
+    (tmp_path / ".lock").unlink()
+    (tmp_path / name).unlink()
+    assert "is not empty" in sentence(create_run, tmp_path), "no start of a run has made it"
 
 
 def test_an_existing_file_raises_one_sentence(tmp_path):

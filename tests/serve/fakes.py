@@ -19,7 +19,10 @@ from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
 from dantinox.text import Tokenizer, train_tokenizer
 
-BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+# Prompts without a BOS token, so that a prompt has one token per byte.
+BYTES = Tokenizer(
+    train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json(), roles={"add_bos_token": False}
+)
 SAYS = "once upon a time there was a fox; "
 
 

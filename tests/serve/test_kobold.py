@@ -378,7 +378,7 @@ def special_tokenizer() -> Tokenizer:
     known = max([*tree["model"]["vocab"].values(), *(token["id"] for token in tree["added_tokens"])]) + 1
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tree["added_tokens"] += [{"id": known + i, "content": name} | flags for i, name in enumerate(names)]
-    return Tokenizer(json.dumps(tree), roles={"eos_token": "<|im_end|>"})
+    return Tokenizer(json.dumps(tree), roles={"eos_token": "<|im_end|>", "add_bos_token": False})
 
 
 SPECIAL = special_tokenizer()

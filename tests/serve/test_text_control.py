@@ -7,12 +7,13 @@ from dantinox.config import TokenizerSection
 from dantinox.generation.request import Delta
 from dantinox.serve.app import make_app
 from dantinox.serve.options import Options
-from dantinox.text import ChatTemplate, train_tokenizer
+from dantinox.text import ChatTemplate, Tokenizer, train_tokenizer
 
 from .fakes import FakeEngine, fake_run
 
 TEXT = "see http://www.example.org/ and https://example.com; " * 30
 WORDS = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter([TEXT]))
+WORDS = Tokenizer(WORDS.to_json(), roles={"add_bos_token": False})
 PROMPT = "see http:"
 IDS = tuple(WORDS.encode(PROMPT))
 HELLO = [{"role": "user", "content": "hello"}]

@@ -248,3 +248,11 @@ def is_nested(symbols):
 def test_local_names(folder):
     assert all(map(is_local, ["builtin", "x.jsonl", str(folder), "missing/"]))
     assert not any(map(is_local, ["arc_easy", "my_task.yaml", "mmlu"]))
+
+
+@pytest.mark.parametrize("suffix", [".ndjson", ".JSONL", ".jsonlines"])
+def test_every_name_of_json_lines_is_a_task(tmp_path, suffix):
+    write(tmp_path / f"exact{suffix}", EXACT)
+    assert is_local(str(tmp_path / f"exact{suffix}"))
+    for name in (tmp_path, tmp_path / f"exact{suffix}"):
+        assert [task.name for task in load_tasks([str(name)])] == ["exact"]

@@ -74,11 +74,24 @@ def test_several_documents_are_split_at_a_document_end(tmp_path) -> None:
     texts = [letter * length for letter, length in zip("abcde", lengths, strict=True)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     # The documents end after 30, 50, 76, 91 and 100 of 100 characters.
-    for fraction, documents in [(0.1, 4), (0.2, 3), (0.4, 2), (0.99, 1), (0.001, 4)]:
+    for fraction, documents in [(0.1, 4), (0.2, 3), (0.4, 2), (0.75, 1)]:
         tokenizer, store = prepare_data(settings(tmp_path, **{"data.val_fraction": fraction}), tmp_path / "store")
         encoded = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
         assert parts(store) == (joined(encoded[:documents]), joined(encoded[documents:]))
         assert (store.train.documents, store.val.documents) == (documents, 5 - documents)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[240, 12_200], [12_200, 240], [240, 12_200, 240], [6000, 7000], [1] * 20 + [9000], [5, 20_000, 5]]
+)
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.01, 0.9])
+def test_the_validation_part_is_near_its_fraction_for_documents_of_any_size(tmp_path, sizes, fraction: float) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in sizes))
+    tokenizer, store = prepare_data(settings(tmp_path / "a.jsonl", **{"data.val_fraction": fraction}), tmp_path / "store")
+    share = store.val.characters / sum(sizes)
+    assert 0.5 * fraction - 1 / sum(sizes) <= share <= 1.5 * fraction + 1 / sum(sizes)
+    assert tokenizer.decode(joined(parts(store))) == "x" * sum(sizes)
+    assert joined(parts(store)).count(tokenizer.eos_id) == joined(parts(store)).count(tokenizer.bos_id) == len(sizes)
 
 
 def test_separate_validation_text(tmp_path) -> None:
@@ -104,6 +117,19 @@ def test_bpe_in_chunks_equals_bpe_of_the_whole_text(tmp_path_factory, text: str)
     if all(re.search(r"\S\n\S|\S \S", text[i : i + 20]) for i in range(len(text) - 20)):
         ids = np.concatenate(BPE.encode_batch([chunk.text for chunk in chunks]))
         assert ids.tolist() == BPE.encode(text)
+
+
+def test_dropout_of_a_tokenizer_is_used_only_for_training_tokens(tmp_path) -> None:
+    """BPE dropout (Provilkov et al. 2020) skips merges in training; encoding elsewhere uses all merges."""
+    bpe = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=400), lambda: iter([TEXT * 9]))
+    tree = json.loads(bpe.to_json())
+    tree["model"]["dropout"] = 1.0  # no merges
+    tokenizer = Tokenizer(json.dumps(tree))
+    assert tokenizer.encode(TEXT) == bpe.encode(TEXT) and tokenizer.encode_special_ids(TEXT) == bpe.encode_special_ids(TEXT)
+    _, store = prepare_data(settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "s", tokenizer)
+    cut = int(len(TEXT) * 0.9)
+    assert len(store.training_ids) == 1 + len(TEXT[:cut].encode()) and tokenizer.decode(store.training_ids) == TEXT[:cut]
+    assert store.validation_ids.tolist() == [*bpe.encode(TEXT[cut:]), bpe.eos_id]
 
 
 def test_no_end_token_in_a_vocabulary_without_one(tmp_path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.text import ChatTemplate, open_store, prepare_data, train_tokenizer
+from dantinox.text.tool_prompts import chat_prompt
 from tests.error_texts import ERRORS
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
@@ -118,6 +119,145 @@ def test_pairs_and_their_references(prepared):
         number = [0, 2, 3, 4, 5]["abcde".index(chr(tokens[0, 1]))]
         assert reference.tolist() == [2 * number, 2 * number + 1]
     assert [text_of(tokens)[2:] for tokens in batch.tokens_P2T[0]] == ["ayes$_____", "ano$______"]
+
+
+def message(role, content, **fields):
+    return {"role": role, "content": content, **fields}
+
+
+Q, A, B = message("user", "q"), message("assistant", "a"), message("assistant", "b")
+SYSTEM = message("system", "s")
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}, ["uqa", "uqab$", "a$", "b$"]),
+        ({"chosen": [Q, A], "rejected": [Q, B]}, ["uqa", "uqab$", "a$", "b$"]),
+        ({"prompt": [Q], "chosen": [Q, A], "rejected": [Q, B]}, ["uqa", "uqab$", "a$", "b$"]),
+        ({"prompt": " q\n", "chosen": [SYSTEM, Q, A], "rejected": [SYSTEM, Q, B]}, ["ssuqa", "ssuqab$", "a$", "b$"]),
+        ({"prompt": "q", "chosen": [Q, A, Q, A], "rejected": [Q, A, Q, B]}, ["uqaa$uqa", "uqaa$uqab$", "a$", "b$"]),
+        ({"prompt": "q", "chosen": [A], "rejected": "b"}, ["uqa", "uqab$", "a$", "b$"]),
+        ({"prompt": [SYSTEM], "chosen": [Q, A], "rejected": [Q, B]}, ["ssuqa", "ssuqab$", "a$", "b$"]),
+    ],
+)
+def test_a_preference_with_whole_conversations_has_its_prompt_once(prepared, record, expected):
+    """As in `maybe_extract_prompt` of TRL, and for lists that contain the prompt also if it is a list."""
+    store, _, _ = prepared([record] * 2, objective="dpo", **{"model.max_context": 20})
+    batch = store.batch(0)
+    first, second = (
+        text_of([*tokens, targets[-1]]).rstrip("_") for tokens, targets in zip(batch[0][0], batch[1][0], strict=True)
+    )
+    answers = [text_of(targets[mask == 1]) for targets, mask in zip(batch[1][0], batch[3][0], strict=True)]
+    assert first.startswith(expected[0]) and second == expected[1]
+    if record.get("prompt") != [SYSTEM]:  # there, the completion begins with a user message
+        assert answers == expected[2:]
+
+
+def test_other_records_with_whole_conversations(prepared):
+    labeled = [{"prompt": p, "completion": [message("user", p), A], "label": p == "x"} for p in "xy"] * 2
+    store, _, _ = prepared(labeled, objective="kto", **{"data.val_fraction": 0.5})
+    assert text_of(store.training_ids[:10]) == "uxaa$uxaa$"
+    store, _, _ = prepared([{"prompt": "q", "completion": [Q, A, Q, B]}] * 2, **{"model.max_context": 20})
+    assert text_of(store.training_ids) == "uqaa$uqab$" and int(store.batch(0).mask_BT[0].sum()) == 4
+    for record, problem in (
+        ({"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}, "'chosen' does not contain the prompt"),
+        ({"prompt": "q", "chosen": [Q, A], "rejected": [SYSTEM, Q, B]}, "begin with different prompts"),
+        ({"chosen": "a", "rejected": "b"}, "lacks the field 'prompt'"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            prepared([record] * 2, objective="dpo")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+WITH_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + TEMPLATE.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{{ c.function.arguments.x }}>{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_tools_and_calls_are_rendered(prepared, tmp_path, tools):
+    (tmp_path / "tools.jinja").write_text(WITH_TOOLS)
+    settings = {"data.chat_template": str(tmp_path / "tools.jinja"), "model.max_context": 40}
+    called = [Q, message("assistant", None, tool_calls=[CALL]), message("tool", "r"), B]
+    store, _, _ = prepared([{"messages": called, "tools": tools}] * 2, **settings)
+    assert text_of(store.training_ids) == "[f]uqa<f1>$trab$"
+    batch = store.batch(0)
+    assert text_of(batch.targets_BT[0][batch.mask_BT[0] == 1]) == "<f1>$b$"
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": tools}
+    store, _, _ = prepared([pair] * 2, objective="dpo", **settings)
+    assert text_of(store.training_ids) == "[f]uqaa$[f]uqab$"
+    grpo = {"grpo.rewards": ["exact_match"], "generation.max_new_tokens": 4}
+    store, _, _ = prepared([{"prompt": "q", "tools": tools, "answer": "a"}] * 2, objective="grpo", **settings | grpo)
+    assert text_of(store.batch(0)[0].ids) == "[f]uqa"
+
+
+def test_tools_without_support_of_the_template_equal_those_of_generation(prepared):
+    called = [
+        Q,
+        message("assistant", None, tool_calls=[CALL]),
+        message("tool", "r"),
+        message("tool", "r"),
+        message("assistant", "b", weight=0),
+    ]
+    store, _, _ = prepared([{"messages": called, "tools": [TOOL]}] * 2, **{"model.max_context": 2000})
+    template = ChatTemplate(TEMPLATE, BYTES)
+    assert text_of(store.training_ids).startswith(text_of(chat_prompt(template, called[:1], [TOOL]).ids))
+    assert text_of(store.training_ids).startswith(text_of(chat_prompt(template, called[:4], [TOOL]).ids))
+    batch = store.batch(0)
+    answer = text_of(batch.targets_BT[0][batch.mask_BT[0] == 1])
+    assert answer == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>$'
+
+
+def test_template_variables_and_weights(prepared, tmp_path):
+    (tmp_path / "v.jinja").write_text("{{ mode }}" + TEMPLATE)
+    messages = [
+        Q,
+        message("assistant", "a", weight=0),
+        Q,
+        message("assistant", "b", weight=1),
+        Q,
+        message("assistant", "c", weight=None),
+    ]
+    record = {"messages": messages, "chat_template_kwargs": {"mode": "m"}, "label": None, "source": "x"}
+    settings = {"data.chat_template": str(tmp_path / "v.jinja"), "model.max_context": 40}
+    store, _, _ = prepared([record] * 2, **settings)
+    assert text_of(store.training_ids) == "muqaa$uqab$uqac$"
+    batch = store.batch(0)
+    assert text_of(batch.targets_BT[0][batch.mask_BT[0] == 1]) == "b$c$" and store.train.bytes == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"messages": [Q, message("assistant", "a", weight=0)]}, "no assistant message to train on"),
+        ({"messages": [Q, message("assistant", "a", weight=0.5)]}, "the weight of message 1 must be 0 or 1, got 0.5"),
+        ({"messages": [message("user", "q", weight=1), A]}, "the weight of message 0 must be 0, because"),
+        ({"messages": [Q, message("assistant", None)]}, "the content of message 1 must be text, got null"),
+        ({"messages": [Q, message("assistant", None, tool_calls=[{"name": "f"}])]}, "must be an object with a function that"),
+        ({"messages": [Q, A], "tools": {"name": "f"}}, "the field 'tools' must be a list of objects"),
+        ({"messages": [Q, A], "tools": "[1]"}, "the field 'tools' must be a list of objects"),
+        ({"messages": [Q, A], "chat_template_kwargs": {"messages": []}}, "must not have the name 'messages'"),
+        ({"messages": [Q, A], "functions": [TOOL]}, "the field 'functions' of a record is not supported: use tools"),
+        ({"prompt": "q", "completion": "a", "system": "s"}, "the field 'system' of a record is not supported"),
+        ({"prompt": "q", "completion": "a", "weight": 0.5}, "the field 'weight' of a record is not supported"),
+        ({"prompt": "q", "completion": "a", "label": False}, "the field 'label' is false, but sft"),
+        ({"messages": [Q, A], "completion": "a"}, "not both"),
+    ],
+)
+def test_fields_that_change_the_meaning_are_not_ignored(prepared, record, problem):
+    with pytest.raises(UserError, match=problem) as caught:
+        prepared([record] * 2, **{"model.max_context": 40})
+    assert str(caught.value).endswith("line 1)")
+
+
+def test_white_space_of_an_answer_is_kept(prepared):
+    record = {"prompt": "def f():\n", "completion": "    return 1\n"}
+    store, _, _ = prepared([record] * 2, **{"data.chat_template": "plain", "model.max_context": 80})
+    batch = store.batch(0)
+    assert text_of(batch.targets_BT[0][batch.mask_BT[0] == 1]) == "    return 1\n$"
 
 
 def test_labeled_completions_have_a_mismatched_completion(prepared):

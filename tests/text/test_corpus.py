@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dantinox import cli
 from dantinox.config import UserError
+from dantinox.config.sections import may_hold_records
 from dantinox.text import Corpus, compressed_files, corpus
 from dantinox.text.corpus import split_text
 from dantinox.text.sources import BUILTIN_BYTES, find_sources
@@ -36,7 +37,7 @@ def documents(path: object, field: str = "text") -> list[str]:
 def test_text_is_read_unchanged(tmp_path) -> None:
     (tmp_path / "a.txt").write_bytes(ODD.encode())
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfbom")
-    assert documents(tmp_path) == [ODD, "\ufeffbom"]
+    assert documents(tmp_path) == [ODD, "bom"]
 
 
 @given(text=st.text(st.sampled_from("ab\r\n 🙂é"), min_size=1, max_size=80), block=st.integers(1, 20))
@@ -74,6 +75,40 @@ def test_folder_is_recursive_sorted_and_text_only(tmp_path) -> None:
     (tmp_path / "b" / "link.txt").symlink_to(tmp_path / "a.py")
     (tmp_path / "linked").symlink_to(tmp_path / "b")
     assert documents(tmp_path)[1:] == ["b/a.TXT", "a.py", "b/z.md", "b/a.TXT", "a.py", "b/z.md", "pack.txt.gz"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonlines", ".ndjson", ".JSONL", ".NdJson", ".ndjson.gz", ".JSONLINES.GZ"])
+def test_names_of_json_lines(tmp_path, suffix: str) -> None:
+    data = b'{"text": "uno"}\n{"text": "due"}\n'
+    (tmp_path / f"x{suffix}").write_bytes(gzip.compress(data) if suffix.lower().endswith("gz") else data)
+    for path in (tmp_path, tmp_path / f"x{suffix}", tmp_path / "x*"):
+        assert documents(path) == ["uno", "due"]
+    assert may_hold_records(str(tmp_path / f"x{suffix}")) and not may_hold_records("a.txt")
+
+
+def test_a_folder_lists_the_files_that_are_not_read(tmp_path) -> None:
+    for name in ["a.txt", "b.bin", "c.json", "d", "e.jsonl.bz2", ".hidden"]:
+        (tmp_path / name).write_text(name)
+    with pytest.warns(UserWarning, match=r"4 files without a suffix of text files, which are not read: b\.bin, c\.json, d, …$"):
+        assert documents(tmp_path) == ["a.txt"]
+    with pytest.raises(UserError, match=r"c\.json is a \.json file: give it the suffix \.jsonl"):
+        documents(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 4 << 20])
+def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch, block: int) -> None:
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", block)
+    (tmp_path / "a.txt").write_bytes("\ufeff\ufeffpiù\ufeff".encode())
+    assert "".join(documents(tmp_path)) == "\ufeffpiù\ufeff"
+    assert Corpus.open(str(tmp_path)).scan().characters == 5
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-be", "utf-32-be"])
+def test_another_encoding_is_named(tmp_path, suffix: str, encoding: str) -> None:
+    (tmp_path / f"a.{suffix}").write_bytes('\ufeff{"text": "più"}'.encode(encoding))
+    with pytest.raises(UserError, match=rf"a\.{suffix} is {encoding[:6].upper()} \(byte order mark at byte 0\)"):
+        documents(tmp_path)
 
 
 def test_lists_and_globs(tmp_path) -> None:

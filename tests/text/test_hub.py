@@ -1,6 +1,8 @@
 """Hugging Face datasets in a folder give the same tokens as the same texts in JSON Lines files."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +40,13 @@ def test_tokens_of_a_dataset_equal_those_of_its_texts(folder, tmp_path, monkeypa
     assert (store.training_ids == expected.training_ids).all() and (store.validation_ids == expected.validation_ids).all()
     assert not list((tmp_path / "a").glob(".dataset*")), "nothing but the tokens stays"
     assert not corpus_changed(config, tmp_path / "a") and open_store(config, tmp_path / "a", tokenizer) is not None
+
+
+def test_a_null_in_the_text_column_is_reported_with_its_row(tmp_path, monkeypatch):
+    rows = [{"body": text} for text in [*TEXTS[:5], None, *TEXTS[5:]]]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *args, **options: rows))
+    with pytest.raises(UserError, match=r"no text in 'body' .*: row 5 \(counted from 0\) has null; it has body"):
+        prepare_data(settings(tmp_path / "set", **{"data.dataset_source": "huggingface"}), tmp_path / "x")
 
 
 def test_conversations_keep_all_fields(tmp_path, monkeypatch):

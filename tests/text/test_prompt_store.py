@@ -56,6 +56,17 @@ def test_an_epoch_contains_each_training_prompt_once(prepare):
     assert len(list(store.validation(1, tokens=8))) == 1 and len(list(store.validation(1, tokens=9))) == 2
 
 
+def test_a_mixture_of_prompts_has_its_weights(prepare, tmp_path):
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"prompt": f"b{number}"}) + "\n" for number in range(9)))
+    mixed = {"data.path": [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")], "data.mixture": [1, 3]}
+    store, config, folder = prepare(RECORDS, **mixed)
+    prompts = [prompt.record["prompt"] for step in range(8) for prompt in store.batch(step)]
+    first, second = [text for text in prompts if text[0] != "b"], [text for text in prompts if text[0] == "b"]
+    assert len(store.batch(0)) == 3 and (len(first), len(second)) == (6, 18) and store.windows_per_epoch == 18 + 8
+    assert len(set(first)) == 6 and set(Counter(second[:16]).values()) == {2}, "each source has its own epochs"
+    assert open_store(config, folder, BYTES).batch(7, stream=2) == store.batch(7, stream=2) != store.batch(7)
+
+
 def test_prompts_without_space_for_an_answer_are_left_out(prepare):
     store, _, _ = prepare([{"prompt": "x" * (5 + number % 3)} for number in range(9)] + [{"prompt": "val"}])
     assert store.left_out == 3 and store.longest == 8 and store.windows_per_epoch == 6

@@ -228,6 +228,39 @@ def test_packed_rows_contain_every_target_once_and_split_no_document_that_fits(s
     assert -(-sum(len(d) for d in documents if len(d) > 1) // (length + 1)) <= store.windows_per_epoch
 
 
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=5, max_size=15),
+    length=st.integers(2, 8),
+    packing=st.booleans(),
+    ended=st.booleans(),
+)
+def test_the_first_token_after_bos_is_a_target_if_bos_is_eos(sizes, length, packing, ended) -> None:
+    """Compares with the documents: each target of a document is in the loss, except for its BOS token."""
+    ids = iter(range(10, 10_000))
+    documents = [[EOS, *(next(ids) for _ in range(size)), EOS] for size in sizes]
+    documents[-1] = documents[-1] if ended else documents[-1][:-1]
+    flat = [token for document in documents for token in document]
+    store = make(flat, 1, length, val=flat, eos_id=EOS, bos_id=EOS, pad_id=PAD, packing=packing)
+    for batches, complete in (
+        ([store.batch(step) for step in range(store.windows_per_epoch)], packing),
+        (store.validation(2), True),
+    ):
+        seen = []
+        for batch in batches:
+            for tokens, targets, segments, mask in zip(*(array.tolist() for array in batch), strict=True):
+                counted = [i for i in range(length) if mask[i]]
+                seen += [(tokens[i], targets[i]) for i in counted]
+                letters = {
+                    i: next(n for n, d in enumerate(documents) if {tokens[i], targets[i]} & {*d} - {EOS}) for i in counted
+                }
+                assert (
+                    len({(letters[i], segments[i]) for i in counted})
+                    == len({*letters.values()})
+                    == len({segments[i] for i in counted})
+                )
+        assert sorted(seen) == piecewise(documents) if complete else {*seen} <= {*piecewise(documents)}
+
+
 def test_best_fit_fills_rows_longest_first() -> None:
     assert best_fit(np.array([3, 5, 2, 4, 1]), 6).tolist() == [2, 0, 1, 1, 0]
 
@@ -254,3 +287,20 @@ def test_a_mixture_has_exact_shares_and_separate_epochs() -> None:
 def test_a_source_that_is_too_short_is_refused() -> None:
     with pytest.raises(UserError, match=ERRORS["a_source_of_the_mixture"]):
         make(100, 1, 4, mixture=[(96, 1.0), (4, 1.0)])
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[5000, 1], [1.0, 0.0007], [3, 1], [1, 1, 1], [0.7, 0.2, 0.1], [20, *[2] * 10], [0.3, 0.123457, 7], [1 / 3, 1e7 / 7]],
+)
+def test_counts_of_a_mixture_differ_from_the_weights_by_less_than_one_row(weights: list[float]) -> None:
+    """For every number of rows, so also for every row between two calls of `batch` and after a resume."""
+    size, shares = 100_000, np.array(weights) / sum(weights)
+    store = make(size * len(weights), 20_000, 4, mixture=[(size, weight) for weight in weights])
+    sources = np.concatenate([store.batch(step).tokens_BT[:, 0] for step in (0, 1)]) // size
+    for source, share in enumerate(shares):
+        counts = np.cumsum(sources == source)
+        assert np.abs(counts - share * np.arange(1, len(counts) + 1)).max() < 1 + 1e-6  # float64 of `share` times 40,000
+    later = make(size * len(weights), 7, 4, mixture=[(size, weight) for weight in weights])
+    rows = np.concatenate([later.batch(step).tokens_BT for step in (4100, 4101)])
+    assert np.array_equal(rows, store.batch(1).tokens_BT[8700:8714])

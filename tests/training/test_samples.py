@@ -32,7 +32,7 @@ def test_no_sampler_without_sample_every():
         ),
         (
             {"training__sample_prompt": "abc", "model__max_context": 3},
-            "must have fewer tokens than model.max_context = 3, got 3",
+            "must have fewer tokens than model.max_context = 3, got 4",
         ),
         ({"generation__allowed_tokens": [999]}, r"generation\.allowed_tokens must hold token ids in \[0, 6\), got 999"),
         ({"generation__banned_tokens": ["é"]}, "generation.banned_tokens: the character 'é'"),
