@@ -94,6 +94,13 @@ def test_a_conversation(client, engine):
     assert engine.asked[0].ids == tuple(template.encode(HELLO, generation_prompt=True))
 
 
+def test_a_raw_prompt_may_name_special_tokens(client, engine):
+    """A raw prompt has the form of the template already, as Ollama documents it."""
+    for raw in (True, False):
+        whole(client, GENERATE, {"prompt": "a<eos>b", "raw": raw} | SHORT)
+        assert (BYTES.eos_id in engine.asked[-1].ids) is raw
+
+
 def test_a_prompt_is_a_user_message_unless_it_is_raw(client, engine):
     template = ChatTemplate.from_name("plain", BYTES)
     whole(client, GENERATE, {"prompt": "hello", "system": "be brief"} | SHORT)

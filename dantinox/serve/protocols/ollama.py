@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -17,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox.config import Config, with_generation
+from dantinox.generation import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.report.tables import human_count
 from dantinox.serve.background import run_in_thread
@@ -118,7 +120,9 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
     elif body.raw or service.options.template is None:
         if body.system:
             raise http_error("template", param="system")
-        (ids,) = await prompt_ids(service.model, [prompt])
+        # A raw prompt has the form of the template already, with the names of its special tokens.
+        encode = partial(LoadedModel.prompt_ids, parse_special=bool(body.raw))
+        (ids,) = await prompt_ids(service.model, [prompt], encode_text=encode)
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": prompt}]

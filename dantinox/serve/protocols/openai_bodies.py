@@ -13,6 +13,7 @@ from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.limits import MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
+from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
 
 SETTING_NAMES = {name: name for name in REQUEST_KEYS} | {"typical_p": "typical"}  # field → setting
@@ -152,6 +153,9 @@ class Body(ConstraintBody):
             "logit_bias": self.logit_bias,
         }
         found |= {name: value for name, value in renamed.items() if value is not None}
+        order = found.get("sampler_order")
+        if isinstance(order, list) and all(type(code) is int for code in order) and "preset" not in found:
+            found = STEPS_OFF | found | {"preset": "koboldcpp"}  # KoboldCpp's codes, as its clients send them
         if found.get("temperature"):
             found.setdefault("greedy", False)  # a temperature overrides greedy decoding of the server's settings
         return found
