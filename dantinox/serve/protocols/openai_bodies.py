@@ -15,6 +15,7 @@ from dantinox.serve.limits import MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
 from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
+from dantinox.text.chat_template import continues_last
 
 SETTING_NAMES = {name: name for name in REQUEST_KEYS} | {"typical_p": "typical"}  # field → setting
 # Fields that have no effect.
@@ -195,6 +196,9 @@ class ChatBody(Body):
       reasoning_effort: `none`, `minimal`, `low`, `medium` or `high`.
       reasoning_budget: maximum number of tokens of the reasoning; `thinking_token_budget` is another name.
       chat_template_kwargs: further variables of the chat template.
+      continue_final_message: true continues the last message, which is of the assistant; false begins a new one. By default, a
+        text of the assistant is continued.
+      add_generation_prompt: the opposite of `continue_final_message`.
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -204,6 +208,8 @@ class ChatBody(Body):
     reasoning_effort: str | None = None
     reasoning_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, validation_alias=BUDGET_NAMES)
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
@@ -214,8 +220,17 @@ class ChatBody(Body):
         Raises:
           RequestError: 400, a field is wrong.
         """
+        messages, continues = [message.fields() for message in self.messages], self.continue_final_message
+        if self.add_generation_prompt is not None:
+            if continues is self.add_generation_prompt:
+                message = "add_generation_prompt must be the opposite of continue_final_message"
+                raise RequestError(400, message, param="add_generation_prompt")
+            continues = not self.add_generation_prompt
+        if continues and not continues_last(messages):
+            message = "continue_final_message needs a last message that is of the assistant and has a text"
+            raise RequestError(400, message, param="continue_final_message")
         return Conversation(
-            [message.fields() for message in self.messages],
+            messages,
             self.tools or (),
             chosen_tool(self.tool_choice),
             self.parallel_tool_calls is not False,
@@ -223,6 +238,7 @@ class ChatBody(Body):
             self.reasoning_budget,
             self.chat_template_kwargs or {},
             self.constraint(),
+            continues,
         )
 
 
