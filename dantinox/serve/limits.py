@@ -30,6 +30,7 @@ LOG_LINES = 256  # maximum number of different log lines in `LOG_SECONDS`
 MAX_PROMPTS = 64  # of one completion request
 MAX_EMBEDDINGS = 2048  # texts of one request for embeddings, and documents of one request to rank
 MAX_SAMPLES = 16  # maximum of `n`
+MAX_CHOICES = 1024  # texts of `guided_choice`
 MAX_SALT_LENGTH = 1024  # characters of `cache_salt`
 MAX_STOPS, MAX_STOP_LENGTH = 32, 512  # number of stop strings, and characters of each
 MAX_NUMBER = 2**32  # absolute value of a number in a setting; the product of two such numbers is finite in float32

@@ -28,6 +28,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prompt_embeds": (),
     "use_beam_search": (False,),
+    "guided_whitespace_pattern": (),
+    "logits_processors": ([],),
+    "web_search_options": (),
 }
 
 

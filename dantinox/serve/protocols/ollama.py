@@ -146,7 +146,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     config, messages = _settings(service, body), [message.fields() for message in body.messages]
     if not messages:
         return OllamaReply(service, None, body)
-    chat = Conversation(messages, body.tools or (), effort=body.effort, constraint=None if body.tools else body.constraint())
+    chat = Conversation(messages, body.tools or (), effort=body.effort, constraint=body.constraint())
     prepared = await prepare_chat(service, chat)
     if body.truncate is not False:
         prepared = await _fit(service, chat, prepared, _context(service, body))

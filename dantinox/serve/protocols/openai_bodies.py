@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -11,7 +11,7 @@ from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.files import escape_name, quote
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
-from dantinox.serve.limits import MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
+from dantinox.serve.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
 from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
@@ -44,6 +44,16 @@ def _to_prompts(value: Any) -> list[str | list[int]]:
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists, none of them empty")
 
 
+def _to_structured_outputs(value: Any) -> Any:
+    """Refuses fields of `structured_outputs` that would change the answer and are not supported."""
+    if isinstance(value, dict):
+        for name in ("whitespace_pattern", "structural_tag"):
+            if value.get(name) is not None:
+                raise ValueError(f"must not have {name}, which is not supported by this server")
+        return {name: part for name, part in value.items() if part is not None}
+    return value
+
+
 BUDGET_NAMES = AliasChoices("reasoning_budget", "thinking_token_budget")
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
@@ -52,13 +62,45 @@ class StreamOptions(StrictBody):
     include_usage: bool | None = None
 
 
+def _schema_constraint(schema: Any) -> Constraint:
+    return Constraint("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+# Field that constrains the answer → the constraint for its value.
+CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
+    "guided_json": _schema_constraint,
+    "json_schema": _schema_constraint,
+    "guided_json_object": lambda value: Constraint("json_object", ""),
+    "guided_regex": lambda regex: Constraint("regex", regex),
+    "guided_choice": lambda texts: Constraint("lark", "start: " + " | ".join(map(json.dumps, texts))),
+    "guided_grammar": lambda grammar: Constraint("lark", grammar),
+    "grammar": lambda grammar: Constraint("gbnf", grammar),
+}
+OFF = (None, "", False)  # values of these fields that constrain nothing
+Schema = dict[str, Any] | str
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
 class JSONSchema(StrictBody):
     source: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
 class ResponseFormat(StrictBody):
+    """`response_format`; the schema is in `json_schema`, or in `schema` as llama.cpp's clients send it."""
+
     type: str
     json_schema: JSONSchema | None = None
+    source: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class StructuredOutputs(StrictBody):
+    """vLLM's object `structured_outputs`; its fields have the meaning of those that begin with `guided_`."""
+
+    guided_json: Schema | None = Field(None, alias="json")
+    guided_json_object: bool | None = Field(None, alias="json_object")
+    guided_regex: str | None = Field(None, alias="regex")
+    guided_choice: Choices | None = Field(None, alias="choice")
+    guided_grammar: str | None = Field(None, alias="grammar")
 
 
 class ConstraintBody(StrictBody):
@@ -66,17 +108,24 @@ class ConstraintBody(StrictBody):
 
     Attributes:
       response_format: requires JSON output, which matches the schema if one is given.
-      guided_json: JSON schema of the answer.
+      guided_json, json_schema: JSON schema of the answer.
+      guided_json_object: true requires a JSON object.
       guided_regex: regular expression of the whole answer.
+      guided_choice: texts, one of which is the whole answer.
       guided_grammar: Lark grammar of the answer.
       grammar: GBNF grammar of the answer.
+      structured_outputs: `json`, `json_object`, `regex`, `choice` or `grammar`, as the fields above with these names.
     """
 
     response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Schema | None = None
+    json_schema: Schema | None = None
+    guided_json_object: bool | None = None
     guided_regex: str | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     grammar: str | None = None
+    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_to_structured_outputs)] | None = None
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint on the answer, or None.
@@ -84,31 +133,28 @@ class ConstraintBody(StrictBody):
         Raises:
           RequestError: 400, the constraint is invalid, or the body has several.
         """
-        guided = self.guided_json
-        found = {
-            "response_format": self._format_constraint(),
-            "guided_json": guided and Constraint("json_schema", guided if isinstance(guided, str) else json.dumps(guided)),
-            "guided_regex": self.guided_regex and Constraint("regex", self.guided_regex),
-            "guided_grammar": self.guided_grammar and Constraint("lark", self.guided_grammar),
-            "grammar": self.grammar and Constraint("gbnf", self.grammar),
-        }
+        found = {"response_format": self._format_constraint()}
+        for prefix, body in (("", self), ("structured_outputs.", self.structured_outputs)):
+            for name, make in CONSTRAINTS.items():
+                if (value := getattr(body, name, None)) not in OFF:
+                    found[prefix + (name.removeprefix("guided_") if prefix else name)] = make(value)
         names = [name for name, constraint in found.items() if constraint]
         if len(names) > 1:
             raise RequestError(400, f"{names[0]} and {names[1]} both constrain the answer: use one of them", param=names[1])
-        return next((constraint for constraint in found.values() if isinstance(constraint, Constraint)), None)
+        return found[names[0]] if names else None
 
     def _format_constraint(self) -> Constraint | None:
         if self.response_format is None or self.response_format.type == "text":
             return None
-        kind, schema = self.response_format.type, self.response_format.json_schema
-        if kind == "json_object":
-            return Constraint("json_object", "")
-        if kind != "json_schema":
+        kind, schema = self.response_format.type, self.response_format.source
+        if kind not in ("json_object", "json_schema"):
             message = f"response_format.type must be text, json_object or json_schema, got {quote(kind)}"
             raise RequestError(400, message, param="response_format.type")
-        if schema is None or schema.source is None:
+        named = self.response_format.json_schema
+        source = schema if named is None else named.source
+        if source is None and kind == "json_schema":
             raise RequestError(400, "response_format.json_schema.schema is missing", param="response_format")
-        return Constraint("json_schema", json.dumps(schema.source))
+        return Constraint("json_object", "") if source is None else _schema_constraint(source)
 
 
 class Body(ConstraintBody):
@@ -238,7 +284,7 @@ class ChatBody(Body):
             self.reasoning_budget,
             self.chat_template_kwargs or {},
             self.constraint(),
-            continues,
+            continues=continues,
         )
 
 

@@ -235,6 +235,7 @@ class ResponsesReply(Reply):
         """Initializes the reply; `keep` stores the response with its conversation, or is None."""
         super().__init__([request], bool(body.stream))
         self._fields, self._chat, self._keep = prepared.fields(), chat, keep
+        self._continues = prepared.continues
         self._logprobs = None if request.logprobs is None else ChatLogprobs(service.tokenizer, request, "")
         self._new_logprobs: list[Any] = []
         self._items: list[dict[str, Any]] = []
@@ -299,8 +300,10 @@ class ResponsesReply(Reply):
         if self._keep is not None:
             message: dict[str, Any] = {"role": "assistant", "content": self._fields.content}
             message |= {"tool_calls": self._fields.calls} if self._fields.calls else {}
-            # The instructions are not part of the conversation that is continued.
-            earlier = [*self._chat.messages[self._frame["instructions"] is not None :]]
+            # The instructions are not part of the conversation that is continued; empty ones are no message.
+            earlier = [*self._chat.messages[bool(self._frame["instructions"]) :]]
+            if self._continues:
+                message["content"] = earlier.pop()["content"] + message["content"]
             self._keep(response, [*earlier, message])
         return response
 
