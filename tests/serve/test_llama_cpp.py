@@ -121,6 +121,12 @@ def test_prompts_of_texts_and_ids(client, engine):
             {"dry_multiplier": 0, "xtc_probability": 0, "mirostat": 0, "top_n_sigma": 0, "repetition_penalty": 1},
         ),
         ({"dry_multiplier": 0.8, "dry_penalty_last_n": 64}, {"dry_multiplier": 0.8, "dry_range": 64}),
+        (
+            {"dry_multiplier": 0.8, "dry_penalty_last_n": -1, "dry_base": 2},
+            {"dry_multiplier": 0.8, "dry_range": 0, "dry_base": 2},
+        ),
+        ({"dry_multiplier": 0.8, "dry_penalty_last_n": 0, "dry_base": 2}, {"dry_multiplier": 0}),
+        ({"dry_multiplier": 0.8, "dry_base": 0.5}, {"dry_multiplier": 0}),
         ({"temperature": 1.0, "dynatemp_range": 0.5}, {"dynatemp_low": 0.5, "dynatemp_high": 1.5}),
         ({"mirostat": 2, "mirostat_tau": 4, "top_k": 5}, {"mirostat": 2, "mirostat_tau": 4, "top_k": 0}),
         ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5, "presence_scope": "all"}),
@@ -325,4 +331,13 @@ def test_tokenize(client):
     assert client.post("/tokenize", json={"content": "ab"}).json()["tokens"] == [97, 98]
     assert client.post("/tokenize", json={"content": ""}).json()["tokens"] == []
     assert client.post("/tokenize", json={"content": "a<eos>", "add_special": True}).json()["tokens"][-1] == BYTES.eos_id
+    plain = client.post("/tokenize", json={"content": "a<eos>", "parse_special": False}).json()["tokens"]
+    assert plain == [*b"a<eos>"]
+    pieces = client.post("/tokenize", json={"content": "aé<eos>", "with_pieces": True}).json()["tokens"]
+    assert pieces == [
+        {"id": 97, "piece": "a"},
+        {"id": 0xC3, "piece": [0xC3]},
+        {"id": 0xA9, "piece": [0xA9]},
+        {"id": BYTES.eos_id, "piece": "<eos>"},
+    ]
     assert client.post("/detokenize", json={"tokens": [97, 98]}).json()["content"] == "ab"

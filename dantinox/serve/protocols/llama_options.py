@@ -115,7 +115,10 @@ class LlamaOptions(StrictBody):
             raise RequestError(400, f"n must be 1 in this API, got {quote(extra['n'])}", param="n")
         sampling: dict[str, Any] = {name: extra[name] for name in KNOWN_OPTIONS if name in extra}
         sampling |= {"tfs": self.tfs_z, "nsigma": self.top_n_sigma, "rep_pen_range": self.repeat_last_n}
-        found = validate_body(kobold_bodies.GenerateBody, sampling).settings(base)
+        shared = validate_body(kobold_bodies.GenerateBody, sampling)
+        found = shared.settings(base)
+        if shared.dry_penalty_last_n == 0 or (shared.dry_base is not None and shared.dry_base < 1):  # unlike in KoboldCpp
+            found = {name: value for name, value in found.items() if not name.startswith("dry_")} | {"dry_multiplier": 0.0}
         if self.frequency_penalty is not None:
             disabled = self.repeat_last_n == 0
             found["frequency_penalty"] = 0.0 if disabled else self.frequency_penalty

@@ -131,6 +131,8 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
     if body.context:
         check_ids(service.tokenizer, body.context, "context")
         ids = [*body.context, *(ids[1:] if ids[0] == service.tokenizer.bos_id else ids)]
+    if body.truncate is not False:
+        ids = shortened(ids, _context(service, body), config.generation.max_new_tokens, body.options.num_keep)
     return await _reply(service, body, config, ids, "prompt", prepared, lora)
 
 
@@ -180,6 +182,21 @@ async def _fit(service: Service, chat: Conversation, whole: PreparedChat, contex
         else:
             low = middle
     return best
+
+
+def shortened(ids: list[int], context: int, new: int, kept: int) -> list[int]:
+    """Returns a prompt that fits the context: the first tokens of a prompt that is too long, and its end.
+
+    Args:
+      context: the maximum length of a prompt and its continuation.
+      new: the largest number of new tokens, for which space is left, at most half of the context.
+      kept: the number of first tokens that are kept, at most half of the prompt; -1 leaves the prompt as it is.
+    """
+    if len(ids) < context or kept < 0:
+        return ids
+    size = context - min(new, context // 2)
+    kept = min(kept, size // 2)
+    return [*ids[:kept], *ids[len(ids) - (size - kept) :]]
 
 
 def _context(service: Service, body: OllamaBody) -> int:
@@ -438,4 +455,5 @@ def _details(service: Service) -> dict[str, JSON]:
 def _capability_names(service: Service) -> list[JSON]:
     """Returns the names that Ollama gives to the capabilities of the model."""
     names = {"completion": "completion", "fim": "insert", "embeddings": "embedding", "vision": "vision"}
+    names |= {"tools": "tools", "reasoning": "thinking"}
     return [names[name] for name, has in capabilities(service).items() if has and name in names]
