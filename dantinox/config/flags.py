@@ -5,6 +5,7 @@ This module imports pydantic only where it is needed, so that help pages are fas
 
 import argparse
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ class Parser(LayeredParser):
     """A parser that reports errors as `UserError`."""
 
     def error(self, message: str) -> NoReturn:
+        if re.search(r"expected (one|at least one) argument$", message):
+            message += "; write a value that begins with - as FLAG=VALUE"
         raise UserError(message)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:

@@ -264,6 +264,11 @@ def test_constraints_and_log_probabilities(client, engine):
         (PATH, {"prompt": "a", "grammar": "x", "json_schema": {"a": 1}}, "grammar and json_schema both constrain the answer"),
         (PATH, {"prompt": "a", "image_data": [{}]}, "image_data is not supported by this server: remove it"),
         (PATH, {"prompt": "a", "logit_bias": [[1]]}, "logit_bias must be an object, or a list of pairs"),
+        (
+            PATH,
+            {"prompt": "a", "dry_sequence_breakers": "[bad"},
+            "dry_sequence_breakers must be a string, a list of strings, or",
+        ),
         ("/infill", {"input_prefix": "a"}, "input_suffix needs a model that fills in the middle of a text"),
         ("/tokenize", {"content": "a", "prompt": "b"}, "the body must have either prompt or messages"),
     ],

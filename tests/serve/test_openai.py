@@ -359,6 +359,16 @@ def test_each_choice_is_a_whole_answer():
         assert matcher.done, text
 
 
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_ignore_eos_ignores_the_end_of_a_turn(engine, ignore_eos):
+    """Also if that is another token than the EOS token, as `<|im_end|>` often is."""
+    template = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role == 'assistant' }}{% endfor %}"
+    client = client_of(engine, template=ChatTemplate(template, BYTES))
+    answer = client.post(CHAT, json={"messages": HELLO, "ignore_eos": ignore_eos, "max_tokens": 2})
+    assert answer.status_code == 200
+    assert engine.asked[-1].config.generation.stop_token_ids == (() if ignore_eos else (BYTES.special_tokens["<pad>"],))
+
+
 # --- log-probabilities
 
 
