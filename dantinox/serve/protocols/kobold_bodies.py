@@ -179,7 +179,8 @@ class GenerateBody(StrictBody):
       logit_bias: numbers added to the logits of tokens, named by id.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"images": ([], {}, "", False, 0)}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {name: ([], {}, "", False, 0) for name in ("images", "audio")}
+    ignored: ClassVar[tuple[str, ...]] = ("grammar_retain_state", "render_special", "quiet")
 
     prompt: str | None = None
     memory: str | None = None

@@ -40,7 +40,7 @@ from dantinox.text.fill_in_middle import fim_ids
 STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "loop": "limit", "cancelled": "limit"}
 SUFFIX_SHARE = 4  # a long suffix gets at most 1 / SUFFIX_SHARE of the space for the texts around the gap
 # Fields that choose a slot, or describe how llama.cpp stores or computes, and change no text.
-IGNORED_FIELDS = (
+IGNORED = (
     "id_slot", "cache_prompt", "timings_per_token", "return_progress", "n_keep", "n_cache_reuse", "n_indent", "min_keep",
     "t_max_prompt_ms", "sse_ping_interval", "model", "api_key",
 )  # fmt: skip
@@ -112,6 +112,7 @@ class LlamaBody(LlamaOptions):
         "lora": ([],),
         "post_sampling_probs": (False,),
     }
+    ignored: ClassVar[tuple[str, ...]] = IGNORED
 
     stream: bool | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_to_bias)] | None = None
@@ -268,7 +269,7 @@ async def _run(param: str, size: int, encode: Callable[[], list[list[int]]]) -> 
 
 
 def _settings(service: Service, body: LlamaBody) -> Config:
-    warn_unknown(body, *IGNORED_FIELDS, *KNOWN_OPTIONS)
+    warn_unknown(body, *KNOWN_OPTIONS)
     base = service.engine.settings({}).generation
     found = body.settings(base, service.context)
     routed = found.get("strategy", base.strategy) == "entropy"

@@ -30,7 +30,6 @@ from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.ollama_bodies import (
-    RUNNER_OPTIONS,
     ChatBody,
     EmbedBody,
     EmbeddingsBody,
@@ -204,7 +203,7 @@ def _context(service: Service, body: OllamaBody) -> int:
 
 
 def _settings(service: Service, body: OllamaBody) -> Config:
-    warn_unknown(body.options, *RUNNER_OPTIONS, *KNOWN_OPTIONS)
+    warn_unknown(body.options, *KNOWN_OPTIONS)
     base = service.engine.settings({}).generation
     config = service.settings(body.options.settings(base, service.context))
     return with_generation(config, n=1)

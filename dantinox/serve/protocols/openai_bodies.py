@@ -1,27 +1,27 @@
 """Request bodies of the OpenAI protocol, and their conversion to settings."""
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from dantinox.config.request_overlay import REQUEST_KEYS
-from dantinox.files import escape_name, quote
+from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
-from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
+from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, warn_unknown
 from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
 from dantinox.text.chat_template import continues_last
 
 SETTING_NAMES = {name: name for name in REQUEST_KEYS} | {"typical_p": "typical"}  # field → setting
 # Fields that have no effect.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity", "function_call"}
-
-log = logging.getLogger("dantinox.serve")
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
+    "function_call", "prediction", "guided_decoding_backend",
+)  # fmt: skip
 
 
 def _to_tuple(value: Any) -> Any:
@@ -175,6 +175,7 @@ class Body(ConstraintBody):
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+    ignored: ClassVar[tuple[str, ...]] = IGNORED
 
     model: str | None = None
     lora: str | None = None
@@ -314,5 +315,4 @@ def check_combination(body: Body) -> None:
         raise RequestError(400, message, param="best_of", code="unsupported")
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
         raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    for name in (body.model_extra or {}).keys() - SETTING_NAMES.keys() - IGNORED - UNSUPPORTED.keys():
-        log.warning("a request has the unknown field %s, which has no effect", escape_name(name))
+    warn_unknown(body, *SETTING_NAMES, *UNSUPPORTED)
