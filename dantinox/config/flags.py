@@ -22,12 +22,12 @@ class Parser(LayeredParser):
     """A parser that reports errors as `UserError`."""
 
     def error(self, message: str) -> NoReturn:
-        if re.search(r"expected (one|at least one) argument$", message):
-            message += "; write a value that begins with - as FLAG=VALUE"
         raise UserError(message)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Parses all of `argv`. The error about an unknown flag suggests the most similar known flag."""
+        if dashes := next((value for value in argv if re.fullmatch("-{3,}", value)), None):
+            raise UserError(f"the value {dashes} must be written as FLAG={dashes}, because it looks like a flag")
         namespace, unknown = self.parse_known_args(argv)
         # argparse treats an optional positional argument as absent if it comes after a flag.
         if unknown and not unknown[0].startswith("-") and getattr(namespace, "run_path", "") is None:

@@ -389,7 +389,8 @@ def test_a_context_that_is_too_short_is_one_warning(generate):
         (["--grammar", "a.txt"], ["--grammar must name a .lark or .gbnf file", "a.txt"]),
         (["--grammar", "nowhere.gbnf"], ["cannot read --grammar nowhere.gbnf", "No such file"]),
         (["--json_schema", "."], ["cannot read --json_schema ."]),
-        (["--stop", "---"], ["--stop", "write a value that begins with - as FLAG=VALUE"]),
+        (["--stop", "---"], ["the value --- must be written as FLAG=---"]),
+        (["--stop", "a", "-----"], ["the value ----- must be written as FLAG=-----"]),
     ],
 )  # fmt: skip
 def test_an_error_is_one_sentence(generate, argv, parts):

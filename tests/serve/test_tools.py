@@ -289,6 +289,14 @@ def test_a_message_has_blocks():
     )
 
 
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_format_constrains_the_answer(field):
+    server, form = serve(), {"type": "json_schema", "schema": {"type": "array"}}
+    post(server, MESSAGES, {"max_tokens": 5, "messages": HELLO, field: {"format": form} if field == "output_config" else form})
+    constraint = server.engine.asked[-1].constraint
+    assert (constraint.kind, constraint.source) == ("json_schema", '{"type": "array"}')
+
+
 def test_stop_reasons():
     assert post(serve("abc ENDx"), MESSAGES, {"max_tokens": 9, "messages": HELLO, "stop_sequences": ["END"]})[
         "stop_reason"
