@@ -276,6 +276,7 @@ ERRORS = {
     "no_space_left_on_device": "No space left on device",
     "no_such_file": "No such file",
     "the_chat_template_chatml_needs": r"the chat template chatml needs a vocabulary with <\|im_start\|>",
+    "does_not_write_the_last_message": "does not write the last message, so that it cannot be continued",
     "the_chat_template_refuses_these": r"^the chat template refuses these messages: System role not supported$",
     "the_dataset_somebody_corpus_needs": r"the dataset somebody/corpus needs .*in a checkout of DantinoX, pip install -e '.\[hf\]'",
     "tokenizer_json_is_not_a": r"tokenizer\.json is not (a valid tokenizer\.json: |UTF-8 text)",

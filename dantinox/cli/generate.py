@@ -177,7 +177,7 @@ def _constraint(options: argparse.Namespace) -> Any:
         if kind not in ("json_schema", "lark", "gbnf"):
             raise UserError(f"--grammar must name a .lark or .gbnf file, got {path}")
         try:
-            with path.open(encoding="utf-8") as file:
+            with path.open(encoding="utf-8-sig") as file:
                 constraint = Constraint(kind, file.read(MAX_SOURCE_BYTES + 1))
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {given[0]} {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None

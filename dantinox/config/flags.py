@@ -5,6 +5,7 @@ This module imports pydantic only where it is needed, so that help pages are fas
 
 import argparse
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,8 @@ class Parser(LayeredParser):
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Parses all of `argv`. The error about an unknown flag suggests the most similar known flag."""
+        if dashes := next((value for value in argv if re.fullmatch("-{3,}", value)), None):
+            raise UserError(f"the value {dashes} must be written as FLAG={dashes}, because it looks like a flag")
         namespace, unknown = self.parse_known_args(argv)
         # argparse treats an optional positional argument as absent if it comes after a flag.
         if unknown and not unknown[0].startswith("-") and getattr(namespace, "run_path", "") is None:

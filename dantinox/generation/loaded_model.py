@@ -50,6 +50,7 @@ from dantinox.sampling import params as sampling
 from dantinox.sampling.logit_processor import check_logit_processor
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import ChatTemplate, Tokenizer
+from dantinox.text.chat_template import continues_last
 
 # Requests in one batch must agree in these settings, and also in router.use_attention, in all settings of kv, and in the
 # reports they ask for.
@@ -236,7 +237,8 @@ class LoadedModel(ModelBundle):
         """Answers a conversation, formatted by the model's chat template.
 
         Args:
-          messages: a user message as a string, or a list of `{"role": "system" | "user" | "assistant", "content": text}`.
+          messages: a user message as a string, or a list of `{"role": "system" | "user" | "assistant", "content": text}`. The
+            answer continues the last message if that is of the assistant.
           template: formats the conversation; None: the template of the run.
           logprobs, constraint, logit_processor, lora: as for `generate`.
           settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override the settings of the run.
@@ -271,6 +273,8 @@ class LoadedModel(ModelBundle):
     ) -> tuple[ChatTemplate, list[int]]:
         """Returns the chat template and the token ids of a conversation, up to the beginning of the answer.
 
+        If the last message is of the assistant, the ids end with its content.
+
         Raises:
           UserError: the model has no chat template, or the template rejects the messages.
         """
@@ -278,7 +282,7 @@ class LoadedModel(ModelBundle):
         if template is None:
             raise UserError("this model has no chat template: use generate, or pass a ChatTemplate as template")
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return template, template.encode(conversation, generation_prompt=True)
+        return template, template.prompt(conversation, continues=continues_last(conversation)).ids
 
     def embed(self, texts: str | Sequence[str], *, pooling: str = "mean", **settings: Unpack[RequestSettings]) -> np.ndarray:
         """Returns the embeddings of texts: the pooled hidden states of the model, divided by their L2 norm.

@@ -87,7 +87,12 @@ class ModelBundle:
         return overrides if isinstance(overrides, Config) else overlay(self.config, overrides)
 
     def with_stop_ids(self, config: Config, ids: Iterable[int]) -> Config:
-        """Returns the settings with more ids that end a sequence, in addition to the EOS tokens of the tokenizer."""
+        """Returns the settings with more ids that end a sequence, in addition to the EOS tokens of the tokenizer.
+
+        With `ignore_eos`, the settings are returned as they are.
+        """
+        if config.generation.ignore_eos:
+            return config
         extra = sorted(set(ids).difference(self.tokenizer.stop_ids))
         return with_generation(config, stop_token_ids=(*config.generation.stop_token_ids, *extra)) if extra else config
 

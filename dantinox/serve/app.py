@@ -140,8 +140,8 @@ def guarded(app: ASGIApp, paths: Collection[str], options: Options, metrics: Met
         app = CORSMiddleware(
             app,
             allow_origins=options.origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id", "traceparent", "tracestate"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_headers=["*"],  # SDKs send headers of their own, such as x-stainless-os; the server ignores unknown ones
             expose_headers=EXPOSED_HEADERS,
         )
     return app

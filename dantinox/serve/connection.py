@@ -10,17 +10,27 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from dantinox.serve.errors import error_object, http_error
-from dantinox.serve.limits import MAX_CONNECTIONS, Limits
+from dantinox.serve.limits import IDLE_SECONDS, MAX_CONNECTIONS, MAX_CONNECTIONS_OF_ADDRESS, MAX_REFUSED, Limits
 
 
 def connection_protocol(limits: Limits) -> type[H11Protocol]:
     """Returns the protocol class for `uvicorn.Config(http=…)`.
 
     It adds timeouts that uvicorn lacks: for the first request of a connection, for an incomplete request head, and for a client
-    that stops reading. It also sends a JSON response if there are too many connections, or if a request is malformed. uvicorn's
-    option `h11_max_incomplete_event_size` limits the size of an incomplete head; `middleware.Guard` limits the size of a
-    complete head.
+    that stops reading. It also sends a JSON response if a request is malformed. uvicorn's option
+    `h11_max_incomplete_event_size` limits the size of an incomplete head; `middleware.Guard` limits that of a complete head.
+
+    It limits the number of connections, in total and from one address. At a limit, a new connection replaces the one that has
+    waited longest for a request. If there is none, the new connection is refused: its first request gets an error.
     """
+    admitted: dict[H11Protocol, str] = {}  # connection → address
+    refused: set[H11Protocol] = set()
+    idle: dict[H11Protocol, float] = {}  # connections that wait for a request → since when, the oldest first
+
+    def release(connection: H11Protocol) -> None:
+        admitted.pop(connection, None)
+        idle.pop(connection, None)
+        refused.discard(connection)
 
     class Connection(H11Protocol):
         _head_timer: asyncio.TimerHandle | None = None
@@ -28,6 +38,9 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(cast(asyncio.Transport, transport))
+            if not self._admit() and len(refused) > MAX_REFUSED:
+                self.transport.abort()
+                return
             # Nagle's algorithm delays a small write until the client acknowledges the previous one, which can take over 40 ms.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._time_head()
@@ -36,9 +49,24 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
             super().data_received(data)
             self._time_head()
 
-        def handle_events(self) -> None:
-            self.app_state["overloaded"] = max(len(self.connections), len(self.tasks)) >= MAX_CONNECTIONS
-            super().handle_events()
+        def _admit(self) -> bool:
+            """Admits this connection, in place of an idle one if necessary, or refuses it."""
+            address = self.client[0] if self.client else ""
+            of_address = [*admitted.values()].count(address) >= MAX_CONNECTIONS_OF_ADDRESS
+            if of_address or len(admitted) >= MAX_CONNECTIONS:
+                latest = self.loop.time() - IDLE_SECONDS
+                closable = (
+                    other for other, since in idle.items() if since <= latest and (not of_address or admitted[other] == address)
+                )
+                oldest = next(closable, None)
+                if oldest is None:
+                    refused.add(self)
+                    self.app_state = {**self.app_state, "overloaded": True}  # a copy: other connections share the original
+                    return False
+                oldest.transport.close()
+                release(oldest)
+            admitted[self] = address
+            return True
 
         def send_400_response(self, msg: str) -> None:
             """Responds to a request that h11 could not parse, with the status that h11 suggests."""
@@ -62,12 +90,16 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
         def _time_head(self) -> None:
             """Runs a timer while a request head is expected. Bytes of an incomplete head do not reset it."""
             if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+                if self in admitted:
+                    idle.setdefault(self, self.loop.time())
                 self._head_timer = self._head_timer or self.loop.call_later(
                     limits.receive_seconds, self.timeout_keep_alive_handler
                 )
-            elif self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
+            else:
+                idle.pop(self, None)
+                if self._head_timer is not None:
+                    self._head_timer.cancel()
+                    self._head_timer = None
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -81,6 +113,7 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
+            release(self)
             for timer in (self._head_timer, self._stall_timer):
                 if timer is not None:
                     timer.cancel()

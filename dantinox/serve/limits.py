@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 MAX_QUEUED_REQUESTS = 64  # requests that may wait for a slot (`--queue`); a further request gets `errors.Busy`
 MAX_CONNECTIONS = 1000  # open connections; a request on a further connection gets the error `overloaded`
+MAX_CONNECTIONS_OF_ADDRESS = 900  # of one address, so that no client can take all connections
+MAX_REFUSED = 100  # refused connections that may wait for their error; a further one is closed
+OTHER_FILES = 400  # files that the process may open in addition to the connections
+IDLE_SECONDS = 1.0  # a connection that waits for a request for this time may be closed in favor of a new one
 DRAIN_SECONDS = 30.0  # time after the first signal in which running responses may be completed
 ABORT_SECONDS = 4.0  # from the second signal to the end of the process
 FAULT_SECONDS = 2.0  # from a failure of the engine until the server stops; until then, clients get error responses
@@ -26,6 +30,7 @@ LOG_LINES = 256  # maximum number of different log lines in `LOG_SECONDS`
 MAX_PROMPTS = 64  # of one completion request
 MAX_EMBEDDINGS = 2048  # texts of one request for embeddings, and documents of one request to rank
 MAX_SAMPLES = 16  # maximum of `n`
+MAX_CHOICES = 1024  # texts of `guided_choice`
 MAX_SALT_LENGTH = 1024  # characters of `cache_salt`
 MAX_STOPS, MAX_STOP_LENGTH = 32, 512  # number of stop strings, and characters of each
 MAX_NUMBER = 2**32  # absolute value of a number in a setting; the product of two such numbers is finite in float32

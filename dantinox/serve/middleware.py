@@ -35,6 +35,7 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "cache-control": "no-store",
 }
+ABSOLUTE_FORM = re.compile(r"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)  # of a request target, without its query
 HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:\d{1,5})?")
 
 
@@ -69,6 +70,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
+        scope = _origin_form(scope)
         began = time.monotonic()
         named = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         record = new_record(scope["method"], scope["path"], named)
@@ -224,6 +226,16 @@ class Guard:
             for task in (work, watching):
                 task.cancel()
             await asyncio.wait({work, watching})
+
+
+def _origin_form(scope: Scope) -> Scope:
+    """Returns a scope whose target is a path. A target with scheme and host replaces the Host header (RFC 9112, 3.2.2)."""
+    found = ABSOLUTE_FORM.fullmatch(scope["path"])
+    if found is None:
+        return scope
+    head = [(b"host", found[1].encode()), *(field for field in scope["headers"] if field[0] != b"host")]
+    raw_path = b"/" + scope["raw_path"].partition(b"://")[2].partition(b"/")[2]
+    return {**scope, "path": found[2] or "/", "raw_path": raw_path, "headers": head}
 
 
 def _secrets(head: Sequence[tuple[bytes, bytes]]) -> list[bytes]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp
 from dantinox.config import UserError
 from dantinox.programs import exit_now
 from dantinox.serve.connection import connection_protocol
-from dantinox.serve.limits import ABORT_SECONDS, DRAIN_SECONDS, FAULT_SECONDS, Limits
+from dantinox.serve.limits import ABORT_SECONDS, DRAIN_SECONDS, FAULT_SECONDS, MAX_CONNECTIONS, MAX_REFUSED, OTHER_FILES, Limits
 from dantinox.serve.reload import Reloader
 from dantinox.serve.response_stream import HasStatus
 
@@ -79,8 +80,17 @@ def serve(
       ready: called when the server accepts requests for the first time.
       reloader: called after SIGHUP; None leaves this signal alone.
     """
+    allow_open_files(MAX_CONNECTIONS + MAX_REFUSED + OTHER_FILES)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # hides "socket.send() raised exception" of lost connections
     return asyncio.run(_serve(app, engine, listener, limits, ready, reloader))
+
+
+def allow_open_files(count: int) -> None:
+    """Raises the limit on open files of this process to `count`, or as far as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class _Server(uvicorn.Server):

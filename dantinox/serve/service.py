@@ -205,11 +205,13 @@ class Service:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
     ) -> tuple[ChatPrompt, frozenset[int]]:
         """Returns the prompt of a conversation up to the assistant's turn, and the token ids that end that turn.
 
         Args:
-          messages, tools, variables: as in `chat_prompt`.
+          messages, tools, variables, continues: as in `chat_prompt`.
 
         Raises:
           RequestError: 400, the model has no chat template.
@@ -222,7 +224,7 @@ class Service:
         current_record().operation = "chat"
 
         def encode() -> tuple[ChatPrompt, frozenset[int]]:
-            return chat_prompt(template, messages, tools, variables), template.end_ids
+            return chat_prompt(template, messages, tools, variables, continues=continues), template.end_ids
 
         return await asyncio.get_running_loop().run_in_executor(self._template_thread, encode)
 

@@ -27,6 +27,7 @@ RENDERER = Path(__file__).with_name("rendering.py")
 # The limits of one rendering: seconds of CPU time, bytes of memory, characters of output.
 CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = 5, 1 << 30, 1 << 24
 
+END_MARK = "4b1e3a9c5d0f8b27"  # marks the end of the last message in a rendered conversation; no text has it by chance
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}
 
 # Ordinary text, with the EOS token after each turn of the assistant.
@@ -64,6 +65,14 @@ class ChatPrompt(NamedTuple):
 
     ids: list[int]
     text: str
+
+
+def continues_last(messages: Sequence[Message]) -> bool:
+    """Returns whether the answer continues the last message: it is a text of the assistant, without tool calls."""
+    last = messages[-1] if messages else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant" or last.get("tool_calls"):
+        return False
+    return isinstance(content := last.get("content"), str) and content != ""
 
 
 class ChatTemplate:
@@ -125,19 +134,32 @@ class ChatTemplate:
         return self._tokenizer.encode_special_ids(self._render([(messages, generation_prompt)])[0])
 
     def prompt(
-        self, messages: Sequence[Message], tools: Tools | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
     ) -> ChatPrompt:
-        """Returns the prompt for the next assistant turn.
+        """Returns the prompt for the next assistant turn, or for the rest of the last message.
 
         Args:
           messages: the conversation.
           tools: the tools that the assistant may call, in OpenAI's format; a template that does not render tools ignores them.
           variables: further variables of the template, such as `enable_thinking`.
+          continues: end the prompt with the content of the last message, which the answer continues.
 
         Raises:
-          UserError: as in `encode`, or a variable has a name that the template cannot use or that is reserved.
+          UserError: as in `encode`, or a variable has a name that the template cannot use or that is reserved, or the template
+            does not write the content of the last message.
         """
-        rendered = self._render([(messages, True)], tools, variables)[0]
+        if continues:
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + END_MARK}]
+        rendered = self._render([(messages, not continues)], tools, variables)[0]
+        if continues:
+            rendered, found, _ = rendered.rpartition(END_MARK)
+            if not found:
+                raise UserError(f"{self.name} does not write the last message, so that it cannot be continued")
         return ChatPrompt(self._tokenizer.encode_special_ids(rendered), rendered.replace("\0", ""))
 
     @cached_property

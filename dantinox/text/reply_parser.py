@@ -18,16 +18,19 @@ class ReplyParser(Protocol):
         """Returns the remaining parts, after the end of the reply."""
 
 
-def make_parser(form: ReplyFormat, schemas: Schemas | None, *, reasoning_is_open: bool = False) -> ReplyParser:
+def make_parser(
+    form: ReplyFormat, schemas: Schemas | None, *, reasoning_is_open: bool = False, continues: bool = False
+) -> ReplyParser:
     """Returns a parser of one reply.
 
     Args:
       schemas: the parameters of the tools by name; None: the reply has no tool calls, and their notation is ordinary text.
       reasoning_is_open: whether the prompt ends inside the reasoning.
+      continues: whether the prompt ends inside a message, which the reply continues.
     """
     if form.name == HARMONY:
-        return HarmonyParser(schemas)
-    return MarkedParser(form, schemas, reasoning_is_open)
+        return HarmonyParser(schemas, continues)
+    return MarkedParser(form, schemas, reasoning_is_open, continues)
 
 
 def is_reasoning_open(form: ReplyFormat, prompt: str) -> bool:
@@ -42,10 +45,10 @@ class MarkedParser:
     of the answer.
     """
 
-    def __init__(self, form: ReplyFormat, schemas: Schemas | None, reasoning_is_open: bool):
+    def __init__(self, form: ReplyFormat, schemas: Schemas | None, reasoning_is_open: bool, continues: bool = False):
         self._form, self._schemas = form, schemas
         self._in_reasoning, self._buffer = reasoning_is_open, ""
-        self._skips_space = True  # at the start, and after a marker
+        self._skips_space = not continues  # at the start, and after a marker
         self._answered = False  # whether the reply has answer text
         self._reader: CallReader | None = None
         self._section = ""  # the text of the current section of calls, with its marker
@@ -139,9 +142,9 @@ class HarmonyParser:
     The channel `analysis` is reasoning, a message to `functions.NAME` is a tool call, and other messages are the answer.
     """
 
-    def __init__(self, schemas: Schemas | None):
+    def __init__(self, schemas: Schemas | None, continues: bool = False):
         self._schemas, self._buffer, self._header = schemas, "", ""
-        self._kind: str | None = None  # of the current message; None in a header
+        self._kind: str | None = "content" if continues else None  # of the current message; None in a header
 
     def push(self, text: str) -> list[Part]:
         self._buffer += text

@@ -144,6 +144,8 @@ def chat_prompt(
     messages: Sequence[Message],
     tools: Tools | None = None,
     variables: Mapping[str, Any] | None = None,
+    *,
+    continues: bool = False,
 ) -> ChatPrompt:
     """Renders a conversation with tools, with any template.
 
@@ -151,14 +153,16 @@ def chat_prompt(
       messages: messages in OpenAI's format, with `tool_calls` and the role `tool`.
       tools: the tools in OpenAI's format.
       variables: further variables of the template.
+      continues: end the prompt with the content of the last message, which the answer continues.
 
     Raises:
       UserError: as in `ChatTemplate.prompt` and `template_messages`.
     """
     converted = template_messages(messages)
     if template.renders_tools or not (tools or uses_tools(converted)):
-        return template.prompt(converted, tools, variables)
+        return template.prompt(converted, tools, variables, continues=continues)
     try:
-        return template.prompt(with_tool_prompt(converted, tools), None, variables)
+        return template.prompt(with_tool_prompt(converted, tools), None, variables, continues=continues)
     except UserError:  # the template accepts no system message, or another one in the conversation is wrong
-        return template.prompt(with_tool_prompt(converted, tools, in_system_message=False), None, variables)
+        plain = with_tool_prompt(converted, tools, in_system_message=False)
+        return template.prompt(plain, None, variables, continues=continues)

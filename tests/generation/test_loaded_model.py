@@ -362,6 +362,7 @@ def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_pa
     assert model.chat("a", **settings).text == model.generate("ua", **settings).text
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     assert model.chat(messages, **settings).text == model.generate("uaabuc", **settings).text
+    assert model.chat(messages[:2], **settings).text == model.generate("uaab", **settings).text  # continues the last message
     (logprob,) = model.chat(messages, greedy=True, max_new_tokens=1, logprobs=0).info["logprobs"]
     assert -1 < logprob < 0
     with pytest.raises(UserError, match=ERRORS["n_must_be_1_in"]):

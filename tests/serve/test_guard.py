@@ -195,6 +195,31 @@ def test_a_preflight_request_needs_no_key():
         assert denied.status_code == 401 and denied.headers["access-control-allow-origin"] == "*"
 
 
+# Headers of the browser builds of the SDKs of OpenAI and Anthropic, and of Ollama.
+SDK_HEADERS = (
+    "authorization,content-type,openai-organization,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-retry-count",
+    "anthropic-dangerous-direct-browser-access,anthropic-version,content-type,x-api-key,x-stainless-runtime",
+    "accept, content-type, user-agent, cache-control",
+)
+
+
+@pytest.mark.parametrize("origins", [("*",), ("https://a.example",)])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE"])
+def test_a_preflight_request_of_an_sdk(origins, method):
+    with client(origins=origins) as http:
+        for headers in SDK_HEADERS:
+            asked = {"access-control-request-method": method, "access-control-request-headers": headers}
+            answer = http.options("/v1/responses/x", headers={"origin": "https://a.example", **asked})
+            assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] in ("*", "https://a.example")
+            allowed = answer.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+            assert {*headers.replace(" ", "").split(",")} <= {*allowed}
+            assert method in answer.headers["access-control-allow-methods"]
+    with client(origins=("https://a.example",)) as http:
+        asked = {"access-control-request-method": method, "access-control-request-headers": SDK_HEADERS[0]}
+        answer = http.options("/v1/responses/x", headers={"origin": "https://b.example", **asked})
+        assert answer.status_code == 400 and "access-control-allow-origin" not in answer.headers
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

@@ -35,12 +35,29 @@ def send(port, head, body=""):
     return int(top[9:12]), top.lower(), json.loads(content), time.monotonic() - before < 1.5
 
 
-@pytest.mark.parametrize(
-    "line", ["GET x HTTP/1.1", "OPTIONS * HTTP/1.1", "GET http://localhost/health HTTP/1.1", "GET ? HTTP/1.1"]
-)
+@pytest.mark.parametrize("line", ["GET x HTTP/1.1", "OPTIONS * HTTP/1.1", "GET ? HTTP/1.1"])
 def test_request_targets_without_a_path(port, line):
     status, _, content, _ = send(port, f"{line}\r\nHost: localhost\r\nConnection: close\r\n")
     assert status in (400, 404, 405) and content["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "expected"),
+    [
+        ("http://localhost/health", "localhost", 200),
+        ("HTTP://127.0.0.1:8000/health?a=http://x/y", "localhost", 200),
+        ("http://localhost/health", "evil.example", 200),  # the Host header has no effect then
+        ("http://evil.example/health", "localhost", 400),
+        ("http://localhost/nothing%2f", "localhost", 404),
+        ("http:///health", "localhost", 400),
+        ("http://user@localhost/health", "localhost", 400),
+        ("ftp://localhost/health", "localhost", 404),
+    ],
+)
+def test_request_targets_with_scheme_and_host(port, target, host, expected):
+    """RFC 9112, section 3.2.2: a server must accept them."""
+    status, _, content, _ = send(port, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n")
+    assert status == expected and (expected == 200 or content["error"]["message"])
 
 
 def test_the_preface_of_http_2(port):

@@ -177,6 +177,9 @@ def test_perf_reports_the_last_generation(client):
     found = client.get("/api/extra/perf").json()
     assert (found["last_token_count"], found["last_seed"], found["stop_reason"], found["total_gens"]) == (7, 42, 0, 1)
     assert (found["idle"], found["queue"], found["quiet"]) == (1, 0, True)
+    assert (found["last_input_count"], found["last_draft_success"], found["last_draft_failed"]) == (1, 0, 0)
+    assert found["last_process_speed"] * found["last_process_time"] == pytest.approx(1)
+    assert found["last_eval_speed"] * found["last_eval_time"] == pytest.approx(7)
     assert 0 <= found["last_process"] < 5 and 0 <= found["last_eval"] < 5 and found["uptime"] >= found["idletime"] >= 0
 
 

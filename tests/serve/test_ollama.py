@@ -7,12 +7,14 @@ from datetime import datetime
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer as Core
+from tokenizers import models, pre_tokenizers, processors
 
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options
-from dantinox.text import ChatTemplate
+from dantinox.text import ChatTemplate, Tokenizer
 
 from .fakes import BYTES, SAYS, FakeEngine, fake_run, fim_tokenizer
 
@@ -92,6 +94,13 @@ def test_a_conversation(client, engine):
     assert last["message"] == {"role": "assistant", "content": ""} and last["done"]
     template = ChatTemplate.from_name("plain", BYTES)
     assert engine.asked[0].ids == tuple(template.encode(HELLO, generation_prompt=True))
+
+
+def test_a_raw_prompt_may_name_special_tokens(client, engine):
+    """A raw prompt has the form of the template already, as Ollama documents it."""
+    for raw in (True, False):
+        whole(client, GENERATE, {"prompt": "a<eos>b", "raw": raw} | SHORT)
+        assert (BYTES.eos_id in engine.asked[-1].ids) is raw
 
 
 def test_a_prompt_is_a_user_message_unless_it_is_raw(client, engine):
@@ -244,7 +253,7 @@ def test_fill_in_the_middle():
         (GENERATE, {"prompt": "a", "options": {"num_predict": -3}}, 400, "options.num_predict must be greater"),
         (GENERATE, {"prompt": "a", "options": {"temperature": -1.0}}, 400, "temperature must be greater than or equal to 0"),
         (
-            GENERATE, {"prompt": "a" * 300, "raw": True}, 400,
+            GENERATE, {"prompt": "a" * 300, "raw": True, "truncate": False}, 400,
             "this model's maximum context length is 256 tokens, and the prompt has 300: shorten it",
         ),
         ("/api/pull", {"model": "fake"}, 404, "this path does not exist: not found"),
@@ -277,6 +286,31 @@ def test_the_key(engine):
     assert client.get("/api/tags", headers={"authorization": "Bearer secret-key"}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("more", "kept", "space"),
+    [({}, 4, 6), ({"num_keep": 0}, 0, 6), ({"num_keep": 10}, 10, 6), ({"num_ctx": 100}, 4, 6), ({"num_predict": -1}, 4, 128)],
+)
+def test_a_long_prompt_loses_its_middle(client, engine, more, kept, space):
+    """As in Ollama: the first `num_keep` tokens and the end stay. Space is left for the answer, at most half of the context."""
+    prompt = "".join(chr(97 + number % 26) for number in range(300))
+    found = whole(client, GENERATE, {"prompt": prompt, "raw": True, "options": {"num_predict": 6} | more})
+    size = more.get("num_ctx", 256) - space
+    assert bytes(engine.asked[-1].ids).decode() == prompt[:kept] + prompt[kept - size :]
+    assert found["prompt_eval_count"] == size and found["eval_count"] == space
+    fitting = whole(client, GENERATE, {"prompt": prompt[:255], "raw": True, "options": {"num_predict": 6}})
+    assert (fitting["prompt_eval_count"], fitting["eval_count"]) == (255, 1)
+
+
+def test_long_prompts_in_other_forms(client, engine):
+    with_template = whole(client, GENERATE, {"prompt": "ab" * 200} | SHORT)
+    assert with_template["prompt_eval_count"] == 250
+    assert BYTES.decode(engine.asked[-1].ids).endswith("abab\n\nAssistant:\n")
+    whole(client, GENERATE, {"prompt": "ab", "context": [99] * 400} | SHORT)
+    assert len(engine.asked[-1].ids) == 250
+    answer = client.post(GENERATE, json={"prompt": "ab" * 200, "options": {"num_keep": -1}})
+    assert answer.status_code == 400 and "maximum context length" in answer.json()["error"]
+
+
 # --- embeddings
 
 
@@ -297,6 +331,24 @@ def test_embeddings(client, engine):
     assert answer.status_code == 400 and "maximum context length" in answer.json()["error"]
 
 
+@pytest.mark.parametrize("template", ["$A </s>", "<s> $A </s> </s>", "<s> $A"])
+def test_a_shortened_text_keeps_its_special_tokens(template):
+    """As the truncation of the library tokenizers does it."""
+    core = Core(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3, "<unk>": 4}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.add_special_tokens(["<s>", "</s>"])
+    core.post_processor = processors.TemplateProcessing(template, special_tokens=[("<s>", 2), ("</s>", 3)])
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": template.startswith("<s>")}
+    engine = FakeEngine(fake_run(context=16, tokenizer=Tokenizer(core.to_str(), roles=roles)))
+    texts = ["a b " * 40, "b " * 14, "a b"]
+    http = client_of(engine, template=None)
+    assert http.post("/api/embed", json={"input": texts}).status_code == 200
+    assert http.post("/api/embeddings", json={"prompt": texts[0]}).status_code == 200
+    core.enable_truncation(16)
+    expected = [core.encode(text).ids for text in texts]
+    assert [rows for rows, _ in engine.embedded] == [expected, expected[:1]]
+
+
 # --- descriptions
 
 
@@ -313,7 +365,7 @@ def test_descriptions(client):
             shown["model_info"]["dantinox.context_length"] == 256
             and shown["model_info"]["general.parameter_count"] == 1_200_000
         )
-        assert shown["capabilities"] == ["completion", "embedding"] and "role" in shown["template"]
+        assert shown["capabilities"] == ["completion", "tools", "embedding"] and "role" in shown["template"]
     assert client.post("/api/show", json={"model": "other"}).status_code == 404
     assert [int(part) for part in client.get("/api/version").json()["version"].split(".")] >= [0, 6, 4]
 
@@ -321,10 +373,21 @@ def test_descriptions(client):
 def test_the_models_of_openai_have_capabilities(client, engine):
     (model,) = client.get("/v1/models").json()["data"]
     assert model["context_length"] == 256
-    expected = {"completion": True, "chat": True, "fim": False, "embeddings": True, "vision": False}
+    expected = {
+        "completion": True,
+        "chat": True,
+        "tools": True,
+        "reasoning": False,
+        "fim": False,
+        "embeddings": True,
+        "vision": False,
+    }
     assert model["capabilities"] == expected
     (model,) = client_of(engine, None).get("/v1/models").json()["data"]
-    assert model["capabilities"]["chat"] is False
+    assert model["capabilities"]["chat"] is model["capabilities"]["tools"] is False
+    thinks = ChatTemplate(ChatTemplate.from_name("plain", BYTES).source + "{# <think> </think> #}", BYTES)
+    with TestClient(make_app(engine, Options(template=thinks)), base_url="http://localhost") as http:
+        assert {"tools", "thinking"} <= {*http.post("/api/show", json={}).json()["capabilities"]}
 
 
 def test_tools_and_thinking():

@@ -9,10 +9,11 @@ from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, UserError, overlay
 from dantinox.config.request_overlay import REQUEST_KEYS
-from dantinox.generation.constraints import Constraint
+from dantinox.generation.constraints import Constraint, ConstraintCompiler
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options
+from dantinox.serve.protocols.openai_bodies import CONSTRAINTS
 from dantinox.text import ChatTemplate, train_tokenizer
 from tests.error_texts import ERRORS
 
@@ -300,12 +301,72 @@ def test_an_unknown_field_is_one_line_in_the_log(client, caplog):
         ({"guided_regex": "a+"}, Constraint("regex", "a+")),
         ({"guided_grammar": "start: X"}, Constraint("lark", "start: X")),
         ({"grammar": "root ::= x"}, Constraint("gbnf", "root ::= x")),
+        ({"guided_choice": ["a", "b c"]}, Constraint("lark", 'start: "a" | "b c"')),
+        ({"guided_json_object": True}, Constraint("json_object", "")),
+        ({"guided_json_object": False, "guided_regex": ""}, None),
+        ({"json_schema": {"type": "array"}}, Constraint("json_schema", '{"type": "array"}')),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "array"}}},
+            Constraint("json_schema", '{"type": "array"}'),
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": {"type": "array"}}},
+            Constraint("json_schema", '{"type": "array"}'),
+        ),
+        ({"structured_outputs": {"choice": ["a"]}}, Constraint("lark", 'start: "a"')),
+        ({"structured_outputs": {"json": {"type": "array"}}}, Constraint("json_schema", '{"type": "array"}')),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, Constraint("json_object", "")),
+        ({"structured_outputs": {"regex": "a+", "disable_any_whitespace": True}}, Constraint("regex", "a+")),
     ],
 )
 def test_constraints(ask, engine, given, constraint):
     ask({"prompt": "a"} | given)
     ask({"messages": HELLO} | given, CHAT)
     assert [asked.constraint for asked in engine.asked] == [constraint] * 2
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", ""]}, "guided_choice"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_regex and guided_choice both constrain"),
+        ({"guided_json": {}, "structured_outputs": {"json": {}}}, "guided_json and structured_outputs.json both constrain"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern is not supported"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs must not have structural_tag"),
+        (
+            {"response_format": {"type": "grammar", "grammar": "x"}},
+            "response_format.type must be text, json_object or json_schema",
+        ),
+    ],
+)
+def test_constraints_that_are_refused(client, path, given, words):
+    answer = client.post(path, json=({"prompt": "a"} if path == TEXT else {"messages": HELLO}) | given)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+
+
+def test_each_choice_is_a_whole_answer():
+    """Texts with quotes, escapes and characters beyond ASCII."""
+    compiler = ConstraintCompiler(BYTES)
+    texts = ['a"b', "line\nbreak", "é ß", "back\\slash", "/x/i", "\t", "ab", "\u2028", "😀", "\x01", "[a-z]+"]
+    constraint = CONSTRAINTS["guided_choice"](texts)
+    for text in texts:
+        matcher = compiler.matcher(constraint.kind, constraint.source)
+        for token in text.encode():
+            assert matcher.mask()[token // 32] >> (token % 32) & 1, text
+            matcher.consume(token)
+        assert matcher.done, text
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_ignore_eos_ignores_the_end_of_a_turn(engine, ignore_eos):
+    """Also if that is another token than the EOS token, as `<|im_end|>` often is."""
+    template = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role == 'assistant' }}{% endfor %}"
+    client = client_of(engine, template=ChatTemplate(template, BYTES))
+    answer = client.post(CHAT, json={"messages": HELLO, "ignore_eos": ignore_eos, "max_tokens": 2})
+    assert answer.status_code == 200
+    assert engine.asked[-1].config.generation.stop_token_ids == (() if ignore_eos else (BYTES.special_tokens["<pad>"],))
 
 
 # --- log-probabilities

@@ -249,6 +249,24 @@ def test_responses_are_kept_only_if_the_server_keeps_them():
     assert server.client.get(f"{RESPONSES}/{second['id']}").status_code == 404
 
 
+@pytest.mark.parametrize("instructions", ["", None])
+def test_empty_instructions_are_no_message(instructions):
+    server = serve("fine", stored_responses=2)
+    first = post(server, RESPONSES, {"input": "hello", "instructions": instructions})
+    second = post(server, RESPONSES, {"input": "and you?", "previous_response_id": first["id"], "instructions": instructions})
+    post(server, RESPONSES, {"input": "x", "previous_response_id": second["id"], "instructions": "Be brief."})
+    turns = "User:\nhello\n\nAssistant:\nfine\n\nUser:\nand you?\n\nAssistant:\nfine\n\nUser:\nx\n\nAssistant:\n"
+    assert prompt_of(server) == "System:\nBe brief.\n\n" + turns
+
+
+def test_a_continued_message_is_kept_as_one():
+    server = serve("fine", stored_responses=2)
+    begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "I am "}]
+    first = post(server, RESPONSES, {"input": begun})
+    post(server, RESPONSES, {"input": "x", "previous_response_id": first["id"]})
+    assert prompt_of(server) == "User:\nhello\n\nAssistant:\nI am fine\n\nUser:\nx\n\nAssistant:\n"
+
+
 # --- /v1/messages
 
 
@@ -269,6 +287,14 @@ def test_a_message_has_blocks():
     assert post(server, f"{MESSAGES}/count_tokens", body | {"max_tokens": None})["input_tokens"] == len(
         server.engine.asked[-1].ids
     )
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_format_constrains_the_answer(field):
+    server, form = serve(), {"type": "json_schema", "schema": {"type": "array"}}
+    post(server, MESSAGES, {"max_tokens": 5, "messages": HELLO, field: {"format": form} if field == "output_config" else form})
+    constraint = server.engine.asked[-1].constraint
+    assert (constraint.kind, constraint.source) == ("json_schema", '{"type": "array"}')
 
 
 def test_stop_reasons():

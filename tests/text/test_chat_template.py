@@ -179,3 +179,42 @@ def test_names_of_templates(tmp_path):
     assert ChatTemplate.from_name(str(path), BYTES).text([]) == "a"
     with pytest.raises(UserError, match=ERRORS["no_chat_template_other_name"]):
         ChatTemplate.from_name("other", BYTES)
+
+
+@pytest.mark.parametrize("content", ["A primary color is", "A primary color is ", "a", "<you>", "line\n"])
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+        ("chatml", "<|im_start|>assistant\n"),
+        ("gemma", "<start_of_turn>model\n"),
+    ],
+)
+def test_a_prompt_may_end_with_the_last_message(templates, name, head, content):
+    """As `continue_final_message` of Transformers, but a space at the end stays."""
+    template = templates[name]
+    asked = template.text([USER], generation_prompt=True)
+    assert asked.endswith(head)
+    prompt = template.prompt([USER, {"role": "assistant", "content": content}], continues=True)
+    assert prompt.text == asked + content
+    assert prompt.ids == template._tokenizer.encode_special_ids(prompt.text)
+
+
+def test_a_message_that_is_not_written_cannot_be_continued():
+    template = ChatTemplate("{% for message in messages %}{{ message.role }}{% endfor %}", BYTES)
+    with pytest.raises(UserError, match=ERRORS["does_not_write_the_last_message"]):
+        template.prompt([SPOKEN], continues=True)
+
+
+def test_which_last_messages_are_continued():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for messages, expected in (
+        ([USER, SPOKEN], True),
+        ([SPOKEN, USER], False),
+        ([SPOKEN | {"tool_calls": [call]}], False),
+        ([SPOKEN | {"content": ""}], False),
+        ([SPOKEN | {"content": None}], False),
+        ([], False),
+        ([3], False),
+    ):
+        assert chat_template.continues_last(messages) is expected

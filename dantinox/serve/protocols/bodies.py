@@ -28,6 +28,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prompt_embeds": (),
     "use_beam_search": (False,),
+    "guided_whitespace_pattern": (),
+    "logits_processors": ([],),
+    "web_search_options": (),
 }
 
 
@@ -35,11 +38,12 @@ class StrictBody(BaseModel):
     """An object in a body. A null field counts as absent, values are not converted, and `model_extra` has the unknown fields.
 
     `unsupported` maps each unsupported field that would change the response to its values that are accepted, because they have
-    no effect.
+    no effect. `ignored` has the fields of the protocol that have no effect here; docs/serving.md lists them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored: ClassVar[tuple[str, ...]] = ()
 
 
 def to_integer(value: Any) -> Any:
@@ -185,7 +189,7 @@ def validate_body(kind: type[BodyType], data: JSON) -> BodyType:
 
 def warn_unknown(body: StrictBody, *known: str) -> None:
     """Logs a warning for every unknown field of a body, except the `known` ones."""
-    for name in (body.model_extra or {}).keys() - {*known, *body.unsupported}:
+    for name in (body.model_extra or {}).keys() - {*known, *body.unsupported, *body.ignored}:
         log.warning("a request has the unknown field %s, which has no effect", escape_name(name))
 
 

@@ -131,7 +131,7 @@ async def embed(
     Args:
       param: the field of the inputs, for error messages.
       dimensions: keep only the first numbers of each embedding, and normalize them again.
-      truncate: drop the end of a text that is longer than the context.
+      truncate: drop the end of a text that is longer than the context, but not the special tokens after it.
 
     Raises:
       RequestError: 400, a text is empty or too long, or has too few dimensions.
@@ -143,7 +143,9 @@ async def embed(
         raise RequestError(400, f"dimensions must be in [1, {dim}], got {dimensions}", param="dimensions")
     ids = await prompt_ids(service.model, inputs, param, embedding_ids)
     if truncate:
-        ids = [row[:context] for row in ids]
+        after = service.tokenizer.ids_after_text
+        ends = [after if isinstance(text, str) else () for text in inputs]
+        ids = [row if len(row) <= context else [*row[: context - len(end)], *end] for row, end in zip(ids, ends, strict=True)]
     longest = max(map(len, ids))
     if longest > context:
         raise http_error("context", context, longest, param=param)

@@ -360,14 +360,27 @@ def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
     """Returns statistics of the last generation and of the server."""
     status, now, last = service.engine.status(), time.monotonic(), generations.last
     found: dict[str, JSON] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
+    found |= {"last_input_count": 0, "last_process_time": 0.0, "last_eval_time": 0.0, "last_process_speed": 0.0}
+    found |= {"last_eval_speed": 0.0, "last_draft_success": 0, "last_draft_failed": 0}
     if last is not None:
         stats, seed = last.streams[0].stats, last.request.config.generation.seed
-        found["last_process"] = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
-        found["last_eval"] = max(stats.seconds - stats.first_token_seconds, 0.0)
-        found |= {"last_token_count": sum(last.tokens), "last_seed": -1 if seed is None else seed}
+        prefill = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
+        decoding, new, prompt = max(stats.seconds - stats.first_token_seconds, 0.0), sum(last.tokens), len(last.request.ids)
+        found |= {"last_process": prefill, "last_process_time": prefill, "last_eval": decoding, "last_eval_time": decoding}
+        found |= {"last_process_speed": prompt / prefill if prefill else 0.0, "last_input_count": prompt}
+        found |= {"last_eval_speed": new / decoding if decoding else 0.0, "last_draft_success": stats.accepted_draft_tokens}
+        found["last_draft_failed"] = stats.draft_tokens - stats.accepted_draft_tokens
+        found |= {"last_token_count": new, "last_seed": -1 if seed is None else seed}
         found["stop_reason"] = STOP_REASON_NUMBERS[last.reasons[0]]
-    found |= {"total_gens": generations.count, "total_img_gens": 0, "queue": status.queued, "idle": int(status.busy == 0)}
     found |= {
+        "total_gens": generations.count,
+        "total_img_gens": 0,
+        "total_tts_gens": 0,
+        "queue": status.queued,
+        "idle": int(status.busy == 0),
+    }
+    found |= {
+        "total_transcribe_gens": 0,
         "hordeexitcounter": -1,
         "uptime": now - generations.started,
         "idletime": now - generations.last_request,

@@ -13,6 +13,7 @@ from dantinox.config.generation_settings import MAX_BAN_LENGTH
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.constraints import Constraint
+from dantinox.serve.errors import RequestError
 from dantinox.serve.limits import MAX_SAMPLES
 from dantinox.serve.protocols.bodies import StrictBody, parse_json, to_integer
 
@@ -56,7 +57,12 @@ def _to_texts(value: Any) -> Any:
 
 def _to_breakers(value: Any) -> Any:
     """Converts as `_to_texts` does; a string may also contain a JSON list, as SillyTavern sends it."""
-    return _to_texts(parse_json(value.encode()) if isinstance(value, str) and value.lstrip().startswith("[") else value)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = parse_json(value.encode())
+        except RequestError:  # its message is about a body
+            raise ValueError("must be a string, a list of strings, or a string with a JSON list") from None
+    return _to_texts(value)
 
 
 def _to_ids(value: Any) -> Any:
@@ -173,7 +179,8 @@ class GenerateBody(StrictBody):
       logit_bias: numbers added to the logits of tokens, named by id.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"images": ([], {}, "", False, 0)}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {name: ([], {}, "", False, 0) for name in ("images", "audio")}
+    ignored: ClassVar[tuple[str, ...]] = ("grammar_retain_state", "render_special", "quiet")
 
     prompt: str | None = None
     memory: str | None = None

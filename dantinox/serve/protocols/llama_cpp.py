@@ -4,60 +4,91 @@ Source: the documentation of the llama.cpp server.
 """
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox import __version__
 from dantinox.config import Config, UserError, with_generation
+from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError, error_object
-from dantinox.serve.limits import MAX_PROMPTS
+from dantinox.serve.limits import MAX_PROMPTS, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body, warn_unknown
 from dantinox.serve.protocols.fim_prompts import with_fim_ends
-from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS, LlamaOptions, sampler_settings
+from dantinox.serve.protocols.llama_options import (
+    KNOWN_OPTIONS,
+    Integer,
+    LlamaOptions,
+    Number,
+    reported_options,
+    sampler_settings,
+)
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.service import Reply, Service
+from dantinox.text import Tokenizer
 from dantinox.text.fill_in_middle import fim_ids
 
 STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "loop": "limit", "cancelled": "limit"}
 SUFFIX_SHARE = 4  # a long suffix gets at most 1 / SUFFIX_SHARE of the space for the texts around the gap
-# Fields that choose a slot or what is reported, and change no text.
-REPORT_FIELDS = (
-    "id_slot", "cache_prompt", "return_tokens", "timings_per_token", "return_progress", "response_fields", "n_keep",
-    "n_indent", "t_max_prompt_ms", "api_key",
+# Fields that choose a slot, or describe how llama.cpp stores or computes, and change no text.
+IGNORED = (
+    "id_slot", "cache_prompt", "timings_per_token", "return_progress", "n_keep", "n_cache_reuse", "n_indent", "min_keep",
+    "t_max_prompt_ms", "sse_ping_interval", "model", "api_key",
 )  # fmt: skip
+
+
+def _to_part(value: Any) -> str | int:
+    """Returns a part of a prompt: a text, also as `{"prompt_string": text}`, or a token id."""
+    if isinstance(value, dict) and not value.get("multimodal_data"):
+        value = value.get("prompt_string")
+    if type(value) not in (str, int):
+        raise ValueError("must be a string, a list of strings and token ids, or a list of these")
+    return value  # type: ignore[no-any-return]
 
 
 def _to_prompts(value: Any) -> list[list[str | int]]:
     """Converts a prompt to a list of prompts, each a list of texts and token ids.
 
-    As in llama.cpp, a list of texts, or a list that contains lists, has several prompts. Any other list is one prompt.
+    As in llama.cpp, a list of texts, or a list that contains lists or objects, has several prompts. Any other list is one
+    prompt.
     """
-    several = isinstance(value, list) and (all(isinstance(part, str) for part in value) or list in map(type, value))
+    several = isinstance(value, list) and (
+        all(isinstance(part, str) for part in value) or any(isinstance(part, list | dict) for part in value)
+    )
     prompts = value if several and value else [value]
-    found = [prompt if isinstance(prompt, list) else [prompt] for prompt in prompts]
-    if any(type(part) not in (str, int) for prompt in found for part in prompt) or type(value) is int:
+    if type(value) is int:
         raise ValueError("must be a string, a list of strings and token ids, or a list of these")
-    if len(found) > MAX_PROMPTS:
+    if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
-    return found
+    return [[_to_part(part) for part in (prompt if isinstance(prompt, list) else [prompt])] for prompt in prompts]
 
 
 def _to_bias(value: Any) -> Any:
     """Converts the pairs `[[token, bias], …]` to an object; the bias `false` bans the token."""
-    if not isinstance(value, list):
+    pairs = [*value.items()] if isinstance(value, dict) else value
+    if not isinstance(pairs, list):
         return value
-    if any(not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (int, str) for pair in value):
+    if any(not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in (int, str) for pair in pairs):
         raise ValueError("must be an object, or a list of pairs of a token and a number")
-    return {str(token): -100.0 if bias is False else bias for token, bias in value}
+    return {str(token): -100.0 if bias is False else bias for token, bias in pairs}
+
+
+def _token_biases(tokenizer: Tokenizer, biases: Mapping[str, float]) -> dict[str, float]:
+    """Returns biases by token id. A text that is not an id biases each of its tokens; biases of one token are added."""
+    found: dict[str, float] = {}
+    for text, bias in biases.items():
+        for token in [text] if is_digits(text) else tokenizer.encode(text, parse_special=True):
+            found[str(token)] = found.get(str(token), 0.0) + bias
+    return found
 
 
 class LlamaBody(LlamaOptions):
@@ -66,8 +97,12 @@ class LlamaBody(LlamaOptions):
     Attributes:
       stream: send the answer as server-sent events while it is generated.
       logit_bias: numbers added to the logits of tokens, as an object or as pairs; `false` bans a token.
+      n_cmpl: number of answers to each prompt; `n` is another name.
       n_probs: number of alternatives reported with each token; 0 reports none.
-      samplers: names of llama.cpp's samplers in their order; the samplers that it does not name are off.
+      samplers: names of llama.cpp's samplers in their order, or their characters; the samplers that it does not name are off.
+      t_max_predict_ms: the answer ends after this time since its first token, once it has a line break; 0 or -1 sets no limit.
+      return_tokens: report the token ids of an answer that is not streamed; a stream always has them.
+      response_fields: the only fields of the response; `timings/predicted_n` is the field of an object.
       grammar: GBNF grammar of the answer.
       json_schema: JSON schema of the answer.
     """
@@ -76,13 +111,19 @@ class LlamaBody(LlamaOptions):
         "image_data": ([],),
         "lora": ([],),
         "post_sampling_probs": (False,),
-        "t_max_predict_ms": (0, -1),
     }
+    ignored: ClassVar[tuple[str, ...]] = IGNORED
 
     stream: bool | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_to_bias)] | None = None
+    n_cmpl: Annotated[int, Integer, Field(ge=1, le=MAX_SAMPLES)] | None = Field(
+        None, validation_alias=AliasChoices("n_cmpl", "n")
+    )
     n_probs: Alternatives | None = None
-    samplers: Annotated[list[str], Field(max_length=32)] | None = None
+    t_max_predict_ms: Annotated[Number, Field(ge=-1)] | None = None
+    return_tokens: bool | None = None
+    response_fields: Annotated[list[str], Field(max_length=64)] | None = None
+    samplers: str | Annotated[list[str], Field(max_length=64)] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
 
@@ -145,7 +186,8 @@ def routes(service: Service) -> list[Route]:
     async def props(request: Request) -> Response:
         """Describes the model and the server."""
         template, variables = service.options.template, service.tokenizer.template_variables
-        known: dict[str, JSON] = {"default_generation_settings": {"n_ctx": service.context}}
+        params = reported_options(service.engine.settings({}).generation)
+        known: dict[str, JSON] = {"default_generation_settings": {"n_ctx": service.context, "params": params}}
         known |= {"total_slots": service.engine.status().slots, "model_path": service.engine.name}
         known |= {"model_alias": service.engine.name, "chat_template": "" if template is None else template.source}
         known |= {name: variables.get(name) or "" for name in ("bos_token", "eos_token")}
@@ -227,81 +269,123 @@ async def _run(param: str, size: int, encode: Callable[[], list[list[int]]]) -> 
 
 
 def _settings(service: Service, body: LlamaBody) -> Config:
-    warn_unknown(body, *REPORT_FIELDS, *KNOWN_OPTIONS)
+    warn_unknown(body, *KNOWN_OPTIONS)
     base = service.engine.settings({}).generation
     found = body.settings(base, service.context)
     routed = found.get("strategy", base.strategy) == "entropy"
     if body.samplers is not None and not routed and not found.get("mirostat", base.mirostat):  # mirostat disables all others
         found |= sampler_settings(body.samplers)
     if body.logit_bias is not None:
-        found["logit_bias"] = body.logit_bias
-    return with_generation(service.settings(found), n=1)
+        found["logit_bias"] = _token_biases(service.tokenizer, body.logit_bias)
+    return with_generation(service.settings(found), n=body.n_cmpl or 1)
 
 
 async def _reply(service: Service, body: LlamaBody, config: Config, prompts: Sequence[Sequence[int]]) -> Reply:
     service.check_lengths(prompts, "prompt")
     logprobs, constraint = min(body.n_probs, service.tokenizer.vocab_size) if body.n_probs else None, body.constraint()
     requests = [GenerationRequest(tuple(ids), config, logprobs, False, constraint) for ids in prompts]
-    return LlamaReply(service, await healed(service.model, requests), bool(body.stream))
+    return LlamaReply(service, await healed(service.model, requests), body)
 
 
 class _Answer:
-    """The answer to one prompt: its text, the records since the last event, and its finish reason."""
+    """One answer to a prompt: its text, the records since the last event, the number of all records, and its end."""
 
     def __init__(self) -> None:
-        self.text, self.reason, self.records = "", "length", list[Any]()
+        self.text, self.reason, self.stop_string = "", "length", ""
+        self.records, self.tokens, self.first_at = list[Any](), 0, 0.0
 
 
 class LlamaReply(Reply):
-    """The answers to `/completion` or `/infill`; a complete response to several prompts is a list."""
+    """The answers to `/completion` or `/infill`; a complete response with several answers is a list."""
 
-    def __init__(self, service: Service, requests: Sequence[GenerationRequest], stream: bool):
-        super().__init__(requests, stream)
-        self._tokenizer, self._model = service.tokenizer, service.engine.name
-        self._answers = [_Answer() for _ in requests]
+    def __init__(self, service: Service, requests: Sequence[GenerationRequest], body: LlamaBody):
+        super().__init__(requests, bool(body.stream))
+        self._tokenizer, self._model, self._context = service.tokenizer, service.engine.name, service.context
+        self._samples = requests[0].config.generation.n
+        self._answers = [_Answer() for _ in range(len(requests) * self._samples)]
+        self._body, self._seconds = body, max(body.t_max_predict_ms or 0, 0) / 1e3
 
     def add(self, number: int, delta: Delta) -> None:
-        answer = self._answers[number]
+        self._add(number, delta)
+
+    def _add(self, number: int, delta: Delta) -> int:
+        """Adds a delta and returns the index of its answer."""
+        index = number * self._samples + delta.sample
+        answer = self._answers[index]
         answer.text += delta.text
         answer.reason = delta.finish_reason or answer.reason
+        answer.stop_string = delta.stop_string or ""
         answer.records += delta.tokens
+        answer.tokens += len(delta.tokens)
+        answer.first_at = answer.first_at or time.monotonic()
+        if self._seconds and "\n" in answer.text and time.monotonic() - answer.first_at > self._seconds:
+            self.aborted = True  # the finish reason `cancelled` is then no error
+            self.streams[number].cancel()
+        return index
 
     def body(self) -> JSON:
-        found: list[JSON] = [self._last(number) | self._content(number, one.text) for number, one in enumerate(self._answers)]
+        found: list[JSON] = []
+        for index, one in enumerate(self._answers):
+            content = self._content(index, one.text)
+            found.append(self._selected(self._last(index) | content | ({} if self._body.return_tokens else {"tokens": []})))
         return found if len(found) > 1 else found[0]
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
-        self.add(number, delta)
-        content, self._answers[number].records = self._content(number, delta.text), []
-        return _event({"index": number, **content, "stop": False}) if delta.text or delta.tokens else b""
+        index = self._add(number, delta)
+        content, self._answers[index].records = self._content(index, delta.text), []
+        return _event({"index": index, **content, "stop": False}) if delta.text or delta.tokens else b""
 
     def format_end(self) -> bytes:
-        return b"".join(_event(self._last(number)) for number in range(len(self._answers)))
+        return b"".join(_event(self._selected(self._last(index))) for index in range(len(self._answers)))
 
     def format_stream_error(self, error: RequestError) -> bytes:
         return _event(error_object(error))
 
-    def _content(self, number: int, text: str) -> dict[str, JSON]:
+    def _content(self, index: int, text: str) -> dict[str, JSON]:
         """Returns a text and the token ids since the last event, with their log-probabilities if they are requested."""
-        records, request = self._answers[number].records, self.requests[number]
+        records, request = self._answers[index].records, self.requests[index // self._samples]
         known: dict[str, JSON] = {"content": text, "tokens": [record["id"] for record in records]}
         if request.logprobs is None:
             return known
         entries = ChatLogprobs(self._tokenizer, request, "")(records)["content"]
-        numbered: list[JSON] = [{"id": record["id"], **entry} for record, entry in zip(records, entries, strict=True)]
-        return known | {"completion_probabilities": numbered}
+        for record, entry in zip(records, entries, strict=True):
+            entry["id"] = record["id"]
+            for other, alternative in zip(record.get("alternatives", ()), entry["top_logprobs"], strict=True):
+                alternative["id"] = other["id"]
+        return known | {"completion_probabilities": entries}
 
-    def _last(self, number: int) -> dict[str, JSON]:
+    def _last(self, index: int) -> dict[str, JSON]:
         """Returns the last event of an answer in a stream, with its statistics."""
-        stats, prompt = self.streams[number].stats, len(self.requests[number].ids)
+        answer, number = self._answers[index], index // self._samples
+        stats, request = self.streams[number].stats, self.requests[number]
+        prompt, section, body = len(request.ids), request.config.generation, self._body
         first = stats.first_token_seconds if stats.new_tokens else stats.seconds
-        known: dict[str, JSON] = {"index": number, "content": "", "tokens": [], "stop": True, "model": self._model}
-        known |= {"stop_type": STOP_TYPES[self._answers[number].reason], "truncated": False}
-        known |= {"tokens_cached": stats.reused_tokens, "tokens_predicted": stats.new_tokens, "tokens_evaluated": prompt}
+        new = stats.new_tokens if self._samples == 1 else answer.tokens
+        speech = self._tokenizer.detokenizer(self._tokenizer.special_ids)
+        settings = reported_options(section) | {"n_ctx": self._context, "model": self._model, "stream": self.stream}
+        settings |= {"n_probs": body.n_probs or 0, "n_cmpl": self._samples, "grammar": body.grammar or ""}
+        known: dict[str, JSON] = {"index": index, "content": "", "tokens": [], "stop": True, "model": self._model}
+        known |= {"generation_settings": settings, "prompt": speech.push(request.ids) + speech.flush()}
+        known |= {"stop_type": STOP_TYPES[answer.reason], "stopping_word": answer.stop_string}
+        known |= {"truncated": STOP_TYPES[answer.reason] == "limit" and prompt + new >= self._context}
+        known |= {"tokens_cached": stats.reused_tokens, "tokens_predicted": new, "tokens_evaluated": prompt}
         timings = _timings("prompt", prompt - stats.reused_tokens, first - stats.queued_seconds)
-        timings |= _timings("predicted", stats.new_tokens, stats.seconds - first)
+        timings |= _timings("predicted", new, stats.seconds - first)
         known["timings"] = timings
         return known
+
+    def _selected(self, response: dict[str, JSON]) -> dict[str, JSON]:
+        """Returns the `response_fields` of a response; fields that it does not have are left out."""
+        if self._body.response_fields is None:
+            return response
+        found: dict[str, JSON] = {}
+        for path in self._body.response_fields:
+            value: JSON = response
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                found[path] = value
+        return found
 
 
 def _timings(name: str, count: int, seconds: float) -> dict[str, JSON]:

@@ -17,7 +17,7 @@ from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
-from dantinox.serve.protocols.bodies import StrictBody, content_text, parse_body
+from dantinox.serve.protocols.bodies import StrictBody, content_text, parse_body, warn_unknown
 from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
@@ -47,7 +47,11 @@ class CountBody(StrictBody):
       tool_choice: `{"type": "auto" | "any" | "none"}` or `{"type": "tool", "name": …}`, with `disable_parallel_tool_use`.
       thinking: `{"type": "enabled", "budget_tokens": n}`, `{"type": "adaptive"}` or `{"type": "disabled"}`.
       output_config: `effort` of the thinking, and `format` with a JSON schema of the answer.
+      output_format: another name of `output_config.format`.
     """
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
+    ignored: ClassVar[tuple[str, ...]] = ("metadata", "service_tier", "cache_control", "context_management", "inference_geo")
 
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
@@ -56,6 +60,7 @@ class CountBody(StrictBody):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
 
     def conversation(self) -> Conversation:
         """Returns the conversation to answer.
@@ -100,7 +105,7 @@ class CountBody(StrictBody):
         return effort or ("high" if kind else None), budget
 
     def _constraint(self) -> Constraint | None:
-        form = (self.output_config or {}).get("format")
+        form = (self.output_config or {}).get("format") or self.output_format
         if form is None:
             return None
         if not isinstance(form, Mapping) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
@@ -147,6 +152,7 @@ def routes(service: Service) -> list[Route]:
     async def messages(request: Request) -> Reply:
         """Answers a conversation in Anthropic's format."""
         body = await parse_body(request, MessagesBody)
+        warn_unknown(body)
         lora = service.check_model(body.model)
         config = service.settings(body.settings())
         prepared = await prepare_chat(service, body.conversation())

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -17,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox.config import Config, with_generation
+from dantinox.generation import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.report.tables import human_count
 from dantinox.serve.background import run_in_thread
@@ -28,7 +30,6 @@ from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.ollama_bodies import (
-    RUNNER_OPTIONS,
     ChatBody,
     EmbedBody,
     EmbeddingsBody,
@@ -118,7 +119,9 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
     elif body.raw or service.options.template is None:
         if body.system:
             raise http_error("template", param="system")
-        (ids,) = await prompt_ids(service.model, [prompt])
+        # A raw prompt has the form of the template already, with the names of its special tokens.
+        encode = partial(LoadedModel.prompt_ids, parse_special=bool(body.raw))
+        (ids,) = await prompt_ids(service.model, [prompt], encode_text=encode)
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": prompt}]
@@ -127,6 +130,8 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
     if body.context:
         check_ids(service.tokenizer, body.context, "context")
         ids = [*body.context, *(ids[1:] if ids[0] == service.tokenizer.bos_id else ids)]
+    if body.truncate is not False:
+        ids = shortened(ids, _context(service, body), config.generation.max_new_tokens, body.options.num_keep)
     return await _reply(service, body, config, ids, "prompt", prepared, lora)
 
 
@@ -142,7 +147,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     config, messages = _settings(service, body), [message.fields() for message in body.messages]
     if not messages:
         return OllamaReply(service, None, body)
-    chat = Conversation(messages, body.tools or (), effort=body.effort, constraint=None if body.tools else body.constraint())
+    chat = Conversation(messages, body.tools or (), effort=body.effort, constraint=body.constraint())
     prepared = await prepare_chat(service, chat)
     if body.truncate is not False:
         prepared = await _fit(service, chat, prepared, _context(service, body))
@@ -178,12 +183,27 @@ async def _fit(service: Service, chat: Conversation, whole: PreparedChat, contex
     return best
 
 
+def shortened(ids: list[int], context: int, new: int, kept: int) -> list[int]:
+    """Returns a prompt that fits the context: the first tokens of a prompt that is too long, and its end.
+
+    Args:
+      context: the maximum length of a prompt and its continuation.
+      new: the largest number of new tokens, for which space is left, at most half of the context.
+      kept: the number of first tokens that are kept, at most half of the prompt; -1 leaves the prompt as it is.
+    """
+    if len(ids) < context or kept < 0:
+        return ids
+    size = context - min(new, context // 2)
+    kept = min(kept, size // 2)
+    return [*ids[:kept], *ids[len(ids) - (size - kept) :]]
+
+
 def _context(service: Service, body: OllamaBody) -> int:
     return min(body.options.num_ctx or service.context, service.context)
 
 
 def _settings(service: Service, body: OllamaBody) -> Config:
-    warn_unknown(body.options, *RUNNER_OPTIONS, *KNOWN_OPTIONS)
+    warn_unknown(body.options, *KNOWN_OPTIONS)
     base = service.engine.settings({}).generation
     config = service.settings(body.options.settings(base, service.context))
     return with_generation(config, n=1)
@@ -434,4 +454,5 @@ def _details(service: Service) -> dict[str, JSON]:
 def _capability_names(service: Service) -> list[JSON]:
     """Returns the names that Ollama gives to the capabilities of the model."""
     names = {"completion": "completion", "fim": "insert", "embeddings": "embedding", "vision": "vision"}
+    names |= {"tools": "tools", "reasoning": "thinking"}
     return [names[name] for name, has in capabilities(service).items() if has and name in names]

@@ -15,8 +15,8 @@ from dantinox.serve.protocols.llama_options import Integer, LlamaOptions
 
 # Options of Ollama that describe its machine or its cache and change no text.
 RUNNER_OPTIONS = (
-    "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap", "use_mlock",
-    "vocab_only", "draft_num_predict",
+    "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap", "use_mlock",
+    "vocab_only", "penalize_newline", "draft_num_predict",
 )  # fmt: skip
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "images": ([],),
@@ -36,13 +36,17 @@ def _to_inputs(value: Any) -> Any:
 
 
 class OllamaOptions(LlamaOptions):
-    """The object `options`: the options of `LlamaOptions` and those below.
+    """The object `options`: the options of `LlamaOptions` and those below; those of `RUNNER_OPTIONS` have no effect.
 
     Attributes:
       num_ctx: maximum length of prompt and answer together, in tokens; at most the context of the server applies.
+      num_keep: number of tokens at the beginning that a prompt which is too long keeps; -1 keeps all.
     """
 
+    ignored: ClassVar[tuple[str, ...]] = RUNNER_OPTIONS
+
     num_ctx: Annotated[int, Integer, Field(ge=2, lt=2**31)] | None = None
+    num_keep: Annotated[int, Integer, Field(ge=-1, lt=2**31)] = 4
 
 
 class ModelBody(StrictBody):
@@ -68,7 +72,7 @@ class OllamaBody(StrictBody):
       logprobs: report log-probabilities.
       top_logprobs: number of alternatives reported with each token; needs logprobs.
       keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with one model always keeps it.
-      truncate: false: a conversation that is too long is an error, instead of losing its oldest messages.
+      truncate: false: a prompt or conversation that is too long is an error, instead of losing its middle or oldest messages.
       shift: has no effect: an answer ends when the context is full.
       think: false turns the reasoning off; true or `low`, `medium` or `high` sets its effort.
     """

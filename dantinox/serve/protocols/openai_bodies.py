@@ -1,25 +1,27 @@
 """Request bodies of the OpenAI protocol, and their conversion to settings."""
 
 import json
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from dantinox.config.request_overlay import REQUEST_KEYS
-from dantinox.files import escape_name, quote
+from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
-from dantinox.serve.limits import MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
-from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
+from dantinox.serve.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
+from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, warn_unknown
+from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
+from dantinox.text.chat_template import continues_last
 
 SETTING_NAMES = {name: name for name in REQUEST_KEYS} | {"typical_p": "typical"}  # field → setting
 # Fields that have no effect.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity", "function_call"}
-
-log = logging.getLogger("dantinox.serve")
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
+    "function_call", "prediction", "guided_decoding_backend",
+)  # fmt: skip
 
 
 def _to_tuple(value: Any) -> Any:
@@ -42,6 +44,16 @@ def _to_prompts(value: Any) -> list[str | list[int]]:
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists, none of them empty")
 
 
+def _to_structured_outputs(value: Any) -> Any:
+    """Refuses fields of `structured_outputs` that would change the answer and are not supported."""
+    if isinstance(value, dict):
+        for name in ("whitespace_pattern", "structural_tag"):
+            if value.get(name) is not None:
+                raise ValueError(f"must not have {name}, which is not supported by this server")
+        return {name: part for name, part in value.items() if part is not None}
+    return value
+
+
 BUDGET_NAMES = AliasChoices("reasoning_budget", "thinking_token_budget")
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
@@ -50,13 +62,45 @@ class StreamOptions(StrictBody):
     include_usage: bool | None = None
 
 
+def _schema_constraint(schema: Any) -> Constraint:
+    return Constraint("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+# Field that constrains the answer → the constraint for its value.
+CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
+    "guided_json": _schema_constraint,
+    "json_schema": _schema_constraint,
+    "guided_json_object": lambda value: Constraint("json_object", ""),
+    "guided_regex": lambda regex: Constraint("regex", regex),
+    "guided_choice": lambda texts: Constraint("lark", "start: " + " | ".join(map(json.dumps, texts))),
+    "guided_grammar": lambda grammar: Constraint("lark", grammar),
+    "grammar": lambda grammar: Constraint("gbnf", grammar),
+}
+OFF = (None, "", False)  # values of these fields that constrain nothing
+Schema = dict[str, Any] | str
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
 class JSONSchema(StrictBody):
     source: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
 class ResponseFormat(StrictBody):
+    """`response_format`; the schema is in `json_schema`, or in `schema` as llama.cpp's clients send it."""
+
     type: str
     json_schema: JSONSchema | None = None
+    source: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class StructuredOutputs(StrictBody):
+    """vLLM's object `structured_outputs`; its fields have the meaning of those that begin with `guided_`."""
+
+    guided_json: Schema | None = Field(None, alias="json")
+    guided_json_object: bool | None = Field(None, alias="json_object")
+    guided_regex: str | None = Field(None, alias="regex")
+    guided_choice: Choices | None = Field(None, alias="choice")
+    guided_grammar: str | None = Field(None, alias="grammar")
 
 
 class ConstraintBody(StrictBody):
@@ -64,17 +108,24 @@ class ConstraintBody(StrictBody):
 
     Attributes:
       response_format: requires JSON output, which matches the schema if one is given.
-      guided_json: JSON schema of the answer.
+      guided_json, json_schema: JSON schema of the answer.
+      guided_json_object: true requires a JSON object.
       guided_regex: regular expression of the whole answer.
+      guided_choice: texts, one of which is the whole answer.
       guided_grammar: Lark grammar of the answer.
       grammar: GBNF grammar of the answer.
+      structured_outputs: `json`, `json_object`, `regex`, `choice` or `grammar`, as the fields above with these names.
     """
 
     response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Schema | None = None
+    json_schema: Schema | None = None
+    guided_json_object: bool | None = None
     guided_regex: str | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     grammar: str | None = None
+    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_to_structured_outputs)] | None = None
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint on the answer, or None.
@@ -82,31 +133,28 @@ class ConstraintBody(StrictBody):
         Raises:
           RequestError: 400, the constraint is invalid, or the body has several.
         """
-        guided = self.guided_json
-        found = {
-            "response_format": self._format_constraint(),
-            "guided_json": guided and Constraint("json_schema", guided if isinstance(guided, str) else json.dumps(guided)),
-            "guided_regex": self.guided_regex and Constraint("regex", self.guided_regex),
-            "guided_grammar": self.guided_grammar and Constraint("lark", self.guided_grammar),
-            "grammar": self.grammar and Constraint("gbnf", self.grammar),
-        }
+        found = {"response_format": self._format_constraint()}
+        for prefix, body in (("", self), ("structured_outputs.", self.structured_outputs)):
+            for name, make in CONSTRAINTS.items():
+                if (value := getattr(body, name, None)) not in OFF:
+                    found[prefix + (name.removeprefix("guided_") if prefix else name)] = make(value)
         names = [name for name, constraint in found.items() if constraint]
         if len(names) > 1:
             raise RequestError(400, f"{names[0]} and {names[1]} both constrain the answer: use one of them", param=names[1])
-        return next((constraint for constraint in found.values() if isinstance(constraint, Constraint)), None)
+        return found[names[0]] if names else None
 
     def _format_constraint(self) -> Constraint | None:
         if self.response_format is None or self.response_format.type == "text":
             return None
-        kind, schema = self.response_format.type, self.response_format.json_schema
-        if kind == "json_object":
-            return Constraint("json_object", "")
-        if kind != "json_schema":
+        kind, schema = self.response_format.type, self.response_format.source
+        if kind not in ("json_object", "json_schema"):
             message = f"response_format.type must be text, json_object or json_schema, got {quote(kind)}"
             raise RequestError(400, message, param="response_format.type")
-        if schema is None or schema.source is None:
+        named = self.response_format.json_schema
+        source = schema if named is None else named.source
+        if source is None and kind == "json_schema":
             raise RequestError(400, "response_format.json_schema.schema is missing", param="response_format")
-        return Constraint("json_schema", json.dumps(schema.source))
+        return Constraint("json_object", "") if source is None else _schema_constraint(source)
 
 
 class Body(ConstraintBody):
@@ -127,6 +175,7 @@ class Body(ConstraintBody):
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+    ignored: ClassVar[tuple[str, ...]] = IGNORED
 
     model: str | None = None
     lora: str | None = None
@@ -152,6 +201,9 @@ class Body(ConstraintBody):
             "logit_bias": self.logit_bias,
         }
         found |= {name: value for name, value in renamed.items() if value is not None}
+        order = found.get("sampler_order")
+        if isinstance(order, list) and all(type(code) is int for code in order) and "preset" not in found:
+            found = STEPS_OFF | found | {"preset": "koboldcpp"}  # KoboldCpp's codes, as its clients send them
         if found.get("temperature"):
             found.setdefault("greedy", False)  # a temperature overrides greedy decoding of the server's settings
         return found
@@ -191,6 +243,9 @@ class ChatBody(Body):
       reasoning_effort: `none`, `minimal`, `low`, `medium` or `high`.
       reasoning_budget: maximum number of tokens of the reasoning; `thinking_token_budget` is another name.
       chat_template_kwargs: further variables of the chat template.
+      continue_final_message: true continues the last message, which is of the assistant; false begins a new one. By default, a
+        text of the assistant is continued.
+      add_generation_prompt: the opposite of `continue_final_message`.
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -200,6 +255,8 @@ class ChatBody(Body):
     reasoning_effort: str | None = None
     reasoning_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, validation_alias=BUDGET_NAMES)
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
@@ -210,8 +267,17 @@ class ChatBody(Body):
         Raises:
           RequestError: 400, a field is wrong.
         """
+        messages, continues = [message.fields() for message in self.messages], self.continue_final_message
+        if self.add_generation_prompt is not None:
+            if continues is self.add_generation_prompt:
+                message = "add_generation_prompt must be the opposite of continue_final_message"
+                raise RequestError(400, message, param="add_generation_prompt")
+            continues = not self.add_generation_prompt
+        if continues and not continues_last(messages):
+            message = "continue_final_message needs a last message that is of the assistant and has a text"
+            raise RequestError(400, message, param="continue_final_message")
         return Conversation(
-            [message.fields() for message in self.messages],
+            messages,
             self.tools or (),
             chosen_tool(self.tool_choice),
             self.parallel_tool_calls is not False,
@@ -219,6 +285,7 @@ class ChatBody(Body):
             self.reasoning_budget,
             self.chat_template_kwargs or {},
             self.constraint(),
+            continues=continues,
         )
 
 
@@ -248,5 +315,4 @@ def check_combination(body: Body) -> None:
         raise RequestError(400, message, param="best_of", code="unsupported")
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
         raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    for name in (body.model_extra or {}).keys() - SETTING_NAMES.keys() - IGNORED - UNSUPPORTED.keys():
-        log.warning("a request has the unknown field %s, which has no effect", escape_name(name))
+    warn_unknown(body, *SETTING_NAMES, *UNSUPPORTED)

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 from starlette.requests import Request
@@ -20,9 +20,9 @@ from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError, error_object
-from dantinox.serve.protocols.bodies import Alternatives, StrictBody, content_text, parse_body
+from dantinox.serve.protocols.bodies import Alternatives, StrictBody, content_text, parse_body, warn_unknown
 from dantinox.serve.protocols.logprobs import ChatLogprobs
-from dantinox.serve.protocols.openai_bodies import chosen_tool
+from dantinox.serve.protocols.openai_bodies import IGNORED, chosen_tool
 from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
@@ -55,6 +55,14 @@ class ResponsesBody(StrictBody):
       include: `message.output_text.logprobs` reports log-probabilities.
       stream: send the response as server-sent events while it is generated.
     """
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"background": (False,), "conversation": (), "prompt": ()}
+    ignored: ClassVar[tuple[str, ...]] = (
+        *(name for name in IGNORED if name != "store"),
+        "max_tool_calls",
+        "stream_options",
+        "truncation",
+    )
 
     model: str | None = None
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] = ""
@@ -136,6 +144,7 @@ def routes(service: Service) -> list[Route]:
     async def create(request: Request) -> Reply:
         """Answers a conversation with a list of output items."""
         body = await parse_body(request, ResponsesBody)
+        warn_unknown(body)
         lora = service.check_model(body.model)
         config = service.settings(body.settings())
         earlier = find(body.previous_response_id).messages if body.previous_response_id else []
@@ -235,6 +244,7 @@ class ResponsesReply(Reply):
         """Initializes the reply; `keep` stores the response with its conversation, or is None."""
         super().__init__([request], bool(body.stream))
         self._fields, self._chat, self._keep = prepared.fields(), chat, keep
+        self._continues = prepared.continues
         self._logprobs = None if request.logprobs is None else ChatLogprobs(service.tokenizer, request, "")
         self._new_logprobs: list[Any] = []
         self._items: list[dict[str, Any]] = []
@@ -299,8 +309,10 @@ class ResponsesReply(Reply):
         if self._keep is not None:
             message: dict[str, Any] = {"role": "assistant", "content": self._fields.content}
             message |= {"tool_calls": self._fields.calls} if self._fields.calls else {}
-            # The instructions are not part of the conversation that is continued.
-            earlier = [*self._chat.messages[self._frame["instructions"] is not None :]]
+            # The instructions are not part of the conversation that is continued; empty ones are no message.
+            earlier = [*self._chat.messages[bool(self._frame["instructions"]) :]]
+            if self._continues:
+                message["content"] = earlier.pop()["content"] + message["content"]
             self._keep(response, [*earlier, message])
         return response
 

@@ -10,8 +10,9 @@ from starlette.routing import Route
 from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Message, StrictBody, parse_body
-from dantinox.serve.protocols.token_text import prompt_ids, token_name
+from dantinox.serve.protocols.token_text import prompt_ids, token_bytes, token_name
 from dantinox.serve.service import Service
+from dantinox.text import Tokenizer
 
 
 class TokenizeBody(StrictBody):
@@ -22,6 +23,8 @@ class TokenizeBody(StrictBody):
       prompt: text to encode; either this or messages.
       content: text to encode, as llama.cpp's clients send it: without a BOS token unless add_special is true.
       add_special: with content, add the BOS token.
+      parse_special: with content, false makes the names of special tokens ordinary text.
+      with_pieces: with content, return objects with `id` and `piece`; the piece is a list of bytes if it is not valid UTF-8.
       messages: conversation to format with the chat template and encode.
       tools: the tools of the conversation.
       add_special_tokens: false leaves out the BOS token.
@@ -34,6 +37,8 @@ class TokenizeBody(StrictBody):
     prompt: str | None = None
     content: str | None = None
     add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
@@ -52,6 +57,15 @@ class DetokenizeBody(StrictBody):
     tokens: list[int]
 
 
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """Returns the text of a token, the name of a special token, or the bytes of an incomplete UTF-8 sequence."""
+    data = token_bytes(tokenizer, token)
+    try:
+        return token_name(tokenizer, token) if data is None else data.decode()
+    except UnicodeDecodeError:
+        return list(data or b"")
+
+
 def routes(service: Service) -> list[Route]:
     """Returns the routes of this protocol."""
     tokenizer = service.tokenizer
@@ -63,7 +77,8 @@ def routes(service: Service) -> list[Route]:
         if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
             raise RequestError(400, "the body must have either prompt or messages", param="prompt")
         if body.content is not None:
-            ids = await run_sized(len(body.content), tokenizer.encode, body.content, parse_special=True)
+            parse_special = body.parse_special is not False
+            ids = await run_sized(len(body.content), tokenizer.encode, body.content, parse_special=parse_special)
             if body.add_special and tokenizer.add_bos and tokenizer.bos_id is not None:
                 ids = [tokenizer.bos_id, *ids]
         elif body.messages is not None:
@@ -78,7 +93,8 @@ def routes(service: Service) -> list[Route]:
             if body.add_special_tokens is False and tokenizer.add_bos:
                 ids = ids[1:]
         names = [token_name(tokenizer, token) for token in ids] if body.return_token_strs else None
-        return JSONResponse({"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names})
+        tokens = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids] if body.with_pieces else ids
+        return JSONResponse({"count": len(ids), "max_model_len": service.context, "tokens": tokens, "token_strs": names})
 
     async def detokenize(request: Request) -> Response:
         """Returns the text of token ids."""

@@ -12,6 +12,7 @@ from dantinox.generation.guides import Reasoning
 from dantinox.generation.request import GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.service import Service
+from dantinox.text.chat_template import continues_last
 from dantinox.text.reply_formats import HARMONY, Delimiters, ReplyFormat
 from dantinox.text.reply_parser import ReplyParser, is_reasoning_open, make_parser
 from dantinox.text.tool_calls import Part
@@ -21,6 +22,8 @@ MAX_TOOLS = 128
 MAX_NAME = 64  # characters of the name of a tool
 # The most tokens of reasoning for each value of `reasoning_effort`, for templates that do not use the variable; None: no limit.
 EFFORTS: dict[str, int | None] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": None, "xhigh": None}
+# Last messages that clients send as a place for the answer.
+EMPTY_ANSWERS = ({"role": "assistant", "content": ""}, {"role": "assistant", "content": None}, {"role": "assistant"})
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Conversation:
       budget: the most tokens of reasoning; None: as `effort` says.
       variables: further variables of the chat template.
       constraint: the constraint on the answer.
+      continues: whether the answer continues the last message; None: if `continues_last` says so.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -46,6 +50,7 @@ class Conversation:
     budget: int | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
+    continues: bool | None = None
 
 
 class PreparedChat(NamedTuple):
@@ -59,6 +64,7 @@ class PreparedChat(NamedTuple):
       schemas: the parameters of the tools that may be called, by name; None: no tools.
       reasoning_is_open: whether the prompt ends inside the reasoning.
       heals_by_default: whether `token_healing` is on in the settings of the server.
+      continues: whether the reply continues the last message.
     """
 
     ids: list[int]
@@ -70,6 +76,7 @@ class PreparedChat(NamedTuple):
     schemas: Mapping[str, Mapping[str, Any]] | None
     reasoning_is_open: bool
     heals_by_default: bool
+    continues: bool
 
     @property
     def is_plain(self) -> bool:
@@ -93,8 +100,10 @@ class PreparedChat(NamedTuple):
 
     def fields(self) -> "ReplyFields":
         """Returns the empty fields of one reply."""
-        parser = None if self.is_plain else make_parser(self.form, self.schemas, reasoning_is_open=self.reasoning_is_open)
-        return ReplyFields(parser)
+        if self.is_plain:
+            return ReplyFields(None)
+        is_open = self.reasoning_is_open
+        return ReplyFields(make_parser(self.form, self.schemas, reasoning_is_open=is_open, continues=self.continues))
 
 
 async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
@@ -116,17 +125,28 @@ async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
         raise RequestError(400, "tool_choice: required needs tools", param="tool_choice")
     if chat.constraint is not None and tools and chat.choice != "auto":
         raise RequestError(400, "a reply that must call a tool cannot also have a response_format", param="response_format")
+    messages = chat.messages
+    if len(messages) > 1 and messages[-1] in EMPTY_ANSWERS:
+        messages = messages[:-1]
+    continues = continues_last(messages) if chat.continues is None else chat.continues
+    if continues and (chat.constraint is not None or chat.choice not in ("auto", "none")):
+        message = "the answer continues the last message, which is of the assistant, and can have neither a format nor a tool "
+        raise RequestError(400, message + "that must be called: remove the message or the other field", param="messages")
     variables = dict(chat.variables)
     if chat.effort is not None:
         variables |= {"reasoning_effort": chat.effort, "enable_thinking": chat.effort != "none"}
-    prompt, end_ids = await service.render(chat.messages, [] if chat.choice == "none" else chat.tools, variables)
+    prompt, end_ids = await service.render(
+        messages, [] if chat.choice == "none" else chat.tools, variables, continues=continues
+    )
     is_open = is_reasoning_open(form, prompt.text)
     reasoning = _reasoning(service, form, chat, is_open)
     constraint = _constraint(service, form, chat, tools, is_open)
     schemas = {tool.name: tool.parameters for tool in tools} if tools else None
     visible = form.visible_ids if schemas is not None or form.reasons else frozenset[int]()
     ends = (end_ids | (form.stop_ids if schemas is not None or form.name == HARMONY else frozenset())) - visible
-    return PreparedChat(prompt.ids, ends, constraint, reasoning, visible, form, schemas, is_open, heals_by_default(service))
+    return PreparedChat(
+        prompt.ids, ends, constraint, reasoning, visible, form, schemas, is_open, heals_by_default(service), continues
+    )
 
 
 def heals_by_default(service: Service) -> bool:
