@@ -100,7 +100,9 @@ class Checkpoints:
     """
 
     def __init__(self, path: Path, keep_last: int, logs: Sequence[Path] = ()):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every step as a warning
+        logging.getLogger("absl").setLevel(
+            logging.CRITICAL
+        )  # Orbax logs every step, and the tracebacks of errors that it raises
         self.path, self._keep_last, self._logs = path.absolute(), keep_last, tuple(logs)
         self._writer = ThreadPoolExecutor(1, "manifest")
         self._manifest: Future[None] | None = None  # of the last step that was saved
@@ -334,16 +336,21 @@ class Checkpoints:
         except UserError:
             raise
         except (OSError, ValueError, RuntimeError) as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
+            if "RESOURCE_EXHAUSTED" in str(error) and not _os_error(error):
                 raise  # the error is about memory, not about the disk
             raise UserError(f"cannot write checkpoints to {self.path}: {self._disk_problem(error)}") from error
 
     def _disk_problem(self, error: Exception) -> str:
-        """Returns the disk error in one phrase; Orbax may report it inside a long message."""
-        if not self.path.is_dir():
-            return "the directory no longer exists"
-        messages = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
-        return next((message for message in messages if message in str(error)), first_line(error))
+        """Returns the disk error in one phrase."""
+        return (_os_error(error) or first_line(error)) if self.path.is_dir() else "the directory no longer exists"
+
+
+def _os_error(error: Exception) -> str:
+    """Returns the operating system's error that Orbax reports inside a long message, in one phrase, or ""."""
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(code[1]))
+    messages = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
+    return next((message for message in messages if message in str(error)), "")
 
 
 def _state_dict(state: TrainState) -> dict[str, Any]:

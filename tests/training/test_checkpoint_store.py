@@ -1,5 +1,7 @@
 """Checkpoints in directories with unusual names, and checkpoints that cannot be read back."""
 
+import errno
+import os
 import unicodedata
 
 import jax
@@ -61,3 +63,33 @@ def test_step_that_cannot_be_read_back_is_not_complete(tmp_path, monkeypatch):
     assert checkpoints.newest() == 1
     assert checkpoints.restore(jax.eval_shape(lambda: state_of(0))).step == 1
     checkpoints.close()
+
+
+TENSORSTORE_ERROR = (  # of TensorStore on a full disk
+    'RESOURCE_EXHAUSTED: Error writing "parameters.kernel/0.0" in OCDBT database at local file "/r/": Failed writing: "/r/d/0b": '
+    "Failed to write 12857 bytes to file 6: {} [os_error_code='{}']"
+)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("error_type", [ValueError, RuntimeError, jax.errors.JaxRuntimeError])
+def test_disk_error_is_one_sentence_whatever_orbax_calls_it(tmp_path, monkeypatch, code, error_type):
+    def fails(*_, **__):
+        raise error_type(TENSORSTORE_ERROR.format("words", code))
+
+    checkpoints = Checkpoints(tmp_path, 2)
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.wait_until_finished", fails)
+    save(checkpoints, 1)
+    with pytest.raises(UserError) as raised:
+        checkpoints.wait()
+    assert str(raised.value) == f"cannot write checkpoints to {tmp_path}: {os.strerror(code)}"
+
+
+def test_memory_error_during_a_save_is_not_a_disk_error(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes.")
+
+    checkpoints = Checkpoints(tmp_path, 2)
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.save", fails)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        save(checkpoints, 1)
