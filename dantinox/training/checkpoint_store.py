@@ -100,9 +100,7 @@ class Checkpoints:
     """
 
     def __init__(self, path: Path, keep_last: int, logs: Sequence[Path] = ()):
-        logging.getLogger("absl").setLevel(
-            logging.CRITICAL
-        )  # Orbax logs every step, and the tracebacks of errors that it raises
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every step, and the errors that it raises
         self.path, self._keep_last, self._logs = path.absolute(), keep_last, tuple(logs)
         self._writer = ThreadPoolExecutor(1, "manifest")
         self._manifest: Future[None] | None = None  # of the last step that was saved

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import optax
 from dantinox.config.training_settings import TrainingSection
 from dantinox.distributed import Layout
 from dantinox.model.parameters import Parameters
-from dantinox.training.muon import muon
+from dantinox.training.muon import MuonState, NorMuonState, muon
 from dantinox.training.orthogonalize import matrix_shape
 from dantinox.training.weight_decay import add_weight_decay
 
@@ -143,6 +144,21 @@ def _with_matrix_shapes(rule: optax.GradientTransformation) -> optax.GradientTra
         return {name: joined(name, g.shape) for name, g in gradients.items()}, state
 
     return optax.GradientTransformation(lambda parameters: rule.init(flat(parameters)), update)
+
+
+# The states that hold the step of the schedule, and the name of that field. Other counts belong to moments and averages.
+SCHEDULE_STEPS: dict[type, str] = {optax.ScaleByScheduleState: "count", MuonState: "steps", NorMuonState: "steps"}
+
+
+def update_if(taken: jax.Array, after: Any, before: Any) -> Any:
+    """Returns the optimizer state after a step if the step is taken, else the state before it with an advanced schedule."""
+
+    def choose(new: Any, old: Any) -> Any:
+        chosen = jax.tree.map(partial(jnp.where, taken), new, old)
+        field = SCHEDULE_STEPS.get(type(new))
+        return chosen if field is None else chosen._replace(**{field: getattr(new, field)})
+
+    return jax.tree.map(choose, after, before, is_leaf=lambda node: type(node) in SCHEDULE_STEPS)
 
 
 class EMAState(NamedTuple):

@@ -66,8 +66,8 @@ def test_step_that_cannot_be_read_back_is_not_complete(tmp_path, monkeypatch):
 
 
 TENSORSTORE_ERROR = (  # of TensorStore on a full disk
-    'RESOURCE_EXHAUSTED: Error writing "parameters.kernel/0.0" in OCDBT database at local file "/r/": Failed writing: "/r/d/0b": '
-    "Failed to write 12857 bytes to file 6: {} [os_error_code='{}']"
+    'RESOURCE_EXHAUSTED: Error writing "parameters.kernel/0.0" in OCDBT database at local file "/r/": Failed writing: '
+    "\"/r/d/0b\": Failed to write 12857 bytes to file 6: {} [os_error_code='{}']"
 )
 
 
@@ -79,8 +79,8 @@ def test_disk_error_is_one_sentence_whatever_orbax_calls_it(tmp_path, monkeypatc
 
     checkpoints = Checkpoints(tmp_path, 2)
     monkeypatch.setattr("orbax.checkpoint.CheckpointManager.wait_until_finished", fails)
-    save(checkpoints, 1)
     with pytest.raises(UserError) as raised:
+        save(checkpoints, 1)
         checkpoints.wait()
     assert str(raised.value) == f"cannot write checkpoints to {tmp_path}: {os.strerror(code)}"
 
