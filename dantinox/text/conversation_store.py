@@ -8,7 +8,7 @@ import numpy as np
 from dantinox.files import UserError
 from dantinox.text.batch_rows import NO_TOKEN, PackedRows, PairRows, Rows
 from dantinox.text.conversations import DESIRABLE, FIRST_TOKEN, IN_LOSS, RecordForm
-from dantinox.text.token_store import Batch, Counts, TokenStore
+from dantinox.text.token_store import PADDING, Batch, Counts, TokenStore
 
 
 class Preferences(NamedTuple):
@@ -176,6 +176,7 @@ class ConversationStore(TokenStore):
         ids = np.where(filled, self._ids[safe_indices], self._pad).astype(np.int32)
         marks = np.where(filled, self._marks[safe_indices], 0)
         segments = np.maximum(np.cumsum(marks[..., :-1] & FIRST_TOKEN > 0, axis=-1, dtype=np.int32) - 1, 0)
+        segments = np.where(filled[..., :-1], segments, np.int32(PADDING))
         mask = (marks[..., 1:] == IN_LOSS).astype(np.float32)
         parts = np.ascontiguousarray(ids[..., :-1]), np.ascontiguousarray(ids[..., 1:]), segments, mask
         if not self.pairs:

@@ -9,6 +9,8 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.text.batch_rows import NO_TOKEN, SCAN_TOKENS, MixtureRows, Rows, ShuffledRows, WindowRows, pack_documents
 
+PADDING = -1  # segment of the padding of a row
+
 
 class Batch(NamedTuple):
     """B sequences of T tokens for training or evaluation.
@@ -16,8 +18,8 @@ class Batch(NamedTuple):
     Attributes:
       tokens_BT: int32, the inputs.
       targets_BT: int32, the token after each input.
-      segments_BT: int32, the index of the document within the row, from 0. Attention does not cross segments. An EOS token
-        belongs to the document that it ends.
+      segments_BT: int32, the index of the document within the row, from 0; `PADDING` for padding. Attention does not cross
+        segments. An EOS token belongs to the document that it ends.
       mask_BT: float32, 1 where the target is in the loss; 0 for the first token of the next document and for padding.
     """
 
@@ -132,7 +134,8 @@ class TokenStore:
         filled = indices != NO_TOKEN
         ids = np.where(filled, self.training_ids[np.where(filled, indices, 0)], self._pad).astype(np.int32)
         batch = self._make_batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
-        return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
+        segments_BT = np.where(filled[:, :-1], batch.segments_BT, np.int32(PADDING))
+        return batch._replace(segments_BT=segments_BT, mask_BT=batch.mask_BT * filled[:, 1:])
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
         """Yields every validation target once, in order, in a `Batch` of [batch_size, sequence_length].
@@ -152,7 +155,9 @@ class TokenStore:
             inputs[count:] = self._pad
             valid = np.arange(size) < count
             batch = self._make_batch(inputs.reshape(batch_size, length), outputs.reshape(batch_size, length))
-            yield batch._replace(mask_BT=batch.mask_BT * valid.reshape(batch_size, length))
+            valid = valid.reshape(batch_size, length)
+            segments_BT = np.where(valid, batch.segments_BT, np.int32(PADDING))
+            yield batch._replace(segments_BT=segments_BT, mask_BT=batch.mask_BT * valid)
 
     def _make_rows(self, start: int, end: int) -> Rows:
         """Builds the rows of a source from its range of tokens."""
