@@ -15,6 +15,7 @@ from dantinox.run.calibrations import (
 from dantinox.run.directory import (
     INHERITED_FILES,
     RunDirectory,
+    check_resumable,
     copy_inherited_files,
     create_run,
     find_chat_template,
@@ -57,6 +58,7 @@ __all__ = [
     "VerifyReport",
     "accept_run",
     "copy_inherited_files",
+    "check_resumable",
     "create_run",
     "find_chat_template",
     "find_file_damage",

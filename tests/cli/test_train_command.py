@@ -34,6 +34,7 @@ def train(environment, *argv):
             "moe.top_k_mlp must be at most moe.n_experts, got 3 and 2",
         ),
         (["--resume"], "--resume needs --run_dir"),
+        (["--resume", "--run_dir", "gone", "--tokenizer_type", "byte"], "nothing to resume at gone: it has no config.yaml"),
     ],
 )
 def test_an_error_of_train(dantinox, tmp_path, flags, says):
