@@ -113,11 +113,6 @@ class ConversationStore(TokenStore):
         self._all_rows = [*training, self._validation_rows]
 
     @property
-    def val_bytes_per_token(self) -> float:
-        """Bytes of validation answers per target in the loss; see `TokenStore`."""
-        return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & IN_LOSS))
-
-    @property
     def validation_rows(self) -> int:
         """The number of rows of the validation part; for preferences, the number of all pairs, whose reference is computed."""
         return sum(rows.count for rows in self._all_rows) if self.pairs else self._validation_rows.count

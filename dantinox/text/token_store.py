@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.text.batch_rows import NO_TOKEN, SCAN_TOKENS, MixtureRows, Rows, ShuffledRows, WindowRows, pack_documents
+from dantinox.text.batch_rows import NO_TOKEN, MixtureRows, Rows, ShuffledRows, WindowRows, pack_documents
 
 PADDING = -1  # segment of the padding of a row
 
@@ -105,14 +105,6 @@ class TokenStore:
         self.windows_per_epoch = sum(source.rows.count for source in sources)
         self._rows: Any = MixtureRows(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
         return [source.rows for source in sources]
-
-    @property
-    def val_bytes_per_token(self) -> float:
-        """Bytes of validation text per target in the loss. Bits per byte = loss in nats / ln 2 / this number."""
-        ids, crossings = self.validation_ids[:-1], 0
-        for start in range(0, len(ids) if self._eos is not None else 0, SCAN_TOKENS):
-            crossings += int(np.count_nonzero(ids[start : start + SCAN_TOKENS] == self._eos))
-        return float(self.val.bytes / (len(ids) - crossings))
 
     @property
     def validation_rows(self) -> int:

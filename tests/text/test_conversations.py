@@ -71,7 +71,6 @@ def test_rows_hold_whole_conversations_and_mask_answers(prepared):
         "uhiayo$upaok$": ("yo$ok$", [0] * 7 + [1] * 5),
     }
     assert batch.mask_BT.dtype == np.float32 and batch.tokens_BT.dtype == batch.segments_BT.dtype == np.int32
-    assert store.val_bytes_per_token == 1 / 2
     again = open_store(config, directory, BYTES)
     for one, other in zip(store.batch(7), again.batch(7), strict=True):
         np.testing.assert_array_equal(one, other)
