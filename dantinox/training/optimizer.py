@@ -22,8 +22,10 @@ Schedule = Callable[[Any], jax.Array]
 def schedule(training: TrainingSection, steps: int) -> Schedule:
     """Returns a function that maps the optimizer step (0 is the first) to a factor in [0, 1].
 
-    A learning rate is its peak value times this factor. The factor rises linearly over `warmup_steps` (it is not 0 at step 0)
-    and reaches `min_lr_ratio` in the last of `steps`.
+    A learning rate is its peak value times this factor. With w `warmup_steps` the factor of step n is the product of
+    min(1, (n + 1) / (w + 1)) and the decay, which falls from 1 in step w to `min_lr_ratio` in step `steps` − 1 (`wsd`: over the
+    last `decay_fraction` of the steps). So the peak is reached in step w, after w smaller steps. If w is `steps` − 1 or more,
+    `cosine` and `linear` have no decay; if w is `steps`, the peak is not reached.
     """
     warmup, low = training.warmup_steps, training.min_lr_ratio
     if warmup is None or warmup > steps:

@@ -186,6 +186,18 @@ def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     assert code == 0 and "val loss" in out and "weights int8" in out and "perplexity" in out
 
 
+@pytest.mark.slow
+def test_a_run_directory_may_have_any_name(dantinox, tmp_path, text):
+    run = tmp_path / "[/a-1] *?\\'\"\nè"
+    code, _, err = dantinox("train", "--config", ROOT / "configs/quickstart.yaml", "--data_path", text, "--run_dir", run, *TINY)
+    assert code == 0 and "finished at step 4" in err
+    code, _, err = dantinox("train", "--run_dir", run, "--resume", "--steps", 6)
+    assert code == 0 and "resumed from step 4" in err and "finished at step 6" in err
+    assert dantinox("verify", run)[0] == 0
+    code, out, _ = dantinox("generate", "--run_dir", run, "--prompt", "Nel", "--max_new_tokens", 4, "--greedy")
+    assert code == 0 and out.startswith("Nel")
+
+
 def test_dry_run_and_print_config_write_no_files(dantinox, tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = ["--config", ROOT / "configs/quickstart.yaml", "--data_path", text]

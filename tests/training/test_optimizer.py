@@ -70,6 +70,18 @@ def test_schedules_end_at_the_ratio_even_when_short(name):
     assert np.isfinite(factors(name, steps=1, warmup=1)).all()
 
 
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+@pytest.mark.parametrize(("warmup", "ends"), [(8, (1, 0.1)), (9, (0.9, 1)), (10, (9 / 11, 10 / 11))])
+def test_warmup_as_long_as_the_run_leaves_no_decay(name, warmup, ends):
+    np.testing.assert_allclose(factors(name, steps=10, warmup=warmup)[-2:], ends, rtol=1e-6)
+
+
+def test_factors_of_overlapping_warmup_and_decay_multiply():
+    decay = np.array([1.0] * 5 + [1, 0.775, 0.55, 0.325, 0.1])
+    rise = np.minimum(1, np.arange(1, 11) / 8)
+    np.testing.assert_allclose(factors("wsd", steps=10, warmup=7, decay_fraction=0.4), rise * decay, rtol=1e-6)
+
+
 RULES = ("adamw", "muon", "normuon", "lion", "adafactor", "sgd")
 
 
