@@ -58,6 +58,7 @@ ERRORS = {
     "model_weights_msgpack_is_damaged_dantinox": r"model_weights.msgpack is damaged: .*dantinox verify .* --accept",
     "not_a_finite_number_in": "not a finite number in step 21 ",
     "tokens_bin_is_damaged": r"tokens-.*bin is damaged",
+    "the_checkpoint_cannot_be_read_back": "^the checkpoint of step 2 in .* cannot be read back: ",
     # generation
     "tokens_of_the_prompt": r"tokens of the prompt must be in \[0, 259\), got 259",
     "embed_length": "a text to embed must have 1 to 192 tokens, got 193: shorten it",

@@ -40,15 +40,15 @@ def train(options: argparse.Namespace) -> int:
     from dantinox.config import dump_config, load_config
     from dantinox.config.flag_values import overrides
     from dantinox.config.yaml_files import build_training, load_training
-    from dantinox.run import newest_run
+    from dantinox.run import check_resumable, newest_run
 
     if options.resume and options.run_dir is None:
         newest = newest_run()
         hint = f"; the newest run is {newest}" if newest else "; runs/ contains no run"
         raise UserError(f"--resume needs --run_dir, the run to continue{hint}")
-    saved = options.run_dir / "config.yaml" if options.resume else None
+    saved = check_resumable(options.run_dir) if options.resume else None
     given = overrides(options)
-    path = options.config or (saved if saved and saved.is_file() else DEFAULT_CONFIG)
+    path = options.config or saved or DEFAULT_CONFIG
     if options.config is None and path != saved and given.get("training.init_from"):
         config = build_training({}, given)  # the run of init_from sets the model
     else:

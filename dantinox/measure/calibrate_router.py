@@ -16,6 +16,7 @@ from dantinox.generation import load
 from dantinox.generation.quantized_weights import dequantize
 from dantinox.measure.texts import map_batches, open_text_store
 from dantinox.model import Transformer
+from dantinox.model.positions import packed_positions
 from dantinox.model.scoring import map_positions
 from dantinox.report.console import Progress
 from dantinox.run import open_run, save_router_calibration, weights_digest
@@ -197,7 +198,8 @@ def measure_entropy(
 @nnx.jit(graph_updates=False)
 def _entropy_batch(model: Transformer, tokens_BT: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     model = dequantize(model)
-    x_BTD, _, _ = model.hidden(tokens_BT, jnp.arange(tokens_BT.shape[1])[None], segments_BT=segments_BT)
+    positions_BT = packed_positions(model.config, segments_BT, model.parallelism)
+    x_BTD, _, _ = model.hidden(tokens_BT, positions_BT, segments_BT=segments_BT)
     found: tuple[jax.Array, jax.Array] = map_positions(
         lambda x_D: logit_metrics(model.logits(x_D)), model.config.vocab_size, x_BTD, max_logits=CHUNK_LOGITS
     )

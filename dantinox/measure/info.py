@@ -18,6 +18,7 @@ from dantinox.measure.texts import open_text_store, saved_text
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
 from dantinox.model.packed import packed_kinds
+from dantinox.model.positions import packed_positions
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metric_files import evaluation_loss, iter_csv
 from dantinox.run import RunDirectory, open_run
@@ -146,7 +147,7 @@ def _hidden(model: Transformer, batches: Any) -> jax.Array:
     """Returns the final hidden states `[N, B, T, D]` of N validation batches."""
 
     def read(batch: Any) -> jax.Array:
-        positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens_BT.shape[1]), batch.tokens_BT.shape)
+        positions_BT = packed_positions(model.config, batch.segments_BT, model.parallelism)
         return model.hidden(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)[0]
 
     return jax.lax.map(read, batches)

@@ -82,8 +82,11 @@ class Router(nnx.Module):
         self.expert_scale = nnx.Param(jnp.ones(E, jnp.float32)) if self.rule.branch_norms else None
         self.norm = RMSNorm(D, config.norm_epsilon, scaled=False)
 
-    def __call__(self, x_ND: Array, parallelism: Parallelism) -> tuple[Array, Array, Routing]:
-        """Returns experts `[N, K]`, their weights `[N, K]`, and the routing over all devices that share the batch."""
+    def __call__(self, x_ND: Array, parallelism: Parallelism, is_token_N: Array | None = None) -> tuple[Array, Array, Routing]:
+        """Returns experts `[N, K]`, their weights `[N, K]`, and the routing over all devices that share the batch.
+
+        The routing counts only the tokens for which `is_token_N` is true; None: all.
+        """
         K, E = self.rule.top_k, self.rule.count
         x_ND = x_ND.astype(jnp.float32)
         if self.scale is not None:
@@ -101,10 +104,14 @@ class Router(nnx.Module):
             weights_NK = self.rule.scaling * weights_NK
         if self.expert_scale is not None:
             weights_NK = weights_NK * self.expert_scale[...][experts_NK]
-        counts_E = parallelism.psum_batch(count_rows(experts_NK, E))
+        is_token_N = jnp.ones(len(x_ND), bool) if is_token_N is None else is_token_N
+        counts_E = parallelism.psum_batch(count_rows(jnp.where(is_token_N[:, None], experts_NK, E), E))
+        tokens = parallelism.pmean_batch(jnp.sum(is_token_N.astype(jnp.float32)))  # on average per device
+        share_N = is_token_N / jnp.where(tokens > 0, tokens, 1)
         share_NE = scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True)
-        balance = E * jnp.sum(counts_E / jnp.sum(counts_E) * parallelism.pmean_batch(jnp.mean(share_NE, axis=0)))
-        z = parallelism.pmean_batch(jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
+        mean_share_E = parallelism.pmean_batch(jnp.sum(share_N[:, None] * share_NE, axis=0))
+        balance = E * jnp.sum(counts_E / jnp.maximum(jnp.sum(counts_E), 1) * mean_share_E)
+        z = parallelism.pmean_batch(jnp.sum(share_N * jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
         return experts_NK, weights_NK, Routing(balance, z, counts_E)
 
     def _mask_other_groups(self, scores_NE: Array) -> Array:
@@ -204,8 +211,9 @@ class MixtureOfExperts(nnx.Module):
         gate = Linear((config.dim,), (1,), dtype=dtype, rngs=rngs) if config.experts.shared_gate else None
         self.shared_gate = nnx.data(gate)
 
-    def __call__(self, x_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
-        y_BTD, routing = self.routed_experts(x_BTD, x_BTD, parallelism)
+    def __call__(self, x_BTD: Array, parallelism: Parallelism, is_token_BT: Array | None = None) -> tuple[Array, Routing]:
+        """Returns the output, and the routing of the tokens for which `is_token_BT` is true; None: of all."""
+        y_BTD, routing = self.routed_experts(x_BTD, x_BTD, parallelism, is_token_BT)
         if self.shared is None:
             return y_BTD, routing
         shared_BTD = self.shared(x_BTD, parallelism)
@@ -213,10 +221,13 @@ class MixtureOfExperts(nnx.Module):
             shared_BTD *= jax.nn.sigmoid(self.shared_gate(x_BTD))
         return y_BTD + shared_BTD, routing
 
-    def routed_experts(self, x_BTD: Array, routed_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
+    def routed_experts(
+        self, x_BTD: Array, routed_BTD: Array, parallelism: Parallelism, is_token_BT: Array | None
+    ) -> tuple[Array, Routing]:
         """Returns the weighted sum of the expert outputs for each token; the router reads `routed_BTD`."""
         x_ND, routed_ND = (a.reshape(-1, x_BTD.shape[-1]) for a in (x_BTD, routed_BTD))
-        *chosen, routing = self.router(routed_ND, parallelism)
+        is_token_N = None if is_token_BT is None else jnp.broadcast_to(is_token_BT, x_BTD.shape[:2]).reshape(-1)
+        *chosen, routing = self.router(routed_ND, parallelism, is_token_N)
         x_ND, experts_NK, weights_NK = (parallelism.all_gather_tokens(parallelism.copy_to_tp(a)) for a in (x_ND, *chosen))
         y_ND = self._local_experts(x_ND, experts_NK, weights_NK, parallelism)
         y_ND = parallelism.reduce_from_tp(parallelism.reduce_scatter_tokens(y_ND))
@@ -251,10 +262,10 @@ class BranchedExperts(MixtureOfExperts):
         self.shared_norm, self.shared_post_norm = make_norm(config), make_norm(config)
         self.experts_norm, self.experts_post_norm = make_norm(config), make_norm(config)
 
-    def __call__(self, x_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
+    def __call__(self, x_BTD: Array, parallelism: Parallelism, is_token_BT: Array | None = None) -> tuple[Array, Routing]:
         assert self.shared is not None
         shared_BTD = self.shared_post_norm(self.shared(self.shared_norm(x_BTD), parallelism))
-        y_BTD, routing = self.routed_experts(self.experts_norm(x_BTD), x_BTD, parallelism)
+        y_BTD, routing = self.routed_experts(self.experts_norm(x_BTD), x_BTD, parallelism, is_token_BT)
         return shared_BTD + self.experts_post_norm(y_BTD), routing
 
 

@@ -1,12 +1,13 @@
 """Position embeddings: rotary with its scaling rules, learned and sinusoidal."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dantinox.config import RopeScaling
+from dantinox.config import ModelConfig, RopeScaling
 
 
 def rotary_angles(
@@ -94,6 +95,30 @@ def zigzag_positions(device: jax.Array | int, devices: int, length: int) -> jax.
         return jnp.arange(length)
     chunks_2 = jnp.asarray(zigzag_chunks(devices), jnp.int32)[device]
     return (chunks_2[:, None] * (length // 2) + jnp.arange(length // 2)).reshape(length)
+
+
+def packed_positions(config: ModelConfig, segments_BT: jax.Array, parallelism: Any) -> jax.Array:
+    """Returns the positions of the tokens of packed documents, int32 `[B, T]`: 0, 1, 2 … in each segment, −1 for padding.
+
+    If the model uses only differences of positions, the positions in the row, `[1, T]`, have the same effect at less cost.
+
+    Args:
+      segments_BT: segment numbers of consecutive tokens, less than the length of the row; −1 marks padding.
+      parallelism: the `Parallelism` of the model. The tokens of a row may be spread over a ring of devices.
+    """
+    B, T = segments_BT.shape
+    positions_1T = parallelism.local_positions(T)[None].astype(jnp.int32)
+    absolute = config.position in ("learned", "sinusoidal") or config.query_scaling_beta
+    if not absolute and config.experts is None:  # the load of experts excludes padding
+        return positions_1T
+    rows_B1, S = jnp.arange(B)[:, None], T * parallelism.ring
+    index_BT = jnp.where(segments_BT < 0, S, segments_BT)
+    starts_BS = jnp.full((B, S + 1), S, jnp.int32).at[rows_B1, index_BT].min(positions_1T)
+    received_BS = starts_BS
+    for _ in range(parallelism.ring - 1):
+        received_BS = parallelism.ring_shift(received_BS)
+        starts_BS = jnp.minimum(starts_BS, received_BS)
+    return jnp.where(segments_BT < 0, -1, positions_1T - starts_BS[rows_B1, index_BT])
 
 
 def query_scaling(positions_BT: jax.Array, beta: float, context: int) -> jax.Array:

@@ -108,11 +108,12 @@ class Block(nnx.Module):
         y_BTD = self.norm1(x_BTD)
         a_BTD, layer_cache, probed = self.attention(y_BTD, positions_BT, angles, layer_cache, probe, parallelism)
         x_BTD = x_BTD + self._scale_residual(dropout(self.post_norm1(a_BTD), self.dropout_rate, keys[0]))
-        ffn_output: Any = self.ffn(y_BTD if self.parallel else self.norm2(x_BTD), parallelism)
+        y_BTD = y_BTD if self.parallel else self.norm2(x_BTD)
+        routing: Any = None if self.experts is None else zero_routing(self.experts)
         if self.routes:
-            f_BTD, routing = ffn_output
+            f_BTD, routing = self.ffn(y_BTD, parallelism, positions_BT >= 0)
         else:
-            f_BTD, routing = ffn_output, None if self.experts is None else zero_routing(self.experts)
+            f_BTD = self.ffn(y_BTD, parallelism)
         x_BTD = x_BTD + self._scale_residual(dropout(self.post_norm2(f_BTD), self.dropout_rate, keys[1]))
         if self.layer_input is not None and input_BTP is not None:
             x_BTD = self.layer_input(x_BTD, input_BTP)

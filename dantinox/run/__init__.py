@@ -15,6 +15,7 @@ from dantinox.run.calibrations import (
 from dantinox.run.directory import (
     INHERITED_FILES,
     RunDirectory,
+    check_resumable,
     clear_failed_start,
     copy_inherited_files,
     create_run,
@@ -59,6 +60,7 @@ __all__ = [
     "accept_run",
     "copy_inherited_files",
     "clear_failed_start",
+    "check_resumable",
     "create_run",
     "find_chat_template",
     "find_file_damage",

@@ -206,6 +206,18 @@ def newest_run() -> Path | None:
     return max(configs)[1] if configs else None
 
 
+def check_resumable(path: str | Path) -> Path:
+    """Returns the path of the config of a run that training can continue.
+
+    Raises:
+      UserError: the directory has no config.yaml.
+    """
+    config = RunDirectory(path).config
+    if not config.is_file():
+        raise UserError(f"nothing to resume at {path}: it has no {config.name}")
+    return config
+
+
 def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:
     """Opens a trained run for reading.
 

@@ -5,11 +5,12 @@ from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore, LabeledCompletions, Preferences
 from dantinox.text.corpus import Corpus
 from dantinox.text.prompt_store import Prompt, PromptStore
-from dantinox.text.token_store import Batch, Counts, TokenStore
+from dantinox.text.token_store import PADDING, Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
 from dantinox.text.vocabulary import train_tokenizer
 
 __all__ = [
+    "PADDING",
     "Batch",
     "ChatTemplate",
     "ConversationStore",

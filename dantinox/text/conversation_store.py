@@ -8,7 +8,7 @@ import numpy as np
 from dantinox.files import UserError
 from dantinox.text.batch_rows import NO_TOKEN, PackedRows, PairRows, Rows
 from dantinox.text.conversations import DESIRABLE, FIRST_TOKEN, IN_LOSS, RecordForm
-from dantinox.text.token_store import Batch, Counts, TokenStore
+from dantinox.text.token_store import PADDING, Batch, Counts, TokenStore
 
 
 class Preferences(NamedTuple):
@@ -113,11 +113,6 @@ class ConversationStore(TokenStore):
         self._all_rows = [*training, self._validation_rows]
 
     @property
-    def val_bytes_per_token(self) -> float:
-        """Bytes of validation answers per target in the loss; see `TokenStore`."""
-        return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & IN_LOSS))
-
-    @property
     def validation_rows(self) -> int:
         """The number of rows of the validation part; for preferences, the number of all pairs, whose reference is computed."""
         return sum(rows.count for rows in self._all_rows) if self.pairs else self._validation_rows.count
@@ -176,6 +171,7 @@ class ConversationStore(TokenStore):
         ids = np.where(filled, self._ids[safe_indices], self._pad).astype(np.int32)
         marks = np.where(filled, self._marks[safe_indices], 0)
         segments = np.maximum(np.cumsum(marks[..., :-1] & FIRST_TOKEN > 0, axis=-1, dtype=np.int32) - 1, 0)
+        segments = np.where(filled[..., :-1], segments, np.int32(PADDING))
         mask = (marks[..., 1:] == IN_LOSS).astype(np.float32)
         parts = np.ascontiguousarray(ids[..., :-1]), np.ascontiguousarray(ids[..., 1:]), segments, mask
         if not self.pairs:

@@ -9,7 +9,6 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.text.batch_rows import (
     NO_TOKEN,
-    SCAN_TOKENS,
     MixtureRows,
     Rows,
     ShuffledRows,
@@ -18,6 +17,8 @@ from dantinox.text.batch_rows import (
     pack_documents,
 )
 
+PADDING = -1  # segment of the padding of a row
+
 
 class Batch(NamedTuple):
     """B sequences of T tokens for training or evaluation.
@@ -25,8 +26,8 @@ class Batch(NamedTuple):
     Attributes:
       tokens_BT: int32, the inputs.
       targets_BT: int32, the token after each input.
-      segments_BT: int32, the index of the document within the row, from 0. Attention does not cross segments. An EOS token
-        belongs to the document that it ends.
+      segments_BT: int32, the index of the document within the row, from 0; `PADDING` for padding. Attention does not cross
+        segments. An EOS token belongs to the document that it ends.
       mask_BT: float32, 1 where the target is in the loss; 0 for the first token of the next document and for padding.
     """
 
@@ -119,14 +120,6 @@ class TokenStore:
         return [source.rows for source in sources]
 
     @property
-    def val_bytes_per_token(self) -> float:
-        """Bytes of validation text per target in the loss. Bits per byte = loss in nats / ln 2 / this number."""
-        ids, crossings = self.validation_ids[:-1], 0
-        for start in range(0, len(ids) if self._eos is not None else 0, SCAN_TOKENS):
-            crossings += int(np.count_nonzero(ids[start : start + SCAN_TOKENS] == self._eos))
-        return float(self.val.bytes / (len(ids) - crossings))
-
-    @property
     def validation_rows(self) -> int:
         """The number of rows of the validation part, without padding."""
         return -(-(len(self.validation_ids) - 1) // self.sequence_length)
@@ -149,7 +142,8 @@ class TokenStore:
         # Where the tokens of another document follow in a packed row, an EOS token that is also the BOS token is the EOS token.
         ends_chunk = np.diff(indices, axis=1) != 1
         batch = self._make_batch(tokens, targets, np.where(ends_chunk, self._eos or 0, targets) if self.packing else targets)
-        return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
+        segments_BT = np.where(filled[:, :-1], batch.segments_BT, np.int32(PADDING))
+        return batch._replace(segments_BT=segments_BT, mask_BT=batch.mask_BT * filled[:, 1:])
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
         """Yields every validation target once, in order, in a `Batch` of [batch_size, sequence_length].
@@ -170,7 +164,9 @@ class TokenStore:
             valid = np.arange(size) < count
             tokens_BT, targets_BT = inputs.reshape(batch_size, length), outputs.reshape(batch_size, length)
             batch = self._make_batch(tokens_BT, targets_BT, targets_BT)
-            yield batch._replace(mask_BT=batch.mask_BT * valid.reshape(batch_size, length))
+            valid = valid.reshape(batch_size, length)
+            segments_BT = np.where(valid, batch.segments_BT, np.int32(PADDING))
+            yield batch._replace(segments_BT=segments_BT, mask_BT=batch.mask_BT * valid)
 
     def _make_rows(self, start: int, end: int) -> Rows:
         """Builds the rows of a source from its range of tokens."""

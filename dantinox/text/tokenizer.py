@@ -142,6 +142,17 @@ class Tokenizer:
         return () if self.eos_id is None else (self.eos_id,)
 
     @cached_property
+    def _byte_counts_V(self) -> np.ndarray | None:
+        pieces = self.token_pieces
+        return None if pieces is None else np.array([len(piece) for piece in pieces.inner])
+
+    def count_bytes(self, ids_N: np.ndarray) -> int:
+        """Returns the number of UTF-8 bytes that tokens in the middle of a text decode to. Special tokens have none."""
+        if self._byte_counts_V is None:
+            return len(self.decode(ids_N.tolist()).encode())
+        return int(self._byte_counts_V[ids_N].sum())
+
+    @cached_property
     def ids_after_text(self) -> tuple[int, ...]:
         """The tokens that the post-processor of the tokenizer.json adds after a text, such as the EOS token."""
         if self.core.num_special_tokens_to_add(False) == 0:

@@ -1,11 +1,14 @@
 """Checkpoints of a run: the latest few and the best, written by Orbax in the background."""
 
+import contextlib
 import errno
 import itertools
 import logging
 import math
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -14,9 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from dantinox.distributed import broadcast_from_rank0, is_rank0
 from dantinox.files import UserError, first_line
+from dantinox.model.parameters import Parameters
 from dantinox.run import DAMAGED_PREFIX, SAVING_SUFFIX, find_log_damage, find_step_damage, saved_steps, write_step_manifest
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import TrainState
@@ -24,6 +29,9 @@ from dantinox.training.step import TrainState
 REMOVED_SUFFIX = (
     ".removed"  # a step is moved here before its deletion, so that a killed process never leaves half a step in place
 )
+
+ORDINARY_PATH = re.compile(r"/(?!(gs|s3|az|hf)/)[\w./-]*", re.ASCII)
+READ_BACK_BYTES = 1 << 16  # bytes of a new checkpoint that are read back through Orbax; the manifest covers all bytes
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ class Checkpoints:
     """The directory `checkpoints/` of a run, with an Orbax manager that keeps the best step and the latest `keep_last` steps.
 
     At least two of the latest steps are kept. Orbax does not detect a changed byte, so every step has a manifest of checksums,
-    which is written when Orbax has finished the step. Until then, a file `12.saving` marks step 12 as unfinished, and the
-    previous step is kept.
+    which is written when Orbax has finished the step and has restored a part of it. Until then, a file `12.saving` marks step
+    12 as unfinished, and the previous step is kept.
 
     Args:
       path: the directory.
@@ -87,14 +95,29 @@ class Checkpoints:
       logs: log files that grow during training. Each manifest covers their contents at the time its step was saved.
 
     Raises:
-      UserError: every method raises it if the disk is full, read-only or missing. Older steps are intact then.
+      UserError: every method raises it if the disk is full, read-only or missing, or if a new step cannot be read back. Older
+        steps are intact then.
     """
 
     def __init__(self, path: Path, keep_last: int, logs: Sequence[Path] = ()):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every step as a warning
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every step, and the errors that it raises
         self.path, self._keep_last, self._logs = path.absolute(), keep_last, tuple(logs)
         self._writer = ThreadPoolExecutor(1, "manifest")
         self._manifest: Future[None] | None = None  # of the last step that was saved
+        self._link = contextlib.ExitStack()  # removes the link of `_orbax_path`
+
+    @cached_property
+    def _orbax_path(self) -> Path:
+        """The directory under a name that Orbax accepts: a temporary link if the path has unusual characters.
+
+        Orbax uses the path in glob patterns and URLs without escaping it, and takes `/gs/…` for a bucket.
+        """
+        if ORDINARY_PATH.fullmatch(str(self.path)):
+            return self.path
+        link = Path(self._link.enter_context(tempfile.TemporaryDirectory(prefix="dantinox-")), self.path.name)
+        self.path.mkdir(exist_ok=True)  # Orbax cannot create the target of a link
+        link.symlink_to(self.path, target_is_directory=True)
+        return link
 
     @cached_property
     def _manager(self) -> Any:
@@ -113,7 +136,8 @@ class Checkpoints:
             todelete_subdir=REMOVED_SUFFIX,
             enable_async_checkpointing=True,
         )
-        return self._guard_disk(lambda: orbax.CheckpointManager(self.path, options=options, item_names=("state", "facts")))
+        names = "state", "facts"
+        return self._guard_disk(lambda: orbax.CheckpointManager(self._orbax_path, options=options, item_names=names))
 
     def save(
         self, step: int, state: TrainState, progress: TrainingProgress, facts: dict[str, Any], val_loss: float | None
@@ -124,6 +148,7 @@ class Checkpoints:
         self.wait()
         args, record = orbax.args, facts | {"progress": asdict(progress)}
         arguments = args.Composite(state=args.StandardSave(_state_dict(state)), facts=args.JsonSave(record))
+        small = _smallest_arrays(state.parameters)
         metrics = None if val_loss is None else {"val_loss": val_loss}
 
         def begin() -> None:
@@ -132,15 +157,40 @@ class Checkpoints:
             if is_rank0():
                 self._unfinished(step).touch()
             manager.save(step, args=arguments, metrics=metrics, force=True)
-            self._manifest = self._writer.submit(self._finish, step, facts, logs)
+            self._manifest = self._writer.submit(self._finish, step, small, facts, logs)
 
         self._guard_disk(begin)
 
-    def _finish(self, step: int, facts: dict[str, Any], logs: dict[Path, int]) -> None:
+    def _finish(self, step: int, small: list[str], facts: dict[str, Any], logs: dict[Path, int]) -> None:
         self._manager.wait_until_finished()
         if is_rank0():
+            self._read_back(step, small)
             write_step_manifest(self.path / str(step), facts, logs)
             self._unfinished(step).unlink()
+
+    def _read_back(self, step: int, small: list[str]) -> None:
+        """Restores the step number and some parameters of a new checkpoint, as a resumed run will restore all arrays.
+
+        Args:
+          small: the names of the parameters to restore.
+
+        Raises:
+          UserError: they cannot be restored, or belong to another step.
+        """
+        import orbax.checkpoint as orbax
+
+        folder = self._orbax_path / str(step)
+        item: dict[str, Any] = {"step": 0} | ({"parameters": dict.fromkeys(small, 0)} if small else {})
+        restore_args = jax.tree.map(lambda _: orbax.RestoreArgs(restore_type=np.ndarray), item)
+        arguments = orbax.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+        try:
+            found = orbax.PyTreeCheckpointHandler().restore(folder / "state", args=arguments)["step"]
+            orbax.JsonCheckpointHandler().restore(folder / "facts")
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            message = f"the checkpoint of step {step} in {self.path} cannot be read back: {self._disk_problem(error)}"
+            raise UserError(message) from error
+        if found != step:
+            raise UserError(f"the checkpoint of step {step} in {self.path} cannot be read back: it holds step {found}")
 
     def restore(self, abstract: TrainState) -> RestoredCheckpoint | None:
         """Restores the newest intact step with the shardings of `abstract`; returns None if no step was completed.
@@ -219,8 +269,9 @@ class Checkpoints:
             self.wait()
         finally:
             self._writer.shutdown()
-            if "_manager" in self.__dict__:
-                self._guard_disk(self._manager.close)
+            with self._link:
+                if "_manager" in self.__dict__:
+                    self._guard_disk(self._manager.close)
 
     def _unfinished(self, step: int) -> Path:
         return self.path / f"{step}{SAVING_SUFFIX}"
@@ -262,14 +313,14 @@ class Checkpoints:
         self._check_shapes(step, expected)
         arguments = args.Composite(state=args.StandardRestore(_with_sharding(expected)), facts=args.JsonRestore())
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
-            restored = checkpointer.restore(self.path / str(step), args=arguments)
+            restored = checkpointer.restore(self._orbax_path / str(step), args=arguments)
         return TrainState(*(restored.state[name] for name in expected)), dict(restored.facts)
 
     def _check_shapes(self, step: int, expected: dict[str, Any]) -> None:
         """Raises UserError if a step differs from `expected` in the names or shapes of its arrays."""
         import orbax.checkpoint as orbax
 
-        metadata = orbax.StandardCheckpointHandler().metadata(self.path / str(step) / "state")
+        metadata = orbax.StandardCheckpointHandler().metadata(self._orbax_path / str(step) / "state")
         saved = {name: shape for name, shape in _shapes(metadata).items() if name.partition("/")[0] in expected}
         needed = _shapes(expected)
         for name in sorted(needed.keys() | saved.keys()):
@@ -283,22 +334,34 @@ class Checkpoints:
         except UserError:
             raise
         except (OSError, ValueError, RuntimeError) as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
+            if "RESOURCE_EXHAUSTED" in str(error) and not _os_error(error):
                 raise  # the error is about memory, not about the disk
             raise UserError(f"cannot write checkpoints to {self.path}: {self._disk_problem(error)}") from error
 
     def _disk_problem(self, error: Exception) -> str:
-        """Returns the disk error in one phrase; Orbax may report it inside a long message."""
-        if not self.path.is_dir():
-            return "the directory no longer exists"
-        messages = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
-        return next((message for message in messages if message in str(error)), first_line(error))
+        """Returns the disk error in one phrase."""
+        return (_os_error(error) or first_line(error)) if self.path.is_dir() else "the directory no longer exists"
+
+
+def _os_error(error: Exception) -> str:
+    """Returns the operating system's error that Orbax reports inside a long message, in one phrase, or ""."""
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(code[1]))
+    messages = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
+    return next((message for message in messages if message in str(error)), "")
 
 
 def _state_dict(state: TrainState) -> dict[str, Any]:
     """Returns the state as a dictionary with the field names that the files use."""
     saved_as = {"loss_since_eval": "since_row", "loss_since_log": "since_line"}
     return {saved_as.get(name, name): value for name, value in state._asdict().items()}
+
+
+def _smallest_arrays(parameters: Parameters) -> list[str]:
+    """Returns the names of the smallest parameters, up to `READ_BACK_BYTES` together."""
+    names = sorted(parameters, key=lambda name: parameters[name].nbytes)
+    sizes = itertools.accumulate(parameters[name].nbytes for name in names)
+    return [name for name, size in zip(names, sizes, strict=True) if size <= READ_BACK_BYTES]
 
 
 def _with_sharding(tree: Any) -> Any:

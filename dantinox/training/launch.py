@@ -18,6 +18,7 @@ from dantinox.report import Console, human_count, open_console, table, trackers
 from dantinox.run import (
     INHERITED_FILES,
     RunDirectory,
+    check_resumable,
     clear_failed_start,
     copy_inherited_files,
     create_run,
@@ -94,8 +95,8 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
             nonlocal prepared
             make_layout(settings, settings.trained_architecture(vocab_size=1))  # report an invalid mesh first
             run = RunDirectory(run_dir or "") if resume else create_run(run_dir)
-            if resume and not run.config.is_file():
-                raise UserError(f"nothing to resume at {run_dir}: it has no {run.config.name}")
+            if resume:
+                check_resumable(run.path)
             stack.enter_context(run.lock())
             with stop_request():  # SIGTERM raises, so that an incomplete run is removed
                 prepared = (_prepare_resumed_run if resume else _prepare_new_run)(settings, run, console)

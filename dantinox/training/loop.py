@@ -23,7 +23,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -315,8 +315,9 @@ class Trainer:
                 self.log.check(self.step, mean)
             self.state = self.state._replace(loss_since_eval=self._zeros())
             per_token, nats = self.train_step.objective.per_token, metrics.get("val_data_loss", loss)
-            has_text = per_token and self.sampled is None
-            bits = nats / math.log(2) / self.store.val_bytes_per_token if has_text else None
+            bits = None
+            if per_token and self.sampled is None and self._bytes_per_target:
+                bits = nats / math.log(2) / self._bytes_per_target
             row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
             if self.rollouts is not None:
                 reward = _mean(self.progress.rewards_since_eval) if self.step else None
@@ -355,6 +356,15 @@ class Trainer:
         if self.sampled is not None:
             return self.sampled.validation(self.state, rows)
         return self.store.validation(rows, self.config.training.eval_tokens)
+
+    @cached_property
+    def _bytes_per_target(self) -> float:
+        """UTF-8 bytes of the evaluated targets, per target."""
+        size = count = 0
+        for batch in self._validation_batches(self.programs.eval_rows):
+            targets_N = batch.targets_BT[batch.mask_BT > 0]
+            size, count = size + self.tokenizer.count_bytes(targets_N), count + len(targets_N)
+        return size / max(count, 1)
 
     def _write_sample(self, sample: Sampler) -> None:
         """Writes a text sample. A failure is only noted on the console, since training does not depend on samples."""

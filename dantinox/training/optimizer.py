@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import optax
 from dantinox.config.training_settings import TrainingSection
 from dantinox.distributed import Layout
 from dantinox.model.parameters import Parameters
-from dantinox.training.muon import muon
+from dantinox.training.muon import MuonState, NorMuonState, muon
 from dantinox.training.orthogonalize import matrix_shape
 from dantinox.training.weight_decay import add_weight_decay
 
@@ -21,8 +22,10 @@ Schedule = Callable[[Any], jax.Array]
 def schedule(training: TrainingSection, steps: int) -> Schedule:
     """Returns a function that maps the optimizer step (0 is the first) to a factor in [0, 1].
 
-    A learning rate is its peak value times this factor. The factor rises linearly over `warmup_steps` (it is not 0 at step 0)
-    and reaches `min_lr_ratio` in the last of `steps`.
+    A learning rate is its peak value times this factor. With w `warmup_steps` the factor of step n is the product of
+    min(1, (n + 1) / (w + 1)) and the decay, which falls from 1 in step w to `min_lr_ratio` in step `steps` − 1 (`wsd`: over the
+    last `decay_fraction` of the steps). So the peak is reached in step w, after w smaller steps. If w is `steps` − 1 or more,
+    `cosine` and `linear` have no decay; if w is `steps`, the peak is not reached.
     """
     warmup, low = training.warmup_steps, training.min_lr_ratio
     if warmup is None or warmup > steps:
@@ -143,6 +146,21 @@ def _with_matrix_shapes(rule: optax.GradientTransformation) -> optax.GradientTra
         return {name: joined(name, g.shape) for name, g in gradients.items()}, state
 
     return optax.GradientTransformation(lambda parameters: rule.init(flat(parameters)), update)
+
+
+# The states that hold the step of the schedule, and the name of that field. Other counts belong to moments and averages.
+SCHEDULE_STEPS: dict[type, str] = {optax.ScaleByScheduleState: "count", MuonState: "steps", NorMuonState: "steps"}
+
+
+def update_if(taken: jax.Array, after: Any, before: Any) -> Any:
+    """Returns the optimizer state after a step if the step is taken, else the state before it with an advanced schedule."""
+
+    def choose(new: Any, old: Any) -> Any:
+        chosen = jax.tree.map(partial(jnp.where, taken), new, old)
+        field = SCHEDULE_STEPS.get(type(new))
+        return chosen if field is None else chosen._replace(**{field: getattr(new, field)})
+
+    return jax.tree.map(choose, after, before, is_leaf=lambda node: type(node) in SCHEDULE_STEPS)
 
 
 class EMAState(NamedTuple):

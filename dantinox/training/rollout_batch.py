@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config.grpo_settings import Normalization
-from dantinox.text import Batch
+from dantinox.text import PADDING, Batch
 
 
 class Rollout(NamedTuple):
@@ -58,12 +58,13 @@ def answer_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: in
     All tokens of an answer are targets, including the token that ended it.
     """
     tokens_RT, targets_RT = (np.full((len(pairs), length), pad_id, np.int32) for _ in range(2))
-    mask_RT = np.zeros((len(pairs), length), np.float32)
+    segments_RT, mask_RT = np.full((len(pairs), length), PADDING, np.int32), np.zeros((len(pairs), length), np.float32)
     for row, (prompt, answer) in enumerate(pairs):
         ids = (*prompt, *answer)
         tokens_RT[row, : len(ids) - 1], targets_RT[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        segments_RT[row, : len(ids) - 1] = 0
         mask_RT[row, len(prompt) - 1 : len(ids) - 1] = 1
-    return Batch(tokens_RT, targets_RT, np.zeros_like(tokens_RT), mask_RT)
+    return Batch(tokens_RT, targets_RT, segments_RT, mask_RT)
 
 
 def token_weights(mask_RT: np.ndarray, normalization: Normalization, max_new_tokens: int) -> np.ndarray:

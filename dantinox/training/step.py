@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from dantinox.text import Batch
 from dantinox.training.eval_step import add_kl, make_eval_step, teacher_specs
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import OBJECTIVES
-from dantinox.training.optimizer import EMAState, Schedule, optimizer, schedule
+from dantinox.training.optimizer import EMAState, Schedule, optimizer, schedule, update_if
 from dantinox.training.teacher import Teacher
 from dantinox.training.token_losses import LossSums
 
@@ -213,7 +213,8 @@ class TrainStep:
         if training.nan_policy == "skip":
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             loss_and_count = jnp.where(finite, loss_and_count, 0.0)
-            parameters, moments = _keep_if_finite(finite, (parameters, moments), (state.parameters, state.optimizer))
+            parameters = jax.tree.map(partial(jnp.where, finite), parameters, state.parameters)
+            moments = update_if(finite, moments, state.optimizer)
         since_eval, since_log = (total + loss_and_count for total in (state.loss_since_eval, state.loss_since_log))
         next_state = TrainState(state.step + 1, parameters, moments, since_eval, since_log)
         return next_state, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, metrics)
@@ -286,11 +287,6 @@ class TrainStep:
         if self.config.training.objective == "grpo" and self.config.grpo.updates > 1:
             return shapes._replace(old_RT=shapes.mask_RT)
         return shapes
-
-
-def _keep_if_finite(finite: jax.Array, after: Any, before: Any) -> Any:
-    """Returns `after` if the step was finite, else `before`. Integers are step counts and always advance, like the schedule."""
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if jnp.issubdtype(a.dtype, jnp.floating) else a, after, before)
 
 
 def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: float, kinds: int) -> Parameters:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from dantinox.model import Transformer
 from dantinox.model.moe import Routing
+from dantinox.model.positions import packed_positions
 from dantinox.platform import get_platform
 
 # Logits in memory at one time: 64 MiB in float32. Larger batches are scored in chunks.
@@ -76,9 +77,8 @@ def hidden_states(
     If devices share the tokens, N is the number of this device's tokens.
     """
     B, T = batch.tokens_BT.shape
-    # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
-    positions_1T = model.parallelism.local_positions(T)[None]
-    x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
+    positions_BT = packed_positions(model.config, batch.segments_BT, model.parallelism)
+    x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT, rngs=rngs)
     shard = model.parallelism.local_shard  # selects this device's part of the tokens that several devices share
     x_ND, targets_N, mask_N = (
         shard(x) for x in (x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1))

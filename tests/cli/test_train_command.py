@@ -39,6 +39,7 @@ def train(environment, *argv):
             "moe.top_k_mlp must be at most moe.n_experts, got 3 and 2",
         ),
         (["--resume"], "--resume needs --run_dir"),
+        (["--resume", "--run_dir", "gone", "--tokenizer_type", "byte"], "nothing to resume at gone: it has no config.yaml"),
     ],
 )
 def test_an_error_of_train(dantinox, tmp_path, flags, says):
@@ -222,6 +223,18 @@ def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.025, got 1" in err
     code, out, _ = dantinox("info", run)
     assert code == 0 and "val loss" in out and "weights int8" in out and "perplexity" in out
+
+
+@pytest.mark.slow
+def test_a_run_directory_may_have_any_name(dantinox, tmp_path, text):
+    run = tmp_path / "[/a-1] *?\\'\"\nè"
+    code, _, err = dantinox("train", "--config", ROOT / "configs/quickstart.yaml", "--data_path", text, "--run_dir", run, *TINY)
+    assert code == 0 and "finished at step 4" in err
+    code, _, err = dantinox("train", "--run_dir", run, "--resume", "--steps", 6)
+    assert code == 0 and "resumed from step 4" in err and "finished at step 6" in err
+    assert dantinox("verify", run)[0] == 0
+    code, out, _ = dantinox("generate", "--run_dir", run, "--prompt", "Nel", "--max_new_tokens", 4, "--greedy")
+    assert code == 0 and out.startswith("Nel")
 
 
 def test_dry_run_and_print_config_write_no_files(dantinox, tmp_path, text, monkeypatch):

@@ -2,7 +2,7 @@
 
 import math
 import re
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from dantinox.measure.program_cost import Work, count_work
 from dantinox.model import chunked_attention as chunked
 from dantinox.model import ring_attention as ring
 from dantinox.model.layers import Softmax
+from dantinox.model.positions import packed_positions
 from tests.error_texts import ERRORS
 
 from .mesh import layout_of, program, same, settings, trained
@@ -138,6 +139,16 @@ def test_masks_are_not_saved_by_a_loop_over_layers(monkeypatch):
     traced = jax.make_jaxpr(mesh.shard_map(gradient, (SHARDED,) * 4, SHARDED))(q, k, v[..., :H], segments)
     sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"bool\[([\d,]+)\]", str(traced))]
     assert max(sizes) == B * K * G * 2 * (T // 8)  # one block of queries with one chunk of keys
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_positions_of_segments_on_several_devices_start_at_zero(n):
+    mesh, segments = layout(n), np.array([[0] * 3 + [1] * 20 + [2] * 7 + [-1] * 2, [0] * 31 + [1]], np.int32)
+    wanted = np.array([[*range(3), *range(20), *range(7), -1, -1], [*range(31), 0]])
+    model = settings("dense", attention__use_rotary_pos=False, attention__trainable_pos=True, model__max_context=T)
+    local = partial(packed_positions, model.architecture(V), parallelism=mesh.parallelism)
+    found = jax.jit(mesh.shard_map(local, (SHARDED,), SHARDED))(segments[:, order_of(n)])
+    np.testing.assert_array_equal(np.asarray(found)[:, np.argsort(order_of(n))], wanted)
 
 
 def test_each_device_gets_two_chunks_at_their_positions():

@@ -67,12 +67,11 @@ def test_rows_hold_whole_conversations_and_mask_answers(prepared):
         for tokens, targets, segments, mask in zip(*store.batch(step), strict=True):
             rows[text_of([*tokens, targets[-1]])] = (text_of(targets[mask == 1]), segments.tolist())
     assert rows == {
-        "uqar$usat$___": ("r$t$", [0] * 12),
-        "uaab$ucad$___": ("d$", [0] * 12),  # if the prompt contains answers, only the completion is in the mask
+        "uqar$usat$___": ("r$t$", [0] * 10 + [-1] * 2),
+        "uaab$ucad$___": ("d$", [0] * 10 + [-1] * 2),  # if the prompt contains answers, only the completion is in the mask
         "uhiayo$upaok$": ("yo$ok$", [0] * 7 + [1] * 5),
     }
     assert batch.mask_BT.dtype == np.float32 and batch.tokens_BT.dtype == batch.segments_BT.dtype == np.int32
-    assert store.val_bytes_per_token == 1 / 2
     again = open_store(config, directory, BYTES)
     for one, other in zip(store.batch(7), again.batch(7), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -114,7 +113,8 @@ def test_pairs_and_their_references(prepared):
     assert store.validation_rows == len(list(store.all_pairs(1))) == 5
     store.reference = np.arange(12, dtype=np.float32).reshape(6, 2)
     batch = store.batch(0)
-    assert batch.tokens_P2T.shape == (2, 2, 12) and (batch.segments_P2T == 0).all()
+    assert batch.tokens_P2T.shape == (2, 2, 12)
+    assert (batch.segments_P2T == np.where(batch.tokens_P2T == 256, -1, 0)).all()
     for tokens, reference in zip(batch.tokens_P2T, batch.reference_P2, strict=True):
         number = [0, 2, 3, 4, 5]["abcde".index(chr(tokens[0, 1]))]
         assert reference.tolist() == [2 * number, 2 * number + 1]
@@ -283,7 +283,11 @@ def test_labeled_completions_have_a_mismatched_completion(prepared):
         4: ["5$", "four$", False],
     }
     batch = store.batch(0)
-    assert batch.tokens_P2T.shape == (2, 2, 12) and (batch.segments_P2T == 0).all() and not batch.kl_P.any()
+    assert (
+        batch.tokens_P2T.shape == (2, 2, 12)
+        and (batch.segments_P2T == np.where(batch.tokens_P2T == 256, -1, 0)).all()
+        and not batch.kl_P.any()
+    )
     assert {text_of(tokens[:3]) for tokens in batch.tokens_P2T.reshape(4, 12)} == {"upa"}
     validation = next(store.validation(3))
     assert validation.desirable_P.tolist() == [True, False, False] and not validation.mask_P2T[2].any()

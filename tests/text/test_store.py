@@ -167,9 +167,10 @@ def test_validation_yields_every_target_once(val: list[int], batch: int, limit: 
     assert set(inputs[count:].tolist()) | set(targets[count:].tolist()) <= {PAD}
     assert store.validation_rows == len(list(store.validation(1)))
     assert mask.tolist() == [float(token != EOS) for token in val[:count]] + [0.0] * (len(mask) - count)
-    for one in batches:
-        for row, segments in zip(one.tokens_BT.tolist(), one.segments_BT.tolist(), strict=True):
-            assert segments == naive(row)[0]
+    rows = [(row, segments) for one in batches for row, segments in zip(one.tokens_BT, one.segments_BT, strict=True)]
+    for number, (row, segments) in enumerate(rows):
+        size = max(0, min(4, count - 4 * number))
+        assert segments.tolist() == naive(row[:size].tolist())[0] + [-1] * (4 - size)
 
 
 def test_too_little_text_names_both_numbers() -> None:

@@ -230,3 +230,10 @@ def test_very_long_words_are_split_for_training() -> None:
 def test_import_is_light() -> None:
     code = "import sys, dantinox.text; sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_bytes_of_tokens_are_those_of_their_text(kind):
+    tokenizer = make(kind)
+    ids = np.array([*tokenizer.encode(CORPUS), tokenizer.eos_id])
+    assert tokenizer.count_bytes(ids) == len(CORPUS.encode())

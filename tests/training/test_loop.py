@@ -145,7 +145,16 @@ def test_exported_weights_are_those_of_the_best_evaluation(workshop):
     best = min(rows, key=lambda row: row["val_loss"])
     assert best["step"] < 24
     assert loss == pytest.approx(best["val_loss"], rel=1e-5)
-    assert best["bits_per_byte"] == pytest.approx(best["val_loss"] / np.log(2) * 299 / 600)
+    targets = store.validation_ids[1:]
+    assert best["bits_per_byte"] == pytest.approx(best["val_loss"] / np.log(2) * 299 / np.sum(1 + targets % 3))
+
+
+def test_bits_per_byte_count_the_bytes_of_the_evaluated_targets(workshop):
+    """The first 40 targets of the validation part; they have more or fewer bytes per target than the whole part."""
+    config = small_config(training__eval_tokens=40)
+    run, targets = workshop.train("run", config), small_store(config).validation_ids[1:41]
+    for row in read_csv(run.log(config)):
+        assert row["bits_per_byte"] == pytest.approx(row["val_loss"] / np.log(2) * 40 / np.sum(1 + targets % 3))
 
 
 def test_moving_average_is_evaluated_sampled_and_exported(workshop, logged):

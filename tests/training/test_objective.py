@@ -9,7 +9,7 @@ from flax import nnx
 
 from dantinox.model.parameters import abstract_model
 from dantinox.platform import PLATFORMS
-from dantinox.text import Batch
+from dantinox.text import PADDING, Batch
 from dantinox.training.token_losses import next_token_losses
 
 from .small import VOCABULARY, largest_array, random_weights, small_config, temporary_bytes
@@ -129,3 +129,53 @@ def test_dropout_needs_a_key(model, batch):
     first, again, other = (float(summed(model, batch, jax.random.key(seed)).nats) for seed in (1, 1, 2))
     assert first == again
     assert len({plain, first, other}) == 3
+
+
+def packed_and_apart(length):
+    """Returns two documents of 3 and 4 tokens in one row, and in a row each; the rest of a row is padding."""
+    ids = np.random.default_rng(1).integers(0, VOCABULARY, 8).astype(np.int32)
+
+    def rows(*parts):
+        tokens, targets, segments, mask = (np.full((len(parts), length), fill) for fill in (0, 0, PADDING, 0))
+        for row, part in enumerate(parts):
+            for segment, (start, end) in enumerate(part):
+                place = slice(start - part[0][0], end - part[0][0])
+                tokens[row, place], targets[row, place] = ids[start:end], ids[start + 1 : end + 1]
+                segments[row, place], mask[row, place] = segment, 1
+        return Batch(*(array.astype(np.int32) for array in (tokens, targets, segments)), mask.astype(np.float32))
+
+    return rows([(0, 3), (3, 7)]), rows([(0, 3)], [(3, 7)])
+
+
+LEARNED = {"attention.use_rotary_pos": False, "attention.trainable_pos": True}
+POSITIONS = {
+    "rotary": {},
+    "learned": LEARNED,
+    "sinusoidal": {"attention.use_rotary_pos": False, "attention.absolute_pos": True},
+    "scaled queries": {
+        "attention.rope_scaling": "yarn", "attention.rope_factor": 4, "attention.rope_original_context": 2,
+        "attention.query_scaling_beta": 0.5,
+    },
+    "learned, with experts": LEARNED | {"moe.use_moe": True, "moe.n_experts": 4, "moe.top_k_mlp": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_packed_documents_have_the_loss_of_separate_ones(name):
+    """Positions start at 0 in each segment; sums of 7 losses differ by some float32 roundings."""
+    model = model_of(small_config(**POSITIONS[name], **{"model.dropout_rate": 0}).architecture(VOCABULARY))
+    packed, apart = (summed(model, batch) for batch in packed_and_apart(8))
+    np.testing.assert_allclose(packed.nats, apart.nats, rtol=2e-6)
+
+
+def test_padding_does_not_count_in_the_routing_of_experts():
+    changes = {"moe.use_moe": True, "moe.n_experts": 4, "moe.top_k_mlp": 2, "model.dropout_rate": 0, "model.max_context": 24}
+    model = model_of(small_config(**changes).architecture(VOCABULARY))
+    without = [np.array(x)[:, :7] for x in packed_and_apart(8)[0]]
+    expected = summed(model, Batch(*without)).routing
+    assert np.asarray(expected.counts_E).sum() == 2 * 7 and expected.balance > 0 and expected.z > 0
+    for batch in (packed_and_apart(8)[0], packed_and_apart(24)[0], packed_and_apart(8)[1]):
+        routing = summed(model, batch).routing
+        np.testing.assert_array_equal(routing.counts_E, expected.counts_E)
+        np.testing.assert_allclose(routing.balance, expected.balance, rtol=2e-6)
+        np.testing.assert_allclose(routing.z, expected.z, rtol=2e-6)

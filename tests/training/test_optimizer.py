@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.model.parameters import abstract_model
 from dantinox.training.muon import MOMENTUM
-from dantinox.training.optimizer import optimizer, schedule
+from dantinox.training.optimizer import optimizer, schedule, update_if
 from dantinox.training.orthogonalize import matrix_shape, orthogonalize
 
 from .small import VOCABULARY, random_weights, small_config
@@ -68,6 +68,47 @@ def test_wsd_is_flat_and_then_falls_to_the_last_step():
 def test_schedules_end_at_the_ratio_even_when_short(name):
     assert factors(name, steps=5, warmup=0)[-1] == pytest.approx(0.1)
     assert np.isfinite(factors(name, steps=1, warmup=1)).all()
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+@pytest.mark.parametrize(("warmup", "ends"), [(8, (1, 0.1)), (9, (0.9, 1)), (10, (9 / 11, 10 / 11))])
+def test_warmup_as_long_as_the_run_leaves_no_decay(name, warmup, ends):
+    np.testing.assert_allclose(factors(name, steps=10, warmup=warmup)[-2:], ends, rtol=1e-6)
+
+
+def test_factors_of_overlapping_warmup_and_decay_multiply():
+    decay = np.array([1.0] * 5 + [1, 0.775, 0.55, 0.325, 0.1])
+    rise = np.minimum(1, np.arange(1, 11) / 8)
+    np.testing.assert_allclose(factors("wsd", steps=10, warmup=7, decay_fraction=0.4), rise * decay, rtol=1e-6)
+
+
+RULES = ("adamw", "muon", "normuon", "lion", "adafactor", "sgd")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_skipped_step_changes_nothing_but_the_step_of_the_schedule(name):
+    """The next update is that of a run without the skipped step, at the learning rate of the next step."""
+    given = (
+        {"training__optimizer": "muon", "training__muon_normalize": True}
+        if name == "normuon"
+        else {"training__optimizer": name}
+    )
+    config = small_config(
+        **given, training__ema=0.9, training__weight_decay=0.0, training__schedule="linear", training__warmup_steps=0,
+        training__min_lr_ratio=0.5, training__steps=3,
+    )  # fmt: skip
+    rule = optimizer(config.training, 3)
+    parameters = {"blocks/0/ffn/down/kernel": jnp.ones((2, 3)), "norm/scale": jnp.ones(4)}
+    gradients = jax.tree.map(lambda p: jnp.arange(1.0, p.size + 1).reshape(p.shape), parameters)
+    start = rule.init(parameters)
+    _, bad = rule.update(jax.tree.map(lambda g: g * jnp.nan, gradients), start, parameters)
+    got, got_state = rule.update(gradients, update_if(jnp.array(False), bad, start), parameters)
+    expected, state = rule.update(gradients, start, parameters)
+    for parameter, wanted in expected.items():  # the factors of steps 1 and 0 are 0.75 and 1
+        np.testing.assert_allclose(got[parameter], 0.75 * wanted, rtol=1e-6)
+    assert got_state.steps == state.steps == 1
+    taken, expected_state = update_if(jnp.array(True), state, start), state
+    jax.tree.map(np.testing.assert_array_equal, taken, expected_state)
 
 
 def test_muon_trains_hidden_matrices_but_no_tables():
