@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.files import first_line, quote, require_extra
 from dantinox.text import Tokenizer
+from dantinox.text.json_schemas import all_numbers, is_exact, rewrite_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -37,6 +38,12 @@ WHITESPACE: dict[str, dict[str, Any]] = {
     "compact": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"},
     "flexible": {"whitespace_pattern": r"( |\n[ \t]{0,16})?"},
 }
+# Patterns of messages of llguidance, and what to say instead.
+MESSAGES = (
+    (r"oneOf constraints are not supported.*", "oneOf is supported only if no value can match two of its options: use anyOf"),
+    (r"Unimplemented keys: \[(.*)\]", r"unsupported keywords: \1"),
+    (r"lookarounds not supported yet; (?:Start|End) in regex (.*)", r"^ or $ inside of the pattern \1 is not supported"),
+)
 DISPLAY_NAMES = {
     "json_schema": "the JSON schema",
     "json_object": "the JSON object",
@@ -302,18 +309,39 @@ def _to_grammar(library: Any, constraint: Constraint, json_whitespace: str = "co
     if kind == "gbnf":
         return str(make.grammar_from_lark(_gbnf_to_lark(source)))
     schema = {"type": "object"} if kind == "json_object" else _parse_schema(source)
+    if literals := _inexact_literals(schema):
+        return str(make.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in literals)))
     try:
-        return str(make.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE[json_whitespace]))
+        rewritten = json.dumps(rewrite_schema(schema), allow_nan=False)
+    except ValueError as error:
+        raise UserError(f"the JSON schema cannot be used: {error}") from None
+    except RecursionError:
+        raise UserError("the JSON schema is nested too deeply") from None
+    try:
+        return str(make.grammar_from_json_schema(rewritten, defaults=WHITESPACE[json_whitespace]))
     except ValueError as error:
         raise _to_user_error(kind, str(error)) from None
 
 
+def _inexact_literals(schema: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of a schema that only lists integers, if llguidance would round one of them."""
+    keys = schema.keys() - {"title", "description", "$schema"}
+    values = schema.get("enum", [schema.get("const")])
+    lists_integers = keys <= {"enum", "type"} or keys <= {"const", "type"}
+    lists_integers &= schema.get("type", "integer") in ("integer", "number") and isinstance(values, list)
+    if not lists_integers or not all(type(value) is int for value in values) or all_numbers(values, is_exact):
+        return []
+    return [str(value) for value in values]
+
+
 def _parse_schema(source: str) -> dict[str, Any]:
-    def refuse(constant: str) -> None:
-        raise UserError(f"the JSON schema is not valid JSON: it contains {constant}")
+    def convert(constant: str) -> float:  # Infinity is what `json.dumps` writes for a number such as 1e400
+        if constant == "NaN":
+            raise UserError("the JSON schema is not valid JSON: it contains NaN")
+        return float(constant)
 
     try:
-        schema = json.loads(source, parse_constant=refuse)
+        schema = json.loads(source, parse_constant=convert)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"the JSON schema is not valid JSON in {where}: {error.msg}") from None
@@ -366,6 +394,8 @@ def _to_user_error(kind: str, message: str) -> UserError:
         where = f" in line {line[1]}"
     reason = error_line[1] if error_line else first_line(ValueError(message[line.end() :] if line else message))
     reason = reason.removesuffix("<non-verbose/>").strip()
+    for pattern, replacement in MESSAGES:
+        reason = re.sub(pattern, replacement, reason)
     if "NoExtension" in reason:
         reason = "no text satisfies it"
     elif "recursion" in reason or "nest" in reason:

@@ -85,7 +85,9 @@ class ConstraintBody(StrictBody):
         guided = self.guided_json
         found = {
             "response_format": self._format_constraint(),
-            "guided_json": guided and Constraint("json_schema", guided if isinstance(guided, str) else json.dumps(guided)),
+            "guided_json": Constraint("json_schema", guided if isinstance(guided, str) else json.dumps(guided))
+            if guided not in (None, "")
+            else None,
             "guided_regex": self.guided_regex and Constraint("regex", self.guided_regex),
             "guided_grammar": self.guided_grammar and Constraint("lark", self.guided_grammar),
             "grammar": self.grammar and Constraint("gbnf", self.grammar),
@@ -94,6 +96,10 @@ class ConstraintBody(StrictBody):
         if len(names) > 1:
             raise RequestError(400, f"{names[0]} and {names[1]} both constrain the answer: use one of them", param=names[1])
         return next((constraint for constraint in found.values() if isinstance(constraint, Constraint)), None)
+
+    def constraint_field(self) -> str:
+        """Returns the name of the field that constrains the answer."""
+        return next((name for name in ConstraintBody.model_fields if getattr(self, name) not in (None, "")), "response_format")
 
     def _format_constraint(self) -> Constraint | None:
         if self.response_format is None or self.response_format.type == "text":
@@ -219,6 +225,7 @@ class ChatBody(Body):
             self.reasoning_budget,
             self.chat_template_kwargs or {},
             self.constraint(),
+            {"response_format": self.constraint_field()},
         )
 
 
