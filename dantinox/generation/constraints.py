@@ -11,6 +11,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.files import first_line, quote, require_extra
+from dantinox.generation.gbnf import gbnf_to_lark
 from dantinox.text import Tokenizer
 from dantinox.text.json_schemas import all_numbers, is_exact, rewrite_schema
 
@@ -307,7 +308,7 @@ def _to_grammar(library: Any, constraint: Constraint, json_whitespace: str = "co
     if kind in ("lark", "tools"):
         return str(make.grammar_from_lark(source))
     if kind == "gbnf":
-        return str(make.grammar_from_lark(_gbnf_to_lark(source)))
+        return str(make.grammar_from_lark(gbnf_to_lark(source)))
     schema = {"type": "object"} if kind == "json_object" else _parse_schema(source)
     if literals := _inexact_literals(schema):
         return str(make.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in literals)))
@@ -352,34 +353,6 @@ def _parse_schema(source: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise UserError(f"the JSON schema must be an object, got {quote(schema)}")
     return schema
-
-
-def _gbnf_to_lark(source: str) -> str:
-    """Converts a GBNF grammar to Lark."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-
-    escape = r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)"
-    converted = re.sub(escape, _convert_escape, source, flags=re.DOTALL)
-    try:
-        return str(gbnf_to_lark(converted))
-    except GbnfToLarkError as error:
-        line = converted.count("\n", 0, error.pos.pos) + 1
-        raise UserError(f"the GBNF grammar is invalid in line {line}: {str(error).split(' at line ')[0]}") from None
-    except RecursionError:
-        raise UserError("the GBNF grammar is nested too deeply") from None
-    except Exception as error:  # the library raises a bare Exception for a missing or duplicate rule
-        raise UserError(f"the GBNF grammar is invalid: {first_line(error)}") from None
-
-
-def _convert_escape(escape: re.Match[str]) -> str:
-    """Converts an escape to a form that the GBNF converter preserves: `\\x41` for ASCII, else the character."""
-    digits = next((digits for digits in escape.groups() if digits), None)
-    if digits is None:
-        return escape[0]
-    code = int(digits, 16)
-    if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise UserError(f"the GBNF grammar contains {escape[0]}, which is not a character")
-    return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
 def _to_user_error(kind: str, message: str) -> UserError:

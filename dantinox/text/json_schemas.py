@@ -1,4 +1,4 @@
-"""Rewrites JSON schemas for llguidance, which reads numbers as 64-bit floats and patterns as those of Rust, with equal meaning."""
+"""Rewrites JSON schemas for llguidance, which reads numbers as 64-bit floats and patterns as those of Rust's regex crate."""
 
 import math
 from collections.abc import Callable, Mapping
