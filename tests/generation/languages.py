@@ -157,12 +157,14 @@ def random_schema(draw, depth=2, refs=True):
         inner = [random_schema(draw, depth - 1, refs) for _ in range(2)]
         return {"type": "array", "prefixItems": inner, "items": draw.choice([False, {"type": "integer"}]), "minItems": 1}
     if kind == "object":
-        names = draw.sample(["a", "b c", "é"], draw.randint(0, 3))
+        names = sorted(draw.sample(["a", "b c", "é"], draw.randint(0, 3)))  # texts have the order of each schema
         properties = {name: random_schema(draw, depth - 1, refs) for name in names}
         schema = {"type": "object", "properties": properties, "required": [name for name in names if draw.random() < 0.6]}
         return schema | some(additionalProperties=draw.choice([False, {"type": "integer"}]))
     if kind == "anyOf":
-        return {"anyOf": [random_schema(draw, depth - 1, refs) for _ in range(2)]}
+        # Additional properties follow the listed ones, so that only closed objects have the same order in every option.
+        options = [random_schema(draw, depth - 1, refs=False) for _ in range(2)]
+        return {"anyOf": [one | {"additionalProperties": False} if one.get("type") == "object" else one for one in options]}
     return {"$ref": "#/$defs/one"} if kind == "$ref" else {}
 
 
@@ -213,7 +215,7 @@ def _equal(one, other):
 
 def _has_type(value, kind):
     if kind == "integer":
-        return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
     types = {"string": str, "number": (int, float), "boolean": bool, "null": type(None), "array": list, "object": dict}
     return isinstance(value, types[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
