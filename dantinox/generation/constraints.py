@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,9 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.files import first_line, quote, require_extra
+from dantinox.generation.gbnf import gbnf_to_lark
 from dantinox.text import Tokenizer
+from dantinox.text.json_schemas import all_numbers, is_exact, rewrite_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -37,6 +39,12 @@ WHITESPACE: dict[str, dict[str, Any]] = {
     "compact": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"},
     "flexible": {"whitespace_pattern": r"( |\n[ \t]{0,16})?"},
 }
+# Patterns of messages of llguidance, and what to say instead.
+MESSAGES = (
+    (r"oneOf constraints are not supported.*", "oneOf is supported only if no value can match two of its options: use anyOf"),
+    (r"Unimplemented keys: \[(.*)\]", r"unsupported keywords: \1"),
+    (r"lookarounds not supported yet; (?:Start|End) in regex (.*)", r"^ or $ inside of the pattern \1 is not supported"),
+)
 DISPLAY_NAMES = {
     "json_schema": "the JSON schema",
     "json_object": "the JSON object",
@@ -300,20 +308,41 @@ def _to_grammar(library: Any, constraint: Constraint, json_whitespace: str = "co
     if kind in ("lark", "tools"):
         return str(make.grammar_from_lark(source))
     if kind == "gbnf":
-        return str(make.grammar_from_lark(_gbnf_to_lark(source)))
+        return str(make.grammar_from_lark(gbnf_to_lark(source)))
     schema = {"type": "object"} if kind == "json_object" else _parse_schema(source)
+    if literals := _inexact_literals(schema):
+        return str(make.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in literals)))
     try:
-        return str(make.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE[json_whitespace]))
+        rewritten = json.dumps(rewrite_schema(schema), allow_nan=False)
+    except ValueError as error:
+        raise UserError(f"the JSON schema cannot be used: {error}") from None
+    except RecursionError:
+        raise UserError("the JSON schema is nested too deeply") from None
+    try:
+        return str(make.grammar_from_json_schema(rewritten, defaults=WHITESPACE[json_whitespace]))
     except ValueError as error:
         raise _to_user_error(kind, str(error)) from None
 
 
+def _inexact_literals(schema: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of a schema that only lists integers, if llguidance would round one of them."""
+    keys = schema.keys() - {"title", "description", "$schema"}
+    values = schema.get("enum", [schema.get("const")])
+    lists_integers = keys <= {"enum", "type"} or keys <= {"const", "type"}
+    lists_integers &= schema.get("type", "integer") in ("integer", "number") and isinstance(values, list)
+    if not lists_integers or not all(type(value) is int for value in values) or all_numbers(values, is_exact):
+        return []
+    return [str(value) for value in values]
+
+
 def _parse_schema(source: str) -> dict[str, Any]:
-    def refuse(constant: str) -> None:
-        raise UserError(f"the JSON schema is not valid JSON: it contains {constant}")
+    def convert(constant: str) -> float:  # Infinity is what `json.dumps` writes for a number such as 1e400
+        if constant == "NaN":
+            raise UserError("the JSON schema is not valid JSON: it contains NaN")
+        return float(constant)
 
     try:
-        schema = json.loads(source, parse_constant=refuse)
+        schema = json.loads(source, parse_constant=convert)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"the JSON schema is not valid JSON in {where}: {error.msg}") from None
@@ -324,34 +353,6 @@ def _parse_schema(source: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise UserError(f"the JSON schema must be an object, got {quote(schema)}")
     return schema
-
-
-def _gbnf_to_lark(source: str) -> str:
-    """Converts a GBNF grammar to Lark."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-
-    escape = r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)"
-    converted = re.sub(escape, _convert_escape, source, flags=re.DOTALL)
-    try:
-        return str(gbnf_to_lark(converted))
-    except GbnfToLarkError as error:
-        line = converted.count("\n", 0, error.pos.pos) + 1
-        raise UserError(f"the GBNF grammar is invalid in line {line}: {str(error).split(' at line ')[0]}") from None
-    except RecursionError:
-        raise UserError("the GBNF grammar is nested too deeply") from None
-    except Exception as error:  # the library raises a bare Exception for a missing or duplicate rule
-        raise UserError(f"the GBNF grammar is invalid: {first_line(error)}") from None
-
-
-def _convert_escape(escape: re.Match[str]) -> str:
-    """Converts an escape to a form that the GBNF converter preserves: `\\x41` for ASCII, else the character."""
-    digits = next((digits for digits in escape.groups() if digits), None)
-    if digits is None:
-        return escape[0]
-    code = int(digits, 16)
-    if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise UserError(f"the GBNF grammar contains {escape[0]}, which is not a character")
-    return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
 def _to_user_error(kind: str, message: str) -> UserError:
@@ -366,6 +367,8 @@ def _to_user_error(kind: str, message: str) -> UserError:
         where = f" in line {line[1]}"
     reason = error_line[1] if error_line else first_line(ValueError(message[line.end() :] if line else message))
     reason = reason.removesuffix("<non-verbose/>").strip()
+    for pattern, replacement in MESSAGES:
+        reason = re.sub(pattern, replacement, reason)
     if "NoExtension" in reason:
         reason = "no text satisfies it"
     elif "recursion" in reason or "nest" in reason:

@@ -1,5 +1,6 @@
 """`open_model`: loads a model of a server and creates its engine."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,9 @@ from dantinox.serve.model_specs import ModelSpec
 from dantinox.serve.reload import ReloadWeights
 from dantinox.serve.weight_reload import weight_reloader
 from dantinox.text import ChatTemplate
-from dantinox.text.reply_formats import reply_format
+from dantinox.text.reply_formats import find_tool_format, reply_format
+
+log = logging.getLogger("dantinox.serve")
 
 
 class OpenModel(NamedTuple):
@@ -39,6 +42,12 @@ def open_model(spec: ModelSpec, loras: Mapping[str, Path] | None = None, memory:
     template = ChatTemplate.from_name(spec.chat_template, run.tokenizer) if spec.chat_template is not None else None
     if template is None and (path := find_chat_template(directory)) is not None:
         template = ChatTemplate.load(path, run.tokenizer)
-    reply_format(template, run.tokenizer, spec.tool_format)  # raises for an unknown name
+    form = reply_format(template, run.tokenizer, spec.tool_format)  # raises for an unknown name
+    if spec.tool_format == "auto" and template is not None and find_tool_format(template.source) is None:
+        log.info(
+            "%s: the chat template shows no known notation of tool calls, so that of %s is used (set --tool_format)",
+            spec.name,
+            form.name,
+        )
     engine = AsyncEngine(run, **spec.sizes, name=spec.name, overrides=spec.settings, lora_paths=loras, memory=memory)
     return OpenModel(engine, template, weight_reloader(engine, spec.run_dir))

@@ -40,6 +40,8 @@ class ToolFormat(NamedTuple):
       end: the text that ends a section; "": the end of the reply.
       reader: creates the reader of a section.
       opening: a character that begins a section if it is the first of the reply; it belongs to the section.
+      bare_call: the beginning of a call of the tool `{}`. It begins a section if the model leaves out the marker, and belongs
+        to the section.
       specials: further special tokens that occur in a section.
       stops: special tokens that end a reply with calls.
       in_template: a pattern of the source of the chat templates with this notation.
@@ -50,6 +52,7 @@ class ToolFormat(NamedTuple):
     reader: Callable[[Schemas], CallReader]
     in_template: str
     opening: str = ""
+    bare_call: str = ""
     specials: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
 
@@ -94,7 +97,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "mistral": ToolFormat(("[TOOL_CALLS]",), "", lambda schemas: JSONCalls(""), r"\[TOOL_CALLS\]"),
     "qwen_xml": ToolFormat(
-        ("<tool_call>",), "</tool_call>", lambda schemas: WholeCalls("</tool_call>", parse_xml(schemas)), r"<function="
+        ("<tool_call>",),
+        "</tool_call>",
+        lambda schemas: WholeCalls("</tool_call>", parse_xml(schemas)),
+        r"<function=",
+        bare_call="<function={}>",
     ),
     "pythonic": ToolFormat(
         ("<|python_start|>",),
@@ -148,6 +155,11 @@ class ReplyFormat(NamedTuple):
         return self.reasoning is not None or self.name == HARMONY
 
 
+def find_tool_format(source: str) -> str | None:
+    """Returns the name of the notation of tool calls that the source of a chat template contains, or None."""
+    return next((name for name, one in TOOL_FORMATS.items() if re.search(one.in_template, source, re.DOTALL)), None)
+
+
 def reply_format(template: ChatTemplate | None, tokenizer: Tokenizer, tool_format: str = "auto") -> ReplyFormat:
     """Returns the notation that a model uses.
 
@@ -159,10 +171,7 @@ def reply_format(template: ChatTemplate | None, tokenizer: Tokenizer, tool_forma
       UserError: there is no such notation.
     """
     source = "" if template is None else template.source
-    name = tool_format
-    if name == "auto":
-        matches = (name for name, one in TOOL_FORMATS.items() if re.search(one.in_template, source, re.DOTALL))
-        name = next(matches, DEFAULT_TOOL_FORMAT)
+    name = (find_tool_format(source) or DEFAULT_TOOL_FORMAT) if tool_format == "auto" else tool_format
     if name not in TOOL_FORMATS:
         raise UserError(f"the tool format must be auto or one of {', '.join(TOOL_FORMATS)}, got {quote(tool_format)}")
     tools = TOOL_FORMATS[name]

@@ -88,7 +88,10 @@ class MarkedParser:
         if tools and tools.opening and not self._answered and self._buffer.startswith(tools.opening):
             self._begin_calls("")
             return []
-        markers = (*(tools.begin_markers if tools else ()), *([self._form.reasoning.begin] if self._form.reasoning else []))
+        markers = [self._form.reasoning.begin] if self._form.reasoning else []
+        if tools:
+            markers += tools.begin_markers
+            markers += [tools.bare_call.format(name) for name in self._schemas or () if tools.bare_call]
         return self._text_until("content", markers)
 
     def _text_until(self, kind: str, markers: Sequence[str]) -> list[Part] | None:
@@ -109,6 +112,8 @@ class MarkedParser:
         elif self._form.reasoning is not None and marker == self._form.reasoning.begin:
             self._in_reasoning = True
         else:
+            if marker not in self._form.tools.begin_markers:  # a bare call: the marker is part of it
+                self._buffer, marker = marker + self._buffer, ""
             self._begin_calls(marker)
         return [Part(kind, text)]  # type: ignore[arg-type]
 

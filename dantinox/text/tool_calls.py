@@ -263,13 +263,26 @@ def _typed(value: str, schema: Any) -> Any:
         return value
 
 
+# A string, or the name before a parenthesis.
+CALLED_NAME = re.compile(r""" "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' | ([A-Za-z0-9_.-]+)(?=\() """, re.VERBOSE | re.DOTALL)
+
+
 def parse_python(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Parses `[name(key=value, …), …]`: Python calls with literal arguments, the notation of Llama 4.
 
     Raises:
       ValueError, SyntaxError: the text is not a list of such calls.
     """
-    tree = ast.parse(text.strip(), mode="eval").body
+    names: dict[str, str] = {}  # placeholder → a name that is no identifier of Python, such as `2d_plot`
+
+    def replace(found: re.Match[str]) -> str:
+        if found[1] is None or all(part.isidentifier() for part in found[1].split(".")):
+            return found[0]
+        placeholder = f"placeholder_{len(names)}"
+        names[placeholder] = found[1]
+        return placeholder
+
+    tree = ast.parse(CALLED_NAME.sub(replace, text.strip()), mode="eval").body
     elements = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
     calls = []
     for element in elements:
@@ -277,7 +290,8 @@ def parse_python(text: str) -> list[tuple[str, dict[str, Any]]]:
             raise ValueError("not a call with named arguments")
         arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in element.keywords if keyword.arg}
         json.dumps(arguments, allow_nan=False)  # raises for values that JSON cannot represent, such as sets
-        calls.append((ast.unparse(element.func), arguments))
+        name = ast.unparse(element.func)
+        calls.append((names.get(name, name), arguments))
     return calls
 
 

@@ -3,12 +3,18 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
+from dantinox.files import UserError, quote
+from dantinox.text.json_schemas import rewrite_schema
 from dantinox.text.reply_formats import FUNCTION_GEMMA_QUOTE, GEMMA_QUOTE, HARMONY, ReplyFormat
 from dantinox.text.tokenizer import Tokenizer
 
 # The separators that `json.dumps` writes, as in the conversations on which models are trained.
 COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+# Keywords beside which a schema does not list its properties itself.
+APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "dependentSchemas"))
+DEFINITIONS = ("$defs", "definitions")
 EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_SCHEMA_DEPTH = 32
 TEXT = r"/(?s:.)*/"
@@ -29,9 +35,71 @@ class Tool(NamedTuple):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments. Unless the parameters say otherwise, only the listed properties are allowed."""
-        schema = {**EMPTY_OBJECT, **self.parameters, "type": "object"}
-        return {**schema, "x-guidance": COMPACT | ({} if self.strict else {"lenient": True})}
+        """The schema of the arguments. If it lists properties, only these are allowed, unless the parameters say otherwise.
+
+        Raises:
+          UserError: the tool is strict, and the grammar cannot express its parameters.
+        """
+        root = resolve_root(self.parameters)
+        schema = {**(root if APPLICATORS & root.keys() else EMPTY_OBJECT | root), "type": "object"}
+        try:
+            rewritten = rewrite_schema(schema, lenient=not self.strict)
+        except ValueError as error:
+            raise UserError(f"the parameters of the tool {quote(self.name)} cannot be used: {error}") from None
+        return {**rewritten, "x-guidance": COMPACT | ({} if self.strict else {"lenient": True})}
+
+    @property
+    def listed(self) -> dict[str, Any]:
+        """A schema of type object with all `properties` and `required` of the schema and of those that it combines."""
+        schema = self.schema
+        definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
+        properties, required = _listed(schema, schema, 0)
+        for name, inner in properties.items():
+            if "$ref" in json.dumps(inner):
+                properties[name] = resolve_root(inner | definitions)
+        plain = {key: value for key, value in schema.items() if key not in APPLICATORS}
+        return plain | {"properties": properties, "required": [name for name in properties if name in required]}
+
+
+def resolve_root(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema whose root is no reference into the document, unless other keywords stand beside the reference."""
+    root = dict(schema)
+    for _ in range(MAX_SCHEMA_DEPTH):
+        if "$ref" not in root or root.keys() & (APPLICATORS | {"properties", "required"}) != {"$ref"}:
+            break
+        target = _resolve(root["$ref"], schema)
+        if target is None:
+            break
+        del root["$ref"]
+        root = {**root, **target, **{name: schema[name] for name in DEFINITIONS if name in schema}}
+    return root
+
+
+def _resolve(reference: Any, document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the schema at a JSON pointer such as `#/$defs/A`, or None."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = document
+    for part in unquote(reference[2:]).split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None
+
+
+def _listed(schema: Any, document: Mapping[str, Any], depth: int) -> tuple[dict[str, Any], set[str]]:
+    """Returns the properties of a schema and of those that it combines, and the names that all of these require."""
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+        return {}, set()
+    properties, required = dict(schema.get("properties", {})), set(schema.get("required", ()))
+    for inner in (_resolve(schema.get("$ref"), document), *schema.get("allOf", ())):
+        more, needed = _listed(inner, document, depth + 1)
+        properties = properties | more | properties  # keeps the order and the schemas of the first
+        required |= needed
+    for key in ("anyOf", "oneOf"):
+        options = [_listed(option, document, depth + 1) for option in schema.get(key, ())]
+        for more, _ in options:
+            properties = properties | more | properties
+        required |= set.intersection(*(needed for _, needed in options)) if options else set()
+    return properties, required
 
 
 class Grammars(NamedTuple):
@@ -151,9 +219,10 @@ def _args_call(dialects: "_Dialects", tool: Tool) -> str:
 
 
 def _xml_call(dialects: "_Dialects", tool: Tool) -> str:
-    required = set(tool.parameters.get("required", ()))
+    parameters = tool.listed
+    required = set(parameters["required"])
     text = [json.dumps(f"<function={tool.name}>\n")]
-    for key, schema in tool.parameters.get("properties", {}).items():
+    for key, schema in parameters["properties"].items():
         is_text = isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
         if is_text:
             value = dialects.rule("text", f"{TEXT} {json.dumps(chr(10) + '</parameter>' + chr(10))}", "[lazy]")
@@ -166,13 +235,13 @@ def _xml_call(dialects: "_Dialects", tool: Tool) -> str:
 
 def _gemma_call(quote: str) -> Callable[["_Dialects", Tool], str]:
     def write(dialects: "_Dialects", tool: Tool) -> str:
-        return f"{json.dumps(f'call:{tool.name}')} {dialects.value(tool.schema, _gemma_dialect(quote))}"
+        return f"{json.dumps(f'call:{tool.name}')} {dialects.value(tool.listed, _gemma_dialect(quote))}"
 
     return write
 
 
 def _python_call(dialects: "_Dialects", tool: Tool) -> str:
-    pairs = dialects.members(tool.schema, PYTHON, "=", bare_keys=True)
+    pairs = dialects.members(tool.listed, PYTHON, "=", bare_keys=True)
     return f"{json.dumps(tool.name + '(')} {pairs} {json.dumps(')')}"
 
 

@@ -6,7 +6,7 @@ import string
 
 import pytest
 
-from dantinox.config import TokenizerSection
+from dantinox.config import TokenizerSection, UserError
 from dantinox.generation.constraints import ConstraintCompiler
 from dantinox.text import train_tokenizer
 from dantinox.text.reply_formats import HARMONY, REASONING, TOOL_FORMATS, reply_format
@@ -133,3 +133,79 @@ def test_a_strict_schema_that_no_grammar_can_express_is_an_error(compiler):
     compiler.matcher("lark", tool_grammars(form, [Tool("a", schema)], BYTES).whole)
     with pytest.raises(Exception, match="the Lark grammar cannot be used"):
         compiler.matcher("lark", tool_grammars(form, [Tool("a", schema, strict=True)], BYTES).whole)
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "kind": {"$ref": "#/$defs/Kind"}}, "required": ["city"]}
+ZIP = {"type": "object", "properties": {"zip": {"type": "integer"}}, "required": ["zip"]}
+DEFS = {"$defs": {"City": CITY, "Kind": {"type": "string", "enum": ["x", "y"]}}}
+# Parameters whose root is not a plain object, and which of `ARGUMENTS` satisfy them and list no other property.
+ARGUMENTS = [{}, {"city": "Rome"}, {"city": "Rome", "kind": "x"}, {"city": "Rome", "kind": "z"}, {"city": "Rome", "zip": 3}]
+ROOTS = {
+    "plain": (CITY | DEFS, [1, 2]),
+    "reference": ({"$ref": "#/$defs/City"} | DEFS, [1, 2]),
+    "reference to a reference": (
+        {"$ref": "#/definitions/A", "title": "T", "definitions": {"A": {"$ref": "#/$defs/City"}}} | DEFS,
+        [1, 2],
+    ),
+    "all": ({"allOf": [{"$ref": "#/$defs/City"}, ZIP]} | DEFS, [4]),
+    "all with properties": ({"properties": CITY["properties"], "allOf": [{"required": ["city"]}]} | DEFS, [1, 2]),
+    "any": ({"anyOf": [{"$ref": "#/$defs/City"}, ZIP]} | DEFS, [1, 2, 4]),
+    "null": (CITY | DEFS | {"type": ["object", "null"]}, [1, 2]),
+}
+CALLS = {
+    "hermes": lambda found: f'\n{{"name": "t", "arguments": {json.dumps(found)}}}\n</tool_call>',
+    "mistral_args": lambda found: f"t[ARGS]{json.dumps(found)}",
+    "qwen_xml": lambda found: (
+        "\n<function=t>\n"
+        + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in found.items())
+        + "</function>\n</tool_call>"
+    ),
+    "gemma": lambda found: (
+        "call:t{"
+        + ",".join(f'{key}:<|"|>{value}<|"|>' if isinstance(value, str) else f"{key}:{value}" for key, value in found.items())
+        + "}<tool_call|>"
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_parameters_whose_root_is_no_plain_object(name, root, strict, compiler):
+    parameters, expected = ROOTS[root]
+    tool = Tool("t", parameters, strict)
+    form = reply_format(None, BYTES, name)
+    matcher = compiler.matcher("tools", tool_grammars(form, [tool], BYTES).section)
+    found = [number for number, arguments in enumerate(ARGUMENTS) if all_allowed(matcher, CALLS[name](arguments))]
+    if root == "any" and name in ("qwen_xml", "gemma"):  # their grammars ignore which properties an option requires
+        assert found[0] == 0
+        found = found[1:]
+    if root == "all with properties" and name in ("hermes", "mistral_args"):  # the schema does not forbid other properties
+        assert found[-1] == 4
+        found = found[:-1]
+    assert found == expected
+    text = CALLS[name](ARGUMENTS[expected[0]])
+    _, _, ((_, arguments),) = parsed(make_parser(form, {"t": tool.listed}), [form.tools.begin_markers[0] + text])
+    assert json.loads(arguments) == ARGUMENTS[expected[0]]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": r"\bfoo"},
+        {"type": "integer", "maximum": 2**63 - 1},
+        {"type": "integer", "enum": [2**60 + 1]},
+        {"type": "integer", "multipleOf": 2**40},
+        {"type": "string", "format": "path"},
+        {"type": "array", "uniqueItems": True},
+    ],
+)
+def test_what_a_schema_of_a_tool_cannot_express_is_ignored_unless_it_is_strict(schema, compiler):
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    form = reply_format(None, BYTES)
+    matcher = compiler.matcher("tools", tool_grammars(form, [Tool("t", parameters)], BYTES).section)
+    value = {"string": "foo", "integer": 7, "array": [1]}[schema["type"]]
+    assert all_allowed(matcher, CALLS["hermes"]({"a": value})) and not all_allowed(matcher, CALLS["hermes"]({"a": None}))
+    if schema.get("format") != "path" and "uniqueItems" not in schema:
+        with pytest.raises(UserError, match=r"the parameters of the tool 't' cannot be used: properties.a.\w+: "):
+            tool_grammars(form, [Tool("t", parameters, strict=True)], BYTES)

@@ -240,9 +240,11 @@ def test_several_prompts(client):
 def test_constraints_and_log_probabilities(client, engine):
     ask(client, {"prompt": "a", "grammar": 'root ::= "x"'})
     ask(client, {"prompt": "a", "json_schema": {"type": "object"}})
+    ask(client, {"prompt": "a", "json_schema": {}})
     assert [asked.constraint for asked in engine.asked] == [
         Constraint("gbnf", 'root ::= "x"'),
         Constraint("json_schema", '{"type": "object"}'),
+        Constraint("json_schema", "{}"),
     ]
     (first, second) = ask(client, {"prompt": "a", "n_predict": 2, "n_probs": 3})["completion_probabilities"]
     assert (first["id"], first["token"], first["logprob"]) == (ord(SAYS[0]), SAYS[0], math.log(0.5))

@@ -298,6 +298,11 @@ def test_an_unknown_field_is_one_line_in_the_log(client, caplog):
             Constraint("json_schema", '{"type": "array"}'),
         ),
         ({"guided_json": {"type": "array"}}, Constraint("json_schema", '{"type": "array"}')),
+        ({"guided_json": {}}, Constraint("json_schema", "{}")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+            Constraint("json_schema", "{}"),
+        ),
         ({"guided_regex": "a+"}, Constraint("regex", "a+")),
         ({"guided_grammar": "start: X"}, Constraint("lark", "start: X")),
         ({"grammar": "root ::= x"}, Constraint("gbnf", "root ::= x")),

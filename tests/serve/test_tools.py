@@ -154,7 +154,7 @@ def test_reasoning_effort_is_a_budget_for_templates_without_the_variable():
 
 ERRORS = [
     ({"tools": [{"type": "web_search"}]}, "tools.0 must be of type function with the field function"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name must have 1 to 64 letters"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name must have 1 to 128 characters"),
     ({"tools": [STOP, STOP]}, "tools.1.function.name 'stop' occurs twice"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "must be a JSON schema of"),
     ({"tools": [WEATHER] * 129}, "tools must have at most 128 entries, got 129"),
@@ -167,6 +167,60 @@ ERRORS = [
     ({"chat_template_kwargs": {"messages": []}}, "a variable of the chat template must not have the name 'messages'"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "["}}]}]}, "arguments must be"),
 ]  # fmt: skip
+
+
+NAMED = [
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"guided_regex": "a"}, "guided_regex"),
+    (CHAT, {"guided_json": {}}, "guided_json"),
+    (CHAT, {"grammar": 'root ::= "a"'}, "grammar"),
+    (MESSAGES, {"max_tokens": 5, "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}, "text.format"),
+]
+
+
+def tool_for(path, function):
+    """Returns the definition of a tool in the format of a protocol."""
+    if path == CHAT:
+        return {"type": "function", "function": function}
+    if path == RESPONSES:
+        return {"type": "function", **function}
+    return {"name": function.get("name"), "input_schema": function.get("parameters", {"type": "object"})}
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize(("path", "body", "name"), NAMED)
+def test_a_constraint_beside_tools_is_refused_under_the_name_of_the_sender(path, body, name, required):
+    choice = ({"type": "any"} if path == MESSAGES else "required") if required else {"type": "auto"}
+    body = body | {"input" if path == RESPONSES else "messages": HELLO, "tools": [tool_for(path, STOP["function"])]}
+    error = post(serve(), path, body | ({"tool_choice": choice} if required else {}), status=400)["error"]
+    assert name in error["message"].split() and error.get("param", name) == name
+    assert name == "response_format" or "response_format" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name_field", "schema_field"),
+    [
+        (CHAT, "tools.0.function.name", "tools.0.function.parameters"),
+        (RESPONSES, "tools.0.name", "tools.0.parameters"),
+        (MESSAGES, "tools.0.name", "tools.0.input_schema"),
+    ],
+)
+def test_names_and_schemas_of_tools(path, name_field, schema_field):
+    def status(function):
+        body = {"max_tokens": 5} if path == MESSAGES else {}
+        body |= {"input" if path == RESPONSES else "messages": HELLO, "tools": [tool_for(path, function)]}
+        answer = serve().client.post(path, json=body)
+        return answer.status_code, answer.json().get("error", {}).get("message") if answer.status_code == 400 else None
+
+    for name in ("2d_plot", "a-b", "get.it", "_", "A" * 64, "A" * 128):
+        assert status({"name": name}) == (200, None)
+    for name in ("a b", "", "A" * 129, "é", "a/b"):
+        code, message = status({"name": name})
+        assert code == 400 and message.startswith(f"{name_field} must have 1 to 128 characters of a-z, A-Z, 0-9, _, - and .")
+    code, message = status({"name": "a", "parameters": {"type": "array"}})
+    assert code == 400 and message.startswith(f"{schema_field} must be a JSON schema of type object")
+    assert status({"name": "a", "parameters": {"type": ["object", "null"]}}) == (200, None)
 
 
 @pytest.mark.parametrize(("body", "says"), ERRORS, ids=range(len(ERRORS)))
@@ -353,7 +407,7 @@ def test_errors_have_the_format_of_the_protocol():
         ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type must"),
         ({"max_tokens": 5, "messages": HELLO, "tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools.0 must be a"),
         ({"max_tokens": 5, "messages": HELLO, "tool_choice": {"type": []}}, "tool_choice.type must be auto, any,"),
-        ({"max_tokens": 5, "messages": HELLO, "output_config": {"effort": {}}}, "reasoning_effort must be one of none"),
+        ({"max_tokens": 5, "messages": HELLO, "output_config": {"effort": {}}}, "output_config.effort must be one of none"),
         ({"max_tokens": 5, "messages": HELLO, "tool_choice": {"type": "x"}}, "tool_choice.type must be auto, any,"),
         ({"max_tokens": 5, "messages": HELLO, "thinking": {"type": "enabled", "budget_tokens": "9"}}, "budget_tokens"),
     ):  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from dantinox.config import TokenizerSection
 from dantinox.files import UserError
 from dantinox.text import ChatTemplate, train_tokenizer
-from dantinox.text.reply_formats import REASONING, TOOL_FORMATS, reply_format
+from dantinox.text.reply_formats import REASONING, TOOL_FORMATS, find_tool_format, reply_format
 from dantinox.text.reply_parser import is_reasoning_open, make_parser
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
@@ -141,10 +141,33 @@ def test_a_template_reveals_its_notation():
         "[TOOL_CALLS][ARGS]": "mistral_args", "<|python_tag|>": "llama", "<|tool_call>": "gemma", "<|tool_call|>": "granite",
         "<|channel|>final<|message|>": "harmony", "nothing": "hermes",
     }  # fmt: skip
+    assert find_tool_format("nothing") is None
     for source, name in sources.items():
+        assert find_tool_format(source) in (name, None)
         assert reply_format(ChatTemplate(source, BYTES), BYTES).name == name
     form = reply_format(ChatTemplate("</think>", BYTES), BYTES)
     assert form.reasoning == THINK and is_reasoning_open(form, "<|im_start|>assistant\n<think>\n")
     assert not is_reasoning_open(form, "<think>\n\n</think>\n\n")
     with pytest.raises(UserError, match=r"the tool format must be auto or one of harmony, .*, got 'other'"):
         reply_format(None, BYTES, "other")
+
+
+def test_calls_of_qwen3_coder_without_the_opening_marker():
+    bare = REPLIES["qwen_xml"].replace("<tool_call>\n", "", 1)
+    for reply in (bare, bare.replace("\n</tool_call>\n<tool_call>\n", "\n"), bare.removesuffix("\n</tool_call>")):
+        for split in ([reply], list(reply)):
+            content, _, calls = parsed(make_parser(form_of("qwen_xml"), SCHEMAS), split)
+            assert [call for call, _ in calls] == ["weather", "stop"] and content == "I look."
+    for text in ("The tag <function=other> is not a tool.", "a <function= b", "<function"):
+        assert parsed(make_parser(form_of("qwen_xml"), SCHEMAS), list(text)) == (text, "", [])
+    assert parsed(make_parser(form_of("qwen_xml"), None), [bare]) == (bare, "", []), "a request without tools"
+
+
+@pytest.mark.parametrize("name", ["2d_plot", "get-it", "a.b", "weather"])
+def test_names_of_python_calls(name):
+    text = f"[{name}(city='{name}(1)', days=-3), {name}()]"
+    _, _, calls = parsed(make_parser(form_of("pythonic"), {name: {}}), [text])
+    assert [(call, json.loads(arguments)) for call, arguments in calls] == [
+        (name, {"city": f"{name}(1)", "days": -3}),
+        (name, {}),
+    ]

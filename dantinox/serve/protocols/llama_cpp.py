@@ -133,11 +133,11 @@ class LlamaBody(LlamaOptions):
         Raises:
           RequestError: 400, the body has both a grammar and a schema.
         """
-        if self.grammar and self.json_schema:
+        if self.grammar and self.json_schema is not None:
             raise RequestError(400, "grammar and json_schema both constrain the answer: use one of them", param="json_schema")
         if self.grammar:
             return Constraint("gbnf", self.grammar)
-        return Constraint("json_schema", json.dumps(self.json_schema)) if self.json_schema else None
+        return Constraint("json_schema", json.dumps(self.json_schema)) if self.json_schema is not None else None
 
 
 class LlamaCompletionBody(LlamaBody):

@@ -33,6 +33,11 @@ ERROR_TYPES = {
 }
 STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens", "loop": "max_tokens", "cancelled": "end_turn"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+FIELD_NAMES = {
+    "response_format": "output_config.format",
+    "function.name": "name",
+    "function.parameters": "input_schema",
+}
 
 
 class CountBody(StrictBody):
@@ -76,7 +81,7 @@ class CountBody(StrictBody):
         choice, parallel = self._choice()
         effort, budget = self._thinking()
         tools = [_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools or ())]
-        return Conversation(messages, tools, choice, parallel, effort, budget, {}, self._constraint())
+        return Conversation(messages, tools, choice, parallel, effort, budget, {}, self._constraint(), FIELD_NAMES)
 
     def _choice(self) -> tuple[str, bool]:
         given = self.tool_choice or {"type": "auto"}
@@ -93,7 +98,7 @@ class CountBody(StrictBody):
         """Returns the effort and the budget of the thinking."""
         given = self.thinking or {}
         kind, budget = given.get("type"), given.get("budget_tokens")
-        effort = check_effort((self.output_config or {}).get("effort"))
+        effort = check_effort((self.output_config or {}).get("effort"), "output_config.effort")
         if kind not in (None, "enabled", "adaptive", "disabled"):
             message = f"thinking.type must be enabled, adaptive or disabled, got {quote(kind)}"
             raise RequestError(400, message, param="thinking.type")

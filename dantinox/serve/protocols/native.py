@@ -91,7 +91,10 @@ class GenerateBody(ConstraintBody):
             messages = [message.fields() for message in self.messages]
             effort = check_effort(self.reasoning_effort)
             choice = chosen_tool(self.tool_choice)
-            return Conversation(messages, self.tools or (), choice, effort=effort, constraint=self.constraint())
+            names = {"response_format": self.constraint_field()}
+            return Conversation(
+                messages, self.tools or (), choice, effort=effort, constraint=self.constraint(), field_names=names
+            )
         for name in ("tools", "tool_choice", "reasoning_effort"):
             if getattr(self, name) is not None:
                 raise RequestError(400, f"{name} needs messages", param=name)

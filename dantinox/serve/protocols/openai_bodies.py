@@ -133,15 +133,24 @@ class ConstraintBody(StrictBody):
         Raises:
           RequestError: 400, the constraint is invalid, or the body has several.
         """
-        found = {"response_format": self._format_constraint()}
+        found = self._constraints()
+        names = list(found)
+        if len(names) > 1:
+            raise RequestError(400, f"{names[0]} and {names[1]} both constrain the answer: use one of them", param=names[1])
+        return found[names[0]] if names else None
+
+    def constraint_field(self) -> str:
+        """Returns the name of the field that constrains the answer; without a constraint, `response_format`."""
+        return next(iter(self._constraints()), "response_format")
+
+    def _constraints(self) -> dict[str, Constraint]:
+        """Returns field → constraint for each field that constrains the answer."""
+        found = {} if (constraint := self._format_constraint()) is None else {"response_format": constraint}
         for prefix, body in (("", self), ("structured_outputs.", self.structured_outputs)):
             for name, make in CONSTRAINTS.items():
                 if (value := getattr(body, name, None)) not in OFF:
                     found[prefix + (name.removeprefix("guided_") if prefix else name)] = make(value)
-        names = [name for name, constraint in found.items() if constraint]
-        if len(names) > 1:
-            raise RequestError(400, f"{names[0]} and {names[1]} both constrain the answer: use one of them", param=names[1])
-        return found[names[0]] if names else None
+        return found
 
     def _format_constraint(self) -> Constraint | None:
         if self.response_format is None or self.response_format.type == "text":
@@ -285,6 +294,7 @@ class ChatBody(Body):
             self.reasoning_budget,
             self.chat_template_kwargs or {},
             self.constraint(),
+            {"response_format": self.constraint_field()},
             continues=continues,
         )
 

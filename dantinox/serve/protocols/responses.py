@@ -28,6 +28,7 @@ from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
 
 MAX_ITEMS = 4096  # of the input
+FIELD_NAMES = {"response_format": "text.format", "function.name": "name", "function.parameters": "parameters"}
 
 
 class Stored(NamedTuple):
@@ -106,10 +107,11 @@ class ResponsesBody(StrictBody):
             [_chat_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools or ())],
             chosen_tool(self.tool_choice),
             self.parallel_tool_calls is not False,
-            check_effort(reasoning.get("effort")),
+            check_effort(reasoning.get("effort"), "reasoning.effort"),
             budget,
             {},
             self._constraint(),
+            FIELD_NAMES,
         )
 
     def _constraint(self) -> Constraint | None:

@@ -1,12 +1,14 @@
 """Conversations of all protocols: rendering with tools, constraints of tool calls, and the parser of each reply."""
 
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dantinox.config import Config, with_generation
-from dantinox.files import quote
+from dantinox.files import UserError, quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.guides import Reasoning
 from dantinox.generation.request import GenerationRequest
@@ -19,7 +21,7 @@ from dantinox.text.tool_calls import Part
 from dantinox.text.tool_grammars import Tool, tool_grammars
 
 MAX_TOOLS = 128
-MAX_NAME = 64  # characters of the name of a tool
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # OpenAI allows 64 characters and no dot, Anthropic 128
 # The most tokens of reasoning for each value of `reasoning_effort`, for templates that do not use the variable; None: no limit.
 EFFORTS: dict[str, int | None] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": None, "xhigh": None}
 # Last messages that clients send as a place for the answer.
@@ -39,6 +41,7 @@ class Conversation:
       budget: the most tokens of reasoning; None: as `effort` says.
       variables: further variables of the chat template.
       constraint: the constraint on the answer.
+      field_names: the names of `response_format`, `function.name` and `function.parameters` in the protocol, if they differ.
       continues: whether the answer continues the last message; None: if `continues_last` says so.
     """
 
@@ -50,7 +53,12 @@ class Conversation:
     budget: int | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
+    field_names: Mapping[str, str] = field(default_factory=dict)
     continues: bool | None = None
+
+    def field_name(self, name: str) -> str:
+        """Returns the name of a field in the protocol of the sender."""
+        return self.field_names.get(name, name)
 
 
 class PreparedChat(NamedTuple):
@@ -114,7 +122,7 @@ async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
       UserError: the template rejects the messages.
     """
     form = service.reply_format
-    tools = [] if chat.choice == "none" else parse_tools(chat.tools)
+    tools = [] if chat.choice == "none" else parse_tools(chat)
     if chat.choice not in ("auto", "none", "required"):
         tools = [tool for tool in tools if tool.name == chat.choice]
         if not tools:
@@ -124,7 +132,8 @@ async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
     if chat.choice == "required" and not tools:
         raise RequestError(400, "tool_choice: required needs tools", param="tool_choice")
     if chat.constraint is not None and tools and chat.choice != "auto":
-        raise RequestError(400, "a reply that must call a tool cannot also have a response_format", param="response_format")
+        name = chat.field_name("response_format")
+        raise RequestError(400, f"a reply that must call a tool cannot also have {name}", param=name)
     messages = chat.messages
     if len(messages) > 1 and messages[-1] in EMPTY_ANSWERS:
         messages = messages[:-1]
@@ -141,7 +150,7 @@ async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
     is_open = is_reasoning_open(form, prompt.text)
     reasoning = _reasoning(service, form, chat, is_open)
     constraint = _constraint(service, form, chat, tools, is_open)
-    schemas = {tool.name: tool.parameters for tool in tools} if tools else None
+    schemas = _tool_schemas(tools) if tools else None
     visible = form.visible_ids if schemas is not None or form.reasons else frozenset[int]()
     ends = (end_ids | (form.stop_ids if schemas is not None or form.name == HARMONY else frozenset())) - visible
     return PreparedChat(
@@ -166,12 +175,13 @@ def without_healing(config: Config, by_default: bool) -> Config:
     return with_generation(config, token_healing=False)
 
 
-def parse_tools(definitions: Sequence[Mapping[str, Any]]) -> list[Tool]:
+def parse_tools(chat: Conversation) -> list[Tool]:
     """Returns the tools of a request.
 
     Raises:
       RequestError: 400 with the wrong field.
     """
+    definitions = chat.tools
     if len(definitions) > MAX_TOOLS:
         raise RequestError(400, f"tools must have at most {MAX_TOOLS} entries, got {len(definitions)}", param="tools")
     tools: dict[str, Tool] = {}
@@ -181,14 +191,17 @@ def parse_tools(definitions: Sequence[Mapping[str, Any]]) -> list[Tool]:
         if definition.get("type", "function") != "function" or not isinstance(function, Mapping):
             raise RequestError(400, f"{where} must be of type function with the field function", param=where)
         name, parameters = function.get("name"), function.get("parameters") or {}
-        if not isinstance(name, str) or not name.replace("-", "_").replace(".", "_").isidentifier() or len(name) > MAX_NAME:
-            message = f"{where}.function.name must have 1 to {MAX_NAME} letters, digits, _, - and ., got {quote(name)}"
-            raise RequestError(400, message, param=f"{where}.function.name")
+        name_field = f"{where}.{chat.field_name('function.name')}"
+        if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+            message = f"{name_field} must have 1 to 128 characters of a-z, A-Z, 0-9, _, - and ., got {quote(name)}"
+            raise RequestError(400, message, param=name_field)
         if name in tools:
-            raise RequestError(400, f"{where}.function.name {quote(name)} occurs twice", param=f"{where}.function.name")
-        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-            message = f"{where}.function.parameters must be a JSON schema of type object, got {quote(parameters)}"
-            raise RequestError(400, message, param=f"{where}.function.parameters")
+            raise RequestError(400, f"{name_field} {quote(name)} occurs twice", param=name_field)
+        kinds = parameters.get("type", "object") if isinstance(parameters, Mapping) else None
+        if not (kinds == "object" or (isinstance(kinds, list) and "object" in kinds)):
+            schema_field = f"{where}.{chat.field_name('function.parameters')}"
+            message = f"{schema_field} must be a JSON schema of type object, got {quote(parameters)}"
+            raise RequestError(400, message, param=schema_field)
         tools[name] = Tool(name, parameters, function.get("strict") is True)
     return [*tools.values()]
 
@@ -212,6 +225,23 @@ def reasoning_markers(form: ReplyFormat) -> Delimiters | None:
     return Delimiters("<|channel|>analysis<|message|>", "<|end|>") if form.name == HARMONY else form.reasoning
 
 
+@contextmanager
+def _valid_schemas() -> Iterator[None]:
+    """Converts the errors that invalid schemas of tools cause to a RequestError (400)."""
+    try:
+        yield
+    except UserError as error:
+        raise RequestError(400, str(error), param="tools") from None
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        raise RequestError(400, "tools has a schema that is not a valid JSON schema", param="tools") from None
+
+
+def _tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    """Returns the listed properties of each tool by its name."""
+    with _valid_schemas():
+        return {tool.name: tool.listed for tool in tools}
+
+
 def _constraint(
     service: Service, form: ReplyFormat, chat: Conversation, tools: Sequence[Tool], is_open: bool
 ) -> Constraint | None:
@@ -226,19 +256,16 @@ def _constraint(
             return chat.constraint
         return Constraint(chat.constraint.kind, chat.constraint.source, after=answer_markers)
     if chat.constraint is not None:
-        raise RequestError(
-            400, "response_format cannot be combined with tools: set tool_choice to none", param="response_format"
-        )
+        name = chat.field_name("response_format")
+        raise RequestError(400, f"{name} cannot be combined with tools: set tool_choice to none", param=name)
     if service.tokenizer.token_pieces is None:  # llguidance does not support this vocabulary
         if chat.choice != "auto":
             raise RequestError(400, "tool_choice must be auto or none for the vocabulary of this model", param="tool_choice")
         return None
     parallel = chat.parallel and chat.choice in ("auto", "required")
     needs_reasoning = form.reasons and not is_open
-    try:
+    with _valid_schemas():
         grammars = tool_grammars(form, tools, service.tokenizer, parallel=parallel, optional_reasoning=needs_reasoning)
-    except (TypeError, ValueError, AttributeError, RecursionError):
-        raise RequestError(400, "tools has a schema that is not a valid JSON schema", param="tools") from None
     if chat.choice == "auto":
         return Constraint(
             "tools", grammars.section, after=form.tools.begin_markers, opening=form.tools.opening, repeats=parallel
@@ -304,11 +331,11 @@ class ReplyFields:
         return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": part.text}}]}
 
 
-def check_effort(effort: Any) -> str | None:
+def check_effort(effort: Any, name: str = "reasoning_effort") -> str | None:
     """Returns a reasoning effort, or raises RequestError (400) if it is unknown."""
     if effort is None:
         return None
     if not isinstance(effort, str) or effort not in EFFORTS:
-        message = f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {quote(effort)}"
-        raise RequestError(400, message, param="reasoning_effort")
+        message = f"{name} must be one of {', '.join(EFFORTS)}, got {quote(effort)}"
+        raise RequestError(400, message, param=name)
     return effort

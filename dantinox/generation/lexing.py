@@ -1,0 +1,283 @@
+"""Finds the terminals of a grammar whose greedy reading would exclude texts of the grammar."""
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+MAX_COPIES = 4  # copies of a repeated expression in an automaton; more repetitions are treated as unlimited
+MAX_STATES = 2000  # of an automaton; the terminals of a larger one are taken as they are
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character in ranges of code points, ends included."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A reference to a rule."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Token:
+    """A terminal or a special token, in the syntax of Lark."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Seq:
+    """Expressions one after the other."""
+
+    items: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True)
+class Alt:
+    """One of several expressions."""
+
+    items: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True)
+class Rep:
+    """An expression `least` to `most` times; None: any number of times."""
+
+    node: "Node"
+    least: int
+    most: int | None
+
+
+Node = Chars | Ref | Token | Seq | Alt | Rep
+
+
+def greedy_conflicts(
+    rules: Mapping[str, Node], inline: Callable[[Node], Node], terminals: Mapping[str, Node], limit: int
+) -> tuple[set[Node], int]:
+    """Returns the terminals of several characters that may swallow the beginning of what follows a terminal, and the work.
+
+    After the text of a terminal A, another terminal B (or A itself) may have a longer text with the same beginning. The lexer
+    goes on with B if the next character allows it, so a text in which this character belongs to what follows A is excluded.
+
+    Args:
+      rules: the expressions of the rules; a `Token` is a terminal or a special token.
+      terminals: the expression of each terminal.
+      inline: resolves the references in terminals, which have no recursion.
+      limit: the most work, in pairs of states.
+
+    Raises:
+      OverflowError: the work exceeds the limit.
+    """
+    automata = {name: _automaton(node, inline) for name, node in terminals.items()}
+    literals = {name: _literal(node) for name, node in terminals.items()}
+    firsts = {name: tuple(automaton.first()) for name, automaton in automata.items()}
+    candidates = [name for name, node in terminals.items() if not isinstance(node, Chars)]
+    patterns = [name for name in candidates if literals[name] is None]
+    texts = sorted((text, name) for name in candidates if (text := literals[name]) is not None)
+    conflicts: set[str] = set()
+    work = 0
+    for first, following in _followers(rules).items():
+        if first not in terminals:
+            continue
+        after = tuple({pair for name in following for pair in firsts.get(name, ())})
+        text = literals[first]
+        if text is not None:
+            for longer, other in texts[bisect_left(texts, (text, "")) :]:
+                if not longer.startswith(text):
+                    break
+                codes = [(ord(letter), ord(letter)) for letter in longer[len(text) :][:1]]
+                if _overlap(tuple(codes), after):
+                    conflicts.add(other)
+        for other in patterns if text is not None else candidates:
+            if other not in conflicts and _overlap(firsts[first], firsts[other]):
+                swallows, pairs = _swallows(automata[first], automata[other], after, limit - work)
+                work += pairs
+                if swallows:
+                    conflicts.add(other)
+    return {terminals[name] for name in conflicts}, work
+
+
+def _literal(node: Node) -> str | None:
+    """Returns the only text of an expression, or None if it may have several."""
+    if isinstance(node, Chars) and len(node.ranges) == 1 and node.ranges[0][0] == node.ranges[0][1]:
+        return chr(node.ranges[0][0])
+    parts = [_literal(item) for item in node.items] if isinstance(node, Seq) else [None]
+    return None if None in parts else "".join(part for part in parts if part)
+
+
+# --- which terminals may follow a terminal
+
+
+def _followers(rules: Mapping[str, Node]) -> dict[str, set[str]]:
+    nullable: dict[str, bool] = dict.fromkeys(rules, False)
+    firsts: dict[str, set[str]] = {name: set() for name in rules}
+
+    def empty(node: Node) -> bool:
+        if isinstance(node, Token):
+            return False
+        if isinstance(node, Ref):
+            return nullable[node.name]
+        if isinstance(node, Rep):
+            return node.least == 0 or empty(node.node)
+        assert isinstance(node, Seq | Alt)
+        return (all if isinstance(node, Seq) else any)(empty(item) for item in node.items)
+
+    def first(node: Node) -> set[str]:
+        if isinstance(node, Token):
+            return {node.text}
+        if isinstance(node, Ref):
+            return firsts[node.name]
+        if isinstance(node, Rep):
+            return first(node.node)
+        found: set[str] = set()
+        for item in node.items if isinstance(node, Seq | Alt) else ():
+            found |= first(item)
+            if isinstance(node, Seq) and not empty(item):
+                break
+        return found
+
+    changed = True
+    while changed:
+        changed = False
+        for name, node in reversed([*rules.items()]):
+            new = empty(node), firsts[name] | first(node)
+            changed |= new != (nullable[name], firsts[name])
+            nullable[name], firsts[name] = new
+
+    followers: dict[str, set[str]] = defaultdict(set)
+    follows: dict[str, set[str]] = {name: set() for name in rules}
+
+    def visit(node: Node, after: set[str]) -> None:
+        if isinstance(node, Token):
+            followers[node.text] |= after
+        elif isinstance(node, Ref):
+            follows[node.name] |= after
+        elif isinstance(node, Rep):
+            visit(node.node, after | first(node.node) if node.most != 1 else after)
+        elif isinstance(node, Alt):
+            for item in node.items:
+                visit(item, after)
+        elif isinstance(node, Seq):
+            for item in reversed(node.items):
+                visit(item, after)
+                after = first(item) | after if empty(item) else first(item)
+
+    sizes = -1
+    while sizes != (sizes := sum(map(len, follows.values())) + sum(map(len, followers.values()))):
+        for name, node in rules.items():
+            visit(node, follows[name])
+    return followers
+
+
+# --- automata of terminals
+
+
+class _Automaton:
+    """A nondeterministic automaton. State 0 is the start."""
+
+    def __init__(self) -> None:
+        self.moves: list[list[tuple[Ranges, int]]] = [[]]
+        self.empty_moves: list[list[int]] = [[]]
+        self.end = 0
+
+    def add_state(self) -> int:
+        self.moves.append([])
+        self.empty_moves.append([])
+        return len(self.moves) - 1
+
+    def closure(self, state: int) -> set[int]:
+        found, todo = {state}, [state]
+        while todo:
+            new = set(self.empty_moves[todo.pop()]) - found
+            found |= new
+            todo += new
+        return found
+
+    def moves_from(self, state: int) -> Iterator[tuple[Ranges, int]]:
+        for inner in self.closure(state):
+            yield from self.moves[inner]
+
+    def ends(self, state: int) -> bool:
+        return self.end in self.closure(state)
+
+    def first(self) -> list[tuple[int, int]]:
+        return [pair for ranges, _ in self.moves_from(0) for pair in ranges]
+
+
+def _automaton(node: Node, inline: Callable[[Node], Node]) -> _Automaton:
+    automaton = _Automaton()
+    automaton.end = _add(automaton, node, 0, inline)
+    return automaton
+
+
+def _add(automaton: _Automaton, node: Node, begin: int, inline: Callable[[Node], Node]) -> int:
+    """Adds the states of an expression after a state, and returns its last state."""
+    if len(automaton.moves) > MAX_STATES:
+        return begin
+    if isinstance(node, Ref):
+        return _add(automaton, inline(node), begin, inline)
+    if isinstance(node, Chars):
+        end = automaton.add_state()
+        automaton.moves[begin].append((node.ranges, end))
+        return end
+    if isinstance(node, Seq):
+        for item in node.items:
+            begin = _add(automaton, item, begin, inline)
+        return begin
+    if isinstance(node, Alt):
+        end = automaton.add_state()
+        for item in node.items:
+            start = automaton.add_state()
+            automaton.empty_moves[begin].append(start)
+            automaton.empty_moves[_add(automaton, item, start, inline)].append(end)
+        return end
+    assert isinstance(node, Rep)
+    for _ in range(min(node.least, MAX_COPIES)):
+        begin = _add(automaton, node.node, begin, inline)
+    end = automaton.add_state()
+    automaton.empty_moves[begin].append(end)
+    if node.most is None or node.most > MAX_COPIES:
+        start = automaton.add_state()
+        automaton.empty_moves[begin].append(start)
+        last = _add(automaton, node.node, start, inline)
+        automaton.empty_moves[last] += [start, end]
+        return end
+    for _ in range(node.most - node.least):
+        start = automaton.add_state()
+        automaton.empty_moves[begin].append(start)
+        begin = _add(automaton, node.node, start, inline)
+        automaton.empty_moves[begin].append(end)
+    return end
+
+
+def _swallows(before: _Automaton, other: _Automaton, after: Ranges, limit: int) -> tuple[bool, int]:
+    """Whether the other terminal can continue a text of the first one with a character that may follow the first one.
+
+    Also returns the number of pairs of states, at most `limit`, or raises OverflowError.
+    """
+    seen = {(0, 0)}
+    todo = deque(seen)
+    while todo:
+        one, two = todo.popleft()
+        moves = [*other.moves_from(two)]
+        if (one, two) != (0, 0) and before.ends(one) and any(_overlap(ranges, after) for ranges, _ in moves):
+            return True, len(seen)
+        if len(seen) > limit:
+            raise OverflowError
+        for ranges, next_one in before.moves_from(one):
+            for other_ranges, next_two in moves:
+                pair = next_one, next_two
+                if pair not in seen and _overlap(ranges, other_ranges):
+                    seen.add(pair)
+                    todo.append(pair)
+    return False, len(seen)
+
+
+def _overlap(first: Ranges, second: Ranges) -> bool:
+    return any(low <= high_2 and low_2 <= high for low, high in first for low_2, high_2 in second)
