@@ -12,6 +12,7 @@ from dantinox.generation.engine import Engine
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.token_healing import MAX_HEALED_TOKENS, HealedPrefix, PieceIndex
 from dantinox.text import Tokenizer, train_tokenizer
+from dantinox.text.chat_template import ChatPrompt
 
 from . import builder
 
@@ -122,7 +123,7 @@ def test_chats_and_token_ids_refuse_it():
 
     with pytest.raises(UserError, match="token_healing has no effect on token ids"):
         generate(RUN.model, [[1, 2]], 2, token_healing=True)
-    template = type("Template", (), {"encode": lambda *_, **__: [1, 2], "end_ids": ()})()
+    template = type("Template", (), {"prompt": lambda *_, **__: ChatPrompt([1, 2], ""), "end_ids": ()})()
     with pytest.raises(UserError, match="token_healing must be false in a chat"):
         RUN.chat("hello", template=template, token_healing=True)
 

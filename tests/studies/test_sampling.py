@@ -412,7 +412,7 @@ forward = nnx.jit(lambda model, tokens_BT, positions_BT: model(tokens_BT, positi
 
 def bits_by_hand(run, prompt, text):
     """Returns −log2 p per byte in float64, token by token."""
-    ids, new = run.prompt_ids(prompt) + run.tokenizer.encode(text), len(run.tokenizer.encode(text))
+    ids, new = run.tokenizer.encode(prompt) + run.tokenizer.encode(text), len(run.tokenizer.encode(text))
     tokens = np.zeros((1, CONTEXT), np.int32)
     tokens[0, : len(ids)] = ids
     logits_TV = np.asarray(forward(run.model, jnp.asarray(tokens), jnp.arange(CONTEXT)[None])[0], np.float64)

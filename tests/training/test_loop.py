@@ -87,7 +87,7 @@ class Recorder:
         self.calls, self.rows = [], []
 
     def begin(self, step, last_step, rows):
-        self.calls.append(("begin", step, last_step, len(rows)))
+        self.calls.append(("begin", step, last_step, len(list(rows))))
 
     def row(self, kind, row):
         self.rows.append({"kind": kind} | row)
