@@ -57,10 +57,7 @@ def test_turns_are_formatted_by_the_template(run, chat):
     assert len(first.encode()) == 13
     joined(chat.answer("c"))
     assert decode_with_specials(run, chat.read[0]) == PLAIN.format("a")
-    assert (
-        decode_with_specials(run, chat.read[-1])
-        == f"<bos>User:\na\n\nAssistant:\n{first}<eos>\n\nUser:\nc\n\nAssistant:\n"
-    )
+    assert decode_with_specials(run, chat.read[-1]) == f"<bos>User:\na\n\nAssistant:\n{first}<eos>\n\nUser:\nc\n\nAssistant:\n"
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
     assert (chat.messages[1]["content"], chat.finish_reason) == (first, "length")
 
