@@ -112,5 +112,5 @@ def make_run(path, end=False):
         weights["head/kernel"][:, successor] += 2 * embed_VD[token]
     save_config(run, config)
     save_weights(run.weights, weights)
-    save_tokenizer(run, tokenizer.to_json(), {"add_bos_token": False})  # a prompt has one token per byte
+    save_tokenizer(run, tokenizer.to_json())
     return run.path

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dantinox import cli
+from dantinox.run.manifest import write_file
 
 
 @pytest.fixture
@@ -24,9 +25,17 @@ def dantinox(capfd, tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="session")
+def plain_run(run_dir, tmp_path_factory):
+    """A copy of the run whose prompts have no BOS token, so that a prompt has one token per byte."""
+    path = Path(shutil.copytree(run_dir, tmp_path_factory.mktemp("plain") / "run"))
+    write_file(path, "tokenizer_config.json", '{"add_bos_token": false}')
+    return path
+
+
 @pytest.fixture
-def generate(dantinox, run_dir):
-    return lambda *argv: dantinox("generate", "--run_dir", run_dir, *argv)
+def generate(dantinox, plain_run):
+    return lambda *argv: dantinox("generate", "--run_dir", plain_run, *argv)
 
 
 @pytest.fixture
