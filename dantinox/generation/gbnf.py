@@ -144,7 +144,9 @@ class _Parser:
         if found is None:
             raise self._error("a repetition must be {n}, {n,} or {n,m}")
         least = int(found[1])
-        most = least if found[2] is None else int(found[3]) if found[3] else None
+        most: int | None = least
+        if found[2] is not None:  # a comma
+            most = int(found[3]) if found[3] else None
         if most is not None and most < least:
             raise self._error(f"the repetition {found[0]} is out of order", found.start())
         return least, most
@@ -222,7 +224,7 @@ def _finite(rules: Mapping[str, Node]) -> dict[str, Node]:
 
 
 class _Place(NamedTuple):
-    """What the writer makes of an expression: Lark text, and the expression over terminals for the analysis."""
+    """An expression of a rule as Lark, and the same expression over terminals, in which conflicts are searched."""
 
     text: str
     node: Node

@@ -60,7 +60,7 @@ Node = Chars | Ref | Token | Seq | Alt | Rep
 def greedy_conflicts(
     rules: Mapping[str, Node], inline: Callable[[Node], Node], terminals: Mapping[str, Node], limit: int
 ) -> tuple[set[Node], int]:
-    """Returns the terminals of several characters that may swallow the beginning of what follows a terminal, and the work.
+    """Returns the terminals of several characters that may also match the beginning of what follows a terminal, and the work.
 
     After the text of a terminal A, another terminal B (or A itself) may have a longer text with the same beginning. The lexer
     goes on with B if the next character allows it, so a text in which this character belongs to what follows A is excluded.
@@ -96,9 +96,9 @@ def greedy_conflicts(
                     conflicts.add(other)
         for other in patterns if text is not None else candidates:
             if other not in conflicts and _overlap(firsts[first], firsts[other]):
-                swallows, pairs = _swallows(automata[first], automata[other], after, limit - work)
+                conflicts_with, pairs = _matches_beyond(automata[first], automata[other], after, limit - work)
                 work += pairs
-                if swallows:
+                if conflicts_with:
                     conflicts.add(other)
     return {terminals[name] for name in conflicts}, work
 
@@ -256,7 +256,7 @@ def _add(automaton: _Automaton, node: Node, begin: int, inline: Callable[[Node],
     return end
 
 
-def _swallows(before: _Automaton, other: _Automaton, after: Ranges, limit: int) -> tuple[bool, int]:
+def _matches_beyond(before: _Automaton, other: _Automaton, after: Ranges, limit: int) -> tuple[bool, int]:
     """Whether the other terminal can continue a text of the first one with a character that may follow the first one.
 
     Also returns the number of pairs of states, at most `limit`, or raises OverflowError.

@@ -103,8 +103,9 @@ def _experts(m: ModelConfig) -> str:
 def _training(directory: RunDirectory, config: Config) -> str:
     best, last = dict[str, float](), dict[str, float]()
     for last in iter_csv(directory.log(config)):
-        if not best or not evaluation_loss(best) <= evaluation_loss(last) < math.inf:
-            best = last if math.isfinite(evaluation_loss(last)) or not best else best
+        loss = evaluation_loss(last)
+        if not best or (math.isfinite(loss) and not evaluation_loss(best) <= loss):  # also if the best so far is NaN
+            best = last
     if not last:
         return "no training log\n"
     measured = f"val reward {best['val_reward']:.4f}" if "val_reward" in best else f"val loss {best['val_loss']:.4f}"

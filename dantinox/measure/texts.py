@@ -147,10 +147,10 @@ def read_documents(tokenizer: Tokenizer, path: str, text_field: str, tokens: int
 
 def decoded_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     """Returns the number of UTF-8 bytes that tokens at the beginning of a text decode to."""
-    if tokenizer.token_pieces is None:
+    if tokenizer.token_pieces is None or len(ids) == 0:
         return len(tokenizer.decode(ids).encode())
-    first, inner = tokenizer.token_pieces
-    return sum(len((inner if place else first)[token]) for place, token in enumerate(ids.tolist()))
+    first, _ = tokenizer.token_pieces
+    return len(first[ids[0]]) + tokenizer.count_bytes(ids[1:])
 
 
 def _encoded_parts(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[tuple[int, str, np.ndarray]]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 SPACES = r"\t\n\x0b\x0c\r \xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 SETS = {"d": "0-9", "w": "0-9A-Za-z_", "s": SPACES}
 DOT = r"[^\n\r\x{2028}\x{2029}]"
+SYNTAX = {".": DOT, "^": "^", "$": "$", "|": "|", ")": ")"}  # characters with a meaning → what they are in Rust's syntax
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "v": "\v", "f": "\f", "0": "\0"}
 PROPERTY = re.compile(r"\\[pP]\{[A-Za-z_=0-9]+\}")
 QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
@@ -53,7 +54,7 @@ def to_rust_regex(pattern: str) -> str:
         elif re.match(r"\{,\d", pattern[at : at + 3]):
             raise ValueError("{,n} is not a quantifier of ECMA-262: write {0,n}")
         else:
-            parts.append(DOT if character == "." else character if character in "^$|)" else _literal(character))
+            parts.append(SYNTAX.get(character) or _literal(character))
             at += 1
     return "".join(parts)
 
