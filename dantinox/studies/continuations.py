@@ -38,17 +38,20 @@ class PromptWindows(NamedTuple):
     ids: np.ndarray
 
 
-def prompt_tokens(max_context: int, tokens: int) -> int:
+def prompt_tokens(max_context: int, tokens: int, before: int = 0) -> int:
     """Returns the number of tokens of a prompt: 64, or fewer if `tokens` new tokens leave fewer in the context.
+
+    Args:
+      before: the number of tokens that generation adds before a prompt.
 
     Raises:
       UserError: fewer than 8 tokens remain.
     """
-    available = min(PROMPT_TOKENS, max_context - tokens)
+    available = min(PROMPT_TOKENS, max_context - before - tokens)
     if available < MIN_PROMPT_TOKENS:
         raise UserError(
             f"--tokens must leave room for a prompt of {MIN_PROMPT_TOKENS} in the model's context of {max_context}: "
-            f"at most {max_context - MIN_PROMPT_TOKENS}, got {tokens}"
+            f"at most {max_context - before - MIN_PROMPT_TOKENS}, got {tokens}"
         )
     return available
 
@@ -193,9 +196,9 @@ class ReferenceModel:
         return bits_N
 
     def _encode(self, prompt: str, text: str) -> ScoringInput:
-        """Returns the tokens of prompt and text, truncated to the context; the tokens of the text are to be scored."""
+        """Returns the tokens of prompt and text as generation encodes them, truncated to the context; the text is scored."""
         try:
-            before, ids = self.tokenizer.encode(prompt), self.tokenizer.encode(text)
+            before, ids = [*self.tokenizer.ids_before_text, *self.tokenizer.encode(prompt)], self.tokenizer.encode(text)
         except UserError as error:
             raise UserError(f"the reference cannot encode a text to score: {error}") from None
         context = self.model.config.max_context

@@ -261,12 +261,12 @@ def evaluate_sampling(
     run = load(run_dir)
     for name in names:  # report settings that the engine rejects before the work begins
         run.params([run.settings({**METHODS[name].settings, **METHODS[name].values_at(0.5), "seed": 0})])
-    context = run.model.config.max_context
+    context, before = run.model.config.max_context, len(run.tokenizer.ids_before_text)
     if sizes.get("tokens") is None:
         size = replace(size, tokens=max(8, min(size.tokens, 3 * context // 4)))
     if sizes.get("prompts") is None:
         size = replace(size, prompts=default_count(size.prompts, MIN_PROMPTS, run.parameters))
-    prompt = prompt_tokens(context, size.tokens)
+    prompt = prompt_tokens(context, size.tokens, before)
     tuning, test = draw_windows(run.tokenizer, store, size.prompts, prompt, size.tokens)
     bench = SamplingBenchmark(run, ReferenceModel(reference or run_dir), size, progress)
     measured = {"human": bench.measure(test, [(test.texts, test.ids)])}

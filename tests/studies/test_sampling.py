@@ -396,8 +396,9 @@ def test_split_character_belongs_to_the_text_it_ends_in():
 
 def test_prompts_leave_space_for_the_continuation():
     assert prompt_tokens(256, 192) == 64 and prompt_tokens(256, 128) == 64 and prompt_tokens(128, 96) == 32
+    assert prompt_tokens(128, 96, 1) == 31
     with pytest.raises(UserError, match=ERRORS["leave_room_for_a_prompt"]):
-        prompt_tokens(128, 121)
+        prompt_tokens(128, 121, 1)
 
 
 @pytest.mark.parametrize(("count", "most", "size"), [(40, 32, 20), (96, 32, 32), (33, 32, 17), (5, 32, 5), (65, 64, 33)])
@@ -412,7 +413,8 @@ forward = nnx.jit(lambda model, tokens_BT, positions_BT: model(tokens_BT, positi
 
 def bits_by_hand(run, prompt, text):
     """Returns −log2 p per byte in float64, token by token."""
-    ids, new = run.tokenizer.encode(prompt) + run.tokenizer.encode(text), len(run.tokenizer.encode(text))
+    new = len(run.tokenizer.encode(text))
+    ids = (run.prompt_ids(prompt) + run.tokenizer.encode(text))[-CONTEXT:]
     tokens = np.zeros((1, CONTEXT), np.int32)
     tokens[0, : len(ids)] = ids
     logits_TV = np.asarray(forward(run.model, jnp.asarray(tokens), jnp.arange(CONTEXT)[None])[0], np.float64)
