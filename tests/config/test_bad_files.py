@@ -147,10 +147,10 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
 
 
 def sentence(path, overrides=None) -> str:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(UserError) as caught:
         load_config(path, overrides)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     text = str(caught.value)
     assert len(text.splitlines()) == 1
     assert len(text) < 300 + len(str(path))

@@ -507,12 +507,13 @@ def test_a_disconnect_frees_the_slots(path):
     async def leave(url):
         async with httpx.AsyncClient() as client:
             work = asyncio.create_task(client.post(url, json={"prompt": "x", "max_length": 200}))
-            await asyncio.sleep(0.3)
+            while not engine.asked:
+                await asyncio.sleep(0.01)
             work.cancel()
 
     with serving(make_app(engine)) as port:
         asyncio.run(leave(f"http://127.0.0.1:{port}{path}"))
-        until = time.monotonic() + 1
+        until = time.monotonic() + 30
         while engine.tasks and time.monotonic() < until:
             time.sleep(0.01)
         assert len(engine.asked) == len(engine.cancelled) == 1 and not engine.tasks

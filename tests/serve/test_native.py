@@ -230,7 +230,7 @@ def test_a_disconnect_cancels_the_request():
             lines = answer.iter_lines()
             while not next(lines).startswith("event: token"):
                 pass
-        until = time.monotonic() + 2
+        until = time.monotonic() + 30
         while not engine.cancelled and time.monotonic() < until:
             time.sleep(0.01)
         assert len(engine.cancelled) == 1 and engine.cancelled[0].stats.new_tokens < 100

@@ -79,7 +79,7 @@ def test_a_json_line_of_a_request(lines):
     found = json.loads(line)
     moment = datetime.datetime.fromisoformat(found.pop("time"))
     assert abs((datetime.datetime.now(datetime.UTC) - moment).total_seconds()) < 60
-    assert 0 <= found.pop("first_token_seconds") <= found.pop("seconds") < 5
+    assert 0 <= found.pop("first_token_seconds") <= found.pop("seconds") < 60
     assert found == {
         "level": "info", "logger": "dantinox.serve.requests", "message": "POST /v1/completions 200", "request_id": "id-1",
         "key": "default", "method": "POST", "path": "/v1/completions", "status": 200, "model": "fake", "prompt_tokens": 5,

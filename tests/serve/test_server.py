@@ -142,7 +142,7 @@ def test_a_signal_drains_a_process():
     with process(pause=0.05) as server:
         assert server.stdout.readline() == "ready\n"
         check_draining(server.url, server.send_signal)
-        assert server.wait(5) == 0
+        assert server.wait(60) == 0
         assert server.stderr.read() == ""
 
 
@@ -159,10 +159,10 @@ def test_a_second_signal_aborts(monkeypatch):
         server.signal(signal.SIGINT)
         wait_for(lambda: health(server.url) == "draining")
         server.signal(signal.SIGTERM)
-        reader.join(5)
+        reader.join(30)
 
     server = Here(monkeypatch, talk, pause=0.2, stuck=True)
-    assert server.code == 1 and server.exits == [1] and time.monotonic() - before < 6
+    assert server.code == 1 and server.exits == [1] and time.monotonic() - before < 30
 
 
 @pytest.mark.slow
@@ -177,9 +177,9 @@ def test_a_second_signal_aborts_a_process(interruptible):
         server.send_signal(signal.SIGINT)
         wait_for(lambda: health(server.url) == "draining")
         server.send_signal(signal.SIGTERM)
-        assert server.wait(6) == 1 and time.monotonic() - before < 5
+        assert server.wait(60) == 1 and time.monotonic() - before < 30
         assert "Traceback" not in server.stderr.read()
-        reader.join(5)
+        reader.join(30)
 
 
 def test_a_fault_of_the_engine_ends_the_server(monkeypatch):
@@ -188,10 +188,10 @@ def test_a_fault_of_the_engine_ends_the_server(monkeypatch):
         lines = []
         reader = stream(server.url, 100, lines)
         wait_for(lambda: lines)
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "fault"}, timeout=5).status_code == 503
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "fault"}, timeout=60).status_code == 503
         answer = httpx.get(f"{server.url}/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "failed")
-        reader.join(5)
+        reader.join(30)
         assert any("the engine has failed" in str(line) for line in lines)
 
     assert Here(monkeypatch, talk, pause=0.1).code == 1
@@ -356,7 +356,7 @@ def test_the_end_of_the_terminal_drains(tmp_path):
     try:
         assert server.stdout.readline().startswith(b"listening") and server.stdout.readline() == b"ready\n"
         os.close(ours)
-        assert server.wait(5) == 0
+        assert server.wait(60) == 0
     finally:
         server.kill()
         server.communicate()

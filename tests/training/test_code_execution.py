@@ -45,7 +45,7 @@ def test_the_fraction_of_passed_tests_is_the_reward():
 def test_code_that_does_not_end_is_killed(code):
     started = time.monotonic()
     assert run_code(code, "pass", seconds=0.5) == 0
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 @needs_linux
