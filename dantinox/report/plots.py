@@ -5,8 +5,7 @@ import itertools
 import json
 import math
 import warnings
-from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError, atomic_write, require_extra
-from dantinox.report.metric_files import iter_csv, iter_jsonl
+from dantinox.report.metric_files import Columns, csv_columns, jsonl_columns
 from dantinox.report.tables import human_count
 
 TRAIN, VALIDATION, GREY = "#8aa4c8", "#c2410c", "#6b7280"
@@ -36,29 +35,19 @@ REWARDS = Curves("reward", "val_reward", "mean reward", max)
 
 MAX_POINTS = 4000  # of a line: more than the pixels of its width
 NAMES = ("step", "tokens", "ms_per_step", *LOSSES[:2], *REWARDS[:2])
-Columns = Mapping[str, np.ndarray]  # name → float64 `[rows]`, NaN where a row lacks the value
 
 
 def read_columns(path_csv: Path, path_jsonl: Path) -> tuple[Columns, Columns]:
     """Returns the columns `NAMES` of the training intervals and of the evaluations of a run.
 
-    The evaluations stand for the intervals if the log has none. The rows are read one by one, because a long run has millions.
+    The evaluations stand for the intervals if the log has none.
 
     Raises:
       UserError: a file cannot be read or is damaged.
     """
-    evaluations = _columns(iter_csv(path_csv, NAMES))
-    intervals = _columns(row for row in iter_jsonl(path_jsonl) if row.get("kind") == "interval")
+    evaluations = csv_columns(path_csv, NAMES)
+    intervals = jsonl_columns(path_jsonl, "interval", NAMES)
     return (intervals if intervals["step"].size else evaluations), evaluations
-
-
-def _columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
-    columns = {name: array("d") for name in NAMES}
-    for row in rows:
-        for name, column in columns.items():
-            value = row.get(name)
-            column.append(math.nan if value is None else value)
-    return {name: np.frombuffer(column) if column else np.zeros(0) for name, column in columns.items()}
 
 
 def curves_of(evaluations: Columns) -> Curves:
