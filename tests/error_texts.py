@@ -177,6 +177,8 @@ ERRORS = {
     "cannot_write_a_csv_no": r"cannot write .*a.csv: No such file or directory",
     "cannot_write_metrics_jsonl_no": r"cannot write .*metrics.jsonl: No space left on device",
     "has_the_columns_step_loss": "has the columns step,loss, but this version writes step,train_loss",
+    "is_not_a_training_log": r"log\.csv is not a training log: a cell is not a number$",
+    "is_not_json_lines": r"jsonl is not JSON lines$",
     "nothing_to_plot_yet": "nothing to plot yet",
     "pip_install_dantinox_plot_2": r"in a checkout of DantinoX, pip install -e '.\[plot\]'",
     "unknown_columns_loss": "unknown columns: loss",

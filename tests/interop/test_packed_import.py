@@ -221,7 +221,7 @@ def test_a_packed_run_is_exported_and_evaluated(folder, tmp_path):
 def test_info_and_verify_report_a_packed_run(folder, capsys):
     assert main(["info", str(folder / "packed")]) == 0
     lines = capsys.readouterr().out
-    assert re.search(r"weights packed +[\d.]+ \wB +Q4_K [\d.]+ \wB, Q6_K", lines)
+    assert re.search(r"weights +[\d.]+ \wB \(Q4_K [\d.]+ \wB, Q6_K [\d.]+ \wB, float32", lines)
     assert verify_run(RunDirectory(folder / "packed")).damage == []
     assert main(["import", str(folder / "x.gguf"), "--run_dir", str(folder / "again")]) == 0
     assert "Q4_K, Q6_K" in capsys.readouterr().out
