@@ -143,6 +143,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "explain": ("measure", "explain", "Show how each sampling step changes the next-token distribution."),
     "calibrate": ("measure", "calibrate", "Measure the values that a model's presets need, and save them in its run."),
     "eval": ("measure", "evaluate", "Measure perplexity or tasks; compare samplers or compressed caches."),
+    "runs": ("runs", "list_", "List the runs below a folder: state, losses, time, and the settings that differ."),
     "info": ("measure", "info", "Describe a run: settings, size and training; compare quantized weights."),
     "verify": ("runs", "verify", "Check every file of a run against its checksum."),
     "plan": ("measure", "plan", "Compile for a target device you do not have, and report memory and FLOPs."),

@@ -1,13 +1,14 @@
-"""`dantinox import`, `export`, `merge-lora` and `verify`: their flags and output."""
+"""`dantinox runs`, `import`, `export`, `merge-lora` and `verify`: their flags and output."""
 
 import argparse
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dantinox.cli.common import add_run
+from dantinox.cli.common import add_run, print_result
 from dantinox.config.flags import Parser
 from dantinox.files import UserError
 
@@ -18,6 +19,26 @@ EXPORT_TYPES = ["f32", "f16", "bf16", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_k_
 EXIT_DAMAGED = 1
 # Settings of `generation` that an import may read from a checkpoint.
 SAMPLING_SETTINGS = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def add_list_flags(command: Parser) -> None:
+    text = "folder with run directories, at any depth (default: runs)"
+    command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help=text)
+    sort = "column or setting to sort by, ascending (default: best)"
+    command.add_argument("--sort", default="best", metavar="KEY", help=sort)
+    where = "show only runs with this value of a column or setting, such as state=finished or lr=0.001; repeatable"
+    command.add_argument("--where", action="append", default=[], metavar="KEY=VALUE", help=where)
+    command.add_argument("--json", action="store_true", help="print one JSON object with all columns")
+
+
+def list_(options: argparse.Namespace) -> int:
+    from dantinox.measure.run_list import differing_settings, list_runs, run_lines, select_runs
+
+    runs = select_runs(list_runs(options.folder), options.where, options.sort)
+    keys = differing_settings(runs)
+    settings = [{key: run.settings[key] for key in keys if key in run.settings} for run in runs]
+    record = {"runs": [asdict(run) | {"settings": values} for run, values in zip(runs, settings, strict=True)]}
+    return print_result(options, record, lambda width: run_lines(runs, width))
 
 
 def add_import_flags(command: Parser) -> None:
