@@ -247,6 +247,7 @@ EXAMPLES = {
     "explain": 'dantinox explain runs/quickstart --prompt "def " --temperature 0.8 --top_k 40',
     "calibrate": "dantinox calibrate runs/quickstart --what router",
     "eval": "dantinox eval ppl --run_dir runs/quickstart --data_path my_text.txt",
+    "runs": "dantinox runs runs --sort best --where state=finished",
     "info": "dantinox info runs/quickstart",
     "verify": "dantinox verify runs/quickstart",
     "plan": "dantinox plan --config llama_1b --topology gpu:h100",

@@ -53,7 +53,7 @@ EVALUATE: Flags = {
     "tokens": ("sampling kv ppl watermark", COUNT_OPTION | {"help": {
         "sampling": "tokens per continuation",
         "kv": "tokens per sequence (default: the context, at most 512)",
-        "ppl": "tokens to read (default: all)",
+        "ppl": "tokens to read from the beginning of the text (default: 8192)",
         "watermark": "tokens to read (default: all)"}}),
     "reference": ("sampling", {"type": Path, "metavar": "RUN", "help":
         "run whose model scores the texts (default: the run itself)"}),

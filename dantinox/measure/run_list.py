@@ -24,7 +24,7 @@ from dantinox.run.directory import RunDirectory, is_failed_start
 MAX_CONFIG_BYTES = 1 << 20
 MAX_COLUMNS = 8  # of settings in the table; JSON has all
 # The loader in C is 6 times faster than that of `load_config`, whose stricter rules do not matter for a file that a run wrote.
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass
@@ -110,7 +110,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
       UserError: the file cannot be read or is no config.
     """
     try:
-        tree = yaml.load(read_text(path, MAX_CONFIG_BYTES), LOADER)  # noqa: S506: both loaders are safe
+        tree = yaml.load(read_text(path, MAX_CONFIG_BYTES), Loader=_Loader)
         return DEFAULTS | {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
     except (yaml.YAMLError, AttributeError, ValueError, RecursionError):
         load_config(path)  # its error names the line
