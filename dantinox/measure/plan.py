@@ -329,8 +329,8 @@ def _compile_program(topology: Topology, planned: Program, program: Any, options
     sent = sum(collective.sent for collective in collectives.values())
     temporary = 2 * (0 if usage is None else usage.temp)
     finished = replace(
-        planned, traffic=planned.traffic + sent + temporary, bytes=usage, needs=needs, fits=fits, kernels=kernels, collectives=collectives,
-        compile_seconds=seconds, failure=failure,
+        planned, traffic=planned.traffic + sent + temporary, bytes=usage, needs=needs, fits=fits, kernels=kernels,
+        collectives=collectives, compile_seconds=seconds, failure=failure,
     )  # fmt: skip
     if chip is None:
         return finished
