@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,14 +208,17 @@ def run_lines(runs: Sequence[RunSummary], width: int) -> Iterator[str]:
     ]
     for key, name in list(zip(keys, names, strict=True))[:MAX_COLUMNS]:
         heading = name if names.count(name) == 1 else key
-        columns.append(Column(key, heading, lambda run, key=key: _cell(run.settings.get(key)) if run.settings else None))
+        columns.append(Column(key, heading, partial(_setting_cell, key)))
     yield from text_table(columns, runs, max(width, 60))
     if len(keys) > MAX_COLUMNS:
         yield f"{len(keys) - MAX_COLUMNS} more settings differ: --json lists them"
     yield from wrap_lines([f"{escape_name(run.name)}: {run.problem}" for run in runs if run.problem], max(width, 60))
 
 
-def _cell(value: Any) -> str:
+def _setting_cell(key: str, run: RunSummary) -> str | None:
+    if not run.settings:
+        return None
+    value = run.settings[key]
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:g}"
     return escape_name(value) if isinstance(value, str) else quote(value)
