@@ -240,7 +240,7 @@ EXAMPLES = {
     "init": "dantinox init my.yaml",
     "merge-lora": "dantinox merge-lora runs/lora --run_dir runs/merged",
     "generate": 'dantinox generate runs/quickstart --prompt "def " --top_p 0.9 --seed 1',
-    "chat": "dantinox chat runs/smol --temperature 0.7",
+    "chat": "dantinox chat runs/smol",
     "serve": "dantinox serve runs/quickstart --port 8000",
     "import": "dantinox import smollm2 --run_dir runs/smol",
     "export": "dantinox export runs/smol smol.gguf --type q8_0",

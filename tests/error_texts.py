@@ -160,6 +160,7 @@ ERRORS = {
     "with_shape_expected": r"with shape .*expected",
     "with_which_means_a_space": "with ▁, which means a space there",
     "x_g_idx_with_numbers_outside": r"x.g_idx with numbers outside of its 1 groups",
+    "no_type_of_gguf_file": r"no type of GGUF file keeps all blocks of this run \(Q4_1, Q8_0\): choose a type, such as",
     # measure
     "cannot_compile_for_a_gpu": "cannot compile for a GPU without the device",
     "pip_install_dantinox_plot": r"in a checkout of DantinoX, pip install -e '.\[plot\]'",

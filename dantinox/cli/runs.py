@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dantinox.interop.checkpoints import Imported
 
 EXPORT_TYPES = ["f32", "f16", "bf16", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "q8_0"]
+FILE_SUFFIXES = (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".msgpack", ".ggml")  # not of a folder
 EXIT_DAMAGED = 1
 # Settings of `generation` that an import may read from a checkpoint.
 SAMPLING_SETTINGS = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
@@ -117,7 +118,7 @@ def add_export_flags(command: Parser) -> None:
     command.add_argument(
         "--format", choices=["hf", "gguf"], help="Hugging Face Transformers folder or GGUF file (default: by the name of DEST)"
     )
-    kind = "number type; q*: GGUF only (default: hf: unchanged; gguf: f32)"
+    kind = "number type; q*: GGUF only (default: hf: unchanged; gguf: the run's quantized blocks, or f32)"
     command.add_argument("--type", choices=EXPORT_TYPES, help=kind)
 
 
@@ -127,6 +128,8 @@ def export(options: argparse.Namespace) -> int:
         raise UserError(f"export needs a run directory and a destination, got {' and '.join(map(str, places))}")
     run_dir, dest = places
     named = "gguf" if dest.suffix == ".gguf" else "hf"
+    if options.format is None and dest.suffix in FILE_SUFFIXES:
+        raise UserError(f"DEST must be a folder for Hugging Face Transformers, or a .gguf file, got {dest}")
     if options.format not in (None, named):
         what = "a .gguf file" if options.format == "gguf" else "a folder, whose name does not end in .gguf"
         raise UserError(f"--format {options.format} writes {what}: DEST cannot be {dest}")
