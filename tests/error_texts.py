@@ -190,6 +190,7 @@ ERRORS = {
     "last_line_is_not_the": "last line is not the SHA-256",
     "manifest_txt_is_damaged_has": r"manifest.txt (is damaged|has format 2, but this version reads format 1)",
     "was_measured_on_other_weights": "was measured on other weights: run `dantinox calibrate --run_dir",
+    "no_checkpoints_to_fine_tune": r"nothing to resume at .*: it has no checkpoints; to fine-tune it, train with --init_from ",
     # sampling
     "capacity_must_be_set_bad_words": "capacity must be set .*: bad_words",
     "dantinox_calibrate_or_set_router": r"dantinox calibrate .* or set router\.low_entropy, .*router\.varentropy_scale$",

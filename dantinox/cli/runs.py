@@ -48,7 +48,9 @@ def add_import_flags(command: Parser) -> None:
         "smollm2, a model in a PyPI package"
     )
     command.add_argument("source", metavar="SRC", help=source)
-    command.add_argument("--run_dir", type=Path, required=True, metavar="RUN", help="run directory to create")
+    command.add_argument(
+        "--run_dir", type=Path, metavar="RUN", help="run directory to create (default: runs/ and the name of SRC)"
+    )
     dtype = "precision of stored matrices (default: auto: quantized GGUF blocks or bfloat16 of the checkpoint, else float32)"
     command.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help=dtype)
     context = "longest sequence in tokens (default: the checkpoint's; with longrope: the original context)"
@@ -58,11 +60,11 @@ def add_import_flags(command: Parser) -> None:
 def import_(options: argparse.Namespace) -> int:
     """Imports a checkpoint, then prints a summary of the run and the commands that use it."""
     from dantinox.interop.checkpoints import import_checkpoint
+    from dantinox.run.directory import RUNS
 
     note = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    print(
-        "\n".join(_import_lines(import_checkpoint(options.source, options.run_dir, options.dtype, options.max_context, note)))
-    )
+    run_dir = options.run_dir or RUNS / Path(options.source).absolute().name.removesuffix(".gguf")
+    print("\n".join(_import_lines(import_checkpoint(options.source, run_dir, options.dtype, options.max_context, note))))
     return 0
 
 
