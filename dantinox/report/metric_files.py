@@ -6,11 +6,10 @@ Every row is on disk before the method that adds it returns. Floats are written 
 
 import contextlib
 import csv
-import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ COLUMNS = [
 HEADER = ",".join(COLUMNS)
 # An older version wrote fewer columns, but at least these. Its log keeps its columns if a run continues it.
 MIN_COLUMNS = COLUMNS.index("memory_gb") + 1
-BLOCK_LINES = 4096  # that are parsed together
+BLOCK_BYTES = 1 << 20  # that are parsed together
 Columns = dict[str, np.ndarray]  # name → float64 `[rows]`, NaN where a row lacks the value
 
 
@@ -156,23 +155,24 @@ def csv_columns(path: Path, names: Sequence[str]) -> Columns:
     Raises:
       UserError: the file cannot be read or is not a training log.
     """
-    with _wrap_log_errors(path):
-        lines = _whole_lines(path)
-        header = next(lines, "").strip().split(",")
+    header: list[str] = []
+
+    def read(text: str) -> np.ndarray:
+        if not header:
+            first, _, text = text.partition("\n")
+            header.extend(first.split(","))
+        count = text.count("\n")
+        if text.count(",") != count * (len(header) - 1):
+            raise ValueError
+        text = text.replace(",,", ",nan,").replace(",,", ",nan,").replace(",\n", ",nan\n")
+        found = np.full((len(names), count), math.nan)
+        known = [name in header for name in names]
         places = [header.index(name) for name in names if name in header]
+        if places and count:
+            found[known] = np.loadtxt(text.splitlines(), delimiter=",", usecols=places, ndmin=2, comments=None).T
+        return found
 
-        def read(rows: list[str]) -> np.ndarray:
-            text = "".join(rows)
-            if text.count(",") != len(rows) * (len(header) - 1):
-                raise ValueError
-            text = text.replace(",,", ",nan,").replace(",,", ",nan,").replace(",\n", ",nan\n")
-            found = np.full((len(names), len(rows)), math.nan)
-            if places:
-                known = [name in header for name in names]
-                found[known] = np.loadtxt(text.splitlines(), delimiter=",", usecols=places, ndmin=2, comments=None).T
-            return found
-
-        return _columns(names, map(read, _blocks(lines)))
+    return _columns(path, names, read)
 
 
 def jsonl_columns(path: Path, kind: str, names: Sequence[str]) -> Columns:
@@ -182,26 +182,32 @@ def jsonl_columns(path: Path, kind: str, names: Sequence[str]) -> Columns:
       UserError: the file cannot be read or is not JSON lines.
     """
 
-    def read(lines: list[str]) -> np.ndarray:
+    def read(text: str) -> np.ndarray:
         # One call for a block of lines is faster than a call for each line.
-        rows = [row for row in json.loads(f"[{','.join(lines)}]") if row.get("kind") == kind]
+        rows = [row for row in json.loads("[" + text[:-1].replace("\n", ",") + "]") if row.get("kind") == kind]
         return np.array([[row.get(name) for row in rows] for name in names], float).reshape(len(names), len(rows))
 
+    return _columns(path, names, read)
+
+
+def _columns(path: Path, names: Sequence[str], read: Callable[[str], np.ndarray]) -> Columns:
+    """Returns the columns that `read` finds in blocks of complete lines, as arrays `[names, rows]`."""
     with _wrap_log_errors(path):
-        return _columns(names, map(read, _blocks(_whole_lines(path))))
-
-
-def _blocks(lines: Iterator[str]) -> Iterator[list[str]]:
-    """Yields lines that are not empty in lists of at most `BLOCK_LINES`."""
-    filled = (line for line in lines if line != "\n")
-    while block := list(itertools.islice(filled, BLOCK_LINES)):
-        yield block
-
-
-def _columns(names: Sequence[str], blocks: Iterable[np.ndarray]) -> Columns:
-    """Joins blocks `[names, rows]`."""
-    found = [np.zeros((len(names), 0)), *blocks]
+        found = [np.zeros((len(names), 0)), *map(read, _blocks(path))]
     return dict(zip(names, np.concatenate(found, axis=1), strict=True))
+
+
+def _blocks(path: Path) -> Iterator[str]:
+    """Yields the complete lines of a file in texts of about `BLOCK_BYTES`, without empty lines; none if it does not exist."""
+    with wrap_os_errors(f"cannot read {path}"), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        rest = b""
+        while data := file.read(BLOCK_BYTES):
+            lines, _, rest = (rest + data).rpartition(b"\n")
+            text = lines.decode().replace("\r\n", "\n").strip("\n")
+            while "\n\n" in text:
+                text = text.replace("\n\n", "\n")
+            if text:
+                yield text + "\n"
 
 
 @contextlib.contextmanager

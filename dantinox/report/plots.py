@@ -37,19 +37,20 @@ REWARDS = Curves("reward", "val_reward", "mean reward", max)
 
 
 MAX_POINTS = 4000  # of a line: more than the pixels of its width
-NAMES = ("step", "tokens", "ms_per_step", *LOSSES[:2], *REWARDS[:2])
+INTERVALS = ("step", "tokens", "ms_per_step", LOSSES.train, REWARDS.train)
+EVALUATIONS = (*INTERVALS, LOSSES.validation, REWARDS.validation)
 
 
 def read_columns(path_csv: Path, path_jsonl: Path) -> tuple[Columns, Columns]:
-    """Returns the columns `NAMES` of the training intervals and of the evaluations of a run.
+    """Returns the columns `INTERVALS` of the training intervals and `EVALUATIONS` of the evaluations of a run.
 
     The evaluations stand for the intervals if the log has none.
 
     Raises:
       UserError: a file cannot be read or is damaged.
     """
-    evaluations = csv_columns(path_csv, NAMES)
-    intervals = jsonl_columns(path_jsonl, "interval", NAMES)
+    evaluations = csv_columns(path_csv, EVALUATIONS)
+    intervals = jsonl_columns(path_jsonl, "interval", INTERVALS)
     return (intervals if intervals["step"].size else evaluations), evaluations
 
 

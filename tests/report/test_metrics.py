@@ -149,7 +149,7 @@ def test_a_file_that_is_not_a_log_raises_a_user_error(log):
 
 
 def test_columns_equal_the_rows_of_a_log_of_several_blocks(log, monkeypatch):
-    monkeypatch.setattr(metrics, "BLOCK_LINES", 3)
+    monkeypatch.setattr(metrics, "BLOCK_BYTES", 100)
     rows = [{"step": i, "train_loss": 1 / i, "tokens": 100 * i} | ({"val_reward": -i} if i % 2 else {}) for i in range(1, 9)]
     for row in rows:
         log.evaluation(row)
